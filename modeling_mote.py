@@ -1,0 +1,486 @@
+"""MoTE: Mixture of Task Experts, for any encoder that transformers has.
+
+What is unusual here, compared with the dense model:
+
+- Every block has one expert per task and one attention for all of them. An expert is the backbone's own layer, with
+  the attention taken out: its norms, its feed-forward network, and nothing that we wrote.
+- The task of a text picks the expert for its whole sequence. There is no router.
+- The expert's name is an ordinary argument of the block. It is never kept on the side, so gradient checkpointing
+  recomputes with the same expert, and threads that serve different tasks on one model do not meet.
+
+This file is copied into every saved model and loaded from there (`trust_remote_code=True`), so it depends on
+transformers and torch alone. Method: Romero et al., "MoTE: Mixture of Task Experts for Multi-task Embedding Models", ACL Findings 2025
+(arXiv:2506.17781).
+"""
+
+import copy
+import re
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoModel, MPNetModel, PreTrainedModel
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.utils import can_return_tuple
+
+try:
+    from .configuration_mote import MoTEConfig, alternatives
+except ImportError:  # imported as an installed top-level module rather than as remote code
+    from configuration_mote import MoTEConfig, alternatives  # type: ignore[no-redef]
+
+
+class Architecture(NamedTuple):
+    """What differs between model families: where the layers are, and which of their submodules the experts share."""
+
+    layer_path: str
+    shared_modules: tuple[str, ...]
+
+
+_BERT = Architecture("encoder.layer", ("attention.self", "attention.output.dense"))
+_POST_NORM = Architecture("layers", ("self_attn",))
+_PRE_NORM = Architecture("layers", ("self_attn", "input_layernorm"))
+_SANDWICH_NORM = Architecture("layers", ("self_attn", "input_layernorm", "post_attention_layernorm"))
+
+ARCHITECTURES = {
+    "nomic_bert": _POST_NORM,
+    "jina_embeddings_v3": _POST_NORM,
+    "gte": _POST_NORM,
+    "bert": _BERT,
+    "roberta": _BERT,
+    "xlm-roberta": _BERT,
+    "camembert": _BERT,
+    "electra": _BERT,
+    "ernie": _BERT,
+    "mpnet": Architecture("encoder.layer", ("attention.attn",)),
+    "distilbert": Architecture("transformer.layer", ("attention",)),
+    "modernbert": Architecture("layers", ("attn", "attn_norm")),
+    "eurobert": _PRE_NORM,
+    "mistral": _PRE_NORM,
+    "qwen2": _PRE_NORM,
+    "qwen3": _PRE_NORM,
+    "llama": _PRE_NORM,
+    "gemma2": _SANDWICH_NORM,
+    "gemma3_text": _SANDWICH_NORM,
+}
+
+REFUSED_ARCHITECTURES = {
+    "albert": "it uses one layer again and again, so its blocks cannot have experts of their own",
+    "deberta": "it does not hand keyword arguments down to its layers, so they cannot be told the expert",
+    "deberta-v2": "it does not hand keyword arguments down to its layers, so they cannot be told the expert",
+}
+
+
+def architecture_of(config: MoTEConfig) -> Architecture:
+    """Look up where the backbone keeps its layers and what their experts share.
+
+    Raises:
+        ValueError: If the architecture is not supported; the message says which are, and how to describe another.
+    """
+    if config.layer_path is not None:
+        return Architecture(config.layer_path, tuple(config.shared_modules))
+    model_type = config.backbone_config.model_type
+    if model_type in REFUSED_ARCHITECTURES:
+        raise ValueError(f"MoTE does not support {model_type!r}: {REFUSED_ARCHITECTURES[model_type]}.")
+    if model_type not in ARCHITECTURES:
+        raise ValueError(
+            f"MoTE does not know the architecture {model_type!r}." + alternatives(model_type, ARCHITECTURES) + " For "
+            "another one, set both of these in MoTEConfig: layer_path (where its list of layers is, as in "
+            f"{_BERT.layer_path!r}) and shared_modules (the submodules of a layer that make up its attention, as in "
+            f"{list(_BERT.shared_modules)!r})."
+        )
+    return ARCHITECTURES[model_type]
+
+
+class SharedModule(nn.Module):
+    """Stands, in an expert, where the dense layer had a module that the experts of the block share.
+
+    The module is looked up in the block at every call: what replaces modules there (PEFT, quantisation) reaches
+    every expert.
+    """
+
+    def __init__(self, block: "MoTEBlock", path: str) -> None:
+        """Point to `block.shared.<path>`."""
+        super().__init__()
+        self.__dict__["block"] = block  # not as a submodule: the block contains the expert that contains this
+        self.path = path.split(".")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (whatever the shared module takes and gives)
+        """Call the shared module."""
+        module = self.block.shared
+        for name in self.path:
+            module = getattr(module, name)
+        return module(*args, **kwargs)
+
+
+class MoTEBlock(nn.Module):
+    """One block: a shared attention and one expert per task (Figure 2b of the paper).
+
+    Args:
+        layer: The dense layer of the backbone. It becomes the first expert; the others are copies of it.
+        experts: Names of the experts.
+        shared_modules: Paths of the submodules of `layer` that the experts share.
+    """
+
+    def __init__(self, layer: nn.Module, experts: list[str], shared_modules: tuple[str, ...]) -> None:
+        """Turn a dense layer into a block of experts."""
+        super().__init__()
+        self.shared = nn.Module()
+        for path in shared_modules:
+            _set_submodule(self.shared, path, layer.get_submodule(path))
+            _set_submodule(layer, path, SharedModule(self, path))
+        if hasattr(layer, "attention_type"):  # ModernBERT reads it off its layers
+            self.attention_type = layer.attention_type
+        only_the_expert = {id(self): self}  # a deepcopy would follow SharedModule.block and copy the block as well
+        self.experts = nn.ModuleDict(
+            {name: layer if i == 0 else copy.deepcopy(layer, dict(only_the_expert)) for i, name in enumerate(experts)}
+        )
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, expert: str | None = None, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Run all sequences through one expert.
+
+        Args:
+            hidden_states: [B, L, H].
+            *args: What the dense layer takes.
+            expert: The expert's name.
+            **kwargs: What the dense layer takes.
+
+        Returns:
+            What the dense layer gives: [B, L, H], in some architectures inside a tuple.
+        """
+        if expert is None:
+            raise RuntimeError("The block was not told its expert: the backbone does not hand keyword arguments down")
+        return self.experts[expert](hidden_states, *args, **kwargs)
+
+
+class MPNetBackbone(MPNetModel):
+    """MPNet, whose own forward drops the keyword arguments that its encoder would hand to the layers."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:  # noqa: ANN401
+        """Embed, mask and encode, as in the base class."""
+        embedded = self.embeddings(input_ids=input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds)
+        mask = create_bidirectional_mask(config=self.config, inputs_embeds=embedded, attention_mask=attention_mask)
+        return self.encoder(embedded, attention_mask=mask, **kwargs, return_dict=True)
+
+
+class MoTEModel(PreTrainedModel):
+    """A dense encoder in which whole sequences go through the expert of their task.
+
+    Args:
+        config: Backbone, experts, tasks.
+        backbone: A dense model to take over ("upcycle"): its layers become the experts, each a copy, so that every
+            expert gives the dense model's output. It must not be used on its own afterwards. Default: a new one,
+            with random weights.
+    """
+
+    config: MoTEConfig
+    config_class = MoTEConfig
+    base_model_prefix = ""
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["MoTEBlock"]
+    # What the backbone does not support, it refuses itself, by name.
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: MoTEConfig, backbone: PreTrainedModel | None = None) -> None:
+        """Build the backbone, then turn its layers into blocks of experts."""
+        if backbone is not None:
+            config._attn_implementation = backbone.config._attn_implementation
+            config.backbone_config = backbone.config
+        super().__init__(config)
+        architecture = architecture_of(config)
+        self.backbone = AutoModel.from_config(config.backbone_config) if backbone is None else backbone
+        if type(self.backbone) is MPNetModel:
+            self.backbone.__class__ = MPNetBackbone
+        if getattr(self.backbone, "pooler", None) is not None:
+            self.backbone.pooler = None  # MoTE pools by itself, and an unused module would cost memory and gradients
+        layers = _list_of_layers(self.backbone, architecture)
+        for index, layer in enumerate(layers):
+            if index in config.mote_layer_indices:
+                layers[index] = MoTEBlock(layer, config.available_experts, architecture.shared_modules)
+            else:
+                layer.register_forward_pre_hook(_without_expert, with_kwargs=True)
+        if getattr(config.backbone_config, "is_causal", True) is False:
+            _attend_both_ways(self.backbone)
+        self.post_init()
+        absent = [re.escape(name) for name in config.experts if name not in config.available_experts]
+        if absent:
+            self._keys_to_ignore_on_load_unexpected.add(rf"\.experts\.({'|'.join(absent)})\.")
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the token embeddings, which all experts share."""
+        return self.backbone.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the token embeddings."""
+        self.backbone.set_input_embeddings(value)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        task: str | list[str] | None = None,
+        task_ids: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPooling:
+        """Embed a batch, each sequence through the expert of its task.
+
+        Args:
+            input_ids: Tokens, [B, L].
+            attention_mask: 1 for tokens, 0 for padding, [B, L].
+            token_type_ids: Segments, [B, L], where the backbone has them.
+            position_ids: Positions, [B, L] or [1, L].
+            inputs_embeds: Token embeddings instead of `input_ids`, [B, L, H].
+            task: One task for the batch, or a list with the task of each row.
+            task_ids: Instead of `task`: [B] indices into `list(config.tasks)`.
+            **kwargs: What the backbone takes (`output_hidden_states`, `output_attentions` …).
+
+        Returns:
+            `last_hidden_state` [B, L, H]; `pooler_output` [B, H], pooled as the config says, padding left out;
+            `hidden_states` and `attentions` where asked for. In a batch of several tasks, the positions past the
+            last token of a row's group are zeros.
+
+        Raises:
+            ValueError: If the task is unknown, missing, ambiguous, not one per row, or its expert is not loaded.
+        """
+        sequences = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "token_type_ids": token_type_ids,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+        }
+        sequences = {name: value for name, value in sequences.items() if value is not None}
+        for flag in ("output_hidden_states", "output_attentions"):
+            if getattr(self.config, flag, False):
+                kwargs.setdefault(flag, True)
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        if tokens is None:
+            raise ValueError("Pass input_ids or inputs_embeds")
+        experts = self._expert_of_rows(task, task_ids, tokens.shape[0])
+        if isinstance(experts, str):
+            return self._run(experts, sequences, kwargs)
+        if len(set(experts)) == 1:
+            return self._run(experts[0], sequences, kwargs)
+        return self._run_groups(experts, tokens, sequences, kwargs)
+
+    def _expert_of_rows(
+        self, task: str | list[str] | None, task_ids: torch.Tensor | None, batch_size: int
+    ) -> str | list[str]:
+        """One expert for the whole batch, or one for each of its rows."""
+        if task is not None and task_ids is not None:
+            raise ValueError("Pass either `task` or `task_ids`, not both")
+        if task_ids is not None:
+            task = self._tasks_from_ids(task_ids)
+        if task is None:
+            task = self.config.default_task
+        if task is None:
+            raise ValueError(
+                "Pass `task=`, one of "
+                f"{', '.join(map(repr, self.config.tasks))}: this model has no default_task in its config"
+            )
+        if isinstance(task, str):
+            return self.config.expert_of(task)
+        if len(task) != batch_size:
+            raise ValueError(f"{len(task)} tasks for {batch_size} rows: pass one task, or one for each row")
+        return [self.config.expert_of(name) for name in task]
+
+    def _tasks_from_ids(self, task_ids: torch.Tensor) -> list[str]:
+        names = list(self.config.tasks)
+        if task_ids.dim() != 1 or task_ids.is_floating_point():
+            raise ValueError(
+                f"task_ids must be integers of shape [B], not {task_ids.dtype} of shape {list(task_ids.shape)}"
+            )
+        ids = task_ids.tolist()
+        wrong = sorted({i for i in ids if not 0 <= i < len(names)})
+        if wrong:
+            listing = ", ".join(f"{i}={name}" for i, name in enumerate(names))
+            raise ValueError(f"task_ids {wrong} are out of range. Tasks: {listing}.")
+        return [names[i] for i in ids]
+
+    def _run(self, expert: str, sequences: dict[str, torch.Tensor], kwargs: dict) -> BaseModelOutputWithPooling:
+        """Run rows that share an expert: the dense model's compute, and the pooling."""
+        out = self.backbone(**sequences, **kwargs, expert=expert)
+        hidden = out.last_hidden_state  # [B, L, H]
+        return BaseModelOutputWithPooling(
+            last_hidden_state=hidden,
+            pooler_output=pool(hidden, sequences.get("attention_mask"), self.config.pooling),
+            hidden_states=out.get("hidden_states"),
+            attentions=out.get("attentions"),
+        )
+
+    def _run_groups(
+        self, experts: list[str], tokens: torch.Tensor, sequences: dict[str, torch.Tensor], kwargs: dict
+    ) -> BaseModelOutputWithPooling:
+        """Run the rows of each expert together, then put them back in their order."""
+        rows_of: dict[str, list[int]] = {}
+        for row, expert in enumerate(experts):
+            rows_of.setdefault(expert, []).append(row)
+        outputs = []
+        for expert, rows in rows_of.items():
+            index = torch.tensor(rows, device=tokens.device)
+            group_kwargs = {name: _select_rows(value, index, len(experts)) for name, value in kwargs.items()}
+            group = {name: _select_rows(value, index, len(experts)) for name, value in sequences.items()}
+            outputs.append(self._run(expert, _trim(group), group_kwargs))
+        order = torch.tensor([row for rows in rows_of.values() for row in rows], device=tokens.device).argsort()
+
+        def join(values: Any) -> Any:  # noqa: ANN401
+            """One tensor per group, or a tuple with one per layer, or nothing."""
+            if isinstance(values[0], tuple):
+                return tuple(join(layer) for layer in zip(*values, strict=True))
+            return None if values[0] is None else _join_groups(values, order, tokens.shape[1])
+
+        names = ("last_hidden_state", "pooler_output", "hidden_states", "attentions")
+        return BaseModelOutputWithPooling(**{name: join([out.get(name) for out in outputs]) for name in names})
+
+    def parameter_counts(self) -> dict[str, Any]:
+        """Count parameters.
+
+        Returns:
+            `total`; `active`, those that a sequence passes through, as many as in the dense model (its pooler left
+            out); `shared`, by all experts; `experts`, name → those of that expert alone.
+        """
+        blocks = [module for module in self.modules() if isinstance(module, MoTEBlock)]
+        experts = {
+            name: sum(p.numel() for block in blocks for p in block.experts[name].parameters())
+            for name in self.config.available_experts
+        }
+        total = sum(p.numel() for p in self.parameters())
+        shared = total - sum(experts.values())
+        return {"total": total, "active": shared + max(experts.values()), "shared": shared, "experts": experts}
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Load, and fail where config and weights do not match: the base class only prints a report.
+
+        Takes what `PreTrainedModel.from_pretrained` takes, and `experts=[…]` to load only these experts.
+
+        Raises:
+            ValueError: If weights are missing, left over, or of another shape.
+        """
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        problems = [
+            f"{len(info[kind])} {kind.replace('_', ' ')} ({', '.join(map(str, sorted(info[kind], key=str)[:3]))} …)"
+            for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+            if info.get(kind)
+        ]
+        if problems:
+            raise ValueError(
+                f"The weights of {model.name_or_path!r} do not match its config, whose experts are "
+                f"{model.config.available_experts}: {'; '.join(problems)}. Load the files as they were saved together."
+            )
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Save under the names of the modules, not under those of the hub file the backbone came from."""
+        kwargs.setdefault("save_original_format", False)
+        super().save_pretrained(*args, **kwargs)
+
+
+def pool(hidden: torch.Tensor, attention_mask: torch.Tensor | None, mode: str) -> torch.Tensor:
+    """Make one vector of each sequence.
+
+    Args:
+        hidden: [B, L, H].
+        attention_mask: 1 for tokens, 0 for padding on either side, [B, L]; none: no padding.
+        mode: `"mean"`, `"cls"` (the first token) or `"last_token"`.
+
+    Returns:
+        [B, H].
+    """
+    if attention_mask is None or attention_mask.dim() != 2:
+        attention_mask = torch.ones(hidden.shape[:2], device=hidden.device, dtype=torch.long)
+    if mode == "mean":
+        total = (attention_mask.to(hidden.dtype).unsqueeze(1) @ hidden).squeeze(1)  # [B, 1, L] @ [B, L, H]
+        count = attention_mask.sum(dim=1, keepdim=True).clamp(min=1)
+        return total / count.to(hidden.dtype)
+    position = torch.arange(hidden.shape[1], device=hidden.device)
+    if mode == "cls":
+        token = attention_mask.argmax(dim=1)  # the first 1
+    else:
+        token = (attention_mask * position).argmax(dim=1)  # the last 1
+    return hidden[torch.arange(hidden.shape[0], device=hidden.device), token]
+
+
+def _list_of_layers(backbone: nn.Module, architecture: Architecture) -> nn.ModuleList:
+    try:
+        layers = backbone.get_submodule(architecture.layer_path)
+        for path in architecture.shared_modules:
+            layers[0].get_submodule(path)
+    except AttributeError as error:
+        raise ValueError(
+            f"{type(backbone).__name__} is not built as described: layers at {architecture.layer_path!r}, shared "
+            f"modules {list(architecture.shared_modules)!r} ({error})"
+        ) from error
+    return layers
+
+
+def _set_submodule(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Put `module` at `path` below `root`, with containers on the way where there are none."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        if not hasattr(root, parent):
+            setattr(root, parent, nn.Module())
+        root = getattr(root, parent)
+    setattr(root, name, module)
+
+
+def _without_expert(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Keep the expert's name from a layer that is dense (`mote_layers`)."""
+    return args, {name: value for name, value in kwargs.items() if name != "expert"}
+
+
+def _attend_both_ways(backbone: nn.Module) -> None:
+    """Finish what `is_causal=False` in a decoder's config begins: sdpa without a mask asks the module."""
+    for module in backbone.modules():
+        if hasattr(module, "is_causal"):
+            module.is_causal = False
+
+
+def _select_rows(value: Any, index: torch.Tensor, batch_size: int) -> Any:  # noqa: ANN401
+    """Select rows of a tensor that has one per sequence; leave other values as they are."""
+    has_rows = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == batch_size
+    return value[index] if has_rows else value
+
+
+def _trim(sequences: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Cut the columns, at the end, in which all rows are padding."""
+    mask = sequences.get("attention_mask")
+    if mask is None or mask.dim() != 2:
+        return sequences
+    length = int(mask.any(dim=0).nonzero().max()) + 1 if mask.any() else 1
+    return {name: value[:, :length] for name, value in sequences.items()}
+
+
+def _join_groups(parts: list[torch.Tensor], order: torch.Tensor, length: int) -> torch.Tensor:
+    """Put the rows of several groups into one batch of `length` columns.
+
+    Args:
+        parts: Of each group: [b, H], [b, l, H], or attentions [b, heads, l, l].
+        order: Where each row of the batch is among the rows of the parts, [B].
+        length: L.
+
+    Returns:
+        [B, H], [B, L, H] or [B, heads, L, L], zeros where a group was shorter.
+    """
+    if parts[0].dim() == 3:
+        parts = [nn.functional.pad(part, (0, 0, 0, length - part.shape[1])) for part in parts]
+    elif parts[0].dim() == 4:
+        parts = [nn.functional.pad(part, (0, length - part.shape[-1]) * 2) for part in parts]
+    return torch.cat(parts)[order]
+
+
+MoTEModel.register_for_auto_class("AutoModel")

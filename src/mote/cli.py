@@ -1,0 +1,119 @@
+"""The command `mote`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from mote import upcycling
+
+USAGE_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: Arguments after the program's name. Default: the process's.
+
+    Returns:
+        The exit status: 0, or 1 after an error, which is printed.
+    """
+    arguments = vars(_parser().parse_args(argv))
+    run = arguments.pop("run")
+    try:
+        run(**arguments)
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: nothing was left behind\n")
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mote", description="Text-embedding models with task experts.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_upcycle(commands)
+    return parser
+
+
+def _add_upcycle(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "upcycle",
+        help="turn a dense checkpoint into a MoTE",
+        description="Turn a dense text encoder into a MoTE: every expert starts as a copy of the dense blocks.",
+    )
+    add = command.add_argument
+    add("--src", required=True, help="a folder, or an id on the Hub (user/name)")
+    add("--out", metavar="DIR", help="where to write (default: the source's name with -mote)")
+    add("--revision", help="branch, tag or commit of a source on the Hub")
+    add("--experts", nargs="+", metavar="NAME", help="names of the experts (default: the paper's four)")
+    add(
+        "--layers",
+        type=_layers,
+        default="every",
+        help="blocks that get experts: every, every_other (the 2nd, 4th, …), or indices from 0, as in 1,3,5",
+    )
+    add("--task", action=_Pairs, dest="tasks", metavar="NAME=EXPERT", help="send a further task to an expert")
+    add(
+        "--instruction",
+        action=_Pairs,
+        dest="instructions",
+        metavar="TASK=TEXT",
+        help="text put in front of a task's inputs (default: the source's prompts, then the paper's)",
+    )
+    add("--default-task", help="task of texts for which none is given (default: that is an error)")
+    add("--pooling", choices=("mean", "cls", "last_token"), help="default: the source's, or mean")
+    add("--tokenizer", metavar="SRC", help="a folder or an id on the Hub (default: the source's own)")
+    add("--dtype", choices=("auto", "float32", "float16", "bfloat16"), default="auto", help="of the weights")
+    add("--max-shard-size", default="5GB", metavar="SIZE", help="of the files with the weights (default: 5GB)")
+    add("--push", action="store_true", help="push the result to the Hub")
+    add("--repo-id", metavar="USER/NAME", help="where to push to (default: the name of DIR, under your user)")
+    add("--private", action="store_true", help="make a new repository on the Hub private")
+    add("--dry-run", action="store_true", help="print the plan, write nothing")
+    add("--overwrite", action="store_true", help="replace DIR where it holds a MoTE already")
+    command.set_defaults(run=_upcycle)
+
+
+def _upcycle(*, dry_run: bool, **arguments: object) -> None:
+    if dry_run:
+        beside_the_plan = {"tokenizer", "overwrite", "push", "repo_id", "private"}
+        plan = {name: value for name, value in arguments.items() if name not in beside_the_plan}
+        _print_line(str(upcycling.plan_upcycling(**plan)))  # type: ignore[arg-type]
+        _print_line("Dry run: nothing was written.")
+    else:
+        upcycling.upcycle(**arguments, report=_print_line)  # type: ignore[arg-type]
+
+
+def _print_line(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _layers(text: str) -> str | list[int]:
+    if text in ("every", "every_other"):
+        return text
+    try:
+        return [int(index) for index in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not 'every', 'every_other', or indices with commas as in 1,3,5"
+        ) from None
+
+
+class _Pairs(argparse.Action):
+    """Collect NAME=VALUE into a dict."""
+
+    def __call__(  # noqa: D102
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        name, equals, value = str(values).partition("=")
+        if not equals or not name:
+            parser.error(f"{option_string} {values!r}: expected {self.metavar}")
+        pairs = getattr(namespace, self.dest) or {}
+        setattr(namespace, self.dest, {**pairs, name: value})

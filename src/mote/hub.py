@@ -1,0 +1,64 @@
+"""Push a model repository to the Hugging Face Hub."""
+
+from pathlib import Path
+
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+
+def check_before_push(repo_id: str) -> str:
+    """Make sure, before any work, that a push can be tried.
+
+    Args:
+        repo_id: `user/name`, or `name` alone for the user of the token.
+
+    Returns:
+        `user/name`.
+
+    Raises:
+        PermissionError: If there is no token, or one that the Hub does not accept or that may only read.
+        ValueError: If the name is not one.
+    """
+    if get_token() is None:
+        raise PermissionError("A push needs a token of the Hub: log in with `hf auth login`, or set HF_TOKEN")
+    try:
+        validate_repo_id(repo_id)
+        user = HfApi().whoami()
+    except HFValidationError as error:
+        raise ValueError(f"{repo_id!r} is not a name for a repository (user/name): {error}") from error
+    except (HfHubHTTPError, OSError) as error:
+        raise PermissionError(f"The Hub did not accept the token, log in again with `hf auth login`: {error}") from error
+    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise PermissionError(
+            f"The token of {user['name']} may only read: make one with write access at huggingface.co/settings/tokens"
+        )
+    return repo_id if "/" in repo_id else f"{user['name']}/{repo_id}"
+
+
+def push(folder: Path, repo_id: str, private: bool = False) -> str:
+    """Create or update a model repository with what is in a folder.
+
+    Args:
+        folder: The model.
+        repo_id: `user/name`.
+        private: For a repository that is new.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        PermissionError: If the Hub refuses; the folder stays as it is.
+    """
+    api = HfApi()
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repo_id, folder_path=folder, commit_message="Upload a MoTE model", delete_patterns="*.safetensors"
+        )
+    except (HfHubHTTPError, OSError) as error:
+        raise PermissionError(
+            f"The Hub refused to take {repo_id}: {error}\nThe model is complete in {folder}; push it later with "
+            f"`hf upload {repo_id} {folder}`"
+        ) from error
+    return str(commit.commit_url)

@@ -1,0 +1,200 @@
+"""Write a complete model repository: what Transformers, Sentence-Transformers, MTEB and people look for in one."""
+
+import json
+import shutil
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import sentence_transformer_mote
+from huggingface_hub import ModelCard, ModelCardData, metadata_load
+from sentence_transformers.sentence_transformer.modules import Pooling
+from transformers.dynamic_module_utils import custom_object_save
+
+from configuration_mote import MoTEConfig
+from modeling_mote import MoTEModel
+from mote.sources import DenseSource
+
+RECORD_FILE = "upcycling.json"
+
+# MTEB looks for a prompt under the task's type, for asymmetric tasks with the role, or under the role alone. These
+# are its names of the seven task types; the roles `query` and `document` are tasks of ours already.
+MTEB_PROMPTS = {
+    "Classification": "classification",
+    "MultilabelClassification": "classification",
+    "Clustering": "clustering",
+    "PairClassification": "pair_classification",
+    "STS": "sts",
+    "Summarization": "summarization",
+    "Retrieval-query": "query",
+    "Retrieval-document": "document",
+    "Reranking-query": "query",
+    "Reranking-document": "document",
+}
+
+# Sentence-Transformers' names of the poolings that MoTEConfig knows.
+POOLING_NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
+
+
+def source_modules(source: DenseSource) -> list[dict[str, Any]]:
+    """Read the module list of a Sentence-Transformers source; empty for a plain Transformers one.
+
+    Raises:
+        ValueError: If it is not a Transformer followed by modules of the library's own.
+    """
+    modules = source.read_json("modules.json") or []
+    for module in modules:
+        if not module["type"].startswith("sentence_transformers."):
+            raise ValueError(f"{source.name} has a module of its own code, {module['type']}, which cannot carry over")
+    if modules and modules[0]["type"].rsplit(".", 1)[-1] != "Transformer":
+        raise ValueError(f"{source.name} begins with the module {modules[0]['type']}: expected a Transformer")
+    return modules
+
+
+def source_pooling(source: DenseSource) -> str | None:
+    """Name the pooling of a Sentence-Transformers source as MoTEConfig does.
+
+    Raises:
+        ValueError: If MoTEConfig does not know it.
+    """
+    for module in source_modules(source):
+        if module["type"].endswith(".Pooling"):
+            mode = Pooling.load(str(source.folder), subfolder=module["path"]).pooling_mode
+            if not isinstance(mode, str) or mode not in POOLING_NAMES:
+                raise ValueError(
+                    f"{source.name} pools by {mode!r}; MoTE knows {', '.join(POOLING_NAMES)}. Another pooling can be "
+                    "chosen with `--pooling`, but the embeddings would no longer be the source's."
+                )
+            return POOLING_NAMES[mode]
+    return None
+
+
+def source_prompts(source: DenseSource) -> dict[str, str]:
+    """Read the non-empty prompts of a Sentence-Transformers source."""
+    prompts = source.read_json("config_sentence_transformers.json").get("prompts") or {}
+    return {name: text for name, text in prompts.items() if text}
+
+
+def prompts_of(config: MoTEConfig, carried_over: dict[str, str] | None = None) -> dict[str, str]:
+    """Make Sentence-Transformers' `prompts`: the instruction of every task, also under MTEB's names.
+
+    Args:
+        config: Of the model.
+        carried_over: Prompts of the source under other names, which stay available.
+    """
+    prompts = {task: config.instruction_of(task) for task in config.tasks}
+    mteb = {name: prompts[task] for name, task in MTEB_PROMPTS.items() if task in prompts}
+    return {**(carried_over or {}), **mteb, **prompts}
+
+
+def write_model(model: MoTEModel, tokenizer: Any, folder: Path, max_shard_size: str | int) -> None:  # noqa: ANN401
+    """Write weights, config, code and tokenizer."""
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    tokenizer.save_pretrained(folder)
+
+
+def write_sentence_transformer(config: MoTEConfig, source: DenseSource, folder: Path) -> None:
+    """Write what `SentenceTransformer(folder)` reads, with the source's modules and settings where it has any."""
+    modules = source_modules(source)
+    if modules:
+        for module in modules[1:]:
+            _copy_files(source.folder / module["path"], folder / module["path"])
+        settings = source.read_json("sentence_bert_config.json")
+    else:
+        modules = [{"idx": 0, "name": "0", "path": ""}, _pooling_module(config, folder)]
+        settings = {"max_seq_length": getattr(config, "max_position_embeddings", None), "do_lower_case": False}
+    transformer = sentence_transformer_mote.MoTETransformer
+    modules[0]["type"] = f"{transformer.__module__}.{transformer.__name__}"
+    custom_object_save(transformer.__new__(transformer), str(folder))
+    _write_json(folder / "modules.json", modules)
+    _write_json(folder / "sentence_bert_config.json", settings)
+    _write_json(
+        folder / "config_sentence_transformers.json",
+        {
+            "similarity_fn_name": "cosine",
+            **source.read_json("config_sentence_transformers.json"),
+            "__version__": {name: version(name) for name in ("sentence-transformers", "transformers", "torch")},
+            "prompts": prompts_of(config, source_prompts(source)),
+        },
+    )
+
+
+def _pooling_module(config: MoTEConfig, folder: Path) -> dict[str, Any]:
+    module = {"idx": 1, "name": "1", "path": "1_Pooling", "type": f"{Pooling.__module__}.{Pooling.__name__}"}
+    names = {ours: theirs for theirs, ours in POOLING_NAMES.items()}
+    (folder / "1_Pooling").mkdir()
+    Pooling(config.hidden_size, pooling_mode=names[config.pooling]).save(str(folder / "1_Pooling"))
+    return module
+
+
+def write_record(record: dict[str, Any], folder: Path) -> None:
+    """Write down how the model was made."""
+    _write_json(folder / RECORD_FILE, record)
+
+
+def write_card(model: MoTEModel, source: DenseSource, folder: Path, repo_id: str, command: str) -> None:
+    """Render the model card.
+
+    Args:
+        model: The new model.
+        source: What it was made of.
+        folder: Where to write README.md.
+        repo_id: Name under which readers load the model.
+        command: That made the model.
+    """
+    config, counts = model.config, model.parameter_counts()
+    example = "search_query" if "search_query" in config.tasks else config.experts[0]
+    card = ModelCard.from_template(
+        _card_data(source),
+        template_path=str(files("mote.hub_card") / "model_card.md"),
+        model_name=repo_id.rsplit("/", 1)[-1],
+        source=source.short_name if source.is_local else source.name,
+        source_link="#how-it-was-made" if source.is_local else f"https://huggingface.co/{source.name}",
+        experts=config.experts,
+        active_parameters=millions(counts["active"]),
+        total_parameters=millions(counts["total"]),
+        tasks=[(task, expert, config.instruction_of(task)) for task, expert in config.tasks.items()],
+        default_task=config.default_task,
+        repo_id=repo_id,
+        example_task=example,
+        example_instruction=config.instruction_of(example),
+        has_roles={"query", "document"} <= set(config.tasks),
+        pooling=config.pooling,
+        normalized=any(module["type"].endswith(".Normalize") for module in source_modules(source)),
+        record_file=RECORD_FILE,
+        command=command,
+    )
+    card.save(folder / "README.md")
+
+
+def _card_data(source: DenseSource) -> ModelCardData:
+    readme = source.folder / "README.md"
+    of_source = (metadata_load(readme) if readme.is_file() else None) or {}
+    return ModelCardData(
+        base_model=source.short_name if source.is_local else source.name,
+        base_model_relation="finetune",
+        language=of_source.get("language"),
+        license=of_source.get("license"),
+        library_name="sentence-transformers",
+        pipeline_tag="sentence-similarity",
+        tags=["sentence-transformers", "feature-extraction", "mote", "mixture-of-experts", "custom_code"],
+    )
+
+
+def millions(count: int) -> str:
+    """Write a number of parameters for people: `22.6 M`."""
+    return f"{count / 1e6:,.1f} M"
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    """Copy contents alone: a source may be read-only, its copy must not be."""
+    for path in source.rglob("*") if source.is_dir() else ():
+        if path.is_file():
+            copy = target / path.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+
+
+def _write_json(path: Path, content: Any) -> None:  # noqa: ANN401
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,263 @@
+"""Read dense checkpoints: where they come from, what is in them, and the native model made of them.
+
+The model is always transformers' own class for the architecture, so that the conversion of published key names is
+the library's. What the library would only report (weights that stay random) stops the run here.
+"""
+
+import json
+import pickle
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from safetensors import SafetensorError, safe_open
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+from modeling_mote import ARCHITECTURES
+from mote import nomic
+
+# What a checkpoint may hold beside the encoder: heads of pre-training and fine-tuning. They are left out knowingly;
+# any other key that the encoder does not know stops the run.
+HEADS = (
+    "cls",
+    "classifier",
+    "decoder",
+    "discriminator_predictions",
+    "generator_lm_head",
+    "generator_predictions",
+    "head",
+    "lm_head",
+    "pooler",
+    "pre_classifier",
+    "qa_outputs",
+    "score",
+    "vocab_layer_norm",
+    "vocab_projector",
+    "vocab_transform",
+)
+
+FILES_BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "README.md", "[0-9]*_*/*"]
+
+
+@dataclass
+class DenseSource:
+    """A dense checkpoint on disk.
+
+    Attributes:
+        name: As the user gave it: a Hub id or a folder.
+        folder: Where its files are.
+        revision: Commit hash, where it came from the Hub.
+        config: Of the native architecture.
+        weights: The files with the weights.
+    """
+
+    name: str
+    folder: Path
+    revision: str | None
+    config: PreTrainedConfig
+    weights: list[Path]
+    key_mapping: dict[str, str] | None = None
+
+    @property
+    def short_name(self) -> str:
+        """The last part of the name, for naming what is made of it."""
+        return Path(self.name).resolve().name if self.is_local else self.name.rsplit("/", 1)[-1]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the source was given as a folder."""
+        return self.revision is None
+
+    def read_json(self, name: str) -> Any:  # noqa: ANN401
+        """Read one of the source's JSON files; `{}` if there is none."""
+        path = self.folder / name
+        return _read_json(path) if path.is_file() else {}
+
+
+def open_source(src: str, revision: str | None = None) -> DenseSource:
+    """Find a checkpoint and understand its config, without reading the weights.
+
+    Args:
+        src: A folder, or an id on the Hub, which is downloaded.
+        revision: Branch, tag or commit on the Hub.
+
+    Raises:
+        FileNotFoundError: If there is no such source, or it has no config or no weights.
+        ValueError: If it is not a dense checkpoint of a supported architecture.
+    """
+    folder = Path(src)
+    if folder.is_dir():
+        commit = None
+    else:
+        folder = _download(src, revision)
+        commit = folder.name  # the cache names a snapshot after its commit
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(f"{src} is a PEFT adapter: merge it into its base model first (merge_and_unload)")
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{src} has no config.json: it is not a model in Transformers' format")
+    weights = _weight_files(folder, src)
+    config, key_mapping = _native_config(folder, weights, src)
+    return DenseSource(src, folder, commit, config, weights, key_mapping)
+
+
+def load_dense(source: DenseSource, dtype: str | torch.dtype = "auto") -> tuple[PreTrainedModel, list[str]]:
+    """Load the native dense model, every weight of it from the source.
+
+    Args:
+        source: From `open_source`.
+        dtype: As in `AutoModel.from_pretrained`.
+
+    Returns:
+        The model, and the keys of heads that were left out.
+
+    Raises:
+        ValueError: If the files are damaged, or hold too few or unknown keys.
+    """
+    try:
+        model, info = AutoModel.from_pretrained(
+            source.folder,
+            config=source.config,
+            dtype=dtype,
+            key_mapping=source.key_mapping,
+            output_loading_info=True,
+        )
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        files = ", ".join(path.name for path in source.weights)
+        raise ValueError(f"The weights of {source.name} ({files}) cannot be read, are they truncated? {error}") from error
+    missing = [key for key in info["missing_keys"] if not key.startswith("pooler.")]  # MoTE pools by itself
+    left_out = sorted(key for key in info["unexpected_keys"] if key.split(".")[0] in HEADS)
+    unexpected = sorted(set(info["unexpected_keys"]) - set(left_out))
+    for problem, keys in (("lack", missing), ("hold unknown", unexpected), ("misshape", info["mismatched_keys"])):
+        if keys:
+            raise ValueError(
+                f"The weights of {source.name} {problem} {len(keys)} keys of {type(model).__name__}: {_some(keys)}. "
+                f"Known heads are left out ({', '.join(HEADS)}); anything else must match."
+            )
+    return model.eval(), left_out
+
+
+def load_tokenizer(source: DenseSource, tokenizer: str | None) -> Any:  # noqa: ANN401
+    """Load the tokenizer of a source, or another one for it.
+
+    Raises:
+        ValueError: If there is none, or it has more tokens than the model.
+    """
+    has_own = any((source.folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"))
+    has_own = has_own or any(source.folder.glob("*.model"))
+    name = tokenizer or (source.folder if has_own else None)
+    if name is None and source.key_mapping is not None:
+        name = nomic.TOKENIZER
+    if name is None:
+        raise ValueError(f"{source.name} has no tokenizer: name one with `--tokenizer`, a folder or an id on the Hub")
+    try:
+        loaded = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"The tokenizer {name} for {source.name} cannot be loaded: {error}") from error
+    if len(loaded) > source.config.vocab_size:
+        raise ValueError(
+            f"The tokenizer {name} has {len(loaded)} tokens, but {source.name} has embeddings for "
+            f"{source.config.vocab_size} only"
+        )
+    return loaded
+
+
+def _download(src: str, revision: str | None) -> Path:
+    """Fetch config, tokenizer and weights of a Hub repository; safetensors where there are any, else `.bin`."""
+    try:
+        folder = Path(snapshot_download(src, revision=revision, allow_patterns=[*FILES_BESIDE_WEIGHTS, "model*.safetensors"]))
+        if not any(folder.glob("model*.safetensors")):
+            snapshot_download(src, revision=revision, allow_patterns=["pytorch_model*.bin"])
+    except HFValidationError as error:
+        raise FileNotFoundError(f"{src} is neither a folder nor an id on the Hub (user/name)") from error
+    except GatedRepoError as error:
+        raise FileNotFoundError(f"{src} is gated: accept its terms on the Hub and log in with `hf auth login`") from error
+    except RepositoryNotFoundError as error:
+        raise FileNotFoundError(
+            f"{src} is neither a folder nor a repository on the Hub (for a private one, log in with `hf auth login`)"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise FileNotFoundError(f"{src} is not a folder, and could not be fetched from the Hub: {error}") from error
+    return folder
+
+
+def _weight_files(folder: Path, src: str) -> list[Path]:
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            files = [folder / shard for shard in sorted(set(_read_json(index)["weight_map"].values()))]
+            absent = [path.name for path in files if not path.is_file()]
+            if absent:
+                raise FileNotFoundError(f"{src} lacks {', '.join(absent)}, named in {index.name}")
+            return files
+    found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+    raise FileNotFoundError(f"{src} has no weights: expected model.safetensors or pytorch_model.bin; found {found}")
+
+
+def _native_config(
+    folder: Path, weights: list[Path], src: str
+) -> tuple[PreTrainedConfig, dict[str, str] | None]:
+    """Read the config as that of a native architecture, and how keys must be renamed before it fits."""
+    settings = _read_json(folder / "config.json")
+    model_type = settings.get("model_type")
+    if model_type == "mote":
+        raise ValueError(f"{src} is a MoTE already: upcycling starts from a dense checkpoint")
+    if nomic.is_original(settings):
+        shapes = read_shapes(weights)
+        return nomic.native_config(settings, shapes, src), nomic.key_mapping(shapes)
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"{src} has the architecture {model_type!r}, which this version of transformers does not have natively. "
+            f"Supported by MoTE: {', '.join(ARCHITECTURES)}."
+        )
+    config = AutoConfig.from_pretrained(folder)
+    return config, None
+
+
+def stored_dtype(source: DenseSource) -> torch.dtype:
+    """Tell the type that "auto" stands for: the config's, otherwise that of the first weights."""
+    if source.config.dtype is not None:
+        return source.config.dtype
+    path = source.weights[0]
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(next(iter(file.keys()))).dtype
+    state = torch.load(path, map_location="meta", weights_only=True, mmap=True)
+    return next(iter(state.values())).dtype
+
+
+def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
+    """Read names and shapes of the tensors in some files, without reading the tensors.
+
+    Raises:
+        ValueError: If a file is damaged.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="pt") as file:
+                    shapes.update({key: tuple(file.get_slice(key).get_shape()) for key in file.keys()})  # noqa: SIM118
+            else:
+                state = torch.load(path, map_location="meta", weights_only=True, mmap=True)
+                shapes.update({key: tuple(tensor.shape) for key, tensor in state.items()})
+        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, AttributeError) as error:
+            raise ValueError(f"{path.name} cannot be read, is it truncated? {error}") from error
+    return shapes
+
+
+def _read_json(path: Path) -> Any:  # noqa: ANN401
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+def _some(keys: Iterable[Any]) -> str:
+    shown = sorted(map(str, keys))
+    return ", ".join(shown[:5]) + (" …" if len(shown) > 5 else "")

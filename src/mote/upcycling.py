@@ -1,0 +1,289 @@
+"""Upcycling: a dense checkpoint becomes a MoTE whose experts are copies of its blocks."""
+
+import hashlib
+import inspect
+import platform
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configuration_mote import MoTEConfig, alternatives
+from modeling_mote import MoTEModel
+from mote import hub, repository
+from mote.files import Staging, refuse_occupied
+from mote.sources import DenseSource, load_dense, load_tokenizer, open_source, stored_dtype
+
+Report = Callable[[str], None]
+
+
+@dataclass
+class UpcyclingPlan:
+    """What an upcycling will do.
+
+    Attributes:
+        source: The dense checkpoint.
+        config: Of the MoTE.
+        out: Folder of the result.
+        counts: As from `MoTEModel.parameter_counts`.
+        bytes: Size of the weights.
+        max_shard_size: Of the files with the weights.
+        dtype: Of the weights.
+        notes: What the user should know.
+    """
+
+    source: DenseSource
+    config: MoTEConfig
+    out: Path
+    counts: dict[str, Any]
+    bytes: int
+    max_shard_size: str
+    dtype: torch.dtype
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """Lay the plan out for people."""
+        config, counts = self.config, self.counts
+        served = [
+            f"{expert} ({', '.join(task for task, to in config.tasks.items() if to == expert)})"
+            for expert in config.experts
+        ]
+        layers = config.mote_layer_indices
+        lines = {
+            "source": f"{self.source.name} ({config.backbone_config.model_type}, "
+            f"{', '.join(path.name for path in self.source.weights)})",
+            "experts (tasks)": "\n                   ".join(served),
+            "blocks": f"{len(layers)} of {config.num_hidden_layers} have experts: {', '.join(map(str, layers))}",
+            "parameters": f"{repository.millions(counts['active'])} active, {repository.millions(counts['total'])} in "
+            f"all: {repository.millions(counts['shared'])} shared, and per expert "
+            f"{repository.millions(max(counts['experts'].values()))}",
+            "weights": f"{self.bytes / 1e6:,.1f} MB ({str(self.dtype).removeprefix('torch.')}), in files of at most "
+            f"{self.max_shard_size}",
+            "out": str(self.out),
+        }
+        return "\n".join([f"{name + ':':<18} {text}" for name, text in lines.items()] + self.notes)
+
+
+def upcycle(
+    src: str,
+    out: str | Path | None = None,
+    *,
+    experts: list[str] | None = None,
+    layers: str | list[int] = "every",
+    tasks: dict[str, str] | None = None,
+    instructions: dict[str, str] | None = None,
+    default_task: str | None = None,
+    pooling: str | None = None,
+    tokenizer: str | None = None,
+    dtype: str = "auto",
+    revision: str | None = None,
+    max_shard_size: str = "5GB",
+    overwrite: bool = False,
+    push: bool = False,
+    repo_id: str | None = None,
+    private: bool = False,
+    report: Report = lambda line: None,
+) -> Path:
+    """Turn a dense checkpoint into a complete MoTE model repository.
+
+    Args:
+        src: A folder or an id on the Hub, safetensors or `.bin`.
+        out: Folder to write. Default: the source's name with `-mote`, in the current folder.
+        experts: Names of the experts. Default: the paper's four.
+        layers: The blocks that get experts: `"every"`, `"every_other"`, or indices from 0.
+        tasks: Task → expert, in addition to the defaults of `MoTEConfig`.
+        instructions: Task → text, over those of the source, over the paper's.
+        default_task: Task of texts for which none is given.
+        pooling: `mean`, `cls` or `last_token`. Default: the source's; `mean` if it says nothing.
+        tokenizer: A folder or id on the Hub. Default: the source's own.
+        dtype: Of the weights: `float32`, `float16`, `bfloat16`, or `auto` for what the source's config says.
+        revision: Of a source on the Hub.
+        max_shard_size: Of the files with the weights, as in `"5GB"`.
+        overwrite: Replace `out` where it holds a MoTE already.
+        push: Push the result to the Hub.
+        repo_id: Where to push to. Default: the name of `out`, under the user of the token.
+        private: Make a new repository on the Hub private.
+        report: Called with each line of progress.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileNotFoundError: If the source is not there, or has no weights.
+        FileExistsError: If `out` is in use.
+        ValueError: If the source does not fit, or an argument does not hold.
+        PermissionError: If the Hub refuses the push.
+    """
+    arguments = dict(locals())
+    repo_id = hub.check_before_push(repo_id or Path(out or default_out(src)).name) if push else repo_id
+    plan = plan_upcycling(
+        src,
+        out,
+        experts=experts,
+        layers=layers,
+        tasks=tasks,
+        instructions=instructions,
+        default_task=default_task,
+        pooling=pooling,
+        dtype=dtype,
+        revision=revision,
+        max_shard_size=max_shard_size,
+    )
+    refuse_occupied(plan.out, overwrite)
+    report(str(plan))
+    loaded_tokenizer = load_tokenizer(plan.source, tokenizer)
+    made_by = _arguments_to_tell(arguments, plan)
+    report("Reading the dense model …")
+    dense, left_out = load_dense(plan.source, plan.dtype)
+    report(f"Copying its blocks into {len(plan.config.experts)} experts …")
+    model = MoTEModel(plan.config, dense)
+    with Staging(plan.out, overwrite) as folder:
+        report(f"Writing {plan.bytes / 1e6:,.1f} MB …")
+        repository.write_model(model, loaded_tokenizer, folder, max_shard_size)
+        repository.write_sentence_transformer(plan.config, plan.source, folder)
+        repository.write_card(model, plan.source, folder, repo_id or plan.out.name, _command(made_by))
+        repository.write_record(_record(plan, made_by, left_out), folder)
+    if left_out:
+        report(f"Left out: {len(left_out)} weights of pre-training heads (listed in {repository.RECORD_FILE})")
+    report(f"Wrote {plan.out}")
+    if push:
+        report(f"Pushing to {repo_id} …")
+        report(f"Pushed: {hub.push(plan.out, str(repo_id), private=private)}")
+    report(how_to_load(str(repo_id) if push else str(plan.out), plan.config))
+    return plan.out
+
+
+def plan_upcycling(
+    src: str,
+    out: str | Path | None = None,
+    *,
+    experts: list[str] | None = None,
+    layers: str | list[int] = "every",
+    tasks: dict[str, str] | None = None,
+    instructions: dict[str, str] | None = None,
+    default_task: str | None = None,
+    pooling: str | None = None,
+    dtype: str = "auto",
+    revision: str | None = None,
+    max_shard_size: str = "5GB",
+) -> UpcyclingPlan:
+    """Work out what an upcycling will do, without reading weights or writing anything.
+
+    Takes the arguments of `upcycle` that decide it, and raises what it raises for them.
+    """
+    source = open_source(src, revision)
+    prompts = repository.source_prompts(source)
+    config = MoTEConfig(
+        backbone_config=source.config,
+        experts=experts,
+        tasks=tasks,
+        mote_layers=layers,
+        pooling=pooling or repository.source_pooling(source) or "mean",
+        default_task=default_task,
+    )
+    config.instructions = {**config.instructions, **_instructions_from(prompts, config), **(instructions or {})}
+    config.validate_names()
+    config.dtype = stored_dtype(source) if dtype == "auto" else _dtype(dtype)
+    with torch.device("meta"):
+        model = MoTEModel(config)
+    return UpcyclingPlan(
+        source=source,
+        config=config,
+        out=Path(out) if out is not None else default_out(src),
+        counts=model.parameter_counts(),
+        bytes=sum(tensor.numel() for tensor in model.state_dict().values()) * config.dtype.itemsize,
+        max_shard_size=max_shard_size,
+        dtype=config.dtype,
+        notes=[
+            f"note: the source's prompt {name!r} stands for no task; route it with `--task {name}=EXPERT`"
+            for name in prompts.keys() - repository.prompts_of(config).keys()
+        ],
+    )
+
+
+def how_to_load(path: str, config: MoTEConfig) -> str:
+    """Say in two lines how to use a model."""
+    task = "search_query" if "search_query" in config.tasks else config.experts[0]
+    return (
+        f'AutoModel.from_pretrained("{path}", trust_remote_code=True)(**batch, task="{task}").pooler_output\n'
+        f'SentenceTransformer("{path}", trust_remote_code=True).encode(texts, prompt_name="{task}")'
+    )
+
+
+def default_out(src: str) -> Path:
+    """Name the result after its source: `nomic-ai/nomic-bert-2048` → `nomic-bert-2048-mote`."""
+    return Path(Path(src).resolve().name + "-mote")
+
+
+def _instructions_from(prompts: dict[str, str], config: MoTEConfig) -> dict[str, str]:
+    """Take instructions over from the prompts of a source, which was trained with them.
+
+    A prompt for the role `query` also speaks for the expert that serves it, where that has no prompt of its own.
+    """
+    known = {task: text for task, text in prompts.items() if task in config.tasks}
+    return {**{config.tasks[task]: text for task, text in known.items()}, **known}
+
+
+def _dtype(name: str) -> torch.dtype:
+    known = ("float32", "float16", "bfloat16")
+    if name not in known:
+        raise ValueError(f"Unknown dtype {name!r}." + alternatives(name, ("auto", *known)))
+    return getattr(torch, name)
+
+
+def _record(plan: UpcyclingPlan, arguments: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
+    source = plan.source
+    return {
+        "source": source.short_name if source.is_local else source.name,
+        "revision": source.revision,
+        "weights": {path.name: _sha256(path) for path in source.weights},
+        "left_out": left_out,
+        "arguments": arguments,
+        "command": _command(arguments),
+        "parameters": plan.counts,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("mote", "torch", "transformers", "sentence-transformers")},
+        },
+    }
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _arguments_to_tell(arguments: dict[str, Any], plan: UpcyclingPlan) -> dict[str, Any]:
+    """Keep the arguments that say how a model was made: not the defaults, not the folders of this machine."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(upcycle).parameters.items()}
+    told = {name: value for name, value in arguments.items() if name != "report" and value != defaults[name]}
+    told["src"] = plan.source.short_name if plan.source.is_local else plan.source.name
+    if told.get("out") is not None:
+        told["out"] = plan.out.name
+    if told.get("tokenizer") is not None and Path(told["tokenizer"]).is_dir():
+        told["tokenizer"] = Path(told["tokenizer"]).resolve().name
+    return told
+
+
+def _command(arguments: dict[str, Any]) -> str:
+    """Write the arguments of `upcycle` as a command line."""
+    words = ["mote", "upcycle"]
+    for name, value in arguments.items():
+        option = {"tasks": "--task", "instructions": "--instruction"}.get(name, "--" + name.replace("_", "-"))
+        if isinstance(value, dict):
+            words += [word for key, text in value.items() for word in (option, f"{key}={text}")]
+        elif name == "layers" and isinstance(value, list):
+            words += [option, ",".join(map(str, value))]
+        elif isinstance(value, list):
+            words += [option, *value]
+        elif value is True:
+            words.append(option)
+        else:
+            words += [option, str(value)]
+    return shlex.join(words)

@@ -1,0 +1,104 @@
+"""Model families as rows of a table: a new one joins every property test by one line."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModel, PreTrainedModel
+
+from configuration_mote import MoTEConfig
+from modeling_mote import MoTEBlock, MoTEModel
+
+VOCAB_SIZE = 60
+
+_ENCODER = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+_DECODER = {**_ENCODER, "num_key_value_heads": 1, "head_dim": 8}
+_WINDOWED = {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "nomic_bert": _ENCODER,
+    "jina_embeddings_v3": _ENCODER,
+    "gte": _ENCODER,
+    "bert": _ENCODER,
+    "roberta": _ENCODER,
+    "xlm-roberta": _ENCODER,
+    "camembert": _ENCODER,
+    "electra": {**_ENCODER, "embedding_size": 16},
+    "ernie": _ENCODER,
+    "mpnet": _ENCODER,
+    "distilbert": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32},
+    "modernbert": {**_ENCODER, "local_attention": 4, "global_attn_every_n_layers": 2},
+    "eurobert": _DECODER,
+    "mistral": _DECODER,
+    "qwen2": _DECODER,
+    "qwen3": _DECODER,
+    "llama": _DECODER,
+    "gemma2": {**_DECODER, **_WINDOWED},
+    "gemma3_text": {**_DECODER, **_WINDOWED},
+}
+
+EAGER_ONLY = {"mpnet", "gemma2"}  # in transformers itself
+NOT_CHECKPOINTED = {"mpnet"}  # by transformers itself
+
+EXPERTS = ["alpha", "beta"]
+
+
+def family(name: str) -> Any:  # noqa: ANN401
+    """One row, skipped where the installed transformers does not have the architecture yet."""
+    missing = name not in CONFIG_MAPPING
+    return pytest.param(name, marks=pytest.mark.skipif(missing, reason="not in this version of transformers"))
+
+
+all_families = pytest.mark.parametrize("name", [family(name) for name in FAMILIES])
+
+
+def dense_model(name: str, attention: str = "sdpa", **settings: Any) -> PreTrainedModel:
+    """A tiny native model with random weights, biases included."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[name](**{"vocab_size": VOCAB_SIZE, "pad_token_id": 0, **FAMILIES[name], **settings})
+    attention = "eager" if name in EAGER_ONLY else attention
+    model = AutoModel.from_config(config, attn_implementation=attention).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    return model
+
+
+def mote_config(dense: PreTrainedModel, **settings: Any) -> MoTEConfig:
+    """Two experts, no instructions, unless told otherwise."""
+    return MoTEConfig(**{"backbone_config": dense.config, "experts": EXPERTS, **settings})
+
+
+def fresh_mote(name: str, attention: str = "sdpa", **settings: Any) -> MoTEModel:
+    """A MoTE whose experts are copies."""
+    dense = dense_model(name, attention)
+    return MoTEModel(mote_config(dense, **settings), dense).eval()
+
+
+def trained_mote(name: str, attention: str = "sdpa", **settings: Any) -> MoTEModel:
+    """A MoTE whose experts have been made different by noise."""
+    return make_different(fresh_mote(name, attention, **settings))
+
+
+def make_different(model: MoTEModel) -> MoTEModel:
+    """Give each expert noise of its own."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for block in (module for module in model.modules() if isinstance(module, MoTEBlock)):
+            for parameter in block.experts.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def batch(rows: int = 4, length: int = 9, seed: int = 2) -> dict[str, torch.Tensor]:
+    """Random tokens, each row shorter than the one before it, padded on the right."""
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(5, VOCAB_SIZE, (rows, length), generator=generator)
+    lengths = torch.tensor([max(1, length - 2 * row) for row in range(rows)])
+    attention_mask = (torch.arange(length) < lengths[:, None]).long()
+    return {"input_ids": input_ids * attention_mask, "attention_mask": attention_mask}
+
+
+def rows_of(inputs: dict[str, torch.Tensor], *rows: int) -> dict[str, torch.Tensor]:
+    """Some rows of a batch."""
+    return {name: value[list(rows)] for name, value in inputs.items()}

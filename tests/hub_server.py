@@ -1,0 +1,620 @@
+"""A loopback server that speaks the Hugging Face Hub's HTTP protocol for models, so that tests can push and download.
+
+Real clients (huggingface_hub, transformers, sentence-transformers) run in processes of their own and find the server by
+``HF_ENDPOINT``; `HubServer.environment` gives such a process its whole environment. Everything is kept in memory.
+
+The protocol was read off what huggingface_hub (1.5 to 2.4) sends and expects back, and off the git-lfs batch API. The
+endpoints, by the names that the request log and `HubServer.fail` use:
+
+    whoami         GET  /api/whoami-v2
+    create_repo    POST /api/repos/create
+    validate_yaml  POST /api/validate-yaml                            accepts every model card
+    model_info     GET  /api/models/{repo}[/revision/{revision}]
+    tree           GET  /api/models/{repo}/tree/{revision}[/{path}]   also with ?recursive; always one page
+    commits        GET  /api/models/{repo}/commits/{revision}
+    create_branch  POST /api/models/{repo}/branch/{branch}
+    preupload      POST /api/models/{repo}/preupload/{revision}       which files go to LFS, and what is stored already
+    lfs_batch      POST /{repo}.git/info/lfs/objects/batch            signed storage URLs, for the `basic` transfer
+    commit         POST /api/models/{repo}/commit/{revision}          NDJSON: file, lfsFile, deletedFile, deletedFolder
+    resolve        GET  /{repo}/resolve/{revision}/{path}             an LFS file redirects to the storage
+    upload         PUT  /storage/{repo}/{oid}                         checks the sha256
+    download       GET  /storage/{repo}/{oid}
+
+GET endpoints answer HEAD too, and files answer Range requests. The storage goes by another host name (``localhost``
+instead of ``127.0.0.1``), so that clients treat it as foreign: they send no token, and it wants but a signed URL.
+
+Clients need ``HF_HUB_DISABLE_XET=1`` (`HubServer.environment` sets it): where hf_xet is installed, huggingface_hub 2.4
+uploads through Xet without asking the server. Downloads do without the variable, and so does huggingface_hub 1.5,
+which asks first, because this server never offers Xet.
+
+Unlike the Hub, which answers 401, a missing or hidden repository is 404 for anonymous clients too. Not supported:
+datasets and spaces, pull requests, tags, file copies, .gitignore, multi-part uploads, paging, renaming and deleting
+repositories, and names without a namespace.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import secrets
+import socket
+import struct
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import cached_property, partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+LFS_THRESHOLD = 10 * 2**20  # bytes; the Hub takes larger files through LFS only
+LFS_PATTERNS = ("*.bin", "*.gguf", "*.h5", "*.model", "*.msgpack", "*.onnx", "*.pt", "*.pth", "*.safetensors")
+GIT_ATTRIBUTES = "".join(f"{pattern} filter=lfs diff=lfs merge=lfs -text\n" for pattern in LFS_PATTERNS).encode()
+
+# Settings of whoever runs the tests, which must not reach a client process.
+_FOREIGN_SETTINGS = re.compile(r"(HF|HUGGINGFACE|HUGGING_FACE|TRANSFORMERS|SENTENCE_TRANSFORMERS)_.*|.*_PROXY", re.I)
+
+
+@dataclass(frozen=True)
+class Account:
+    """Whom a token stands for, and what it may do."""
+
+    name: str
+    can_write: bool = True
+    organizations: tuple[str, ...] = ()
+
+    def owns(self, repo_id: str) -> bool:
+        """Whether the repository lies in a namespace of this account."""
+        return repo_id.split("/")[0] in (self.name, *self.organizations)
+
+
+@dataclass
+class Request:
+    """An entry of the log. `status` stays None where the connection was cut."""
+
+    endpoint: str
+    method: str
+    path: str
+    headers: dict[str, str]  # names in lower case
+    status: int | None = None
+
+
+@dataclass
+class Fault:
+    """A fault to inject: a status or, for None, a connection that is cut."""
+
+    status: int | None
+    message: str
+    after: int | None
+    times: int | None
+
+
+@dataclass(frozen=True)
+class Blob:
+    """A stored file."""
+
+    content: bytes
+    lfs: bool = False
+
+    @cached_property
+    def sha256(self) -> str:
+        """The name of the content in LFS."""
+        return hashlib.sha256(self.content).hexdigest()
+
+    @cached_property
+    def pointer(self) -> bytes:
+        """What git stores: the content, or for an LFS file the pointer to it."""
+        lines = f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\nsize {len(self.content)}\n"
+        return lines.encode() if self.lfs else self.content
+
+    @cached_property
+    def git_oid(self) -> str:
+        """Git's name of what it stores."""
+        return hashlib.sha1(b"blob %d\0" % len(self.pointer) + self.pointer).hexdigest()
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A state of a repository's files."""
+
+    id: str  # 40 hexadecimal digits
+    parent: Commit | None
+    title: str
+    message: str
+    author: str
+    date: str
+    files: Mapping[str, Blob]
+
+    def history(self) -> Iterator[Commit]:
+        """Yields this commit and its ancestors, newest first."""
+        commit: Commit | None = self
+        while commit is not None:
+            yield commit
+            commit = commit.parent
+
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """Every file and folder by path, as the Hub describes it."""
+        entries: dict[str, dict[str, Any]] = {}
+        for path, blob in sorted(self.files.items()):
+            for folder in [str(parent) for parent in PurePosixPath(path).parents][-2::-1]:
+                oid = hashlib.sha1(f"{self.id} {folder}".encode()).hexdigest()
+                entries[folder] = {"type": "directory", "path": folder, "oid": oid, "size": 0}
+            size, pointer_size = len(blob.content), len(blob.pointer)
+            lfs = {"lfs": {"oid": blob.sha256, "size": size, "pointerSize": pointer_size}} if blob.lfs else {}
+            entries[path] = {"type": "file", "path": path, "oid": blob.git_oid, "size": size, **lfs}
+        return entries
+
+
+@dataclass
+class Repo:
+    """A model repository."""
+
+    id: str
+    private: bool
+    commits: dict[str, Commit] = field(default_factory=dict)
+    branches: dict[str, Commit] = field(default_factory=dict)
+    objects: dict[str, bytes] = field(default_factory=dict)  # LFS content by sha256
+
+    def at(self, revision: str) -> Commit:
+        """The commit that a branch name or a commit hash stands for."""
+        commit = self.branches.get(revision) or self.commits.get(revision)
+        if commit is None:
+            raise HubError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return commit
+
+    def add(self, branch: str, files: Mapping[str, Blob], author: str, title: str, message: str = "") -> Commit:
+        """Commits a whole state of the files to a branch."""
+        parent, date = self.branches.get(branch), time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime())
+        listing = sorted((path, blob.git_oid) for path, blob in files.items())
+        identity = repr((self.id, len(self.commits), parent and parent.id, title, message, author, date, listing))
+        commit_id = hashlib.sha1(identity.encode()).hexdigest()
+        commit = Commit(commit_id, parent, title, message, author, date, dict(files))
+        self.commits[commit_id] = self.branches[branch] = commit
+        return commit
+
+    def is_lfs(self, revision: str, path: str, size: int) -> bool:
+        """Whether a file of that name and size belongs to LFS, by .gitattributes or by its size."""
+        attributes = self.at(revision).files.get(".gitattributes", Blob(b"")).content.decode()
+        patterns = [line.split()[0] for line in attributes.splitlines() if "filter=lfs" in line]
+        return size > LFS_THRESHOLD or any(fnmatch(PurePosixPath(path).name, pattern) for pattern in patterns)
+
+
+@dataclass
+class Response:
+    """What an endpoint answers."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes = b""
+
+
+def answer(value: object, status: int = 200) -> Response:
+    """A JSON response."""
+    return Response(status, {"Content-Type": "application/json"}, json.dumps(value).encode())
+
+
+class HubError(Exception):
+    """An error to answer with, in the form in which huggingface_hub reads it."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, commit: Commit | None = None) -> None:
+        """Takes the status, the text, the Hub's name of the error, and the commit that was looked at."""
+        super().__init__(message)
+        headers = {"X-Error-Message": message, "X-Error-Code": code, "X-Repo-Commit": commit and commit.id}
+        self.response = answer({"error": message}, status)
+        self.response.headers |= {name: value for name, value in headers.items() if value}
+
+
+class HubServer:
+    """The server: a context manager that serves from threads of the test's process.
+
+    Args:
+        accounts: what each token stands for. By default ``hf_write`` and ``hf_read`` belong to the account ``user``
+            and ``hf_other`` to the account ``other``. Any other token is refused with 401.
+
+    Attributes:
+        endpoint: the server's address, without a slash at the end.
+        requests: every request so far, in order of arrival.
+        repos: the repositories by name.
+    """
+
+    def __init__(self, accounts: Mapping[str, Account] | None = None) -> None:
+        """Claims a port; the server answers once the context is entered."""
+        user, reader, other = Account("user"), Account("user", can_write=False), Account("other")
+        self.accounts = dict(accounts or {"hf_write": user, "hf_read": reader, "hf_other": other})
+        self.requests: list[Request] = []
+        self.repos: dict[str, Repo] = {}
+        self.errors: list[str] = []
+        self.lock = threading.RLock()
+        self._faults: dict[str, Fault] = {}
+        self._secret = secrets.token_hex()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, self))
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> HubServer:
+        """Starts to serve."""
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        """Stops to serve. A mistake of the server itself surfaces here, unless the test has failed already."""
+        self._server.shutdown()
+        self._server.server_close()
+        if self.errors and kind is None:
+            raise RuntimeError("HubServer failed to answer:\n" + "\n".join(self.errors))
+
+    def environment(self, home: Path | str, token: str | None = None) -> dict[str, str]:
+        """The environment of a client process: the current one, cleared of every other Hub setting.
+
+        Args:
+            home: the client's HF_HOME, under which it keeps its cache and everything else.
+            token: the client's token, or None for an anonymous client.
+        """
+        inherited = {name: value for name, value in os.environ.items() if not _FOREIGN_SETTINGS.fullmatch(name)}
+        settings = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+        quiet = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "*"}
+        return {**inherited, **settings, **quiet, **({"HF_TOKEN": token} if token else {})}
+
+    def create_repo(self, repo_id: str, private: bool = False) -> Repo:
+        """Creates a repository with the first commit that the Hub makes: a .gitattributes."""
+        repo = self.repos[repo_id] = Repo(repo_id, private)
+        repo.add("main", {".gitattributes": Blob(GIT_ATTRIBUTES)}, "system", "initial commit")
+        return repo
+
+    def add_repo(self, repo_id: str, folder: Path | str, private: bool = False) -> str:
+        """Makes `main` hold a folder's files, in a new repository or by a new commit; returns the commit's hash."""
+        contents = {p.relative_to(folder).as_posix(): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
+        with self.lock:
+            repo = self.repos.get(repo_id) or self.create_repo(repo_id, private)
+            blobs = {path: Blob(data, repo.is_lfs("main", path, len(data))) for path, data in contents.items()}
+            repo.objects |= {blob.sha256: blob.content for blob in blobs.values() if blob.lfs}
+            attributes = {".gitattributes": repo.at("main").files[".gitattributes"]}
+            return repo.add("main", {**attributes, **blobs}, repo_id.split("/")[0], "Add folder").id
+
+    def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
+        """The stored files by path, among them the .gitattributes that a new repository starts with."""
+        return {path: blob.content for path, blob in self.repos[repo_id].at(revision).files.items()}
+
+    def commits(self, repo_id: str, revision: str = "main") -> list[Commit]:
+        """The history of a revision, newest first."""
+        return list(self.repos[repo_id].at(revision).history())
+
+    def fail(
+        self,
+        endpoint: str,
+        status: int | None = None,
+        message: str = "injected fault",
+        *,
+        after: int | None = None,
+        times: int | None = None,
+    ) -> None:
+        """Makes an endpoint fail: with a status, or by breaking the connection in the middle of a body.
+
+        huggingface_hub repeats most requests (not `commit`) up to five times, over some 23 seconds, after 429, 500,
+        502, 503 and 504; version 2 also after 408 and a broken connection, where version 1.5 mostly gives up at once.
+        To make a push fail quickly use another status.
+
+        Args:
+            endpoint: one of the names in this module's docstring.
+            status: the status to answer, or None to break the connection.
+            message: the error message that goes with the status.
+            after: how many bytes of the request's body are read (of the response's body written, where the request
+                has none) before the connection is broken; by default half of them. Where neither has a body, as
+                for HEAD, there is no answer at all.
+            times: how many requests fail; by default all of them until `heal`.
+        """
+        names = sorted(function.__name__ for _, _, function in _ROUTES)
+        if endpoint not in names:
+            raise ValueError(f"No endpoint {endpoint!r}; there are: {', '.join(names)}.")
+        self._faults[endpoint] = Fault(status, message, after, times)
+
+    def heal(self) -> None:
+        """Takes back every fault."""
+        self._faults.clear()
+
+    def take_fault(self, endpoint: str) -> Fault | None:
+        """The fault that the next request to an endpoint meets."""
+        with self.lock:
+            fault = self._faults.get(endpoint)
+            if fault is not None and fault.times is not None:
+                fault.times -= 1
+                if fault.times == 0:
+                    del self._faults[endpoint]
+        return fault
+
+    def sign(self, method: str, repo_id: str, oid: str) -> str:
+        """The URL that allows one operation on one stored object without a token."""
+        signature = hashlib.sha256(f"{self._secret} {method} {repo_id} {oid}".encode()).hexdigest()
+        storage = self.endpoint.replace("127.0.0.1", "localhost")
+        return f"{storage}/storage/{repo_id}/{oid}?signature={signature}"
+
+
+_Endpoint = Callable[..., Response]
+_ROUTES: list[tuple[str, re.Pattern[str], _Endpoint]] = []
+
+
+def _route(method: str, template: str) -> Callable[[_Endpoint], _Endpoint]:
+    """Registers a method of `_Handler` as an endpoint; the {names} of its path become arguments."""
+    pattern = template.replace("{repo}", "(?P<repo>(?:[^/]+/)?[^/]+)").replace("{path}", "(?P<path>.+)")
+    pattern = re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", pattern)
+
+    def register(function: _Endpoint) -> _Endpoint:
+        _ROUTES.append((method, re.compile(pattern), function))
+        return function
+
+    return register
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Serves one connection."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def __init__(self, hub: HubServer, *args: Any) -> None:
+        self.hub = hub
+        self.body = b""
+        self.query: dict[str, list[str]] = {}
+        super().__init__(*args)
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        method = "GET" if self.command == "HEAD" else self.command
+        matches = [(function, pattern.fullmatch(url.path)) for m, pattern, function in _ROUTES if m == method]
+        endpoint, match = next(((function, match) for function, match in matches if match), (None, None))
+        arguments = {name: text and unquote(text) for name, text in match.groupdict().items()} if match else {}
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        request = Request(endpoint.__name__ if endpoint else "unknown", self.command, self.path, headers)
+        self.hub.requests.append(request)
+        self.query = parse_qs(url.query)
+        fault = self.hub.take_fault(request.endpoint)
+        try:
+            self._read_body(fault)
+            response = self._ranged(self._respond(endpoint, arguments, fault))
+            self._send(response, fault)
+            request.status = response.status
+        except ConnectionError:
+            self.close_connection = True
+
+    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET  # noqa: N815
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        """Says nothing: `HubServer.requests` is the log."""
+
+    def _read_body(self, fault: Fault | None) -> None:
+        length = int(self.headers.get("Content-Length", 0))
+        if fault and fault.status is None and length:
+            self.rfile.read(length // 2 if fault.after is None else min(fault.after, length))
+            # by a reset, so that the client meets it at once, whether it still sends or waits for the response
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            socket.close(self.connection.detach())
+            raise ConnectionAbortedError
+        self.body = self.rfile.read(length)
+        if len(self.body) < length:
+            raise ConnectionAbortedError
+
+    def _respond(self, endpoint: _Endpoint | None, arguments: dict[str, str | None], fault: Fault | None) -> Response:
+        try:
+            if fault and fault.status is not None:
+                raise HubError(fault.status, fault.message)
+            if "Transfer-Encoding" in self.headers:
+                self.close_connection = True
+                raise HubError(411, "Content-Length required")
+            if endpoint is None:
+                raise HubError(404, f"HubServer has no endpoint {self.command} {self.path}")
+            with self.hub.lock:
+                return endpoint(self, **arguments)
+        except HubError as error:
+            return error.response
+        except Exception:
+            self.hub.errors.append(traceback.format_exc())
+            return HubError(500, "HubServer failed to answer").response
+
+    def _ranged(self, response: Response) -> Response:
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if wanted is None or response.status != 200:
+            return response
+        start, size = int(wanted[1]), len(response.body)
+        if start >= size:
+            return Response(416, {"Content-Range": f"bytes */{size}"})
+        stop = min(int(wanted[2] or size) + 1, size)
+        headers = {**response.headers, "Content-Range": f"bytes {start}-{stop - 1}/{size}"}
+        return Response(206, headers, response.body[start:stop])
+
+    def _send(self, response: Response, fault: Fault | None) -> None:
+        body = b"" if self.command == "HEAD" else response.body
+        cut = fault if fault and fault.status is None else None
+        if cut and not body:
+            raise ConnectionAbortedError
+        self.send_response(response.status)
+        for name, value in {**response.headers, "Content-Length": str(len(response.body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if cut:
+            self.wfile.write(body[: len(body) // 2 if cut.after is None else cut.after])
+            raise ConnectionAbortedError
+        self.wfile.write(body)
+
+    def _account(self) -> Account | None:
+        token = self.headers.get("Authorization")
+        account = self.hub.accounts.get(token.removeprefix("Bearer ")) if token else None
+        if token and account is None:
+            raise HubError(401, "Invalid credentials in Authorization header")
+        return account
+
+    def _known_account(self) -> Account:
+        account = self._account()
+        if account is None:
+            raise HubError(401, "Invalid username or password.")
+        return account
+
+    def _writer(self, repo_id: str) -> Account:
+        account = self._known_account()
+        if not (account.can_write and account.owns(repo_id)):
+            raise HubError(403, f"This token has no right to write to {repo_id}")
+        return account
+
+    def _repo(self, repo_id: str) -> Repo:
+        account, repo = self._account(), self.hub.repos.get(repo_id)
+        if repo is None or (repo.private and not (account and account.owns(repo_id))):
+            raise HubError(404, "Repository not found", "RepoNotFound")
+        return repo
+
+    def _writable_repo(self, repo_id: str) -> Repo:
+        repo = self._repo(repo_id)
+        self._writer(repo_id)
+        return repo
+
+    @_route("GET", "/api/whoami-v2")
+    def whoami(self) -> Response:
+        account = self._known_account()
+        token = {"displayName": "test", "role": "write" if account.can_write else "read"}
+        organizations = [{"type": "org", "name": name} for name in account.organizations]
+        user = {"type": "user", "id": account.name, "name": account.name, "fullname": account.name}
+        return answer({**user, "orgs": organizations, "auth": {"type": "access_token", "accessToken": token}})
+
+    @_route("POST", "/api/repos/create")
+    def create_repo(self) -> Response:
+        wish = json.loads(self.body)
+        repo_id = f"{wish.get('organization') or self._known_account().name}/{wish['name']}"
+        self._writer(repo_id)
+        if wish.get("type", "model") != "model":
+            raise HubError(501, "HubServer holds models only")
+        about = {"url": f"{self.hub.endpoint}/{repo_id}", "name": repo_id}
+        if repo_id in self.hub.repos:
+            return answer({**about, "error": "You already created this model repo"}, 409)
+        # huggingface_hub 1 sends `private`, huggingface_hub 2 `visibility`
+        self.hub.create_repo(repo_id, bool(wish.get("private")) or wish.get("visibility") == "private")
+        return answer(about)
+
+    @_route("POST", "/api/validate-yaml")
+    def validate_yaml(self) -> Response:
+        return answer({"errors": [], "warnings": []})
+
+    @_route("GET", "/api/models/{repo}(?:/revision/{revision})?")
+    def model_info(self, repo: str, revision: str | None) -> Response:
+        found = self._repo(repo)
+        commit = found.at(revision or "main")
+        names = {"_id": repo, "id": repo, "modelId": repo, "author": repo.split("/")[0], "sha": commit.id}
+        state = {"private": found.private, "gated": False, "disabled": False, "tags": [], "downloads": 0, "likes": 0}
+        dates = {"createdAt": list(commit.history())[-1].date, "lastModified": commit.date}
+        return answer({**names, **state, **dates, "siblings": [{"rfilename": path} for path in sorted(commit.files)]})
+
+    @_route("GET", "/api/models/{repo}/tree/{revision}(?:/{path})?")
+    def tree(self, repo: str, revision: str, path: str | None) -> Response:
+        commit = self._repo(repo).at(revision)
+        prefix = f"{path}/" if path else ""
+        inside = {p.removeprefix(prefix): entry for p, entry in commit.entries().items() if p.startswith(prefix)}
+        if path and not inside:
+            raise HubError(404, f"{path} does not exist on {revision}", "EntryNotFound", commit)
+        recursive = self.query.get("recursive", [""])[0].lower() in ("true", "1")
+        return answer([entry for name, entry in inside.items() if recursive or "/" not in name])
+
+    @_route("GET", "/api/models/{repo}/commits/{revision}")
+    def commits(self, repo: str, revision: str) -> Response:
+        keys = ("id", "title", "message", "date")
+        history = self._repo(repo).at(revision).history()
+        return answer([{**{k: getattr(c, k) for k in keys}, "authors": [{"user": c.author}]} for c in history])
+
+    @_route("POST", "/api/models/{repo}/branch/{branch}")
+    def create_branch(self, repo: str, branch: str) -> Response:
+        found = self._writable_repo(repo)
+        if branch in found.branches:
+            raise HubError(409, f"Reference already exists: {branch}")
+        found.branches[branch] = found.at(json.loads(self.body or b"{}").get("startingPoint", "main"))
+        return answer({})
+
+    @_route("POST", "/api/models/{repo}/preupload/{revision}")
+    def preupload(self, repo: str, revision: str) -> Response:
+        found = self._writable_repo(repo)
+        stored = found.at(revision).files
+        modes = []
+        for file in json.loads(self.body)["files"]:
+            path, old = file["path"], stored.get(file["path"])
+            mode = "lfs" if found.is_lfs(revision, path, file["size"]) else "regular"
+            # by the oid the client sees which files have not changed
+            oid = {"oid": old.sha256 if old.lfs else old.git_oid} if old else {}
+            modes.append({"path": path, "uploadMode": mode, "shouldIgnore": False, **oid})
+        return answer({"files": modes, "commitOid": found.at(revision).id})
+
+    @_route("POST", r"/{repo}\.git/info/lfs/objects/batch")
+    def lfs_batch(self, repo: str) -> Response:
+        found = self._writable_repo(repo)
+        objects = [{"oid": wish["oid"], "size": wish["size"]} for wish in json.loads(self.body)["objects"]]
+        for entry in objects:
+            if entry["oid"] not in found.objects:  # what is stored already needs no action
+                entry["actions"] = {"upload": {"href": self.hub.sign("PUT", repo, entry["oid"])}}
+        return answer({"transfer": "basic", "objects": objects})
+
+    @_route("POST", "/api/models/{repo}/commit/{revision}")
+    def commit(self, repo: str, revision: str) -> Response:
+        found, author = self._writable_repo(repo), self._writer(repo)
+        if "create_pr" in self.query:
+            raise HubError(501, "HubServer has no pull requests")
+        if revision not in found.branches:
+            raise HubError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        header, *operations = [json.loads(line) for line in self.body.splitlines()]
+        about, head = header["value"], found.at(revision)
+        if about.get("parentCommit", head.id) != head.id:
+            raise HubError(412, "A commit has happened since. Please refresh and try again.")
+        files = dict(head.files)
+        for operation in operations:
+            self._apply(found, files, operation["key"], operation["value"])
+        commit = found.add(revision, files, author.name, about["summary"], about.get("description", ""))
+        url = f"{self.hub.endpoint}/{repo}/commit/{commit.id}"
+        return answer({"success": True, "commitUrl": url, "commitOid": commit.id, "hookOutput": ""})
+
+    def _apply(self, repo: Repo, files: dict[str, Blob], kind: str, value: dict[str, Any]) -> None:
+        path = value["path"]
+        if kind == "file":
+            files[path] = Blob(base64.b64decode(value["content"]))
+        elif kind == "lfsFile":
+            if value["oid"] not in repo.objects:
+                raise HubError(400, f"An LFS pointer points to an object that does not exist: {path}")
+            files[path] = Blob(repo.objects[value["oid"]], lfs=True)
+        elif kind in ("deletedFile", "deletedFolder"):
+            folder = path.rstrip("/") + "/"
+            doomed = [p for p in files if (p == path if kind == "deletedFile" else p.startswith(folder))]
+            if not doomed:
+                raise HubError(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
+            for name in doomed:
+                del files[name]
+        else:
+            raise HubError(501, f"HubServer knows no operation {kind}")
+
+    @_route("GET", "/{repo}/resolve/{revision}/{path}")
+    def resolve(self, repo: str, revision: str, path: str) -> Response:
+        commit = self._repo(repo).at(revision)
+        blob = commit.files.get(path)
+        if blob is None:
+            raise HubError(404, "Entry not found", "EntryNotFound", commit)
+        headers = {"X-Repo-Commit": commit.id, "ETag": f'"{blob.git_oid}"', "Accept-Ranges": "bytes"}
+        if not blob.lfs:
+            return Response(200, headers, blob.content)
+        linked = {"X-Linked-Etag": f'"{blob.sha256}"', "X-Linked-Size": str(len(blob.content))}
+        return Response(302, {**headers, **linked, "Location": self.hub.sign("GET", repo, blob.sha256)})
+
+    def _stored(self, method: str, repo: str, oid: str) -> dict[str, bytes]:
+        if not self.hub.sign(method, repo, oid).endswith(self.path):
+            raise HubError(403, "The signature does not match")
+        return self.hub.repos[repo].objects
+
+    @_route("PUT", "/storage/{repo}/{oid}")
+    def upload(self, repo: str, oid: str) -> Response:
+        objects = self._stored("PUT", repo, oid)
+        if hashlib.sha256(self.body).hexdigest() != oid:
+            raise HubError(400, f"The content has not the sha256 {oid}")
+        objects[oid] = self.body
+        return Response(200, {"ETag": f'"{oid}"'})
+
+    @_route("GET", "/storage/{repo}/{oid}")
+    def download(self, repo: str, oid: str) -> Response:
+        content = self._stored("GET", repo, oid)[oid]
+        return Response(200, {"ETag": f'"{oid}"', "Accept-Ranges": "bytes"}, content)
