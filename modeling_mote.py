@@ -209,6 +209,8 @@ class MoTEModel(PreTrainedModel):
                 layers[index] = MoTEBlock(layer, config.available_experts, architecture.shared_modules)
             else:
                 layer.register_forward_pre_hook(_without_expert, with_kwargs=True)
+        if getattr(self.backbone.config, "use_cache", False):
+            self.backbone.config.use_cache = False  # nothing is generated: keys and values need not be kept
         if getattr(config.backbone_config, "is_causal", True) is False:
             _attend_both_ways(self.backbone)
         self.post_init()
