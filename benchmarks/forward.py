@@ -1,0 +1,62 @@
+"""Forward of one task beside the dense native model, in one process.
+
+    python benchmarks/forward.py [--model FOLDER] [--device cpu|cuda] [--dtype float32|bfloat16]
+
+Both give `last_hidden_state`; the MoTE also pools, which the dense model does not, and that is part of its time.
+A second table gives the dense model against itself: how far from 1 the noise alone takes a ratio.
+"""
+
+import argparse
+import copy
+from pathlib import Path
+
+import torch
+from pairing import compare
+from transformers import AutoModel
+
+from mote import MoTEConfig, MoTEModel
+
+SMALL_ENCODER = Path(__file__).parents[1] / "examples" / "small-encoder"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(SMALL_ENCODER), help="dense checkpoint (default: the repository's)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--seconds", type=float, default=6.0, help="for each row of the table")
+    options = parser.parse_args()
+    dense = AutoModel.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
+    dense.pooler = None  # the MoTE has none either
+    mote = MoTEModel(MoTEConfig(backbone_config=dense.config), copy.deepcopy(dense)).eval()
+    twin = copy.deepcopy(dense)
+    for model in (dense, mote, twin):
+        model.to(options.device)
+    synchronize = torch.cuda.synchronize if options.device.startswith("cuda") else lambda: None
+    longest = getattr(dense.config, "max_position_embeddings", 512)
+    print(f"{Path(options.model).name}, {options.device}, {options.dtype}, {torch.get_num_threads()} threads")
+    print("| batch | length | dense, ms | MoTE, ms | MoTE / dense | dense / dense |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for rows in (1, 32):
+        for length in (16, 128, 512):
+            if length > longest:
+                continue
+            inputs = {"input_ids": torch.randint(5, dense.config.vocab_size, (rows, length), device=options.device)}
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+            with torch.inference_mode():
+                expected = dense(**inputs).last_hidden_state
+                found = mote(**inputs, task="search_query").last_hidden_state
+                assert torch.equal(expected, found), "not the same result"
+                arguments = {"seconds": options.seconds, "synchronize": synchronize}
+                result = compare(lambda: dense(**inputs), lambda: mote(**inputs, task="search_query"), **arguments)
+                noise = compare(lambda: dense(**inputs), lambda: twin(**inputs), **arguments)
+            print(
+                f"| {rows} | {length} | {1e3 * result.baseline:.2f} | {1e3 * result.candidate:.2f} | "
+                f"{result.ratio:.3f} | {noise.ratio:.3f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

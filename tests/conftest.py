@@ -1,0 +1,41 @@
+"""Models that several test files share."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests that need a hub start one, for processes of their own
+
+import pytest
+
+from families import make_different
+from mote import upcycle
+
+ROOT = Path(__file__).parents[1]
+SMALL_ENCODER = ROOT / "examples" / "small-encoder"
+SHARED = ROOT.parent / "shared"
+
+
+@pytest.fixture(scope="session")
+def fresh_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository's small encoder, upcycled."""
+    return upcycle(str(SMALL_ENCODER), tmp_path_factory.mktemp("fresh") / "small-mote")
+
+
+@pytest.fixture(scope="session")
+def trained_folder(fresh_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with experts that differ, saved and reloaded as users get it."""
+    from sentence_transformers import SentenceTransformer
+
+    folder = tmp_path_factory.mktemp("trained") / "small-mote"
+    model = SentenceTransformer(str(fresh_folder), trust_remote_code=True)
+    make_different(model[0].model)
+    model.save(str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Real checkpoints and data beside the repository, where there are any."""
+    if not SHARED.is_dir():
+        pytest.skip("no ../shared beside the repository")
+    return SHARED

@@ -1,0 +1,105 @@
+"""MTEB finds the right expert for each task type, and scores what it scores on the source."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sentence_transformers import SentenceTransformer
+
+mteb = pytest.importorskip("mteb")
+
+from mteb.models import SentenceTransformerEncoderWrapper  # noqa: E402
+from mteb.types import PromptType  # noqa: E402
+
+from mote import upcycle  # noqa: E402
+
+TASKS = {  # one dataset of each of the seven types, and the roles in which its texts come
+    "Banking77Classification": {None: "classification"},
+    "TwentyNewsgroupsClustering.v2": {None: "clustering"},
+    "SprintDuplicateQuestions": {None: "classification"},
+    "STSBenchmark": {None: "classification"},
+    "SummEval": {None: "classification"},
+    "NFCorpus": {PromptType.query: "search_query", PromptType.document: "search_document"},
+    "AskUbuntuDupQuestions": {PromptType.query: "search_query", PromptType.document: "search_document"},
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_each_task_type_and_role_reaches_its_expert(name: str, trained_folder: Path) -> None:
+    from datasets import Dataset
+    from torch.utils.data import DataLoader
+
+    model = SentenceTransformer(str(trained_folder), trust_remote_code=True)
+    wrapper = SentenceTransformerEncoderWrapper(model)
+    used: list[tuple[str, str]] = []
+    block = model[0].model.backbone.encoder.layer[0]
+    for expert, layer in block.experts.items():
+        layer.register_forward_hook(lambda *_, expert=expert: used.append((expert, tokens_in_front())))
+
+    features: dict[str, Any] = {}
+    model[0].register_forward_pre_hook(lambda _, args: features.update(args[0]))
+
+    def tokens_in_front() -> str:
+        return model.tokenizer.decode(features["input_ids"][0], skip_special_tokens=True)
+
+    task = mteb.get_task(name)
+    for role, expert in TASKS[name].items():
+        used.clear()
+        texts = DataLoader(Dataset.from_dict({"text": ["how do whales breathe"]}))
+        arguments = {"task_metadata": task.metadata, "hf_split": "test", "hf_subset": "default", "prompt_type": role}
+        wrapper.encode(texts, **arguments, show_progress_bar=False)
+        assert [expert_used for expert_used, _ in used] == [expert]
+        instruction = model[0].config.instruction_of(expert)
+        assert used[0][1].replace(" ", "").startswith(instruction.replace(" ", ""))
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def sts_benchmark(data: Path) -> Any:
+    from datasets import Dataset, DatasetDict
+
+    rows = read(data / "sts" / "stsbenchmark" / "test.jsonl.gz")
+    task = mteb.get_task("STSBenchmark")
+    task.dataset = DatasetDict({"test": Dataset.from_list(rows)})
+    task.data_loaded = True
+    return task
+
+
+def nfcorpus(data: Path) -> Any:
+    from datasets import Dataset
+
+    folder = data / "beir" / "nfcorpus"
+    judgements: dict[str, dict[str, int]] = {}
+    for line in (folder / "qrels" / "test.tsv").read_text().splitlines()[1:]:
+        query, document, score = line.split("\t")
+        judgements.setdefault(query, {})[document] = int(score)
+    corpus = [{"id": row["_id"], "title": row["title"], "text": row["text"]} for row in read(folder / "corpus.jsonl.gz")]
+    queries = [{"id": row["_id"], "text": row["text"]} for row in read(folder / "queries.jsonl.gz")]
+    queries = [query for query in queries if query["id"] in judgements]
+    task = mteb.get_task("NFCorpus")
+    split = {"corpus": Dataset.from_list(corpus), "queries": Dataset.from_list(queries)}
+    task.dataset = {"default": {"test": {**split, "relevant_docs": judgements, "top_ranked": None}}}
+    task.data_loaded = True
+    return task
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # mteb's own: newer versions of the tasks, its result format
+def test_without_instructions_the_scores_are_the_published_ones_of_the_source(shared: Path, tmp_path: Path) -> None:
+    source = shared / "checkpoints" / "all-MiniLM-L6-v2"
+    experts = ["classification", "clustering", "search_query", "search_document"]
+    folder = upcycle(
+        str(source), tmp_path / "mote", instructions=dict.fromkeys(experts, ""), default_task="classification"
+    )
+    published = {"STSBenchmark": 82.03, "NFCorpus": 31.59}
+    tasks = [sts_benchmark(shared / "data"), nfcorpus(shared / "data")]
+    for path, trust in ((source, False), (folder, True)):
+        model = SentenceTransformer(str(path), trust_remote_code=trust)
+        results = mteb.evaluate(model, tasks, cache=None, show_progress_bar=False)
+        scores = {result.task_name: 100 * result.get_score() for result in results.task_results}
+        assert {name: round(score, 2) for name, score in scores.items()} == pytest.approx(published, abs=0.01)

@@ -1,0 +1,251 @@
+"""Every way to name a task reaches the right expert, on a model that was saved and loaded again."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+
+from modeling_mote import MoTEModel
+
+TEXTS = [
+    "how do whales breathe",
+    "Whales come up for air and breathe through a blowhole on top of the head.",
+    "a recipe for bread that needs no kneading",
+    "bread",
+]
+EXPERTS = ["classification", "clustering", "search_query", "search_document"]
+
+
+@pytest.fixture(scope="module")
+def model(trained_folder: Path) -> SentenceTransformer:
+    return SentenceTransformer(str(trained_folder), trust_remote_code=True)
+
+
+@pytest.fixture(scope="module")
+def expected(model: SentenceTransformer, trained_folder: Path) -> dict[tuple[str, str], np.ndarray]:
+    """(expert, text in front) → embeddings, computed from the weights without Sentence-Transformers."""
+    mote = MoTEModel.from_pretrained(trained_folder)
+
+    def embed(expert: str, prefix: str) -> np.ndarray:
+        batch = model.tokenizer([prefix + text for text in TEXTS], padding=True, return_tensors="pt")
+        with torch.no_grad():
+            pooled = mote(batch["input_ids"], batch["attention_mask"], task=expert).pooler_output
+        return torch.nn.functional.normalize(pooled).numpy()
+
+    prefixes = {f"{expert}: " for expert in EXPERTS} | {"", "custom: "}
+    return {(expert, prefix): embed(expert, prefix) for expert in EXPERTS for prefix in prefixes}
+
+
+WAYS = [
+    *[({"prompt_name": expert}, expert, f"{expert}: ") for expert in EXPERTS],
+    *[({"prompt": f"{expert}: "}, expert, f"{expert}: ") for expert in EXPERTS],
+    *[({"task": expert}, expert, "") for expert in EXPERTS],
+    ({"prompt_name": "sts"}, "classification", "classification: "),
+    ({"prompt_name": "query"}, "search_query", "search_query: "),
+    ({"prompt_name": "STS"}, "classification", "classification: "),
+    ({"prompt_name": "Clustering"}, "clustering", "clustering: "),
+    ({"prompt_name": "Retrieval-document"}, "search_document", "search_document: "),
+    ({"task": "summarization"}, "classification", ""),
+    ({"task": "query"}, "search_query", ""),
+    ({"task": "document"}, "search_document", ""),
+    # An explicit task beats the prompt, the prompt beats a role hint, and a hint beats the text.
+    ({"task": "clustering", "prompt": "search_query: "}, "clustering", "search_query: "),
+    ({"task": "clustering", "prompt": "custom: "}, "clustering", "custom: "),
+    ({"task": "query", "prompt_name": "clustering"}, "clustering", "clustering: "),
+    ({"task": "query", "prompt": "custom: "}, "search_query", "custom: "),
+    # A prompt that only begins with an instruction is found like a text's own.
+]
+
+
+@pytest.mark.parametrize(("arguments", "expert", "prefix"), WAYS)
+def test_encode(
+    model: SentenceTransformer, expected: dict, arguments: dict[str, str], expert: str, prefix: str
+) -> None:
+    assert np.abs(model.encode(TEXTS, **arguments) - expected[expert, prefix]).max() <= 1e-6
+
+
+def test_the_experts_differ(expected: dict) -> None:
+    for one in EXPERTS:
+        for other in EXPERTS:
+            assert one == other or np.abs(expected[one, ""] - expected[other, ""]).max() > 1e-2
+
+
+def test_encode_query_and_document(model: SentenceTransformer, expected: dict) -> None:
+    assert np.abs(model.encode_query(TEXTS) - expected["search_query", "search_query: "]).max() <= 1e-6
+    assert np.abs(model.encode_document(TEXTS) - expected["search_document", "search_document: "]).max() <= 1e-6
+    as_clusters = model.encode_query(TEXTS, prompt_name="clustering")
+    assert np.abs(as_clusters - expected["clustering", "clustering: "]).max() <= 1e-6
+    with_task = model.encode_document(TEXTS, task="clustering", prompt="")
+    assert np.abs(with_task - expected["clustering", ""]).max() <= 1e-6
+
+
+def test_texts_that_begin_with_an_instruction(model: SentenceTransformer, expected: dict) -> None:
+    texts = [f"{expert}: {text}" for expert, text in zip(EXPERTS, TEXTS, strict=True)]
+    for batch_size in (1, 3, 32):
+        embeddings = model.encode(texts, batch_size=batch_size)
+        for row, expert in enumerate(EXPERTS):
+            assert np.abs(embeddings[row] - expected[expert, f"{expert}: "][row]).max() <= 1e-6
+
+
+def test_a_prompt_that_goes_on_after_the_instruction(model: SentenceTransformer) -> None:
+    longer = model.encode(TEXTS, prompt="search_query: about animals: ")
+    same = model.encode([f"about animals: {text}" for text in TEXTS], prompt_name="search_query")
+    assert np.abs(longer - same).max() <= 1e-6
+
+
+def test_a_single_text_and_no_text(model: SentenceTransformer, expected: dict) -> None:
+    assert np.abs(model.encode_query(TEXTS[0]) - expected["search_query", "search_query: "][0]).max() <= 1e-6
+    assert len(model.encode([], prompt_name="clustering")) == 0
+
+
+def test_default_task(trained_folder: Path, expected: dict) -> None:
+    model = SentenceTransformer(
+        str(trained_folder), trust_remote_code=True, config_kwargs={"default_task": "clustering"}
+    )
+    assert np.abs(model.encode(TEXTS) - expected["clustering", ""]).max() <= 1e-6
+    assert np.abs(model.encode_query(TEXTS) - expected["search_query", "search_query: "]).max() <= 1e-6
+
+
+def test_one_expert_alone(trained_folder: Path, expected: dict) -> None:
+    model = SentenceTransformer(
+        str(trained_folder), trust_remote_code=True, config_kwargs={"experts": ["search_query"]}
+    )
+    assert np.abs(model.encode_query(TEXTS) - expected["search_query", "search_query: "]).max() <= 1e-6
+    with pytest.raises(ValueError, match="needs the expert 'search_document', which was not loaded"):
+        model.encode_document(TEXTS)
+
+
+def test_several_processes(model: SentenceTransformer, expected: dict) -> None:
+    pool = model.start_multi_process_pool(["cpu", "cpu"])
+    try:
+        embeddings = model.encode(TEXTS, prompt_name="clustering", pool=pool, chunk_size=2)
+        by_task = model.encode(TEXTS, task="search_document", pool=pool, chunk_size=2)
+    finally:
+        model.stop_multi_process_pool(pool)
+    assert np.abs(embeddings - expected["clustering", "clustering: "]).max() <= 1e-6
+    assert np.abs(by_task - expected["search_document", ""]).max() <= 1e-6
+
+
+def test_similarity(model: SentenceTransformer) -> None:
+    queries, documents = model.encode_query(TEXTS), model.encode_document(TEXTS)
+    assert np.abs(model.similarity(queries, documents).numpy() - queries @ documents.T).max() <= 1e-6
+
+
+def test_save_and_load_again(model: SentenceTransformer, expected: dict, tmp_path: Path) -> None:
+    model.save(str(tmp_path / "again"))
+    again = SentenceTransformer(str(tmp_path / "again"), trust_remote_code=True)
+    assert np.abs(again.encode_query(TEXTS) - expected["search_query", "search_query: "]).max() <= 1e-6
+    assert again.prompts == model.prompts
+    assert again.max_seq_length == model.max_seq_length
+
+
+def test_without_trust_nothing_is_loaded(trained_folder: Path) -> None:
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        SentenceTransformer(str(trained_folder))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "No task for the text .* one of: 'classification', 'clustering'"),
+        ({"prompt": "unheard of: "}, "No task for the text 'unheard of: "),
+        ({"task": "serch_query"}, "Unknown task 'serch_query'. Did you mean 'search_query'"),
+        ({"task": ["clustering"] * 4}, "must be one name for all texts"),
+        ({"prompt_name": "retrieval"}, "(?s)retrieval.*search_query"),
+    ],
+)
+def test_what_is_refused(model: SentenceTransformer, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model.encode(TEXTS, **arguments)
+
+
+# In training ---------------------------------------------------------------------------------------------------------
+
+
+def pairs() -> Any:
+    datasets = pytest.importorskip("datasets")
+    return datasets.Dataset.from_dict({"anchor": TEXTS * 2, "positive": TEXTS[::-1] * 2})
+
+
+def train(model: SentenceTransformer, loss: Any, folder: Path, **arguments: Any) -> dict[str, torch.Tensor]:
+    """Two real steps of the real trainer; what was learned, by parameter."""
+    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    settings = SentenceTransformerTrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=4, max_steps=2, learning_rate=1e-3, report_to="none",
+        save_strategy="no", disable_tqdm=True, use_cpu=True, seed=0, **arguments,
+    )  # fmt: skip
+    SentenceTransformerTrainer(model=model, args=settings, train_dataset=pairs(), loss=loss).train()
+    return {key: value - before[key] for key, value in model.state_dict().items()}
+
+
+def trained_experts(learned: dict[str, torch.Tensor]) -> set[str]:
+    """The experts that training has moved."""
+    return {key.split(".experts.")[1].split(".")[0] for key, move in learned.items() if ".experts." in key and move.any()}
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        {"prompts": {"anchor": "search_query: ", "positive": "search_document: "}},
+        {"router_mapping": {"anchor": "query", "positive": "document"}},
+        {"router_mapping": {"anchor": "search_query", "positive": "search_document"}},
+        # a prompt beats the role hints, also after the collator has stamped these on the features
+        {
+            "prompts": {"anchor": "search_query: ", "positive": "search_document: "},
+            "router_mapping": {"anchor": "document", "positive": "query"},
+        },
+    ],
+)
+def test_the_trainer_routes_each_column(trained_folder: Path, tmp_path: Path, routing: dict[str, Any]) -> None:
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    model = SentenceTransformer(str(trained_folder), trust_remote_code=True)
+    columns: list[tuple[str, str]] = []
+    experts = model[0].model.backbone.encoder.layer[0].experts
+    for name, expert in experts.items():
+        expert.register_forward_hook(lambda _, args, output, name=name: columns.append((name, len(args[0]))))
+    learned = train(model, MultipleNegativesRankingLoss(model), tmp_path, **routing)
+    assert trained_experts(learned) == {"search_query", "search_document"}
+    assert [name for name, _ in columns] == ["search_query", "search_document"] * 2
+
+
+def test_cached_loss_equals_the_plain_one(trained_folder: Path) -> None:
+    from sentence_transformers.sentence_transformer import losses
+
+    mixed = [f"{expert}: {text}" for expert, text in zip(EXPERTS, TEXTS, strict=True)]
+    gradients = []
+    for cached in (False, True):
+        model = SentenceTransformer(str(trained_folder), trust_remote_code=True).eval()  # eval: no dropout
+        anchors = model.preprocess(TEXTS, prompt="search_query: ")
+        positives = model.preprocess(mixed)  # rows of four tasks: cut into mini-batches along with the rest
+        assert anchors["route"] == "search_query"
+        assert positives["route"].shape == (4,)
+        loss = (
+            losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2)
+            if cached
+            else losses.MultipleNegativesRankingLoss(model)
+        )
+        value = loss([anchors, positives], labels=None)
+        value.backward()
+        gradients.append({"loss": value.detach(), **{key: p.grad for key, p in model.named_parameters()}})
+    plain, cached = gradients
+    for key, gradient in plain.items():
+        assert (gradient is None) == (cached[key] is None), key
+        assert gradient is None or (gradient - cached[key]).abs().max() <= 1e-5, key
+
+
+def test_features_can_be_used_twice(model: SentenceTransformer) -> None:
+    features = model.preprocess(TEXTS, prompt="clustering: ")
+    once, twice = (model(features)["sentence_embedding"] for _ in range(2))
+    assert (once - twice).abs().max() == 0
+
+
+def test_a_mixed_batch_is_never_flattened(model: SentenceTransformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model[0], "can_flatten_inputs", True)
+    assert model[0]._should_flatten_inputs("text", {"text": TEXTS}, task="query")
+    assert not model[0]._should_flatten_inputs("text", {"text": TEXTS}, mixed_tasks=True)
