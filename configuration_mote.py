@@ -74,10 +74,11 @@ class MoTEConfig(PreTrainedConfig):
     model_type = "mote"
     sub_configs: ClassVar[dict[str, Any]] = {"backbone_config": AutoConfig}
 
-    backbone_config: PreTrainedConfig | dict | None = None
-    experts: list[str] | None = None
-    tasks: dict[str, str] | None = None
-    instructions: dict[str, str] | None = None
+    # None stands for the defaults, until `__post_init__` has filled them in.
+    backbone_config: PreTrainedConfig = None  # type: ignore[assignment]
+    experts: list[str] = None  # type: ignore[assignment]
+    tasks: dict[str, str] = None  # type: ignore[assignment]
+    instructions: dict[str, str] = None  # type: ignore[assignment]
     mote_layers: str | list[int] = "every"
     pooling: str = "mean"
     default_task: str | None = None
@@ -110,7 +111,7 @@ class MoTEConfig(PreTrainedConfig):
         return CONFIG_MAPPING[model_type](**settings)
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:  # noqa: ANN401  (as in the base class)
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Build from a dict; `experts=[…]` among the keyword arguments selects the experts to load."""
         selected = kwargs.pop("experts", None)
         if selected is None:
@@ -254,17 +255,17 @@ class MoTEConfig(PreTrainedConfig):
 
     def _tasks_from_prefixes(self, texts: Sequence[str]) -> str | list[str]:
         instructions = sorted(self._tasks_by_instruction.items(), key=lambda item: -len(item[0]))
-        found = [
-            next((task for instruction, task in instructions if text.startswith(instruction)), self.default_task)
-            for text in texts
-        ]
-        if None in found:
-            raise ValueError(
-                f"No task for the text {texts[found.index(None)][:60]!r}: it begins with no known instruction, and the "
-                "model has no default_task. Pass `task=` or `prompt_name=`, one of: "
-                f"{', '.join(map(repr, self.tasks))}."
-            )
-        return found[0] if len(set(found)) == 1 else found
+        tasks = []
+        for text in texts:
+            task = next((task for instruction, task in instructions if text.startswith(instruction)), self.default_task)
+            if task is None:
+                raise ValueError(
+                    f"No task for the text {text[:60]!r}: it begins with no known instruction, and the model has no "
+                    "default_task. Pass `task=` or `prompt_name=`, one of: "
+                    f"{', '.join(map(repr, self.tasks))}."
+                )
+            tasks.append(task)
+        return tasks[0] if len(set(tasks)) == 1 else tasks
 
     # What readers of a config expect of any text encoder ---------------------------------------------------------
 

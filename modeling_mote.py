@@ -9,8 +9,8 @@ What is unusual here, compared with the dense model:
   recomputes with the same expert, and threads that serve different tasks on one model do not meet.
 
 This file is copied into every saved model and loaded from there (`trust_remote_code=True`), so it depends on
-transformers and torch alone. Method: Romero et al., "MoTE: Mixture of Task Experts for Multi-task Embedding Models", ACL Findings 2025
-(arXiv:2506.17781).
+transformers and torch alone. Method: Romero et al., "MoTE: Mixture of Task Experts
+for Multi-task Embedding Models", Findings of ACL 2025 (arXiv:2506.17781).
 """
 
 import copy
@@ -25,9 +25,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
 
 try:
-    from .configuration_mote import MoTEConfig, alternatives
+    from .configuration_mote import MoTEConfig, alternatives  # type: ignore[import-not-found]
 except ImportError:  # imported as an installed top-level module rather than as remote code
-    from configuration_mote import MoTEConfig, alternatives  # type: ignore[no-redef]
+    from configuration_mote import MoTEConfig, alternatives
 
 
 class Architecture(NamedTuple):
@@ -105,9 +105,9 @@ class SharedModule(nn.Module):
         self.__dict__["block"] = block  # not as a submodule: the block contains the expert that contains this
         self.path = path.split(".")
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  (whatever the shared module takes and gives)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the shared module."""
-        module = self.block.shared
+        module: Any = self.__dict__["block"].shared
         for name in self.path:
             module = getattr(module, name)
         return module(*args, **kwargs)
@@ -136,7 +136,7 @@ class MoTEBlock(nn.Module):
             {name: layer if i == 0 else copy.deepcopy(layer, dict(only_the_expert)) for i, name in enumerate(experts)}
         )
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, expert: str | None = None, **kwargs: Any) -> Any:  # noqa: ANN401
+    def forward(self, hidden_states: torch.Tensor, *args: Any, expert: str | None = None, **kwargs: Any) -> Any:
         """Run all sequences through one expert.
 
         Args:
@@ -163,7 +163,7 @@ class MPNetBackbone(MPNetModel):
         position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         """Embed, mask and encode, as in the base class."""
         embedded = self.embeddings(input_ids=input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds)
         mask = create_bidirectional_mask(config=self.config, inputs_embeds=embedded, attention_mask=attention_mask)
@@ -216,7 +216,8 @@ class MoTEModel(PreTrainedModel):
         self.post_init()
         absent = [re.escape(name) for name in config.experts if name not in config.available_experts]
         if absent:
-            self._keys_to_ignore_on_load_unexpected.add(rf"\.experts\.({'|'.join(absent)})\.")
+            known = self._keys_to_ignore_on_load_unexpected or ()
+            self._keys_to_ignore_on_load_unexpected = {*known, rf"\.experts\.({'|'.join(absent)})\."}
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embeddings, which all experts share."""
@@ -258,14 +259,14 @@ class MoTEModel(PreTrainedModel):
         Raises:
             ValueError: If the task is unknown, missing, ambiguous, not one per row, or its expert is not loaded.
         """
-        sequences = {
+        given = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "token_type_ids": token_type_ids,
             "position_ids": position_ids,
             "inputs_embeds": inputs_embeds,
         }
-        sequences = {name: value for name, value in sequences.items() if value is not None}
+        sequences = {name: value for name, value in given.items() if value is not None}
         for flag in ("output_hidden_states", "output_attentions"):
             if getattr(self.config, flag, False):
                 kwargs.setdefault(flag, True)
@@ -339,7 +340,7 @@ class MoTEModel(PreTrainedModel):
             outputs.append(self._run(expert, _trim(group), group_kwargs))
         order = torch.tensor([row for rows in rows_of.values() for row in rows], device=tokens.device).argsort()
 
-        def join(values: Any) -> Any:  # noqa: ANN401
+        def join(values: Any) -> Any:
             """One tensor per group, or a tuple with one per layer, or nothing."""
             if isinstance(values[0], tuple):
                 return tuple(join(layer) for layer in zip(*values, strict=True))
@@ -365,7 +366,7 @@ class MoTEModel(PreTrainedModel):
         return {"total": total, "active": shared + max(experts.values()), "shared": shared, "experts": experts}
 
     @classmethod
-    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:  # noqa: ANN401
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """Load, and fail where config and weights do not match: the base class only prints a report.
 
         Takes what `PreTrainedModel.from_pretrained` takes, and `experts=[…]` to load only these experts.
@@ -373,7 +374,8 @@ class MoTEModel(PreTrainedModel):
         Raises:
             ValueError: If weights are missing, left over, or of another shape.
         """
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        model, info = loaded
         problems = [
             f"{len(info[kind])} {kind.replace('_', ' ')} ({', '.join(map(str, sorted(info[kind], key=str)[:3]))} …)"
             for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
@@ -409,17 +411,15 @@ def pool(hidden: torch.Tensor, attention_mask: torch.Tensor | None, mode: str) -
         total = (attention_mask.to(hidden.dtype).unsqueeze(1) @ hidden).squeeze(1)  # [B, 1, L] @ [B, L, H]
         count = attention_mask.sum(dim=1, keepdim=True).clamp(min=1)
         return total / count.to(hidden.dtype)
-    position = torch.arange(hidden.shape[1], device=hidden.device)
-    if mode == "cls":
-        token = attention_mask.argmax(dim=1)  # the first 1
-    else:
-        token = (attention_mask * position).argmax(dim=1)  # the last 1
+    if mode == "last_token":  # the last 1 becomes the largest value; the first one is that already
+        attention_mask = attention_mask * torch.arange(hidden.shape[1], device=hidden.device)
+    token = attention_mask.argmax(dim=1)
     return hidden[torch.arange(hidden.shape[0], device=hidden.device), token]
 
 
 def _list_of_layers(backbone: nn.Module, architecture: Architecture) -> nn.ModuleList:
     try:
-        layers = backbone.get_submodule(architecture.layer_path)
+        layers: Any = backbone.get_submodule(architecture.layer_path)
         for path in architecture.shared_modules:
             layers[0].get_submodule(path)
     except AttributeError as error:
@@ -449,10 +449,10 @@ def _attend_both_ways(backbone: nn.Module) -> None:
     """Finish what `is_causal=False` in a decoder's config begins: sdpa without a mask asks the module."""
     for module in backbone.modules():
         if hasattr(module, "is_causal"):
-            module.is_causal = False
+            module.is_causal = False  # type: ignore[assignment]
 
 
-def _select_rows(value: Any, index: torch.Tensor, batch_size: int) -> Any:  # noqa: ANN401
+def _select_rows(value: Any, index: torch.Tensor, batch_size: int) -> Any:
     """Select rows of a tensor that has one per sequence; leave other values as they are."""
     has_rows = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == batch_size
     return value[index] if has_rows else value

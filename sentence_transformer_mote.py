@@ -27,9 +27,9 @@ class MoTETransformer(Transformer):
 
     def preprocess(
         self,
-        inputs: Any,  # noqa: ANN401  (what Sentence-Transformers takes)
+        inputs: Any,
         prompt: str | None = None,
-        processing_kwargs: Any = None,  # noqa: ANN401
+        processing_kwargs: Any = None,
         task: str | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class MoTETransformer(Transformer):
         return features
 
     def _should_flatten_inputs(
-        self, modality: Any, processor_inputs: dict[str, Any], mixed_tasks: bool = False, **kwargs: Any  # noqa: ANN401
+        self, modality: Any, processor_inputs: dict[str, Any], mixed_tasks: bool = False, **kwargs: Any
     ) -> bool:
         """Rows of several tasks must stay rows: flash attention without padding would make them one sequence."""
         return not mixed_tasks and super()._should_flatten_inputs(modality, processor_inputs, **kwargs)

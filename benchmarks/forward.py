@@ -8,10 +8,11 @@ A second table gives the dense model against itself: how far from 1 the noise al
 
 import argparse
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from pairing import compare
+from pairing import Comparison, compare
 from transformers import AutoModel
 
 from mote import MoTEConfig, MoTEModel
@@ -45,17 +46,30 @@ def main() -> None:
             inputs = {"input_ids": torch.randint(5, dense.config.vocab_size, (rows, length), device=options.device)}
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
             with torch.inference_mode():
-                expected = dense(**inputs).last_hidden_state
-                found = mote(**inputs, task="search_query").last_hidden_state
-                assert torch.equal(expected, found), "not the same result"
-                arguments = {"seconds": options.seconds, "synchronize": synchronize}
-                result = compare(lambda: dense(**inputs), lambda: mote(**inputs, task="search_query"), **arguments)
-                noise = compare(lambda: dense(**inputs), lambda: twin(**inputs), **arguments)
+                result, noise = measure(dense, mote, twin, inputs, options.seconds, synchronize)
             print(
                 f"| {rows} | {length} | {1e3 * result.baseline:.2f} | {1e3 * result.candidate:.2f} | "
                 f"{result.ratio:.3f} | {noise.ratio:.3f} |",
                 flush=True,
             )
+
+
+def measure(
+    dense: torch.nn.Module,
+    mote: torch.nn.Module,
+    twin: torch.nn.Module,
+    inputs: dict[str, torch.Tensor],
+    seconds: float,
+    synchronize: Callable[[], None],
+) -> tuple[Comparison, Comparison]:
+    """Compare MoTE with dense, and dense with its twin."""
+    expected, found = dense(**inputs), mote(**inputs, task="search_query")
+    assert torch.equal(expected.last_hidden_state, found.last_hidden_state), "not the same result"
+    arguments = {"seconds": seconds, "synchronize": synchronize}
+    return (
+        compare(lambda: dense(**inputs), lambda: mote(**inputs, task="search_query"), **arguments),
+        compare(lambda: dense(**inputs), lambda: twin(**inputs), **arguments),
+    )
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests that need a hub start one, for processes of their own
 
 import pytest
-
 from families import make_different
+
 from mote import upcycle
 
 ROOT = Path(__file__).parents[1]

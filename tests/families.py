@@ -43,7 +43,7 @@ NOT_CHECKPOINTED = {"mpnet"}  # by transformers itself
 EXPERTS = ["alpha", "beta"]
 
 
-def family(name: str) -> Any:  # noqa: ANN401
+def family(name: str) -> Any:
     """One row, skipped where the installed transformers does not have the architecture yet."""
     missing = name not in CONFIG_MAPPING
     return pytest.param(name, marks=pytest.mark.skipif(missing, reason="not in this version of transformers"))

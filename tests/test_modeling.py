@@ -20,7 +20,7 @@ from families import (
     trained_mote,
 )
 from torch import nn
-from transformers import AutoConfig, CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from configuration_mote import MoTEConfig
 from modeling_mote import ARCHITECTURES, MoTEBlock, MoTEModel, pool
@@ -62,7 +62,9 @@ def test_rows_of_a_mixed_batch_are_as_if_alone(name: str) -> None:
         by_id = model(**inputs, task_ids=torch.tensor([list(model.config.tasks).index(task) for task in tasks]))
         assert difference(mixed.last_hidden_state, by_id.last_hidden_state) == 0.0
         for row, task in enumerate(tasks):
-            alone = {key: value[:, : int(inputs["attention_mask"][row].sum())] for key, value in rows_of(inputs, row).items()}
+            alone = {
+                key: value[:, : int(inputs["attention_mask"][row].sum())] for key, value in rows_of(inputs, row).items()
+            }
             out = model(**alone, task=task)
             assert difference(mixed.pooler_output[row], out.pooler_output[0]) <= 1e-6
             length = out.last_hidden_state.shape[1]
@@ -99,7 +101,9 @@ def test_save_and_load(name: str, tmp_path: Path) -> None:
     model, inputs = trained_mote(name), batch()
     model.save_pretrained(tmp_path)
     loaded = MoTEModel.from_pretrained(tmp_path, attn_implementation=model.backbone.config._attn_implementation)
-    one = MoTEModel.from_pretrained(tmp_path, experts=["beta"], attn_implementation=model.backbone.config._attn_implementation)
+    one = MoTEModel.from_pretrained(
+        tmp_path, experts=["beta"], attn_implementation=model.backbone.config._attn_implementation
+    )
     with torch.no_grad():
         for task in EXPERTS:
             expected = model(**inputs, task=task).last_hidden_state
@@ -208,7 +212,10 @@ def test_one_task_compiles_into_one_graph() -> None:
     model, inputs = trained_mote("bert"), batch()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        assert difference(compiled(**inputs, task="beta").pooler_output, model(**inputs, task="beta").pooler_output) <= 1e-6
+        assert (
+            difference(compiled(**inputs, task="beta").pooler_output, model(**inputs, task="beta").pooler_output)
+            <= 1e-6
+        )
 
 
 def test_keys_on_disk(tmp_path: Path) -> None:
@@ -267,12 +274,12 @@ def test_device_map_with_blocks_on_disk(tmp_path: Path) -> None:
     model, inputs = trained_mote("bert"), batch()
     model.save_pretrained(tmp_path / "model")
     device_map = {"backbone.embeddings": "cpu", "backbone.encoder.layer.0": "cpu", "backbone.encoder.layer.1": "disk"}
-    loaded = MoTEModel.from_pretrained(
-        tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offloaded"
-    )
+    loaded = MoTEModel.from_pretrained(tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offloaded")
     with torch.no_grad():
         for task in EXPERTS:
-            assert difference(loaded(**inputs, task=task).pooler_output, model(**inputs, task=task).pooler_output) == 0.0
+            assert (
+                difference(loaded(**inputs, task=task).pooler_output, model(**inputs, task=task).pooler_output) == 0.0
+            )
 
 
 def test_attention_implementation_reaches_the_backbone(tmp_path: Path) -> None:
@@ -282,7 +289,7 @@ def test_attention_implementation_reaches_the_backbone(tmp_path: Path) -> None:
         assert loaded.backbone.config._attn_implementation == attention
     loaded.set_attn_implementation("eager")
     assert loaded.backbone.config._attn_implementation == "eager"
-    with pytest.raises((ImportError, ValueError), match="(?i)flash"):
+    with pytest.raises((ImportError, ValueError), match=r"(?i)flash"):
         MoTEModel.from_pretrained(tmp_path, attn_implementation="flash_attention_2")
 
 
@@ -300,7 +307,9 @@ def test_a_decoder_can_attend_both_ways(name: str, attention: str) -> None:
 
 def test_a_new_model_starts_with_identical_experts() -> None:
     torch.manual_seed(0)
-    config = CONFIG_MAPPING["bert"](vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    config = CONFIG_MAPPING["bert"](
+        vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
     model = MoTEModel(MoTEConfig(backbone_config=config, experts=EXPERTS)).eval()
     inputs = batch()
     assert difference(model(**inputs, task="alpha").pooler_output, model(**inputs, task="beta").pooler_output) == 0.0
@@ -313,7 +322,9 @@ def test_another_architecture_can_be_described_by_hand() -> None:
     by_hand = {"layer_path": "encoder.layer", "shared_modules": ["attention.self", "attention.output"]}
     model = MoTEModel(mote_config(dense, **by_hand), dense).eval()
     assert difference(model(**inputs, task="beta").last_hidden_state, expected) == 0.0
-    assert "attention.output.LayerNorm.weight" not in dict(model.backbone.encoder.layer[0].experts["beta"].named_parameters())
+    assert "attention.output.LayerNorm.weight" not in dict(
+        model.backbone.encoder.layer[0].experts["beta"].named_parameters()
+    )
 
 
 # Pooling -------------------------------------------------------------------------------------------------------------
@@ -370,14 +381,16 @@ def test_wrong_tasks_are_refused(arguments: dict, message: str) -> None:
 def test_a_task_whose_expert_is_not_loaded(tmp_path: Path) -> None:
     trained_mote("bert", tasks={"sts": "alpha"}).save_pretrained(tmp_path)
     model = MoTEModel.from_pretrained(tmp_path, experts=["beta"])
-    with pytest.raises(ValueError, match=r"Task 'sts' needs the expert 'alpha', which was not loaded \(loaded: 'beta'\)"):
+    with pytest.raises(
+        ValueError, match=r"Task 'sts' needs the expert 'alpha', which was not loaded \(loaded: 'beta'\)"
+    ):
         model(**batch(), task="sts")
-    with pytest.raises(ValueError, match="Expert 'gamma' is not in this checkpoint.*'alpha', 'beta'"):
+    with pytest.raises(ValueError, match=r"Expert 'gamma' is not in this checkpoint.*'alpha', 'beta'"):
         MoTEModel.from_pretrained(tmp_path, experts=["gamma"])
     model.save_pretrained(tmp_path / "partial")
     again = MoTEModel.from_pretrained(tmp_path / "partial")
     assert again.config.available_experts == ["beta"]
-    with pytest.raises(ValueError, match="Expert 'alpha' is not in this checkpoint. Available: 'beta'"):
+    with pytest.raises(ValueError, match=r"Expert 'alpha' is not in this checkpoint\. Available: 'beta'"):
         MoTEModel.from_pretrained(tmp_path / "partial", experts=["alpha"])
 
 

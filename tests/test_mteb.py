@@ -78,7 +78,9 @@ def nfcorpus(data: Path) -> Any:
     for line in (folder / "qrels" / "test.tsv").read_text().splitlines()[1:]:
         query, document, score = line.split("\t")
         judgements.setdefault(query, {})[document] = int(score)
-    corpus = [{"id": row["_id"], "title": row["title"], "text": row["text"]} for row in read(folder / "corpus.jsonl.gz")]
+    corpus = [
+        {"id": row["_id"], "title": row["title"], "text": row["text"]} for row in read(folder / "corpus.jsonl.gz")
+    ]
     queries = [{"id": row["_id"], "text": row["text"]} for row in read(folder / "queries.jsonl.gz")]
     queries = [query for query in queries if query["id"] in judgements]
     task = mteb.get_task("NFCorpus")

@@ -185,7 +185,9 @@ def train(model: SentenceTransformer, loss: Any, folder: Path, **arguments: Any)
 
 def trained_experts(learned: dict[str, torch.Tensor]) -> set[str]:
     """The experts that training has moved."""
-    return {key.split(".experts.")[1].split(".")[0] for key, move in learned.items() if ".experts." in key and move.any()}
+    return {
+        key.split(".experts.")[1].split(".")[0] for key, move in learned.items() if ".experts." in key and move.any()
+    }
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def _layers(text: str) -> str | list[int]:
 class _Pairs(argparse.Action):
     """Collect NAME=VALUE into a dict."""
 
-    def __call__(  # noqa: D102
+    def __call__(
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,

@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 from types import TracebackType
 
+from safetensors import SafetensorError
+
 
 def refuse_occupied(out: Path, overwrite: bool = False) -> None:
     """Make sure that a new model may be written to `out`.
@@ -18,10 +20,10 @@ def refuse_occupied(out: Path, overwrite: bool = False) -> None:
     if not overwrite:
         raise FileExistsError(f"{out} is in use: choose another folder, or replace the model there with `--overwrite`")
     try:
-        is_mote = json.loads((out / "config.json").read_text(encoding="utf-8")).get("model_type") == "mote"
+        settings = json.loads((out / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        is_mote = False
-    if not is_mote:
+        settings = None
+    if not isinstance(settings, dict) or settings.get("model_type") != "mote":
         raise FileExistsError(f"{out} holds something other than a MoTE: it is not overwritten, choose another folder")
 
 
@@ -35,17 +37,15 @@ class Staging:
 
     def __init__(self, out: Path, overwrite: bool = False) -> None:
         """Stage for `out`, which must be free or, with `overwrite`, hold a model."""
-        self.out = out
+        self.out = out.resolve()  # a link to a folder cannot be replaced by a folder, what it points to can
         self.overwrite = overwrite
-        self.folder = out.parent / f".{out.name}.writing-{os.getpid()}"
-        self.replaced = out.parent / f".{out.name}.replaced-{os.getpid()}"
+        self.folder = self.out.parent / f".{self.out.name}.writing-{os.getpid()}"
+        self.replaced = self.out.parent / f".{self.out.name}.replaced-{os.getpid()}"
 
     def __enter__(self) -> Path:
         """Create the folder."""
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in self.out.parent.glob(f".{self.out.name}.writing-*"):
-            if not _is_running(int(leftover.name.rsplit("-", 1)[-1])):
-                shutil.rmtree(leftover)
+        self._remove_leftovers("writing")
         self.folder.mkdir()
         return self.folder
 
@@ -56,24 +56,36 @@ class Staging:
                 self._move_into_place()
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError | SafetensorError):  # what safetensors raises on a full disk
             raise OSError(f"{self.out} could not be written, nothing was left behind: {error}") from error
 
     def _move_into_place(self) -> None:
         refuse_occupied(self.out, self.overwrite)
         if self.out.is_dir() and any(self.out.iterdir()):
+            self._remove_leftovers("replaced")
             self.out.rename(self.replaced)
             try:
                 self.folder.rename(self.out)
             except OSError:
                 self.replaced.rename(self.out)
                 raise
-            shutil.rmtree(self.replaced)
         else:
             self.folder.replace(self.out)
+        self._remove_leftovers("replaced")  # the model just replaced, and those of writers that were killed
+
+    def _remove_leftovers(self, kind: str) -> None:
+        """Remove what writers to the same place left when they were killed."""
+        prefix = f".{self.out.name}.{kind}-"
+        for path in self.out.parent.iterdir():
+            process = path.name.removeprefix(prefix)
+            if path.name.startswith(prefix) and process.isdigit() and path.is_dir() and not _is_another(int(process)):
+                shutil.rmtree(path)
 
 
-def _is_running(process: int) -> bool:
+def _is_another(process: int) -> bool:
+    """Whether a process is running that is not this one; in a container, a killed one may have had our number."""
+    if process == os.getpid():
+        return False
     try:
         os.kill(process, 0)
     except ProcessLookupError:

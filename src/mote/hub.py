@@ -28,7 +28,9 @@ def check_before_push(repo_id: str) -> str:
     except HFValidationError as error:
         raise ValueError(f"{repo_id!r} is not a name for a repository (user/name): {error}") from error
     except (HfHubHTTPError, OSError) as error:
-        raise PermissionError(f"The Hub did not accept the token, log in again with `hf auth login`: {error}") from error
+        raise PermissionError(
+            f"The Hub did not accept the token, log in again with `hf auth login`: {error}"
+        ) from error
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise PermissionError(
             f"The token of {user['name']} may only read: make one with write access at huggingface.co/settings/tokens"

@@ -7,11 +7,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import sentence_transformer_mote
+import yaml
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from sentence_transformers.sentence_transformer.modules import Pooling
+from torch import nn
 from transformers.dynamic_module_utils import custom_object_save
 
+import sentence_transformer_mote
 from configuration_mote import MoTEConfig
 from modeling_mote import MoTEModel
 from mote.sources import DenseSource
@@ -43,8 +45,13 @@ def source_modules(source: DenseSource) -> list[dict[str, Any]]:
     Raises:
         ValueError: If it is not a Transformer followed by modules of the library's own.
     """
-    modules = source.read_json("modules.json") or []
-    for module in modules:
+    modules = source.read_json("modules.json", list)
+    for index, module in enumerate(modules):
+        if not isinstance(module, dict) or not {"type", "path"} <= module.keys():
+            raise ValueError(f"{source.name} has a modules.json that is not in Sentence-Transformers' format: {module!r}")
+        path = Path(module["path"])
+        if path.is_absolute() or ".." in path.parts or (index > 0 and not path.parts):
+            raise ValueError(f"{source.name} has a module that is not in a folder of its own: {str(path)!r}")
         if not module["type"].startswith("sentence_transformers."):
             raise ValueError(f"{source.name} has a module of its own code, {module['type']}, which cannot carry over")
     if modules and modules[0]["type"].rsplit(".", 1)[-1] != "Transformer":
@@ -60,14 +67,20 @@ def source_pooling(source: DenseSource) -> str | None:
     """
     for module in source_modules(source):
         if module["type"].endswith(".Pooling"):
-            mode = Pooling.load(str(source.folder), subfolder=module["path"]).pooling_mode
-            if not isinstance(mode, str) or mode not in POOLING_NAMES:
+            mode = _pooling_in(source, module)
+            if mode not in POOLING_NAMES.values():
                 raise ValueError(
                     f"{source.name} pools by {mode!r}; MoTE knows {', '.join(POOLING_NAMES)}. Another pooling can be "
                     "chosen with `--pooling`, but the embeddings would no longer be the source's."
                 )
-            return POOLING_NAMES[mode]
+            return mode
     return None
+
+
+def _pooling_in(source: DenseSource, module: dict[str, Any]) -> str:
+    """Name the pooling of a module as MoTEConfig does, or as the library does where MoTEConfig does not know it."""
+    mode = str(Pooling.load(str(source.folder), subfolder=module["path"]).pooling_mode)
+    return POOLING_NAMES.get(mode, mode)
 
 
 def source_prompts(source: DenseSource) -> dict[str, str]:
@@ -88,22 +101,27 @@ def prompts_of(config: MoTEConfig, carried_over: dict[str, str] | None = None) -
     return {**(carried_over or {}), **mteb, **prompts}
 
 
-def write_model(model: MoTEModel, tokenizer: Any, folder: Path, max_shard_size: str | int) -> None:  # noqa: ANN401
+def write_model(model: MoTEModel, tokenizer: Any, folder: Path, max_shard_size: str | int) -> None:
     """Write weights, config, code and tokenizer."""
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     tokenizer.save_pretrained(folder)
 
 
-def write_sentence_transformer(config: MoTEConfig, source: DenseSource, folder: Path) -> None:
+def write_sentence_transformer(model: MoTEModel, source: DenseSource, folder: Path) -> None:
     """Write what `SentenceTransformer(folder)` reads, with the source's modules and settings where it has any."""
+    config = model.config
     modules = source_modules(source)
     if modules:
         for module in modules[1:]:
             _copy_files(source.folder / module["path"], folder / module["path"])
+            if module["type"].endswith(".Pooling") and config.pooling != _pooling_in(source, module):
+                _write_pooling(config, folder / module["path"])
         settings = source.read_json("sentence_bert_config.json")
     else:
-        modules = [{"idx": 0, "name": "0", "path": ""}, _pooling_module(config, folder)]
-        settings = {"max_seq_length": getattr(config, "max_position_embeddings", None), "do_lower_case": False}
+        pooling = {"idx": 1, "name": "1", "path": "1_Pooling", "type": f"{Pooling.__module__}.{Pooling.__name__}"}
+        modules = [{"idx": 0, "name": "0", "path": ""}, pooling]
+        _write_pooling(config, folder / "1_Pooling")
+        settings = {"max_seq_length": _longest_sequence(model), "do_lower_case": False}
     transformer = sentence_transformer_mote.MoTETransformer
     modules[0]["type"] = f"{transformer.__module__}.{transformer.__name__}"
     custom_object_save(transformer.__new__(transformer), str(folder))
@@ -120,12 +138,21 @@ def write_sentence_transformer(config: MoTEConfig, source: DenseSource, folder: 
     )
 
 
-def _pooling_module(config: MoTEConfig, folder: Path) -> dict[str, Any]:
-    module = {"idx": 1, "name": "1", "path": "1_Pooling", "type": f"{Pooling.__module__}.{Pooling.__name__}"}
+def _write_pooling(config: MoTEConfig, folder: Path) -> None:
     names = {ours: theirs for theirs, ours in POOLING_NAMES.items()}
-    (folder / "1_Pooling").mkdir()
-    Pooling(config.hidden_size, pooling_mode=names[config.pooling]).save(str(folder / "1_Pooling"))
-    return module
+    folder.mkdir(exist_ok=True)
+    Pooling(config.hidden_size, pooling_mode=names[config.pooling]).save(str(folder))
+
+
+def _longest_sequence(model: MoTEModel) -> int | None:
+    """Count the tokens that a sequence may have: RoBERTa and its kin number positions from after the padding's."""
+    tables = [getattr(module, "position_embeddings", None) for module in model.modules()]
+    limits = [
+        table.num_embeddings - table.padding_idx - 1
+        for table in tables
+        if isinstance(table, nn.Embedding) and table.padding_idx is not None
+    ]
+    return min(limits, default=getattr(model.config, "max_position_embeddings", None))
 
 
 def write_record(record: dict[str, Any], folder: Path) -> None:
@@ -154,11 +181,14 @@ def write_card(model: MoTEModel, source: DenseSource, folder: Path, repo_id: str
         experts=config.experts,
         active_parameters=millions(counts["active"]),
         total_parameters=millions(counts["total"]),
-        tasks=[(task, expert, config.instruction_of(task)) for task, expert in config.tasks.items()],
+        tasks=[
+            (task, expert, _escaped(config.instruction_of(task)).replace("|", r"\|"))
+            for task, expert in config.tasks.items()
+        ],
         default_task=config.default_task,
         repo_id=repo_id,
         example_task=example,
-        example_instruction=config.instruction_of(example),
+        example_instruction=_escaped(config.instruction_of(example)),
         has_roles={"query", "document"} <= set(config.tasks),
         pooling=config.pooling,
         normalized=any(module["type"].endswith(".Normalize") for module in source_modules(source)),
@@ -170,7 +200,10 @@ def write_card(model: MoTEModel, source: DenseSource, folder: Path, repo_id: str
 
 def _card_data(source: DenseSource) -> ModelCardData:
     readme = source.folder / "README.md"
-    of_source = (metadata_load(readme) if readme.is_file() else None) or {}
+    try:
+        of_source = (metadata_load(readme) if readme.is_file() else None) or {}
+    except (yaml.YAMLError, ValueError):  # a card that nothing can read says nothing of language and licence
+        of_source = {}
     return ModelCardData(
         base_model=source.short_name if source.is_local else source.name,
         base_model_relation="finetune",
@@ -187,6 +220,11 @@ def millions(count: int) -> str:
     return f"{count / 1e6:,.1f} M"
 
 
+def _escaped(text: str) -> str:
+    """Write a text as between the quotes of a string in Python, on one line."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
 def _copy_files(source: Path, target: Path) -> None:
     """Copy contents alone: a source may be read-only, its copy must not be."""
     for path in source.rglob("*") if source.is_dir() else ():
@@ -196,5 +234,5 @@ def _copy_files(source: Path, target: Path) -> None:
             shutil.copyfile(path, copy)
 
 
-def _write_json(path: Path, content: Any) -> None:  # noqa: ANN401
+def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -6,6 +6,7 @@ the library's. What the library would only report (weights that stay random) sto
 
 import json
 import pickle
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,16 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
-from safetensors import SafetensorError, safe_open
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    StrictDataclassError,
+)
+from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import load_state_dict
 
 from modeling_mote import ARCHITECTURES
 from mote import nomic
@@ -72,10 +80,10 @@ class DenseSource:
         """Whether the source was given as a folder."""
         return self.revision is None
 
-    def read_json(self, name: str) -> Any:  # noqa: ANN401
-        """Read one of the source's JSON files; `{}` if there is none."""
+    def read_json(self, name: str, kind: type = dict) -> Any:
+        """Read one of the source's JSON files; empty if there is none."""
         path = self.folder / name
-        return _read_json(path) if path.is_file() else {}
+        return _read_json(path, kind) if path.is_file() else kind()
 
 
 def open_source(src: str, revision: str | None = None) -> DenseSource:
@@ -91,6 +99,8 @@ def open_source(src: str, revision: str | None = None) -> DenseSource:
     """
     folder = Path(src)
     if folder.is_dir():
+        if revision is not None:
+            raise ValueError(f"{src} is a folder: it has no revision {revision!r}, only sources on the Hub have")
         commit = None
     else:
         folder = _download(src, revision)
@@ -123,11 +133,14 @@ def load_dense(source: DenseSource, dtype: str | torch.dtype = "auto") -> tuple[
             config=source.config,
             dtype=dtype,
             key_mapping=source.key_mapping,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
         )
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
         files = ", ".join(path.name for path in source.weights)
-        raise ValueError(f"The weights of {source.name} ({files}) cannot be read, are they truncated? {error}") from error
+        raise ValueError(
+            f"The weights of {source.name} ({files}) cannot be read, are they truncated? {error}"
+        ) from error
     missing = [key for key in info["missing_keys"] if not key.startswith("pooler.")]  # MoTE pools by itself
     left_out = sorted(key for key in info["unexpected_keys"] if key.split(".")[0] in HEADS)
     unexpected = sorted(set(info["unexpected_keys"]) - set(left_out))
@@ -137,10 +150,11 @@ def load_dense(source: DenseSource, dtype: str | torch.dtype = "auto") -> tuple[
                 f"The weights of {source.name} {problem} {len(keys)} keys of {type(model).__name__}: {_some(keys)}. "
                 f"Known heads are left out ({', '.join(HEADS)}); anything else must match."
             )
+    model.config._name_or_path = source.short_name if source.is_local else source.name  # no folder of this machine
     return model.eval(), left_out
 
 
-def load_tokenizer(source: DenseSource, tokenizer: str | None) -> Any:  # noqa: ANN401
+def load_tokenizer(source: DenseSource, tokenizer: str | None) -> Any:
     """Load the tokenizer of a source, or another one for it.
 
     Raises:
@@ -168,13 +182,17 @@ def load_tokenizer(source: DenseSource, tokenizer: str | None) -> Any:  # noqa: 
 def _download(src: str, revision: str | None) -> Path:
     """Fetch config, tokenizer and weights of a Hub repository; safetensors where there are any, else `.bin`."""
     try:
-        folder = Path(snapshot_download(src, revision=revision, allow_patterns=[*FILES_BESIDE_WEIGHTS, "model*.safetensors"]))
+        folder = Path(
+            snapshot_download(src, revision=revision, allow_patterns=[*FILES_BESIDE_WEIGHTS, "model*.safetensors"])
+        )
         if not any(folder.glob("model*.safetensors")):
             snapshot_download(src, revision=revision, allow_patterns=["pytorch_model*.bin"])
     except HFValidationError as error:
         raise FileNotFoundError(f"{src} is neither a folder nor an id on the Hub (user/name)") from error
     except GatedRepoError as error:
-        raise FileNotFoundError(f"{src} is gated: accept its terms on the Hub and log in with `hf auth login`") from error
+        raise FileNotFoundError(
+            f"{src} is gated: accept its terms on the Hub and log in with `hf auth login`"
+        ) from error
     except RepositoryNotFoundError as error:
         raise FileNotFoundError(
             f"{src} is neither a folder nor a repository on the Hub (for a private one, log in with `hf auth login`)"
@@ -190,7 +208,9 @@ def _weight_files(folder: Path, src: str) -> list[Path]:
             return [folder / name]
         index = folder / f"{name}.index.json"
         if index.is_file():
-            files = [folder / shard for shard in sorted(set(_read_json(index)["weight_map"].values()))]
+            files = [folder / shard for shard in sorted(set(_read_json(index).get("weight_map", {}).values()))]
+            if not files:
+                raise ValueError(f"{index} names no files: its weight_map is empty or absent")
             absent = [path.name for path in files if not path.is_file()]
             if absent:
                 raise FileNotFoundError(f"{src} lacks {', '.join(absent)}, named in {index.name}")
@@ -199,9 +219,7 @@ def _weight_files(folder: Path, src: str) -> list[Path]:
     raise FileNotFoundError(f"{src} has no weights: expected model.safetensors or pytorch_model.bin; found {found}")
 
 
-def _native_config(
-    folder: Path, weights: list[Path], src: str
-) -> tuple[PreTrainedConfig, dict[str, str] | None]:
+def _native_config(folder: Path, weights: list[Path], src: str) -> tuple[PreTrainedConfig, dict[str, str] | None]:
     """Read the config as that of a native architecture, and how keys must be renamed before it fits."""
     settings = _read_json(folder / "config.json")
     model_type = settings.get("model_type")
@@ -215,20 +233,18 @@ def _native_config(
             f"{src} has the architecture {model_type!r}, which this version of transformers does not have natively. "
             f"Supported by MoTE: {', '.join(ARCHITECTURES)}."
         )
-    config = AutoConfig.from_pretrained(folder)
-    return config, None
+    try:
+        return AutoConfig.from_pretrained(folder), None
+    except (StrictDataclassError, TypeError, KeyError) as error:
+        raise ValueError(f"The config of {src} does not hold: {error}") from error
 
 
 def stored_dtype(source: DenseSource) -> torch.dtype:
-    """Tell the type that "auto" stands for: the config's, otherwise that of the first weights."""
-    if source.config.dtype is not None:
+    """Tell the type that "auto" stands for: the config's, otherwise that of the first weights that are no integers."""
+    if isinstance(source.config.dtype, torch.dtype):
         return source.config.dtype
-    path = source.weights[0]
-    if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as file:
-            return file.get_tensor(next(iter(file.keys()))).dtype
-    state = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-    return next(iter(state.values())).dtype
+    tensors = _read_on_meta(source.weights).values()
+    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
 
 
 def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
@@ -237,25 +253,32 @@ def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
     Raises:
         ValueError: If a file is damaged.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
+    return {key: tuple(tensor.shape) for key, tensor in _read_on_meta(files).items()}
+
+
+def _read_on_meta(files: Iterable[Path]) -> dict[str, torch.Tensor]:
+    """Read the tensors in some files as empty ones, on the device `meta`."""
+    tensors: dict[str, torch.Tensor] = {}
     for path in files:
         try:
             if path.suffix == ".safetensors":
-                with safe_open(path, framework="pt") as file:
-                    shapes.update({key: tuple(file.get_slice(key).get_shape()) for key in file.keys()})  # noqa: SIM118
+                state = load_state_dict(str(path), map_location="meta")
             else:
-                state = torch.load(path, map_location="meta", weights_only=True, mmap=True)
-                shapes.update({key: tuple(tensor.shape) for key, tensor in state.items()})
-        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, AttributeError) as error:
-            raise ValueError(f"{path.name} cannot be read, is it truncated? {error}") from error
-    return shapes
+                state = torch.load(path, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(path))
+            tensors.update({key: value for key, value in state.items() if isinstance(value, torch.Tensor)})
+        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, AttributeError, OSError) as error:
+            raise ValueError(f"{path} cannot be read, is it truncated? {error}") from error
+    return tensors
 
 
-def _read_json(path: Path) -> Any:  # noqa: ANN401
+def _read_json(path: Path, kind: type = dict) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, kind):
+        raise ValueError(f"{path} holds a {type(content).__name__}: expected a {kind.__name__}")  # noqa: TRY004
+    return content
 
 
 def _some(keys: Iterable[Any]) -> str:

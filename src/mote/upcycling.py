@@ -145,7 +145,7 @@ def upcycle(
     with Staging(plan.out, overwrite) as folder:
         report(f"Writing {plan.bytes / 1e6:,.1f} MB …")
         repository.write_model(model, loaded_tokenizer, folder, max_shard_size)
-        repository.write_sentence_transformer(plan.config, plan.source, folder)
+        repository.write_sentence_transformer(model, plan.source, folder)
         repository.write_card(model, plan.source, folder, repo_id or plan.out.name, _command(made_by))
         repository.write_record(_record(plan, made_by, left_out), folder)
     if left_out:
@@ -178,14 +178,9 @@ def plan_upcycling(
     """
     source = open_source(src, revision)
     prompts = repository.source_prompts(source)
-    config = MoTEConfig(
-        backbone_config=source.config,
-        experts=experts,
-        tasks=tasks,
-        mote_layers=layers,
-        pooling=pooling or repository.source_pooling(source) or "mean",
-        default_task=default_task,
-    )
+    settings: dict[str, Any] = {"experts": experts, "tasks": tasks, "mote_layers": layers, "default_task": default_task}
+    pooling = pooling or repository.source_pooling(source) or "mean"
+    config = MoTEConfig(backbone_config=source.config, pooling=pooling, **settings)
     config.instructions = {**config.instructions, **_instructions_from(prompts, config), **(instructions or {})}
     config.validate_names()
     config.dtype = stored_dtype(source) if dtype == "auto" else _dtype(dtype)
@@ -201,7 +196,7 @@ def plan_upcycling(
         dtype=config.dtype,
         notes=[
             f"note: the source's prompt {name!r} stands for no task; route it with `--task {name}=EXPERT`"
-            for name in prompts.keys() - repository.prompts_of(config).keys()
+            for name in sorted(prompts.keys() - repository.prompts_of(config).keys())
         ],
     )
 
@@ -255,8 +250,11 @@ def _record(plan: UpcyclingPlan, arguments: dict[str, Any], left_out: list[str])
 
 
 def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _arguments_to_tell(arguments: dict[str, Any], plan: UpcyclingPlan) -> dict[str, Any]:
