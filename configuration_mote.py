@@ -89,6 +89,8 @@ class MoTEConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         """Fill in the defaults and validate."""
         self.backbone_config = self._as_backbone_config(self.backbone_config)
+        if isinstance(self.experts, str):
+            raise ValueError(f"experts must be a list of names, not the text {self.experts!r}")  # noqa: TRY004
         self.experts = list(PAPER_INSTRUCTIONS if self.experts is None else self.experts)
         own_names = {expert: expert for expert in self.experts}
         unseen = {task: expert for task, expert in UNSEEN_TASKS.items() if expert in own_names}
@@ -132,14 +134,13 @@ class MoTEConfig(PreTrainedConfig):
         """Check names, references between them, and layer indices; raise `ValueError` at the first that fails."""
         _validate_experts(self.experts, self.loaded_experts)
         for task, expert in self.tasks.items():
+            if not isinstance(task, str) or not task:
+                raise ValueError(f"A task's name must be a text that is not empty, not {task!r}")
             if expert not in self.experts:
                 raise ValueError(f"Task {task!r} names the expert {expert!r}." + alternatives(expert, self.experts))
         for expert in self.experts:
             if self.tasks[expert] != expert:
                 raise ValueError(f"Task {expert!r} must go to the expert of its own name, not {self.tasks[expert]!r}")
-        for task in self.instructions:
-            if task not in self.tasks:
-                raise ValueError(f"Instruction for an unknown task {task!r}." + alternatives(task, self.tasks))
         if self.default_task is not None and self.default_task not in self.tasks:
             raise ValueError(
                 f"default_task {self.default_task!r} is not a task." + alternatives(self.default_task, self.tasks)
@@ -153,6 +154,11 @@ class MoTEConfig(PreTrainedConfig):
 
     def _validate_instructions(self) -> None:
         """A prompt's text decides the expert, so one text must not stand for two experts."""
+        for task, text in self.instructions.items():
+            if task not in self.tasks:
+                raise ValueError(f"Instruction for an unknown task {task!r}." + alternatives(task, self.tasks))
+            if not isinstance(text, str):
+                raise ValueError(f"The instruction of task {task!r} must be a text, not {text!r}")  # noqa: TRY004
         expert_of_text: dict[str, str] = {}
         for task, expert in self.tasks.items():
             text = self.instruction_of(task)
@@ -170,14 +176,22 @@ class MoTEConfig(PreTrainedConfig):
     @property
     def mote_layer_indices(self) -> list[int]:
         """Indices, from 0, of the blocks that have experts."""
-        count = self.backbone_config.num_hidden_layers
+        count = getattr(self.backbone_config, "num_hidden_layers", None)
+        if count is None:
+            raise ValueError(
+                f"MoTE does not know the architecture {self.backbone_config.model_type!r}: it has no single list of "
+                "layers (num_hidden_layers)"
+            )
         if self.mote_layers == "every":
             return list(range(count))
-        if self.mote_layers == "every_other":
+        if self.mote_layers == "every_other" and count > 1:
             return list(range(1, count, 2))
         indices = self.mote_layers
-        if isinstance(indices, str) or not all(isinstance(index, int) for index in indices):
-            raise ValueError(f"mote_layers must be 'every', 'every_other' or a list of indices, not {indices!r}")
+        if not isinstance(indices, list | tuple) or not all(isinstance(index, int) for index in indices):
+            raise ValueError(
+                "mote_layers must be 'every', 'every_other' (of two layers or more) or a list of indices, not "
+                f"{indices!r}"
+            )
         wrong = sorted({index for index in indices if not 0 <= index < count or indices.count(index) > 1})
         if wrong or not indices:
             raise ValueError(
@@ -299,7 +313,7 @@ def _validate_experts(experts: list[str], loaded: Collection[str] | None) -> Non
                 f"Expert name {name!r} must be one word of letters, digits, '_' and '-': it is part of the keys of the "
                 "weights"
             )
-        if hasattr(nn.ModuleDict, name):
+        if hasattr(nn.ModuleDict(), name):
             raise ValueError(f"Expert name {name!r} is taken by torch's ModuleDict: choose another")
     repeated = sorted({name for name in experts if experts.count(name) > 1})
     if repeated:

@@ -92,25 +92,21 @@ def architecture_of(config: MoTEConfig) -> Architecture:
     return ARCHITECTURES[model_type]
 
 
-class SharedModule(nn.Module):
+class SharedModule:
     """Stands, in an expert, where the dense layer had a module that the experts of the block share.
 
-    The module is looked up in the block at every call: what replaces modules there (PEFT, quantisation) reaches
-    every expert.
+    The module is looked up by name at every call: what replaces modules (PEFT, quantisation) reaches every expert.
+    It is no `nn.Module` itself, so that the shared weights have one place, in the block.
     """
 
-    def __init__(self, block: "MoTEBlock", path: str) -> None:
-        """Point to `block.shared.<path>`."""
-        super().__init__()
-        self.__dict__["block"] = block  # not as a submodule: the block contains the expert that contains this
-        self.path = path.split(".")
+    def __init__(self, container: nn.Module, name: str) -> None:
+        """Point to `container.<name>`."""
+        self.container = container
+        self.name = name
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the shared module."""
-        module: Any = self.__dict__["block"].shared
-        for name in self.path:
-            module = getattr(module, name)
-        return module(*args, **kwargs)
+        return self.container._modules[self.name](*args, **kwargs)  # type: ignore[misc]
 
 
 class MoTEBlock(nn.Module):
@@ -127,14 +123,18 @@ class MoTEBlock(nn.Module):
         super().__init__()
         self.shared = nn.Module()
         for path in shared_modules:
-            _set_submodule(self.shared, path, layer.get_submodule(path))
-            _set_submodule(layer, path, SharedModule(self, path))
+            parent, name = _parent_and_name(layer, path)
+            setattr(_container(self.shared, path), name, getattr(parent, name))
+            delattr(parent, name)
+        self.experts = nn.ModuleDict(
+            {name: layer if i == 0 else copy.deepcopy(layer) for i, name in enumerate(experts)}
+        )
+        for path in shared_modules:
+            for expert in self.experts.values():
+                parent, name = _parent_and_name(expert, path)
+                setattr(parent, name, SharedModule(_container(self.shared, path), name))
         if hasattr(layer, "attention_type"):  # ModernBERT reads it off its layers
             self.attention_type = layer.attention_type
-        only_the_expert = {id(self): self}  # a deepcopy would follow SharedModule.block and copy the block as well
-        self.experts = nn.ModuleDict(
-            {name: layer if i == 0 else copy.deepcopy(layer, dict(only_the_expert)) for i, name in enumerate(experts)}
-        )
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, expert: str | None = None, **kwargs: Any) -> Any:
         """Run all sequences through one expert.
@@ -430,14 +430,19 @@ def _list_of_layers(backbone: nn.Module, architecture: Architecture) -> nn.Modul
     return layers
 
 
-def _set_submodule(root: nn.Module, path: str, module: nn.Module) -> None:
-    """Put `module` at `path` below `root`, with containers on the way where there are none."""
-    *parents, name = path.split(".")
-    for parent in parents:
-        if not hasattr(root, parent):
-            setattr(root, parent, nn.Module())
-        root = getattr(root, parent)
-    setattr(root, name, module)
+def _parent_and_name(layer: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """Find the module that holds the submodule at `path`, and the name under which it does."""
+    parent, _, name = path.rpartition(".")
+    return layer.get_submodule(parent), name
+
+
+def _container(shared: nn.Module, path: str) -> nn.Module:
+    """Find, or make, the place for the module at `path` among the shared ones."""
+    for name in path.split(".")[:-1]:
+        if not hasattr(shared, name):
+            setattr(shared, name, nn.Module())
+        shared = getattr(shared, name)
+    return shared
 
 
 def _without_expert(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

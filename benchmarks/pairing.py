@@ -32,7 +32,7 @@ def compare(
     Args:
         baseline: What to compare with.
         candidate: What to compare.
-        seconds: How long to go on, for both together; at least 15 pairs are run.
+        seconds: How long to go on, for both together; at least 7 pairs are run.
         synchronize: Waits for a GPU.
 
     Returns:
@@ -43,7 +43,7 @@ def compare(
         candidate()
     pairs: list[tuple[float, float]] = []
     started = time.perf_counter()
-    while len(pairs) < 15 or time.perf_counter() - started < seconds:
+    while len(pairs) < 7 or time.perf_counter() - started < seconds:
         if len(pairs) % 2:
             second, first = _time(candidate, synchronize), _time(baseline, synchronize)
         else:

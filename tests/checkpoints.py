@@ -140,10 +140,10 @@ NOMIC_SETTINGS: dict[str, Any] = {
     "mlp_fc1_bias": False,
     "mlp_fc2_bias": False,
     "model_type": "nomic_bert",
-    "n_embd": 32,
-    "n_head": 4,
+    "n_embd": 16,
+    "n_head": 2,
     "n_inner": 40,
-    "n_layer": 3,
+    "n_layer": 2,
     "n_positions": 64,
     "pad_vocab_size_multiple": 64,
     "parallel_block": False,
@@ -181,7 +181,7 @@ def published_nomic(folder: Path, prefix: bool, tokenizer: bool = True, **change
     weights = _nomic_weights(settings["n_embd"], settings["n_layer"])
     if prefix:
         head = {"cls.predictions.decoder.weight": weights["embeddings.word_embeddings.weight"]}
-        head["cls.predictions.transform.dense.weight"] = torch.randn(32, 32)
+        head["cls.predictions.transform.dense.weight"] = torch.randn(16, 16)
         torch.save({**{"bert." + key: value for key, value in weights.items()}, **head}, folder / "pytorch_model.bin")
     else:
         settings["n_inner"] = float(settings["n_inner"])

@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from sentence_transformers.sentence_transformer.modules import Pooling
 from torch import nn
@@ -48,7 +48,9 @@ def source_modules(source: DenseSource) -> list[dict[str, Any]]:
     modules = source.read_json("modules.json", list)
     for index, module in enumerate(modules):
         if not isinstance(module, dict) or not {"type", "path"} <= module.keys():
-            raise ValueError(f"{source.name} has a modules.json that is not in Sentence-Transformers' format: {module!r}")
+            raise ValueError(
+                f"{source.name} has a modules.json that is not in Sentence-Transformers' format: {module!r}"
+            )
         path = Path(module["path"])
         if path.is_absolute() or ".." in path.parts or (index > 0 and not path.parts):
             raise ValueError(f"{source.name} has a module that is not in a folder of its own: {str(path)!r}")

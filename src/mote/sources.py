@@ -48,6 +48,8 @@ HEADS = (
     "vocab_transform",
 )
 
+_NOT_ONLY_TENSORS = "it is damaged, or holds more than tensors, such as code, which is not run"
+
 FILES_BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "README.md", "[0-9]*_*/*"]
 
 
@@ -136,7 +138,9 @@ def load_dense(source: DenseSource, dtype: str | torch.dtype = "auto") -> tuple[
             ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
         )
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"The weights of {source.name} were not opened: {_NOT_ONLY_TENSORS}") from error
+    except (SafetensorError, RuntimeError, EOFError, OSError) as error:
         files = ", ".join(path.name for path in source.weights)
         raise ValueError(
             f"The weights of {source.name} ({files}) cannot be read, are they truncated? {error}"
@@ -266,7 +270,9 @@ def _read_on_meta(files: Iterable[Path]) -> dict[str, torch.Tensor]:
             else:
                 state = torch.load(path, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(path))
             tensors.update({key: value for key, value in state.items() if isinstance(value, torch.Tensor)})
-        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, AttributeError, OSError) as error:
+        except pickle.UnpicklingError as error:
+            raise ValueError(f"{path} was not opened: {_NOT_ONLY_TENSORS}") from error
+        except (SafetensorError, RuntimeError, EOFError, AttributeError, OSError) as error:
             raise ValueError(f"{path} cannot be read, is it truncated? {error}") from error
     return tensors
 

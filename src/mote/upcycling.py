@@ -204,9 +204,10 @@ def plan_upcycling(
 def how_to_load(path: str, config: MoTEConfig) -> str:
     """Say in two lines how to use a model."""
     task = "search_query" if "search_query" in config.tasks else config.experts[0]
+    argument = "prompt_name" if config.instruction_of(task) else "task"  # a prompt without text tells no task
     return (
         f'AutoModel.from_pretrained("{path}", trust_remote_code=True)(**batch, task="{task}").pooler_output\n'
-        f'SentenceTransformer("{path}", trust_remote_code=True).encode(texts, prompt_name="{task}")'
+        f'SentenceTransformer("{path}", trust_remote_code=True).encode(texts, {argument}="{task}")'
     )
 
 

@@ -1,0 +1,351 @@
+"""What a config takes, what it refuses, and how it decides which task a text is for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import BertConfig, CLIPConfig
+
+from configuration_mote import MoTEConfig
+
+BACKBONE = {"model_type": "bert", "num_hidden_layers": 6}
+
+
+def config(**settings: Any) -> MoTEConfig:
+    return MoTEConfig(**{"backbone_config": BACKBONE, **settings})
+
+
+def two(**settings: Any) -> MoTEConfig:
+    """Two experts, `a` and `b`."""
+    return config(experts=["a", "b"], **settings)
+
+
+# Defaults ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_defaults_are_the_paper_s() -> None:
+    default = MoTEConfig()
+    experts = ["classification", "clustering", "search_query", "search_document"]
+    assert default.experts == default.available_experts == experts
+    assert default.instructions == {expert: f"{expert}: " for expert in experts}
+    assert default.tasks == {
+        **{expert: expert for expert in experts},
+        "document": "search_document",
+        "pair_classification": "classification",
+        "query": "search_query",
+        "sts": "classification",
+        "summarization": "classification",
+    }
+    assert default.backbone_config.model_type == "nomic_bert"
+    assert default.mote_layer_indices == list(range(default.num_hidden_layers))
+    assert (default.pooling, default.default_task, default.loaded_experts) == ("mean", None, None)
+
+
+def test_tasks_that_the_paper_does_not_train_on_come_with_their_expert() -> None:
+    assert two().tasks == {"a": "a", "b": "b"}
+    assert config(experts=["clustering", "search_query"]).tasks == {
+        "clustering": "clustering",
+        "search_query": "search_query",
+        "query": "search_query",
+    }
+    assert config(tasks={"query": "clustering"}).expert_of("query") == "clustering"
+
+
+def test_a_task_has_its_own_instruction_or_that_of_its_expert() -> None:
+    mote = two(tasks={"own": "a", "none": "a"}, instructions={"a": "A: ", "own": "Own: "})
+    assert [mote.instruction_of(task) for task in ("a", "own", "none", "b")] == ["A: ", "Own: ", "A: ", ""]
+    assert two(tasks={"silent": "a"}, instructions={"a": "A: ", "silent": ""}).instruction_of("silent") == ""
+
+
+def test_what_readers_of_configs_ask_for() -> None:
+    mote = config()
+    of_backbone = BertConfig(num_hidden_layers=6)
+    for name in ("hidden_size", "num_hidden_layers", "max_position_embeddings", "vocab_size"):
+        assert getattr(mote, name) == getattr(of_backbone, name)
+
+
+def test_the_backbone_s_config_is_not_shared_with_the_caller() -> None:
+    backbone = BertConfig(num_hidden_layers=6)
+    mote = MoTEConfig(backbone_config=backbone)
+    mote.backbone_config.num_hidden_layers = 1
+    assert backbone.num_hidden_layers == 6
+
+
+# Layers --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "indices"),
+    [
+        ("every", [0, 1, 2, 3, 4, 5]),
+        ("every_other", [1, 3, 5]),
+        ([0], [0]),
+        ([5, 0, 2], [0, 2, 5]),
+        ((1, 2), [1, 2]),
+    ],
+)
+def test_layers_that_have_experts(layers: Any, indices: list[int]) -> None:
+    assert config(mote_layers=layers).mote_layer_indices == indices
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"experts": []}, "at least one expert"),
+        ({"experts": "search"}, "experts must be a list of names, not the text 'search'"),
+        ({"experts": ["a", "b", "a", "b", "c"]}, "Expert names must differ; repeated: 'a', 'b'"),
+        ({"experts": ["a.b"]}, "Expert name 'a.b' must be one word"),
+        ({"experts": ["a b"]}, "Expert name 'a b' must be one word"),
+        ({"experts": ["a\n"]}, r"Expert name 'a\\n' must be one word"),
+        ({"experts": ["a/b"]}, "Expert name 'a/b' must be one word"),
+        ({"experts": [""]}, "Expert name '' must be one word"),
+        ({"experts": [3]}, "Expert name 3 must be one word"),
+        ({"experts": ["a", None]}, "Expert name None must be one word"),
+        ({"experts": ["keys"]}, "'keys' is taken by torch"),
+        ({"experts": ["forward"]}, "'forward' is taken by torch"),
+        ({"experts": ["training"]}, "'training' is taken by torch"),
+        ({"loaded_experts": ["clusterin"]}, r"loaded_experts \['clusterin'\] must be some of the experts"),
+        ({"loaded_experts": []}, r"loaded_experts \[\] must be some of the experts"),
+        (
+            {"tasks": {"topics": "clusterin"}},
+            "Task 'topics' names the expert 'clusterin'. Did you mean 'clustering'. Available: 'classification', 'clus",
+        ),
+        ({"tasks": {"topics": None}}, "Task 'topics' names the expert None"),
+        ({"tasks": {"": "clustering"}}, "must be a text that is not empty, not ''"),
+        ({"tasks": {3: "clustering"}}, "must be a text that is not empty, not 3"),
+        ({"tasks": {"search_query": "clustering"}}, "Task 'search_query' must go to the expert of its own name"),
+        ({"instructions": {"clusterin": "x"}}, "unknown task 'clusterin'. Did you mean 'clustering'"),
+        ({"instructions": {"clustering": None}}, "instruction of task 'clustering' must be a text, not None"),
+        (
+            {"instructions": {"search_query": "find: ", "search_document": "find: "}},
+            "'find: ' of task 'search_document' already stands for the expert 'search_query'",
+        ),
+        (
+            {"tasks": {"topics": "clustering"}, "instructions": {"classification": "c: ", "topics": "c: "}},
+            "'c: ' of task 'topics' already stands for the expert 'classification'",
+        ),
+        ({"mote_layers": [0, 6]}, r"from 0 to 5: the backbone has 6 layers; wrong: \[6\]"),
+        ({"mote_layers": [-1, 0]}, r"wrong: \[-1\]"),
+        ({"mote_layers": [3, 1, 3]}, r"each once.*wrong: \[3\]"),
+        ({"mote_layers": []}, "at least one index"),
+        ({"mote_layers": "odd"}, "'every', 'every_other' .*or a list of indices, not 'odd'"),
+        ({"mote_layers": ["1"]}, r"a list of indices, not \['1'\]"),
+        ({"mote_layers": 3}, "a list of indices, not 3"),
+        ({"mote_layers": "every_other", "backbone_config": {**BACKBONE, "num_hidden_layers": 1}}, "of two layers"),
+        ({"pooling": "max"}, "Unknown pooling 'max'.*'mean', 'cls', 'last_token'"),
+        ({"pooling": "lasttoken"}, "Did you mean 'last_token'"),
+        ({"default_task": "clusterin"}, "default_task 'clusterin' is not a task. Did you mean 'clustering'"),
+        ({"layer_path": "encoder.layer"}, "set both or neither"),
+        ({"shared_modules": ["attention"]}, "set both or neither"),
+        ({"backbone_config": {"model_type": "nope"}}, "unknown model_type 'nope'"),
+        ({"backbone_config": {"hidden_size": 8}}, "unknown model_type None"),
+        ({"backbone_config": CLIPConfig()}, "does not know the architecture 'clip'"),
+    ],
+)
+def test_settings_that_do_not_hold(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**settings)
+
+
+def test_experts_without_instructions_do_not_collide() -> None:
+    assert two(instructions={"a": "", "b": ""}).instruction_of("a") == ""
+
+
+def test_a_described_architecture_is_taken() -> None:
+    described = config(layer_path="encoder.layer", shared_modules=["attention.self"])
+    assert (described.layer_path, described.shared_modules) == ("encoder.layer", ["attention.self"])
+
+
+# Saving and loading --------------------------------------------------------------------------------------------------
+
+
+def test_a_config_survives_json(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "experts": ["zebra", "mouse", "ant"],
+        "tasks": {"walk": "zebra", "crawl": "ant", "Run": "zebra", "eat": "mouse"},
+        "instructions": {"zebra": "Z\n| “z”: ", "ant": "", "eat": "eat: "},
+        "mote_layers": [4, 1],
+        "pooling": "cls",
+        "default_task": "walk",
+        "loaded_experts": ["ant", "zebra"],
+    }
+    mote = config(**settings)
+    mote.save_pretrained(tmp_path)
+    sorted_keys = json.loads((tmp_path / "config.json").read_text())
+    assert list(sorted_keys["tasks"]) == sorted(mote.tasks)  # what the order in memory must outlive
+    for loaded in (MoTEConfig.from_pretrained(tmp_path), MoTEConfig.from_dict(json.loads(mote.to_json_string()))):
+        assert list(loaded.tasks.items()) == list(mote.tasks.items())  # `task_ids` are indices into it
+        assert {name: getattr(loaded, name) for name in settings if name != "tasks"} == {
+            name: value for name, value in settings.items() if name != "tasks"
+        }
+        assert loaded.mote_layer_indices == [1, 4]
+        assert isinstance(loaded.backbone_config, BertConfig)
+        assert loaded.num_hidden_layers == 6
+
+
+def test_task_ids_do_not_depend_on_the_order_in_which_tasks_are_given() -> None:
+    tasks = {"walk": "a", "crawl": "b", "sleep": "a"}
+    orders = [list(two(tasks=dict(order)).tasks) for order in (tasks.items(), reversed(tasks.items()))]
+    assert orders == [["a", "b", "crawl", "sleep", "walk"]] * 2
+
+
+def test_tasks_given_after_a_round_trip_are_the_same_config() -> None:
+    mote = config(default_task="sts")
+    assert mote.to_dict() == MoTEConfig.from_dict(mote.to_dict()).to_dict()
+
+
+def test_a_selection_of_experts_is_loaded(tmp_path: Path) -> None:
+    config().save_pretrained(tmp_path)
+    one = MoTEConfig.from_pretrained(tmp_path, experts=["clustering"])
+    assert (one.available_experts, len(one.experts), len(one.tasks)) == (["clustering"], 4, 9)
+    assert MoTEConfig.from_pretrained(tmp_path, experts="clustering").available_experts == ["clustering"]
+    settings = json.loads((tmp_path / "config.json").read_text())
+    in_order = MoTEConfig.from_dict(settings, experts=["search_query", "classification"])
+    assert in_order.available_experts == ["classification", "search_query"]
+    assert MoTEConfig.from_dict(settings).available_experts == config().experts
+    assert MoTEConfig.from_dict(settings, experts=None, pooling="cls").pooling == "cls"
+
+
+def test_a_selection_of_a_selection() -> None:
+    settings = config(loaded_experts=["clustering", "search_query"]).to_dict()
+    assert MoTEConfig.from_dict(settings, experts=["search_query"]).available_experts == ["search_query"]
+    message = r"'classification' is not in this checkpoint.*Available: 'clustering', 'search_query'"
+    with pytest.raises(ValueError, match=message):
+        MoTEConfig.from_dict(settings, experts=["classification"])
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (["clusterin"], r"Expert 'clusterin' is not in this checkpoint. Did you mean 'clustering'\? Available: 'class"),
+        (["clustering", "nope"], "Expert 'nope' is not in this checkpoint"),
+        ([], r"loaded_experts \[\] must be some of the experts"),
+    ],
+)
+def test_a_selection_that_does_not_hold(experts: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MoTEConfig.from_dict(config().to_dict(), experts=experts)
+
+
+# Which expert serves a task ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["clusterin", "", None, 3, ["clustering"]])
+def test_an_unknown_task(task: Any) -> None:
+    with pytest.raises(ValueError, match=r"Unknown task .*Available: 'classification', 'clustering'"):
+        config().expert_of(task)
+
+
+def test_a_task_whose_expert_is_not_loaded() -> None:
+    partial = config(loaded_experts=["clustering"])
+    assert partial.expert_of("clustering") == "clustering"
+    with pytest.raises(ValueError, match=r"'sts' needs the expert 'classification', .* \(loaded: 'clustering'\)"):
+        partial.expert_of("sts")
+
+
+# Which task a text is for --------------------------------------------------------------------------------------------
+
+RULES = {
+    "tasks": {"topics": "clustering", "mail": "clustering"},
+    "instructions": {
+        "classification": "classify: ",
+        "clustering": "cluster: ",
+        "search_query": "search_query: ",
+        "search_document": "search_document: ",
+        "topics": "cluster: by topic: ",
+    },
+}
+
+OWN_PREFIXES = ["cluster: x", "search_query: x", "cluster: by topic: x"]
+OF_OWN_PREFIXES = ["clustering", "search_query", "topics"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "task", "prompt", "decided"),
+    [
+        # 1. An explicit task, whatever else there is.
+        (["x"], "clustering", None, "clustering"),
+        (["x"], "sts", None, "sts"),
+        (["search_query: x"], "clustering", "classify: ", "clustering"),
+        # 2. The prompt's text, before a role hint and before what the texts begin with.
+        (["x"], None, "classify: ", "classification"),
+        (["x"], None, "cluster: by topic: ", "topics"),
+        (["x"], "query", "search_document: ", "search_document"),
+        (["search_query: x"], None, "classify: ", "classification"),
+        (["x"], None, "cluster: ", "clustering"),  # not `mail`, which has the same instruction and comes later
+        # 3. The role hints, also beside a prompt that is no instruction.
+        (["x"], "query", None, "query"),
+        (["x"], "document", None, "document"),
+        (["x"], "query", "Find: ", "query"),
+        (["search_document: x"], "query", None, "query"),
+        # 4. What each text begins with, the prompt included; the longest instruction counts.
+        (["classify: x"], None, None, "classification"),
+        (["classify: x", "classify: y"], None, None, "classification"),
+        (OWN_PREFIXES, None, None, OF_OWN_PREFIXES),
+        (["by topic: x", "x"], None, "cluster: ", "clustering"),
+        (["topic: x", "tops: x"], None, "cluster: by ", ["topics", "clustering"]),
+        (["x"], None, "search_query: In short: ", "search_query"),
+        (["cluster: x"], None, "", "clustering"),
+    ],
+)
+def test_the_first_rule_that_applies(
+    texts: list[str], task: str | None, prompt: str | None, decided: str | list[str]
+) -> None:
+    for default_task in (None, "summarization"):
+        assert config(**RULES, default_task=default_task).task_of(texts, task, prompt) == decided
+
+
+@pytest.mark.parametrize(
+    ("texts", "decided"),
+    [
+        (["x"], "sts"),
+        (["x", "cluster: x"], ["sts", "clustering"]),
+        ([" cluster: x", "Cluster: x", "clusters", ""], "sts"),
+        ([("a pair", "of texts"), {"image": "x"}, None], "sts"),
+    ],
+)
+def test_the_default_task_comes_last(texts: list[Any], decided: str | list[str]) -> None:
+    assert config(**RULES, default_task="sts").task_of(texts) == decided
+
+
+@pytest.mark.parametrize("prompt", [None, "", "Find: "])
+def test_there_is_no_silent_default(prompt: str | None) -> None:
+    message = "No task for the text '.*y': it begins with no known instruction.*'classification', .*, 'topics'"
+    with pytest.raises(ValueError, match=message):
+        config(**RULES).task_of(["cluster: x", "y"] if not prompt else ["y"], prompt=prompt)
+
+
+def test_an_unknown_explicit_task_is_not_passed_over() -> None:
+    with pytest.raises(ValueError, match=r"Unknown task 'clusterin'. Did you mean 'clustering'"):
+        config(**RULES, default_task="sts").task_of(["cluster: x"], "clusterin", "cluster: ")
+    with pytest.raises(ValueError, match="needs the expert 'clustering', which was not loaded"):
+        config(**RULES, loaded_experts=["classification"]).task_of(["x"], "topics")
+
+
+@pytest.mark.parametrize("task", [["clustering", "sts"], 3, ("clustering",)])
+def test_a_task_for_each_text_is_refused(task: Any) -> None:
+    with pytest.raises(ValueError, match="must be one name for all texts"):
+        config(**RULES).task_of(["x", "y"], task)
+
+
+def test_role_hints_of_a_model_that_has_no_such_task() -> None:
+    mote = two(instructions={"a": "A: "})
+    assert mote.task_of(["A: x"], "query") == "a"
+    assert two(default_task="b").task_of(["x"], "document") == "b"
+    with pytest.raises(ValueError, match="No task for the text 'x'"):
+        mote.task_of(["x"], "query")
+
+
+def test_an_empty_instruction_decides_nothing() -> None:
+    with pytest.raises(ValueError, match="No task"):
+        two(instructions={"a": "", "b": ""}).task_of(["x"], prompt="")
+
+
+def test_long_texts_do_not_flood_the_error() -> None:
+    with pytest.raises(ValueError, match="No task") as raised:
+        config().task_of(["x" * 100_000])
+    assert len(str(raised.value)) < 500

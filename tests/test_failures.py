@@ -1,0 +1,482 @@
+"""Whatever goes wrong: a message, and an output folder that is whole or not there."""
+
+import errno
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers.modeling_utils
+from checkpoints import dense_checkpoint
+
+from mote import repository, upcycle
+from mote.cli import main
+from mote.files import Staging
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return dense_checkpoint(tmp_path_factory.mktemp("dense") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def upcycled(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return upcycle(str(dense), tmp_path_factory.mktemp("upcycled") / "tiny-mote")
+
+
+@pytest.fixture(scope="module")
+def other(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another MoTE of the same name."""
+    return upcycle(str(dense), tmp_path_factory.mktemp("other") / "tiny-mote", experts=["x", "y"])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def run(source: Path, out: Path, *options: Any) -> int:
+    return main(["upcycle", "--src", str(source), "--out", str(out), *map(str, options)])
+
+
+# Arguments -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--experts", "a", "a"], "Expert names must differ; repeated: 'a'"),
+        (["--experts", "a.b"], "Expert name 'a.b' must be one word"),
+        (["--experts", "items"], "Expert name 'items' is taken by torch"),
+        (["--task", "topics=clusterin"], "Task 'topics' names the expert 'clusterin'. Did you mean 'clustering'?"),
+        (["--task", "clustering=search_query"], "Task 'clustering' must go to the expert of its own name"),
+        (["--instruction", "topics=Topic: "], "Instruction for an unknown task 'topics'"),
+        (["--instruction", "query=clustering: "], "The instruction 'clustering: ' of task 'query' already stands for"),
+        (["--default-task", "topics"], "default_task 'topics' is not a task"),
+        (["--layers", "2"], "from 0 to 1: the backbone has 2 layers; wrong: [2]"),
+        (["--layers", "0,1,0"], "wrong: [0]"),
+        (["--layers", "-1"], "wrong: [-1]"),
+        (["--tokenizer", "nobody/nothing"], "The tokenizer nobody/nothing for "),
+        (["--revision", "v2"], "is a folder: it has no revision 'v2'"),
+        (["--max-shard-size", "much"], "'much'"),
+        (["--src", "nobody/nothing"], "nobody/nothing is not a folder"),
+    ],
+)
+def test_arguments_that_do_not_hold(
+    options: list[str], message: str, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(dense, tmp_path / "out", *options) == 1
+    error = capsys.readouterr().err.rpartition("\nerror: ")[2]
+    assert message in error
+    assert "Traceback" not in error
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--layers", "some"], "'some' is not 'every', 'every_other', or indices with commas as in 1,3,5"),
+        (["--layers", ""], "'' is not 'every'"),
+        (["--layers", "1,,2"], "'1,,2' is not 'every'"),
+        (["--task", "topics"], "--task 'topics': expected NAME=EXPERT"),
+        (["--instruction", "=text"], "--instruction '=text': expected TASK=TEXT"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--pooling", "max"], "invalid choice: 'max'"),
+        (["--experts"], "expected at least one argument"),
+        (["--spoon", "silver"], "unrecognized arguments: --spoon"),
+    ],
+)
+def test_arguments_that_are_not_understood(
+    options: list[str], message: str, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exited:
+        run(dense, tmp_path / "out", *options)
+    assert exited.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"), [({"dtype": "int8"}, "'int8'"), ({"experts": "a"}, "a list of names")]
+)
+def test_arguments_of_the_library(argument: dict[str, Any], message: str, dense: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        upcycle(str(dense), tmp_path / "out", **argument)
+    assert not any(tmp_path.iterdir())
+
+
+# A place that is in use ----------------------------------------------------------------------------------------------
+
+
+def occupied_by_a_file(out: Path) -> None:
+    out.write_text("mine")
+
+
+def occupied_by_a_folder(out: Path) -> None:
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+
+
+def occupied_by_another_model(out: Path) -> None:
+    out.mkdir()
+    (out / "config.json").write_text('{"model_type": "bert"}')
+
+
+def occupied_by_broken_json(out: Path) -> None:
+    out.mkdir()
+    (out / "config.json").write_text('{"model_type": "mote"')
+
+
+def occupied_by_other_json(out: Path) -> None:
+    out.mkdir()
+    (out / "config.json").write_text('["model_type", "mote"]')
+
+
+@pytest.mark.parametrize(
+    "occupy",
+    [
+        occupied_by_a_file,
+        occupied_by_a_folder,
+        occupied_by_another_model,
+        occupied_by_broken_json,
+        occupied_by_other_json,
+    ],
+)
+def test_what_is_no_mote_is_never_replaced(
+    occupy: Callable[[Path], None], dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    occupy(out)
+    before = contents(tmp_path)
+    assert run(dense, out) == 1
+    assert f"error: {out} is in use: choose another folder, or replace" in capsys.readouterr().err
+    assert run(dense, out, "--overwrite") == 1
+    assert f"error: {out} holds something other than a MoTE" in capsys.readouterr().err
+    assert contents(tmp_path) == before
+
+
+def test_a_mote_is_replaced_when_asked_for(dense: Path, other: Path, upcycled: Path, tmp_path: Path) -> None:
+    out = tmp_path / "tiny-mote"
+    shutil.copytree(other, out)
+    assert run(dense, out) == 1
+    assert contents(out) == contents(other)
+    assert run(dense, out, "--overwrite") == 0
+    assert contents(out).keys() == contents(upcycled).keys()
+    assert (out / "config.json").read_bytes() == (upcycled / "config.json").read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-mote"]
+
+
+def test_places_that_are_free(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    (tmp_path / "dangling").symlink_to(tmp_path / "new")
+    for name in ("empty", "link", "dangling", "a/b/c", "with space", "[*?]", "-dash", "Ümlaut 🐋"):
+        assert run(dense, tmp_path / name) == 0
+        assert (tmp_path / name / "config.json").is_file()
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "new" / "config.json").is_file()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert run(dense, Path()) == 0
+    assert (tmp_path / "here" / "config.json").is_file()
+    assert not any(path.name.startswith(".") for path in tmp_path.rglob("*"))
+
+
+def test_a_place_below_a_file(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert run(dense, tmp_path / "file" / "out") == 1
+    assert "error: " in capsys.readouterr().err
+    assert contents(tmp_path) == {"file": b"mine"}
+
+
+# Errors while writing ------------------------------------------------------------------------------------------------
+
+
+def fail(error: BaseException) -> Callable[..., None]:
+    def failing(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    return failing
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (transformers.modeling_utils, "safe_save_file"),
+        (repository, "write_sentence_transformer"),
+        (repository, "write_card"),
+        (repository, "write_record"),
+    ],
+)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_full_disk(
+    module: Any,
+    name: str,
+    overwrite: bool,
+    dense: Path,
+    other: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "tiny-mote"
+    if overwrite:
+        shutil.copytree(other, out)
+    before = contents(tmp_path)
+    monkeypatch.setattr(module, name, fail(FULL))
+    assert run(dense, out, *["--overwrite"] * overwrite) == 1
+    message = f"error: {out} could not be written, nothing was left behind: [Errno 28] No space left on device"
+    assert message in capsys.readouterr().err
+    assert contents(tmp_path) == before
+    monkeypatch.undo()
+    assert run(dense, out, *["--overwrite"] * overwrite) == 0
+
+
+def test_a_model_stays_where_its_successor_cannot_take_its_place(
+    dense: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "tiny-mote"
+    shutil.copytree(other, out)
+    rename = Path.rename
+
+    def no_second_rename(path: Path, target: Path) -> Path:
+        if ".writing-" in path.name:
+            raise FULL
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", no_second_rename)
+    assert run(dense, out, "--overwrite") == 1
+    assert "No space left" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny-mote"}
+    assert contents(out) == contents(other)
+
+
+@pytest.mark.parametrize("name", ["write_model", "write_card"])
+def test_ctrl_c(
+    name: str, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(repository, name, fail(KeyboardInterrupt()))
+    assert run(dense, tmp_path / "out") == 130
+    assert "interrupted: nothing was left behind" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+# Leftovers of killed processes ---------------------------------------------------------------------------------------
+
+
+def dead_process() -> int:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    return process.pid
+
+
+def test_leftovers_are_removed_unless_their_writer_is_running(dense: Path, tmp_path: Path) -> None:
+    dead, alive = dead_process(), os.getppid()
+    leftovers = [f".out.{kind}-{process}" for kind in ("writing", "replaced") for process in (dead, os.getpid(), alive)]
+    not_ours = [f".out2.writing-{dead}", ".out.writing-x", f"out.writing-{dead}", f".out.writing-{dead}.txt"]
+    for name in leftovers + not_ours:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    assert run(dense, tmp_path / "out") == 0
+    kept = {*not_ours, f".out.writing-{alive}", f".out.replaced-{alive}", "out"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+def test_a_replaced_model_stays_until_its_successor_is_there(other: Path, tmp_path: Path) -> None:
+    out = tmp_path / "tiny-mote"
+    replaced = tmp_path / f".tiny-mote.replaced-{dead_process()}"
+    shutil.copytree(other, replaced)
+    with pytest.raises(OSError, match="No space"), Staging(out):
+        raise FULL
+    assert contents(replaced) == contents(other)
+    with Staging(out) as folder:
+        (folder / "file").write_text("x")
+        assert replaced.is_dir()
+    assert not replaced.exists()
+
+
+# Real processes ------------------------------------------------------------------------------------------------------
+
+# Imports once, then forks a process for every moment at which it touches the disk, and stops it there.
+FORKS = """
+import json, os, resource, shutil, signal, sys
+from pathlib import Path
+
+from mote.cli import main
+
+source, out, how, old, new = sys.argv[1], *map(Path, sys.argv[2:])
+how = str(how)
+command = ["upcycle", "--src", source, "--out", str(out), *(["--overwrite"] if str(old) != "-" else [])]
+
+
+def contents(folder):
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "upcycling.json")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def state_of(folder):
+    if not folder.exists():
+        return "absent"
+    json.loads((folder / "upcycling.json").read_text())
+    found = contents(folder)
+    return "new" if found == contents(new) else "old" if str(old) != "-" and found == contents(old) else "broken"
+
+
+def stop_at(moment, with_signal):
+    count = 0
+
+    def hook(event, arguments):
+        nonlocal count
+        if event == "open":
+            writes = isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+            counts = writes and str(arguments[0]).startswith(str(out.parent))
+        else:
+            counts = event in ("os.mkdir", "os.rename", "os.rmdir", "os.remove")
+        count += bool(counts)
+        if counts and count == moment:
+            os.kill(os.getpid(), with_signal)
+
+    sys.addaudithook(hook)
+
+
+def fork(prepare):
+    reading, writing = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.dup2(writing, 1)
+        os.dup2(writing, 2)
+        prepare()
+        status = main(command)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    os.close(writing)
+    with open(reading, errors="replace") as pipe:
+        printed = pipe.read()
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), printed
+
+
+def reset():
+    if str(old) != "-":
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(old, out)
+    elif out.exists():
+        shutil.rmtree(out)
+
+
+def tell(status, printed):
+    names = sorted(path.name for path in out.parent.iterdir())
+    replaced = [state_of(path) for path in out.parent.glob(".*.replaced-*")] if status == -9 else []
+    print(json.dumps({
+        "status": status, "printed": printed[-300:], "names": names, "out": state_of(out), "replaced": replaced
+    }), flush=True)
+
+
+if how == "file size":
+    for limit in (0, 400, 5_000, 15_000, 40_000):
+        reset()
+        tell(*fork(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))))
+else:
+    moment, status = 0, None
+    while status != 0:
+        moment += 1
+        reset()
+        status, printed = fork(lambda: stop_at(moment, getattr(signal, how)))
+        tell(status, printed)
+reset()
+tell(*fork(lambda: None))
+"""
+
+
+def stopped_everywhere(how: str, dense: Path, place: Path, old: Path | None, new: Path) -> list[dict[str, Any]]:
+    """What was left each time; the last process was not stopped."""
+    place.mkdir()
+    command = [sys.executable, "-c", FORKS, str(dense), str(place / "tiny-mote"), how, str(old or "-"), str(new)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def leftovers_in(told: dict[str, Any]) -> set[str]:
+    return {name for name in told["names"] if name != "tiny-mote"}
+
+
+def test_killed_at_any_moment(dense: Path, upcycled: Path, tmp_path: Path) -> None:
+    *killed, whole, last = stopped_everywhere("SIGKILL", dense, tmp_path / "new", None, upcycled)
+    assert len(killed) > 15
+    assert {told["status"] for told in killed} == {-signal.SIGKILL}
+    assert {told["out"] for told in killed} == {"absent"}  # the last thing that happens is that it takes its place
+    assert any(leftovers_in(told) for told in killed)
+    for told in (whole, last):
+        assert (told["status"], told["out"], told["names"]) == (0, "new", ["tiny-mote"])
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_of_replacing_a_model(dense: Path, upcycled: Path, other: Path, tmp_path: Path) -> None:
+    *killed, whole, last = stopped_everywhere("SIGKILL", dense, tmp_path / "new", other, upcycled)
+    assert {told["status"] for told in killed} == {-signal.SIGKILL}
+    states = [(told["out"], *told["replaced"]) for told in killed]
+    assert states.count(("absent", "old")) == 1  # between the two renames
+    assert {state[0] for state in states} == {"old", "absent", "new"}
+    for told in (whole, last):
+        assert (told["status"], told["out"], told["names"]) == (0, "new", ["tiny-mote"])
+
+
+@pytest.mark.slow
+def test_interrupted_at_any_moment(dense: Path, upcycled: Path, tmp_path: Path) -> None:
+    *interrupted, whole, last = stopped_everywhere("SIGINT", dense, tmp_path / "new", None, upcycled)
+    for told in interrupted:
+        assert told["status"] == 130, told
+        assert told["printed"].endswith("interrupted: nothing was left behind\n")
+        assert told["names"] == [], told
+    for told in (whole, last):
+        assert (told["status"], told["out"], told["names"]) == (0, "new", ["tiny-mote"])
+
+
+def test_files_that_cannot_grow(dense: Path, upcycled: Path, tmp_path: Path) -> None:
+    *limited, last = stopped_everywhere("file size", dense, tmp_path / "new", None, upcycled)
+    assert len(limited) == 5
+    for told in limited:
+        assert told["status"] == 1, told
+        assert re.search(r"error: .*tiny-mote could not be written, nothing was left behind: ", told["printed"]), told
+        assert told["names"] == []
+    assert any("safetensors" in told["printed"] or "serializing" in told["printed"] for told in limited)
+    assert (last["status"], last["out"], last["names"]) == (0, "new", ["tiny-mote"])
+
+
+@pytest.mark.slow
+def test_the_script_killed_at_random_moments(dense: Path, upcycled: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "upcycle.py"), "--src", str(dense), "--out", str(tmp_path / "tiny-mote")]
+    started = time.monotonic()
+    subprocess.run(command, check=True, capture_output=True)
+    duration = time.monotonic() - started
+    expected = {name: content for name, content in contents(upcycled).items() if name != "upcycling.json"}
+    moments = random.Random(4)
+    for _ in range(8):
+        shutil.rmtree(tmp_path / "tiny-mote", ignore_errors=True)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(moments.uniform(duration / 2, duration))
+        process.kill()
+        process.wait()
+        if (tmp_path / "tiny-mote").exists():
+            found = contents(tmp_path / "tiny-mote")
+            found.pop("upcycling.json")
+            assert found == expected
+    shutil.rmtree(tmp_path / "tiny-mote", ignore_errors=True)
+    subprocess.run(command, check=True, capture_output=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-mote"]

@@ -1,0 +1,644 @@
+"""From a dense checkpoint to a complete MoTE repository, through the library and through the command."""
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import dense_checkpoint, edit_json, published_nomic, tiny_tokenizer
+from families import batch, make_different
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
+from transformers import AutoTokenizer
+
+from modeling_mote import MoTEModel
+from mote import plan_upcycling, upcycle
+from mote.cli import main
+
+ROOT = Path(__file__).parents[1]
+CODE = ["configuration_mote.py", "modeling_mote.py", "sentence_transformer_mote.py"]
+EXPERTS = ["classification", "clustering", "search_query", "search_document"]
+FILES = {
+    *CODE,
+    "1_Pooling/config.json",
+    "README.md",
+    "config.json",
+    "config_sentence_transformers.json",
+    "model.safetensors",
+    "modules.json",
+    "sentence_bert_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "upcycling.json",
+}
+TEXTS = ["whales breathe air", "a recipe for bread", "bread"]
+LONG = "a long text " * 50
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for path in folder.glob("*.safetensors"):
+        tensors.update(load_file(path))
+    return tensors
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def sentence_transformer(folder: Path) -> SentenceTransformer:
+    return SentenceTransformer(str(folder), trust_remote_code=True)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plain Transformers checkpoint."""
+    return dense_checkpoint(tmp_path_factory.mktemp("dense") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def upcycled(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return upcycle(str(dense), tmp_path_factory.mktemp("upcycled") / "tiny-mote")
+
+
+@pytest.fixture(scope="module")
+def trained(upcycled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with experts that differ."""
+    folder = tmp_path_factory.mktemp("trained") / "tiny-mote"
+    make_different(MoTEModel.from_pretrained(upcycled)).save_pretrained(folder)
+    for name in FILES - files_in(folder):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes((upcycled / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def e5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Sentence-Transformers checkpoint with everything that carries over."""
+    settings = {
+        "prompts": {"query": "query: ", "passage": "passage: "},
+        "pooling": "cls",
+        "normalize": True,
+        "max_seq_length": 11,
+    }
+    return dense_checkpoint(tmp_path_factory.mktemp("e5") / "e5", sentence_transformers=settings)
+
+
+# The folder ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_folder_is_complete(upcycled: Path) -> None:
+    assert files_in(upcycled) == FILES
+    config = read(upcycled / "config.json")
+    assert config["auto_map"] == {
+        "AutoConfig": "configuration_mote.MoTEConfig",
+        "AutoModel": "modeling_mote.MoTEModel",
+    }
+    assert (config["model_type"], config["architectures"]) == ("mote", ["MoTEModel"])
+    for name in CODE:
+        assert (upcycled / name).read_bytes() == (ROOT / name).read_bytes()
+    assert [module["type"].rsplit(".", 1)[-1] for module in read(upcycled / "modules.json")] == [
+        "MoTETransformer",
+        "Pooling",
+    ]
+    assert read(upcycled / "sentence_bert_config.json")["max_seq_length"] == 512
+    prompts = read(upcycled / "config_sentence_transformers.json")["prompts"]
+    assert prompts["search_query"] == prompts["query"] == prompts["Retrieval-query"] == "search_query: "
+    assert prompts["sts"] == prompts["STS"] == "classification: "
+    assert len(AutoTokenizer.from_pretrained(upcycled)) == 60
+
+
+def test_every_expert_is_a_copy(dense: Path, upcycled: Path) -> None:
+    source, tensors = tensors_in(dense), tensors_in(upcycled)
+    first = {key: value for key, value in tensors.items() if f".experts.{EXPERTS[0]}." in key}
+    assert len(first) == 2 * 8  # two layers; norm, up, down and norm, each with weight and bias
+    for key, value in first.items():
+        assert source[key.replace(f"experts.{EXPERTS[0]}.", "").removeprefix("backbone.")].equal(value)
+        for expert in EXPERTS[1:]:
+            assert tensors[key.replace(EXPERTS[0], expert)].equal(value)
+
+
+def test_no_file_names_a_folder_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = dense_checkpoint(tmp_path / "here" / "tiny", tokenizer=False)
+    tokenizer = tiny_tokenizer(tmp_path / "there" / "tokenizer")
+    out = upcycle(str(source), tmp_path / "elsewhere" / "out", tokenizer=str(tokenizer), overwrite=True)
+    again = upcycle("here/tiny", "elsewhere/out", tokenizer="there/tokenizer", overwrite=True)
+    for folder in (out, again):
+        for name in files_in(folder) - {"model.safetensors"}:
+            content = (folder / name).read_text()
+            for path in (tmp_path, ROOT, Path.home(), "here/", "elsewhere", "there/"):
+                assert name in CODE or str(path) not in content, name
+        told = {"src": "tiny", "out": "out", "tokenizer": "tokenizer", "overwrite": True}
+        assert read(folder / "upcycling.json")["arguments"] == told
+
+
+# The same in a process without the project ---------------------------------------------------------------------------
+
+# Reads through safetensors are recorded by standing in for `safe_open` where transformers calls it.
+FRESH_PROCESS = """
+import importlib.abc, json, sys
+
+PROJECT = ("mote", "configuration_mote", "modeling_mote", "sentence_transformer_mote")
+
+
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in PROJECT:
+            raise ImportError(f"{name} is blocked")
+
+
+sys.meta_path.insert(0, Blocker())
+for name in PROJECT:
+    try:
+        __import__(name)
+    except ImportError:
+        continue
+    sys.exit(f"{name} can be imported")
+
+import torch
+import transformers.modeling_utils
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
+from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+read = set()
+
+
+class File:
+    def __init__(self, *args, **kwargs):
+        self.file = safe_open(*args, **kwargs)
+
+    def __enter__(self):
+        self.file.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        return self.file.__exit__(*error)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def get_tensor(self, key):
+        read.add(key)
+        return self.file.get_tensor(key)
+
+    def get_slice(self, key):
+        return Slice(key, self.file.get_slice(key))
+
+
+class Slice:
+    def __init__(self, key, part):
+        self.key, self.part = key, part
+
+    def __getattr__(self, name):
+        return getattr(self.part, name)
+
+    def __getitem__(self, index):
+        read.add(self.key)
+        return self.part[index]
+
+
+transformers.modeling_utils.safe_open = File
+folder, inputs, results, texts = sys.argv[1:]
+inputs = load_file(inputs)
+outputs = {}
+
+
+def run(label, model, tasks):
+    with torch.no_grad():
+        for task in tasks:
+            outputs[f"{label} {task}"] = model(**inputs, task=task).last_hidden_state
+    assert type(model).__module__.startswith("transformers_modules."), type(model).__module__
+
+
+assert AutoConfig.from_pretrained(folder, trust_remote_code=True).model_type == "mote"
+model = AutoModel.from_pretrained(folder, trust_remote_code=True)
+run("all", model, model.config.experts)
+read_of = {"all": sorted(read)}
+read.clear()
+one = AutoModel.from_pretrained(folder, trust_remote_code=True, experts=["clustering"])
+run("one", one, ["clustering"])
+read_of["one"] = sorted(read)
+parameters = {"all": sorted(dict(model.named_parameters())), "one": sorted(dict(one.named_parameters()))}
+model = SentenceTransformer(folder, trust_remote_code=True)
+for name in ("clustering", "search_query"):
+    outputs[f"encoded {name}"] = model.encode(json.loads(texts), prompt_name=name, convert_to_tensor=True)
+save_file(outputs, results)
+print(json.dumps({"read": read_of, "parameters": parameters}))
+"""
+
+
+def in_a_fresh_process(script: str, *arguments: Any, cwd: Path) -> str:
+    environment = {**os.environ, "HF_MODULES_CACHE": str(cwd / "modules"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_it_loads_without_the_project_and_reads_only_the_experts_asked_for(trained: Path, tmp_path: Path) -> None:
+    inputs = batch()
+    save_file(inputs, tmp_path / "inputs.safetensors")
+    results = tmp_path / "results.safetensors"
+    arguments = (trained, tmp_path / "inputs.safetensors", results, json.dumps(TEXTS))
+    told = json.loads(in_a_fresh_process(FRESH_PROCESS, *arguments, cwd=tmp_path))
+    found = load_file(results)
+    here = MoTEModel.from_pretrained(trained)
+    with torch.no_grad():
+        expected = {f"all {task}": here(**inputs, task=task).last_hidden_state for task in EXPERTS}
+    expected["one clustering"] = expected["all clustering"]
+    encoder = sentence_transformer(trained)
+    for name in ("clustering", "search_query"):
+        expected[f"encoded {name}"] = encoder.encode(TEXTS, prompt_name=name, convert_to_tensor=True)
+    assert found.keys() == expected.keys()
+    assert all(found[key].equal(value) for key, value in expected.items())
+    assert not found["encoded clustering"].allclose(found["encoded search_query"], atol=1e-2)
+    everything = sorted(tensors_in(trained))
+    assert told["read"]["all"] == told["parameters"]["all"] == everything
+    others = [f".experts.{expert}." for expert in EXPERTS if expert != "clustering"]
+    without_others = [key for key in everything if not any(other in key for other in others)]
+    assert told["read"]["one"] == told["parameters"]["one"] == without_others
+    assert len(without_others) < len(everything)
+
+
+def test_the_script_as_a_process(dense: Path, upcycled: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(ROOT / "upcycle.py"),
+        "--src",
+        os.path.relpath(dense, tmp_path),
+        "--out",
+        "tiny-mote",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+    assert files_in(tmp_path / "tiny-mote") == FILES
+    for name in FILES - {"upcycling.json"}:  # which holds the date
+        assert (tmp_path / "tiny-mote" / name).read_bytes() == (upcycled / name).read_bytes(), name
+    assert 'SentenceTransformer("tiny-mote", trust_remote_code=True)' in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny-mote"]
+
+
+# What can be asked for -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize("layers", ["every", [1]])
+def test_the_plan_agrees_with_reality(dtype: str, layers: str | list[int], dense: Path, tmp_path: Path) -> None:
+    plan = plan_upcycling(str(dense), tmp_path / "out", dtype=dtype, layers=layers)
+    assert not any(tmp_path.iterdir())
+    out = upcycle(str(dense), tmp_path / "out", dtype=dtype, layers=layers)
+    tensors = tensors_in(out)
+    assert plan.bytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert plan.counts["total"] == sum(tensor.numel() for tensor in tensors.values())
+    assert (
+        plan.counts == MoTEModel.from_pretrained(out).parameter_counts() == read(out / "upcycling.json")["parameters"]
+    )
+    assert {tensor.dtype for tensor in tensors.values()} == {plan.dtype}
+
+
+def test_a_dry_run_writes_nothing(
+    e5: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = files_in(e5)
+    assert main(["upcycle", "--src", str(e5), "--dry-run", "--layers", "every_other", "--dtype", "float16"]) == 0
+    printed = capsys.readouterr().out
+    assert not any(tmp_path.iterdir())
+    assert files_in(e5) == before
+    plan = plan_upcycling(str(e5), layers="every_other", dtype="float16")
+    assert printed == f"{plan}\nDry run: nothing was written.\n"
+    for line in (
+        f"source: +{re.escape(str(e5))} \\(bert, model.safetensors\\)",
+        "search_query \\(search_query, query\\)",
+        "blocks: +1 of 2 have experts: 1",
+        f"parameters: .* {plan.counts['total'] / 1e6:.1f} M in all",
+        f"weights: +{plan.bytes / 1e6:.1f} MB \\(float16\\), in files of at most 5GB",
+        "out: +e5-mote",
+        "note: the source's prompt 'passage' stands for no task; route it with `--task passage=EXPERT`",
+    ):
+        assert re.search(line, printed), line
+
+
+@pytest.mark.parametrize(
+    ("argument", "layers", "with_experts"),
+    [
+        ("every", "every", {0, 1, 2, 3}),
+        ("every_other", "every_other", {1, 3}),
+        ("2", [2], {2}),
+        ("3,0", [3, 0], {0, 3}),
+    ],
+)
+def test_layers(argument: str, layers: str | list[int], with_experts: set[int], tmp_path: Path) -> None:
+    source = dense_checkpoint(tmp_path / "dense", num_hidden_layers=4)
+    out = tmp_path / "out"
+    assert main(["upcycle", "--src", str(source), "--out", str(out), "--layers", argument]) == 0
+    assert read(out / "config.json")["mote_layers"] == layers
+    found = {int(match[1]) for key in tensors_in(out) if (match := re.search(r"layer\.(\d+)\.experts\.", key))}
+    assert found == with_experts
+    assert MoTEModel.from_pretrained(out)(**batch(), task="clustering").pooler_output.isfinite().all()
+
+
+def test_tasks_instructions_and_a_default(dense: Path, tmp_path: Path) -> None:
+    options = ["--experts", "find", "sort", "--default-task", "topics", "--pooling", "last_token"]
+    options += ["--task", "topics=sort", "--task", "mail=sort", "--instruction", "find=Find = it: "]
+    options += ["--instruction", "topics=Topic: ", "--instruction", "sort="]
+    assert main(["upcycle", "--src", str(dense), "--out", str(tmp_path / "out"), *options]) == 0
+    config = MoTEModel.from_pretrained(tmp_path / "out").config
+    assert config.experts == ["find", "sort"]
+    assert config.tasks == {"find": "find", "sort": "sort", "mail": "sort", "topics": "sort"}
+    instructions = {task: config.instruction_of(task) for task in config.tasks}
+    assert instructions == {"find": "Find = it: ", "sort": "", "mail": "", "topics": "Topic: "}
+    assert (config.default_task, config.pooling) == ("topics", "last_token")
+    prompts = read(tmp_path / "out" / "config_sentence_transformers.json")["prompts"]
+    assert prompts == instructions
+    model = sentence_transformer(tmp_path / "out")
+    assert np.array_equal(model.encode(TEXTS), model.encode(TEXTS, task="topics"))
+    assert np.array_equal(model.encode(TEXTS, prompt_name="find"), model.encode([f"Find = it: {t}" for t in TEXTS]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_dtype(dtype: str, dense: Path, tmp_path: Path) -> None:
+    assert main(["upcycle", "--src", str(dense), "--out", str(tmp_path / "out"), "--dtype", dtype]) == 0
+    assert {tensor.dtype for tensor in tensors_in(tmp_path / "out").values()} == {getattr(torch, dtype)}
+    assert read(tmp_path / "out" / "config.json")["dtype"] == dtype
+    loaded = MoTEModel.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == getattr(torch, dtype)
+    assert loaded(**batch(), task="clustering").pooler_output.dtype == loaded.dtype
+
+
+def test_weights_in_several_files(dense: Path, upcycled: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(["upcycle", "--src", str(dense), "--out", str(out), "--max-shard-size", "40KB"]) == 0
+    shards = sorted(out.glob("model-*.safetensors"))
+    assert len(shards) == 3
+    assert all(sum(tensor.nbytes for tensor in load_file(path).values()) <= 40_000 for path in shards)
+    assert set(read(out / "model.safetensors.index.json")["weight_map"].values()) == {path.name for path in shards}
+    one, several = tensors_in(upcycled), tensors_in(out)
+    assert one.keys() == several.keys()
+    assert all(one[key].equal(value) for key, value in several.items())
+    some = MoTEModel.from_pretrained(out, experts=["clustering"])
+    expected = MoTEModel.from_pretrained(upcycled)(**batch(), task="clustering").pooler_output
+    assert some(**batch(), task="clustering").pooler_output.equal(expected)
+
+
+def test_a_model_named_after_its_source(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert upcycle(str(dense) + "/").name == "tiny-mote"
+    assert files_in(tmp_path / "tiny-mote") == FILES
+    assert upcycle(str(dense), "new/folders/out").is_dir()
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_published_nomic_becomes_a_complete_folder(prefix: bool, tmp_path: Path) -> None:
+    lines: list[str] = []
+    out = upcycle(str(published_nomic(tmp_path / "nomic", prefix)), tmp_path / "out", report=lines.append)
+    assert files_in(out) == FILES
+    assert read(out / "sentence_bert_config.json")["max_seq_length"] == 64
+    left_out = ["cls.predictions.decoder.weight", "cls.predictions.transform.dense.weight"] if prefix else []
+    assert read(out / "upcycling.json")["left_out"] == left_out
+    told = "Left out: 2 weights of pre-training heads (listed in upcycling.json)"
+    assert (told in lines) == prefix
+
+
+# What a Sentence-Transformers source brings --------------------------------------------------------------------------
+
+
+def test_settings_of_the_source_carry_over(e5: Path, tmp_path: Path) -> None:
+    out = upcycle(str(e5), tmp_path / "out")
+    modules = ["MoTETransformer", "Pooling", "Normalize"]
+    assert [module["type"].rsplit(".", 1)[-1] for module in read(out / "modules.json")] == modules
+    assert MoTEModel.from_pretrained(out).config.pooling == "cls"
+    source, mote = SentenceTransformer(str(e5)), sentence_transformer(out)
+    assert mote.max_seq_length == 11
+    texts = [*TEXTS, LONG]
+    for task in ("classification", "search_query"):
+        assert np.array_equal(mote.encode(texts, task=task), source.encode(texts))
+        assert np.allclose(np.linalg.norm(mote.encode(texts, task=task), axis=1), 1)
+
+
+def test_prompts_of_the_source_become_instructions(e5: Path, tmp_path: Path) -> None:
+    out = upcycle(str(e5), tmp_path / "out")
+    config = MoTEModel.from_pretrained(out).config
+    instructions = {task: config.instruction_of(task) for task in config.tasks}
+    assert instructions["query"] == instructions["search_query"] == "query: "
+    assert instructions["document"] == instructions["search_document"] == "search_document: "  # nothing speaks for it
+    prompts = read(out / "config_sentence_transformers.json")["prompts"]
+    assert (prompts["query"], prompts["Retrieval-query"], prompts["passage"]) == ("query: ", "query: ", "passage: ")
+    source, mote = SentenceTransformer(str(e5)), sentence_transformer(out)
+    expected = source.encode(TEXTS, prompt_name="query")
+    assert np.array_equal(mote.encode(TEXTS, prompt_name="query"), expected)
+    assert np.array_equal(mote.encode_query(TEXTS), expected)
+    assert np.array_equal(mote.encode([f"query: {text}" for text in TEXTS]), expected)
+    with pytest.raises(ValueError, match="No task for the text 'passage: whales"):
+        mote.encode(TEXTS, prompt_name="passage")
+
+
+def test_a_prompt_of_the_source_can_be_routed(e5: Path, tmp_path: Path) -> None:
+    options = ["--task", "passage=search_document", "--instruction", "clustering=topic: "]
+    assert main(["upcycle", "--src", str(e5), "--out", str(tmp_path / "out"), *options]) == 0
+    mote = sentence_transformer(tmp_path / "out")
+    config = mote[0].model.config
+    instructions = {
+        task: config.instruction_of(task) for task in ("passage", "search_document", "document", "clustering")
+    }
+    assert instructions == dict.fromkeys(("passage", "search_document", "document"), "passage: ") | {
+        "clustering": "topic: "
+    }
+    expected = SentenceTransformer(str(e5)).encode(TEXTS, prompt_name="passage")
+    assert np.array_equal(mote.encode(TEXTS, prompt_name="passage"), expected)
+    assert np.array_equal(mote.encode_document(TEXTS), expected)
+    assert np.array_equal(mote.encode([f"passage: {text}" for text in TEXTS]), expected)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("mean", "mean"), ("cls", "cls"), ("lasttoken", "last_token")])
+def test_pooling_carries_over(theirs: str, ours: str, tmp_path: Path) -> None:
+    source = dense_checkpoint(tmp_path / "source", sentence_transformers={"pooling": theirs})
+    out = upcycle(str(source), tmp_path / "out")
+    mote = sentence_transformer(out)
+    assert mote[0].model.config.pooling == ours
+    assert np.array_equal(mote.encode(TEXTS, task="clustering"), SentenceTransformer(str(source)).encode(TEXTS))
+
+
+@pytest.mark.parametrize("theirs", ["mean", "max"])
+def test_another_pooling_is_the_same_for_both_libraries(theirs: str, tmp_path: Path) -> None:
+    source = dense_checkpoint(tmp_path / "source", sentence_transformers={"pooling": theirs})
+    out = upcycle(str(source), tmp_path / "out", pooling="cls")
+    mote = sentence_transformer(out)
+    tokens = mote.tokenizer(TEXTS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        pooled = MoTEModel.from_pretrained(out)(**tokens, task="clustering").pooler_output.numpy()
+    assert np.abs(mote.encode(TEXTS, task="clustering") - pooled).max() <= 1e-6
+
+
+def test_a_module_outside_of_the_source_is_not_copied(tmp_path: Path) -> None:
+    source = dense_checkpoint(tmp_path / "source", sentence_transformers={})
+    (tmp_path / "secret").mkdir()
+    modules = read(source / "modules.json")
+    for path in ("../secret", "1_Pooling/../../secret", str(tmp_path / "secret"), "", "."):
+        modules[1]["path"] = path
+        (source / "modules.json").write_text(json.dumps(modules))
+        with pytest.raises(ValueError, match="source has a module that is not in a folder of its own"):
+            upcycle(str(source), tmp_path / "out")
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
+def test_texts_longer_than_the_positions_are_cut(family: str, tmp_path: Path) -> None:
+    source = dense_checkpoint(tmp_path / "source", family, max_position_embeddings=20, pad_token_id=0)
+    edit_json(source / "tokenizer_config.json", model_max_length=100)
+    mote = sentence_transformer(upcycle(str(source), tmp_path / "out"))
+    assert mote.max_seq_length == (19 if family == "roberta" else 20)  # which leaves out the padding's position
+    assert np.isfinite(mote.encode([LONG], task="clustering")).all()
+
+
+# Record and model card -----------------------------------------------------------------------------------------------
+
+
+def test_the_record(dense: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"experts": ["a", "b"], "layers": [1], "instructions": {"a": "it's a: "}}
+    out = upcycle(str(dense), tmp_path / "out", **options)
+    record = read(out / "upcycling.json")
+    assert record["source"] == "tiny"
+    assert record["revision"] is None
+    digest = hashlib.sha256((dense / "model.safetensors").read_bytes()).hexdigest()
+    assert record["weights"] == {"model.safetensors": digest}
+    assert record["arguments"] == {"src": "tiny", "out": "out", **options}
+    command = """mote upcycle --src tiny --out out --experts a b --layers 1 --instruction 'a=it'"'"'s a: '"""
+    assert record["command"] == command
+    assert set(record["versions"]) == {"python", "mote", "torch", "transformers", "sentence-transformers"}
+    assert datetime.fromisoformat(record["date"]).tzinfo is not None
+
+
+def test_the_recorded_command_makes_the_same_model(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {
+        "experts": ["search_query", "b-2"],
+        "tasks": {"c d": "b-2", "e": "search_query"},
+        "instructions": {"c d": 'Say "so":\n\t', "e": ""},
+        "layers": "every_other",
+        "default_task": "c d",
+        "pooling": "cls",
+        "dtype": "bfloat16",
+        "max_shard_size": "10KB",
+    }
+    out = upcycle(str(dense), tmp_path / "out", **options)
+    command = shlex.split(read(out / "upcycling.json")["command"])
+    out.rename(tmp_path / "first")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").symlink_to(dense)
+    assert command[0] == "mote"
+    assert main(command[1:]) == 0
+    assert files_in(tmp_path / "first") == files_in(out)
+    for name in files_in(out) - {"upcycling.json"}:
+        assert (tmp_path / "first" / name).read_bytes() == (out / name).read_bytes(), name
+
+
+def python_blocks(card: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+
+
+def test_the_model_card(upcycled: Path) -> None:
+    card = ModelCard.load(upcycled / "README.md")
+    assert card.data.base_model == "tiny"
+    assert card.data.library_name == "sentence-transformers"
+    assert card.data.pipeline_tag == "sentence-similarity"
+    assert {"sentence-transformers", "feature-extraction", "mote", "custom_code"} <= set(card.data.tags)
+    assert "# tiny-mote\n" in card.text
+    assert "identical copies of the dense model's blocks" in " ".join(card.text.split())
+    assert "Not trained yet" in card.text
+    for task, expert in (("clustering", "clustering"), ("sts", "classification"), ("query", "search_query")):
+        assert f"\n| `{task}` | `{expert}` | `{expert}: ` |\n" in card.text
+    assert card.text.count("\n| `") == 9
+    assert len(python_blocks(card.text)) == 3
+    assert "mote upcycle --src tiny --out tiny-mote" in card.text
+    assert not re.search(r"[{}]{2}|[{]%", card.text)  # nothing of the template
+
+
+@pytest.mark.parametrize("experts", [None, ["find", "sort"]])
+@pytest.mark.parametrize("instruction", ["find: ", 'Say "it" | `so` \\ now:\nQuery: ', ""])
+def test_what_the_card_and_the_command_say_runs(
+    instruction: str, experts: list[str] | None, e5: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    task = "search_query" if experts is None else "find"
+    instructions = dict.fromkeys(["find"] if experts else ["search_query", "query"], instruction)
+    monkeypatch.chdir(tmp_path)
+    upcycle(str(e5), "my-mote", experts=experts, instructions=instructions, report=lines.append)
+    names: dict[str, Any] = {"texts": TEXTS, "queries": TEXTS, "documents": TEXTS}
+    card = (tmp_path / "my-mote" / "README.md").read_text()
+    of_sentence_transformers, of_transformers, of_mteb = python_blocks(card)
+    exec(of_sentence_transformers, names)
+    assert ("scores" in names) == (experts is None)
+    encoded = torch.tensor(names["embeddings"])
+    assert encoded.equal(torch.tensor(eval(lines[-1].splitlines()[1], names)))
+    exec(of_transformers, names)
+    assert names["embeddings"].equal(eval(lines[-1].splitlines()[0], names))
+    assert "normalise it for cosine similarity" in card
+    normalised = torch.nn.functional.normalize(names["embeddings"])
+    assert (normalised - encoded).abs().max() <= 1e-6
+    compile(of_mteb, "card", "exec")
+    row = next(line for line in card.splitlines() if line.startswith(f"| `{task}`"))
+    assert len(re.findall(r"(?<!\\)\|", row)) == 4  # of a table with three columns
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"---\nlicense: [mit\nx: : y\n---\n", b"---\nlicense: mit\n---\n\xff\xfe", b"---\n- a list\n---\n", b"no head"],
+)
+def test_a_source_whose_own_card_cannot_be_read(content: bytes, tmp_path: Path) -> None:
+    source = dense_checkpoint(tmp_path / "source")
+    (source / "README.md").write_bytes(content)
+    card = ModelCard.load(upcycle(str(source), tmp_path / "out") / "README.md")
+    assert card.data.license is None
+
+
+def test_licence_and_language_of_the_source(tmp_path: Path) -> None:
+    source = dense_checkpoint(tmp_path / "source")
+    (source / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: [de, en]\ntags: [x]\n---\n# Source\n")
+    card = ModelCard.load(upcycle(str(source), tmp_path / "out") / "README.md")
+    assert (card.data.license, card.data.language) == ("apache-2.0", ["de", "en"])
+    assert "x" not in card.data.tags
+
+
+# Texts ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " \t\n ",
+        "x" * 100_000,
+        "a b " * 25_000,
+        "🐋🏴‍☠️👩‍👩‍👧",
+        "שלום עולם مرحبا",
+        "a\x00b\x07\x1b[0m\u202e\ufeff",
+        "日本語",
+    ],
+    ids=["empty", "white space", "one long word", "long", "emoji", "right to left", "control", "chinese"],
+)
+def test_any_text(text: str, trained: Path) -> None:
+    mote = sentence_transformer(trained)
+    alone = mote.encode([text], task="clustering")[0]
+    assert np.isfinite(alone).all()
+    assert np.abs(mote.encode([*TEXTS, text], task="clustering")[3] - alone).max() <= 1e-6
+    assert np.isfinite(mote.encode([text], prompt_name="search_query")).all()
+    assert np.isfinite(mote.encode([f"search_query: {text}", f"clustering: {text}"])).all()
