@@ -83,8 +83,8 @@ class TextSet:
 
 
 # Left out on purpose: non-commercial sets (quora_duplicates, amazon_counterfactual), sets whose source states no
-# licence, GFDL (foldoc), sets that MTEB or this project measures on (banking77, all of sts and beir), offensive tweets.
-# A licence is that of the texts; none of them is stored in the weights' folder.
+# licence (conference_papers, ag_news, trec6 ...), GFDL (foldoc), banking77 (an MTEB task), sts and beir (the figures'
+# sets), offensive tweets. The licences are those of the texts; the student's folder holds none of them.
 TEXT_SETS = (
     TextSet("retrieval/advisories", "CC BY 4.0; CC0", "golang/vulndb; RustSec/advisory-db"),
     TextSet("retrieval/debian", "each package's, all free software", "Debian bookworm main, package descriptions"),
@@ -613,7 +613,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--teacher", type=Path, required=True, help="sentence-transformers folder with a BERT model")
     parser.add_argument("--data", type=Path, required=True, help="folder of the data sets")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--epochs", type=float, default=8)
+    parser.add_argument("--epochs", type=float, default=6)
     parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--limit", type=int, help="train on so many texts only, for a trial")

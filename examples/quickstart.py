@@ -61,8 +61,8 @@ QUERIES = [
     "how do whales get oxygen",
     "revert a commit without losing my work",
     "why does everything cost more than last year",
-    "what causes high tide",
-    "medicine for a high temperature",
+    "why are there tides in the sea",
+    "medicine for a fever",
 ]
 
 
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def embed_with_transformers(path: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
     model = AutoModel.from_pretrained(path, trust_remote_code=True).eval()
     show_routing(model)
     tasks = list(model.config.experts)

@@ -108,6 +108,7 @@ def _as_sentence_transformer(
     SentenceTransformer(modules=modules + [Normalize()] * normalize, prompts=prompts).save(str(folder))
     if max_seq_length is not None:
         edit_json(folder / "sentence_bert_config.json", max_seq_length=max_seq_length, do_lower_case=False)
+        edit_json(folder / "tokenizer_config.json", model_max_length=512)  # older versions left it as it was
 
 
 def edit_json(path: Path, **changes: Any) -> None:

@@ -159,7 +159,9 @@ def test_what_is_no_mote_is_never_replaced(
     occupy(out)
     before = contents(tmp_path)
     assert run(dense, out) == 1
-    assert f"error: {out} is in use: choose another folder, or replace" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert f"error: {out} is in use: choose another folder, or replace" in printed.err
+    assert printed.out == ""  # refused before any work
     assert run(dense, out, "--overwrite") == 1
     assert f"error: {out} holds something other than a MoTE" in capsys.readouterr().err
     assert contents(tmp_path) == before
@@ -318,8 +320,7 @@ from pathlib import Path
 
 from mote.cli import main
 
-source, out, how, old, new = sys.argv[1], *map(Path, sys.argv[2:])
-how = str(how)
+source, hows, out, old, new = *sys.argv[1:3], *map(Path, sys.argv[3:])
 command = ["upcycle", "--src", source, "--out", str(out), *(["--overwrite"] if str(old) != "-" else [])]
 
 
@@ -331,6 +332,8 @@ def contents(folder):
 def state_of(folder):
     if not folder.exists():
         return "absent"
+    if not (folder / "upcycling.json").is_file():
+        return "broken"
     json.loads((folder / "upcycling.json").read_text())
     found = contents(folder)
     return "new" if found == contents(new) else "old" if str(old) != "-" and found == contents(old) else "broken"
@@ -378,85 +381,93 @@ def reset():
         shutil.rmtree(out)
 
 
-def tell(status, printed):
+def tell(how, status, printed):
     names = sorted(path.name for path in out.parent.iterdir())
     replaced = [state_of(path) for path in out.parent.glob(".*.replaced-*")] if status == -9 else []
-    print(json.dumps({
-        "status": status, "printed": printed[-300:], "names": names, "out": state_of(out), "replaced": replaced
-    }), flush=True)
+    left = [name for name in names if name != out.name]
+    told = {"how": how, "status": status, "printed": printed[-300:], "out": state_of(out)}
+    print(json.dumps({**told, "left": left, "replaced": replaced}), flush=True)
 
 
-if how == "file size":
-    for limit in (0, 400, 5_000, 15_000, 40_000):
-        reset()
-        tell(*fork(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))))
-else:
-    moment, status = 0, None
-    while status != 0:
-        moment += 1
-        reset()
-        status, printed = fork(lambda: stop_at(moment, getattr(signal, how)))
-        tell(status, printed)
-reset()
-tell(*fork(lambda: None))
+for how in hows.split(","):
+    if how == "file size":
+        for limit in (0, 400, 5_000, 15_000, 40_000):
+            reset()
+            tell(how, *fork(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))))
+    else:
+        moment, status = 0, None
+        while status != 0:
+            moment += 1
+            reset()
+            status, printed = fork(lambda: stop_at(moment, getattr(signal, how)))
+            if status != 0:
+                tell(how, status, printed)
+    reset()
+    tell(how + ", after", *fork(lambda: None))
 """
 
 
-def stopped_everywhere(how: str, dense: Path, place: Path, old: Path | None, new: Path) -> list[dict[str, Any]]:
-    """What was left each time; the last process was not stopped."""
-    place.mkdir()
-    command = [sys.executable, "-c", FORKS, str(dense), str(place / "tiny-mote"), how, str(old or "-"), str(new)]
+def run_forks(hows: str, source: Path, place: Path, old: Path | None, new: Path) -> dict[str, list[dict[str, Any]]]:
+    """Stop processes in several ways; tell what each left, and what a last one did that was not stopped."""
+    command = [sys.executable, "-c", FORKS, str(source), hows, str(place / "tiny-mote"), str(old or "-"), str(new)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    told: dict[str, list[dict[str, Any]]] = {}
+    for result in map(json.loads, done.stdout.splitlines()):
+        told.setdefault(result.pop("how"), []).append(result)
+    return told
 
 
-def leftovers_in(told: dict[str, Any]) -> set[str]:
-    return {name for name in told["names"] if name != "tiny-mote"}
+def assert_whole(told: list[dict[str, Any]]) -> None:
+    assert [(result["status"], result["out"], result["left"]) for result in told] == [(0, "new", [])]
 
 
-def test_killed_at_any_moment(dense: Path, upcycled: Path, tmp_path: Path) -> None:
-    *killed, whole, last = stopped_everywhere("SIGKILL", dense, tmp_path / "new", None, upcycled)
+@pytest.fixture(scope="module")
+def stopped(dense: Path, upcycled: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return run_forks("SIGKILL,file size", dense, tmp_path_factory.mktemp("place"), None, upcycled)
+
+
+def test_killed_at_any_moment(stopped: dict[str, list[dict[str, Any]]]) -> None:
+    killed = stopped["SIGKILL"]
     assert len(killed) > 15
-    assert {told["status"] for told in killed} == {-signal.SIGKILL}
-    assert {told["out"] for told in killed} == {"absent"}  # the last thing that happens is that it takes its place
-    assert any(leftovers_in(told) for told in killed)
-    for told in (whole, last):
-        assert (told["status"], told["out"], told["names"]) == (0, "new", ["tiny-mote"])
+    assert {result["status"] for result in killed} == {-signal.SIGKILL}
+    assert {result["out"] for result in killed} == {"absent"}  # taking its place is the last that it does
+    assert any(result["left"] for result in killed)
+    assert_whole(stopped["SIGKILL, after"])
+
+
+def test_files_that_cannot_grow(stopped: dict[str, list[dict[str, Any]]]) -> None:
+    limited = stopped["file size"]
+    assert len(limited) == 5
+    for result in limited:
+        assert (result["status"], result["out"], result["left"]) == (1, "absent", [])
+        assert re.search("error: .*tiny-mote could not be written, nothing was left behind: ", result["printed"])
+    assert any("Error while serializing" in result["printed"] for result in limited)  # by safetensors itself
+    assert_whole(stopped["file size, after"])
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_of_replacing_a_model(dense: Path, upcycled: Path, other: Path, tmp_path: Path) -> None:
-    *killed, whole, last = stopped_everywhere("SIGKILL", dense, tmp_path / "new", other, upcycled)
-    assert {told["status"] for told in killed} == {-signal.SIGKILL}
-    states = [(told["out"], *told["replaced"]) for told in killed]
-    assert states.count(("absent", "old")) == 1  # between the two renames
-    assert {state[0] for state in states} == {"old", "absent", "new"}
-    for told in (whole, last):
-        assert (told["status"], told["out"], told["names"]) == (0, "new", ["tiny-mote"])
+def test_killed_at_any_moment_of_replacing_a_model(dense: Path, other: Path, tmp_path: Path) -> None:
+    new = upcycle(str(dense), tmp_path / "new" / "tiny-mote", overwrite=True)  # which the card tells
+    (tmp_path / "place").mkdir()
+    told = run_forks("SIGKILL", dense, tmp_path / "place", other, new)
+    killed = told["SIGKILL"]
+    assert {result["status"] for result in killed} == {-signal.SIGKILL}
+    assert {result["out"] for result in killed} == {"old", "absent", "new"}
+    between_two_renames = [result["replaced"] for result in killed if result["out"] == "absent"]
+    assert between_two_renames == [["old"]]
+    assert_whole(told["SIGKILL, after"])
 
 
 @pytest.mark.slow
 def test_interrupted_at_any_moment(dense: Path, upcycled: Path, tmp_path: Path) -> None:
-    *interrupted, whole, last = stopped_everywhere("SIGINT", dense, tmp_path / "new", None, upcycled)
-    for told in interrupted:
-        assert told["status"] == 130, told
-        assert told["printed"].endswith("interrupted: nothing was left behind\n")
-        assert told["names"] == [], told
-    for told in (whole, last):
-        assert (told["status"], told["out"], told["names"]) == (0, "new", ["tiny-mote"])
-
-
-def test_files_that_cannot_grow(dense: Path, upcycled: Path, tmp_path: Path) -> None:
-    *limited, last = stopped_everywhere("file size", dense, tmp_path / "new", None, upcycled)
-    assert len(limited) == 5
-    for told in limited:
-        assert told["status"] == 1, told
-        assert re.search(r"error: .*tiny-mote could not be written, nothing was left behind: ", told["printed"]), told
-        assert told["names"] == []
-    assert any("safetensors" in told["printed"] or "serializing" in told["printed"] for told in limited)
-    assert (last["status"], last["out"], last["names"]) == (0, "new", ["tiny-mote"])
+    told = run_forks("SIGINT", dense, tmp_path, None, upcycled)
+    assert len(told["SIGINT"]) > 15
+    for result in told["SIGINT"]:
+        assert (result["status"], result["out"], result["left"]) == (130, "absent", [])
+        assert result["printed"].endswith("interrupted: nothing was left behind\n")
+    assert_whole(told["SIGINT, after"])
 
 
 @pytest.mark.slow

@@ -56,7 +56,6 @@ WAYS = [
     ({"task": "clustering", "prompt": "custom: "}, "clustering", "custom: "),
     ({"task": "query", "prompt_name": "clustering"}, "clustering", "clustering: "),
     ({"task": "query", "prompt": "custom: "}, "search_query", "custom: "),
-    # A prompt that only begins with an instruction is found like a text's own.
 ]
 
 
@@ -78,8 +77,6 @@ def test_encode_query_and_document(model: SentenceTransformer, expected: dict) -
     assert np.abs(model.encode_document(TEXTS) - expected["search_document", "search_document: "]).max() <= 1e-6
     as_clusters = model.encode_query(TEXTS, prompt_name="clustering")
     assert np.abs(as_clusters - expected["clustering", "clustering: "]).max() <= 1e-6
-    with_task = model.encode_document(TEXTS, task="clustering", prompt="")
-    assert np.abs(with_task - expected["clustering", ""]).max() <= 1e-6
 
 
 def test_texts_that_begin_with_an_instruction(model: SentenceTransformer, expected: dict) -> None:
