@@ -75,6 +75,13 @@ def dense_checkpoint(
     return folder
 
 
+def e5_checkpoint(folder: Path) -> Path:
+    """A Sentence-Transformers checkpoint with everything that carries over into a MoTE."""
+    prompts = {"query": "query: ", "passage": "passage: "}
+    settings = {"prompts": prompts, "pooling": "cls", "normalize": True, "max_seq_length": 11}
+    return dense_checkpoint(folder, sentence_transformers=settings)
+
+
 def _with_head(base: PreTrainedModel, head: str) -> PreTrainedModel:
     model = HEADS[head].from_config(base.config, attn_implementation=base.config._attn_implementation).eval()
     result = getattr(model, model.base_model_prefix).load_state_dict(base.state_dict(), strict=False)

@@ -248,3 +248,18 @@ def test_a_mixed_batch_is_never_flattened(model: SentenceTransformer, monkeypatc
     monkeypatch.setattr(model[0], "can_flatten_inputs", True)
     assert model[0]._should_flatten_inputs("text", {"text": TEXTS}, task="query")
     assert not model[0]._should_flatten_inputs("text", {"text": TEXTS}, mixed_tasks=True)
+
+
+@pytest.mark.slow
+def test_without_instructions_a_real_source_embeds_as_before(shared: Path, tmp_path: Path) -> None:
+    from mote import upcycle
+
+    source = shared / "checkpoints" / "all-MiniLM-L6-v2"
+    model = SentenceTransformer(str(upcycle(str(source), tmp_path / "mote")), trust_remote_code=True)
+    dense = SentenceTransformer(str(source))
+    texts = [*TEXTS, "", "  ", "word " * 1000, "🐳 جملة\t\u0000"]
+    for expert in EXPERTS:
+        assert np.abs(model.encode(texts, task=expert) - dense.encode(texts)).max() == 0
+        prefixed = dense.encode([f"{expert}: {text}" for text in texts])
+        assert np.abs(model.encode(texts, prompt_name=expert) - prefixed).max() == 0
+    assert model.max_seq_length == dense.max_seq_length == 256

@@ -56,7 +56,10 @@ def push(folder: Path, repo_id: str, private: bool = False) -> str:
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
         commit = api.upload_folder(
-            repo_id=repo_id, folder_path=folder, commit_message="Upload a MoTE model", delete_patterns="*.safetensors"
+            repo_id=repo_id,
+            folder_path=folder,
+            commit_message="Upload a MoTE model",
+            delete_patterns=["*.safetensors", "*.safetensors.index.json"],  # of a version in other shards
         )
     except (HfHubHTTPError, OSError) as error:
         raise PermissionError(
