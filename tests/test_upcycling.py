@@ -100,7 +100,9 @@ def test_the_folder_is_complete(upcycled: Path) -> None:
         "Pooling",
     ]
     assert read(upcycled / "sentence_bert_config.json")["max_seq_length"] == 512
-    prompts = read(upcycled / "config_sentence_transformers.json")["prompts"]
+    settings = read(upcycled / "config_sentence_transformers.json")
+    assert set(settings["__version__"]) == {"sentence_transformers", "transformers", "pytorch"}
+    prompts = settings["prompts"]
     assert prompts["search_query"] == prompts["query"] == prompts["Retrieval-query"] == "search_query: "
     assert prompts["sts"] == prompts["STS"] == "classification: "
     assert len(AutoTokenizer.from_pretrained(upcycled)) == 60

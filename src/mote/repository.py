@@ -134,7 +134,11 @@ def write_sentence_transformer(model: MoTEModel, source: DenseSource, folder: Pa
         {
             "similarity_fn_name": "cosine",
             **source.read_json("config_sentence_transformers.json"),
-            "__version__": {name: version(name) for name in ("sentence-transformers", "transformers", "torch")},
+            "__version__": {
+                "sentence_transformers": version("sentence-transformers"),  # compared by it, under its own name
+                "transformers": version("transformers"),
+                "pytorch": version("torch"),
+            },
             "prompts": prompts_of(config, source_prompts(source)),
         },
     )

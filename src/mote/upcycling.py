@@ -1,6 +1,5 @@
 """Upcycling: a dense checkpoint becomes a MoTE whose experts are copies of its blocks."""
 
-import hashlib
 import inspect
 import platform
 import shlex
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.utils.sha import sha_fileobj
 
 from configuration_mote import MoTEConfig, alternatives
 from modeling_mote import MoTEModel
@@ -251,11 +251,8 @@ def _record(plan: UpcyclingPlan, arguments: dict[str, Any], left_out: list[str])
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+        return sha_fileobj(file).hex()
 
 
 def _arguments_to_tell(arguments: dict[str, Any], plan: UpcyclingPlan) -> dict[str, Any]:
