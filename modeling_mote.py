@@ -198,21 +198,13 @@ class MoTEModel(PreTrainedModel):
             config.backbone_config = backbone.config
         super().__init__(config)
         architecture = architecture_of(config)
-        self.backbone = AutoModel.from_config(config.backbone_config) if backbone is None else backbone
-        if type(self.backbone) is MPNetModel:
-            self.backbone.__class__ = MPNetBackbone
-        if getattr(self.backbone, "pooler", None) is not None:
-            self.backbone.pooler = None  # MoTE pools by itself, and an unused module would cost memory and gradients
+        self.backbone = _adapt(AutoModel.from_config(config.backbone_config) if backbone is None else backbone)
         layers = _list_of_layers(self.backbone, architecture)
         for index, layer in enumerate(layers):
             if index in config.mote_layer_indices:
                 layers[index] = MoTEBlock(layer, config.available_experts, architecture.shared_modules)
             else:
                 layer.register_forward_pre_hook(_without_expert, with_kwargs=True)
-        if getattr(self.backbone.config, "use_cache", False):
-            self.backbone.config.use_cache = False  # nothing is generated: keys and values need not be kept
-        if getattr(config.backbone_config, "is_causal", True) is False:
-            _attend_both_ways(self.backbone)
         self.post_init()
         absent = [re.escape(name) for name in config.experts if name not in config.available_experts]
         if absent:
@@ -417,6 +409,21 @@ def pool(hidden: torch.Tensor, attention_mask: torch.Tensor | None, mode: str) -
     return hidden[torch.arange(hidden.shape[0], device=hidden.device), token]
 
 
+def _adapt(backbone: PreTrainedModel) -> PreTrainedModel:
+    """Take off what an embedding model of experts does not need, and mend what would be in its way."""
+    if type(backbone) is MPNetModel:
+        backbone.__class__ = MPNetBackbone
+    if getattr(backbone, "pooler", None) is not None:
+        backbone.pooler = None  # type: ignore[assignment]  # pooling is ours; an unused module would cost memory
+    if getattr(backbone.config, "use_cache", False):
+        backbone.config.use_cache = False  # nothing is generated: keys and values need not be kept
+    if getattr(backbone.config, "is_causal", True) is False:  # of a decoder that is to attend both ways
+        for module in backbone.modules():
+            if hasattr(module, "is_causal"):  # sdpa without a mask asks the module, not the config
+                module.is_causal = False  # type: ignore[assignment]
+    return backbone
+
+
 def _list_of_layers(backbone: nn.Module, architecture: Architecture) -> nn.ModuleList:
     try:
         layers: Any = backbone.get_submodule(architecture.layer_path)
@@ -448,13 +455,6 @@ def _container(shared: nn.Module, path: str) -> nn.Module:
 def _without_expert(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Keep the expert's name from a layer that is dense (`mote_layers`)."""
     return args, {name: value for name, value in kwargs.items() if name != "expert"}
-
-
-def _attend_both_ways(backbone: nn.Module) -> None:
-    """Finish what `is_causal=False` in a decoder's config begins: sdpa without a mask asks the module."""
-    for module in backbone.modules():
-        if hasattr(module, "is_causal"):
-            module.is_causal = False  # type: ignore[assignment]
 
 
 def _select_rows(value: Any, index: torch.Tensor, batch_size: int) -> Any:

@@ -1,7 +1,20 @@
 """MoTE: text-embedding models with one feed-forward expert per task."""
 
-from configuration_mote import MoTEConfig
-from modeling_mote import MoTEModel
-from mote.upcycling import UpcyclingPlan, plan_upcycling, upcycle
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from configuration_mote import MoTEConfig
+    from modeling_mote import MoTEModel
+    from mote.upcycling import UpcyclingPlan, plan_upcycling, upcycle
 
 __all__ = ["MoTEConfig", "MoTEModel", "UpcyclingPlan", "plan_upcycling", "upcycle"]
+
+# Imported when first asked for: torch and transformers take seconds, which `mote --help` need not.
+_HOMES = {"MoTEConfig": "configuration_mote", "MoTEModel": "modeling_mote"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES.get(name, "mote.upcycling")), name)

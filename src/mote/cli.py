@@ -4,10 +4,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mote import upcycling
-
-USAGE_ERROR = 2
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
@@ -77,6 +73,8 @@ def _add_upcycle(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _upcycle(*, dry_run: bool, **arguments: object) -> None:
+    from mote import upcycling  # takes seconds to import, which `--help` and a mistyped option need not wait for
+
     if dry_run:
         beside_the_plan = {"tokenizer", "overwrite", "push", "repo_id", "private"}
         plan = {name: value for name, value in arguments.items() if name not in beside_the_plan}
