@@ -275,7 +275,7 @@ class MoTEConfig(PreTrainedConfig):
             if task is None:
                 raise ValueError(
                     f"No task for the text {text[:60]!r}: it begins with no known instruction, and the model has no "
-                    "default_task. Pass `task=` or `prompt_name=`, one of: "
+                    "default_task. Pass `task=`, or the `prompt_name=` of a task that has an instruction, one of: "
                     f"{', '.join(map(repr, self.tasks))}."
                 )
             tasks.append(task)

@@ -1,9 +1,12 @@
 """Models that several test files share."""
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests that need a hub start one, for processes of their own
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="mote-tests-")  # remote code goes not into the user's cache
 
 import pytest
 from families import make_different
@@ -13,6 +16,10 @@ from mote import upcycle
 ROOT = Path(__file__).parents[1]
 SMALL_ENCODER = ROOT / "examples" / "small-encoder"
 SHARED = ROOT.parent / "shared"
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -318,6 +318,7 @@ FORKS = """
 import json, os, resource, shutil, signal, sys
 from pathlib import Path
 
+import mote.upcycling  # before the processes are forked: its imports are not what is stopped
 from mote.cli import main
 
 source, hows, out, old, new = *sys.argv[1:3], *map(Path, sys.argv[3:])

@@ -16,8 +16,9 @@ from huggingface_hub import ModelCard
 from sentence_transformers import SentenceTransformer
 
 from modeling_mote import MoTEModel
-from mote import upcycle
+from mote import plan_upcycling, upcycle
 from mote.cli import main
+from mote.repository import prompts_of
 
 TEXTS = ["whales breathe air", "a recipe for bread", "bread"]
 LONG = "a long text " * 50
@@ -72,13 +73,14 @@ def test_prompts_of_the_source_become_instructions(e5: Path, tmp_path: Path) -> 
     config = MoTEModel.from_pretrained(out).config
     instructions = {task: config.instruction_of(task) for task in config.tasks}
     assert instructions["query"] == instructions["search_query"] == "query: "
-    assert instructions["document"] == instructions["search_document"] == "search_document: "  # nothing speaks for it
+    assert instructions["document"] == instructions["search_document"] == ""  # so the source's own encode_document
     prompts = read(out / "config_sentence_transformers.json")["prompts"]
     assert (prompts["query"], prompts["Retrieval-query"], prompts["passage"]) == ("query: ", "query: ", "passage: ")
     source, mote = SentenceTransformer(str(e5)), sentence_transformer(out)
     expected = source.encode(TEXTS, prompt_name="query")
     assert np.array_equal(mote.encode(TEXTS, prompt_name="query"), expected)
     assert np.array_equal(mote.encode_query(TEXTS), expected)
+    assert np.array_equal(mote.encode_document(TEXTS), source.encode_document(TEXTS))
     assert np.array_equal(mote.encode([f"query: {text}" for text in TEXTS]), expected)
     with pytest.raises(ValueError, match="No task for the text 'passage: whales"):
         mote.encode(TEXTS, prompt_name="passage")
@@ -250,3 +252,20 @@ def test_licence_and_language_of_the_source(tmp_path: Path) -> None:
     card = ModelCard.load(upcycle(str(source), tmp_path / "out") / "README.md")
     assert (card.data.license, card.data.language) == ("apache-2.0", ["de", "en"])
     assert "x" not in card.data.tags
+
+
+def test_prompts_under_the_names_of_mteb_become_instructions(tmp_path: Path) -> None:
+    prompts = {
+        "query": "task: search result | query: ",
+        "document": "title: none | text: ",
+        "Clustering": "task: clustering | query: ",
+        "STS": "task: sentence similarity | query: ",
+    }
+    source = dense_checkpoint(tmp_path / "gemma", sentence_transformers={"prompts": prompts})
+    config = plan_upcycling(str(source)).config
+    instructions = {
+        name: config.instruction_of(name) for name in ("search_query", "search_document", "clustering", "sts")
+    }
+    assert list(instructions.values()) == list(prompts.values())
+    saved = prompts_of(config, prompts)
+    assert {name: saved[name] for name in prompts} == prompts

@@ -253,7 +253,8 @@ def test_it_loads_without_the_project_and_reads_only_the_experts_asked_for(train
     for name in ("clustering", "search_query"):
         expected[f"encoded {name}"] = encoder.encode(TEXTS, prompt_name=name, convert_to_tensor=True)
     assert found.keys() == expected.keys()
-    assert all(found[key].equal(value) for key, value in expected.items())
+    for key, value in expected.items():  # another process may compute with another number of threads
+        assert (found[key] - value).abs().max() <= 1e-6, key
     assert not found["encoded clustering"].allclose(found["encoded search_query"], atol=1e-2)
     everything = sorted(tensors_in(trained))
     assert told["read"]["all"] == told["parameters"]["all"] == everything
@@ -318,7 +319,7 @@ def test_a_dry_run_writes_nothing(
         "search_query \\(search_query, query\\)",
         "blocks: +1 of 2 have experts: 1",
         f"parameters: .* {plan.counts['total'] / 1e6:.1f} M in all",
-        f"weights: +{plan.bytes / 1e6:.1f} MB \\(float16\\), in files of at most 5GB",
+        f"weights: +{plan.bytes / 1e6:.1f} MB \\(float16\\) in 1 file",
         "out: +e5-mote",
         "note: the source's prompt 'passage' stands for no task; route it with `--task passage=EXPERT`",
     ):

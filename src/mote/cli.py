@@ -61,6 +61,8 @@ def _add_upcycle(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     add("--default-task", help="task of texts for which none is given (default: that is an error)")
     add("--pooling", choices=("mean", "cls", "last_token"), help="default: the source's, or mean")
+    add("--layer-path", metavar="PATH", help="of an architecture that MoTE does not know: where its layers are")
+    add("--shared-modules", nargs="+", metavar="PATH", help="and what makes up the attention of each layer")
     add("--tokenizer", metavar="SRC", help="a folder or an id on the Hub (default: the source's own)")
     add("--dtype", choices=("auto", "float32", "float16", "bfloat16"), default="auto", help="of the weights")
     add("--max-shard-size", default="5GB", metavar="SIZE", help="of the files with the weights (default: 5GB)")

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -44,6 +45,7 @@ class Staging:
 
     def __enter__(self) -> Path:
         """Create the folder."""
+        self.new_parents = [parent for parent in self.out.parents if not parent.exists()]
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers("writing")
         self.folder.mkdir()
@@ -56,6 +58,8 @@ class Staging:
                 self._move_into_place()
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
+        if kind is not None:
+            self._remove_new_parents()
         if isinstance(error, OSError | SafetensorError):  # what safetensors raises on a full disk
             raise OSError(f"{self.out} could not be written, nothing was left behind: {error}") from error
 
@@ -72,6 +76,11 @@ class Staging:
         else:
             self.folder.replace(self.out)
         self._remove_leftovers("replaced")  # the model just replaced, and those of writers that were killed
+
+    def _remove_new_parents(self) -> None:
+        with suppress(OSError):  # somebody else has put something there meanwhile
+            for parent in self.new_parents:
+                parent.rmdir()
 
     def _remove_leftovers(self, kind: str) -> None:
         """Remove what writers to the same place left when they were killed."""

@@ -86,9 +86,12 @@ def _pooling_in(source: DenseSource, module: dict[str, Any]) -> str:
 
 
 def source_prompts(source: DenseSource) -> dict[str, str]:
-    """Read the non-empty prompts of a Sentence-Transformers source."""
+    """Read the prompts of a Sentence-Transformers source, if it has any.
+
+    An empty prompt beside others says that such texts get none; where all are empty, they are the library's defaults.
+    """
     prompts = source.read_json("config_sentence_transformers.json").get("prompts") or {}
-    return {name: text for name, text in prompts.items() if text}
+    return {name: text or "" for name, text in prompts.items()} if any(prompts.values()) else {}
 
 
 def prompts_of(config: MoTEConfig, carried_over: dict[str, str] | None = None) -> dict[str, str]:
@@ -103,10 +106,18 @@ def prompts_of(config: MoTEConfig, carried_over: dict[str, str] | None = None) -
     return {**(carried_over or {}), **mteb, **prompts}
 
 
-def write_model(model: MoTEModel, tokenizer: Any, folder: Path, max_shard_size: str | int) -> None:
-    """Write weights, config, code and tokenizer."""
+def write_model(model: MoTEModel, tokenizer: Any, source: DenseSource, folder: Path, max_shard_size: str) -> None:
+    """Write weights, config, code and tokenizer, which truncates where Sentence-Transformers does."""
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    tokenizer.model_max_length = max_seq_length(model, source) or tokenizer.model_max_length
     tokenizer.save_pretrained(folder)
+
+
+def max_seq_length(model: MoTEModel, source: DenseSource) -> int | None:
+    """Count the tokens after which texts are cut: what the source's settings say, else what the model can take."""
+    if source_modules(source):
+        return source.read_json("sentence_bert_config.json").get("max_seq_length")
+    return _longest_sequence(model)
 
 
 def write_sentence_transformer(model: MoTEModel, source: DenseSource, folder: Path) -> None:
@@ -123,7 +134,7 @@ def write_sentence_transformer(model: MoTEModel, source: DenseSource, folder: Pa
         pooling = {"idx": 1, "name": "1", "path": "1_Pooling", "type": f"{Pooling.__module__}.{Pooling.__name__}"}
         modules = [{"idx": 0, "name": "0", "path": ""}, pooling]
         _write_pooling(config, folder / "1_Pooling")
-        settings = {"max_seq_length": _longest_sequence(model), "do_lower_case": False}
+        settings = {"max_seq_length": max_seq_length(model, source), "do_lower_case": False}
     transformer = sentence_transformer_mote.MoTETransformer
     modules[0]["type"] = f"{transformer.__module__}.{transformer.__name__}"
     custom_object_save(transformer.__new__(transformer), str(folder))

@@ -7,7 +7,8 @@ the library's. What the library would only report (weights that stay random) sto
 import json
 import pickle
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import load_state_dict
+from transformers.utils import logging
 
 from modeling_mote import ARCHITECTURES
 from mote import nomic
@@ -130,14 +132,15 @@ def load_dense(source: DenseSource, dtype: str | torch.dtype = "auto") -> tuple[
         ValueError: If the files are damaged, or hold too few or unknown keys.
     """
     try:
-        model, info = AutoModel.from_pretrained(
-            source.folder,
-            config=source.config,
-            dtype=dtype,
-            key_mapping=source.key_mapping,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
-            output_loading_info=True,
-        )
+        with _quiet_transformers():  # it would print a report of what is judged below
+            model, info = AutoModel.from_pretrained(
+                source.folder,
+                config=source.config,
+                dtype=dtype,
+                key_mapping=source.key_mapping,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
     except pickle.UnpicklingError as error:
         raise ValueError(f"The weights of {source.name} were not opened: {_NOT_ONLY_TENSORS}") from error
     except (SafetensorError, RuntimeError, EOFError, OSError) as error:
@@ -181,6 +184,16 @@ def load_tokenizer(source: DenseSource, tokenizer: str | None) -> Any:
             f"{source.config.vocab_size} only"
         )
     return loaded
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _download(src: str, revision: str | None) -> Path:

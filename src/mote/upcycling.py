@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from huggingface_hub.utils.sha import sha_fileobj
 
 from configuration_mote import MoTEConfig, alternatives
@@ -32,7 +33,7 @@ class UpcyclingPlan:
         out: Folder of the result.
         counts: As from `MoTEModel.parameter_counts`.
         bytes: Size of the weights.
-        max_shard_size: Of the files with the weights.
+        files: Into how many files the weights go.
         dtype: Of the weights.
         notes: What the user should know.
     """
@@ -42,7 +43,7 @@ class UpcyclingPlan:
     out: Path
     counts: dict[str, Any]
     bytes: int
-    max_shard_size: str
+    files: int
     dtype: torch.dtype
     notes: list[str] = field(default_factory=list)
 
@@ -62,8 +63,8 @@ class UpcyclingPlan:
             "parameters": f"{repository.millions(counts['active'])} active, {repository.millions(counts['total'])} in "
             f"all: {repository.millions(counts['shared'])} shared, and per expert "
             f"{repository.millions(max(counts['experts'].values()))}",
-            "weights": f"{self.bytes / 1e6:,.1f} MB ({str(self.dtype).removeprefix('torch.')}), in files of at most "
-            f"{self.max_shard_size}",
+            "weights": f"{self.bytes / 1e6:,.1f} MB ({str(self.dtype).removeprefix('torch.')}) in {self.files} "
+            f"file{'s' if self.files > 1 else ''}",
             "out": str(self.out),
         }
         return "\n".join([f"{name + ':':<18} {text}" for name, text in lines.items()] + self.notes)
@@ -79,6 +80,8 @@ def upcycle(
     instructions: dict[str, str] | None = None,
     default_task: str | None = None,
     pooling: str | None = None,
+    layer_path: str | None = None,
+    shared_modules: list[str] | None = None,
     tokenizer: str | None = None,
     dtype: str = "auto",
     revision: str | None = None,
@@ -100,6 +103,8 @@ def upcycle(
         instructions: Task → text, over those of the source, over the paper's.
         default_task: Task of texts for which none is given.
         pooling: `mean`, `cls` or `last_token`. Default: the source's; `mean` if it says nothing.
+        layer_path: Of an architecture that is not in MoTE's table: where its list of layers is.
+        shared_modules: The same architecture's submodules of a layer that make up its attention.
         tokenizer: A folder or id on the Hub. Default: the source's own.
         dtype: Of the weights: `float32`, `float16`, `bfloat16`, or `auto` for what the source's config says.
         revision: Of a source on the Hub.
@@ -130,6 +135,8 @@ def upcycle(
         instructions=instructions,
         default_task=default_task,
         pooling=pooling,
+        layer_path=layer_path,
+        shared_modules=shared_modules,
         dtype=dtype,
         revision=revision,
         max_shard_size=max_shard_size,
@@ -144,7 +151,7 @@ def upcycle(
     model = MoTEModel(plan.config, dense)
     with Staging(plan.out, overwrite) as folder:
         report(f"Writing {plan.bytes / 1e6:,.1f} MB …")
-        repository.write_model(model, loaded_tokenizer, folder, max_shard_size)
+        repository.write_model(model, loaded_tokenizer, plan.source, folder, max_shard_size)
         repository.write_sentence_transformer(model, plan.source, folder)
         repository.write_card(model, plan.source, folder, repo_id or plan.out.name, _command(made_by))
         repository.write_record(_record(plan, made_by, left_out), folder)
@@ -168,6 +175,8 @@ def plan_upcycling(
     instructions: dict[str, str] | None = None,
     default_task: str | None = None,
     pooling: str | None = None,
+    layer_path: str | None = None,
+    shared_modules: list[str] | None = None,
     dtype: str = "auto",
     revision: str | None = None,
     max_shard_size: str = "5GB",
@@ -178,27 +187,43 @@ def plan_upcycling(
     """
     source = open_source(src, revision)
     prompts = repository.source_prompts(source)
-    settings: dict[str, Any] = {"experts": experts, "tasks": tasks, "mote_layers": layers, "default_task": default_task}
+    settings: dict[str, Any] = {
+        "experts": experts,
+        "tasks": tasks,
+        "mote_layers": layers,
+        "default_task": default_task,
+        "layer_path": layer_path,
+        "shared_modules": shared_modules,
+    }
     pooling = pooling or repository.source_pooling(source) or "mean"
     config = MoTEConfig(backbone_config=source.config, pooling=pooling, **settings)
     config.instructions = {**config.instructions, **_instructions_from(prompts, config), **(instructions or {})}
     config.validate_names()
     config.dtype = stored_dtype(source) if dtype == "auto" else _dtype(dtype)
-    with torch.device("meta"):
-        model = MoTEModel(config)
+    model = _without_weights(config, source)
+    split = split_torch_state_dict_into_shards(model.state_dict(), max_shard_size=max_shard_size)
     return UpcyclingPlan(
         source=source,
         config=config,
         out=Path(out) if out is not None else default_out(src),
         counts=model.parameter_counts(),
-        bytes=sum(tensor.numel() for tensor in model.state_dict().values()) * config.dtype.itemsize,
-        max_shard_size=max_shard_size,
+        bytes=split.metadata["total_size"],
+        files=len(split.filename_to_tensors),
         dtype=config.dtype,
         notes=[
             f"note: the source's prompt {name!r} stands for no task; route it with `--task {name}=EXPERT`"
             for name in sorted(prompts.keys() - repository.prompts_of(config).keys())
         ],
     )
+
+
+def _without_weights(config: MoTEConfig, source: DenseSource) -> MoTEModel:
+    """Build the model in name only, for its names and sizes."""
+    try:
+        with torch.device("meta"):
+            return MoTEModel(config).to(dtype=config.dtype)  # type: ignore[call-arg]
+    except KeyError as error:
+        raise ValueError(f"The config of {source.name} asks for {error}, which transformers does not have") from error
 
 
 def how_to_load(path: str, config: MoTEConfig) -> str:
@@ -219,10 +244,16 @@ def default_out(src: str) -> Path:
 def _instructions_from(prompts: dict[str, str], config: MoTEConfig) -> dict[str, str]:
     """Take instructions over from the prompts of a source, which was trained with them.
 
-    A prompt for the role `query` also speaks for the expert that serves it, where that has no prompt of its own.
+    A prompt under MTEB's name of a task counts as the task's. A prompt for the role `query` also speaks for the
+    expert that serves it, where that has no prompt of its own; an empty one does so only if no other prompt does.
     """
-    known = {task: text for task, text in prompts.items() if task in config.tasks}
-    return {**{config.tasks[task]: text for task, text in known.items()}, **known}
+    under_mteb_names = {
+        repository.MTEB_PROMPTS[name]: prompts[name] for name in repository.MTEB_PROMPTS if name in prompts
+    }
+    texts = {task: text for task, text in {**under_mteb_names, **prompts}.items() if task in config.tasks}
+    given = {task: text for task, text in texts.items() if text}
+    none = {config.tasks[task]: "" for task in texts.keys() - given.keys()}
+    return {**none, **{config.tasks[task]: text for task, text in given.items()}, **given}
 
 
 def _dtype(name: str) -> torch.dtype:
