@@ -197,6 +197,9 @@ class MoTEModel(PreTrainedModel):
             config._attn_implementation = backbone.config._attn_implementation
             config.backbone_config = backbone.config
         super().__init__(config)
+        for flag in ("output_hidden_states", "output_attentions"):  # which the backbone reads off its own config
+            if getattr(config, flag):
+                setattr(config.backbone_config, flag, True)
         architecture = architecture_of(config)
         self.backbone = _adapt(AutoModel.from_config(config.backbone_config) if backbone is None else backbone)
         layers = _list_of_layers(self.backbone, architecture)
@@ -259,9 +262,6 @@ class MoTEModel(PreTrainedModel):
             "inputs_embeds": inputs_embeds,
         }
         sequences = {name: value for name, value in given.items() if value is not None}
-        for flag in ("output_hidden_states", "output_attentions"):
-            if getattr(self.config, flag, False):
-                kwargs.setdefault(flag, True)
         tokens = input_ids if input_ids is not None else inputs_embeds
         if tokens is None:
             raise ValueError("Pass input_ids or inputs_embeds")

@@ -429,3 +429,10 @@ def test_a_backbone_that_does_not_hand_arguments_down() -> None:
     model = MoTEModel(mote_config(dense), dense)
     with pytest.raises(RuntimeError, match="not told its expert"):
         model.backbone(**batch())
+
+
+def test_hidden_states_asked_for_in_the_config(tmp_path: Path) -> None:
+    trained_mote("bert").save_pretrained(tmp_path)
+    model = MoTEModel.from_pretrained(tmp_path, output_hidden_states=True)
+    assert len(model(**batch(), task="alpha").hidden_states) == 3
+    assert model(**batch(), task="alpha", output_hidden_states=False).hidden_states is None
