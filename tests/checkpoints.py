@@ -118,6 +118,21 @@ def _as_sentence_transformer(
         edit_json(folder / "tokenizer_config.json", model_max_length=512)  # older versions left it as it was
 
 
+def files_in(folder: Path) -> set[str]:
+    """Names of all files below a folder."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds."""
+    return json.loads(path.read_text())
+
+
+def trusted(folder: Path) -> SentenceTransformer:
+    """Load with remote code."""
+    return SentenceTransformer(str(folder), trust_remote_code=True)
+
+
 def edit_json(path: Path, **changes: Any) -> None:
     """Set some keys of a JSON object; None takes a key out."""
     content = {**(json.loads(path.read_text()) if path.is_file() else {}), **changes}

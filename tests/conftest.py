@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests that need a hub start one,
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="mote-tests-")  # remote code goes not into the user's cache
 
 import pytest
+from checkpoints import dense_checkpoint
 from families import make_different
 
 from mote import upcycle
@@ -20,6 +21,18 @@ SHARED = ROOT.parent / "shared"
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["HF_MODULES_CACHE"], ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint with random weights, in Transformers' format alone."""
+    return dense_checkpoint(tmp_path_factory.mktemp("dense") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def upcycled(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, upcycled."""
+    return upcycle(str(dense), tmp_path_factory.mktemp("upcycled") / "tiny-mote")
 
 
 @pytest.fixture(scope="session")

@@ -16,23 +16,12 @@ from typing import Any
 
 import pytest
 import transformers.modeling_utils
-from checkpoints import dense_checkpoint
 
 from mote import repository, upcycle
 from mote.cli import main
 from mote.files import Staging
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return dense_checkpoint(tmp_path_factory.mktemp("dense") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def upcycled(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return upcycle(str(dense), tmp_path_factory.mktemp("upcycled") / "tiny-mote")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import dense_checkpoint, e5_checkpoint, edit_json
+from checkpoints import dense_checkpoint, e5_checkpoint, edit_json, files_in, read_json, trusted
 from huggingface_hub import ModelCard
 from sentence_transformers import SentenceTransformer
 
@@ -22,29 +22,6 @@ from mote.repository import prompts_of
 
 TEXTS = ["whales breathe air", "a recipe for bread", "bread"]
 LONG = "a long text " * 50
-
-
-def files_in(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-
-
-def read(path: Path) -> Any:
-    return json.loads(path.read_text())
-
-
-def sentence_transformer(folder: Path) -> SentenceTransformer:
-    return SentenceTransformer(str(folder), trust_remote_code=True)
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plain Transformers checkpoint."""
-    return dense_checkpoint(tmp_path_factory.mktemp("dense") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def upcycled(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return upcycle(str(dense), tmp_path_factory.mktemp("upcycled") / "tiny-mote")
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +35,9 @@ def e5(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_settings_of_the_source_carry_over(e5: Path, tmp_path: Path) -> None:
     out = upcycle(str(e5), tmp_path / "out")
     modules = ["MoTETransformer", "Pooling", "Normalize"]
-    assert [module["type"].rsplit(".", 1)[-1] for module in read(out / "modules.json")] == modules
+    assert [module["type"].rsplit(".", 1)[-1] for module in read_json(out / "modules.json")] == modules
     assert MoTEModel.from_pretrained(out).config.pooling == "cls"
-    source, mote = SentenceTransformer(str(e5)), sentence_transformer(out)
+    source, mote = SentenceTransformer(str(e5)), trusted(out)
     assert mote.max_seq_length == 11
     texts = [*TEXTS, LONG]
     for task in ("classification", "search_query"):
@@ -74,9 +51,9 @@ def test_prompts_of_the_source_become_instructions(e5: Path, tmp_path: Path) -> 
     instructions = {task: config.instruction_of(task) for task in config.tasks}
     assert instructions["query"] == instructions["search_query"] == "query: "
     assert instructions["document"] == instructions["search_document"] == ""  # so the source's own encode_document
-    prompts = read(out / "config_sentence_transformers.json")["prompts"]
+    prompts = read_json(out / "config_sentence_transformers.json")["prompts"]
     assert (prompts["query"], prompts["Retrieval-query"], prompts["passage"]) == ("query: ", "query: ", "passage: ")
-    source, mote = SentenceTransformer(str(e5)), sentence_transformer(out)
+    source, mote = SentenceTransformer(str(e5)), trusted(out)
     expected = source.encode(TEXTS, prompt_name="query")
     assert np.array_equal(mote.encode(TEXTS, prompt_name="query"), expected)
     assert np.array_equal(mote.encode_query(TEXTS), expected)
@@ -89,7 +66,7 @@ def test_prompts_of_the_source_become_instructions(e5: Path, tmp_path: Path) -> 
 def test_a_prompt_of_the_source_can_be_routed(e5: Path, tmp_path: Path) -> None:
     options = ["--task", "passage=search_document", "--instruction", "clustering=topic: "]
     assert main(["upcycle", "--src", str(e5), "--out", str(tmp_path / "out"), *options]) == 0
-    mote = sentence_transformer(tmp_path / "out")
+    mote = trusted(tmp_path / "out")
     config = mote[0].model.config
     instructions = {
         task: config.instruction_of(task) for task in ("passage", "search_document", "document", "clustering")
@@ -107,7 +84,7 @@ def test_a_prompt_of_the_source_can_be_routed(e5: Path, tmp_path: Path) -> None:
 def test_pooling_carries_over(theirs: str, ours: str, tmp_path: Path) -> None:
     source = dense_checkpoint(tmp_path / "source", sentence_transformers={"pooling": theirs})
     out = upcycle(str(source), tmp_path / "out")
-    mote = sentence_transformer(out)
+    mote = trusted(out)
     assert mote[0].model.config.pooling == ours
     assert np.array_equal(mote.encode(TEXTS, task="clustering"), SentenceTransformer(str(source)).encode(TEXTS))
 
@@ -116,7 +93,7 @@ def test_pooling_carries_over(theirs: str, ours: str, tmp_path: Path) -> None:
 def test_another_pooling_is_the_same_for_both_libraries(theirs: str, tmp_path: Path) -> None:
     source = dense_checkpoint(tmp_path / "source", sentence_transformers={"pooling": theirs})
     out = upcycle(str(source), tmp_path / "out", pooling="cls")
-    mote = sentence_transformer(out)
+    mote = trusted(out)
     tokens = mote.tokenizer(TEXTS, padding=True, return_tensors="pt")
     with torch.no_grad():
         pooled = MoTEModel.from_pretrained(out)(**tokens, task="clustering").pooler_output.numpy()
@@ -126,7 +103,7 @@ def test_another_pooling_is_the_same_for_both_libraries(theirs: str, tmp_path: P
 def test_a_module_outside_of_the_source_is_not_copied(tmp_path: Path) -> None:
     source = dense_checkpoint(tmp_path / "source", sentence_transformers={})
     (tmp_path / "secret").mkdir()
-    modules = read(source / "modules.json")
+    modules = read_json(source / "modules.json")
     for path in ("../secret", "1_Pooling/../../secret", str(tmp_path / "secret"), "", "."):
         modules[1]["path"] = path
         (source / "modules.json").write_text(json.dumps(modules))
@@ -138,7 +115,7 @@ def test_a_module_outside_of_the_source_is_not_copied(tmp_path: Path) -> None:
 def test_texts_longer_than_the_positions_are_cut(family: str, tmp_path: Path) -> None:
     source = dense_checkpoint(tmp_path / "source", family, max_position_embeddings=20, pad_token_id=0)
     edit_json(source / "tokenizer_config.json", model_max_length=100)
-    mote = sentence_transformer(upcycle(str(source), tmp_path / "out"))
+    mote = trusted(upcycle(str(source), tmp_path / "out"))
     assert mote.max_seq_length == (19 if family == "roberta" else 20)  # which leaves out the padding's position
     assert np.isfinite(mote.encode([LONG], task="clustering")).all()
 
@@ -149,7 +126,7 @@ def test_texts_longer_than_the_positions_are_cut(family: str, tmp_path: Path) ->
 def test_the_record(dense: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"experts": ["a", "b"], "layers": [1], "instructions": {"a": "it's a: "}}
     out = upcycle(str(dense), tmp_path / "out", **options)
-    record = read(out / "upcycling.json")
+    record = read_json(out / "upcycling.json")
     assert record["source"] == "tiny"
     assert record["revision"] is None
     digest = hashlib.sha256((dense / "model.safetensors").read_bytes()).hexdigest()
@@ -175,7 +152,7 @@ def test_the_recorded_command_makes_the_same_model(
         "max_shard_size": "10KB",
     }
     out = upcycle(str(dense), tmp_path / "out", **options)
-    command = shlex.split(read(out / "upcycling.json")["command"])
+    command = shlex.split(read_json(out / "upcycling.json")["command"])
     out.rename(tmp_path / "first")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").symlink_to(dense)

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import dense_checkpoint, e5_checkpoint, published_nomic, tiny_tokenizer
+from checkpoints import dense_checkpoint, e5_checkpoint, files_in, published_nomic, read_json, tiny_tokenizer, trusted
 from families import batch, make_different
 from safetensors.torch import load_file, save_file
-from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
 
 from modeling_mote import MoTEModel
@@ -41,34 +40,11 @@ TEXTS = ["whales breathe air", "a recipe for bread", "bread"]
 LONG = "a long text " * 50
 
 
-def files_in(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-
-
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     tensors = {}
     for path in folder.glob("*.safetensors"):
         tensors.update(load_file(path))
     return tensors
-
-
-def read(path: Path) -> Any:
-    return json.loads(path.read_text())
-
-
-def sentence_transformer(folder: Path) -> SentenceTransformer:
-    return SentenceTransformer(str(folder), trust_remote_code=True)
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plain Transformers checkpoint."""
-    return dense_checkpoint(tmp_path_factory.mktemp("dense") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def upcycled(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return upcycle(str(dense), tmp_path_factory.mktemp("upcycled") / "tiny-mote")
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +63,7 @@ def trained(upcycled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_folder_is_complete(upcycled: Path) -> None:
     assert files_in(upcycled) == FILES
-    config = read(upcycled / "config.json")
+    config = read_json(upcycled / "config.json")
     assert config["auto_map"] == {
         "AutoConfig": "configuration_mote.MoTEConfig",
         "AutoModel": "modeling_mote.MoTEModel",
@@ -95,12 +71,12 @@ def test_the_folder_is_complete(upcycled: Path) -> None:
     assert (config["model_type"], config["architectures"]) == ("mote", ["MoTEModel"])
     for name in CODE:
         assert (upcycled / name).read_bytes() == (ROOT / name).read_bytes()
-    assert [module["type"].rsplit(".", 1)[-1] for module in read(upcycled / "modules.json")] == [
+    assert [module["type"].rsplit(".", 1)[-1] for module in read_json(upcycled / "modules.json")] == [
         "MoTETransformer",
         "Pooling",
     ]
-    assert read(upcycled / "sentence_bert_config.json")["max_seq_length"] == 512
-    settings = read(upcycled / "config_sentence_transformers.json")
+    assert read_json(upcycled / "sentence_bert_config.json")["max_seq_length"] == 512
+    settings = read_json(upcycled / "config_sentence_transformers.json")
     assert set(settings["__version__"]) == {"sentence_transformers", "transformers", "pytorch"}
     prompts = settings["prompts"]
     assert prompts["search_query"] == prompts["query"] == prompts["Retrieval-query"] == "search_query: "
@@ -129,7 +105,7 @@ def test_no_file_names_a_folder_of_this_machine(tmp_path: Path, monkeypatch: pyt
             content = (folder / name).read_text()
             for path in (tmp_path, ROOT, Path.home(), "here/", "elsewhere", "there/"):
                 assert name in CODE or str(path) not in content, name
-        told = read(folder / "upcycling.json")["arguments"]
+        told = read_json(folder / "upcycling.json")["arguments"]
         assert (told["src"], told["out"], told["tokenizer"]) == ("tiny", "out", "tokenizer")
 
 
@@ -249,7 +225,7 @@ def test_it_loads_without_the_project_and_reads_only_the_experts_asked_for(train
     with torch.no_grad():
         expected = {f"all {task}": here(**inputs, task=task).last_hidden_state for task in EXPERTS}
     expected["one clustering"] = expected["all clustering"]
-    encoder = sentence_transformer(trained)
+    encoder = trusted(trained)
     for name in ("clustering", "search_query"):
         expected[f"encoded {name}"] = encoder.encode(TEXTS, prompt_name=name, convert_to_tensor=True)
     assert found.keys() == expected.keys()
@@ -296,7 +272,9 @@ def test_the_plan_agrees_with_reality(dtype: str, layers: str | list[int], dense
     assert plan.bytes == sum(tensor.nbytes for tensor in tensors.values())
     assert plan.counts["total"] == sum(tensor.numel() for tensor in tensors.values())
     assert (
-        plan.counts == MoTEModel.from_pretrained(out).parameter_counts() == read(out / "upcycling.json")["parameters"]
+        plan.counts
+        == MoTEModel.from_pretrained(out).parameter_counts()
+        == read_json(out / "upcycling.json")["parameters"]
     )
     assert {tensor.dtype for tensor in tensors.values()} == {plan.dtype}
 
@@ -339,7 +317,7 @@ def test_layers(argument: str, layers: str | list[int], with_experts: set[int], 
     source = dense_checkpoint(tmp_path / "dense", num_hidden_layers=4)
     out = tmp_path / "out"
     assert main(["upcycle", "--src", str(source), "--out", str(out), "--layers", argument]) == 0
-    assert read(out / "config.json")["mote_layers"] == layers
+    assert read_json(out / "config.json")["mote_layers"] == layers
     found = {int(match[1]) for key in tensors_in(out) if (match := re.search(r"layer\.(\d+)\.experts\.", key))}
     assert found == with_experts
     assert MoTEModel.from_pretrained(out)(**batch(), task="clustering").pooler_output.isfinite().all()
@@ -356,9 +334,9 @@ def test_tasks_instructions_and_a_default(dense: Path, tmp_path: Path) -> None:
     instructions = {task: config.instruction_of(task) for task in config.tasks}
     assert instructions == {"find": "Find = it: ", "sort": "", "mail": "", "topics": "Topic: "}
     assert (config.default_task, config.pooling) == ("topics", "last_token")
-    prompts = read(tmp_path / "out" / "config_sentence_transformers.json")["prompts"]
+    prompts = read_json(tmp_path / "out" / "config_sentence_transformers.json")["prompts"]
     assert prompts == instructions
-    model = sentence_transformer(tmp_path / "out")
+    model = trusted(tmp_path / "out")
     assert np.array_equal(model.encode(TEXTS), model.encode(TEXTS, task="topics"))
     assert np.array_equal(model.encode(TEXTS, prompt_name="find"), model.encode([f"Find = it: {t}" for t in TEXTS]))
 
@@ -367,7 +345,7 @@ def test_tasks_instructions_and_a_default(dense: Path, tmp_path: Path) -> None:
 def test_dtype(dtype: str, dense: Path, tmp_path: Path) -> None:
     assert main(["upcycle", "--src", str(dense), "--out", str(tmp_path / "out"), "--dtype", dtype]) == 0
     assert {tensor.dtype for tensor in tensors_in(tmp_path / "out").values()} == {getattr(torch, dtype)}
-    assert read(tmp_path / "out" / "config.json")["dtype"] == dtype
+    assert read_json(tmp_path / "out" / "config.json")["dtype"] == dtype
     loaded = MoTEModel.from_pretrained(tmp_path / "out")
     assert loaded.dtype == getattr(torch, dtype)
     assert loaded(**batch(), task="clustering").pooler_output.dtype == loaded.dtype
@@ -379,7 +357,7 @@ def test_weights_in_several_files(dense: Path, upcycled: Path, tmp_path: Path) -
     shards = sorted(out.glob("model-*.safetensors"))
     assert len(shards) == 3
     assert all(sum(tensor.nbytes for tensor in load_file(path).values()) <= 40_000 for path in shards)
-    assert set(read(out / "model.safetensors.index.json")["weight_map"].values()) == {path.name for path in shards}
+    assert set(read_json(out / "model.safetensors.index.json")["weight_map"].values()) == {path.name for path in shards}
     one, several = tensors_in(upcycled), tensors_in(out)
     assert one.keys() == several.keys()
     assert all(one[key].equal(value) for key, value in several.items())
@@ -400,9 +378,9 @@ def test_a_published_nomic_becomes_a_complete_folder(prefix: bool, tmp_path: Pat
     lines: list[str] = []
     out = upcycle(str(published_nomic(tmp_path / "nomic", prefix)), tmp_path / "out", report=lines.append)
     assert files_in(out) == FILES
-    assert read(out / "sentence_bert_config.json")["max_seq_length"] == 64
+    assert read_json(out / "sentence_bert_config.json")["max_seq_length"] == 64
     left_out = ["cls.predictions.decoder.weight", "cls.predictions.transform.dense.weight"] if prefix else []
-    assert read(out / "upcycling.json")["left_out"] == left_out
+    assert read_json(out / "upcycling.json")["left_out"] == left_out
     told = "Left out: 2 weights of pre-training heads (listed in upcycling.json)"
     assert (told in lines) == prefix
 
@@ -425,7 +403,7 @@ def test_a_published_nomic_becomes_a_complete_folder(prefix: bool, tmp_path: Pat
     ids=["empty", "white space", "one long word", "long", "emoji", "right to left", "control", "chinese"],
 )
 def test_any_text(text: str, trained: Path) -> None:
-    mote = sentence_transformer(trained)
+    mote = trusted(trained)
     alone = mote.encode([text], task="clustering")[0]
     assert np.isfinite(alone).all()
     assert np.abs(mote.encode([*TEXTS, text], task="clustering")[3] - alone).max() <= 1e-6
