@@ -116,17 +116,26 @@ class MoTEConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Build from a dict; `experts=[…]` among the keyword arguments selects the experts to load."""
         selected = kwargs.pop("experts", None)
-        if selected is None:
-            return super().from_dict(config_dict, **kwargs)
-        config = cls(**config_dict)
-        selected = [selected] if isinstance(selected, str) else list(selected)
+        result = super().from_dict(config_dict, **kwargs)
+        if selected is not None:
+            config = result[0] if isinstance(result, tuple) else result
+            config.load_only(selected)
+        return result
+
+    def load_only(self, experts: str | Iterable[str]) -> None:
+        """Choose the experts whose weights a model of this config has, or will load.
+
+        Raises:
+            ValueError: If one is not among those present.
+        """
+        selected = [experts] if isinstance(experts, str) else list(experts)
         for name in selected:
-            if name not in config.available_experts:
+            if name not in self.available_experts:
                 raise ValueError(
-                    f"Expert {name!r} is not in this checkpoint." + alternatives(name, config.available_experts)
+                    f"Expert {name!r} is not in this checkpoint." + alternatives(name, self.available_experts)
                 )
-        keep = [name for name in config.available_experts if name in selected]
-        return super().from_dict({**config_dict, "loaded_experts": keep}, **kwargs)
+        self.loaded_experts = [name for name in self.available_experts if name in selected]
+        self.validate_names()
 
     # What the config says of names -------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ What is unusual here, compared with the dense model:
 - The expert's name is an ordinary argument of the block. It is never kept on the side, so gradient checkpointing
   recomputes with the same expert, and threads that serve different tasks on one model do not meet.
 
-This file is copied into every saved model and loaded from there (`trust_remote_code=True`), so it depends on
-transformers and torch alone. Method: Romero et al., "MoTE: Mixture of Task Experts
+This file is copied into every saved model and loaded from there (`trust_remote_code=True`), so it depends on torch,
+transformers and what that needs itself. Method: Romero et al., "MoTE: Mixture of Task Experts
 for Multi-task Embedding Models", Findings of ACL 2025 (arXiv:2506.17781).
 """
 
@@ -18,8 +18,9 @@ import re
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModel, MPNetModel, PreTrainedModel
+from transformers import AutoModel, MPNetModel, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
@@ -364,9 +365,15 @@ class MoTEModel(PreTrainedModel):
         Takes what `PreTrainedModel.from_pretrained` takes, and `experts=[…]` to load only these experts.
 
         Raises:
-            ValueError: If weights are missing, left over, or of another shape.
+            ValueError: If weights are missing, left over, of another shape, or cannot be read.
         """
-        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        if isinstance(kwargs.get("config"), PreTrainedConfig) and "experts" in kwargs:  # else the config takes them
+            kwargs["config"] = copy.deepcopy(kwargs["config"])
+            kwargs["config"].load_only(kwargs.pop("experts"))
+        try:
+            loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        except SafetensorError as error:
+            raise ValueError(f"The weights in {args[0]} cannot be read, is a file cut short? {error}") from error
         model, info = loaded
         problems = [
             f"{len(info[kind])} {kind.replace('_', ' ')} ({', '.join(map(str, sorted(info[kind], key=str)[:3]))} …)"

@@ -1,6 +1,7 @@
 """Properties that hold for every family, and what is special about some."""
 
 import copy
+import os
 import pickle
 import threading
 from pathlib import Path
@@ -436,3 +437,11 @@ def test_hidden_states_asked_for_in_the_config(tmp_path: Path) -> None:
     model = MoTEModel.from_pretrained(tmp_path, output_hidden_states=True)
     assert len(model(**batch(), task="alpha").hidden_states) == 3
     assert model(**batch(), task="alpha", output_hidden_states=False).hidden_states is None
+
+
+@pytest.mark.parametrize("length", [5, 2000])
+def test_a_file_that_was_cut_short(tmp_path: Path, length: int) -> None:
+    trained_mote("bert").save_pretrained(tmp_path)
+    os.truncate(tmp_path / "model.safetensors", length)
+    with pytest.raises(ValueError, match=f"The weights in {tmp_path} cannot be read, is a file cut short"):
+        MoTEModel.from_pretrained(tmp_path)
