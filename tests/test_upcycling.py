@@ -269,7 +269,7 @@ def test_the_plan_agrees_with_reality(dtype: str, layers: str | list[int], dense
     assert not any(tmp_path.iterdir())
     out = upcycle(str(dense), tmp_path / "out", dtype=dtype, layers=layers)
     tensors = tensors_in(out)
-    assert plan.bytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert sum(plan.file_sizes) == sum(tensor.nbytes for tensor in tensors.values())
     assert plan.counts["total"] == sum(tensor.numel() for tensor in tensors.values())
     assert (
         plan.counts
@@ -277,6 +277,16 @@ def test_the_plan_agrees_with_reality(dtype: str, layers: str | list[int], dense
         == read_json(out / "upcycling.json")["parameters"]
     )
     assert {tensor.dtype for tensor in tensors.values()} == {plan.dtype}
+
+
+def test_the_plan_knows_the_files(dense: Path, tmp_path: Path) -> None:
+    plan = plan_upcycling(str(dense), tmp_path / "out", max_shard_size="20KB")
+    out = upcycle(str(dense), tmp_path / "out", max_shard_size="20KB")
+    written = [sum(tensor.nbytes for tensor in load_file(path).values()) for path in sorted(out.glob("*.safetensors"))]
+    assert plan.file_sizes == written
+    assert len(written) > 2
+    with pytest.raises(ValueError, match="max_shard_size 'a lot' is no size as in '5GB'"):
+        plan_upcycling(str(dense), tmp_path / "out", max_shard_size="a lot")
 
 
 def test_a_dry_run_writes_nothing(
@@ -297,7 +307,7 @@ def test_a_dry_run_writes_nothing(
         "search_query \\(search_query, query\\)",
         "blocks: +1 of 2 have experts: 1",
         f"parameters: .* {plan.counts['total'] / 1e6:.1f} M in all",
-        f"weights: +{plan.bytes / 1e6:.1f} MB \\(float16\\) in 1 file",
+        f"weights: +{sum(plan.file_sizes) / 1e6:.1f} MB \\(float16\\), in files of ",
         "out: +e5-mote",
         "note: the source's prompt 'passage' stands for no task; route it with `--task passage=EXPERT`",
     ):

@@ -32,8 +32,7 @@ class UpcyclingPlan:
         config: Of the MoTE.
         out: Folder of the result.
         counts: As from `MoTEModel.parameter_counts`.
-        bytes: Size of the weights.
-        files: Into how many files the weights go.
+        file_sizes: In bytes, of each file with weights.
         dtype: Of the weights.
         notes: What the user should know.
     """
@@ -42,8 +41,7 @@ class UpcyclingPlan:
     config: MoTEConfig
     out: Path
     counts: dict[str, Any]
-    bytes: int
-    files: int
+    file_sizes: list[int]
     dtype: torch.dtype
     notes: list[str] = field(default_factory=list)
 
@@ -63,8 +61,8 @@ class UpcyclingPlan:
             "parameters": f"{repository.millions(counts['active'])} active, {repository.millions(counts['total'])} in "
             f"all: {repository.millions(counts['shared'])} shared, and per expert "
             f"{repository.millions(max(counts['experts'].values()))}",
-            "weights": f"{self.bytes / 1e6:,.1f} MB ({str(self.dtype).removeprefix('torch.')}) in {self.files} "
-            f"file{'s' if self.files > 1 else ''}",
+            "weights": f"{megabytes(sum(self.file_sizes))} ({str(self.dtype).removeprefix('torch.')}), in files of "
+            f"{', '.join(map(megabytes, self.file_sizes))}",
             "out": str(self.out),
         }
         return "\n".join([f"{name + ':':<18} {text}" for name, text in lines.items()] + self.notes)
@@ -150,7 +148,7 @@ def upcycle(
     report(f"Copying its blocks into {len(plan.config.experts)} experts …")
     model = MoTEModel(plan.config, dense)
     with Staging(plan.out, overwrite) as folder:
-        report(f"Writing {plan.bytes / 1e6:,.1f} MB …")
+        report(f"Writing {megabytes(sum(plan.file_sizes))} …")
         repository.write_model(model, loaded_tokenizer, plan.source, folder, max_shard_size)
         repository.write_sentence_transformer(model, plan.source, folder)
         repository.write_card(model, plan.source, folder, repo_id or plan.out.name, _command(made_by))
@@ -201,14 +199,12 @@ def plan_upcycling(
     config.validate_names()
     config.dtype = stored_dtype(source) if dtype == "auto" else _dtype(dtype)
     model = _without_weights(config, source)
-    split = split_torch_state_dict_into_shards(model.state_dict(), max_shard_size=max_shard_size)
     return UpcyclingPlan(
         source=source,
         config=config,
         out=Path(out) if out is not None else default_out(src),
         counts=model.parameter_counts(),
-        bytes=split.metadata["total_size"],
-        files=len(split.filename_to_tensors),
+        file_sizes=_file_sizes(model.state_dict(), max_shard_size),
         dtype=config.dtype,
         notes=[
             f"note: the source's prompt {name!r} stands for no task; route it with `--task {name}=EXPERT`"
@@ -224,6 +220,20 @@ def _without_weights(config: MoTEConfig, source: DenseSource) -> MoTEModel:
             return MoTEModel(config).to(dtype=config.dtype)  # type: ignore[call-arg]
     except KeyError as error:
         raise ValueError(f"The config of {source.name} asks for {error}, which transformers does not have") from error
+
+
+def _file_sizes(weights: dict[str, torch.Tensor], max_shard_size: str) -> list[int]:
+    """Count the bytes of each file that the weights will be written to."""
+    try:
+        shards = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_size).filename_to_tensors
+    except ValueError as error:
+        raise ValueError(f"max_shard_size {max_shard_size!r} is no size as in '5GB': {error}") from error
+    return [sum(weights[key].numel() * weights[key].element_size() for key in keys) for keys in shards.values()]
+
+
+def megabytes(size: int) -> str:
+    """Write a number of bytes for people: `175.4 MB`."""
+    return f"{size / 1e6:,.1f} MB"
 
 
 def how_to_load(path: str, config: MoTEConfig) -> str:
