@@ -412,7 +412,7 @@ def pool(hidden: torch.Tensor, attention_mask: torch.Tensor | None, mode: str) -
         return total / count.to(hidden.dtype)
     if mode == "last_token":  # the last 1 becomes the largest value; the first one is that already
         attention_mask = attention_mask * torch.arange(hidden.shape[1], device=hidden.device)
-    token = attention_mask.argmax(dim=1)
+    token = attention_mask.long().argmax(dim=1)
     return hidden[torch.arange(hidden.shape[0], device=hidden.device), token]
 
 

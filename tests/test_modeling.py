@@ -331,10 +331,11 @@ def test_another_architecture_can_be_described_by_hand() -> None:
 # Pooling -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.long, torch.bool])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_pooling_leaves_padding_out(side: str) -> None:
+def test_pooling_leaves_padding_out(side: str, dtype: torch.dtype) -> None:
     hidden = torch.randn(3, 5, 4)
-    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]], dtype=dtype)
     mask = mask.flip(1) if side == "left" else mask
     for row in range(3):
         tokens = hidden[row][mask[row].bool()]
