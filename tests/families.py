@@ -1,5 +1,7 @@
 """Model families as rows of a table: a new one joins every property test by one line."""
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -102,6 +104,21 @@ def batch(rows: int = 4, length: int = 9, seed: int = 2) -> dict[str, torch.Tens
     lengths = torch.tensor([max(1, length - 2 * row) for row in range(rows)])
     attention_mask = (torch.arange(length) < lengths[:, None]).long()
     return {"input_ids": input_ids * attention_mask, "attention_mask": attention_mask}
+
+
+def in_threads(count: int, serve: Callable[[int], None]) -> None:
+    """Call `serve` with 0, 1, … in as many threads, all begun at once."""
+    barrier = threading.Barrier(count)
+
+    def begin(thread: int) -> None:
+        barrier.wait()
+        serve(thread)
+
+    threads = [threading.Thread(target=begin, args=(thread,)) for thread in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def rows_of(inputs: dict[str, torch.Tensor], *rows: int) -> dict[str, torch.Tensor]:

@@ -1,12 +1,11 @@
 """What only a GPU can show. Skipped without one."""
 
 import importlib.util
-import threading
 from pathlib import Path
 
 import pytest
 import torch
-from families import EAGER_ONLY, EXPERTS, all_families, batch, trained_mote
+from families import EAGER_ONLY, EXPERTS, all_families, batch, in_threads, trained_mote
 
 from modeling_mote import MoTEModel
 
@@ -66,11 +65,7 @@ def test_threads_on_one_gpu() -> None:
                 if not torch.equal(out, serial[thread][turn % 2]):
                     wrong.append(thread)
 
-    threads = [threading.Thread(target=serve, args=(thread,)) for thread in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(8, serve)
     assert wrong == []
 
 

@@ -178,6 +178,31 @@ def test_a_push_that_is_refused_keeps_the_result(server: HubServer, tmp_path: Pa
         assert "model.safetensors" in server.files("user/tiny")
 
 
+def test_a_hub_that_cannot_be_reached(server: HubServer, tmp_path: Path) -> None:
+    source = str(dense_checkpoint(tmp_path / "tiny"))
+    environment = {**server.environment(tmp_path / "home", token="hf_write"), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    command = [sys.executable, str(ROOT / "upcycle.py"), "--src", source, "--push", "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "error: The Hub cannot be reached for the push, nothing was begun" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_push_that_breaks_off_keeps_the_result(
+    server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import HfApi
+
+    from mote.hub import push
+
+    monkeypatch.setattr(HfApi, "create_repo", lambda *_, **__: HfApi(endpoint="http://127.0.0.1:9").whoami(token="x"))
+    with pytest.raises(ConnectionError, match=r"(?s)The push of user/tiny broke off.*hf upload user/tiny"):
+        push(tmp_path, "user/tiny")
+
+
 def test_a_source_that_the_hub_does_not_have(server: HubServer, tmp_path: Path) -> None:
     for source, message in (
         ("nobody/nothing", "neither a folder nor a repository on the Hub"),

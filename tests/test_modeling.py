@@ -3,7 +3,6 @@
 import copy
 import os
 import pickle
-import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from families import (
     batch,
     dense_model,
     fresh_mote,
+    in_threads,
     mote_config,
     rows_of,
     trained_mote,
@@ -180,10 +180,8 @@ def test_eight_threads_serve_four_tasks() -> None:
     with torch.no_grad():
         serial = [[model(**inputs, task=task).pooler_output for task in tasks] for inputs in batches]
     wrong: list[tuple[int, str]] = []
-    barrier = threading.Barrier(8)
 
     def serve(thread: int) -> None:
-        barrier.wait()
         with torch.no_grad():
             for turn in range(40):
                 task = (thread + turn) % 4
@@ -191,11 +189,7 @@ def test_eight_threads_serve_four_tasks() -> None:
                 if difference(out, serial[thread][task]) != 0.0:
                     wrong.append((thread, tasks[task]))
 
-    threads = [threading.Thread(target=serve, args=(thread,)) for thread in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(8, serve)
     assert wrong == []
 
 

@@ -276,7 +276,7 @@ def test_the_plan_agrees_with_reality(dtype: str, layers: str | list[int], dense
         == MoTEModel.from_pretrained(out).parameter_counts()
         == read_json(out / "upcycling.json")["parameters"]
     )
-    assert {tensor.dtype for tensor in tensors.values()} == {plan.dtype}
+    assert {tensor.dtype for tensor in tensors.values()} == {plan.config.dtype}
 
 
 def test_the_plan_knows_the_files(dense: Path, tmp_path: Path) -> None:

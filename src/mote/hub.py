@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 
 
@@ -18,6 +18,7 @@ def check_before_push(repo_id: str) -> str:
 
     Raises:
         PermissionError: If there is no token, or one that the Hub does not accept or that may only read.
+        ConnectionError: If the Hub cannot be reached.
         ValueError: If the name is not one.
     """
     if get_token() is None:
@@ -27,10 +28,12 @@ def check_before_push(repo_id: str) -> str:
         user = HfApi().whoami()
     except HFValidationError as error:
         raise ValueError(f"{repo_id!r} is not a name for a repository (user/name): {error}") from error
-    except (HfHubHTTPError, OSError) as error:
+    except HfHubHTTPError as error:
         raise PermissionError(
             f"The Hub did not accept the token, log in again with `hf auth login`: {error}"
         ) from error
+    except (HTTPError, OSError) as error:  # of the client below, whose connection errors are no OSError
+        raise ConnectionError(f"The Hub cannot be reached for the push, nothing was begun: {error}") from error
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise PermissionError(
             f"The token of {user['name']} may only read: make one with write access at huggingface.co/settings/tokens"
@@ -51,6 +54,7 @@ def push(folder: Path, repo_id: str, private: bool = False) -> str:
 
     Raises:
         PermissionError: If the Hub refuses; the folder stays as it is.
+        ConnectionError: If the connection breaks; likewise.
     """
     api = HfApi()
     try:
@@ -61,9 +65,12 @@ def push(folder: Path, repo_id: str, private: bool = False) -> str:
             commit_message="Upload a MoTE model",
             delete_patterns=["*.safetensors", "*.safetensors.index.json"],  # of a version in other shards
         )
-    except (HfHubHTTPError, OSError) as error:
-        raise PermissionError(
-            f"The Hub refused to take {repo_id}: {error}\nThe model is complete in {folder}; push it later with "
-            f"`hf upload {repo_id} {folder}`"
-        ) from error
+    except HfHubHTTPError as error:
+        raise PermissionError(f"The Hub refused to take {repo_id}: {error}\n{_push_later(folder, repo_id)}") from error
+    except (HTTPError, OSError) as error:
+        raise ConnectionError(f"The push of {repo_id} broke off: {error}\n{_push_later(folder, repo_id)}") from error
     return str(commit.commit_url)
+
+
+def _push_later(folder: Path, repo_id: str) -> str:
+    return f"The model is complete in {folder}; push it later with `hf upload {repo_id} {folder}`"

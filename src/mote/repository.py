@@ -193,7 +193,7 @@ def write_card(model: MoTEModel, source: DenseSource, folder: Path, repo_id: str
         _card_data(source),
         template_path=str(files("mote.hub_card") / "model_card.md"),
         model_name=repo_id.rsplit("/", 1)[-1],
-        source=source.short_name if source.is_local else source.name,
+        source=source.public_name,
         source_link="#how-it-was-made" if source.is_local else f"https://huggingface.co/{source.name}",
         experts=config.experts,
         active_parameters=millions(counts["active"]),
@@ -222,7 +222,7 @@ def _card_data(source: DenseSource) -> ModelCardData:
     except (yaml.YAMLError, ValueError):  # a card that nothing can read says nothing of language and licence
         of_source = {}
     return ModelCardData(
-        base_model=source.short_name if source.is_local else source.name,
+        base_model=source.public_name,
         base_model_relation="finetune",
         language=of_source.get("language"),
         license=of_source.get("license"),

@@ -84,6 +84,11 @@ class DenseSource:
         """Whether the source was given as a folder."""
         return self.revision is None
 
+    @property
+    def public_name(self) -> str:
+        """The name to write into what others read: the id on the Hub, or a folder's name without its place."""
+        return self.short_name if self.is_local else self.name
+
     def read_json(self, name: str, kind: type = dict) -> Any:
         """Read one of the source's JSON files; empty if there is none."""
         path = self.folder / name
@@ -157,7 +162,7 @@ def load_dense(source: DenseSource, dtype: str | torch.dtype = "auto") -> tuple[
                 f"The weights of {source.name} {problem} {len(keys)} keys of {type(model).__name__}: {_some(keys)}. "
                 f"Known heads are left out ({', '.join(HEADS)}); anything else must match."
             )
-    model.config._name_or_path = source.short_name if source.is_local else source.name  # no folder of this machine
+    model.config._name_or_path = source.public_name  # no folder of this machine
     return model.eval(), left_out
 
 

@@ -33,7 +33,6 @@ class UpcyclingPlan:
         out: Folder of the result.
         counts: As from `MoTEModel.parameter_counts`.
         file_sizes: In bytes, of each file with weights.
-        dtype: Of the weights.
         notes: What the user should know.
     """
 
@@ -42,7 +41,6 @@ class UpcyclingPlan:
     out: Path
     counts: dict[str, Any]
     file_sizes: list[int]
-    dtype: torch.dtype
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -61,7 +59,7 @@ class UpcyclingPlan:
             "parameters": f"{repository.millions(counts['active'])} active, {repository.millions(counts['total'])} in "
             f"all: {repository.millions(counts['shared'])} shared, and per expert "
             f"{repository.millions(max(counts['experts'].values()))}",
-            "weights": f"{megabytes(sum(self.file_sizes))} ({str(self.dtype).removeprefix('torch.')}), in files of "
+            "weights": f"{megabytes(sum(self.file_sizes))} ({str(config.dtype).removeprefix('torch.')}), in files of "
             f"{', '.join(map(megabytes, self.file_sizes))}",
             "out": str(self.out),
         }
@@ -144,7 +142,7 @@ def upcycle(
     loaded_tokenizer = load_tokenizer(plan.source, tokenizer)
     made_by = _arguments_to_tell(arguments, plan)
     report("Reading the dense model …")
-    dense, left_out = load_dense(plan.source, plan.dtype)
+    dense, left_out = load_dense(plan.source, plan.config.dtype or "auto")
     report(f"Copying its blocks into {len(plan.config.experts)} experts …")
     model = MoTEModel(plan.config, dense)
     with Staging(plan.out, overwrite) as folder:
@@ -205,7 +203,6 @@ def plan_upcycling(
         out=Path(out) if out is not None else default_out(src),
         counts=model.parameter_counts(),
         file_sizes=_file_sizes(model.state_dict(), max_shard_size),
-        dtype=config.dtype,
         notes=[
             f"note: the source's prompt {name!r} stands for no task; route it with `--task {name}=EXPERT`"
             for name in sorted(prompts.keys() - repository.prompts_of(config).keys())
@@ -276,7 +273,7 @@ def _dtype(name: str) -> torch.dtype:
 def _record(plan: UpcyclingPlan, arguments: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
     source = plan.source
     return {
-        "source": source.short_name if source.is_local else source.name,
+        "source": source.public_name,
         "revision": source.revision,
         "weights": {path.name: _sha256(path) for path in source.weights},
         "left_out": left_out,
@@ -300,7 +297,7 @@ def _arguments_to_tell(arguments: dict[str, Any], plan: UpcyclingPlan) -> dict[s
     """Keep the arguments that say how a model was made: not the defaults, not the folders of this machine."""
     defaults = {name: parameter.default for name, parameter in inspect.signature(upcycle).parameters.items()}
     told = {name: value for name, value in arguments.items() if name != "report" and value != defaults[name]}
-    told["src"] = plan.source.short_name if plan.source.is_local else plan.source.name
+    told["src"] = plan.source.public_name
     if told.get("out") is not None:
         told["out"] = plan.out.name
     if told.get("tokenizer") is not None and Path(told["tokenizer"]).is_dir():
