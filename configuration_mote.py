@@ -6,6 +6,7 @@ transformers and torch alone.
 
 import copy
 import difflib
+import math
 import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, ClassVar
@@ -36,7 +37,13 @@ ROLE_HINTS = ("query", "document")
 
 POOLING_MODES = ("mean", "cls", "last_token")
 
+ROUTERS = ("task", "token")
+
 EXPERT_NAME = re.compile(r"[\w-]+")
+
+_ALL_EXPERTS_NEEDED = (
+    "With a token router every text needs all experts: load the model without `experts=` and `loaded_experts`"
+)
 
 
 def alternatives(name: str, known: Iterable[str]) -> str:
@@ -66,6 +73,13 @@ class MoTEConfig(PreTrainedConfig):
         layer_path: Where the backbone keeps its list of layers, as in `"encoder.layer"`. Needed only for
             architectures that are not in the table of `modeling_mote.py`.
         shared_modules: The submodules of each layer that all experts share. Needed together with `layer_path`.
+        router: What picks the expert: the `"task"`, one expert for a whole text, or a learned router for each
+            `"token"` (see `token_routing_mote.py`), where a task decides on the instruction alone.
+        experts_per_token: Of a token router: how many experts each token goes through.
+        normalize_router: Of a token router: whether the weights of a token's experts are scaled to sum to 1, so that
+            a fresh model gives the dense model's output. With one expert per token that weight is then always 1, and
+            the router learns to balance its experts and nothing else. Otherwise the router's probabilities as they are.
+        load_balancing: Of a token router: factor of the loss that keeps the experts equally busy in training.
 
     Raises:
         ValueError: If a name, a reference between names, or a layer index does not hold.
@@ -85,6 +99,10 @@ class MoTEConfig(PreTrainedConfig):
     loaded_experts: list[str] | None = None
     layer_path: str | None = None
     shared_modules: list[str] | None = None
+    router: str = "task"
+    experts_per_token: int = 2
+    normalize_router: bool = True
+    load_balancing: float = 0.01
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Fill in the defaults and validate."""
@@ -126,8 +144,10 @@ class MoTEConfig(PreTrainedConfig):
         """Choose the experts whose weights a model of this config has, or will load.
 
         Raises:
-            ValueError: If one is not among those present.
+            ValueError: If one is not among those present, or a token router needs them all.
         """
+        if self.router == "token":
+            raise ValueError(_ALL_EXPERTS_NEEDED)
         selected = [experts] if isinstance(experts, str) else list(experts)
         for name in selected:
             if name not in self.available_experts:
@@ -158,16 +178,43 @@ class MoTEConfig(PreTrainedConfig):
             raise ValueError(f"Unknown pooling {self.pooling!r}." + alternatives(self.pooling, POOLING_MODES))
         if (self.layer_path is None) != (self.shared_modules is None):
             raise ValueError("layer_path and shared_modules describe one architecture: set both or neither")
+        self._validate_router()
         self._validate_instructions()
         _ = self.mote_layer_indices
 
+    def _validate_router(self) -> None:
+        if self.router not in ROUTERS:
+            raise ValueError(f"Unknown router {self.router!r}." + alternatives(self.router, ROUTERS))
+        if self.router == "task":
+            return
+        if self.loaded_experts is not None:
+            raise ValueError(_ALL_EXPERTS_NEEDED)
+        if self.layer_path is not None:
+            raise ValueError(
+                "layer_path and shared_modules say what task experts share; they cannot describe an architecture to a "
+                "token router"
+            )
+        count = self.experts_per_token
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= len(self.experts):
+            raise ValueError(
+                f"experts_per_token must be a whole number from 1 to {len(self.experts)}, the number of experts, not "
+                f"{count!r}"
+            )
+        if not isinstance(self.normalize_router, bool):
+            raise ValueError(f"normalize_router must be True or False, not {self.normalize_router!r}")  # noqa: TRY004
+        factor = self.load_balancing
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+            raise ValueError(f"load_balancing must be a number, 0 or more, not {factor!r}")
+
     def _validate_instructions(self) -> None:
-        """A prompt's text decides the expert, so one text must not stand for two experts."""
+        """Where a prompt's text decides the expert, one text must not stand for two experts."""
         for task, text in self.instructions.items():
             if task not in self.tasks:
                 raise ValueError(f"Instruction for an unknown task {task!r}." + alternatives(task, self.tasks))
             if not isinstance(text, str):
                 raise ValueError(f"The instruction of task {task!r} must be a text, not {text!r}")  # noqa: TRY004
+        if self.router == "token":
+            return
         expert_of_text: dict[str, str] = {}
         for task, expert in self.tasks.items():
             text = self.instruction_of(task)

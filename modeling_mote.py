@@ -4,7 +4,8 @@ What is unusual here, compared with the dense model:
 
 - Every block has one expert per task and one attention for all of them. An expert is the backbone's own layer, with
   the attention taken out: its norms, its feed-forward network, and nothing that we wrote.
-- The task of a text picks the expert for its whole sequence. There is no router.
+- The task of a text picks the expert for its whole sequence. There is no router, unless the config asks for the
+  baseline with one (`router="token"`), whose blocks are in `token_routing_mote.py`.
 - The expert's name is an ordinary argument of the block. It is never kept on the side, so gradient checkpointing
   recomputes with the same expert, and threads that serve different tasks on one model do not meet.
 
@@ -15,6 +16,7 @@ for Multi-task Embedding Models", Findings of ACL 2025 (arXiv:2506.17781).
 
 import copy
 import re
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +29,10 @@ from transformers.utils import can_return_tuple
 
 try:
     from .configuration_mote import MoTEConfig, alternatives  # type: ignore[import-not-found]
-except ImportError:  # imported as an installed top-level module rather than as remote code
+    from .token_routing_mote import TokenRoutedBlock, TokenRouting, feed_forward_of  # type: ignore[import-not-found]
+except ImportError:  # imported as installed top-level modules rather than as remote code
     from configuration_mote import MoTEConfig, alternatives
+    from token_routing_mote import TokenRoutedBlock, TokenRouting, feed_forward_of
 
 
 class Architecture(NamedTuple):
@@ -171,6 +175,13 @@ class MPNetBackbone(MPNetModel):
         return self.encoder(embedded, attention_mask=mask, **kwargs, return_dict=True)
 
 
+@dataclass
+class MoTEOutput(BaseModelOutputWithPooling):
+    """What a [`MoTEModel`] gives: see its `forward`."""
+
+    router_logits: tuple[torch.Tensor, ...] | None = None
+
+
 class MoTEModel(PreTrainedModel):
     """A dense encoder in which whole sequences go through the expert of their task.
 
@@ -185,7 +196,7 @@ class MoTEModel(PreTrainedModel):
     config_class = MoTEConfig
     base_model_prefix = ""
     supports_gradient_checkpointing = True
-    _no_split_modules = ["MoTEBlock"]
+    _no_split_modules = ["MoTEBlock", "TokenRoutedBlock"]
     # What the backbone does not support, it refuses itself, by name.
     _supports_sdpa = True
     _supports_flash_attn = True
@@ -197,23 +208,33 @@ class MoTEModel(PreTrainedModel):
         if backbone is not None:
             config._attn_implementation = backbone.config._attn_implementation
             config.backbone_config = backbone.config
+        else:  # `experts_implementation=` has set it here as well, where a dense model refuses it
+            config.backbone_config._experts_implementation = None
         super().__init__(config)
         for flag in ("output_hidden_states", "output_attentions"):  # which the backbone reads off its own config
             if getattr(config, flag):
                 setattr(config.backbone_config, flag, True)
+        network = feed_forward_of(config) if config.router == "token" else None
         architecture = architecture_of(config)
         self.backbone = _adapt(AutoModel.from_config(config.backbone_config) if backbone is None else backbone)
         layers = _list_of_layers(self.backbone, architecture)
         for index, layer in enumerate(layers):
-            if index in config.mote_layer_indices:
-                layers[index] = MoTEBlock(layer, config.available_experts, architecture.shared_modules)
+            if index not in config.mote_layer_indices:
+                layer.register_forward_pre_hook(_without_routing, with_kwargs=True)
+            elif network is not None:
+                layers[index] = TokenRoutedBlock(layer, network, config)
             else:
-                layer.register_forward_pre_hook(_without_expert, with_kwargs=True)
+                layers[index] = MoTEBlock(layer, config.available_experts, architecture.shared_modules)
         self.post_init()
         absent = [re.escape(name) for name in config.experts if name not in config.available_experts]
         if absent:
             known = self._keys_to_ignore_on_load_unexpected or ()
             self._keys_to_ignore_on_load_unexpected = {*known, rf"\.experts\.({'|'.join(absent)})\."}
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """Say what the base class would look for in the source of this file: the experts of a token router can."""
+        return True
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embeddings, which all experts share."""
@@ -233,9 +254,11 @@ class MoTEModel(PreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         task: str | list[str] | None = None,
         task_ids: torch.Tensor | None = None,
+        output_router_logits: bool = False,
+        balance_share: float | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPooling:
-        """Embed a batch, each sequence through the expert of its task.
+    ) -> MoTEOutput:
+        """Embed a batch, each sequence through the expert of its task, or each token through those of its router.
 
         Args:
             input_ids: Tokens, [B, L].
@@ -243,17 +266,22 @@ class MoTEModel(PreTrainedModel):
             token_type_ids: Segments, [B, L], where the backbone has them.
             position_ids: Positions, [B, L] or [1, L].
             inputs_embeds: Token embeddings instead of `input_ids`, [B, L, H].
-            task: One task for the batch, or a list with the task of each row.
+            task: One task for the batch, or a list with the task of each row. A token router needs none.
             task_ids: Instead of `task`: [B] indices into `list(config.tasks)`.
+            output_router_logits: Of a token router: return what each block's router said.
+            balance_share: Of a token router, in training: the share of one row in a training step, 1 / all its rows,
+                so that the load-balancing losses of the step's forward passes add up to one. None: this pass counts
+                as a whole step.
             **kwargs: What the backbone takes (`output_hidden_states`, `output_attentions` …).
 
         Returns:
             `last_hidden_state` [B, L, H]; `pooler_output` [B, H], pooled as the config says, padding left out;
-            `hidden_states` and `attentions` where asked for. In a batch of several tasks, the positions past the
-            last token of a row's group are zeros.
+            `hidden_states`, `attentions` and `router_logits` (of each routed block [B, L, E]) where asked for. In a
+            batch of several tasks, the positions past the last token of a row's group are zeros.
 
         Raises:
-            ValueError: If the task is unknown, missing, ambiguous, not one per row, or its expert is not loaded.
+            ValueError: If the task is unknown, missing, ambiguous, not one per row, or its expert is not loaded; if
+                something is asked of a router that is not there.
         """
         given = {
             "input_ids": input_ids,
@@ -266,11 +294,17 @@ class MoTEModel(PreTrainedModel):
         tokens = input_ids if input_ids is not None else inputs_embeds
         if tokens is None:
             raise ValueError("Pass input_ids or inputs_embeds")
+        if self.config.router == "token":
+            if task is not None or task_ids is not None:
+                self._expert_of_rows(task, task_ids, tokens.shape[0])  # an unknown task is an error all the same
+            return self._run_routed(sequences, kwargs, tokens.shape[0], output_router_logits, balance_share)
+        if output_router_logits or balance_share is not None:
+            raise ValueError("output_router_logits and balance_share are for router='token': this model routes by task")
         experts = self._expert_of_rows(task, task_ids, tokens.shape[0])
         if isinstance(experts, str):
-            return self._run(experts, sequences, kwargs)
+            return self._run(sequences, {**kwargs, "expert": experts})
         if len(set(experts)) == 1:
-            return self._run(experts[0], sequences, kwargs)
+            return self._run(sequences, {**kwargs, "expert": experts[0]})
         return self._run_groups(experts, tokens, sequences, kwargs)
 
     def _expert_of_rows(
@@ -307,20 +341,42 @@ class MoTEModel(PreTrainedModel):
             raise ValueError(f"task_ids {wrong} are out of range. Tasks: {listing}.")
         return [names[i] for i in ids]
 
-    def _run(self, expert: str, sequences: dict[str, torch.Tensor], kwargs: dict) -> BaseModelOutputWithPooling:
-        """Run rows that share an expert: the dense model's compute, and the pooling."""
-        out = self.backbone(**sequences, **kwargs, expert=expert)
+    def _run(self, sequences: dict[str, torch.Tensor], kwargs: dict) -> MoTEOutput:
+        """Run rows that share their routing: the dense model's compute, and the pooling."""
+        out = self.backbone(**sequences, **kwargs)
         hidden = out.last_hidden_state  # [B, L, H]
-        return BaseModelOutputWithPooling(
+        return MoTEOutput(
             last_hidden_state=hidden,
             pooler_output=pool(hidden, sequences.get("attention_mask"), self.config.pooling),
             hidden_states=out.get("hidden_states"),
             attentions=out.get("attentions"),
         )
 
+    def _run_routed(
+        self,
+        sequences: dict[str, torch.Tensor],
+        kwargs: dict,
+        rows: int,
+        output_router_logits: bool,
+        balance_share: float | None,
+    ) -> MoTEOutput:
+        """Run rows whose tokens find their experts by themselves, whatever the tasks."""
+        if "cu_seq_lens_q" in kwargs:  # sequences without padding, laid end to end in one row
+            rows = len(kwargs["cu_seq_lens_q"]) - 1
+        mask = sequences.get("attention_mask")
+        logits: list[torch.Tensor] = []
+        routing = TokenRouting(
+            token_mask=mask.bool() if mask is not None and mask.dim() == 2 else None,
+            loss_weight=self.config.load_balancing * (1.0 if balance_share is None else rows * balance_share),
+            record=logits.append if output_router_logits else None,
+        )
+        out = self._run(sequences, {**kwargs, "routing": routing})
+        out.router_logits = tuple(logits) if output_router_logits else None
+        return out
+
     def _run_groups(
         self, experts: list[str], tokens: torch.Tensor, sequences: dict[str, torch.Tensor], kwargs: dict
-    ) -> BaseModelOutputWithPooling:
+    ) -> MoTEOutput:
         """Run the rows of each expert together, then put them back in their order."""
         rows_of: dict[str, list[int]] = {}
         for row, expert in enumerate(experts):
@@ -330,7 +386,7 @@ class MoTEModel(PreTrainedModel):
             index = torch.tensor(rows, device=tokens.device)
             group_kwargs = {name: _select_rows(value, index, len(experts)) for name, value in kwargs.items()}
             group = {name: _select_rows(value, index, len(experts)) for name, value in sequences.items()}
-            outputs.append(self._run(expert, _trim(group), group_kwargs))
+            outputs.append(self._run(_trim(group), {**group_kwargs, "expert": expert}))
         order = torch.tensor([row for rows in rows_of.values() for row in rows], device=tokens.device).argsort()
 
         def join(values: Any) -> Any:
@@ -340,23 +396,31 @@ class MoTEModel(PreTrainedModel):
             return None if values[0] is None else _join_groups(values, order, tokens.shape[1])
 
         names = ("last_hidden_state", "pooler_output", "hidden_states", "attentions")
-        return BaseModelOutputWithPooling(**{name: join([out.get(name) for out in outputs]) for name in names})
+        return MoTEOutput(**{name: join([out.get(name) for out in outputs]) for name in names})
 
     def parameter_counts(self) -> dict[str, Any]:
         """Count parameters.
 
         Returns:
             `total`; `active`, those that a sequence passes through, as many as in the dense model (its pooler left
-            out); `shared`, by all experts; `experts`, name → those of that expert alone.
+            out), with a token router those that a token passes through; `shared`, by all experts (the router is);
+            `experts`, name → those of that expert alone.
         """
         blocks = [module for module in self.modules() if isinstance(module, MoTEBlock)]
         experts = {
             name: sum(p.numel() for block in blocks for p in block.experts[name].parameters())
             for name in self.config.available_experts
         }
+        active_experts = 1
+        if self.config.router == "token":
+            routed = [module.feed_forward for module in self.modules() if isinstance(module, TokenRoutedBlock)]
+            in_all = sum(p.numel() for feed_forward in routed for p in feed_forward.experts.parameters())
+            experts = dict.fromkeys(experts, in_all // len(experts))
+            active_experts = self.config.experts_per_token
         total = sum(p.numel() for p in self.parameters())
         shared = total - sum(experts.values())
-        return {"total": total, "active": shared + max(experts.values()), "shared": shared, "experts": experts}
+        active = shared + active_experts * max(experts.values())
+        return {"total": total, "active": active, "shared": shared, "experts": experts}
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
@@ -382,8 +446,9 @@ class MoTEModel(PreTrainedModel):
         ]
         if problems:
             raise ValueError(
-                f"The weights of {model.name_or_path!r} do not match its config, whose experts are "
-                f"{model.config.available_experts}: {'; '.join(problems)}. Load the files as they were saved together."
+                f"The weights of {model.name_or_path!r} do not match its config, whose router is "
+                f"{model.config.router!r} and whose experts are {model.config.available_experts}: "
+                f"{'; '.join(problems)}. Load the files as they were saved together."
             )
         return (model, info) if output_loading_info else model
 
@@ -459,9 +524,9 @@ def _container(shared: nn.Module, path: str) -> nn.Module:
     return shared
 
 
-def _without_expert(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Keep the expert's name from a layer that is dense (`mote_layers`)."""
-    return args, {name: value for name, value in kwargs.items() if name != "expert"}
+def _without_routing(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Keep the expert's name, or the routing of tokens, from a layer that is dense (`mote_layers`)."""
+    return args, {name: value for name, value in kwargs.items() if name not in ("expert", "routing")}
 
 
 def _select_rows(value: Any, index: torch.Tensor, batch_size: int) -> Any:

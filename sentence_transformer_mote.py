@@ -10,6 +10,11 @@ import torch
 from sentence_transformers.base.modules import Transformer
 from transformers.dynamic_module_utils import custom_object_save
 
+try:
+    from .configuration_mote import ROLE_HINTS  # type: ignore[import-not-found]
+except ImportError:  # imported as an installed top-level module rather than as remote code
+    from configuration_mote import ROLE_HINTS
+
 
 class MoTETransformer(Transformer):
     """A `Transformer` module whose model has task experts.
@@ -21,6 +26,10 @@ class MoTETransformer(Transformer):
     The decision is made once, in `preprocess`, and travels with the features as `route`: the task's name, or, in a
     batch of several tasks, a tensor [B] of indices into the config's tasks, which losses that cut batches into
     mini-batches cut along with the rest.
+
+    With a token router no expert hangs on the task: there is no `route`, a text need not tell its task, and an
+    instruction is a prompt as in any dense model. `features["balance_share"]`, a number, if there is one, is handed to
+    the model (see `MoTEModel.forward`).
     """
 
     forward_kwargs = {"task"}  # otherwise `encode(task=…)` is dropped in silence
@@ -52,6 +61,10 @@ class MoTETransformer(Transformer):
             return super().preprocess(inputs, prompt, processing_kwargs, **kwargs)
         if not inputs:
             return {}
+        if self.config.router == "token":
+            if task is not None and task not in ROLE_HINTS:
+                self.config.expert_of(task)  # an unknown task is an error all the same
+            return super().preprocess(inputs, prompt, processing_kwargs, task=task, **kwargs)
         tasks = self.config.task_of(inputs, task, prompt)
         mixed = not isinstance(tasks, str)
         features = super().preprocess(inputs, prompt, processing_kwargs, task=task, mixed_tasks=mixed, **kwargs)
@@ -76,9 +89,13 @@ class MoTETransformer(Transformer):
         Returns:
             The features, with `token_embeddings` [B, L, H].
         """
-        route = features.get("route", task or features.get("task"))
-        routing = {"task": None, "task_ids": route} if isinstance(route, torch.Tensor) else {"task": route}
-        inputs = {name: value for name, value in features.items() if name != "route"}
+        inputs = {name: value for name, value in features.items() if name not in ("route", "balance_share")}
+        routing: dict[str, Any]
+        if self.config.router == "token":
+            routing = {"task": None, "balance_share": features.get("balance_share")}
+        else:
+            route = features.get("route", task or features.get("task"))
+            routing = {"task": None, "task_ids": route} if isinstance(route, torch.Tensor) else {"task": route}
         return super().forward(inputs, **routing, **kwargs)
 
     def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
