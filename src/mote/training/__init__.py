@@ -1,0 +1,1 @@
+"""Training: task-aware contrastive learning on Sentence-Transformers' own trainer."""

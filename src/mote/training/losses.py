@@ -1,0 +1,249 @@
+"""What is minimised: InfoNCE over the texts of a batch, or any loss of Sentence-Transformers.
+
+InfoNCE is here, and not the library's `MultipleNegativesRankingLoss`, for one reason: texts that are known not to be
+negatives of each other (equal texts, equal labels) are left out of the denominator. Gradient caching, the forward
+passes and Matryoshka are the library's.
+"""
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.losses.gradcache import CachedLossMixin
+from sentence_transformers.base.losses.merged_forward import embed_columns
+from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.util import all_gather, all_gather_with_grad, get_rank
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from configuration_mote import alternatives
+from mote.training.recipe import TaskSettings, TrainingSettings
+
+INFO_NCE = "InfoNCE"
+
+
+class InfoNCELoss(CachedLossMixin, nn.Module):
+    """InfoNCE: each anchor is to find its positive among the candidates of the batch (van den Oord et al. 2018).
+
+    The loss of anchor i with the candidates D_i is -log(exp(s(a_i, p_i) / t) / Σ_{d in D_i} exp(s(a_i, d) / t)), s the
+    cosine. D_i holds the positive, the row's own hard negatives, and the positives and hard negatives of other rows,
+    apart from those that are known to be no negatives: texts equal to the anchor or its positive, and positives of
+    rows with the same anchor or label.
+
+    Args:
+        model: What embeds.
+        temperature: t.
+        symmetric: Add the same loss of positives that are to find their anchors, and halve the sum.
+        in_batch_negatives: Whether candidates of other rows count.
+        gather_across_devices: Whether other rows are those of all processes, or those of this one.
+        mini_batch_size: Rows of a forward pass; the gradients of embeddings are cached in between (GradCache, Gao et
+            al. 2021). None: one forward pass per column, no caching.
+    """
+
+    def __init__(
+        self,
+        model: SentenceTransformer,
+        temperature: float,
+        *,
+        symmetric: bool = False,
+        in_batch_negatives: bool = True,
+        gather_across_devices: bool = False,
+        mini_batch_size: int | None = None,
+    ) -> None:
+        """Keep the settings."""
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+        self.symmetric = symmetric
+        self.in_batch_negatives = in_batch_negatives
+        self.gather_across_devices = gather_across_devices
+        self.uses_gradient_cache = mini_batch_size is not None
+        self.mini_batch_size = mini_batch_size or 0
+
+    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None) -> Tensor:
+        """Compute the loss of a batch.
+
+        Args:
+            sentence_features: Of the anchors, the positives, and each column of hard negatives.
+            labels: [B, columns + 1]: the identity of each text, and of the group (label or anchor) of each row, as
+                `mote.training.data` makes them. None: nothing is known of the rows.
+
+        Returns:
+            A scalar.
+        """
+        sentence_features = list(sentence_features)
+        if self.uses_gradient_cache:
+            return self.forward_cached(sentence_features, labels)
+        embeddings = embed_columns(self.model, sentence_features)
+        return self.calculate_loss([[column] for column in embeddings], labels)
+
+    def calculate_loss(
+        self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
+    ) -> Tensor:
+        """Compute the loss from embeddings, in chunks of rows where gradients are cached.
+
+        Args:
+            reps: Of each column its embeddings, in mini-batches of [b, H].
+            labels: As in `forward`.
+            with_backward: Propagate back to the embeddings, and return a scalar without a graph.
+        """
+        columns = [normalize(torch.cat(column).float(), dim=-1) for column in reps]  # each [B, H]
+        rows = columns[0].shape[0]
+        first = 0
+        if self.gather_across_devices:
+            columns = [all_gather_with_grad(column) for column in columns]
+            labels = None if labels is None else all_gather(labels)
+            first = get_rank() * rows
+        leaves = [column.detach().requires_grad_() for column in columns] if with_backward else columns
+        chunk = self.mini_batch_size or rows
+        total = columns[0].new_zeros(())
+        for begin in range(first, first + rows, chunk):
+            index = torch.arange(begin, min(begin + chunk, first + rows), device=total.device)
+            loss = self._sum_over(index, leaves, labels) / rows
+            if with_backward:
+                loss.backward()
+                loss = loss.detach()
+            total = total + loss
+        if with_backward:  # once through the gathering and the normalisation, for all chunks
+            torch.autograd.backward(columns, [leaf.grad for leaf in leaves])
+        return total
+
+    def _sum_over(self, index: Tensor, columns: list[Tensor], labels: Tensor | None) -> Tensor:
+        """Sum the losses of the rows `index` [b], with the texts of all rows, columns of [N, H], as candidates."""
+        anchors, *documents = columns
+        known = _NotNegative(labels, columns, self.in_batch_negatives)
+        loss = self._info_nce(anchors[index], torch.cat(documents), index, known.of_documents(index))
+        if self.symmetric:
+            back = self._info_nce(documents[0][index], anchors, index, known.of_anchors(index))
+            loss = (loss + back) / 2
+        return loss
+
+    def _info_nce(self, queries: Tensor, candidates: Tensor, target: Tensor, left_out: Tensor) -> Tensor:
+        scores = queries @ candidates.T / self.temperature  # [b, candidates]
+        scores = scores.masked_fill(left_out, -torch.inf)
+        return nn.functional.cross_entropy(scores, target, reduction="sum")
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """Describe the loss for the model card."""
+        names = ("temperature", "symmetric", "in_batch_negatives", "gather_across_devices")
+        return {name: getattr(self, name) for name in names}
+
+
+class _NotNegative:
+    """Which candidates of the rows `index` are left out of the denominator, [b, candidates]."""
+
+    def __init__(self, labels: Tensor | None, columns: list[Tensor], in_batch: bool) -> None:
+        self.rows, self.candidates = columns[0].shape[0], len(columns) - 1
+        self.device, self.in_batch = columns[0].device, in_batch
+        self.texts = self.groups = None
+        if labels is not None and labels.dim() == 2:
+            self.texts, self.groups = labels[:, : len(columns)], labels[:, -1]  # [N, columns], [N]
+
+    def of_documents(self, index: Tensor) -> Tensor:
+        """Of all positives, then all first negatives, and so on."""
+        mask = torch.zeros(len(index), self.candidates, self.rows, dtype=torch.bool, device=self.device)
+        if self.texts is not None and self.groups is not None:
+            documents = self.texts[:, 1:].T[None]  # [1, candidates, N]
+            for own in self.texts[index, :2].T:  # anchor, positive
+                mask |= documents == own[:, None, None]
+            mask[:, 0] |= self.groups[None] == self.groups[index, None]
+        if not self.in_batch:
+            mask |= ~self._own(index)[:, None]
+        mask[:, 0] &= ~self._own(index)
+        return mask.flatten(1)
+
+    def of_anchors(self, index: Tensor) -> Tensor:
+        """Of all anchors, for positives that look for theirs."""
+        mask = torch.zeros(len(index), self.rows, dtype=torch.bool, device=self.device)
+        if self.texts is not None and self.groups is not None:
+            for own in self.texts[index, :2].T:
+                mask |= self.texts[None, :, 0] == own[:, None]
+            mask |= self.groups[None] == self.groups[index, None]
+        return mask & ~self._own(index)
+
+    def _own(self, index: Tensor) -> Tensor:
+        return torch.arange(self.rows, device=self.device)[None] == index[:, None]
+
+
+def check_loss(task: str, settings: TaskSettings) -> None:
+    """Make sure that the loss of a task exists and takes its arguments.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if settings.loss == INFO_NCE:
+        if settings.loss_arguments:
+            raise ValueError(
+                f"Task {task!r}: InfoNCE takes no loss_arguments; its settings are temperature, symmetric and "
+                "in_batch_negatives"
+            )
+        if settings.symmetric and not settings.in_batch_negatives:
+            raise ValueError(f"Task {task!r}: without in-batch negatives no positive has another anchor to choose")
+        return
+    names = [name for name in losses.__all__ if name.endswith("Loss")]
+    if settings.loss not in names:
+        raise ValueError(
+            f"Task {task!r}: unknown loss {settings.loss!r}." + alternatives(settings.loss, [INFO_NCE, *names])
+        )
+    known = inspect.signature(getattr(losses, settings.loss)).parameters.keys() - {"model", "loss"}
+    for name in settings.loss_arguments:
+        if name not in known:
+            raise ValueError(
+                f"Task {task!r}: {settings.loss} has no argument {name!r}." + alternatives(name, sorted(known))
+            )
+
+
+def build_loss(
+    model: SentenceTransformer,
+    task: TaskSettings,
+    training: TrainingSettings,
+    processes: int = 1,
+    label_dim: int | None = None,
+) -> nn.Module:
+    """Make the loss of a training set.
+
+    Args:
+        model: What embeds.
+        task: The settings of the set's task.
+        training: For gradient caching, negatives of other processes, and Matryoshka.
+        processes: That train together.
+        label_dim: Width of a teacher's embeddings, where these are the labels.
+    """
+    if processes > 1 and training.mini_batch_size is None:
+        # With two experts in a step, DDP stops at two forward passes before one backward pass. Gradient caching does
+        # one after the other, and gives the same gradients.
+        training = training.model_copy(update={"mini_batch_size": training.batch_size // processes})
+    if task.loss == INFO_NCE:
+        loss: nn.Module = InfoNCELoss(
+            model,
+            task.temperature,
+            symmetric=task.symmetric,
+            in_batch_negatives=task.in_batch_negatives,
+            gather_across_devices=training.cross_device_negatives,
+            mini_batch_size=training.mini_batch_size,
+        )
+    else:
+        loss = _library_loss(model, task, training, label_dim)
+    if training.matryoshka:
+        loss = losses.MatryoshkaLoss(model, loss, training.matryoshka)
+    return loss
+
+
+def _library_loss(
+    model: SentenceTransformer, task: TaskSettings, training: TrainingSettings, label_dim: int | None
+) -> nn.Module:
+    """Make a loss of Sentence-Transformers, with the recipe's settings where it has arguments for them."""
+    cls = getattr(losses, task.loss)
+    takes = inspect.signature(cls).parameters
+    arguments = dict(task.loss_arguments)
+    if "mini_batch_size" in takes and training.mini_batch_size is not None:
+        arguments.setdefault("mini_batch_size", training.mini_batch_size)
+    if "gather_across_devices" in takes:
+        arguments.setdefault("gather_across_devices", training.cross_device_negatives)
+    if "projection_dim" in takes and label_dim not in (None, model.get_embedding_dimension()):
+        arguments.setdefault("projection_dim", label_dim)
+    if isinstance(arguments.get("guide"), str):
+        arguments["guide"] = SentenceTransformer(arguments["guide"])
+    return cls(model, **arguments)

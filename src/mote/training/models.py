@@ -1,0 +1,128 @@
+"""The model that a recipe trains: a MoTE, its token-routed counterpart, or a dense model."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from sentence_transformers import SentenceTransformer
+
+from configuration_mote import MoTEConfig, alternatives
+from mote import repository, upcycling
+from mote.sources import open_source
+from mote.training.recipe import ModelSettings, Recipe
+
+
+def is_mote(model: SentenceTransformer) -> bool:
+    """Tell whether a model has experts; one that was loaded as remote code is of a class of its own."""
+    return getattr(model[0], "config", None) is not None and model[0].config.model_type == "mote"
+
+
+def build_model(recipe: Recipe, scratch: Path) -> tuple[SentenceTransformer, MoTEConfig]:
+    """Build the model that a recipe trains.
+
+    Args:
+        recipe: The recipe.
+        scratch: Folder for a MoTE on its way from the dense source into memory.
+
+    Returns:
+        The model; and a config that knows the names of the tasks and their instructions, which is the model's own
+        where it has experts.
+
+    Raises:
+        FileNotFoundError: If the source is not there.
+        ValueError: If the source does not fit the recipe, or the recipe names a task that the model does not know.
+    """
+    settings = recipe.model
+    torch.manual_seed(recipe.training.seed)  # of new weights: those of a token router
+    source = open_source(settings.source, settings.revision)
+    made_of_experts = source.read_json("config.json").get("model_type") == "mote"
+    if settings.kind == "dense":
+        if made_of_experts:
+            raise ValueError(f"{settings.source} is a MoTE: the kind is 'mote', or average its experts first")
+        model = SentenceTransformer(str(source.folder), **_loading(settings))
+        names = _names(settings, repository.source_prompts(source))
+        model.prompts = repository.prompts_of(names)
+    else:
+        folder = source.folder if made_of_experts else _upcycled(settings, scratch)
+        model = SentenceTransformer(str(folder), trust_remote_code=True, **_loading(settings))
+        names = model[0].config
+        router = getattr(names, "router", "task")
+        if router != {"mote": "task", "token": "token"}[settings.kind]:
+            raise ValueError(f"{settings.source} routes by {router}: the recipe's kind {settings.kind!r} does not fit")
+    if settings.max_length is not None:
+        model.max_seq_length = settings.max_length
+    _check_tasks(recipe, names)
+    return model, names
+
+
+def _loading(settings: ModelSettings) -> dict[str, Any]:
+    attention = {} if settings.attention is None else {"attn_implementation": settings.attention}
+    return {"model_kwargs": {"dtype": torch.float32, **attention}}  # mixed precision keeps its weights in fp32
+
+
+def _instructions(settings: ModelSettings) -> dict[str, str]:
+    """Return the instructions that the recipe sets itself."""
+    if settings.instructions:
+        return settings.instruction_texts
+    return dict.fromkeys(MoTEConfig(experts=settings.experts, tasks=settings.tasks).tasks, "")
+
+
+def _names(settings: ModelSettings, prompts: dict[str, str]) -> MoTEConfig:
+    """Name tasks and instructions of a dense model as those of a MoTE made of it would be."""
+    config = MoTEConfig(experts=settings.experts, tasks=settings.tasks)
+    config.instructions |= {**upcycling.instructions_from(prompts, config), **_instructions(settings)}
+    config.validate_names()
+    return config
+
+
+def _upcycled(settings: ModelSettings, scratch: Path) -> Path:
+    """Upcycle the dense source; with several processes, one does."""
+    folder = scratch / "start"
+    with PartialState().main_process_first():
+        if not folder.exists():
+            routing: dict[str, Any] = {}
+            if settings.kind == "token":
+                routing = {
+                    "router": "token",
+                    "experts_per_token": settings.experts_per_token,
+                    "load_balancing": settings.load_balancing,
+                }
+            upcycling.upcycle(
+                settings.source,
+                folder,
+                revision=settings.revision,
+                experts=settings.experts,
+                layers=settings.layers,
+                tasks=settings.tasks,
+                instructions=_instructions(settings),
+                **routing,
+            )
+    return folder
+
+
+def _check_tasks(recipe: Recipe, names: MoTEConfig) -> None:
+    """Make sure that the model knows every task that the recipe's data are for."""
+    for name, task in recipe.tasks.items():
+        for where in (task, *task.datasets):
+            for model_task in (where.anchor, where.positive):
+                if model_task and model_task not in names.tasks:
+                    raise ValueError(
+                        f"tasks.{name}: the model has no task {model_task!r}." + alternatives(model_task, names.tasks)
+                    )
+
+
+def encodings(names: MoTEConfig, routed: bool) -> dict[str, dict[str, Any]]:
+    """Say how the texts of each task are embedded.
+
+    Args:
+        names: Tasks and instructions.
+        routed: Whether the task also picks an expert.
+
+    Returns:
+        Task → arguments of `encode`.
+    """
+    return {
+        task: {"prompt": names.instruction_of(task) or None, **({"task": task} if routed else {})}
+        for task in names.tasks
+    }

@@ -1,0 +1,82 @@
+"""Scores on texts cut from the training parts: to compare learning rates and recipes without the test parts."""
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+from scipy.stats import spearmanr
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.evaluation import BaseEvaluator
+from sklearn.metrics import ndcg_score
+from sklearn.metrics.pairwise import cosine_similarity
+
+from mote.training.data import ValidationSet
+
+
+class Validation(BaseEvaluator):
+    """Mean score over the held-out texts of each dataset, then over each task's datasets, then over the tasks.
+
+    - pairs: nDCG@10 of the anchor's positive among all held-out positives of the dataset;
+    - labelled texts: how often the nearest other text has the same label;
+    - scored pairs: Spearman's correlation of the cosine with the score.
+
+    All are multiplied by 100.
+
+    Args:
+        sets: Held-out texts.
+        encodings: Task of the model → what `encode` gets for its texts (`prompt`, `task`).
+        batch_size: Of encoding.
+    """
+
+    primary_metric = "validation_mean"
+
+    def __init__(self, sets: list[ValidationSet], encodings: dict[str, dict[str, Any]], batch_size: int = 64) -> None:
+        """Keep the arguments."""
+        super().__init__()
+        self.sets, self.encodings, self.batch_size = sets, encodings, batch_size
+
+    def __call__(  # type: ignore[override]
+        self, model: SentenceTransformer, output_path: str | None = None, epoch: float = -1, steps: int = -1
+    ) -> dict[str, float]:
+        """Score a model.
+
+        Returns:
+            `validation_mean`, and `validation_<task>`, `validation_<task>/<dataset>` for each.
+        """
+        by_task: dict[str, dict[str, float]] = defaultdict(dict)
+        for part in self.sets:
+            by_task[part.task][part.name] = 100 * getattr(self, f"_score_{part.form}")(model, part)
+        scores = {task: float(np.mean(list(of_task.values()))) for task, of_task in by_task.items()}
+        metrics = {"validation_mean": float(np.mean(list(scores.values())))}
+        for task, score in scores.items():
+            metrics[f"validation_{task}"] = score
+            metrics |= {f"validation_{task}/{name}": value for name, value in by_task[task].items()}
+        return metrics
+
+    def _score_pairs(self, model: SentenceTransformer, part: ValidationSet) -> float:
+        positives = list(dict.fromkeys(part.rows["positive"]))
+        column = {text: index for index, text in enumerate(positives)}
+        scores = cosine_similarity(
+            self._embed(model, part.rows["anchor"], part.anchor), self._embed(model, positives, part.positive)
+        )
+        right = np.zeros_like(scores)
+        right[np.arange(len(scores)), [column[text] for text in part.rows["positive"]]] = 1
+        return float(ndcg_score(right, scores, k=10)) if len(positives) > 1 else 1.0
+
+    def _score_labelled(self, model: SentenceTransformer, part: ValidationSet) -> float:
+        embeddings = self._embed(model, part.rows["text"], part.anchor)
+        scores = cosine_similarity(embeddings)
+        np.fill_diagonal(scores, -np.inf)
+        labels = np.array(part.rows["label"])
+        return float(np.mean(labels[scores.argmax(axis=1)] == labels))
+
+    def _score_scored(self, model: SentenceTransformer, part: ValidationSet) -> float:
+        anchors = self._embed(model, part.rows["anchor"], part.anchor)
+        positives = self._embed(model, part.rows["positive"], part.positive)
+        return float(spearmanr(model.similarity_pairwise(anchors, positives), part.rows["score"]).statistic)
+
+    def _embed(self, model: SentenceTransformer, texts: Any, task: str) -> np.ndarray:
+        embeddings = model.encode(
+            list(texts), batch_size=self.batch_size, show_progress_bar=False, **self.encodings[task]
+        )
+        return np.asarray(embeddings)
