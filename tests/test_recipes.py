@@ -1,0 +1,150 @@
+"""Recipes: what is shipped, what extends what, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mote.training.recipe import load_recipe, shipped_recipes
+
+ALL = [
+    "em",
+    "ic",
+    "mote",
+    "mote-every-other",
+    "mote-objectives",
+    "mote-static",
+    "sem-classification",
+    "sem-clustering",
+    "sem-retrieval",
+    "smoke",
+    "tlr",
+]
+
+
+def flat(settings: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(settings, dict) or not settings:
+        return {prefix: settings}
+    return {key: value for name in settings for key, value in flat(settings[name], f"{prefix}.{name}").items()}
+
+
+def differences(one: str, other: str) -> set[str]:
+    """Name the settings in which two recipes differ, apart from what they are called."""
+    first, second = (flat(load_recipe(name).model_dump()) for name in (one, other))
+    keys = {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
+    return {key for key in keys if key not in (".name", ".description", ".output")}
+
+
+def test_the_shipped_recipes() -> None:
+    assert shipped_recipes() == ALL
+    for name in ALL:
+        recipe = load_recipe(name)
+        assert recipe.name == name
+        assert recipe.output == f"runs/{name}"
+        assert recipe.description
+
+
+def test_each_recipe_begins_with_its_command() -> None:
+    for name in ALL:
+        text = Path(f"src/mote/recipes/{name}.yaml").read_text(encoding="utf-8")
+        assert f"mote train {name}" in text.split("\nname:")[0]
+
+
+def test_the_papers_settings() -> None:
+    recipe = load_recipe("mote")
+    tasks = {name: (task.batches, task.temperature) for name, task in recipe.tasks.items()}
+    assert tasks == {
+        "retrieval": ("homogeneous", 0.03),
+        "classification": ("heterogeneous", 0.03),
+        "clustering": ("heterogeneous", 0.06),
+    }
+    assert (recipe.tasks["retrieval"].anchor, recipe.tasks["retrieval"].positive) == ("search_query", "search_document")
+    assert (recipe.tasks["clustering"].anchor, recipe.tasks["clustering"].positive) == ("clustering", "clustering")
+    training = recipe.training
+    assert (training.batch_size, training.learning_rate, training.weight_decay, training.epochs) == (6144, 5e-6, 0.1, 1)
+    assert training.optimizer == "adamw_torch"
+
+
+def test_recipes_differ_in_what_the_paper_varies() -> None:
+    assert differences("mote", "mote-every-other") == {".model.layers"}
+    assert differences("mote", "mote-static") == {".tasks.retrieval.batches", ".tasks.clustering.temperature"}
+    assert differences("mote", "ic") == {".model.kind"}
+    assert differences("ic", "em") == {".model.instructions"}
+    assert differences("mote", "tlr") == {".model.kind"}
+    for task in ("retrieval", "classification", "clustering"):
+        assert list(load_recipe(f"sem-{task}").tasks) == [task]
+        assert {key.split(".")[1] for key in differences("ic", f"sem-{task}")} == {"tasks"}
+    fifth = load_recipe("mote-objectives")
+    assert [dataset.path for dataset in fifth.tasks["text_matching"].datasets] == ["sts/stsbenchmark", "sts/sts12"]
+    assert all(dataset.split == "train" for dataset in fifth.tasks["text_matching"].datasets)
+    assert fifth.tasks["text_matching"].loss == "CoSENTLoss"
+
+
+def test_overrides() -> None:
+    recipe = load_recipe(
+        "mote",
+        [
+            "training.learning_rate=2e-5",
+            "model.instructions=false",
+            "tasks.clustering=null",
+            "tasks.retrieval.datasets=[retrieval/arxiv, {path: retrieval/debian, limit: 10}]",
+            "training.mini_batch_size=null",
+            "output=elsewhere",
+        ],
+    )
+    assert recipe.training.learning_rate == 2e-5
+    assert recipe.model.instructions is False
+    assert list(recipe.tasks) == ["retrieval", "classification"]
+    assert [(d.path, d.limit) for d in recipe.tasks["retrieval"].datasets] == [
+        ("retrieval/arxiv", None),
+        ("retrieval/debian", 10),
+    ]
+    assert recipe.training.mini_batch_size is None
+    assert recipe.output == "elsewhere"
+
+
+def test_a_file_extends_one_beside_it_before_a_shipped_one(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("extends: mote\nname: mine\ntraining: {seed: 7}\n")
+    (tmp_path / "longer.yaml").write_text("extends: mine\nname: longer\ntraining: {epochs: 3}\n")
+    recipe = load_recipe(tmp_path / "longer.yaml")
+    assert (recipe.name, recipe.training.seed, recipe.training.epochs) == ("longer", 7, 3)
+    assert recipe.training.batch_size == 6144
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainng.seed=1", r"unknown key 'trainng'. Did you mean 'training'"),
+        ("training.learning_rat=1", r"training: unknown key 'learning_rat'. Did you mean 'learning_rate'"),
+        ("tasks.retrieval.temprature=1", r"tasks.retrieval: unknown key 'temprature'. Did you mean 'temperature'"),
+        ("tasks.retrieval.temperature=0", r"tasks.retrieval.temperature: Input should be greater than 0"),
+        ("tasks.retrieval.batches=mixed", r"'homogeneous' or 'heterogeneous'"),
+        ("tasks.retrieval.datasets=[]", r"tasks.retrieval: the task has no data"),
+        ("tasks.retrieval.datasets=[{path: a, colums: {}}]", r"unknown key 'colums'. Did you mean 'columns'"),
+        ("model.kind=sparse", r"model.kind: Input should be 'mote', 'token' or 'dense'"),
+        ("training.epochs=many", r"training.epochs"),
+        ("tasks={}", None),
+        ("training.batch_size", r"expected key=value"),
+        ("model.source={", r"no YAML"),
+    ],
+)
+def test_what_does_not_hold_is_refused(override: str, message: str | None) -> None:
+    if message is None:  # an override replaces what it names
+        with pytest.raises(ValueError, match="the recipe has no task"):
+            load_recipe("mote", [override])
+        return
+    with pytest.raises(ValueError, match=message):
+        load_recipe("mote", [override])
+
+
+def test_every_fault_is_listed() -> None:
+    with pytest.raises(ValueError, match=r"(?s)training.batch_size.*validation.share"):
+        load_recipe("mote", ["training.batch_size=1", "validation.share=2"])
+
+
+def test_an_unknown_recipe_lists_the_shipped_ones(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no recipe 'mot'. Did you mean 'mote'.*'smoke'"):
+        load_recipe("mot")
+    (tmp_path / "circle.yaml").write_text("extends: circle\n")
+    with pytest.raises((ValueError, FileNotFoundError), match="circle"):
+        load_recipe(tmp_path / "circle.yaml")
