@@ -6,12 +6,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from configuration_mote import MoTEConfig
     from modeling_mote import MoTEModel
+    from mote.merging import average, average_experts, interpolate, interpolate_experts
     from mote.upcycling import UpcyclingPlan, plan_upcycling, upcycle
 
-__all__ = ["MoTEConfig", "MoTEModel", "UpcyclingPlan", "plan_upcycling", "upcycle"]
+__all__ = [
+    "MoTEConfig",
+    "MoTEModel",
+    "UpcyclingPlan",
+    "average",
+    "average_experts",
+    "interpolate",
+    "interpolate_experts",
+    "plan_upcycling",
+    "upcycle",
+]
 
 # Imported when first asked for: torch and transformers take seconds, which `mote --help` need not.
-_HOMES = {"MoTEConfig": "configuration_mote", "MoTEModel": "modeling_mote"}
+_HOMES = {
+    "MoTEConfig": "configuration_mote",
+    "MoTEModel": "modeling_mote",
+    **dict.fromkeys(["average", "average_experts", "interpolate", "interpolate_experts"], "mote.merging"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -21,8 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted: nothing was left behind\n")
+    except KeyboardInterrupt as interrupt:
+        sys.stderr.write(f"interrupted: {interrupt or 'nothing was left behind'}\n")
         return 130
     return 0
 
@@ -31,6 +31,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mote", description="Text-embedding models with task experts.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_upcycle(commands)
+    _add_train(commands)
+    _add_average(commands)
+    _add_interpolate(commands)
     return parser
 
 
@@ -63,6 +66,15 @@ def _add_upcycle(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--pooling", choices=("mean", "cls", "last_token"), help="default: the source's, or mean")
     add("--layer-path", metavar="PATH", help="of an architecture that MoTE does not know: where its layers are")
     add("--shared-modules", nargs="+", metavar="PATH", help="and what makes up the attention of each layer")
+    add("--router", choices=("task", "token"), default="task", help="what picks the expert (default: the task)")
+    add("--experts-per-token", type=int, default=2, metavar="K", help="of a token router (default: 2)")
+    add(
+        "--no-normalize-router",
+        dest="normalize_router",
+        action="store_false",
+        help="of a token router: weight experts by its probabilities as they are, not scaled to sum to 1",
+    )
+    add("--load-balancing", type=float, default=0.01, metavar="F", help="of a token router: factor of its loss (0.01)")
     add("--tokenizer", metavar="SRC", help="a folder or an id on the Hub (default: the source's own)")
     add("--dtype", choices=("auto", "float32", "float16", "bfloat16"), default="auto", help="of the weights")
     add("--max-shard-size", default="5GB", metavar="SIZE", help="of the files with the weights (default: 5GB)")
@@ -84,6 +96,90 @@ def _upcycle(*, dry_run: bool, **arguments: object) -> None:
         _print_line("Dry run: nothing was written.")
     else:
         upcycling.upcycle(**arguments, report=_print_line)  # type: ignore[arg-type]
+
+
+def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "train",
+        help="train a MoTE, or a model to compare it with, as a recipe says",
+        description="Train as a recipe says. The same command goes on where a run was broken off.",
+    )
+    add = command.add_argument
+    add("recipe", metavar="RECIPE", help="a file, or the name of a shipped recipe")
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="settings over those of the recipe")
+    add("--dry-run", action="store_true", help="read the data and print the plan, train nothing")
+    add("--overwrite", action="store_true", help="start again where a run has ended or was broken off")
+    command.set_defaults(run=_train)
+
+
+def _train(*, recipe: str, overrides: list[str], dry_run: bool, overwrite: bool) -> None:
+    from mote.training import run
+
+    if dry_run:
+        _print_line(run.plan(recipe, overrides))
+        _print_line("Dry run: nothing was trained.")
+    else:
+        run.train(recipe, overrides, overwrite=overwrite, report=_print_line)
+
+
+def _add_average(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "average",
+        help="make one dense model of the experts",
+        description="Write the mean of a MoTE's experts as a dense model that loads without any code of ours.",
+    )
+    _add_source_and_out(command)
+    command.set_defaults(run=_average)
+
+
+def _average(src: str, out: str, **arguments: object) -> None:
+    from mote import merging
+
+    merging.average(src, out, **arguments, report=_print_line)  # type: ignore[arg-type]
+
+
+def _add_interpolate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "interpolate",
+        help="move experts towards their mean",
+        description="Write a MoTE whose experts are nearer to their mean.",
+    )
+    _add_source_and_out(command)
+    command.add_argument(
+        "--to-mean",
+        required=True,
+        nargs="+",
+        metavar="L",
+        help="how far: 0 is the expert as it is, 1 the mean; one number for all, or NAME=L for some experts",
+    )
+    command.set_defaults(run=_interpolate)
+
+
+def _interpolate(src: str, out: str, to_mean: list[str], **arguments: object) -> None:
+    from mote import merging
+
+    merging.interpolate(src, out, to_mean=_to_mean(to_mean), **arguments, report=_print_line)  # type: ignore[arg-type]
+
+
+def _to_mean(words: list[str]) -> float | dict[str, float]:
+    """Read one number, or NAME=NUMBER for each expert."""
+    pairs = [word.rpartition("=") for word in words]
+    try:
+        numbers = {name: float(number) for name, _, number in pairs}
+    except ValueError:
+        numbers = {}
+    if len(numbers) != len(words) or ("" in numbers and len(words) > 1):
+        raise ValueError(f"--to-mean {' '.join(words)}: expected one number, or NAME=NUMBER once for each expert")
+    return numbers.get("", numbers)
+
+
+def _add_source_and_out(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("src", metavar="SRC", help="a MoTE: a folder, or an id on the Hub (user/name)")
+    add("--out", required=True, metavar="DIR", help="where to write")
+    add("--revision", help="branch, tag or commit of a source on the Hub")
+    add("--max-shard-size", default="5GB", metavar="SIZE", help="of the files with the weights (default: 5GB)")
+    add("--overwrite", action="store_true", help="replace DIR where it holds a MoTE, or a model made of one")
 
 
 def _print_line(line: str) -> None:

@@ -9,17 +9,22 @@ from types import TracebackType
 
 from safetensors import SafetensorError
 
+MERGING_RECORD = "merging.json"  # marks a dense model that was made of a MoTE here
+
 
 def refuse_occupied(out: Path, overwrite: bool = False) -> None:
     """Make sure that a new model may be written to `out`.
 
     Raises:
-        FileExistsError: If something is there; with `overwrite`, if it is something other than a MoTE.
+        FileExistsError: If something is there; with `overwrite`, if it is something other than a MoTE, or a
+            dense model that was made of one.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not overwrite:
         raise FileExistsError(f"{out} is in use: choose another folder, or replace the model there with `--overwrite`")
+    if (out / MERGING_RECORD).is_file():
+        return
     try:
         settings = json.loads((out / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

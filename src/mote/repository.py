@@ -1,7 +1,9 @@
 """Write a complete model repository: what Transformers, Sentence-Transformers, MTEB and people look for in one."""
 
 import json
+import platform
 import shutil
+from datetime import datetime, timezone
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -9,16 +11,20 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
+from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 import sentence_transformer_mote
 from configuration_mote import MoTEConfig
 from modeling_mote import MoTEModel
-from mote.sources import DenseSource
+from mote.files import MERGING_RECORD
+from mote.sources import Source
 
 RECORD_FILE = "upcycling.json"
+RECORDS = (RECORD_FILE, "training.json", MERGING_RECORD)  # of how a model was made, step by step
 
 # MTEB looks for a prompt under the task's type, for asymmetric tasks with the role, or under the role alone. These
 # are its names of the seven task types; the roles `query` and `document` are tasks of ours already.
@@ -39,7 +45,7 @@ MTEB_PROMPTS = {
 POOLING_NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
 
 
-def source_modules(source: DenseSource) -> list[dict[str, Any]]:
+def source_modules(source: Source) -> list[dict[str, Any]]:
     """Read the module list of a Sentence-Transformers source; empty for a plain Transformers one.
 
     Raises:
@@ -54,14 +60,18 @@ def source_modules(source: DenseSource) -> list[dict[str, Any]]:
         path = Path(module["path"])
         if path.is_absolute() or ".." in path.parts or (index > 0 and not path.parts):
             raise ValueError(f"{source.name} has a module that is not in a folder of its own: {str(path)!r}")
-        if not module["type"].startswith("sentence_transformers."):
+        if not module["type"].startswith("sentence_transformers.") and not _is_ours(module, index):
             raise ValueError(f"{source.name} has a module of its own code, {module['type']}, which cannot carry over")
-    if modules and modules[0]["type"].rsplit(".", 1)[-1] != "Transformer":
+    if modules and modules[0]["type"].rsplit(".", 1)[-1] != "Transformer" and not _is_ours(modules[0]):
         raise ValueError(f"{source.name} begins with the module {modules[0]['type']}: expected a Transformer")
     return modules
 
 
-def source_pooling(source: DenseSource) -> str | None:
+def _is_ours(module: dict[str, Any], index: int = 0) -> bool:
+    return index == 0 and module["type"].rsplit(".", 1)[-1] == sentence_transformer_mote.MoTETransformer.__name__
+
+
+def source_pooling(source: Source) -> str | None:
     """Name the pooling of a Sentence-Transformers source as MoTEConfig does.
 
     Raises:
@@ -79,13 +89,13 @@ def source_pooling(source: DenseSource) -> str | None:
     return None
 
 
-def _pooling_in(source: DenseSource, module: dict[str, Any]) -> str:
+def _pooling_in(source: Source, module: dict[str, Any]) -> str:
     """Name the pooling of a module as MoTEConfig does, or as the library does where MoTEConfig does not know it."""
     mode = str(Pooling.load(str(source.folder), subfolder=module["path"]).pooling_mode)
     return POOLING_NAMES.get(mode, mode)
 
 
-def source_prompts(source: DenseSource) -> dict[str, str]:
+def source_prompts(source: Source) -> dict[str, str]:
     """Read the prompts of a Sentence-Transformers source, if it has any.
 
     An empty prompt beside others says that such texts get none; where all are empty, they are the library's defaults.
@@ -106,23 +116,33 @@ def prompts_of(config: MoTEConfig, carried_over: dict[str, str] | None = None) -
     return {**(carried_over or {}), **mteb, **prompts}
 
 
-def write_model(model: MoTEModel, tokenizer: Any, source: DenseSource, folder: Path, max_shard_size: str) -> None:
+def write_model(model: PreTrainedModel, tokenizer: Any, source: Source, folder: Path, max_shard_size: str) -> None:
     """Write weights, config, code and tokenizer, which truncates where Sentence-Transformers does."""
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     tokenizer.model_max_length = max_seq_length(model, source) or tokenizer.model_max_length
     tokenizer.save_pretrained(folder)
 
 
-def max_seq_length(model: MoTEModel, source: DenseSource) -> int | None:
+def max_seq_length(model: PreTrainedModel, source: Source) -> int | None:
     """Count the tokens after which texts are cut: what the source's settings say, else what the model can take."""
     if source_modules(source):
         return source.read_json("sentence_bert_config.json").get("max_seq_length")
     return _longest_sequence(model)
 
 
-def write_sentence_transformer(model: MoTEModel, source: DenseSource, folder: Path) -> None:
-    """Write what `SentenceTransformer(folder)` reads, with the source's modules and settings where it has any."""
-    config = model.config
+def write_sentence_transformer(
+    model: PreTrainedModel, source: Source, folder: Path, of_mote: MoTEConfig | None = None
+) -> None:
+    """Write what `SentenceTransformer(folder)` reads, with the source's modules and settings where it has any.
+
+    Args:
+        model: The new model.
+        source: What it was made of.
+        folder: Where to write.
+        of_mote: Where the model is dense: the config of the MoTE whose pooling and prompts it keeps.
+    """
+    transformer = sentence_transformer_mote.MoTETransformer if of_mote is None else Transformer
+    config: MoTEConfig = of_mote or model.config  # type: ignore[assignment]
     modules = source_modules(source)
     if modules:
         for module in modules[1:]:
@@ -135,9 +155,9 @@ def write_sentence_transformer(model: MoTEModel, source: DenseSource, folder: Pa
         modules = [{"idx": 0, "name": "0", "path": ""}, pooling]
         _write_pooling(config, folder / "1_Pooling")
         settings = {"max_seq_length": max_seq_length(model, source), "do_lower_case": False}
-    transformer = sentence_transformer_mote.MoTETransformer
     modules[0]["type"] = f"{transformer.__module__}.{transformer.__name__}"
-    custom_object_save(transformer.__new__(transformer), str(folder))
+    if transformer is not Transformer:
+        custom_object_save(transformer.__new__(transformer), str(folder))
     _write_json(folder / "modules.json", modules)
     _write_json(folder / "sentence_bert_config.json", settings)
     _write_json(
@@ -161,7 +181,7 @@ def _write_pooling(config: MoTEConfig, folder: Path) -> None:
     Pooling(config.hidden_size, pooling_mode=names[config.pooling]).save(str(folder))
 
 
-def _longest_sequence(model: MoTEModel) -> int | None:
+def _longest_sequence(model: PreTrainedModel) -> int | None:
     """Count the tokens that a sequence may have: RoBERTa and its kin number positions from after the padding's."""
     tables = [getattr(module, "position_embeddings", None) for module in model.modules()]
     limits = [
@@ -172,12 +192,43 @@ def _longest_sequence(model: MoTEModel) -> int | None:
     return min(limits, default=getattr(model.config, "max_position_embeddings", None))
 
 
-def write_record(record: dict[str, Any], folder: Path) -> None:
+def write_record(record: dict[str, Any], folder: Path, name: str = RECORD_FILE) -> None:
     """Write down how the model was made."""
-    _write_json(folder / RECORD_FILE, record)
+    _write_json(folder / name, record)
 
 
-def write_card(model: MoTEModel, source: DenseSource, folder: Path, repo_id: str, command: str) -> None:
+def describe_source(source: Source) -> dict[str, Any]:
+    """Say, for a record, what a model was made of."""
+    return {"source": source.public_name, "revision": source.revision, "weights": source.sha256_of_weights()}
+
+
+def describe_run() -> dict[str, Any]:
+    """Say, for a record, when and with what a model was made."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("mote", "torch", "transformers", "sentence-transformers")},
+        },
+    }
+
+
+def earlier_records(source: Source) -> dict[str, Any]:
+    """Read the records of how the source itself was made."""
+    return {name: content for name in RECORDS if (content := source.read_json(name))}
+
+
+def write_card(
+    model: MoTEModel,
+    source: Source,
+    folder: Path,
+    repo_id: str,
+    command: str,
+    *,
+    made: str = "upcycled from",
+    fresh: bool = True,
+    record_file: str = RECORD_FILE,
+) -> None:
     """Render the model card.
 
     Args:
@@ -186,16 +237,23 @@ def write_card(model: MoTEModel, source: DenseSource, folder: Path, repo_id: str
         folder: Where to write README.md.
         repo_id: Name under which readers load the model.
         command: That made the model.
+        made: What was done to the source.
+        fresh: Whether the experts are copies of one another still.
+        record_file: What says how the model was made.
     """
     config, counts = model.config, model.parameter_counts()
     example = "search_query" if "search_query" in config.tasks else config.experts[0]
     card = ModelCard.from_template(
-        _card_data(source),
+        card_data(source, "finetune" if fresh else "merge", ("mote", "mixture-of-experts", "custom_code")),
         template_path=str(files("mote.hub_card") / "model_card.md"),
         model_name=repo_id.rsplit("/", 1)[-1],
         source=source.public_name,
-        source_link="#how-it-was-made" if source.is_local else f"https://huggingface.co/{source.name}",
+        source_link=_link(source),
+        made=made,
+        fresh=fresh,
         experts=config.experts,
+        experts_per_token=config.experts_per_token if config.router == "token" else None,
+        normalize_router=config.normalize_router,
         active_parameters=millions(counts["active"]),
         total_parameters=millions(counts["total"]),
         tasks=[
@@ -209,13 +267,51 @@ def write_card(model: MoTEModel, source: DenseSource, folder: Path, repo_id: str
         has_roles={"query", "document"} <= set(config.tasks),
         pooling=config.pooling,
         normalized=any(module["type"].endswith(".Normalize") for module in source_modules(source)),
-        record_file=RECORD_FILE,
+        record_file=record_file,
         command=command,
     )
     card.save(folder / "README.md")
 
 
-def _card_data(source: DenseSource) -> ModelCardData:
+def write_dense_card(
+    model: PreTrainedModel, config: MoTEConfig, source: Source, folder: Path, repo_id: str, command: str, made: str
+) -> None:
+    """Render the model card of a dense model made of a MoTE.
+
+    Args:
+        model: The new model.
+        config: Of the MoTE.
+        source: The MoTE.
+        folder: Where to write README.md.
+        repo_id: Name under which readers load the model.
+        command: That made the model.
+        made: What the model is, as in "the mean of the experts of".
+    """
+    card = ModelCard.from_template(
+        card_data(source, "merge"),
+        template_path=str(files("mote.hub_card") / "dense_card.md"),
+        model_name=repo_id.rsplit("/", 1)[-1],
+        source=source.public_name,
+        source_link=_link(source),
+        made=made,
+        experts=config.experts,
+        parameters=millions(sum(parameter.numel() for parameter in model.parameters())),
+        prompts=[(task, _escaped(config.instruction_of(task)).replace("|", r"\|")) for task in config.tasks],
+        repo_id=repo_id,
+        example_task=next((task for task in config.tasks if config.instruction_of(task)), None),
+        pooling=config.pooling,
+        record_file=MERGING_RECORD,
+        command=command,
+    )
+    card.save(folder / "README.md")
+
+
+def _link(source: Source) -> str:
+    return "#how-it-was-made" if source.is_local else f"https://huggingface.co/{source.name}"
+
+
+def card_data(source: Source, relation: str, tags: tuple[str, ...] = ()) -> ModelCardData:
+    """Make a card's metadata: what was made of what, with the source's language and licence."""
     readme = source.folder / "README.md"
     try:
         of_source = (metadata_load(readme) if readme.is_file() else None) or {}
@@ -223,12 +319,12 @@ def _card_data(source: DenseSource) -> ModelCardData:
         of_source = {}
     return ModelCardData(
         base_model=source.public_name,
-        base_model_relation="finetune",
+        base_model_relation=relation,
         language=of_source.get("language"),
         license=of_source.get("license"),
         library_name="sentence-transformers",
         pipeline_tag="sentence-similarity",
-        tags=["sentence-transformers", "feature-extraction", "mote", "mixture-of-experts", "custom_code"],
+        tags=["sentence-transformers", "feature-extraction", *tags],
     )
 
 

@@ -1,6 +1,6 @@
-"""Read dense checkpoints: where they come from, what is in them, and the native model made of them.
+"""Read checkpoints: where they come from, what is in them, and the model made of them.
 
-The model is always transformers' own class for the architecture, so that the conversion of published key names is
+A dense model is always transformers' own class for the architecture, so that the conversion of published key names is
 the library's. What the library would only report (weights that stay random) stops the run here.
 """
 
@@ -22,12 +22,14 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     StrictDataclassError,
 )
+from huggingface_hub.utils.sha import sha_fileobj
 from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import logging
 
-from modeling_mote import ARCHITECTURES
+from configuration_mote import MoTEConfig
+from modeling_mote import ARCHITECTURES, MoTEModel
 from mote import nomic
 
 # What a checkpoint may hold beside the encoder: heads of pre-training and fine-tuning. They are left out knowingly;
@@ -56,14 +58,14 @@ FILES_BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "README.md", "[0-9]*_*/*"]
 
 
 @dataclass
-class DenseSource:
-    """A dense checkpoint on disk.
+class Source:
+    """A checkpoint on disk.
 
     Attributes:
         name: As the user gave it: a Hub id or a folder.
         folder: Where its files are.
         revision: Commit hash, where it came from the Hub.
-        config: Of the native architecture.
+        config: Of the model.
         weights: The files with the weights.
     """
 
@@ -72,7 +74,6 @@ class DenseSource:
     revision: str | None
     config: PreTrainedConfig
     weights: list[Path]
-    key_mapping: dict[str, str] | None = None
 
     @property
     def short_name(self) -> str:
@@ -94,6 +95,26 @@ class DenseSource:
         path = self.folder / name
         return _read_json(path, kind) if path.is_file() else kind()
 
+    def sha256_of_weights(self) -> dict[str, str]:
+        """Fingerprint each file with weights."""
+        sums = {}
+        for path in self.weights:
+            with path.open("rb") as file:
+                sums[path.name] = sha_fileobj(file).hex()
+        return sums
+
+
+@dataclass
+class DenseSource(Source):
+    """A dense checkpoint on disk.
+
+    Attributes:
+        config: Of the native architecture.
+        key_mapping: How keys must be renamed before the native class knows them.
+    """
+
+    key_mapping: dict[str, str] | None = None
+
 
 def open_source(src: str, revision: str | None = None) -> DenseSource:
     """Find a checkpoint and understand its config, without reading the weights.
@@ -106,21 +127,44 @@ def open_source(src: str, revision: str | None = None) -> DenseSource:
         FileNotFoundError: If there is no such source, or it has no config or no weights.
         ValueError: If it is not a dense checkpoint of a supported architecture.
     """
-    folder = Path(src)
-    if folder.is_dir():
-        if revision is not None:
-            raise ValueError(f"{src} is a folder: it has no revision {revision!r}, only sources on the Hub have")
-        commit = None
-    else:
-        folder = _download(src, revision)
-        commit = folder.name  # the cache names a snapshot after its commit
-    if (folder / "adapter_config.json").is_file():
-        raise ValueError(f"{src} is a PEFT adapter: merge it into its base model first (merge_and_unload)")
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{src} has no config.json: it is not a model in Transformers' format")
+    folder, commit = _locate(src, revision)
     weights = _weight_files(folder, src)
     config, key_mapping = _native_config(folder, weights, src)
     return DenseSource(src, folder, commit, config, weights, key_mapping)
+
+
+def open_mote(src: str, revision: str | None = None) -> Source:
+    """Find a MoTE and read its config, without reading the weights. Its code is not run: the installed one is.
+
+    Args:
+        src: A folder, or an id on the Hub, which is downloaded.
+        revision: Branch, tag or commit on the Hub.
+
+    Raises:
+        FileNotFoundError: If there is no such source, or it has no config or no weights.
+        ValueError: If it is not a MoTE.
+    """
+    folder, commit = _locate(src, revision)
+    model_type = _read_json(folder / "config.json").get("model_type")
+    if model_type != "mote":
+        raise ValueError(f"{src} is no MoTE but a {model_type!r}: `mote upcycle` makes a MoTE of a dense model")
+    try:
+        config = MoTEConfig.from_pretrained(folder)
+    except (StrictDataclassError, TypeError, KeyError) as error:
+        raise ValueError(f"The config of {src} does not hold: {error}") from error
+    return Source(src, folder, commit, config, _weight_files(folder, src))
+
+
+def load_mote(source: Source) -> MoTEModel:
+    """Load a MoTE in the type in which it is stored.
+
+    Raises:
+        ValueError: If config and weights do not match.
+    """
+    with _quiet_transformers():
+        model = MoTEModel.from_pretrained(source.folder, dtype="auto")
+    model.config._name_or_path = source.public_name  # no folder of this machine
+    return model.eval()
 
 
 def load_dense(source: DenseSource, dtype: str | torch.dtype = "auto") -> tuple[PreTrainedModel, list[str]]:
@@ -166,7 +210,7 @@ def load_dense(source: DenseSource, dtype: str | torch.dtype = "auto") -> tuple[
     return model.eval(), left_out
 
 
-def load_tokenizer(source: DenseSource, tokenizer: str | None) -> Any:
+def load_tokenizer(source: Source, tokenizer: str | None = None) -> Any:
     """Load the tokenizer of a source, or another one for it.
 
     Raises:
@@ -175,7 +219,7 @@ def load_tokenizer(source: DenseSource, tokenizer: str | None) -> Any:
     has_own = any((source.folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"))
     has_own = has_own or any(source.folder.glob("*.model"))
     name = tokenizer or (source.folder if has_own else None)
-    if name is None and source.key_mapping is not None:
+    if name is None and isinstance(source, DenseSource) and source.key_mapping is not None:
         name = nomic.TOKENIZER
     if name is None:
         raise ValueError(f"{source.name} has no tokenizer: name one with `--tokenizer`, a folder or an id on the Hub")
@@ -199,6 +243,21 @@ def _quiet_transformers() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(verbosity)
+
+
+def _locate(src: str, revision: str | None) -> tuple[Path, str | None]:
+    """Find the folder of a source, and its commit where it is on the Hub."""
+    folder, commit = Path(src), None
+    if not folder.is_dir():
+        folder = _download(src, revision)
+        commit = folder.name  # the cache names a snapshot after its commit
+    elif revision is not None:
+        raise ValueError(f"{src} is a folder: it has no revision {revision!r}, only sources on the Hub have")
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(f"{src} is a PEFT adapter: merge it into its base model first (merge_and_unload)")
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{src} has no config.json: it is not a model in Transformers' format")
+    return folder, commit
 
 
 def _download(src: str, revision: str | None) -> Path:

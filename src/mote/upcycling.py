@@ -1,18 +1,14 @@
 """Upcycling: a dense checkpoint becomes a MoTE whose experts are copies of its blocks."""
 
 import inspect
-import platform
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from huggingface_hub.utils.sha import sha_fileobj
 
 from configuration_mote import MoTEConfig, alternatives
 from modeling_mote import MoTEModel
@@ -54,6 +50,7 @@ class UpcyclingPlan:
         lines = {
             "source": f"{self.source.name} ({config.backbone_config.model_type}, "
             f"{', '.join(path.name for path in self.source.weights)})",
+            **({"router": _router(config)} if config.router == "token" else {}),
             "experts (tasks)": "\n                   ".join(served),
             "blocks": f"{len(layers)} of {config.num_hidden_layers} have experts: {', '.join(map(str, layers))}",
             "parameters": f"{repository.millions(counts['active'])} active, {repository.millions(counts['total'])} in "
@@ -78,6 +75,10 @@ def upcycle(
     pooling: str | None = None,
     layer_path: str | None = None,
     shared_modules: list[str] | None = None,
+    router: str = "task",
+    experts_per_token: int = 2,
+    normalize_router: bool = True,
+    load_balancing: float = 0.01,
     tokenizer: str | None = None,
     dtype: str = "auto",
     revision: str | None = None,
@@ -101,6 +102,10 @@ def upcycle(
         pooling: `mean`, `cls` or `last_token`. Default: the source's; `mean` if it says nothing.
         layer_path: Of an architecture that is not in MoTE's table: where its list of layers is.
         shared_modules: The same architecture's submodules of a layer that make up its attention.
+        router: What picks the expert: the `"task"` of a text, or a learned router for each `"token"`.
+        experts_per_token: Of a token router: how many experts each token goes through.
+        normalize_router: Of a token router: whether their weights sum to 1, as the dense model's output needs.
+        load_balancing: Of a token router: factor of the loss that keeps the experts equally busy in training.
         tokenizer: A folder or id on the Hub. Default: the source's own.
         dtype: Of the weights: `float32`, `float16`, `bfloat16`, or `auto` for what the source's config says.
         revision: Of a source on the Hub.
@@ -133,6 +138,10 @@ def upcycle(
         pooling=pooling,
         layer_path=layer_path,
         shared_modules=shared_modules,
+        router=router,
+        experts_per_token=experts_per_token,
+        normalize_router=normalize_router,
+        load_balancing=load_balancing,
         dtype=dtype,
         revision=revision,
         max_shard_size=max_shard_size,
@@ -173,6 +182,10 @@ def plan_upcycling(
     pooling: str | None = None,
     layer_path: str | None = None,
     shared_modules: list[str] | None = None,
+    router: str = "task",
+    experts_per_token: int = 2,
+    normalize_router: bool = True,
+    load_balancing: float = 0.01,
     dtype: str = "auto",
     revision: str | None = None,
     max_shard_size: str = "5GB",
@@ -190,10 +203,14 @@ def plan_upcycling(
         "default_task": default_task,
         "layer_path": layer_path,
         "shared_modules": shared_modules,
+        "router": router,
+        "experts_per_token": experts_per_token,
+        "normalize_router": normalize_router,
+        "load_balancing": load_balancing,
     }
     pooling = pooling or repository.source_pooling(source) or "mean"
     config = MoTEConfig(backbone_config=source.config, pooling=pooling, **settings)
-    config.instructions = {**config.instructions, **_instructions_from(prompts, config), **(instructions or {})}
+    config.instructions = {**config.instructions, **instructions_from(prompts, config), **(instructions or {})}
     config.validate_names()
     config.dtype = stored_dtype(source) if dtype == "auto" else _dtype(dtype)
     model = _without_weights(config, source)
@@ -207,6 +224,17 @@ def plan_upcycling(
             f"note: the source's prompt {name!r} stands for no task; route it with `--task {name}=EXPERT`"
             for name in sorted(prompts.keys() - repository.prompts_of(config).keys())
         ],
+    )
+
+
+def _router(config: MoTEConfig) -> str:
+    """Describe a token router for people."""
+    weights = "weights that sum to 1" if config.normalize_router else "the router's probabilities as weights"
+    learns = config.experts_per_token > 1 or not config.normalize_router
+    warning = "" if learns else "; with one expert per token these are all 1, and the router learns to balance alone"
+    return (
+        f"each token through {config.experts_per_token} of {len(config.experts)} experts, with {weights}{warning}; "
+        f"load balancing {config.load_balancing:g}; a task decides on the instruction alone"
     )
 
 
@@ -237,8 +265,9 @@ def how_to_load(path: str, config: MoTEConfig) -> str:
     """Say in two lines how to use a model."""
     task = "search_query" if "search_query" in config.tasks else config.experts[0]
     argument = "prompt_name" if config.instruction_of(task) else "task"  # a prompt without text tells no task
+    routed = "" if config.router == "token" else f', task="{task}"'
     return (
-        f'AutoModel.from_pretrained("{path}", trust_remote_code=True)(**batch, task="{task}").pooler_output\n'
+        f'AutoModel.from_pretrained("{path}", trust_remote_code=True)(**batch{routed}).pooler_output\n'
         f'SentenceTransformer("{path}", trust_remote_code=True).encode(texts, {argument}="{task}")'
     )
 
@@ -248,7 +277,7 @@ def default_out(src: str) -> Path:
     return Path(Path(src).resolve().name + "-mote")
 
 
-def _instructions_from(prompts: dict[str, str], config: MoTEConfig) -> dict[str, str]:
+def instructions_from(prompts: dict[str, str], config: MoTEConfig) -> dict[str, str]:
     """Take instructions over from the prompts of a source, which was trained with them.
 
     A prompt under MTEB's name of a task counts as the task's. A prompt for the role `query` also speaks for the
@@ -271,26 +300,14 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _record(plan: UpcyclingPlan, arguments: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
-    source = plan.source
     return {
-        "source": source.public_name,
-        "revision": source.revision,
-        "weights": {path.name: _sha256(path) for path in source.weights},
+        **repository.describe_source(plan.source),
         "left_out": left_out,
         "arguments": arguments,
         "command": _command(arguments),
         "parameters": plan.counts,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("mote", "torch", "transformers", "sentence-transformers")},
-        },
+        **repository.describe_run(),
     }
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return sha_fileobj(file).hex()
 
 
 def _arguments_to_tell(arguments: dict[str, Any], plan: UpcyclingPlan) -> dict[str, Any]:
@@ -318,6 +335,8 @@ def _command(arguments: dict[str, Any]) -> str:
             words += [option, *value]
         elif value is True:
             words.append(option)
+        elif value is False:
+            words.append("--no-" + option[2:])
         else:
             words += [option, str(value)]
     return shlex.join(words)

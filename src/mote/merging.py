@@ -1,0 +1,276 @@
+"""After training: experts averaged into one dense model, or moved towards their mean."""
+
+import copy
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModel, PreTrainedModel
+
+from configuration_mote import MoTEConfig, alternatives
+from modeling_mote import MoTEModel, architecture_of
+from mote import repository
+from mote.files import MERGING_RECORD, Staging, refuse_occupied
+from mote.sources import Source, load_mote, load_tokenizer, open_mote
+
+Report = Callable[[str], None]
+
+
+def average_experts(model: MoTEModel) -> PreTrainedModel:
+    """Make the mean of the experts a dense native model (Expert Averaging, EA in the paper).
+
+    Args:
+        model: A MoTE with all its experts. It stays as it is.
+
+    Returns:
+        The model of the backbone's architecture, without a pooler. Blocks that have no experts are as they were.
+
+    Raises:
+        ValueError: If experts were not loaded, or a router picks them token by token.
+    """
+    _refuse_incomplete(model.config)
+    key = _weight_of_an_expert(model.config)
+    dense: dict[str, torch.Tensor] = {}
+    of_experts: dict[str, list[torch.Tensor]] = {}
+    for name, weight in model.state_dict().items():
+        found = key.fullmatch(name)
+        if found is None:
+            dense[name.removeprefix("backbone.")] = weight.clone()
+        elif found["expert"] is None:
+            dense[found["layer"] + found["weight"]] = weight.clone()
+        else:
+            of_experts.setdefault(found["layer"] + found["weight"], []).append(weight)
+    dense |= {name: _mean(weights).to(weights[0]) for name, weights in of_experts.items()}
+    return _native_model(model, dense)
+
+
+def interpolate_experts(model: MoTEModel, to_mean: float | dict[str, float]) -> MoTEModel:
+    """Move experts towards their mean, in a straight line.
+
+    Args:
+        model: A MoTE with all its experts. It stays as it is.
+        to_mean: How far, from 0 (the expert as it is, bit for bit) to 1 (the mean, as from `average_experts`): for all
+            experts, or by name, where an expert that is not named stays.
+
+    Returns:
+        A new model.
+
+    Raises:
+        ValueError: As `average_experts`, and if an expert is unknown or a number is not from 0 to 1.
+    """
+    _refuse_incomplete(model.config)
+    distances = _distances(model.config, to_mean)
+    key = _weight_of_an_expert(model.config)
+    moved = copy.deepcopy(model)
+    groups: dict[str, dict[str, torch.Tensor]] = {}
+    for name, weight in moved.state_dict().items():
+        found = key.fullmatch(name)
+        if found is not None and found["expert"] is not None:
+            groups.setdefault(found["layer"] + found["weight"], {})[found["expert"]] = weight
+    for weights in groups.values():
+        mean = _mean(list(weights.values()))
+        for expert, weight in weights.items():  # what a state dict holds are the model's own tensors
+            weight.copy_(torch.lerp(weight.to(mean), mean, distances[expert]))
+    return moved
+
+
+def average(
+    src: str,
+    out: str | Path,
+    *,
+    revision: str | None = None,
+    max_shard_size: str = "5GB",
+    overwrite: bool = False,
+    report: Report = lambda line: None,
+) -> Path:
+    """Write the mean of a MoTE's experts as a complete dense model, which loads without any code of ours.
+
+    Args:
+        src: A MoTE: a folder or an id on the Hub.
+        out: Folder to write. The prompts, pooling and tokenizer of the MoTE are kept.
+        revision: Of a source on the Hub.
+        max_shard_size: Of the files with the weights, as in `"5GB"`.
+        overwrite: Replace `out` where it holds a MoTE, or a model that this function wrote.
+        report: Called with each line of progress.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileNotFoundError: If the source is not there, or has no weights.
+        FileExistsError: If `out` is in use.
+        ValueError: If the source is no MoTE, or its experts cannot be averaged.
+    """
+    source, out = _open(src, Path(out), revision, overwrite)
+    config: MoTEConfig = source.config  # type: ignore[assignment]
+    report(f"Averaging the experts {', '.join(config.experts)} …")
+    dense = average_experts(load_mote(source))
+    write_dense(dense, source, out, "average", {}, "the mean of the experts of", max_shard_size, overwrite)
+    report(
+        f'Wrote {out}\nAutoModel.from_pretrained("{out}")\nSentenceTransformer("{out}").encode(texts, prompt_name=…)'
+    )
+    return out
+
+
+def interpolate(
+    src: str,
+    out: str | Path,
+    *,
+    to_mean: float | dict[str, float],
+    revision: str | None = None,
+    max_shard_size: str = "5GB",
+    overwrite: bool = False,
+    report: Report = lambda line: None,
+) -> Path:
+    """Write a MoTE whose experts are nearer to their mean.
+
+    Args:
+        src: A MoTE: a folder or an id on the Hub.
+        out: Folder to write.
+        to_mean: As in `interpolate_experts`.
+        revision: Of a source on the Hub.
+        max_shard_size: Of the files with the weights, as in `"5GB"`.
+        overwrite: Replace `out` where it holds a MoTE, or a model that `average` wrote.
+        report: Called with each line of progress.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileNotFoundError: If the source is not there, or has no weights.
+        FileExistsError: If `out` is in use.
+        ValueError: If the source is no MoTE, an expert is unknown, or a number is not from 0 to 1.
+    """
+    source, out = _open(src, Path(out), revision, overwrite)
+    distances = _distances(source.config, to_mean)  # type: ignore[arg-type]
+    report("Moving experts towards their mean: " + ", ".join(f"{name} {by:g}" for name, by in distances.items()))
+    model = interpolate_experts(load_mote(source), to_mean)
+    told = {"to_mean": to_mean}
+    command = _command("interpolate", source, out, told)
+    tokenizer = load_tokenizer(source)
+    with Staging(out, overwrite) as folder:
+        repository.write_model(model, tokenizer, source, folder, max_shard_size)
+        repository.write_sentence_transformer(model, source, folder)
+        made = "made by moving the experts towards their mean, of"
+        repository.write_card(
+            model, source, folder, out.name, command, made=made, fresh=False, record_file=MERGING_RECORD
+        )
+        repository.write_record(_record(model, source, told, command), folder, MERGING_RECORD)
+    report(f"Wrote {out}")
+    return out
+
+
+def write_dense(
+    dense: PreTrainedModel,
+    source: Source,
+    out: Path,
+    verb: str,
+    arguments: dict[str, Any],
+    made: str,
+    max_shard_size: str = "5GB",
+    overwrite: bool = False,
+) -> None:
+    """Write a dense model that was made of a MoTE, with what belongs to it, whole or not at all.
+
+    Args:
+        dense: The model, of a native class.
+        source: The MoTE.
+        out: Folder to write.
+        verb: Of the command line.
+        arguments: Of the command, beside source and `out`.
+        made: What the model is, as in "the mean of the experts of".
+        max_shard_size: Of the files with the weights.
+        overwrite: As in `average`.
+    """
+    config: MoTEConfig = source.config  # type: ignore[assignment]
+    command = _command(verb, source, out, arguments)
+    tokenizer = load_tokenizer(source)
+    with Staging(out, overwrite) as folder:
+        repository.write_model(dense, tokenizer, source, folder, max_shard_size)
+        repository.write_sentence_transformer(dense, source, folder, config)
+        repository.write_dense_card(dense, config, source, folder, out.name, command, made)
+        repository.write_record(_record(dense, source, arguments, command), folder, MERGING_RECORD)
+
+
+def _open(src: str, out: Path, revision: str | None, overwrite: bool) -> tuple[Source, Path]:
+    refuse_occupied(out, overwrite)
+    source = open_mote(src, revision)
+    if out.resolve() == source.folder.resolve():
+        raise ValueError(f"{out} is the source itself: choose another folder for the result")
+    _refuse_incomplete(source.config)  # type: ignore[arg-type]
+    return source, out
+
+
+def _refuse_incomplete(config: MoTEConfig) -> None:
+    """Raise `ValueError` where the mean of the experts cannot be taken, or would mean nothing."""
+    if getattr(config, "router", "task") == "token":
+        raise ValueError("The experts of a token router are not experts for tasks: they are not merged")
+    absent = [name for name in config.experts if name not in config.available_experts]
+    if absent:
+        raise ValueError(
+            f"The experts {', '.join(map(repr, absent))} are not loaded (loaded: "
+            f"{', '.join(map(repr, config.available_experts))}): their mean takes all of them"
+        )
+
+
+def _distances(config: MoTEConfig, to_mean: float | dict[str, float]) -> dict[str, float]:
+    """Tell for each expert how far it is to be moved, 0 to 1."""
+    named = to_mean if isinstance(to_mean, dict) else dict.fromkeys(config.experts, to_mean)
+    for name, distance in named.items():
+        if name not in config.experts:
+            raise ValueError(f"Unknown expert {name!r}." + alternatives(name, config.experts))
+        if not 0 <= distance <= 1:
+            raise ValueError(f"to_mean of {name!r} is {distance}: expected a number from 0 (as it is) to 1 (the mean)")
+    return {name: float(named.get(name, 0.0)) for name in config.experts}
+
+
+def _weight_of_an_expert(config: MoTEConfig) -> re.Pattern[str]:
+    """Describe the keys of blocks with experts: `layer`, `expert` (none in what is shared) and `weight`."""
+    layers = re.escape(architecture_of(config).layer_path)
+    indices = "|".join(map(str, config.mote_layer_indices))
+    return re.compile(
+        rf"backbone\.(?P<layer>{layers}\.(?:{indices})\.)(?:shared|experts\.(?P<expert>[^.]+))\.(?P<weight>.+)"
+    )
+
+
+def _mean(weights: list[torch.Tensor]) -> torch.Tensor:
+    """Take the mean in float64, in which that of equal float32 weights is these weights again."""
+    return torch.stack([weight.to("cpu", torch.float64) for weight in weights]).mean(dim=0)
+
+
+def _native_model(model: MoTEModel, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
+    """Build the backbone's native model around some weights, all of which must fit."""
+    config = copy.deepcopy(model.config.backbone_config)
+    attention = model.backbone.config._attn_implementation
+    dense: PreTrainedModel = AutoModel.from_config(config, attn_implementation=attention)
+    if getattr(dense, "pooler", None) is not None:
+        dense.pooler = None  # type: ignore[assignment]  # a MoTE has none
+    if getattr(config, "is_causal", True) is False:  # as in MoTE: sdpa without a mask asks the module, not the config
+        for module in dense.modules():
+            if hasattr(module, "is_causal"):
+                module.is_causal = False  # type: ignore[assignment]
+    dense.load_state_dict(weights, assign=True)
+    return dense.to(model.device).train(model.training)  # type: ignore[arg-type]
+
+
+def _record(model: PreTrainedModel, source: Source, arguments: dict[str, Any], command: str) -> dict[str, Any]:
+    return {
+        **repository.describe_source(source),
+        "arguments": arguments,
+        "command": command,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        **repository.describe_run(),
+        "earlier": repository.earlier_records(source),
+    }
+
+
+def _command(verb: str, source: Source, out: Path, arguments: dict[str, Any]) -> str:
+    """Write the command line that makes a model, without the folders of this machine."""
+    words = ["mote", verb, source.public_name, "--out", out.resolve().name]
+    for name, value in arguments.items():
+        values = [f"{key}={number:g}" for key, number in value.items()] if isinstance(value, dict) else [str(value)]
+        words += ["--" + name.replace("_", "-"), *values]
+    return shlex.join(words)
