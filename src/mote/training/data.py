@@ -166,7 +166,7 @@ def _training_sets(parts: list[Part], recipe: Recipe, report: Report) -> dict[st
     for name, task in recipe.tasks.items():
         own = [part for part in parts if part.task_name == name]
         groups = {part.name: [part] for part in own} if task.batches == "homogeneous" else {name: own}
-        teacher = Teacher(task.teacher, report) if task.teacher is not None else None
+        teacher = Teacher(task.teacher, report=report) if task.teacher is not None else None
         for set_name, group in groups.items():
             if set_name in sets:
                 raise ValueError(f"A dataset and a task are both named {set_name!r}: rename the task")

@@ -1,18 +1,52 @@
-"""Embeddings of a teacher, cached on disk, so that a run that was killed goes on where it was."""
+"""Embeddings of a teacher, cached on disk, so that a run that was killed goes on where it was.
+
+The folder of a list of texts is named by a hash of the teacher, the prompt and the texts. While it fills, it holds a
+file for each chunk of texts, and in the end one for all. Each file is written beside its place and renamed, and has the
+hash of its content in its name, by which a damaged one is known.
+"""
 
 import os
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
+from sentence_transformers import SentenceTransformer
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from mote.training.recipe import TeacherSettings
 
 CHUNK = 2048  # texts
 
 Report = Callable[[str], None]
+
+
+def teacher_embeddings(
+    texts: Sequence[str],
+    teacher: TeacherSettings,
+    prompt: str | None = None,
+    cache: Path | None = None,
+    report: Report = lambda line: None,
+) -> np.ndarray:
+    """Embed texts with a teacher, or take its embeddings from the cache.
+
+    Args:
+        texts: The texts.
+        teacher: The recipe's settings.
+        prompt: Text that the teacher wants in front. Default: the one that it has as its own default, or none.
+        cache: Folder of the embeddings. Default: `default_cache()`.
+        report: Called with each line of progress.
+
+    Returns:
+        Embeddings (texts, dimension), float32, mapped from the disk.
+
+    Raises:
+        ValueError: If the teacher gives something other than finite numbers.
+    """
+    return Teacher(teacher, cache, report).embed(texts, prompt)
 
 
 def default_cache() -> Path:
@@ -22,44 +56,121 @@ def default_cache() -> Path:
 
 
 class Teacher:
-    """A teacher, which is loaded when the first embedding is missing from the cache."""
+    """A teacher, which is loaded when an embedding is missing from the cache."""
 
     def __init__(
-        self, settings: TeacherSettings, report: Report = lambda line: None, cache: Path | None = None
+        self, settings: TeacherSettings, cache: Path | None = None, report: Report = lambda line: None
     ) -> None:
-        """Of a recipe.
-
-        Args:
-            settings: The recipe's.
-            report: Called with each line of progress.
-            cache: Folder of the embeddings. Default: `default_cache()`.
-        """
+        """Of a recipe; the arguments are those of `teacher_embeddings`."""
         self.settings = settings
-        self.report = report
         self.cache = cache or default_cache()
-        self._model: Any = None
-        self._identity = ""
+        self.report = report
+        self.revision, self.identity = _identity(settings.source)
+        self._model: SentenceTransformer | None = None
 
     def labels(self, columns: dict[str, list[str]]) -> pyarrow.Array:
-        """Embed the text columns of a dataset.
-
-        Args:
-            columns: Column → texts; the recipe has a prompt for each, or none.
+        """Embed the text columns of a dataset, each with the recipe's prompt for it.
 
         Returns:
-            For each row a list of numbers or, with several columns, a list of one such list for each column.
+            For each row the embedding or, with several columns, a list of one embedding for each column.
         """
         embeddings = [self.embed(texts, self.settings.prompts.get(name)) for name, texts in columns.items()]
         dimension = embeddings[0].shape[1]
         if len(embeddings) == 1:
-            return _fixed_lists(pyarrow.array(embeddings[0].reshape(-1)), dimension)
-        rows = np.stack(embeddings, axis=1)  # (rows, columns, dimension)
-        return _fixed_lists(_fixed_lists(pyarrow.array(rows.reshape(-1)), dimension), len(embeddings))
+            return _lists(embeddings[0], dimension)
+        rows = _lists(np.stack(embeddings, axis=1), dimension)  # (rows, columns, dimension)
+        return pyarrow.FixedSizeListArray.from_arrays(rows, len(embeddings))
 
-    def embed(self, texts: Sequence[str], prompt: str | None) -> np.ndarray:
+    def embed(self, texts: Sequence[str], prompt: str | None = None) -> np.ndarray:
         """Embed texts; see `teacher_embeddings`."""
-        raise NotImplementedError
+        folder = self.cache / _hash_of([self.identity, repr(prompt), str(CHUNK), *texts])
+        whole = self._find(folder, "embeddings")
+        if whole is None:
+            starts = tqdm(range(0, len(texts), CHUNK), desc=f"Embedding with {self.settings.source}", disable=None)
+            chunks = [self._chunk(folder, start, texts[start : start + CHUNK], prompt) for start in starts]
+            whole = _store(folder, "embeddings", [np.load(chunk, mmap_mode="r") for chunk in chunks])
+            for chunk in folder.glob("chunk*"):
+                chunk.unlink(missing_ok=True)
+        return np.load(whole, mmap_mode="r")
+
+    def _chunk(self, folder: Path, start: int, texts: Sequence[str], prompt: str | None) -> Path:
+        name = f"chunk{start // CHUNK:06}"
+        found = self._find(folder, name)
+        if found is not None:
+            return found
+        embeddings = np.asarray(self._encode(texts, prompt), dtype=np.float32)
+        if not np.isfinite(embeddings).all():
+            raise ValueError(f"The teacher {self.settings.source} gives embeddings that are not finite")
+        return _store(folder, name, [embeddings])
+
+    def _encode(self, texts: Sequence[str], prompt: str | None) -> np.ndarray:
+        if self._model is None:
+            self.report(f"Loading the teacher {self.settings.source} …")
+            trust = self.settings.trust_remote_code
+            self._model = SentenceTransformer(self.settings.source, revision=self.revision, trust_remote_code=trust)
+        batch_size = self.settings.batch_size
+        return self._model.encode(list(texts), prompt=prompt, batch_size=batch_size, show_progress_bar=False)
+
+    def _find(self, folder: Path, name: str) -> Path | None:
+        for path in sorted(folder.glob(f"{name}-*.npy")):
+            if path.stem == f"{name}-{_hash_of_file(path)}":
+                return path
+            self.report(f"{path} is damaged, and is made again")
+            path.unlink()
+        return None
 
 
-def _fixed_lists(values: pyarrow.Array, size: int) -> pyarrow.Array:
-    return pyarrow.FixedSizeListArray.from_arrays(values, size)
+def _store(folder: Path, name: str, arrays: Sequence[np.ndarray]) -> Path:
+    """Write arrays, one below the other, into one file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = (sum(map(len, arrays)), arrays[0].shape[1])
+    unfinished = folder / f".{name}.{os.getpid()}"
+    file = np.lib.format.open_memmap(unfinished, mode="w+", dtype=np.float32, shape=shape)
+    np.concatenate(arrays, out=file)
+    file.flush()
+    return unfinished.replace(folder / f"{name}-{_hash_of_file(unfinished)}.npy")
+
+
+def _lists(values: np.ndarray, size: int) -> pyarrow.Array:
+    """View numbers as lists of one size, without a copy: they stay on the disk."""
+    flat = pyarrow.Array.from_buffers(pyarrow.float32(), values.size, [None, pyarrow.py_buffer(values)])
+    return pyarrow.FixedSizeListArray.from_arrays(flat, size)
+
+
+def _identity(source: str) -> tuple[str | None, str]:
+    """The commit of a teacher on the Hub, and what tells a teacher from all others."""
+    folder = Path(source)
+    if not folder.is_dir():
+        commit = _commit(source)
+        return commit, f"{source}@{commit}"
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md")
+    return None, _hash_of([text for path in files for text in (str(path.relative_to(folder)), _hash_of_file(path))])
+
+
+def _commit(source: str) -> str | None:
+    """The newest commit on the Hub or, without a connection, the one that was downloaded."""
+    try:
+        return HfApi().model_info(source).sha
+    except HfHubHTTPError as error:
+        raise FileNotFoundError(f"The teacher {source} is no folder, and the Hub does not give it: {error}") from error
+    except (HTTPError, OSError, OfflineModeIsEnabled) as error:
+        file = try_to_load_from_cache(source, "config.json")
+        if isinstance(file, str):
+            return Path(file).parent.name
+        raise FileNotFoundError(f"The teacher {source} is no folder, and the Hub cannot be reached") from error
+
+
+def _hash_of(texts: Sequence[str]) -> str:
+    digest = blake2b(digest_size=16)
+    for text in texts:
+        content = text.encode()
+        digest.update(len(content).to_bytes(8, "big") + content)
+    return digest.hexdigest()
+
+
+def _hash_of_file(path: Path) -> str:
+    digest = blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
