@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 1
     except KeyboardInterrupt as interrupt:
-        sys.stderr.write(f"interrupted: {interrupt or 'nothing was left behind'}\n")
+        sys.stderr.write(f"interrupted: {str(interrupt) or 'nothing was left behind'}\n")
         return 130
     return 0
 
@@ -113,8 +113,13 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _train(*, recipe: str, overrides: list[str], dry_run: bool, overwrite: bool) -> None:
+    from datasets.utils import logging as datasets_logging
+    from transformers.utils import logging
+
     from mote.training import run
 
+    for library in (logging, datasets_logging):  # one bar is enough
+        library.disable_progress_bar()
     if dry_run:
         _print_line(run.plan(recipe, overrides))
         _print_line("Dry run: nothing was trained.")

@@ -75,7 +75,7 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
         """
         sentence_features = list(sentence_features)
         if self.uses_gradient_cache:
-            return self.forward_cached(sentence_features, labels)
+            return self.forward_cached(*_sorted_by_length(sentence_features, labels))
         embeddings = embed_columns(self.model, sentence_features)
         return self.calculate_loss([[column] for column in embeddings], labels)
 
@@ -129,6 +129,22 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
         """Describe the loss for the model card."""
         names = ("temperature", "symmetric", "in_batch_negatives", "gather_across_devices")
         return {name: getattr(self, name) for name in names}
+
+
+def _sorted_by_length(
+    features: list[dict[str, Any]], labels: Tensor | None
+) -> tuple[list[dict[str, Any]], Tensor | None]:
+    """Put the rows of a batch in the order of their lengths, so that mini-batches are of texts that are alike.
+
+    A mini-batch is as wide as its longest text; the order of the rows makes no difference to the loss.
+    """
+    lengths = sum(column["attention_mask"].sum(dim=1) for column in features)
+    order = torch.argsort(lengths, stable=True)  # type: ignore[arg-type]
+    ordered = [
+        {name: value[order] if isinstance(value, Tensor) else value for name, value in column.items()}
+        for column in features
+    ]
+    return ordered, None if labels is None else labels[order]
 
 
 class _NotNegative:
@@ -221,18 +237,18 @@ def build_loss(
             task.temperature,
             symmetric=task.symmetric,
             in_batch_negatives=task.in_batch_negatives,
-            gather_across_devices=training.cross_device_negatives,
+            gather_across_devices=training.cross_device_negatives and processes > 1,
             mini_batch_size=training.mini_batch_size,
         )
     else:
-        loss = _library_loss(model, task, training, label_dim)
+        loss = _library_loss(model, task, training, processes, label_dim)
     if training.matryoshka:
         loss = losses.MatryoshkaLoss(model, loss, training.matryoshka)
     return loss
 
 
 def _library_loss(
-    model: SentenceTransformer, task: TaskSettings, training: TrainingSettings, label_dim: int | None
+    model: SentenceTransformer, task: TaskSettings, training: TrainingSettings, processes: int, label_dim: int | None
 ) -> nn.Module:
     """Make a loss of Sentence-Transformers, with the recipe's settings where it has arguments for them."""
     cls = getattr(losses, task.loss)
@@ -241,7 +257,7 @@ def _library_loss(
     if "mini_batch_size" in takes and training.mini_batch_size is not None:
         arguments.setdefault("mini_batch_size", training.mini_batch_size)
     if "gather_across_devices" in takes:
-        arguments.setdefault("gather_across_devices", training.cross_device_negatives)
+        arguments.setdefault("gather_across_devices", training.cross_device_negatives and processes > 1)
     if "projection_dim" in takes and label_dim not in (None, model.get_embedding_dimension()):
         arguments.setdefault("projection_dim", label_dim)
     if isinstance(arguments.get("guide"), str):

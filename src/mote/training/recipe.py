@@ -289,7 +289,7 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         FileNotFoundError: If there is no such recipe; the message lists the shipped ones.
         ValueError: If a key is unknown or a value does not fit.
     """
-    settings = _read(str(recipe), base=None)
+    settings = _read(str(recipe))
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
@@ -318,7 +318,7 @@ def parse_recipe(settings: dict[str, Any], name: str = "recipe") -> Recipe:
         raise ValueError("\n".join([f"The recipe {name} does not hold:", *faults])) from None
 
 
-def _read(recipe: str, base: Path | None) -> dict[str, Any]:
+def _read(recipe: str, base: Path | None = None, extended_by: tuple[str, ...] = ()) -> dict[str, Any]:
     """Read a recipe's settings over those that it extends, which are looked for beside it first."""
     path = Path(recipe) if base is None else base / recipe
     found = next((candidate for candidate in (path, path.with_name(path.name + ".yaml")) if candidate.is_file()), None)
@@ -332,9 +332,10 @@ def _read(recipe: str, base: Path | None) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ValueError(f"The recipe {recipe} is no mapping of keys to values")  # noqa: TRY004
     if "extends" in settings:
-        if settings["extends"] == recipe:
-            raise ValueError(f"The recipe {recipe} extends itself")
-        settings = _merged(_read(str(settings["extends"]), folder), settings)
+        extended = str(settings["extends"])
+        if extended in extended_by:
+            raise ValueError(f"The recipe {extended} extends itself, by way of {', '.join(extended_by)}")
+        settings = _merged(_read(extended, folder, (*extended_by, extended)), settings)
     return settings
 
 

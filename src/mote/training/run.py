@@ -22,6 +22,7 @@ from sentence_transformers import (
     SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
 )
+from transformers import PrinterCallback
 
 from configuration_mote import MoTEConfig, alternatives
 from mote.files import Staging
@@ -53,6 +54,13 @@ FREE_SETTINGS = (
     "training.keep",
     "training.log_every",
     "training.workers",
+)
+
+# transformers has renamed it on the way to version 6, and warns of the old name
+_CHECKPOINTING = next(
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in SentenceTransformerTrainingArguments.__dataclass_fields__
 )
 
 Report = Callable[[str], None]
@@ -327,11 +335,12 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False, report: 
     validation = Validation(data.validation, encodings(names, routed)) if data.validation else None
     seal = {"recipe": _fixed_settings(recipe), "rows": {name: len(part.rows) for name, part in data.sets.items()}}
     _restore(checkpoint, seal, tracker, losses)
+    model.model_card_data.generate_widget_examples = False  # the card is ours
     trainer = SentenceTransformerTrainer(
         model=model,
         args=_arguments(recipe, folder, data.sets, schedule, names if recipe.model.instructions else None, routed),
         train_dataset={name: part.rows for name, part in data.sets.items()},
-        loss=losses,
+        loss=dict(losses),
         evaluator=validation if recipe.validation.every else None,
         callbacks=[
             RunCallback(
@@ -339,6 +348,7 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False, report: 
             )
         ],
     )
+    trainer.remove_callback(PrinterCallback)  # the bar and the log say it
     return Run(recipe, data, schedule, model, names, tracker, trainer, validation, checkpoint)
 
 
@@ -364,7 +374,6 @@ def _arguments(
         "max_grad_norm": training.max_grad_norm,
         "bf16": training.precision == "bf16",
         "fp16": training.precision == "fp16",
-        "gradient_checkpointing": training.gradient_checkpointing,
         "torch_compile": training.compile,
         "seed": training.seed,
         "dataloader_num_workers": training.workers,
@@ -380,6 +389,8 @@ def _arguments(
         "disable_tqdm": True,  # ours shows what a run of tasks is about
         "ddp_find_unused_parameters": True,  # experts of other tasks get no gradient
     }
+    if training.gradient_checkpointing:
+        settings[_CHECKPOINTING] = True
     if recipe.validation.every:
         settings |= {"eval_strategy": "steps", "eval_steps": recipe.validation.every}
     if instructions is not None:

@@ -41,7 +41,7 @@ class Validation(BaseEvaluator):
         """Score a model.
 
         Returns:
-            `validation_mean`, and `validation_<task>`, `validation_<task>/<dataset>` for each.
+            `validation_mean`, and `validation_<task>`, `validation_<task>/<dataset>` for each of them.
         """
         by_task: dict[str, dict[str, float]] = defaultdict(dict)
         for part in self.sets:
@@ -50,7 +50,7 @@ class Validation(BaseEvaluator):
         metrics = {"validation_mean": float(np.mean(list(scores.values())))}
         for task, score in scores.items():
             metrics[f"validation_{task}"] = score
-            metrics |= {f"validation_{task}/{name}": value for name, value in by_task[task].items()}
+            metrics |= {f"validation_{_below(task, name)}": value for name, value in by_task[task].items()}
         return metrics
 
     def _score_pairs(self, model: SentenceTransformer, part: ValidationSet) -> float:
@@ -80,3 +80,8 @@ class Validation(BaseEvaluator):
             list(texts), batch_size=self.batch_size, show_progress_bar=False, **self.encodings[task]
         )
         return np.asarray(embeddings)
+
+
+def _below(task: str, dataset: str) -> str:
+    """Name a dataset below its task: `retrieval/arxiv` is so named already."""
+    return dataset if dataset.startswith(f"{task}/") else f"{task}/{dataset}"
