@@ -16,7 +16,6 @@ Transformers", 2021 (arXiv:2101.03961), section 2.2, for router and loss; Komats
 encoder.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -311,9 +310,10 @@ class TokenRoutedBlock(nn.Module):
         """
         if routing is None:
             raise RuntimeError("The block was not told its routing: the backbone does not hand keyword arguments down")
-        layer = copy.copy(self.shared)
+        layer = object.__new__(type(self.shared))  # copy.copy in steps that torch.compile can follow
+        layer.__dict__.update(self.shared.__dict__)
         layer.__dict__.pop("forward", None)  # of accelerate, bound to the original, whose devices are this block's
-        setattr(layer, self.place, partial(self.feed_forward, routing=routing))
+        layer.__dict__[self.place] = partial(self.feed_forward, routing=routing)
         return layer(hidden_states, *args, **kwargs)
 
 

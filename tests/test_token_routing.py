@@ -356,9 +356,10 @@ def test_bfloat16(name: str) -> None:
     assert difference(out.float(), expected.float()) <= 0.05
 
 
-def test_compiled_equals_eager() -> None:
-    model, inputs = trained("nomic_bert"), batch()
-    compiled = torch.compile(model, backend="aot_eager")
+@pytest.mark.parametrize(("name", "one_graph"), [("nomic_bert", True), ("bert", False)])
+def test_compiled_equals_eager(name: str, one_graph: bool) -> None:
+    model, inputs = trained(name), batch()
+    compiled = torch.compile(model, fullgraph=one_graph, backend="aot_eager")
     with torch.no_grad():
         assert difference(compiled(**inputs).pooler_output, model(**inputs).pooler_output) <= 1e-6
 
@@ -471,6 +472,26 @@ def test_gradients_with_checkpointing_are_the_same(name: str, reentrant: bool) -
     assert len(calls) == 2  # forward, and again
     same_gradients(*results, 1e-7)
     assert max(gradient.abs().max().item() for key, gradient in results[0].items() if "router" in key) > 1e-3
+
+
+def test_a_network_that_the_dense_layer_would_call_in_chunks() -> None:
+    model, inputs = without_dropout(trained("bert", load_balancing=3.0)), batch()
+    dense = dense_model("bert", chunk_size_feed_forward=3)
+    chunked = without_dropout(MoTEModel(token_config(dense, load_balancing=3.0), dense))
+    chunked.load_state_dict(model.state_dict())
+    same_gradients(backward(chunked, inputs), backward(model, inputs), 0.0)
+
+
+@pytest.mark.parametrize("name", ["nomic_bert", "bert"])
+def test_mixed_precision(name: str) -> None:
+    """As trainers do it with `bf16=True`: weights in float32, products in bfloat16."""
+    model, inputs = without_dropout(trained(name)), batch()
+    expected = relative(backward(model, inputs))
+    for implementation in IMPLEMENTATIONS:
+        model.set_experts_implementation(implementation)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = backward(model, inputs)
+        assert max(difference(gradient, expected[key]) for key, gradient in relative(found).items()) <= 0.1
 
 
 def test_every_expert_has_a_gradient() -> None:
