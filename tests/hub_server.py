@@ -1,4 +1,4 @@
-"""A loopback server that speaks the Hugging Face Hub's HTTP protocol for models, so that tests can push and download.
+"""A loopback server that speaks the Hugging Face Hub's HTTP protocol, so that tests can push models and download.
 
 Real clients (huggingface_hub, transformers, sentence-transformers) run in processes of their own and find the server by
 ``HF_ENDPOINT``; `HubServer.environment` gives such a process its whole environment. Everything is kept in memory.
@@ -27,9 +27,11 @@ Clients need ``HF_HUB_DISABLE_XET=1`` (`HubServer.environment` sets it): where h
 uploads through Xet without asking the server. Downloads do without the variable, and so does huggingface_hub 1.5,
 which asks first, because this server never offers Xet.
 
+Datasets can be read: a repository answers under `/datasets/{repo}` and `/api/datasets/{repo}` too, as one of its name.
+
 Unlike the Hub, which answers 401, a missing or hidden repository is 404 for anonymous clients too. Not supported:
-datasets and spaces, pull requests, tags, file copies, .gitignore, multi-part uploads, paging, renaming and deleting
-repositories, and names without a namespace.
+spaces, pull requests, tags, file copies, .gitignore, multi-part uploads, paging, renaming and deleting repositories, and
+names without a namespace.
 """
 
 from __future__ import annotations
@@ -367,7 +369,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         method = "GET" if self.command == "HEAD" else self.command
-        matches = [(function, pattern.fullmatch(url.path)) for m, pattern, function in _ROUTES if m == method]
+        path = re.sub("^(/api)?/datasets/", lambda found: "/api/models/" if found[1] else "/", url.path)
+        matches = [(function, pattern.fullmatch(path)) for m, pattern, function in _ROUTES if m == method]
         endpoint, match = next(((function, match) for function, match in matches if match), (None, None))
         arguments = {name: text and unquote(text) for name, text in match.groupdict().items()} if match else {}
         headers = {name.lower(): value for name, value in self.headers.items()}

@@ -128,7 +128,9 @@ def load_data(
         part.hold_out(recipe.validation)
         part.drop_unlike_pairs()
         part.take_sample(part.settings.limit or recipe.data.limit, recipe.training.seed)
-        report(f"{part.name}: read {part.report.read:,} rows")
+        report(f"{part.name}: read {part.report.read:,} rows, {part.report.bad:,} of them bad")
+        for fault in part.report.faults:
+            report(f"  {fault}")
     held_out = [row.anchor for part in parts for row in part.held_out]
     for part in parts:  # after the samples, which should not depend on the other datasets
         part.drop_texts(held_out, "has a text that another dataset holds out")
@@ -141,10 +143,8 @@ def load_data(
 def _check_teachers(recipe: Recipe) -> None:
     for name, task in recipe.tasks.items():
         if (task.teacher is not None) != (label_form(task) == "texts"):
-            losses = ", ".join(TEACHER_LOSSES)
-            raise ValueError(
-                f"Task {name!r} has the loss {task.loss}: with {losses}, and only with them, goes a teacher"
-            )
+            losses = " and ".join(TEACHER_LOSSES)
+            raise ValueError(f"Task {name!r} has the loss {task.loss}: a teacher goes with {losses}, and they with one")
 
 
 def _find_parts(recipe: Recipe, report: Report) -> list[Part]:
@@ -182,8 +182,9 @@ def _training_set(name: str, parts: list[Part], seed: int, teacher: Teacher | No
         if not part.rows:
             raise ValueError("\n  ".join([f"{part.name}: no row is left to train on", *part.report.remarks()]))
         table = _table(part, seed, labels, teacher)
-        tables.append(_weighted(table, part.task.weight * part.settings.weight, f"{seed} weight {part.name}"))
+        tables.append(_weighted(table, part, seed))
     _refuse_mixture(name, parts, tables)
+    _refuse_one_group(name, parts)
     rows = concatenate_datasets(tables) if len(tables) > 1 else tables[0]
     anchor, positive = parts[0].tasks
     text_columns = [column for column in rows.column_names if column != "label"]
@@ -201,6 +202,15 @@ def _refuse_mixture(name: str, parts: list[Part], tables: list[Dataset]) -> None
         if len(set(unlike.values())) > 1:
             listed = "; ".join(f"{dataset}: {value}" for dataset, value in unlike.items())
             raise ValueError(f"The batches of task {name!r} mix datasets with unlike {what} ({listed}): {way_out}")
+
+
+def _refuse_one_group(name: str, parts: list[Part]) -> None:
+    """Make sure that there are rows that are negatives of one another."""
+    if parts[0].form in ("scored", "texts") or parts[0].rows[0].negatives:
+        return
+    groups = {(part.name, row.label) if part.kind == "labelled" else row.anchor for part in parts for row in part.rows}
+    if len(groups) == 1:
+        raise ValueError(f"All rows of {name!r} have one label or anchor: there is nothing to tell apart")
 
 
 def _table(part: Part, seed: int, labels: dict[tuple[str, Any], int], teacher: Teacher | None) -> Dataset:
@@ -252,12 +262,15 @@ def _dataset(columns: dict[str, list[str]], label: pyarrow.Array) -> Dataset:
     return Dataset(pyarrow.table({**columns, "label": label}))
 
 
-def _weighted(rows: Dataset, weight: float, seed: str) -> Dataset:
+def _weighted(rows: Dataset, part: Part, seed: int) -> Dataset:
     """Repeat rows: whole copies, then a sample for the fraction."""
-    whole, count = int(weight), len(rows)
-    sample = random.Random(seed).sample(range(count), round((weight - whole) * count))
+    weight, count = part.task.weight * part.settings.weight, len(rows)
+    whole = int(weight)
+    sample = random.Random(f"{seed} weight {part.name}").sample(range(count), round((weight - whole) * count))
     numbers = [*range(count)] * whole + sorted(sample)
-    return rows if len(numbers) == count and whole == 1 else rows.select(numbers)
+    if not numbers:
+        raise ValueError(f"{part.name}: the weight {weight:g} leaves no row of {count:,}")
+    return rows if weight == 1 else rows.select(numbers)
 
 
 def _validation_set(part: Part) -> ValidationSet:

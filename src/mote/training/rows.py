@@ -98,7 +98,7 @@ def _matches(path: str, folder: Path, split: str) -> list[Path]:
 def _in_folder(folder: Path, split: str) -> Iterator[Path]:
     """The files of a split, also in parts: `train.jsonl`, `train-00000-of-00002.parquet`, `train/0.parquet`."""
     for ending in ENDINGS:
-        for pattern in (split, f"{split}-*", f"{split}/*"):
+        for pattern in (split, f"{split}-[0-9]*", f"{split}/*"):
             yield from folder.glob(pattern + ending)
 
 
@@ -108,7 +108,7 @@ def _files_of(path: Path, split: str) -> tuple[Path, ...]:
             return (path,)
         raise ValueError(f"{path}: unknown format, expected one of {', '.join(ENDINGS)}")
     files = sorted(set(_in_folder(path, split)))
-    if len({(file.parent, _ending(file), "-" in file.name and file.stem != split) for file in files}) > 1:
+    if len({(file.parent, _ending(file), file.name == split + _ending(file)) for file in files}) > 1:
         names = ", ".join(str(file.relative_to(path)) for file in files)
         raise ValueError(f"{path} has its {split!r} part in several forms ({names}): name the file to read")
     return tuple(files)
@@ -150,7 +150,7 @@ def read_rows(location: Location) -> Iterator[Line]:
 
     Raises:
         FileNotFoundError: If there is no such dataset on the Hub.
-        ValueError: If a file is cut short or damaged.
+        ValueError: If a file is cut short or damaged, or the dataset on the Hub has no such part.
     """
     if not location.files:
         yield from _numbered(location.name, _from_hub(location))
@@ -195,7 +195,9 @@ def _read_parquet(file: Path) -> Iterator[Line]:
 def _from_hub(location: Location) -> Iterable[dict[str, Any]]:
     settings = location.settings
     name = settings.path.removeprefix(HUB)
+    if Path(name).is_dir():  # `datasets` would read it instead
+        raise ValueError(f"{settings.path} is also a folder here: leave out `{HUB}`, or run elsewhere")
     try:
         return datasets.load_dataset(name, name=settings.subset, split=settings.split, revision=settings.revision)
-    except (FileNotFoundError, ConnectionError) as error:  # the Hub's errors are subclasses
+    except OSError as error:  # not there, no connection, and what else the Hub answers
         raise FileNotFoundError(f"The dataset {name} cannot be had from the Hub: {error}") from error
