@@ -6,15 +6,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from configuration_mote import MoTEConfig
     from modeling_mote import MoTEModel
+    from mote.memory import MemoryEstimate, estimate_memory
     from mote.merging import average, average_experts, interpolate, interpolate_experts
     from mote.upcycling import UpcyclingPlan, plan_upcycling, upcycle
 
 __all__ = [
+    "MemoryEstimate",
     "MoTEConfig",
     "MoTEModel",
     "UpcyclingPlan",
     "average",
     "average_experts",
+    "estimate_memory",
     "interpolate",
     "interpolate_experts",
     "plan_upcycling",
@@ -26,6 +29,7 @@ _HOMES = {
     "MoTEConfig": "configuration_mote",
     "MoTEModel": "modeling_mote",
     **dict.fromkeys(["average", "average_experts", "interpolate", "interpolate_experts"], "mote.merging"),
+    **dict.fromkeys(["MemoryEstimate", "estimate_memory"], "mote.memory"),
 }
 
 

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -14,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 1 after an error, which is printed.
     """
-    arguments = vars(_parser().parse_args(argv))
+    arguments = _parse(argv)
     run = arguments.pop("run")
     try:
         run(**arguments)
@@ -27,6 +28,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _parse(argv: Sequence[str] | None) -> dict[str, Any]:
+    """Parse, with KEY=VALUE before and after options, which argparse by itself does not take."""
+    parser = _parser()
+    known, rest = parser.parse_known_args(argv)
+    arguments = vars(known)
+    if any(word.startswith("-") or "overrides" not in arguments for word in rest):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return {**arguments, "overrides": [*arguments["overrides"], *rest]} if rest else arguments
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mote", description="Text-embedding models with task experts.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -34,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_average(commands)
     _add_interpolate(commands)
+    _add_memory(commands)
     return parser
 
 
@@ -185,6 +197,35 @@ def _add_source_and_out(command: argparse.ArgumentParser) -> None:
     add("--revision", help="branch, tag or commit of a source on the Hub")
     add("--max-shard-size", default="5GB", metavar="SIZE", help="of the files with the weights (default: 5GB)")
     add("--overwrite", action="store_true", help="replace DIR where it holds a MoTE, or a model made of one")
+
+
+def _add_memory(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "memory",
+        help="estimate the memory of training",
+        description="Estimate what a step of contrastive training with AdamW takes on each device. Reads no weights.",
+    )
+    add = command.add_argument
+    add("src", metavar="SRC", help="a MoTE or a dense model: a folder, or an id on the Hub (user/name)")
+    add("--revision", help="branch, tag or commit of a source on the Hub")
+    add("--experts", nargs="+", metavar="NAME", help="of the MoTE that a dense SRC would become")
+    add("--batch-size", type=int, required=True, metavar="N", help="rows of a step, over all processes")
+    add("--mini-batch-size", type=int, metavar="N", help="of a cached loss (default: a loss that is not cached)")
+    add("--length", type=int, required=True, metavar="L", help="tokens of each text")
+    add("--columns", type=int, default=2, metavar="N", help="texts in a row: 2 (default), 3 with a hard negative")
+    add("--gradient-checkpointing", action="store_true", help="compute activations within blocks again")
+    add("--precision", default="fp32", metavar="P", help="fp32 (default), or bf16 for autocast")
+    add("--processes", type=int, default=1, metavar="N", help="devices (default: 1)")
+    add("--sharding", default="ddp", metavar="S", help="ddp (default), fsdp2 or deepspeed-stage-2")
+    add("--device", default="gpu", metavar="D", help="gpu (default) or cpu")
+    command.set_defaults(run=_memory)
+
+
+def _memory(src: str, revision: str | None, experts: list[str] | None, **arguments: object) -> None:
+    from mote import memory
+
+    config = memory.config_of(src, revision, experts)
+    _print_line(str(memory.estimate_memory(config, **arguments)))  # type: ignore[arg-type]
 
 
 def _print_line(line: str) -> None:

@@ -155,6 +155,13 @@ def open_mote(src: str, revision: str | None = None) -> Source:
     return Source(src, folder, commit, config, _weight_files(folder, src))
 
 
+def open_any(src: str, revision: str | None = None) -> Source:
+    """Find a checkpoint, dense or MoTE: see `open_source` and `open_mote`."""
+    folder, _ = _locate(src, revision)
+    is_mote = _read_json(folder / "config.json").get("model_type") == "mote"
+    return open_mote(src, revision) if is_mote else open_source(src, revision)
+
+
 def load_mote(source: Source) -> MoTEModel:
     """Load a MoTE in the type in which it is stored.
 
