@@ -160,29 +160,29 @@ def test_a_dataset_and_a_task_of_one_name_are_refused(tmp_path: Path) -> None:
         load_data(recipe_of(tmp_path, tasks=tasks))
 
 
+HUB = """
+from mote.training.data import load_data
+from mote.training.recipe import parse_recipe
+
+for name in ("user/pairs", "user/missing"):
+    task = {"anchor": "search_query", "batches": "homogeneous", "datasets": ["hub:" + name]}
+    recipe = parse_recipe({"model": {"source": "none"}, "tasks": {"retrieval": task}, "validation": {"share": 0}})
+    try:
+        print({name: rows.rows["anchor"][:] for name, rows in load_data(recipe).sets.items()})
+    except FileNotFoundError as error:
+        print(error)
+"""
+
+
 def test_a_dataset_on_the_hub(tmp_path: Path) -> None:
     write(tmp_path, "hub", pairs(3))
-    script = (
-        "import sys; from mote.training.recipe import parse_recipe; from mote.training.data import load_data\n"
-        "task = {'anchor': 'search_query', 'batches': 'homogeneous', 'datasets': [sys.argv[1]]}\n"
-        "recipe = {'model': {'source': 'none'}, 'tasks': {'retrieval': task}, 'validation': {'share': 0}}\n"
-        "for name, rows in load_data(parse_recipe(recipe)).sets.items(): print(name, rows.rows['anchor'][:])\n"
-    )
     with HubServer() as server:
         server.add_repo("user/pairs", tmp_path / "hub")
-        there, missing = (
-            subprocess.run(
-                [sys.executable, "-c", script, f"hub:user/{name}"],
-                env=server.environment(tmp_path / "home"),
-                cwd=tmp_path,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            for name in ("pairs", "missing")
-        )
-    assert there.stdout == "user/pairs ['text 0', 'text 1', 'text 2']\n", there.stderr
-    assert "FileNotFoundError: The dataset user/missing cannot be had from the Hub" in missing.stderr
+        command, environment = [sys.executable, "-c", HUB], server.environment(tmp_path / "home")
+        done = subprocess.run(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
+    found, missing, *_ = done.stdout.split("\n")
+    assert found == "{'user/pairs': ['text 0', 'text 1', 'text 2']}"
+    assert missing.startswith("The dataset user/missing cannot be had from the Hub")
 
 
 def test_a_hub_dataset_that_is_also_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_a_hub_dataset_that_is_also_a_folder_is_refused(tmp_path: Path, monkeypa
     ],
 )
 def test_pairs_under_many_names(tmp_path: Path, row: dict[str, Any], columns: dict[str, str]) -> None:
-    write(tmp_path, "retrieval/tiny", [row, {column: "other" for column in row}])
+    write(tmp_path, "retrieval/tiny", [row, dict.fromkeys(row, "other")])
     rows = only(load(tmp_path, {"path": "retrieval/tiny", "columns": columns})).rows
     assert (rows[0]["anchor"], rows[0]["positive"]) == ("a", "b")
 

@@ -65,7 +65,7 @@ class Teacher:
         self.settings = settings
         self.cache = cache or default_cache()
         self.report = report
-        self.revision, self.identity = _identity(settings.source)
+        self.identity = _identity(settings.source)
         self._model: SentenceTransformer | None = None
 
     def labels(self, columns: dict[str, list[str]]) -> pyarrow.Array:
@@ -107,7 +107,7 @@ class Teacher:
         if self._model is None:
             self.report(f"Loading the teacher {self.settings.source} …")
             trust = self.settings.trust_remote_code
-            self._model = SentenceTransformer(self.settings.source, revision=self.revision, trust_remote_code=trust)
+            self._model = SentenceTransformer(self.settings.source, trust_remote_code=trust)
         batch_size = self.settings.batch_size
         return self._model.encode(list(texts), prompt=prompt, batch_size=batch_size, show_progress_bar=False)
 
@@ -137,14 +137,13 @@ def _lists(values: np.ndarray, size: int) -> pyarrow.Array:
     return pyarrow.FixedSizeListArray.from_arrays(flat, size)
 
 
-def _identity(source: str) -> tuple[str | None, str]:
-    """The commit of a teacher on the Hub, and what tells a teacher from all others."""
+def _identity(source: str) -> str:
+    """What tells a teacher from all others: its files' content, or its commit on the Hub."""
     folder = Path(source)
     if not folder.is_dir():
-        commit = _commit(source)
-        return commit, f"{source}@{commit}"
+        return f"{source}@{_commit(source)}"
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md")
-    return None, _hash_of([text for path in files for text in (str(path.relative_to(folder)), _hash_of_file(path))])
+    return _hash_of([text for path in files for text in (str(path.relative_to(folder)), _hash_of_file(path))])
 
 
 def _commit(source: str) -> str | None:
