@@ -765,7 +765,7 @@ def test_the_loss_reaches_an_unknowing_training(trained_folder: Path, cached: bo
 
 
 def test_the_trainer_as_it_is(trained_folder: Path, tmp_path: Path) -> None:
-    """Two real steps of the unmodified trainer: a strong factor balances what a factor of zero leaves as it is."""
+    """Real steps of the unmodified trainer: a strong factor balances what a factor of zero leaves as it is."""
     datasets = pytest.importorskip("datasets")
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
@@ -774,9 +774,10 @@ def test_the_trainer_as_it_is(trained_folder: Path, tmp_path: Path) -> None:
     after = []
     for factor in (0.0, 100.0):
         model = sentence_transformer(trained_folder, load_balancing=factor)
+        model[0].model.gradient_checkpointing_enable()
         arguments = SentenceTransformerTrainingArguments(
-            output_dir=str(tmp_path), per_device_train_batch_size=8, max_steps=8, learning_rate=1e-2, use_cpu=True,
-            report_to="none", save_strategy="no", disable_tqdm=True, seed=0, gradient_checkpointing=True,
+            output_dir=str(tmp_path), per_device_train_batch_size=8, max_steps=8, learning_rate=1e-3, use_cpu=True,
+            report_to="none", save_strategy="no", disable_tqdm=True, seed=0,
             router_mapping={"anchor": "query", "positive": "document"},
         )  # fmt: skip
         loss = MultipleNegativesRankingLoss(model)
@@ -786,7 +787,7 @@ def test_the_trainer_as_it_is(trained_folder: Path, tmp_path: Path) -> None:
         with torch.no_grad():
             logits = mote(tokens["input_ids"], tokens["attention_mask"], output_router_logits=True).router_logits
         after.append(load_balancing_loss(logits, tokens["attention_mask"], 2).item() / len(logits))
-    assert after[1] < after[0] - 0.02
+    assert after[1] < 0.3 < 0.35 < after[0]
     assert after[1] >= 0.25 - 1e-3
 
 
