@@ -375,6 +375,7 @@ def _arguments(
         "bf16": training.precision == "bf16",
         "fp16": training.precision == "fp16",
         "torch_compile": training.compile,
+        "use_cpu": not torch.accelerator.is_available(),  # asked for, where bf16 is to run there
         "seed": training.seed,
         "dataloader_num_workers": training.workers,
         "dataloader_pin_memory": torch.cuda.is_available(),
