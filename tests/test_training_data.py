@@ -87,6 +87,12 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, file: str) -> None:
     assert rows["positive"][2] == "answer to text 2"
 
 
+def test_a_byte_order_mark_and_windows_lines(tmp_path: Path) -> None:
+    path = write(tmp_path, "retrieval/tiny", pairs(2))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert only(load(tmp_path, "retrieval/tiny", data={"max_bad_share": 0.0})).rows["anchor"][:] == ["text 0", "text 1"]
+
+
 def test_a_dataset_in_parts_is_read_in_their_order(tmp_path: Path) -> None:
     for part in range(3):
         write(tmp_path, "retrieval/tiny", pairs(2, start=2 * part), f"train-0000{part}-of-00003.parquet")
@@ -247,6 +253,7 @@ GOOD = '{"query": "a %d", "positive": "b"}'
         ('{"query": "a"}', "there is no column 'positive'"),
         ('{"query": "a", "positive": "\\ud800"}', "'positive' is no valid Unicode"),
         ('{"query": "a", "posi', "no JSON"),
+        ("{}", "there is no column 'query'"),
         ('["a", "b"]', "expected an object of columns, found list"),
     ],
 )
@@ -280,7 +287,9 @@ def test_bad_labels(tmp_path: Path, row: dict[str, Any], fault: str) -> None:
     assert report.faults[0].endswith(f":5: {fault}")
 
 
-@pytest.mark.parametrize(("score", "fault"), [("3", "is no number but str"), (float("nan"), "is nan")])
+@pytest.mark.parametrize(
+    ("score", "fault"), [("3", "is no number but str"), (None, "is no number but NoneType"), (float("nan"), "is nan")]
+)
 def test_bad_scores(tmp_path: Path, score: Any, fault: str) -> None:
     rows = [{"sentence1": f"a{i}", "sentence2": "b", "score": s} for i, s in enumerate([0.5, 1.0, score])]
     write(tmp_path, "sts/tiny", rows)
@@ -523,7 +532,11 @@ def test_repeated_rows_are_left_out(tmp_path: Path) -> None:
     assert data.reports[0].left_out == {"repeated": 1}
     write(tmp_path, "c/tiny", [*labelled(x=3, y=2), {"text": "x 0", "label": "x"}, {"text": "x 0", "label": "y"}])
     (report,) = load(tmp_path, "c/tiny", task="c").reports
-    assert (report.left_out, report.used) == ({"repeated": 1}, 6)
+    assert report.left_out == {"repeated": 1, "text has several labels": 2}
+    assert report.used == 4
+    rows = [{"query": "a", "positive": "b", "negative": negative} for negative in ("c", "d", "d")]
+    write(tmp_path, "retrieval/tiny", rows)
+    assert negatives_of(load(tmp_path, "retrieval/tiny")) == [["c"], ["d"]]
 
 
 def test_the_validation_part_is_the_same_for_every_recipe(tmp_path: Path) -> None:

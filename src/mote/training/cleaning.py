@@ -1,6 +1,7 @@
 """One dataset of a recipe on its way into a training set: every row is kept, or counted under the reason why not."""
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -145,9 +146,9 @@ class Part:
         if self.kind == "scored":
             self._fit_scores()
         elif self.form == "scored":
-            raise ValueError(f"{self.name} has no scores, which {self.task.loss} needs; InfoNCE takes {self.kind}")
+            raise ValueError(f"{self.name} has no scores, which {self.task.loss} needs; InfoNCE goes without")
         elif self.form == "labelled" and self.kind != "labelled":
-            raise ValueError(f"{self.name} has no labels, which {self.task.loss} needs; InfoNCE takes pairs")
+            raise ValueError(f"{self.name} has no labels, which {self.task.loss} needs; InfoNCE goes without")
         elif self.form == "pairs" and self.kind == "texts":
             raise ValueError(f"{self.name} has single texts, {self.task.loss} takes pairs or texts with labels")
         elif self.kind == "pairs":
@@ -162,7 +163,7 @@ class Part:
             wanted = "0 and 1" if self.task.loss in BINARY_LOSSES else "pairs that belong together"
             raise ValueError(f"{self.name} has graded scores, {self.task.loss} takes {wanted}: try the loss CoSENTLoss")
         most = max(scores)
-        if most > 1:
+        if self.form == "scored" and most > 1:
             self.report.notes.append(f"scores divided by their maximum, {most:g}")
             self.rows = [row._replace(label=score / most) for row, score in zip(self.rows, scores, strict=True)]
 
@@ -192,13 +193,18 @@ class Part:
         return min(*counts, MOST_NEGATIVES)
 
     def drop_repeats(self) -> None:
-        """Leave out rows that equal an earlier one."""
+        """Leave out rows that equal an earlier one, and texts with several labels, which are in nobody's group."""
         unlike: dict[tuple[str, ...], Example] = {}
         for row in self.rows:
-            second = str(row.label) if self.kind == "labelled" else "".join(row.positives).strip()
-            unlike.setdefault((row.anchor.strip(), second), row)
+            label = str(row.label) if self.kind == "labelled" else ""
+            texts = (row.anchor, *row.positives, *row.negatives)
+            unlike.setdefault((label, *(text.strip() for text in texts)), row)
         self.report.leave_out("repeated", len(self.rows) - len(unlike))
         self.rows = list(unlike.values())
+        if self.kind == "labelled" and self.form != "texts":
+            labels = Counter(row.anchor.strip() for row in self.rows)
+            self.rows = [row for row in self.rows if labels[row.anchor.strip()] == 1]
+            self.report.leave_out("text has several labels", len(unlike) - len(self.rows))
 
     def hold_out(self, settings: ValidationSettings) -> None:
         """Cut off the validation part, by a hash of the anchor: it is the same for every recipe and seed."""
@@ -239,9 +245,7 @@ class Part:
         """Leave out texts whose label no other text has."""
         if self.kind != "labelled" or self.form == "texts":
             return
-        counts: dict[str, int] = {}
-        for row in self.rows:
-            counts[str(row.label)] = counts.get(str(row.label), 0) + 1
+        counts = Counter(str(row.label) for row in self.rows)
         lonely = sorted(label for label, count in counts.items() if count == 1)
         if lonely:
             self.report.leave_out("label with one example", len(lonely))

@@ -121,14 +121,17 @@ def check_row(row: dict[str, Any], columns: Columns) -> Example:
     """
     names = columns.names
     anchor = _checked(_value(row, names["anchor"][0]), names["anchor"][0])
-    positives = tuple(text for column in names.get("positive", ()) for text in _texts(_value(row, column), column))
+    if columns.kind == "texts":
+        return Example(anchor)
+    if columns.kind == "labelled":
+        return Example(anchor, label=_label(_value(row, names["label"][0]), names["label"][0]))
+    positive = _value(row, names["positive"][0])
+    if columns.kind == "scored":
+        score = _score(_value(row, names["label"][0]), names["label"][0])
+        return Example(anchor, (_checked(positive, names["positive"][0]),), label=score)
     given = ((row.get(column), column) for column in names.get("negative", ()))  # a row may have fewer than others
     negatives = tuple(text for value, column in given if value is not None for text in _texts(value, column, least=0))
-    if columns.kind == "scored":
-        return Example(anchor, positives, label=_score(row, names["label"][0]))
-    if columns.kind == "labelled":
-        return Example(anchor, label=_label(row, names["label"][0]))
-    return Example(anchor, positives, negatives)
+    return Example(anchor, tuple(_texts(positive, names["positive"][0])), negatives)
 
 
 def _value(row: dict[str, Any], column: str) -> Any:
@@ -156,8 +159,7 @@ def _checked(text: Any, column: str) -> str:
     return text
 
 
-def _label(row: dict[str, Any], column: str) -> str:
-    label = _value(row, column)
+def _label(label: Any, column: str) -> str:
     if not isinstance(label, str | int):
         raise ValueError(f"{column!r} is no text or whole number but {type(label).__name__}")  # noqa: TRY004
     if not str(label).strip():
@@ -165,8 +167,7 @@ def _label(row: dict[str, Any], column: str) -> str:
     return str(label).strip()
 
 
-def _score(row: dict[str, Any], column: str) -> float:
-    score = _value(row, column)
+def _score(score: Any, column: str) -> float:
     if not isinstance(score, int | float):
         raise ValueError(f"{column!r} is no number but {type(score).__name__}")  # noqa: TRY004
     if not math.isfinite(score):

@@ -1,5 +1,6 @@
 """Find the datasets of a recipe, and read their rows one by one, with the place of each."""
 
+import codecs
 import gzip
 import json
 import zlib
@@ -175,7 +176,7 @@ def _read_lines(file: Path) -> Iterator[Line]:
 
 def _parsed(where: str, line: bytes) -> Line:
     try:
-        content = json.loads(line.decode("utf-8-sig"))
+        content = json.loads(line.removeprefix(codecs.BOM_UTF8).decode())
     except (ValueError, RecursionError) as error:
         return Line(where, {}, f"no JSON ({error})")
     if not isinstance(content, dict):
