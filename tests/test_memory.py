@@ -157,18 +157,24 @@ def test_what_is_cut_among_processes() -> None:
         )
     )
     settings = {**SMALL, "processes": 4}
-    ddp, fsdp, deepspeed = (estimate_memory(config, **settings, sharding=sharding) for sharding in SHARDINGS)
+    ddp, fsdp, stage_1, deepspeed = (estimate_memory(config, **settings, sharding=cut) for cut in SHARDINGS)
     assert ddp.communication == ddp.gradients == ddp.weights
     assert fsdp.weights == pytest.approx(ddp.weights / 4, rel=0.01)  # tables with an odd number of rows are padded
     assert fsdp.gradients == pytest.approx(ddp.gradients / 4, rel=0.01)
     assert fsdp.optimizer == pytest.approx(ddp.optimizer / 4, rel=0.02)
     assert 0 < fsdp.communication < ddp.weights
     assert deepspeed.weights == ddp.weights
-    assert deepspeed.gradients == ddp.gradients / 4
+    assert (stage_1.gradients, deepspeed.gradients) == (ddp.gradients, ddp.gradients / 4)
+    assert stage_1.optimizer == deepspeed.optimizer
     assert deepspeed.optimizer == ddp.optimizer / 4
     in_bf16 = estimate_memory(config, **settings, sharding="deepspeed-stage-2", precision="bf16")
     assert in_bf16.weights == ddp.weights / 2
     assert in_bf16.optimizer == 3 * ddp.gradients / 4
+
+
+def test_a_token_router_is_refused() -> None:
+    with pytest.raises(ValueError, match="token router"):
+        estimate_memory(fresh_mote("bert", router="token"), **SMALL)
 
 
 def test_the_total_is_the_worst_moment() -> None:

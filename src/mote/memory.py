@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from configuration_mote import MoTEConfig, alternatives
-from modeling_mote import MoTEBlock, MoTEModel
+from modeling_mote import MoTEModel
 from mote.sources import open_any
 
 PRECISIONS = ("fp32", "bf16")
-SHARDINGS = ("ddp", "fsdp2", "deepspeed-stage-2")
+SHARDINGS = ("ddp", "fsdp2", "deepspeed-stage-1", "deepspeed-stage-2")
 DEVICES = ("gpu", "cpu")
 
 EAGER_ONLY = ("mpnet",)  # in transformers itself
@@ -102,17 +102,20 @@ def estimate_memory(
         gradient_checkpointing: Whether activations within a block are computed again.
         precision: `"fp32"`, or `"bf16"` for autocast.
         processes: Number of devices. Embeddings are gathered across them.
-        sharding: `"ddp"` (every device has everything), `"fsdp2"` (weights, gradients and optimizer cut), or
-            `"deepspeed-stage-2"` (gradients and optimizer cut).
+        sharding: `"ddp"` (every device has everything), `"fsdp2"` (weights, gradients and optimizer cut),
+            `"deepspeed-stage-1"` (optimizer cut), or `"deepspeed-stage-2"` (gradients as well, not for cached losses).
         device: `"gpu"` or `"cpu"`: whether sdpa with dropout keeps no probabilities, or does.
 
     Raises:
-        ValueError: If a name is unknown, a number does not hold, or the model's forward depends on its inputs' values.
+        ValueError: If a name is unknown, a number does not hold, the model's forward depends on its inputs' values,
+            or it has a token router.
     """
     names = {"precision": (precision, PRECISIONS), "sharding": (sharding, SHARDINGS), "device": (device, DEVICES)}
     for name, (value, known) in names.items():
         if value not in known:
             raise ValueError(f"Unknown {name} {value!r}." + alternatives(value, known))
+    if getattr(model.config if isinstance(model, PreTrainedModel) else model, "router", "task") == "token":
+        raise ValueError("The memory of a token router cannot be told beforehand: it depends on where the tokens go")
     rows = _rows(batch_size, processes, mini_batch_size, length, columns)
     cached = mini_batch_size is not None
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -193,7 +196,7 @@ def _lasting(model: PreTrainedModel, precision: str, processes: int, sharding: s
         gradients, optimizer = 2 * count, 12 * count
     return {
         "weights": weights,
-        "gradients": -(-gradients // processes),
+        "gradients": -(-gradients // processes) if sharding == "deepspeed-stage-2" else gradients,
         "optimizer": -(-optimizer // processes),
         "communication": 0,
     }
@@ -209,7 +212,9 @@ def _size(tensors: Iterable[torch.Tensor], processes: int = 1) -> int:
 
 def _gathered(model: PreTrainedModel) -> int:
     """Count what FSDP has gathered at a time: what is in no block, one block with its gradients, and the next one."""
-    blocks: list[nn.Module] = [module for module in model.modules() if isinstance(module, MoTEBlock)]
+    blocks: list[nn.Module] = [
+        module for module in model.modules() if type(module).__name__ in MoTEModel._no_split_modules
+    ]
     blocks = blocks or [module for module in model.modules() if _is_layer(module)]
     sizes = [_size(block.parameters()) for block in blocks]
     outside = _size(model.parameters()) - sum(sizes)
