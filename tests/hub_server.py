@@ -30,8 +30,8 @@ which asks first, because this server never offers Xet.
 Datasets can be read: a repository answers under `/datasets/{repo}` and `/api/datasets/{repo}` too, as one of its name.
 
 Unlike the Hub, which answers 401, a missing or hidden repository is 404 for anonymous clients too. Not supported:
-spaces, pull requests, tags, file copies, .gitignore, multi-part uploads, paging, renaming and deleting repositories, and
-names without a namespace.
+spaces, pull requests, tags, file copies, .gitignore, multi-part uploads, paging, renaming and deleting repositories,
+and names without a namespace.
 """
 
 from __future__ import annotations

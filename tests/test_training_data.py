@@ -495,6 +495,8 @@ def test_negatives_in_columns_of_their_own(tmp_path: Path) -> None:
     assert negatives_of(load(tmp_path, "retrieval/tiny")) == [["n0"], ["n1"], ["n2"]]
     data = load(tmp_path, {"path": "retrieval/tiny", "negatives": 2})
     assert negatives_of(data) == [["n0", "n2"], ["n1", "n2"], ["n2", "n2"]]
+    write(tmp_path, "retrieval/scored", [{**row, "score": 0.5} for row in rows])  # of some other model
+    assert negatives_of(load(tmp_path, "retrieval/scored")) == [["n0", "n2"], ["n1", "n2"]]
     columns = {"anchor": "query", "positive": "positive", "negative": ["negative_2"]}
     assert negatives_of(load(tmp_path, {"path": "retrieval/tiny", "columns": columns})) == [["n2"]] * 3
 
@@ -605,6 +607,8 @@ def test_a_limit_takes_a_sample_of_its_own(tmp_path: Path) -> None:
     assert len(sample) == 20
     assert sample != [f"a {i}" for i in range(20)]
     assert len(beside.sets["retrieval/b"].rows) == 5
+    other = only(load(tmp_path, "retrieval/b", data={"limit": 20})).rows["anchor"][:]
+    assert [text.replace("b", "a") for text in other] != sample
     assert alone.reports[0].left_out == {"over the limit": 80}
     other_seed = only(load(tmp_path, "retrieval/a", data={"limit": 20}, training={"seed": 7}))
     assert sample != other_seed.rows["anchor"][:]
