@@ -233,7 +233,7 @@ class TokenRoutedFeedForward(nn.Module):
     """
 
     def __init__(self, layer: nn.Module, network: FeedForward, config: MoTEConfig) -> None:
-        """Copy the dense network; the router begins with small random weights."""
+        """Copy the dense network. The model's `post_init` gives the router its small random weights."""
         super().__init__()
         self.experts_per_token = config.experts_per_token
         self.normalize_router = config.normalize_router
@@ -241,7 +241,6 @@ class TokenRoutedFeedForward(nn.Module):
         self.dropout = _submodule_or_identity(layer, network.outer_dropout)
         like: Any = self.experts.down_proj  # [E, H, I]
         self.router = nn.Linear(like.shape[1], like.shape[0], bias=False, device=like.device, dtype=like.dtype)
-        nn.init.normal_(self.router.weight, std=getattr(config.backbone_config, "initializer_range", 0.02))
 
     def forward(self, hidden_states: torch.Tensor, routing: TokenRouting) -> torch.Tensor:
         """Send each token through its experts.

@@ -182,12 +182,14 @@ def test_parameter_counts(name: str) -> None:
     assert counts["active"] == counts["shared"] + 3 * one
 
 
-def test_the_router_begins_small_and_follows_the_seed() -> None:
+@all_families
+def test_the_router_begins_small_and_follows_the_seed(name: str) -> None:
     weights = []
     for seed in (0, 0, 1):
-        dense = dense_model("bert", hidden_size=64)
+        dense = dense_model(name)
         torch.manual_seed(seed)
-        weights.append(blocks_of(MoTEModel(token_config(dense), dense))[0].feed_forward.router.weight)
+        model = MoTEModel(token_config(dense), dense)
+        weights.append(torch.cat([block.feed_forward.router.weight for block in blocks_of(model)]))
     assert difference(weights[0], weights[1]) == 0.0
     assert difference(weights[0], weights[2]) > 0.0
     assert 0.015 < weights[0].std() < 0.025  # initializer_range
