@@ -188,7 +188,7 @@ def _lasting(model: PreTrainedModel, precision: str, processes: int, sharding: s
             "weights": _size(model.parameters(), processes),
             "gradients": _size(trained, processes),
             "optimizer": 2 * _size(trained, processes) + 4 * len(trained),
-            "communication": _gathered(model) if processes > 1 else 0,
+            "communication": _gathered(model) // (2 if precision == "bf16" else 1) if processes > 1 else 0,
         }
     count = sum(parameter.numel() for parameter in trained)
     if precision == "bf16":  # DeepSpeed keeps the model in bf16, and cuts one in float32 with the optimizer

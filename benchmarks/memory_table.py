@@ -1,0 +1,72 @@
+"""The table of docs/scale.md: memory of a training step on each GPU, by size of model and number of GPUs.
+
+    python benchmarks/memory_table.py
+
+Takes seconds and no GPU: nothing is computed but shapes.
+"""
+
+from collections.abc import Iterator
+
+from transformers import BertConfig, NomicBertConfig
+
+from configuration_mote import MoTEConfig
+from mote import MemoryEstimate, estimate_memory
+
+GIB = 2**30
+BATCH_SIZE = 6144  # of the paper
+
+# all-MiniLM-L6-v2 and nomic-bert-2048 (137 M parameters, no dropout), each with the paper's four experts
+MODELS = {
+    "all-MiniLM-L6-v2": (
+        BertConfig(
+            hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536, vocab_size=30522
+        ),
+        256,
+    ),
+    "nomic-bert-2048": (NomicBertConfig(), 512),
+}
+
+# GPUs → mini-batch size, sharding, gradient checkpointing
+SETTINGS = {
+    1: [(64, "ddp", False), (256, "ddp", True)],
+    8: [(64, "ddp", False), (256, "ddp", True), (64, "fsdp2", False)],
+    128: [(48, "ddp", False), (48, "fsdp2", False)],
+}
+
+
+def rows() -> Iterator[tuple[str, ...]]:
+    """Estimate each combination."""
+    for name, (backbone, length) in MODELS.items():
+        for processes, settings in SETTINGS.items():
+            for mini_batch_size, sharding, checkpointing in settings:
+                told = estimate_memory(
+                    MoTEConfig(backbone_config=backbone),
+                    batch_size=BATCH_SIZE,
+                    mini_batch_size=mini_batch_size,
+                    length=length,
+                    processes=processes,
+                    sharding=sharding,
+                    precision="bf16",
+                    gradient_checkpointing=checkpointing,
+                )
+                how = f"{sharding}, checkpointing" if checkpointing else sharding
+                yield (
+                    name,
+                    str(length),
+                    str(processes),
+                    how if processes > 1 else how.replace("ddp", "one process"),
+                    str(mini_batch_size),
+                    *_sizes(told),
+                )
+
+
+def _sizes(told: MemoryEstimate) -> Iterator[str]:
+    lasting = told.weights + told.gradients + told.optimizer + told.communication
+    for size in (lasting, told.activations, told.embeddings + told.loss, told.total):
+        yield f"{size / GIB:.2f}"
+
+
+if __name__ == "__main__":
+    heads = ["model", "tokens", "GPUs", "how", "mini-batch", "lasting", "activations", "embeddings and loss", "total"]
+    for cells in (heads, ["---"] * len(heads), *rows()):
+        print("| " + " | ".join(cells) + " |")
