@@ -1,121 +1,128 @@
-"""Several processes: the shipped settings of accelerate, and gradients that are those of one process."""
+"""Several processes that train together, each with a part of every batch, against one process."""
 
+import gzip
+import json
 import os
+import socket
 import subprocess
 import sys
+import time
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
 import torch
-from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from conftest import ROOT
+from conftest import ROOT, SMALL_ENCODER
+from test_training import overrides, weights
 
-from modeling_mote import MoTEModel
+from mote.training.models import build_model
+from mote.training.progress import read_log
+from mote.training.recipe import load_recipe
 
-SETTINGS = ROOT / "examples" / "accelerate"
-FILES = {"ddp.yaml": "MULTI_GPU", "fsdp2.yaml": "FSDP", "deepspeed_stage2.yaml": "DEEPSPEED"}
-
-
-def launch_arguments(name: str) -> Any:
-    """What `accelerate launch` makes of a file."""
-    words = ["--config_file", str(SETTINGS / name), "-m", "mote", "train", "recipe.yaml", "--dry-run"]
-    return _validate_launch_command(launch_command_parser().parse_args(words))[0]
-
-
-def test_every_file_is_listed() -> None:
-    assert {path.name for path in SETTINGS.iterdir()} == set(FILES)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_accelerate_understands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # otherwise accelerate says that it sets it
-    config = load_config_from_file(str(SETTINGS / name))  # which refuses keys that it does not know
-    assert (config.distributed_type, config.num_processes, config.mixed_precision) == (FILES[name], 8, "bf16")
-    arguments = launch_arguments(name)
-    assert (arguments.module, arguments.training_script) == (True, "mote")
-    assert arguments.training_script_args == ["train", "recipe.yaml", "--dry-run"]
-    assert (arguments.use_fsdp, arguments.use_deepspeed) == (name == "fsdp2.yaml", name == "deepspeed_stage2.yaml")
-
-
-def test_what_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    fsdp = launch_arguments("fsdp2.yaml")
-    assert int(fsdp.fsdp_version) == 2
-    assert fsdp.fsdp_transformer_layer_cls_to_wrap in MoTEModel._no_split_modules
-    assert launch_arguments("deepspeed_stage2.yaml").zero_stage == 2
-
-
-def test_the_package_runs_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "mote", "--help"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0
-    assert "usage: mote" in done.stdout
-
-
-# Two real processes --------------------------------------------------------------------------------------------------
-
-STEP = """
-import os, sys
-
-import torch
-from datasets import Dataset
-from sentence_transformers import (
-    SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-)
-from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
-from transformers import TrainerCallback
-
-source, out = sys.argv[1:]
-torch.set_num_threads(1)
-processes, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-model = SentenceTransformer(source, trust_remote_code=True)
-words = "whale bread stock engine river piano planet soup".split()
-data = Dataset.from_dict(
-    {"anchor": [f"what is a {word}" for word in words], "positive": [f"the {word} is a thing" for word in words]}
-)
-arguments = SentenceTransformerTrainingArguments(
-    output_dir=out + "-trainer", per_device_train_batch_size=len(words) // processes, max_steps=1, max_grad_norm=0.0,
-    report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True, seed=0,
-    ddp_backend="gloo" if processes > 1 else None,
-    prompts={"anchor": "search_query: ", "positive": "search_document: "},
+EXAMPLES = ROOT / "examples" / "data"
+SETTINGS = (
+    "training.max_steps=5",
+    "training.save_every=2",
+    "training.learning_rate=1e-4",
+    "data.limit=null",
+    "validation.share=0",
 )
 
 
-class Catch(TrainerCallback):
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        torch.save({name: p.grad for name, p in getattr(model, "module", model).named_parameters()}, f"{out}.{rank}")
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real texts, in numbers that one process and two cut into the same batches."""
+    folder = tmp_path_factory.mktemp("data")
+    for name in ("retrieval/arxiv", "classification/banking77", "clustering/arxiv_titles"):
+        text = gzip.decompress((EXAMPLES / name / "train.jsonl.gz").read_bytes()).decode()
+        rows = [json.loads(line) for line in text.splitlines()]
+        if "label" in rows[0]:
+            frequent = Counter(row["label"] for row in rows).most_common(4)
+            rows = [row for label, _ in frequent for row in [r for r in rows if r["label"] == label][:8]]
+        (folder / name).mkdir(parents=True)
+        (folder / name / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:32]))
+    return folder
 
 
-loss = CachedMultipleNegativesRankingLoss(model, mini_batch_size=2, gather_across_devices=True)
-SentenceTransformerTrainer(model=model, args=arguments, train_dataset=data, loss=loss, callbacks=[Catch()]).train()
-"""
+def launch(processes: int, data: Path, out: Path, *more: str, recipe: str = "mote") -> tuple[list[str], dict[str, str]]:
+    """Make the command and the environment of `mote train` under as many processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={port}"]
+    command = [*launcher, "-m", "mote", "train", recipe, *overrides(SMALL_ENCODER, data, out, *SETTINGS, *more)]
+    return command, {**os.environ, "HF_MODULES_CACHE": str(out.parent / "modules"), "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.slow
-def test_two_processes_have_the_gradients_of_one(trained_folder: Path, tmp_path: Path) -> None:
-    """Queries and documents go to different experts, each mini-batch has a backward pass of its own."""
-    pytest.importorskip("datasets")
-    (tmp_path / "step.py").write_text(STEP)
-    script = [str(tmp_path / "step.py"), str(trained_folder)]
-    options = ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0"]
-    launch = ["-m", "accelerate.commands.launch", "--config_file", str(SETTINGS / "ddp.yaml"), *options]
-    for words in ([*script, str(tmp_path / "one")], [*launch, *script, str(tmp_path / "two")]):
-        done = subprocess.run(
-            [sys.executable, *words],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-    one = torch.load(tmp_path / "one.0")
-    used = {"search_query", "search_document"}
-    for rank in (0, 1):
-        for name, gradient in torch.load(tmp_path / f"two.{rank}").items():
-            if ".experts." in name and name.split(".experts.")[1].split(".")[0] not in used:
-                assert gradient is None
-                assert one[name] is None
-            else:
-                assert one[name].abs().max() > 0 or name.endswith("key.bias"), name
-                assert (gradient - one[name]).abs().max() <= 1e-5, name
+def train(
+    processes: int, data: Path, out: Path, *more: str, recipe: str = "mote", check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run it."""
+    command, environment = launch(processes, data, out, *more, recipe=recipe)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    if check:
+        assert done.returncode == 0, done.stderr[-4000:]
+    return done
+
+
+@pytest.mark.parametrize("recipe", ["mote", "tlr"])
+def test_two_processes_learn_what_one_does(recipe: str, data: Path, tmp_path: Path) -> None:
+    """SGD with a learning rate of 1, so that a step is the gradient itself: Adam would hide its size."""
+    settings = (
+        "training.optimizer=sgd",
+        "training.learning_rate=1",
+        "training.schedule=constant",
+        "training.weight_decay=0",
+        "training.max_grad_norm=1e-3",
+        "model.load_balancing=0",
+    )
+    for processes in (1, 2):
+        train(processes, data, tmp_path / str(processes) / "run", *settings, recipe=recipe)
+    one, two = (weights(tmp_path / name / "run" / "model") for name in "12")
+    logs = [read_log(tmp_path / name / "run") for name in "12"]
+    assert [(line["step"], line["set"], line["rows"]) for line in logs[0]] == [
+        (line["step"], line["set"], line["rows"]) for line in logs[1]
+    ]
+    assert len({line["task"] for line in logs[0]}) == 3
+    for first, second in zip(*logs, strict=True):
+        assert first["loss"] == pytest.approx(second["loss"], abs=1e-5)
+        assert first["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-4)
+    settings = overrides(SMALL_ENCODER, data, tmp_path / "unused", *SETTINGS)
+    start = build_model(load_recipe(recipe, settings), tmp_path)[0][0].model.state_dict()
+    moved = 0.0
+    for key in one:  # the norm of all steps together is at most 5e-3
+        assert (one[key] - two[key]).abs().max().item() <= 1e-7, key
+        moved = max(moved, (one[key] - start[key]).abs().max().item())
+    assert moved > 1e-4
+    records = [json.loads((tmp_path / name / "run" / "model" / "training.json").read_text()) for name in "12"]
+    assert [record["processes"] for record in records] == [1, 2]
+    assert records[0]["tasks"] == records[1]["tasks"]  # texts and tokens, over all processes
+    assert records[0]["experts"] == records[1]["experts"]
+
+
+def test_two_processes_that_were_killed_go_on(data: Path, tmp_path: Path) -> None:
+    """With the recipe's own optimiser; the same bit for bit as two that were not."""
+    settings = ("training.max_steps=null", "training.epochs=2")
+    train(2, data, tmp_path / "whole" / "run", *settings)
+    out = tmp_path / "killed" / "run"
+    command, environment = launch(2, data, out, *settings)
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 240
+    while not (out / "checkpoints" / "checkpoint-4" / "checkpoint.json").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for one_of_them in [*psutil.Process(process.pid).children(recursive=True), process]:
+        one_of_them.kill()
+    process.wait()
+    assert not (out / "model").exists()
+    train(2, data, out, *settings)
+    one, two = (weights(tmp_path / name / "run" / "model") for name in ("whole", "killed"))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_a_batch_that_cannot_be_shared_out(data: Path, tmp_path: Path) -> None:
+    done = train(2, data, tmp_path / "run", "training.batch_size=15", check=False)
+    assert done.returncode != 0
+    assert "15 cannot be shared out among 2" in done.stderr

@@ -192,10 +192,10 @@ def test_temperature_of_the_task_is_used(model: SentenceTransformer) -> None:
         assert gradients(model, loss, None)["loss"].item() == pytest.approx(expected.item(), rel=1e-4)
 
 
-def test_several_processes_always_cache(model: SentenceTransformer) -> None:
+def test_replicas_always_cache(model: SentenceTransformer) -> None:
     training = TrainingSettings(batch_size=64)
     assert not build_loss(model, settings(), training).uses_gradient_cache
-    loss = build_loss(model, settings(), training, processes=2)
+    loss = build_loss(model, settings(), training, processes=2, replicated=True)
     assert loss.uses_gradient_cache
     assert loss.mini_batch_size == 32
 

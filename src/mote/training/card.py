@@ -8,7 +8,7 @@ from huggingface_hub import ModelCard
 
 from configuration_mote import MoTEConfig
 from mote import repository
-from mote.sources import open_source
+from mote.sources import open_any
 from mote.training.recipe import Recipe
 
 RECIPE_FILE = "recipe.yaml"
@@ -31,7 +31,7 @@ def write(recipe: Recipe, names: MoTEConfig, record: dict[str, Any], folder: Pat
         record: What `training.json` says.
         folder: Of the model.
     """
-    source = open_source(recipe.model.source, recipe.model.revision)
+    source = open_any(recipe.model.source, recipe.model.revision)
     routed = recipe.model.kind == "mote"
     example = "search_query" if "search_query" in names.tasks else names.experts[0]
     argument = "prompt_name" if recipe.model.instructions and names.instruction_of(example) else "task"

@@ -138,8 +138,8 @@ def _sorted_by_length(
 
     A mini-batch is as wide as its longest text; the order of the rows makes no difference to the loss.
     """
-    lengths = sum(column["attention_mask"].sum(dim=1) for column in features)
-    order = torch.argsort(lengths, stable=True)  # type: ignore[arg-type]
+    lengths = torch.stack([column["attention_mask"].sum(dim=1) for column in features]).sum(dim=0)
+    order = torch.argsort(lengths, stable=True)
     ordered = [
         {name: value[order] if isinstance(value, Tensor) else value for name, value in column.items()}
         for column in features
@@ -216,6 +216,7 @@ def build_loss(
     task: TaskSettings,
     training: TrainingSettings,
     processes: int = 1,
+    replicated: bool = False,
     label_dim: int | None = None,
 ) -> nn.Module:
     """Make the loss of a training set.
@@ -225,9 +226,10 @@ def build_loss(
         task: The settings of the set's task.
         training: For gradient caching, negatives of other processes, and Matryoshka.
         processes: That train together.
+        replicated: Whether each of them holds the whole model, in torch's DDP.
         label_dim: Width of a teacher's embeddings, where these are the labels.
     """
-    if processes > 1 and training.mini_batch_size is None:
+    if replicated and training.mini_batch_size is None:
         # With two experts in a step, DDP stops at two forward passes before one backward pass. Gradient caching does
         # one after the other, and gives the same gradients.
         training = training.model_copy(update={"mini_batch_size": training.batch_size // processes})

@@ -4,18 +4,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from sentence_transformers import SentenceTransformer
 
 from configuration_mote import MoTEConfig, alternatives
 from mote import repository, upcycling
-from mote.sources import open_source
+from mote.sources import open_any
+from mote.training.processes import processes
 from mote.training.recipe import ModelSettings, Recipe
 
 
 def is_mote(model: SentenceTransformer) -> bool:
     """Tell whether a model has experts; one that was loaded as remote code is of a class of its own."""
-    return getattr(model[0], "config", None) is not None and model[0].config.model_type == "mote"
+    config: Any = getattr(model[0], "config", None)
+    return config is not None and config.model_type == "mote"
 
 
 def build_model(recipe: Recipe, scratch: Path) -> tuple[SentenceTransformer, MoTEConfig]:
@@ -34,19 +35,20 @@ def build_model(recipe: Recipe, scratch: Path) -> tuple[SentenceTransformer, MoT
         ValueError: If the source does not fit the recipe, or the recipe names a task that the model does not know.
     """
     settings = recipe.model
-    torch.manual_seed(recipe.training.seed)  # of new weights: those of a token router
-    source = open_source(settings.source, settings.revision)
+    torch.manual_seed(recipe.training.seed)  # for new weights: those of a token router
+    source = open_any(settings.source, settings.revision)
     made_of_experts = source.read_json("config.json").get("model_type") == "mote"
     if settings.kind == "dense":
         if made_of_experts:
             raise ValueError(f"{settings.source} is a MoTE: the kind is 'mote', or average its experts first")
         model = SentenceTransformer(str(source.folder), **_loading(settings))
         names = _names(settings, repository.source_prompts(source))
-        model.prompts = repository.prompts_of(names)
+        model.prompts = {**repository.prompts_of(names)}
     else:
         folder = source.folder if made_of_experts else _upcycled(settings, scratch)
         model = SentenceTransformer(str(folder), trust_remote_code=True, **_loading(settings))
-        names = model[0].config
+        first: Any = model[0]
+        names = first.config
         router = getattr(names, "router", "task")
         if router != {"mote": "task", "token": "token"}[settings.kind]:
             raise ValueError(f"{settings.source} routes by {router}: the recipe's kind {settings.kind!r} does not fit")
@@ -61,16 +63,21 @@ def _loading(settings: ModelSettings) -> dict[str, Any]:
     return {"model_kwargs": {"dtype": torch.float32, **attention}}  # mixed precision keeps its weights in fp32
 
 
+def _named(settings: ModelSettings) -> MoTEConfig:
+    """Name experts and tasks as the recipe does, the paper's by default."""
+    return MoTEConfig(experts=settings.experts, tasks=settings.tasks)  # type: ignore[arg-type]  # none: the paper's
+
+
 def _instructions(settings: ModelSettings) -> dict[str, str]:
     """Return the instructions that the recipe sets itself."""
     if settings.instructions:
         return settings.instruction_texts
-    return dict.fromkeys(MoTEConfig(experts=settings.experts, tasks=settings.tasks).tasks, "")
+    return dict.fromkeys(_named(settings).tasks, "")
 
 
 def _names(settings: ModelSettings, prompts: dict[str, str]) -> MoTEConfig:
     """Name tasks and instructions of a dense model as those of a MoTE made of it would be."""
-    config = MoTEConfig(experts=settings.experts, tasks=settings.tasks)
+    config = _named(settings)
     config.instructions |= {**upcycling.instructions_from(prompts, config), **_instructions(settings)}
     config.validate_names()
     return config
@@ -79,7 +86,7 @@ def _names(settings: ModelSettings, prompts: dict[str, str]) -> MoTEConfig:
 def _upcycled(settings: ModelSettings, scratch: Path) -> Path:
     """Upcycle the dense source; with several processes, one does."""
     folder = scratch / "start"
-    with PartialState().main_process_first():
+    with processes().main_process_first():
         if not folder.exists():
             routing: dict[str, Any] = {}
             if settings.kind == "token":
@@ -104,8 +111,8 @@ def _upcycled(settings: ModelSettings, scratch: Path) -> Path:
 def _check_tasks(recipe: Recipe, names: MoTEConfig) -> None:
     """Make sure that the model knows every task that the recipe's data are for."""
     for name, task in recipe.tasks.items():
-        for where in (task, *task.datasets):
-            for model_task in (where.anchor, where.positive):
+        for anchor, positive in [(task.anchor, task.positive), *((d.anchor, d.positive) for d in task.datasets)]:
+            for model_task in (anchor, positive):
                 if model_task and model_task not in names.tasks:
                     raise ValueError(
                         f"tasks.{name}: the model has no task {model_task!r}." + alternatives(model_task, names.tasks)

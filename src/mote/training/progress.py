@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from accelerate.utils import reduce
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
+
+from mote.training.processes import processes
 
 LOG_FILE = "log.jsonl"
 CHECKPOINT_FILE = "checkpoint.json"  # written last: a checkpoint without it was cut short
@@ -54,10 +55,10 @@ class Tracker:
         Raises:
             NonFiniteError: If the loss is not finite in some process.
         """
-        state = PartialState()
+        state = processes()
         counts = [column["attention_mask"].sum() for column in features]
         values = torch.stack([loss.detach().double(), *(count.double() for count in counts)]).to(state.device)
-        mean, *tokens = reduce(values, "sum").tolist()  # type: ignore[union-attr]
+        mean, *tokens = reduce(values, "sum").tolist()
         mean /= state.num_processes
         rows = len(features[0]["attention_mask"]) * state.num_processes
         if not math.isfinite(mean):
@@ -110,7 +111,7 @@ class TrackedLoss(nn.Module):
         for column in features:  # of a step's load-balancing loss each forward pass has its share (token routing)
             column["balance_share"] = 1 / rows
         loss = self.loss(features, labels)
-        total = sum(loss.values()) if isinstance(loss, dict) else loss
+        total = torch.stack([*loss.values()]).sum() if isinstance(loss, dict) else loss
         self.tracker.record(self.name, self.task, self.column_tasks, features, total)
         return total
 

@@ -58,9 +58,9 @@ class ModelSettings(_Settings):
     layers: Literal["every", "every_other"] | list[int] = "every"
     experts: list[str] | None = None
     tasks: dict[str, str] = {}
-    experts_per_token: int = Field(2, ge=1)
-    load_balancing: float = Field(0.01, ge=0)
-    max_length: int | None = Field(None, ge=4)
+    experts_per_token: int = Field(default=2, ge=1)
+    load_balancing: float = Field(default=0.01, ge=0)
+    max_length: int | None = Field(default=None, ge=4)
     attention: str | None = None
 
 
@@ -91,10 +91,10 @@ class DatasetSettings(_Settings):
     columns: dict[str, str | list[str]] = {}
     anchor: str | None = None
     positive: str | None = None
-    weight: float = Field(1.0, gt=0)
-    limit: int | None = Field(None, ge=1)
+    weight: float = Field(default=1.0, gt=0)
+    limit: int | None = Field(default=None, ge=1)
     max_length: int | dict[str, int] | None = None
-    negatives: int | None = Field(None, ge=0)
+    negatives: int | None = Field(default=None, ge=0)
     exclude: list[str] = []
 
     @model_validator(mode="before")
@@ -115,7 +115,7 @@ class TeacherSettings(_Settings):
 
     source: str
     prompts: dict[str, str] = {}
-    batch_size: int = Field(32, ge=1)
+    batch_size: int = Field(default=32, ge=1)
     trust_remote_code: bool = False
 
 
@@ -140,8 +140,8 @@ class TaskSettings(_Settings):
     anchor: str
     positive: str = ""
     batches: Literal["homogeneous", "heterogeneous"]
-    temperature: float = Field(0.03, gt=0)
-    weight: float = Field(1.0, gt=0)
+    temperature: float = Field(default=0.03, gt=0)
+    weight: float = Field(default=1.0, gt=0)
     in_batch_negatives: bool = True
     symmetric: bool = False
     loss: str = "InfoNCE"
@@ -166,8 +166,8 @@ class DataSettings(_Settings):
     """
 
     folder: str = "."
-    limit: int | None = Field(None, ge=1)
-    max_bad_share: float = Field(0.01, ge=0, le=1)
+    limit: int | None = Field(default=None, ge=1)
+    max_bad_share: float = Field(default=0.01, ge=0, le=1)
 
 
 class TrainingSettings(_Settings):
@@ -197,26 +197,26 @@ class TrainingSettings(_Settings):
         arguments: Any other of `SentenceTransformerTrainingArguments`.
     """
 
-    batch_size: int = Field(6144, ge=2)
-    mini_batch_size: int | None = Field(None, ge=1)
-    epochs: float = Field(1, gt=0)
-    max_steps: int | None = Field(None, ge=1)
-    learning_rate: float = Field(5e-6, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
+    batch_size: int = Field(default=6144, ge=2)
+    mini_batch_size: int | None = Field(default=None, ge=1)
+    epochs: float = Field(default=1, gt=0)
+    max_steps: int | None = Field(default=None, ge=1)
+    learning_rate: float = Field(default=5e-6, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
     optimizer: str = "adamw_torch"
     schedule: str = "linear"
-    warmup: float = Field(0.1, ge=0, lt=1)
-    max_grad_norm: float = Field(1.0, ge=0)
+    warmup: float = Field(default=0.1, ge=0, lt=1)
+    max_grad_norm: float = Field(default=1.0, ge=0)
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     gradient_checkpointing: bool = False
     compile: bool = False
     cross_device_negatives: bool = True
     matryoshka: list[int] | None = None
     seed: int = 42
-    workers: int = Field(0, ge=0)
-    save_every: int | None = Field(None, ge=1)
-    keep: int = Field(2, ge=1)
-    log_every: int = Field(1, ge=1)
+    workers: int = Field(default=0, ge=0)
+    save_every: int | None = Field(default=None, ge=1)
+    keep: int = Field(default=2, ge=1)
+    log_every: int = Field(default=1, ge=1)
     arguments: dict[str, Any] = {}
 
 
@@ -229,9 +229,9 @@ class ValidationSettings(_Settings):
         every: Steps between evaluations. Default: only at the end.
     """
 
-    share: float = Field(0.02, ge=0, lt=1)
-    limit: int = Field(400, ge=2)
-    every: int | None = Field(None, ge=1)
+    share: float = Field(default=0.02, ge=0, lt=1)
+    limit: int = Field(default=400, ge=2)
+    every: int | None = Field(default=None, ge=1)
 
 
 class Recipe(_Settings):

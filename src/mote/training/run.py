@@ -15,23 +15,24 @@ from typing import Any
 
 import torch
 import yaml  # type: ignore[import-untyped]
-from accelerate import PartialState
 from safetensors import SafetensorError
 from sentence_transformers import (
     SentenceTransformer,
     SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
 )
+from torch import nn
 from transformers import PrinterCallback
 
 from configuration_mote import MoTEConfig, alternatives
 from mote.files import Staging
-from mote.sources import load_tokenizer, open_source
+from mote.sources import load_tokenizer, open_any
 from mote.training import card
 from mote.training.card import CURVES_FILE, RECIPE_FILE, RECORD_FILE
 from mote.training.data import TrainingData, TrainingSet, load_data
 from mote.training.losses import build_loss, check_loss
 from mote.training.models import build_model, encodings, is_mote
+from mote.training.processes import processes, replicated, with_deepspeed, with_fsdp
 from mote.training.progress import (
     CHECKPOINT_FILE,
     LOSS_FILE,
@@ -207,7 +208,7 @@ def train(
         ValueError: If a setting, the data, or a checkpoint does not fit; `NonFiniteError` if the loss is no number.
         OSError: If nothing can be written any more.
     """
-    state = PartialState()
+    state = processes()
     say: Report = report if report is not None and state.is_main_process else lambda line: None
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     folder = RunFolder(Path(recipe.output))
@@ -228,9 +229,9 @@ def plan(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> str:
     """Say what a run would do: its data and its steps. Raises what `train` raises for them; writes nothing."""
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     check_recipe(recipe)
-    tokenizer = load_tokenizer(open_source(recipe.model.source, recipe.model.revision))
+    tokenizer = load_tokenizer(open_any(recipe.model.source, recipe.model.revision))
     data = load_data(recipe, tokenizer)
-    schedule = plan_schedule(recipe, data.sets, PartialState().num_processes)
+    schedule = plan_schedule(recipe, data.sets, processes().num_processes)
     return "\n".join([_as_yaml(recipe), str(data), _describe(schedule, data.sets)])
 
 
@@ -303,7 +304,7 @@ class Run:
 
 def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False, report: Report = lambda line: None) -> Run:
     """Load everything that a run needs. Raises what `train` raises for it."""
-    state = PartialState()
+    state = processes()
     check_recipe(recipe)
     with state.main_process_first():
         checkpoint = folder.open(recipe, overwrite and state.is_main_process)
@@ -321,26 +322,18 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False, report: 
     report(_describe(schedule, data.sets))
     routed = is_mote(model) and recipe.model.kind == "mote"
     tracker = Tracker()
-    losses = {
-        name: TrackedLoss(
-            model,
-            build_loss(model, recipe.tasks[part.task], recipe.training, state.num_processes, _label_dim(part)),
-            tracker,
-            name,
-            part.task,
-            part.column_tasks,
-        )
-        for name, part in data.sets.items()
-    }
+    torch.manual_seed(recipe.training.seed)  # for the weights that a loss may have
+    losses = {name: _loss(recipe, model, part, tracker) for name, part in data.sets.items()}
     validation = Validation(data.validation, encodings(names, routed)) if data.validation else None
     seal = {"recipe": _fixed_settings(recipe), "rows": {name: len(part.rows) for name, part in data.sets.items()}}
     _restore(checkpoint, seal, tracker, losses)
-    model.model_card_data.generate_widget_examples = False  # the card is ours
+    if with_fsdp():
+        model.base_model_prefix = "0"  # type: ignore[assignment]  # of Sentence-Transformers' modules; accelerate cannot wrap `Normalize`
     trainer = SentenceTransformerTrainer(
         model=model,
         args=_arguments(recipe, folder, data.sets, schedule, names if recipe.model.instructions else None, routed),
         train_dataset={name: part.rows for name, part in data.sets.items()},
-        loss=dict(losses),
+        loss=dict[str, nn.Module](losses),
         evaluator=validation if recipe.validation.every else None,
         callbacks=[
             RunCallback(
@@ -361,9 +354,9 @@ def _arguments(
     routed: bool,
 ) -> SentenceTransformerTrainingArguments:
     """Say all of it in the trainer's words."""
-    training, processes = recipe.training, PartialState().num_processes
+    training, count = recipe.training, processes().num_processes
     settings: dict[str, Any] = {
-        "per_device_train_batch_size": training.batch_size // processes,
+        "per_device_train_batch_size": training.batch_size // count,
         "num_train_epochs": training.epochs,
         "max_steps": schedule.steps if training.max_steps is not None else -1,
         "learning_rate": training.learning_rate,
@@ -379,7 +372,7 @@ def _arguments(
         "seed": training.seed,
         "dataloader_num_workers": training.workers,
         "dataloader_pin_memory": torch.cuda.is_available(),
-        "batch_sampler": partial(even_batch_sampler, rows_of_a_batch=training.batch_size, processes=processes),
+        "batch_sampler": partial(even_batch_sampler, rows_of_a_batch=training.batch_size, processes=count),
         "multi_dataset_batch_sampler": TaskBatchSampler,
         "save_strategy": "steps",
         "save_steps": schedule.save_every,
@@ -440,7 +433,7 @@ def _finish(run: Run, folder: RunFolder, before: dict[str, float] | None, second
         "seconds": round(seconds, 1),
         "went_on_from_step": None if run.checkpoint is None else _step_of(run.checkpoint),
         "pairs_per_second": log[-1].get("pairs_per_second") if steps_per_second and log else None,
-        "processes": PartialState().num_processes,
+        "processes": processes().num_processes,
         "device": _device_name(),
         "tasks": run.tracker.tasks,
         "sets": run.tracker.sets,
@@ -506,12 +499,18 @@ def _describe(schedule: Schedule, sets: dict[str, TrainingSet]) -> str:
     return "\n".join(lines)
 
 
-def _label_dim(part: TrainingSet) -> int | None:
-    """Return the width of a teacher's embeddings, where a set has them as labels."""
-    if part.form != "texts":
-        return None
-    label = part.rows[0]["label"]
-    return len(label[0]) if isinstance(label[0], list) else len(label)
+def _loss(recipe: Recipe, model: SentenceTransformer, part: TrainingSet, tracker: Tracker) -> TrackedLoss:
+    """Make the loss of a training set for the processes that there are."""
+    training = recipe.training
+    if with_deepspeed() and training.mini_batch_size is not None:
+        raise ValueError(
+            "DeepSpeed's stage 2 takes one backward pass per step, and gradient caching does several: set "
+            "training.mini_batch_size=null, or use DDP or FSDP2"
+        )
+    task = recipe.tasks[part.task]
+    label_dim = part.teacher_dimension if part.form == "texts" else None
+    loss = build_loss(model, task, training, processes().num_processes, replicated(), label_dim)
+    return TrackedLoss(model, loss, tracker, part.name, part.task, part.column_tasks)
 
 
 def _fixed_settings(recipe: Recipe) -> dict[str, Any]:
@@ -549,11 +548,11 @@ def _how_to_go_on(folder: RunFolder) -> str:
 
 def _is_about_writing(error: Exception) -> bool:
     """Tell a full disk from other errors: torch and safetensors raise their own."""
-    return isinstance(error, OSError | SafetensorError) or "PytorchStreamWriter" in str(error)
+    return isinstance(error, OSError | SafetensorError) or "inline_container" in str(error)
 
 
 def _device_name() -> str:
-    device = PartialState().device
+    device = processes().device
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
 
 

@@ -14,16 +14,11 @@ from sentence_transformers.base.sampler import DefaultBatchSampler, Proportional
 from torch.utils.data import ConcatDataset, RandomSampler
 
 
-def batch_count(rows: int, batch_size: int) -> int:
-    """Count the batches of a set: the fewest that hold all its rows."""
-    return -(-rows // batch_size)
-
-
 class EvenBatchSampler(DefaultBatchSampler):
     """The batches of one training set: all its rows in random order, in batches of nearly equal size.
 
     1,377 rows with a batch size of 1,000 give 689 and 688, not 1,000 and 377. Rows that the processes cannot share
-    out evenly, fewer than there are processes in each batch, are left out of the epoch: `left_out` counts them.
+    out evenly, fewer than there are processes, are left out of the epoch: `left_out` counts them.
 
     Args:
         dataset: The set's rows.
@@ -45,10 +40,9 @@ class EvenBatchSampler(DefaultBatchSampler):
     @property
     def sizes(self) -> list[int]:
         """Rows of each batch."""
-        rows = len(self.dataset)
-        count = batch_count(rows, self.batch_size)
-        sizes = [rows // count + (index < rows % count) for index in range(count)]
-        return [size - size % self.processes for size in sizes if size >= self.processes]
+        shares = len(self.dataset) // self.processes  # of one process
+        count = -(-shares // (self.batch_size // self.processes))  # the fewest batches that hold them all
+        return [self.processes * (shares // count + (index < shares % count)) for index in range(count)]
 
     @property
     def left_out(self) -> int:
@@ -73,10 +67,10 @@ class TaskBatchSampler(ProportionalBatchSampler):
 
     def __init__(self, dataset: ConcatDataset, batch_samplers: list[EvenBatchSampler], **kwargs: Any) -> None:
         """Draw from the sets in proportion to the number of their batches."""
-        super().__init__(dataset, batch_samplers=batch_samplers, **kwargs)
+        super().__init__(dataset, batch_samplers=[*batch_samplers], **kwargs)
         self.processes = batch_samplers[0].processes
-        self.batch_size = None  # it varies; accelerate then takes every batch as it comes
-        self.sampler = self  # accelerate passes the epoch on to the `sampler` of a batch sampler that it wraps
+        self.batch_size: Any = None  # it varies; accelerate then takes every batch as it comes
+        self.sampler: Any = self  # accelerate passes the epoch on to the `sampler` of a batch sampler that it wraps
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in super().__iter__():

@@ -15,7 +15,7 @@ import pyarrow
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 from sentence_transformers import SentenceTransformer
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm
 
 from mote.training.recipe import TeacherSettings
 
