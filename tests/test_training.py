@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from sentence_transformers import SentenceTransformer
 from test_losses import by_hand
 
 from mote.training import run
-from mote.training.models import build_model
+from mote.training.models import START_FOLDER, build_model
 from mote.training.progress import NonFiniteError, read_log
 from mote.training.recipe import load_recipe, shipped_recipes
 from mote.training.run import RunFolder, check_recipe, plan, prepare, train
@@ -444,6 +445,26 @@ def test_a_checkpoint_of_another_recipe_is_refused(
     with pytest.raises(FileExistsError, match="holds a run that has ended"):
         train("mote", settings)
     train("mote", [*settings, "training.learning_rate=0.1"], overwrite=True)
+
+
+def test_a_start_that_a_kill_has_left_is_not_used(
+    tiny: Path, data: Path, fresh_folder: Path, tmp_path: Path
+) -> None:
+    """Killed between upcycling and loading, then started again with another source."""
+    folder = RunFolder(tmp_path / "run")
+    folder.prepare(load_recipe("mote", overrides(SMALL_ENCODER, data, folder.path)), None)
+    shutil.copytree(fresh_folder, folder.path / START_FOLDER)
+    model = prepare(load_recipe("mote", overrides(tiny, data, folder.path)), folder).model
+    assert model.get_embedding_dimension() == 16
+    assert not (folder.path / START_FOLDER).exists()
+
+
+def test_overwrite_after_a_kill_while_upcycling(tiny: Path, data: Path, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    recipe = load_recipe("mote", overrides(tiny, data, folder.path))
+    folder.prepare(recipe, None)
+    (folder.path / f".{START_FOLDER}.writing-999999999").mkdir()
+    assert folder.open(recipe, overwrite=True) is None
 
 
 def test_other_data_are_refused(tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

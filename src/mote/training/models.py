@@ -12,6 +12,8 @@ from mote.sources import open_any
 from mote.training.processes import processes
 from mote.training.recipe import ModelSettings, Recipe
 
+START_FOLDER = "start"  # in the folder of a run: the upcycled source, until it is in memory
+
 
 def is_mote(model: SentenceTransformer) -> bool:
     """Tell whether a model has experts; one that was loaded as remote code is of a class of its own."""
@@ -85,7 +87,7 @@ def _names(settings: ModelSettings, prompts: dict[str, str]) -> MoTEConfig:
 
 def _upcycled(settings: ModelSettings, scratch: Path) -> Path:
     """Upcycle the dense source; with several processes, one does."""
-    folder = scratch / "start"
+    folder = scratch / START_FOLDER
     with processes().main_process_first():
         if not folder.exists():
             routing: dict[str, Any] = {}

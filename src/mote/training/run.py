@@ -31,10 +31,11 @@ from mote.training import card
 from mote.training.card import CURVES_FILE, RECIPE_FILE, RECORD_FILE
 from mote.training.data import TrainingData, TrainingSet, load_data
 from mote.training.losses import build_loss, check_loss
-from mote.training.models import build_model, encodings, is_mote
+from mote.training.models import START_FOLDER, build_model, encodings, is_mote
 from mote.training.processes import processes, replicated, with_deepspeed, with_fsdp
 from mote.training.progress import (
     CHECKPOINT_FILE,
+    LOG_FILE,
     LOSS_FILE,
     NonFiniteError,
     RunCallback,
@@ -124,19 +125,19 @@ class RunFolder:
         return checkpoint
 
     def prepare(self, recipe: Recipe, checkpoint: Path | None) -> None:
-        """Write the recipe, and remove checkpoints that a kill has cut short."""
+        """Write the recipe, and remove what a kill has left: a model on its way, checkpoints that were cut short."""
         self.path.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.path / START_FOLDER, ignore_errors=True)  # it may be of another recipe
         (self.path / RECIPE_FILE).write_text(_as_yaml(recipe), encoding="utf-8")
         for folder in self.checkpoints.glob("checkpoint-*"):
             if checkpoint is None or _step_of(folder) > _step_of(checkpoint):
                 shutil.rmtree(folder)
 
     def _clear(self) -> None:
-        if (self.path / RECIPE_FILE).is_file():  # only what a run has written
+        if (self.path / RECIPE_FILE).is_file():  # which stays, as the mark of a run's folder
             for folder in (self.model, self.checkpoints):
                 shutil.rmtree(folder, ignore_errors=True)
-            for file in (RECIPE_FILE, "log.jsonl"):
-                (self.path / file).unlink(missing_ok=True)
+            (self.path / LOG_FILE).unlink(missing_ok=True)
 
 
 @dataclass
@@ -315,7 +316,7 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False, report: 
     finally:
         state.wait_for_everyone()
         if state.is_main_process:
-            shutil.rmtree(folder.path / "start", ignore_errors=True)
+            shutil.rmtree(folder.path / START_FOLDER, ignore_errors=True)
     data = load_data(recipe, model.tokenizer, report)
     report(str(data))
     schedule = plan_schedule(recipe, data.sets, state.num_processes)
