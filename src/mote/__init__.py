@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from modeling_mote import MoTEModel
     from mote.memory import MemoryEstimate, estimate_memory
     from mote.merging import average, average_experts, interpolate, interpolate_experts
+    from mote.training.run import train
     from mote.upcycling import UpcyclingPlan, plan_upcycling, upcycle
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "interpolate",
     "interpolate_experts",
     "plan_upcycling",
+    "train",
     "upcycle",
 ]
 
@@ -30,6 +32,7 @@ _HOMES = {
     "MoTEModel": "modeling_mote",
     **dict.fromkeys(["average", "average_experts", "interpolate", "interpolate_experts"], "mote.merging"),
     **dict.fromkeys(["MemoryEstimate", "estimate_memory"], "mote.memory"),
+    "train": "mote.training.run",
 }
 
 

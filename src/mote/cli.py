@@ -125,10 +125,14 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _train(*, recipe: str, overrides: list[str], dry_run: bool, overwrite: bool) -> None:
-    from datasets.utils import logging as datasets_logging
     from transformers.utils import logging
 
-    from mote.training import run
+    try:
+        from datasets.utils import logging as datasets_logging
+
+        from mote.training import run
+    except ModuleNotFoundError as error:
+        raise OSError(f'training needs {error.name}, which is not installed: pip install -e ".[train]"') from error
 
     for library in (logging, datasets_logging):  # one bar is enough
         library.disable_progress_bar()

@@ -150,7 +150,10 @@ class Part:
         elif self.form == "labelled" and self.kind != "labelled":
             raise ValueError(f"{self.name} has no labels, which {self.task.loss} needs; InfoNCE goes without")
         elif self.form == "pairs" and self.kind == "texts":
-            raise ValueError(f"{self.name} has single texts, {self.task.loss} takes pairs or texts with labels")
+            raise ValueError(
+                f"{self.name} has single texts, {self.task.loss} takes pairs or texts with labels. Name columns that "
+                "were not found with `columns`"
+            )
         elif self.kind == "pairs":
             self._make_pairs()
 

@@ -313,9 +313,16 @@ def parse_recipe(settings: dict[str, Any], name: str = "recipe") -> Recipe:
     except ValidationError as error:
         faults = [
             f"  {'.'.join(map(str, fault['loc'])) or 'the recipe'}: {fault['msg'].removeprefix('Value error, ')}"
+            f"{_found(fault)}"
             for fault in error.errors()
         ]
         raise ValueError("\n".join([f"The recipe {name} does not hold:", *faults])) from None
+
+
+def _found(fault: Any) -> str:
+    """Name the value that does not fit, where the message does not and it is short."""
+    value = fault["input"]
+    return f", found {value!r}" if fault["type"] != "value_error" and isinstance(value, str | int | float) else ""
 
 
 def _read(recipe: str, base: Path | None = None, extended_by: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -82,6 +82,8 @@ def find_datasets(
 def _matches(path: str, folder: Path, split: str) -> list[Path]:
     """The files and folders that a path stands for: itself, what fits the pattern, or the folders in a folder."""
     target = folder / path
+    if not folder.is_dir() and not Path(path).is_absolute():
+        raise FileNotFoundError(f"There is no folder {folder} (data.folder)")
     if target.exists():
         is_dataset = target.is_file() or _files_of(target, split) or any(_ending(file) for file in target.iterdir())
         return [target] if is_dataset else sorted(inside for inside in target.iterdir() if inside.is_dir())
@@ -89,7 +91,7 @@ def _matches(path: str, folder: Path, split: str) -> list[Path]:
         matches = sorted(Path(target.anchor or ".").glob(str(target.relative_to(target.anchor))))
         if matches:
             return matches
-        raise FileNotFoundError(f"Nothing fits the pattern {target}")
+        raise FileNotFoundError(f"Nothing fits the pattern {path} in {folder} (data.folder)")
     nearest = next(parent for parent in target.parents if parent.exists())
     inside = [child.name for child in sorted(nearest.iterdir()) if not child.name.startswith(".")]
     missing = target.relative_to(nearest).parts[0]
