@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import SMALL_ENCODER
 from families import make_different
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from torch.nn.functional import cosine_similarity
 
-from mote.training.losses import InfoNCELoss, build_loss, check_loss
+from mote.training.losses import UNFIT, InfoNCELoss, build_loss, check_loss
 from mote.training.recipe import TaskSettings, TrainingSettings
 
 ANCHORS = ["how do whales breathe", "price of gold", "boil an egg", "who wrote Hamlet", "Tokyo weather"]
@@ -206,9 +208,22 @@ def test_any_loss_of_the_library_by_name(model: SentenceTransformer) -> None:
     assert loss.scale == 7.0
     cached = build_loss(model, settings(loss="CachedMultipleNegativesRankingLoss"), TrainingSettings(mini_batch_size=3))
     assert cached.mini_batch_size == 3
+    symmetric = build_loss(
+        model, settings(loss="CachedMultipleNegativesSymmetricRankingLoss"), TrainingSettings(mini_batch_size=3), 2
+    )
+    assert (symmetric.mini_batch_size, symmetric.gather_across_devices) == (3, True)  # though it is deprecated
     projected = build_loss(model, settings(loss="EmbedDistillLoss"), TrainingSettings(), label_dim=384)
     assert projected.projection_dim == 384
     assert build_loss(model, settings(loss="EmbedDistillLoss"), TrainingSettings(), label_dim=256).projection is None
+
+
+def test_every_other_loss_of_the_library_can_be_made(model: SentenceTransformer) -> None:
+    for name in losses.__all__:
+        if name.endswith("Loss") and name not in UNFIT:
+            arguments = {"guide": str(SMALL_ENCODER)} if "GIST" in name else {}
+            task = settings(loss=name, loss_arguments=arguments)
+            check_loss("a", task)
+            assert type(build_loss(model, task, TrainingSettings())).__name__ == name
 
 
 @pytest.mark.parametrize(
@@ -219,6 +234,8 @@ def test_any_loss_of_the_library_by_name(model: SentenceTransformer) -> None:
             {"loss": "CoSENTLoss", "loss_arguments": {"scal": 1}},
             "CoSENTLoss has no argument 'scal'. Did you mean 'scale'",
         ),
+        ({"loss": "MarginMSELoss"}, "cannot have the loss MarginMSELoss: it needs a teacher's scores"),
+        ({"loss": "GISTEmbedLoss"}, "GISTEmbedLoss needs 'guide' among its loss_arguments"),
         ({"loss_arguments": {"scale": 1}}, "InfoNCE takes no loss_arguments"),
         ({"symmetric": True, "in_batch_negatives": False}, "no positive has another anchor"),
     ],

@@ -103,7 +103,11 @@ def _table_line(report: DatasetReport) -> tuple[str, ...]:
 
 
 def load_data(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None, report: Report = lambda line: None
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    report: Report = lambda line: None,
+    *,
+    with_teachers: bool = True,
 ) -> TrainingData:
     """Read and prepare everything that a recipe trains on.
 
@@ -111,6 +115,7 @@ def load_data(
         recipe: The recipe.
         tokenizer: Of the model; needed where datasets have a `max_length`.
         report: Called with each line of progress.
+        with_teachers: Whether teachers embed the texts, which can take hours; without, such rows have no labels.
 
     Returns:
         The training sets by name, the validation parts, and what became of the rows.
@@ -136,7 +141,7 @@ def load_data(
         part.drop_texts(held_out, "has a text that another dataset holds out")
         part.drop_lonely()
         part.cut_texts(tokenizer)
-    sets = _training_sets(parts, recipe, report)
+    sets = _training_sets(parts, recipe, report, with_teachers)
     return TrainingData(sets, [_validation_set(part) for part in parts if part.held_out], [p.report for p in parts])
 
 
@@ -161,16 +166,16 @@ def _find_parts(recipe: Recipe, report: Report) -> list[Part]:
     return list(parts.values())
 
 
-def _training_sets(parts: list[Part], recipe: Recipe, report: Report) -> dict[str, TrainingSet]:
+def _training_sets(parts: list[Part], recipe: Recipe, report: Report, with_teachers: bool) -> dict[str, TrainingSet]:
     sets: dict[str, TrainingSet] = {}
     for name, task in recipe.tasks.items():
         own = [part for part in parts if part.task_name == name]
         groups = {part.name: [part] for part in own} if task.batches == "homogeneous" else {name: own}
-        teacher = Teacher(task.teacher, report=report) if task.teacher is not None else None
+        teacher = Teacher(task.teacher, report=report) if task.teacher is not None else None  # looked for in any case
         for set_name, group in groups.items():
             if set_name in sets:
                 raise ValueError(f"A dataset and a task are both named {set_name!r}: rename the task")
-            sets[set_name] = _training_set(set_name, group, recipe.training.seed, teacher)
+            sets[set_name] = _training_set(set_name, group, recipe.training.seed, teacher if with_teachers else None)
     return sets
 
 
@@ -216,9 +221,8 @@ def _refuse_one_group(name: str, parts: list[Part]) -> None:
 def _table(part: Part, seed: int, labels: dict[tuple[str, Any], int], teacher: Teacher | None) -> Dataset:
     """Make the rows of one dataset, each once, in the form that the loss wants."""
     if part.form == "texts":
-        assert teacher is not None
         columns = _text_columns(part.rows)
-        return _dataset(columns, teacher.labels(columns))
+        return _dataset(columns, pyarrow.nulls(len(part.rows)) if teacher is None else teacher.labels(columns))
     if part.form == "scored":
         return _dataset(_text_columns(part.rows), pyarrow.array([row.label for row in part.rows], pyarrow.float64()))
     if part.form == "labelled":

@@ -23,6 +23,17 @@ from mote.training.recipe import TaskSettings, TrainingSettings
 
 INFO_NCE = "InfoNCE"
 
+UNFIT = {  # of Sentence-Transformers' losses
+    "AdaptiveLayerLoss": "it is made around another loss",
+    "ContrastiveTensionLoss": "it needs a data loader of its own",
+    "DenoisingAutoEncoderLoss": "it needs damaged texts and a decoder",
+    "DistillKLDivLoss": "it needs a teacher's scores; EmbedDistillLoss and MSELoss learn from its embeddings",
+    "MarginMSELoss": "it needs a teacher's scores; EmbedDistillLoss and MSELoss learn from its embeddings",
+    "Matryoshka2dLoss": "it is made around another loss",
+    "MatryoshkaLoss": "it is made around another loss: set training.matryoshka",
+    "SoftmaxLoss": "it needs classes of pairs",
+}
+
 
 class InfoNCELoss(CachedLossMixin, nn.Module):
     """InfoNCE: each anchor is to find its positive among the candidates of the batch (van den Oord et al. 2018).
@@ -136,8 +147,11 @@ def _sorted_by_length(
 ) -> tuple[list[dict[str, Any]], Tensor | None]:
     """Put the rows of a batch in the order of their lengths, so that mini-batches are of texts that are alike.
 
-    A mini-batch is as wide as its longest text; the order of the rows makes no difference to the loss.
+    A mini-batch is as wide as its longest text; the order of the rows makes no difference to the loss. Texts that flash
+    attention has end to end have no width.
     """
+    if any("cu_seq_lens_q" in column for column in features):
+        return features, labels
     lengths = torch.stack([column["attention_mask"].sum(dim=1) for column in features]).sum(dim=0)
     order = torch.argsort(lengths, stable=True)
     ordered = [
@@ -203,12 +217,23 @@ def check_loss(task: str, settings: TaskSettings) -> None:
         raise ValueError(
             f"Task {task!r}: unknown loss {settings.loss!r}." + alternatives(settings.loss, [INFO_NCE, *names])
         )
-    known = inspect.signature(getattr(losses, settings.loss)).parameters.keys() - {"model", "loss"}
+    if settings.loss in UNFIT:
+        raise ValueError(f"Task {task!r}: a recipe cannot have the loss {settings.loss}: {UNFIT[settings.loss]}")
+    parameters = _parameters(settings.loss)
+    known = parameters.keys()
+    for name, parameter in parameters.items():
+        if name not in settings.loss_arguments and parameter.default is parameter.empty:
+            raise ValueError(f"Task {task!r}: {settings.loss} needs {name!r} among its loss_arguments")
     for name in settings.loss_arguments:
         if name not in known:
             raise ValueError(
                 f"Task {task!r}: {settings.loss} has no argument {name!r}." + alternatives(name, sorted(known))
             )
+
+
+def _parameters(loss: str) -> dict[str, inspect.Parameter]:
+    """Return what a loss of the library takes beside the model; a deprecated class hides it behind `__new__`."""
+    return dict(list(inspect.signature(getattr(losses, loss).__init__).parameters.items())[2:])
 
 
 def build_loss(
@@ -254,7 +279,7 @@ def _library_loss(
 ) -> nn.Module:
     """Make a loss of Sentence-Transformers, with the recipe's settings where it has arguments for them."""
     cls = getattr(losses, task.loss)
-    takes = inspect.signature(cls).parameters
+    takes = _parameters(task.loss)
     arguments = dict(task.loss_arguments)
     if "mini_batch_size" in takes and training.mini_batch_size is not None:
         arguments.setdefault("mini_batch_size", training.mini_batch_size)

@@ -32,6 +32,7 @@ class Tracker:
         step: Steps done.
         sets: Training set → steps, rows, and the sum of its losses.
         tasks: Task of the model → texts and tokens that went through it.
+        seconds: That they took, until the last checkpoint or the end; what a kill has undone is not in it.
         last: Of the step at hand: set, task, loss, rows.
     """
 
@@ -40,6 +41,7 @@ class Tracker:
         self.step = 0
         self.sets: dict[str, dict[str, float]] = {}
         self.tasks: dict[str, dict[str, int]] = {}
+        self.seconds = 0.0
         self.last: dict[str, Any] = {}
 
     def record(self, name: str, task: str, column_tasks: list[str], features: list[dict], loss: Tensor) -> None:
@@ -56,11 +58,11 @@ class Tracker:
             NonFiniteError: If the loss is not finite in some process.
         """
         state = processes()
-        counts = [column["attention_mask"].sum() for column in features]
+        counts = [_tokens(column) for column in features]
         values = torch.stack([loss.detach().double(), *(count.double() for count in counts)]).to(state.device)
         mean, *tokens = reduce(values, "sum").tolist()
         mean /= state.num_processes
-        rows = len(features[0]["attention_mask"]) * state.num_processes
+        rows = _texts(features[0]) * state.num_processes
         if not math.isfinite(mean):
             raise NonFiniteError(f"The loss is {mean} at step {self.step + 1}, in a batch of {rows} rows of {name}")
         of_set = self.sets.setdefault(name, {"steps": 0, "rows": 0, "loss": 0.0})
@@ -75,11 +77,21 @@ class Tracker:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        return {"step": self.step, "sets": self.sets, "tasks": self.tasks}
+        return {"step": self.step, "sets": self.sets, "tasks": self.tasks, "seconds": self.seconds}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take over what a checkpoint kept."""
         self.step, self.sets, self.tasks = state["step"], state["sets"], state["tasks"]
+        self.seconds = state["seconds"]
+
+
+def _texts(column: dict[str, Any]) -> int:
+    """Count the texts of a column; flash attention has them end to end in one row."""
+    return len(column["cu_seq_lens_q"]) - 1 if "cu_seq_lens_q" in column else len(column["attention_mask"])
+
+
+def _tokens(column: dict[str, Any]) -> Tensor:
+    return column["cu_seq_lens_q"][-1] if "cu_seq_lens_q" in column else column["attention_mask"].sum()
 
 
 class TrackedLoss(nn.Module):
@@ -107,7 +119,7 @@ class TrackedLoss(nn.Module):
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None) -> Tensor:
         """Compute the loss of a batch."""
         features = list(sentence_features)
-        rows = sum(len(column["attention_mask"]) for column in features)
+        rows = sum(_texts(column) for column in features)
         for column in features:  # of a step's load-balancing loss each forward pass has its share (token routing)
             column["balance_share"] = 1 / rows
         loss = self.loss(features, labels)
@@ -115,10 +127,10 @@ class TrackedLoss(nn.Module):
         self.tracker.record(self.name, self.task, self.column_tasks, features, total)
         return total
 
-    def own_state(self) -> dict[str, Tensor]:
+    def own_parameters(self) -> dict[str, nn.Parameter]:
         """Return the weights that belong to the loss and not to the model (of a projection, say)."""
         of_model = {id(parameter) for parameter in self.model.parameters()}
-        return {name: value.detach() for name, value in self.named_parameters() if id(value) not in of_model}
+        return {name: value for name, value in self.named_parameters() if id(value) not in of_model}
 
 
 class RunCallback(TrainerCallback):
@@ -148,7 +160,7 @@ class RunCallback(TrainerCallback):
         self.bar: Any = None
         self.recent: dict[str, float] = {}
         self.timed: dict[str, float] = defaultdict(float)
-        self.begun = 0.0
+        self.started = self.begun = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Cut the log back to the step at which the run goes on, and open the bar."""
@@ -158,16 +170,23 @@ class RunCallback(TrainerCallback):
             text = "".join(json.dumps(line) + "\n" for line in kept)
             (self.folder / LOG_FILE).write_text(text, encoding="utf-8")
             self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start the clock of the step."""
         self.begun = time.perf_counter()
+        self.started = self.begun - self.tracker.seconds
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Average the gradients of losses' own weights: what wraps the model does it for the model's alone."""
+        for loss in self.losses.values() if processes().num_processes > 1 else ():
+            for weight in loss.own_parameters().values():
+                if weight.grad is not None:
+                    weight.grad = reduce(weight.grad, "mean")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Move the bar."""
+        """Take the time of the step, in which its texts were also tokenized."""
         self.tracker.step = state.global_step
         last = self.tracker.last
-        self.timed["seconds"] += time.perf_counter() - self.begun
+        now = time.perf_counter()
+        self.timed["seconds"] += now - self.begun
+        self.begun = now
         self.timed["rows"] += last["rows"]
         before = self.recent.get(last["task"], last["loss"])
         self.recent[last["task"]] = 0.9 * before + 0.1 * last["loss"]  # smoothed, for the eye
@@ -201,19 +220,34 @@ class RunCallback(TrainerCallback):
         with (self.folder / LOG_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Leave the evaluation out of the time of the next step."""
+        self.begun = time.perf_counter()
+
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Say that the checkpoint is whole."""
+        self.tracker.seconds = time.perf_counter() - self.started
+        processes().wait_for_everyone()  # each process has its own part of it to write
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            own = {name: loss.own_state() for name, loss in self.losses.items()}
-            torch.save({name: weights for name, weights in own.items() if weights}, folder / LOSS_FILE)
+            own = {name: loss.own_parameters() for name, loss in self.losses.items()}
+            torch.save(
+                {
+                    name: {key: weight.detach() for key, weight in weights.items()}
+                    for name, weights in own.items()
+                    if weights
+                },
+                folder / LOSS_FILE,
+            )
             content = json.dumps({**self.seal, "tracker": self.tracker.state()})
             unsealed = folder / (CHECKPOINT_FILE + ".part")
             unsealed.write_text(content, encoding="utf-8")
             unsealed.replace(folder / CHECKPOINT_FILE)
+        self.begun = time.perf_counter()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Close the bar."""
+        self.tracker.seconds = time.perf_counter() - self.started
         if self.bar is not None:
             self.bar.close()
 

@@ -2,9 +2,9 @@
 
 import json
 import math
+import os
 import platform
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -21,8 +21,10 @@ from sentence_transformers import (
     SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
 )
+from sentence_transformers.base.losses.gradcache import uses_gradient_cache
+from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
 from torch import nn
-from transformers import PrinterCallback
+from transformers import PrinterCallback, Trainer
 
 from configuration_mote import MoTEConfig, alternatives
 from mote.files import Staging
@@ -58,12 +60,32 @@ FREE_SETTINGS = (
     "training.workers",
 )
 
-# transformers has renamed it on the way to version 6, and warns of the old name
-_CHECKPOINTING = next(
-    name
-    for name in ("activation_checkpointing", "gradient_checkpointing")
-    if name in SentenceTransformerTrainingArguments.__dataclass_fields__
-)
+# Arguments of the trainer that would contradict what the recipe says, or what a run takes for granted.
+OWN_ARGUMENTS = {
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "gradient_accumulation_steps", "auto_find_batch_size"),
+        "a step is one whole batch; set training.batch_size, and training.mini_batch_size to save memory",
+    ),
+    **dict.fromkeys(("num_train_epochs", "max_steps"), "set training.epochs and training.max_steps"),
+    **dict.fromkeys(("warmup_steps", "warmup_ratio"), "set training.warmup"),
+    **dict.fromkeys(("bf16", "fp16"), "set training.precision"),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "set training.gradient_checkpointing"),
+    **dict.fromkeys(("seed", "data_seed"), "set training.seed"),
+    **dict.fromkeys(("batch_sampler", "multi_dataset_batch_sampler"), "set tasks.NAME.batches"),
+    **dict.fromkeys(("logging_steps", "logging_strategy", "logging_nan_inf_filter"), "set training.log_every"),
+    **dict.fromkeys(("eval_strategy", "eval_steps"), "set validation.every"),
+    **dict.fromkeys(("prompts", "router_mapping"), "they are those of the tasks"),
+    "learning_rate": "set training.learning_rate",
+    "weight_decay": "set training.weight_decay",
+    "optim": "set training.optimizer",
+    "lr_scheduler_type": "set training.schedule",
+    "max_grad_norm": "set training.max_grad_norm",
+    "torch_compile": "set training.compile",
+    "dataloader_num_workers": "set training.workers",
+    "save_steps": "set training.save_every",
+    "save_total_limit": "set training.keep",
+    "output_dir": "set output",
+}
 
 Report = Callable[[str], None]
 
@@ -214,14 +236,13 @@ def train(
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     folder = RunFolder(Path(recipe.output))
     run = prepare(recipe, folder, overwrite, say)
-    began = time.time()
-    before = run.validate() if state.is_main_process and run.checkpoint is None else None
+    before = run.validate() if state.is_main_process else None  # a checkpoint is loaded when training goes on
     state.wait_for_everyone()
     run.train()
-    seconds = time.time() - began
+    run.gather()
     if state.is_main_process:
         say("Scoring, and writing the model …")
-        _finish(run, folder, before, seconds, say)
+        _finish(run, folder, before, say)
     state.wait_for_everyone()
     return folder.model
 
@@ -231,7 +252,7 @@ def plan(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> str:
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     check_recipe(recipe)
     tokenizer = load_tokenizer(open_any(recipe.model.source, recipe.model.revision))
-    data = load_data(recipe, tokenizer)
+    data = load_data(recipe, tokenizer, with_teachers=False)
     schedule = plan_schedule(recipe, data.sets, processes().num_processes)
     return "\n".join([_as_yaml(recipe), str(data), _describe(schedule, data.sets)])
 
@@ -244,8 +265,15 @@ def check_recipe(recipe: Recipe) -> None:
     """
     for name, task in recipe.tasks.items():
         check_loss(name, task)
+    if recipe.model.kind == "token" and recipe.training.precision == "fp16" and recipe.model.load_balancing:
+        raise ValueError(
+            "The load-balancing loss of a token router is not scaled as gradients are in fp16, and would be lost: set "
+            "training.precision to bf16"
+        )
     known = SentenceTransformerTrainingArguments.__dataclass_fields__
     for argument in recipe.training.arguments:
+        if argument in OWN_ARGUMENTS:
+            raise ValueError(f"training.arguments: {argument!r} cannot be set here: {OWN_ARGUMENTS[argument]}")
         if argument not in known:
             raise ValueError(f"training.arguments: the trainer has no {argument!r}." + alternatives(argument, known))
 
@@ -302,6 +330,23 @@ class Run:
                 raise
             raise OSError(f"A checkpoint could not be written: {error}. {_how_to_go_on(checkpoints)}") from error
 
+    def gather(self) -> None:
+        """Make the trained model whole again where FSDP has cut its weights among the processes; all call this."""
+        if not with_fsdp():
+            return
+        weights = self.trainer.accelerator.get_state_dict(self.trainer.model_wrapped)
+        model, _ = _build_model(self.recipe, RunFolder(Path(self.recipe.output)))
+        if processes().is_main_process:
+            model.load_state_dict(weights)
+        self.model = model
+
+
+class _ShardedTrainer(SentenceTransformerTrainer):
+    """For FSDP: Sentence-Transformers (6.2) replaces how a checkpoint is loaded by what knows of whole models alone."""
+
+    def _load_from_checkpoint(self, *args: Any) -> None:
+        Trainer._load_from_checkpoint(self, *args)
+
 
 def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False, report: Report = lambda line: None) -> Run:
     """Load everything that a run needs. Raises what `train` raises for it."""
@@ -311,12 +356,7 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False, report: 
         checkpoint = folder.open(recipe, overwrite and state.is_main_process)
         if state.is_main_process:
             folder.prepare(recipe, checkpoint)
-    try:
-        model, names = build_model(recipe, folder.path)
-    finally:
-        state.wait_for_everyone()
-        if state.is_main_process:
-            shutil.rmtree(folder.path / START_FOLDER, ignore_errors=True)
+    model, names = _build_model(recipe, folder)
     data = load_data(recipe, model.tokenizer, report)
     report(str(data))
     schedule = plan_schedule(recipe, data.sets, state.num_processes)
@@ -328,9 +368,15 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False, report: 
     validation = Validation(data.validation, encodings(names, routed)) if data.validation else None
     seal = {"recipe": _fixed_settings(recipe), "rows": {name: len(part.rows) for name, part in data.sets.items()}}
     _restore(checkpoint, seal, tracker, losses)
+    if recipe.training.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     if with_fsdp():
+        if os.environ.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT":
+            raise ValueError(
+                "Under FSDP, set fsdp_state_dict_type to SHARDED_STATE_DICT: whole checkpoints cannot be written"
+            )
         model.base_model_prefix = "0"  # type: ignore[assignment]  # of Sentence-Transformers' modules; accelerate cannot wrap `Normalize`
-    trainer = SentenceTransformerTrainer(
+    trainer = (_ShardedTrainer if with_fsdp() else SentenceTransformerTrainer)(
         model=model,
         args=_arguments(recipe, folder, data.sets, schedule, names if recipe.model.instructions else None, routed),
         train_dataset={name: part.rows for name, part in data.sets.items()},
@@ -344,6 +390,17 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False, report: 
     )
     trainer.remove_callback(PrinterCallback)  # the bar and the log say it
     return Run(recipe, data, schedule, model, names, tracker, trainer, validation, checkpoint)
+
+
+def _build_model(recipe: Recipe, folder: RunFolder) -> tuple[SentenceTransformer, MoTEConfig]:
+    """Build the model, and clean up behind it when all processes have read it."""
+    state = processes()
+    try:
+        return build_model(recipe, folder.path)
+    finally:
+        state.wait_for_everyone()
+        if state.is_main_process:
+            shutil.rmtree(folder.path / START_FOLDER, ignore_errors=True)
 
 
 def _arguments(
@@ -384,8 +441,6 @@ def _arguments(
         "disable_tqdm": True,  # ours shows what a run of tasks is about
         "ddp_find_unused_parameters": True,  # experts of other tasks get no gradient
     }
-    if training.gradient_checkpointing:
-        settings[_CHECKPOINTING] = True
     if recipe.validation.every:
         settings |= {"eval_strategy": "steps", "eval_steps": recipe.validation.every}
     if instructions is not None:
@@ -422,18 +477,18 @@ def _restore(checkpoint: Path | None, seal: dict[str, Any], tracker: Tracker, lo
                 own[key].copy_(value)
 
 
-def _finish(run: Run, folder: RunFolder, before: dict[str, float] | None, seconds: float, report: Report) -> None:
+def _finish(run: Run, folder: RunFolder, before: dict[str, float] | None, report: Report) -> None:
     """Score the model, write it with all that belongs to it, and sum the run up."""
     after = run.validate()
     log = read_log(folder.path)
-    steps_per_second = run.trainer.state.global_step / seconds if run.checkpoint is None else None
+    rates = [line["pairs_per_second"] for line in log if "pairs_per_second" in line]
     record = {
         "recipe": run.recipe.name,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "steps": run.trainer.state.global_step,
-        "seconds": round(seconds, 1),
+        "seconds": round(run.tracker.seconds, 1),
         "went_on_from_step": None if run.checkpoint is None else _step_of(run.checkpoint),
-        "pairs_per_second": log[-1].get("pairs_per_second") if steps_per_second and log else None,
+        "pairs_per_second": rates[-1] if rates else None,
         "processes": processes().num_processes,
         "device": _device_name(),
         "tasks": run.tracker.tasks,
@@ -511,7 +566,19 @@ def _loss(recipe: Recipe, model: SentenceTransformer, part: TrainingSet, tracker
     task = recipe.tasks[part.task]
     label_dim = part.teacher_dimension if part.form == "texts" else None
     loss = build_loss(model, task, training, processes().num_processes, replicated(), label_dim)
+    config: Any = model[0].config if is_mote(model) else None
+    experts = {config.expert_of(name) for name in part.column_tasks.values()} if config is not None else set()
+    if replicated() and recipe.model.kind == "mote" and len(experts) > 1 and not _is_cached(loss):
+        raise ValueError(
+            f"{part.name}: in several processes with the whole model each (DDP), {task.loss} cannot send the columns "
+            f"of a row through {len(experts)} experts ({', '.join(sorted(experts))}). Use FSDP2, a loss that caches "
+            "gradients, or one task for anchors and positives"
+        )
     return TrackedLoss(model, loss, tracker, part.name, part.task, part.column_tasks)
+
+
+def _is_cached(loss: nn.Module) -> bool:
+    return uses_gradient_cache(loss.loss if isinstance(loss, MatryoshkaLoss) else loss)
 
 
 def _fixed_settings(recipe: Recipe) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
 from sentence_transformers import SentenceTransformer
 from tqdm import tqdm
 
@@ -152,6 +152,8 @@ def _commit(source: str) -> str | None:
         return HfApi().model_info(source).sha
     except HfHubHTTPError as error:
         raise FileNotFoundError(f"The teacher {source} is no folder, and the Hub does not give it: {error}") from error
+    except HFValidationError as error:
+        raise FileNotFoundError(f"The teacher {source} is no folder, and no id on the Hub") from error
     except (HTTPError, OSError, OfflineModeIsEnabled) as error:
         file = try_to_load_from_cache(source, "config.json")
         if isinstance(file, str):
