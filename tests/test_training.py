@@ -129,7 +129,11 @@ class Spy:
         monkeypatch.setattr(inner, "forward", spied)
         for name, module in inner.named_modules():
             if name.rpartition(".")[0].endswith(".experts"):
-                module.register_forward_pre_hook(lambda _, __, name=name: self.experts.update([name.split(".")[-1]]))
+                module.register_forward_pre_hook(lambda _, __, name=name: self._count(inner, name.split(".")[-1]))
+
+    def _count(self, inner: torch.nn.Module, expert: str) -> None:
+        if inner.training:
+            self.experts[expert] += 1
 
 
 def test_instructions_and_experts_are_those_of_the_task(
