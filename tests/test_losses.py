@@ -68,11 +68,34 @@ def test_what_is_known_to_be_no_negative_is_left_out(embeddings: list[torch.Tens
     texts[3][2] = 14  # the hard negative of row 3 is the positive of row 4
     groups[4] = 103  # rows 3 and 4 have one label
     allowed = [[(column, row) for column in range(2) for row in range(5)] for _ in range(5)]
-    for i, left_out in {0: [(0, 1), (0, 2)], 1: [(0, 0)], 3: [(0, 4)], 4: [(0, 3), (1, 3)]}.items():
+    for i, left_out in {0: [(0, 1), (0, 2)], 1: [(0, 0)], 3: [(0, 4), (1, 3)], 4: [(0, 3), (1, 3)]}.items():
         allowed[i] = [candidate for candidate in allowed[i] if candidate not in left_out]
     loss = info_nce().calculate_loss(columns_of(*embeddings), labels_of(texts, groups))
     assert loss.item() == pytest.approx(by_hand(anchors, documents, allowed), abs=1e-5)
     assert loss.item() != pytest.approx(info_nce().calculate_loss(columns_of(*embeddings)).item(), abs=1e-3)
+
+
+def test_a_positive_of_the_same_anchor_is_no_negative_in_any_row(embeddings: list[torch.Tensor]) -> None:
+    """Rows 0 and 1 have one anchor, rows 1 and 2 one positive: so that of row 2 is right for row 0 too."""
+    anchors, positives, _ = embeddings
+    labels = labels_of([[0, 10], [0, 11], [2, 11], [3, 13], [4, 14]], [0, 0, 2, 3, 4])
+    allowed = [[(0, row) for row in range(5)] for _ in range(5)]
+    for i, left_out in {0: (1, 2), 1: (0, 2), 2: (1,)}.items():
+        allowed[i] = [(0, row) for row in range(5) if row not in left_out]
+    loss = info_nce().calculate_loss(columns_of(anchors, positives), labels)
+    assert loss.item() == pytest.approx(by_hand(anchors, [positives], allowed), abs=1e-5)
+    backwards = [[(0, row) for row in range(5)] for _ in range(5)]
+    for i, left_out in {0: (1,), 1: (0, 2), 2: (0, 1)}.items():  # the anchor of row 0 has the positive of row 2
+        backwards[i] = [(0, row) for row in range(5) if row not in left_out]
+    both = (by_hand(anchors, [positives], allowed) + by_hand(positives, [anchors], backwards)) / 2
+    symmetric = info_nce(symmetric=True).calculate_loss(columns_of(anchors, positives), labels)
+    assert symmetric.item() == pytest.approx(both, abs=1e-5)
+
+
+def test_scores_are_not_rounded_under_autocast(embeddings: list[torch.Tensor]) -> None:
+    exact = info_nce().calculate_loss(columns_of(*embeddings))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert info_nce().calculate_loss(columns_of(*embeddings)).item() == exact.item()
 
 
 def test_without_in_batch_negatives_only_given_ones_count(embeddings: list[torch.Tensor]) -> None:
@@ -96,10 +119,9 @@ def test_symmetric_leaves_out_known_anchors(embeddings: list[torch.Tensor]) -> N
     allowed = [[(0, row) for row in range(5)] for _ in range(5)]
     allowed[3].remove((0, 4))
     allowed[4].remove((0, 3))
-    backwards = [list(row) for row in allowed]  # anchors 0 and 1 differ: each is a negative of the other's positive
-    allowed[0].remove((0, 1))
+    allowed[0].remove((0, 1))  # rows 0 and 1 have one positive: it is right for both anchors, and they for it
     allowed[1].remove((0, 0))
-    expected = (by_hand(anchors, [positives], allowed) + by_hand(positives, [anchors], backwards)) / 2
+    expected = (by_hand(anchors, [positives], allowed) + by_hand(positives, [anchors], allowed)) / 2
     loss = info_nce(symmetric=True).calculate_loss(columns_of(anchors, positives), labels)
     assert loss.item() == pytest.approx(expected, abs=1e-5)
 

@@ -40,8 +40,8 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
 
     The loss of anchor i with the candidates D_i is -log(exp(s(a_i, p_i) / t) / Σ_{d in D_i} exp(s(a_i, d) / t)), s the
     cosine. D_i holds the positive, the row's own hard negatives, and the positives and hard negatives of other rows,
-    apart from those that are known to be no negatives: texts equal to the anchor or its positive, and positives of
-    rows with the same anchor or label.
+    apart from those that are known to be no negatives: texts equal to the anchor, and to a positive of any row with the
+    same anchor or label.
 
     Args:
         model: What embeds.
@@ -100,6 +100,10 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
             labels: As in `forward`.
             with_backward: Propagate back to the embeddings, and return a scalar without a graph.
         """
+        with torch.autocast(reps[0][0].device.type, enabled=False):  # a cosine in bf16 is too coarse at t = 0.03
+            return self._calculate_loss(reps, labels, with_backward)
+
+    def _calculate_loss(self, reps: list[list[Tensor]], labels: Tensor | None, with_backward: bool) -> Tensor:
         columns = [normalize(torch.cat(column).float(), dim=-1) for column in reps]  # each [B, H]
         rows = columns[0].shape[0]
         first = 0
@@ -170,31 +174,44 @@ class _NotNegative:
         self.texts = self.groups = None
         if labels is not None and labels.dim() == 2:
             self.texts, self.groups = labels[:, : len(columns)], labels[:, -1]  # [N, columns], [N]
+            self.positives = _paired(self.groups, self.texts[:, 1]).sort().values  # [N], of all groups
 
     def of_documents(self, index: Tensor) -> Tensor:
         """Of all positives, then all first negatives, and so on."""
-        mask = torch.zeros(len(index), self.candidates, self.rows, dtype=torch.bool, device=self.device)
+        mask = torch.zeros(len(index), self.candidates * self.rows, dtype=torch.bool, device=self.device)
         if self.texts is not None and self.groups is not None:
-            documents = self.texts[:, 1:].T[None]  # [1, candidates, N]
-            for own in self.texts[index, :2].T:  # anchor, positive
-                mask |= documents == own[:, None, None]
-            mask[:, 0] |= self.groups[None] == self.groups[index, None]
+            documents = self.texts[:, 1:].T.flatten()[None]  # [1, candidates * N]
+            mask |= documents == self.texts[index, :1]
+            mask |= self._are_positives(self.groups[index, None], documents)
+        own = self._own(index)
         if not self.in_batch:
-            mask |= ~self._own(index)[:, None]
-        mask[:, 0] &= ~self._own(index)
-        return mask.flatten(1)
+            mask |= ~own.repeat(1, self.candidates)
+        mask[:, : self.rows] &= ~own
+        return mask
 
     def of_anchors(self, index: Tensor) -> Tensor:
         """Of all anchors, for positives that look for theirs."""
         mask = torch.zeros(len(index), self.rows, dtype=torch.bool, device=self.device)
         if self.texts is not None and self.groups is not None:
-            for own in self.texts[index, :2].T:
-                mask |= self.texts[None, :, 0] == own[:, None]
+            anchors, positives = self.texts[None, :, 0], self.texts[index, 1:2]  # [1, N], [b, 1]
+            mask |= anchors == positives
             mask |= self.groups[None] == self.groups[index, None]
+            mask |= self._are_positives(self.groups[None], positives)
         return mask & ~self._own(index)
+
+    def _are_positives(self, groups: Tensor, texts: Tensor) -> Tensor:
+        """Tell, of groups and texts that broadcast, whether some row of the group has the text as its positive."""
+        wanted = _paired(groups, texts)
+        place = torch.searchsorted(self.positives, wanted).clamp(max=self.rows - 1)
+        return self.positives[place] == wanted
 
     def _own(self, index: Tensor) -> Tensor:
         return torch.arange(self.rows, device=self.device)[None] == index[:, None]
+
+
+def _paired(groups: Tensor, texts: Tensor) -> Tensor:
+    """Make one number of the identities of a group and a text; it wraps around, as hashes may."""
+    return groups * 6364136223846793005 + texts
 
 
 def check_loss(task: str, settings: TaskSettings) -> None:

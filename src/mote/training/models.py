@@ -1,5 +1,6 @@
 """The model that a recipe trains: a MoTE, its token-routed counterpart, or a dense model."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -37,27 +38,63 @@ def build_model(recipe: Recipe, scratch: Path) -> tuple[SentenceTransformer, MoT
         ValueError: If the source does not fit the recipe, or the recipe names a task that the model does not know.
     """
     settings = recipe.model
+    names = names_of(recipe)
     torch.manual_seed(recipe.training.seed)  # for new weights: those of a token router
     source = open_any(settings.source, settings.revision)
-    made_of_experts = source.read_json("config.json").get("model_type") == "mote"
     if settings.kind == "dense":
-        if made_of_experts:
-            raise ValueError(f"{settings.source} is a MoTE: the kind is 'mote', or average its experts first")
         model = SentenceTransformer(str(source.folder), **_loading(settings))
-        names = _names(settings, repository.source_prompts(source))
         model.prompts = {**repository.prompts_of(names)}
     else:
-        folder = source.folder if made_of_experts else _upcycled(settings, scratch)
+        folder = source.folder if source.config.model_type == "mote" else _upcycled(settings, scratch)
         model = SentenceTransformer(str(folder), trust_remote_code=True, **_loading(settings))
         first: Any = model[0]
         names = first.config
-        router = getattr(names, "router", "task")
-        if router != {"mote": "task", "token": "token"}[settings.kind]:
-            raise ValueError(f"{settings.source} routes by {router}: the recipe's kind {settings.kind!r} does not fit")
     if settings.max_length is not None:
         model.max_seq_length = settings.max_length
-    _check_tasks(recipe, names)
     return model, names
+
+
+def names_of(recipe: Recipe) -> MoTEConfig:
+    """Find out the tasks and instructions of the model that a recipe trains, without its weights.
+
+    Raises:
+        FileNotFoundError: If the source is not there.
+        ValueError: If the source does not fit the recipe, or the recipe names a task that the model does not know.
+    """
+    settings = recipe.model
+    source = open_any(settings.source, settings.revision)
+    if source.config.model_type == "mote":
+        names: Any = source.config
+        _check_mote(settings, names, source.is_local)
+    else:
+        names = _names(settings, repository.source_prompts(source))
+    _check_tasks(recipe, names)
+    return names
+
+
+def _check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> None:
+    """Make sure that a source which is a MoTE already is the one that the recipe describes."""
+    name = settings.source
+    if settings.kind == "dense":
+        raise ValueError(f"{name} is a MoTE: the kind is 'mote', or average its experts first (`mote average`)")
+    if config.router != {"mote": "task", "token": "token"}[settings.kind]:
+        raise ValueError(f"{name} routes by {config.router}: the recipe's kind {settings.kind!r} does not fit")
+    if not is_local and not settings.trust_remote_code:
+        raise ValueError(f"{name} comes with code of its own: read it, then set model.trust_remote_code=true")
+    described = copy.copy(config)
+    described.mote_layers = settings.layers
+    differing = {
+        "model.layers": described.mote_layer_indices != config.mote_layer_indices,
+        "model.experts": settings.experts is not None and settings.experts != config.experts,
+        "model.tasks": not settings.tasks.items() <= config.tasks.items(),
+        "model.instruction_texts": not settings.instruction_texts.items() <= config.instructions.items(),
+    }
+    wrong = [key for key, differs in differing.items() if differs]
+    if wrong:
+        raise ValueError(
+            f"{name} is a MoTE already, and not as the recipe describes it in {', '.join(wrong)}. Its experts: "
+            f"{', '.join(config.experts)}, in blocks {', '.join(map(str, config.mote_layer_indices))}"
+        )
 
 
 def _loading(settings: ModelSettings) -> dict[str, Any]:

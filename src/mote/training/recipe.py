@@ -46,6 +46,7 @@ class ModelSettings(_Settings):
         tasks: Further tasks → the expert that serves each.
         experts_per_token: Of `token`: how many experts a token goes through.
         load_balancing: Of `token`: weight of the load-balancing loss.
+        trust_remote_code: Whether to run the code that comes with a MoTE from the Hub.
         max_length: Tokens after which texts are cut. Default: the source's.
         attention: Attention implementation, as transformers names it. Default: its own choice.
     """
@@ -55,13 +56,21 @@ class ModelSettings(_Settings):
     revision: str | None = None
     instructions: bool = True
     instruction_texts: dict[str, str] = {}
-    layers: Literal["every", "every_other"] | list[int] = "every"
+    layers: str | list[int] = "every"
     experts: list[str] | None = None
     tasks: dict[str, str] = {}
     experts_per_token: int = Field(default=2, ge=1)
     load_balancing: float = Field(default=0.01, ge=0)
+    trust_remote_code: bool = False
     max_length: int | None = Field(default=None, ge=4)
     attention: str | None = None
+
+    @field_validator("layers")
+    @classmethod
+    def _known(cls, layers: str | list[int]) -> str | list[int]:
+        if isinstance(layers, str) and layers not in ("every", "every_other"):
+            raise ValueError(f"{layers!r} is not 'every', 'every_other', or a list of indices")
+        return layers
 
 
 class DatasetSettings(_Settings):
