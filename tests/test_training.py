@@ -20,7 +20,6 @@ from checkpoints import dense_checkpoint
 from conftest import ROOT, SMALL_ENCODER
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments
-from test_losses import by_hand
 
 from mote.training import losses, progress, run
 from mote.training.models import START_FOLDER, build_model
@@ -187,11 +186,13 @@ def test_each_batch_is_of_one_task_and_every_row_is_seen_once(data: Path, tmp_pa
     }
 
 
-def test_static_batches_go_across_the_datasets(data: Path, tmp_path: Path) -> None:
-    record = json.loads(
-        (train("mote-static", overrides(SMALL_ENCODER, data, tmp_path / "run")) / "training.json").read_text()
-    )
-    assert record["sets"].keys() <= {"retrieval", "classification", "clustering"}
+def test_static_batches_go_across_the_datasets(tiny: Path, data: Path, tmp_path: Path) -> None:
+    model = train("mote-static", overrides(tiny, data, tmp_path / "run", "training.max_steps=null"))
+    assert json.loads((model / "training.json").read_text())["sets"].keys() == {
+        "retrieval",
+        "classification",
+        "clustering",
+    }
 
 
 @pytest.mark.parametrize(("task", "temperature"), [("retrieval", 0.03), ("clustering", 0.06)])
@@ -220,19 +221,17 @@ def test_the_first_loss_is_the_closed_form_with_the_tasks_temperature(
         ]
         for i in range(len(first))
     ]
-    scale = 0.1 / temperature  # `by_hand` has a temperature of 0.1
-    expected = by_hand_at(anchors, positives, allowed, scale)
+    expected = by_hand_at(anchors, positives, allowed, temperature)
     ready.train()
     assert read_log(tmp_path / "run")[0]["loss"] == pytest.approx(expected, rel=1e-4)
 
 
-def by_hand_at(anchors: torch.Tensor, positives: torch.Tensor, allowed: list, scale: float) -> float:
-    """The closed form at another temperature: cosines of unit vectors, stretched."""
-    cosines = anchors @ positives.T * scale
+def by_hand_at(anchors: torch.Tensor, positives: torch.Tensor, allowed: list, temperature: float) -> float:
+    """InfoNCE of unit vectors, row by row."""
+    scores = anchors @ positives.T / temperature
     total = torch.zeros(())
     for i, candidates in enumerate(allowed):
-        total -= torch.log_softmax(cosines[i, [j for _, j in candidates]] / 0.1, dim=0)[candidates.index((0, i))]
-    assert by_hand(anchors[:1], [positives[:1]], [[(0, 0)]]) == 0
+        total -= torch.log_softmax(scores[i, [j for _, j in candidates]], dim=0)[candidates.index((0, i))]
     return (total / len(allowed)).item()
 
 
@@ -447,7 +446,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(
     with pytest.raises(ValueError, match=r"of another recipe.*name.*model.kind"):
         train("ic", settings)
     assert (tmp_path / "run" / "checkpoints" / "checkpoint-2").exists()  # nothing was lost
-    train("mote", [*settings, "training.log_every=2", "training.keep=1"])  # these may change
+    train("mote", [*settings, "training.log_every=2", "training.keep=3"])  # these may change
     with pytest.raises(FileExistsError, match="holds a run that has ended"):
         train("mote", settings)
     train("mote", [*settings, "training.learning_rate=0.1"], overwrite=True)
@@ -456,7 +455,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(
 def test_a_start_that_a_kill_has_left_is_not_used(tiny: Path, data: Path, fresh_folder: Path, tmp_path: Path) -> None:
     """Killed between upcycling and loading, then started again with another source."""
     folder = RunFolder(tmp_path / "run")
-    folder.prepare(load_recipe("mote", overrides(SMALL_ENCODER, data, folder.path)), None)
+    folder.path.mkdir()
     shutil.copytree(fresh_folder, folder.path / START_FOLDER)
     model = prepare(load_recipe("mote", overrides(tiny, data, folder.path)), folder).model
     assert model.get_embedding_dimension() == 16
@@ -466,8 +465,7 @@ def test_a_start_that_a_kill_has_left_is_not_used(tiny: Path, data: Path, fresh_
 def test_overwrite_after_a_kill_while_upcycling(tiny: Path, data: Path, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     recipe = load_recipe("mote", overrides(tiny, data, folder.path))
-    folder.prepare(recipe, None)
-    (folder.path / f".{START_FOLDER}.writing-999999999").mkdir()
+    (folder.path / f".{START_FOLDER}.writing-999999999").mkdir(parents=True)
     assert folder.open(recipe, overwrite=True) is None
 
 
@@ -546,8 +544,9 @@ def test_other_data_are_refused(tiny: Path, data: Path, tmp_path: Path, monkeypa
     task = "tasks={retrieval: {anchor: search_query, batches: homogeneous, datasets: [retrieval/*]}}"
     settings = overrides(tiny, tmp_path / "data", tmp_path / "run", task, "data.limit=null", "validation.share=0")
     break_off(settings, monkeypatch, at=2)
-    (copy / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:50]))
-    with pytest.raises(ValueError, match=r"data are not those .*retrieval/made \(64 there, 50 here\)"):
+    rows[7]["positive"] = "another answer"
+    (copy / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=r"data are not those .*: retrieval/made changed"):
         train("mote", settings)
 
 
@@ -625,13 +624,15 @@ def test_a_full_disk(tiny: Path, data: Path, tmp_path: Path) -> None:
         ("tasks.retrieval.loss=InfoNCELos", r"unknown loss 'InfoNCELos'"),
         ("training.optimizer=adm", r"adm"),
         ("training.schedule=straight", r"straight"),
+        ("training.arguments={adam_beta2: x}", r"'adam_beta2' is a number or true or false, not 'x'"),
+        ("model.layers=odd", r"'odd' is not 'every', 'every_other', or a list of indices"),
         ("model.experts=[search_query]", r"no task 'search_document'"),
     ],
 )
 def test_bad_settings(override: str, message: str, tiny: Path, data: Path, tmp_path: Path) -> None:
     with pytest.raises((ValueError, FileNotFoundError, OSError), match=message):
         train("mote", overrides(tiny, data, tmp_path / "run", override))
-    assert not (tmp_path / "run" / "model").exists()
+    assert not (tmp_path / "run").exists()  # a run that could not begin leaves nothing
 
 
 def test_kind_and_source_must_fit(fresh_folder: Path, data: Path, tmp_path: Path) -> None:
@@ -639,6 +640,10 @@ def test_kind_and_source_must_fit(fresh_folder: Path, data: Path, tmp_path: Path
         train("ic", overrides(fresh_folder, data, tmp_path / "run"))
     with pytest.raises(ValueError, match="routes by task"):
         train("tlr", overrides(fresh_folder, data, tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"not as the recipe describes it in model.layers. Its experts: .* 0, 1, 2"):
+        train("mote-every-other", overrides(fresh_folder, data, tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"not as the recipe describes it in model.experts, model.tasks"):
+        train("mote-objectives", overrides(fresh_folder, data, tmp_path / "run"))
 
 
 def test_a_folder_of_something_else_is_left_alone(tiny: Path, data: Path, tmp_path: Path) -> None:
@@ -657,7 +662,22 @@ def test_a_token_router_in_fp16_is_refused() -> None:
 
 def test_the_arguments_that_a_recipe_decides_are_all_refused() -> None:
     known = SentenceTransformerTrainingArguments.__dataclass_fields__
-    assert {"gradient_checkpointing", "activation_checkpointing", "warmup_ratio"} >= run.OWN_ARGUMENTS.keys() - known
+    assert {"gradient_checkpointing", "activation_checkpointing", "warmup_ratio"} >= OWN_ARGUMENTS.keys() - known
+
+
+def test_a_dataset_may_have_an_objective_of_its_own(tiny: Path, data: Path, tmp_path: Path) -> None:
+    task = (
+        "tasks.retrieval.datasets=[{path: retrieval/arxiv, temperature: 0.5}, "
+        "{path: retrieval/tldr_pages, loss: MultipleNegativesRankingLoss, loss_arguments: {scale: 7}}]"
+    )
+    ready = prepare(load_recipe("mote", overrides(tiny, data, tmp_path / "run", task)), RunFolder(tmp_path / "run"))
+    losses = {name: loss.loss for name, loss in ready.trainer.loss.items()}
+    assert losses["retrieval/arxiv"].temperature == 0.5
+    assert losses["retrieval/tldr_pages"].scale == 7
+    assert losses["clustering"].temperature == 0.06
+    ready.train()
+    with pytest.raises(ValueError, match="a batch across datasets has one loss"):
+        load_recipe("mote", ["tasks.clustering.datasets=[{path: a, temperature: 0.5}]"])
 
 
 def test_check_recipe_needs_no_model() -> None:

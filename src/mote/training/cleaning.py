@@ -98,8 +98,8 @@ class Part:
         self.location = location
         self.settings: DatasetSettings = location.settings
         self.task_name = task_name
-        self.task = task
-        self.form = label_form(task)
+        self.task = task.of(self.settings)
+        self.form = label_form(self.task)
         self.kind: Kind = "texts"
         self.rows: list[Example] = []
         self.held_out: list[Example] = []

@@ -9,6 +9,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mote.training.cleaning import TEACHER_LOSSES, DatasetReport, Part, identity, label_form
 from mote.training.columns import Example
-from mote.training.recipe import Recipe
+from mote.training.recipe import Recipe, TaskSettings, TeacherSettings
 from mote.training.rows import find_datasets
 from mote.training.teachers import Teacher
 
@@ -35,6 +36,7 @@ class TrainingSet:
     Attributes:
         name: Of the dataset if the task's batches are homogeneous, else of the task.
         task: The recipe's.
+        settings: The task's, as they hold for these rows.
         rows: Columns `anchor`, `positive`, `negative_1` …, `label`, as far as there are any.
         column_tasks: Column → the task of the model (instruction and expert) that its texts are for.
         form: What `label` is. `pairs`: identities of the row's texts, and of the group whose rows are not negatives of
@@ -44,10 +46,19 @@ class TrainingSet:
 
     name: str
     task: str
+    settings: TaskSettings
     rows: Dataset
     column_tasks: dict[str, str]
     form: str
     sources: dict[str, int]
+
+    def fingerprint(self) -> str:
+        """Tell these rows from any others."""
+        digest = blake2b(digest_size=8)
+        for name in self.column_tasks:
+            for text in self.rows[name]:
+                digest.update(f"{text}\0".encode())
+        return digest.hexdigest()
 
     @property
     def teacher_dimension(self) -> int:
@@ -147,9 +158,12 @@ def load_data(
 
 def _check_teachers(recipe: Recipe) -> None:
     for name, task in recipe.tasks.items():
-        if (task.teacher is not None) != (label_form(task) == "texts"):
-            losses = " and ".join(TEACHER_LOSSES)
-            raise ValueError(f"Task {name!r} has the loss {task.loss}: a teacher goes with {losses}, and they with one")
+        for settings in (task.of(dataset) for dataset in task.datasets):
+            if (settings.teacher is not None) != (label_form(settings) == "texts"):
+                losses = " and ".join(TEACHER_LOSSES)
+                raise ValueError(
+                    f"Task {name!r} has the loss {settings.loss}: a teacher goes with {losses}, and they with one"
+                )
 
 
 def _find_parts(recipe: Recipe, report: Report) -> list[Part]:
@@ -168,15 +182,26 @@ def _find_parts(recipe: Recipe, report: Report) -> list[Part]:
 
 def _training_sets(parts: list[Part], recipe: Recipe, report: Report, with_teachers: bool) -> dict[str, TrainingSet]:
     sets: dict[str, TrainingSet] = {}
+    teachers: dict[str, Teacher] = {}
     for name, task in recipe.tasks.items():
         own = [part for part in parts if part.task_name == name]
         groups = {part.name: [part] for part in own} if task.batches == "homogeneous" else {name: own}
-        teacher = Teacher(task.teacher, report=report) if task.teacher is not None else None  # looked for in any case
         for set_name, group in groups.items():
             if set_name in sets:
                 raise ValueError(f"A dataset and a task are both named {set_name!r}: rename the task")
+            teacher = _teacher(group[0].task.teacher, teachers, report)  # looked for in any case
             sets[set_name] = _training_set(set_name, group, recipe.training.seed, teacher if with_teachers else None)
     return sets
+
+
+def _teacher(settings: TeacherSettings | None, known: dict[str, Teacher], report: Report) -> Teacher | None:
+    """Find a teacher; several datasets may have the same one, which is loaded once."""
+    if settings is None:
+        return None
+    key = settings.model_dump_json()
+    if key not in known:
+        known[key] = Teacher(settings, report=report)
+    return known[key]
 
 
 def _training_set(name: str, parts: list[Part], seed: int, teacher: Teacher | None) -> TrainingSet:
@@ -195,7 +220,7 @@ def _training_set(name: str, parts: list[Part], seed: int, teacher: Teacher | No
     text_columns = [column for column in rows.column_names if column != "label"]
     column_tasks = {column: anchor if column == "anchor" else positive for column in text_columns}
     sources = {part.name: len(table) for part, table in zip(parts, tables, strict=True)}
-    return TrainingSet(name, parts[0].task_name, rows, column_tasks, parts[0].form, sources)
+    return TrainingSet(name, parts[0].task_name, parts[0].task, rows, column_tasks, parts[0].form, sources)
 
 
 def _refuse_mixture(name: str, parts: list[Part], tables: list[Dataset]) -> None:

@@ -1,5 +1,7 @@
 """The processes that train together."""
 
+import os
+
 import torch
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
@@ -13,6 +15,11 @@ def processes() -> PartialState:
 def with_deepspeed() -> bool:
     """Tell whether `accelerate launch` was told to use DeepSpeed."""
     return bool(parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"))
+
+
+def deepspeed_stage() -> int:
+    """Return the stage of DeepSpeed's ZeRO that `accelerate launch` was told to use."""
+    return int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
 
 
 def with_fsdp() -> bool:

@@ -59,8 +59,10 @@ class Tracker:
         """
         state = processes()
         counts = [_tokens(column) for column in features]
-        values = torch.stack([loss.detach().double(), *(count.double() for count in counts)]).to(state.device)
-        mean, *tokens = reduce(values, "sum").tolist()
+        values = torch.stack([loss.detach().cpu().double(), *(count.cpu().double() for count in counts)])
+        if state.num_processes > 1:
+            values = reduce(values.to(state.device), "sum")
+        mean, *tokens = values.tolist()
         mean /= state.num_processes
         rows = _texts(features[0]) * state.num_processes
         if not math.isfinite(mean):
@@ -246,8 +248,11 @@ class RunCallback(TrainerCallback):
         self.begun = time.perf_counter()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Close the bar."""
+        """Take the time of the whole."""
         self.tracker.seconds = time.perf_counter() - self.started
+
+    def close(self) -> None:
+        """Close the bar, also of a run that was stopped."""
         if self.bar is not None:
             self.bar.close()
 

@@ -73,6 +73,22 @@ class ModelSettings(_Settings):
         return layers
 
 
+class TeacherSettings(_Settings):
+    """A model whose embeddings are to be learned (with a distillation loss).
+
+    Attributes:
+        source: Any Sentence-Transformers model: a folder, or an id on the Hub.
+        prompts: Column (`anchor`, `positive`) → the teacher's own prompt for it.
+        batch_size: Of encoding.
+        trust_remote_code: Whether to run code that comes with the teacher.
+    """
+
+    source: str
+    prompts: dict[str, str] = {}
+    batch_size: int = Field(default=32, ge=1)
+    trust_remote_code: bool = False
+
+
 class DatasetSettings(_Settings):
     """One dataset, or several of a kind.
 
@@ -91,6 +107,10 @@ class DatasetSettings(_Settings):
         max_length: Tokens after which texts of this dataset are cut, one number or one for each column.
         negatives: Hard negatives per row at most, where the dataset has lists of them.
         exclude: Of a pattern: names of datasets to leave out.
+        temperature: In place of the task's; this and the following ones need homogeneous batches.
+        loss: In place of the task's.
+        loss_arguments: In place of the task's.
+        teacher: In place of the task's.
     """
 
     path: str
@@ -105,27 +125,22 @@ class DatasetSettings(_Settings):
     max_length: int | dict[str, int] | None = None
     negatives: int | None = Field(default=None, ge=0)
     exclude: list[str] = []
+    temperature: float | None = Field(default=None, gt=0)
+    loss: str | None = None
+    loss_arguments: dict[str, Any] | None = None
+    teacher: TeacherSettings | None = None
+
+    @property
+    def own_objective(self) -> dict[str, Any]:
+        """What this dataset has in place of its task's; with a loss of its own come its own arguments and teacher."""
+        names = ("temperature", "loss", "loss_arguments", "teacher")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {"loss_arguments": {}, "teacher": None, **given} if "loss" in given else given
 
     @model_validator(mode="before")
     @classmethod
     def _from_path(cls, settings: Any) -> Any:
         return {"path": settings} if isinstance(settings, str) else settings
-
-
-class TeacherSettings(_Settings):
-    """A model whose embeddings are to be learned (with a distillation loss).
-
-    Attributes:
-        source: Any Sentence-Transformers model: a folder, or an id on the Hub.
-        prompts: Column (`anchor`, `positive`) → the teacher's own prompt for it.
-        batch_size: Of encoding.
-        trust_remote_code: Whether to run code that comes with the teacher.
-    """
-
-    source: str
-    prompts: dict[str, str] = {}
-    batch_size: int = Field(default=32, ge=1)
-    trust_remote_code: bool = False
 
 
 class TaskSettings(_Settings):
@@ -162,7 +177,17 @@ class TaskSettings(_Settings):
         self.positive = self.positive or self.anchor
         if not self.datasets:
             raise ValueError("the task has no data: name at least one dataset, or leave the task out (`null`)")
+        own = [dataset.path for dataset in self.datasets if dataset.own_objective]
+        if own and self.batches == "heterogeneous":
+            raise ValueError(
+                f"{', '.join(own)}: a batch across datasets has one loss; make the task's batches homogeneous, or give "
+                "the dataset a task of its own"
+            )
         return self
+
+    def of(self, dataset: DatasetSettings) -> "TaskSettings":
+        """Return the task's settings as they hold for one of its datasets."""
+        return self.model_copy(update=dataset.own_objective)
 
 
 class DataSettings(_Settings):
@@ -201,7 +226,7 @@ class TrainingSettings(_Settings):
         seed: Of the order of the data, new weights, and dropout.
         workers: Processes that tokenize.
         save_every: Steps between checkpoints. Default: a tenth of the run.
-        keep: Checkpoints to keep.
+        keep: Checkpoints to keep, at least two: the one before must be there until the new one is known to be whole.
         log_every: Steps between lines of the log.
         arguments: Any other of `SentenceTransformerTrainingArguments`.
     """
@@ -224,7 +249,7 @@ class TrainingSettings(_Settings):
     seed: int = 42
     workers: int = Field(default=0, ge=0)
     save_every: int | None = Field(default=None, ge=1)
-    keep: int = Field(default=2, ge=1)
+    keep: int = Field(default=2, ge=2)
     log_every: int = Field(default=1, ge=1)
     arguments: dict[str, Any] = {}
 

@@ -1,5 +1,6 @@
 """Scores on texts cut from the training parts: to compare learning rates and recipes without the test parts."""
 
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -45,9 +46,11 @@ class Validation(BaseEvaluator):
         """
         by_task: dict[str, dict[str, float]] = defaultdict(dict)
         for part in self.sets:
-            by_task[part.task][part.name] = 100 * getattr(self, f"_score_{part.form}")(model, part)
+            score = 100 * getattr(self, f"_score_{part.form}")(model, part)
+            if math.isfinite(score):  # scores that are all equal correlate with nothing
+                by_task[part.task][part.name] = score
         scores = {task: float(np.mean(list(of_task.values()))) for task, of_task in by_task.items()}
-        metrics = {"validation_mean": float(np.mean(list(scores.values())))}
+        metrics = {"validation_mean": float(np.mean(list(scores.values())))} if scores else {}
         for task, score in scores.items():
             metrics[f"validation_{task}"] = score
             metrics |= {f"validation_{_below(task, name)}": value for name, value in by_task[task].items()}
