@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments
 
 from mote.training import losses, progress, run
+from mote.training.arguments import OWN_ARGUMENTS
 from mote.training.models import START_FOLDER, build_model
 from mote.training.progress import NonFiniteError, RunCallback, TrackedLoss, read_log
 from mote.training.recipe import load_recipe, shipped_recipes

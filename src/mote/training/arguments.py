@@ -56,7 +56,9 @@ def check_arguments(arguments: dict[str, Any]) -> None:
         if argument not in known:
             raise ValueError(f"training.arguments: the trainer has no {argument!r}." + alternatives(argument, known))
         if isinstance(known[argument].default, float | int) and not isinstance(value, float | int):
-            raise ValueError(f"training.arguments: {argument!r} is a number or true or false, not {value!r}")
+            raise ValueError(  # noqa: TRY004
+                f"training.arguments: {argument!r} is a number or true or false, not {value!r}"
+            )
 
 
 @dataclass
