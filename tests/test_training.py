@@ -636,6 +636,15 @@ def test_bad_settings(override: str, message: str, tiny: Path, data: Path, tmp_p
     assert not (tmp_path / "run").exists()  # a run that could not begin leaves nothing
 
 
+def test_accelerate_and_the_recipe_must_agree_on_the_precision(
+    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(ValueError, match="launched with mixed precision bf16, and the recipe says fp32"):
+        train("mote", overrides(tiny, data, tmp_path / "run"))
+    train("mote", overrides(tiny, data, tmp_path / "run", "training.precision=bf16"))
+
+
 def test_kind_and_source_must_fit(fresh_folder: Path, data: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a MoTE"):
         train("ic", overrides(fresh_folder, data, tmp_path / "run"))

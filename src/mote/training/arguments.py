@@ -1,6 +1,7 @@
 """What the trainer is told: how many steps, and every argument."""
 
 import math
+import os
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -170,6 +171,12 @@ def trainer_arguments(
     arguments = SentenceTransformerTrainingArguments(
         output_dir=str(folder.checkpoints), **{**settings, **training.arguments}
     )
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched != "no" and launched != training.precision:
+        raise ValueError(
+            f"accelerate was launched with mixed precision {launched}, and the recipe says {training.precision}: set "
+            f"training.precision={launched}, or leave it out of accelerate's settings"
+        )
     if arguments.n_gpu > 1:
         raise ValueError(
             f"{arguments.n_gpu} GPUs are visible to one process: start one process per GPU with `accelerate launch "
