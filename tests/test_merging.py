@@ -18,6 +18,7 @@ from transformers import AutoModel, AutoTokenizer
 from modeling_mote import MoTEModel
 from mote import average, average_experts, interpolate, interpolate_experts, repository
 from mote.cli import main
+from mote.sources import load_tokenizer, open_mote
 
 EXPERTS = ["classification", "clustering", "search_query", "search_document"]
 TEXTS = ["whales breathe air", "a recipe for bread", "search_query: bread"]
@@ -347,3 +348,13 @@ def test_nothing_is_left_half_written(
     with pytest.raises(OSError, match="could not be written, nothing was left behind: No space left"):
         merge(str(trained), tmp_path / "out")
     assert not any(tmp_path.iterdir())
+
+
+def test_nobody_is_asked_to_trust_code(fresh_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library asks at the terminal before it runs a model's own code; a MoTE's tokenizer needs none."""
+
+    def asked(question: str = "") -> str:
+        raise AssertionError(question)
+
+    monkeypatch.setattr("builtins.input", asked)
+    assert load_tokenizer(open_mote(str(fresh_folder))).model_max_length == 256

@@ -230,8 +230,11 @@ def load_tokenizer(source: Source, tokenizer: str | None = None) -> Any:
         name = nomic.TOKENIZER
     if name is None:
         raise ValueError(f"{source.name} has no tokenizer: name one with `--tokenizer`, a folder or an id on the Hub")
+    of_mote = name == source.folder and source.config.model_type == "mote"
+    # told the config, the library does not ask whether to run the code that a MoTE comes with
+    told = {"config": source.config.backbone_config} if of_mote else {}
     try:
-        loaded = AutoTokenizer.from_pretrained(name)
+        loaded = AutoTokenizer.from_pretrained(name, **told)
     except (OSError, ValueError) as error:
         raise ValueError(f"The tokenizer {name} for {source.name} cannot be loaded: {error}") from error
     if len(loaded) > source.config.vocab_size:
