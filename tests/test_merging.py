@@ -2,6 +2,8 @@
 
 import copy
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,6 @@ from transformers import AutoModel, AutoTokenizer
 from modeling_mote import MoTEModel
 from mote import average, average_experts, interpolate, interpolate_experts, repository
 from mote.cli import main
-from mote.sources import load_tokenizer, open_mote
 
 EXPERTS = ["classification", "clustering", "search_query", "search_document"]
 TEXTS = ["whales breathe air", "a recipe for bread", "search_query: bread"]
@@ -350,11 +351,9 @@ def test_nothing_is_left_half_written(
     assert not any(tmp_path.iterdir())
 
 
-def test_nobody_is_asked_to_trust_code(fresh_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library asks at the terminal before it runs a model's own code; a MoTE's tokenizer needs none."""
-
-    def asked(question: str = "") -> str:
-        raise AssertionError(question)
-
-    monkeypatch.setattr("builtins.input", asked)
-    assert load_tokenizer(open_mote(str(fresh_folder))).model_max_length == 256
+def test_nobody_is_asked_to_trust_code(trained_folder: Path, tmp_path: Path) -> None:
+    """The library asks at the terminal before it runs a model's own code; to merge experts none is run."""
+    command = [sys.executable, "-m", "mote", "interpolate", str(trained_folder), "--out", str(tmp_path / "out")]
+    done = subprocess.run([*command, "--to-mean", "0.5"], input="", capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "custom code" not in done.stdout + done.stderr
