@@ -232,7 +232,7 @@ def load_tokenizer(source: Source, tokenizer: str | None = None) -> Any:
         raise ValueError(f"{source.name} has no tokenizer: name one with `--tokenizer`, a folder or an id on the Hub")
     of_mote = name == source.folder and source.config.model_type == "mote"
     # told the config, the library does not ask whether to run the code that a MoTE comes with
-    told = {"config": source.config.backbone_config} if of_mote else {}
+    told = {"config": source.config} if of_mote else {}
     try:
         loaded = AutoTokenizer.from_pretrained(name, **told)
     except (OSError, ValueError) as error:
