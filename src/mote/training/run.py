@@ -200,7 +200,7 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False, report: 
     report(str(data))
     schedule = plan_schedule(recipe, data.sets, state.num_processes)
     report(describe(schedule, data.sets))
-    routed = is_mote(model) and recipe.model.kind == "mote"
+    routed = recipe.model.kind == "mote"
     tracker = Tracker()
     torch.manual_seed(recipe.training.seed)  # for the weights that a loss may have
     losses = {name: _loss(recipe, model, part, tracker) for name, part in data.sets.items()}
