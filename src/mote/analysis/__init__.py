@@ -1,0 +1,1 @@
+"""How far the experts of a model have specialised."""

@@ -1,0 +1,1 @@
+"""Scores of any embedding model on the task types of MTEB."""
