@@ -6,19 +6,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from configuration_mote import MoTEConfig
     from modeling_mote import MoTEModel
+    from mote.analysis.run import Analysis, analyze
+    from mote.evaluation.run import evaluate
+    from mote.evaluation.scores import Evaluation
     from mote.memory import MemoryEstimate, estimate_memory
     from mote.merging import average, average_experts, interpolate, interpolate_experts
     from mote.training.run import train
     from mote.upcycling import UpcyclingPlan, plan_upcycling, upcycle
 
 __all__ = [
+    "Analysis",
+    "Evaluation",
     "MemoryEstimate",
     "MoTEConfig",
     "MoTEModel",
     "UpcyclingPlan",
+    "analyze",
     "average",
     "average_experts",
     "estimate_memory",
+    "evaluate",
     "interpolate",
     "interpolate_experts",
     "plan_upcycling",
@@ -30,8 +37,11 @@ __all__ = [
 _HOMES = {
     "MoTEConfig": "configuration_mote",
     "MoTEModel": "modeling_mote",
+    **dict.fromkeys(["Analysis", "analyze"], "mote.analysis.run"),
     **dict.fromkeys(["average", "average_experts", "interpolate", "interpolate_experts"], "mote.merging"),
     **dict.fromkeys(["MemoryEstimate", "estimate_memory"], "mote.memory"),
+    "Evaluation": "mote.evaluation.scores",
+    "evaluate": "mote.evaluation.run",
     "train": "mote.training.run",
 }
 

@@ -43,6 +43,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_upcycle(commands)
     _add_train(commands)
+    _add_evaluate(commands)
+    _add_analyze(commands)
     _add_average(commands)
     _add_interpolate(commands)
     _add_memory(commands)
@@ -141,6 +143,84 @@ def _train(*, recipe: str, overrides: list[str], dry_run: bool, overwrite: bool)
         _print_line("Dry run: nothing was trained.")
     else:
         run.train(recipe, overrides, overwrite=overwrite, report=_print_line)
+
+
+def _add_evaluate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "evaluate",
+        help="score models on the task types of MTEB",
+        description="Score models with MTEB. The same command goes on where it was broken off.",
+    )
+    add = command.add_argument
+    add("models", nargs="+", metavar="MODEL", help="a folder, or an id on the Hub (user/name)")
+    add("--data", metavar="FOLDER", help="score on the sets of a folder")
+    add("--benchmark", metavar="NAME", help='score on a benchmark of MTEB, as in "MTEB(eng, v1)"')
+    add(
+        "--tasks",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="sets of the folder or the benchmark, also by patterns as in 'beir/*'; without these, tasks of MTEB",
+    )
+    add("--limit", type=int, metavar="N", help="cut the sets of the folder down to about N texts each")
+    add("--reference", metavar="MODEL", help="gains are over this one of the models (default: the first)")
+    add("--out", metavar="DIR", help="write tables, scores, a chart of gains and mteb's results")
+    add("--batch-size", type=int, default=32, metavar="N", help="texts embedded at once (default: 32)")
+    add("--device", metavar="D", help="cpu, cuda, cuda:1, mps … (default: the best there is)")
+    add("--dtype", metavar="T", help="of the weights: float32, float16, bfloat16 (default: as they are stored)")
+    add("--trust-remote-code", action="store_true", help="run code of models on the Hub; that of folders always is")
+    add("--overwrite", action="store_true", help="compute scores again that are there already")
+    command.set_defaults(run=_evaluate)
+
+
+def _evaluate(*, models: list[str], out: str | None, **arguments: object) -> None:
+    try:
+        from mote.evaluation import run
+    except ModuleNotFoundError as error:
+        raise OSError(f'evaluation needs {error.name}, which is not installed: pip install -e ".[evaluate]"') from error
+
+    evaluation = run.evaluate(models, out=out, **arguments, report=_print_line)  # type: ignore[arg-type]
+    _print_line("\n" + evaluation.table())
+    if out is not None:
+        _print_line(f"\nTables, scores and chart: {out}")
+    if failed := evaluation.failed():
+        raise ValueError(f"{len(failed)} of the scores failed: {'; '.join(failed)}")
+
+
+def _add_analyze(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "analyze",
+        help="see how far experts have specialised",
+        description="See how far the experts of models have specialised: by similarity between tasks, by divergence "
+        "between queries and documents, and by how far each expert moved from its start.",
+    )
+    add = command.add_argument
+    add("models", nargs="+", metavar="MODEL", help="a folder or an id on the Hub, or LABEL=MODEL")
+    add("--out", metavar="DIR", help="write analysis.json, analysis.md and charts")
+    add("--texts", metavar="FILE", help="one text per line, or .jsonl (default: 128 texts that come with MoTE)")
+    add("--data", metavar="FOLDER", help="draw texts and pairs from the datasets of a folder")
+    add("--pairs", metavar="FILE", help=".jsonl with columns 'query' and 'positive' (default: those of --data)")
+    add("--tasks", nargs="+", metavar="NAME", help="to compare (default: the experts, or the paper's four)")
+    add("--start", metavar="MODEL", help="what was trained (default: what the model's folder records)")
+    add("--limit", type=int, default=128, metavar="N", help="how many texts, and pairs (default: 128)")
+    add("--batch-size", type=int, default=32, metavar="N", help="texts embedded at once (default: 32)")
+    add("--device", metavar="D", help="cpu, cuda, cuda:1, mps … (default: the best there is)")
+    add("--seed", type=int, default=0, metavar="N", help="of samples and of t-SNE (default: 0)")
+    add("--trust-remote-code", action="store_true", help="run code that a model other than a MoTE brings")
+    command.set_defaults(run=_analyze)
+
+
+def _analyze(*, models: list[str], **arguments: object) -> None:
+    from transformers.utils import logging
+
+    try:
+        from mote.analysis import run
+    except ModuleNotFoundError as error:
+        raise OSError(f'analysis needs {error.name}, which is not installed: pip install -e ".[evaluate]"') from error
+
+    logging.disable_progress_bar()
+    analysis = run.analyze(run.labelled(models), **arguments, report=_print_line)  # type: ignore[arg-type]
+    _print_line(f"\n{analysis}")
 
 
 def _add_average(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -1,0 +1,81 @@
+"""Results on disk, in mteb's format and layout: `results/MODEL/REVISION/[experiments/SETTINGS/]TASK.json`."""
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import mteb
+from mteb.models import ModelMeta
+
+_ASIDE = ".writing-"
+_ADDED_TO = "run_settings.jsonl"  # one file for all tasks
+
+
+def default_cache() -> Path:
+    """The folder of results: `evaluation` in `MOTE_CACHE`, by default `~/.cache/mote`."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("MOTE_CACHE") or Path(base) / "mote") / "evaluation"
+
+
+class CacheError(OSError):
+    """A result could not be written: the run must end, because its work would be lost."""
+
+
+class Cache(mteb.ResultCache):
+    """mteb's cache, with two promises that it does not make.
+
+    - A result of other data is no result: mteb compares the revision of the data only where a result is incomplete.
+    - A file is whole or not there: mteb writes in place, and a kill leaves half a file, which then stops every run.
+    """
+
+    def __init__(self, folder: Path, tasks: Iterable[Any]) -> None:
+        """In a folder, for results of these tasks."""
+        super().__init__(folder)
+        for leftover in folder.glob(f"{_ASIDE}*"):  # of a writer that was killed: writing takes no time
+            if time.time() - leftover.stat().st_mtime > 60:
+                shutil.rmtree(leftover, ignore_errors=True)
+        self.revisions = {task.metadata.name: task.metadata.revision for task in with_parts(tasks)}
+
+    def load_task_result(self, task_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Load a result, where there is one of the same data."""
+        try:
+            result = super().load_task_result(task_name, *args, **kwargs)
+        except ValueError:  # no JSON, or not what mteb writes: damaged from outside
+            return None
+        return result if result is not None and result.dataset_revision == self.revisions.get(task_name) else None
+
+    def find(self, task: Any, meta: ModelMeta) -> Any:
+        """The result of a task, where it is complete."""
+        result = self.load_task_result(task.metadata.name, meta)
+        return result if result is not None and not result.get_missing_evaluations(task) else None
+
+    def save_to_cache(
+        self, task_result: Any, model_name: Any, *args: Any, encode_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write a result beside its place, and move it there file by file."""
+        place = self.get_task_result_path(task_result.task_name, model_name, *args).parent
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.cache_path, prefix=_ASIDE) as aside:
+                staged = mteb.ResultCache(aside)
+                folder = staged.get_task_result_path(task_result.task_name, model_name, *args).parent
+                folder.mkdir(parents=True)
+                if (place / _ADDED_TO).is_file():
+                    shutil.copy(place / _ADDED_TO, folder / _ADDED_TO)
+                staged.save_to_cache(task_result, model_name, *args, encode_kwargs=encode_kwargs)
+                for file in folder.iterdir():
+                    file.replace(place / file.name)
+        except OSError as error:
+            raise CacheError(f"The result of {task_result.task_name} cannot be written to {place}: {error}") from error
+
+
+def with_parts(tasks: Iterable[Any]) -> Iterator[Any]:
+    """Tasks and those that they are made of."""
+    for task in tasks:
+        yield task
+        if task.is_aggregate:
+            yield from with_parts(task.metadata.tasks)

@@ -1,0 +1,82 @@
+"""The chart of gains."""
+
+from pathlib import Path
+from typing import Any
+
+from mote.evaluation.scores import Evaluation
+
+# Okabe and Ito's colours, which people of all kinds of colour vision can tell apart; hatches after the last.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
+HATCHES = ("", "////", "....", "xxxx")
+
+
+def draw_gains(evaluation: Evaluation, reference: str, path: Path) -> None:
+    """Draw what each model gains over a reference on each dataset, grouped by task type.
+
+    Args:
+        evaluation: Scores of two models or more.
+        reference: The model that gains are taken over.
+        path: Where the PNG goes.
+
+    Raises:
+        ValueError: If no dataset has a score of the reference and of another model.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")  # no screen is needed
+    from matplotlib import pyplot
+
+    gains = evaluation.gains(reference)
+    names = [name for name in evaluation.datasets if any(name in of_model for of_model in gains.values())]
+    if not names:
+        raise ValueError(f"No dataset has a score of {reference} and of another model: there are no gains to draw")
+    places = _places([evaluation.types[name] for name in names])
+    thickness = 0.8 / len(gains)
+    inches_per_dataset = max(0.22, 0.11 * len(gains))
+    height = 1.6 + inches_per_dataset * (places[-1] + 1)
+    figure, axes = pyplot.subplots(figsize=(9, height), layout="constrained")
+    for index, (model, of_model) in enumerate(gains.items()):
+        shift = (index - (len(gains) - 1) / 2) * thickness
+        axes.barh(
+            [place + shift for place, name in zip(places, names, strict=True) if name in of_model],
+            [of_model[name] for name in names if name in of_model],
+            height=thickness,
+            color=COLOURS[index % len(COLOURS)],
+            hatch=HATCHES[index // len(COLOURS) % len(HATCHES)],
+            edgecolor="white",
+            linewidth=0.3,
+            label=model,
+        )
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_yticks(places, names, fontsize=8)
+    axes.set_ylim(places[-1] + 1, -1)  # the first dataset on top
+    axes.grid(axis="x", linewidth=0.4, alpha=0.6)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("gain in main score of MTEB, points of 100")
+    _name_types(axes, [evaluation.types[name] for name in names], places)
+    limit = evaluation.settings.get("limit")
+    figure.suptitle(f"Gain over {reference} on each dataset" + (f" (--limit {limit})" if limit else ""))
+    figure.legend(loc="outside lower center", ncols=min(len(gains), 4))
+    figure.savefig(path, dpi=120, format="png")
+    pyplot.close(figure)
+
+
+def _places(types: list[str]) -> list[float]:
+    """Where the bars of each dataset are, with room between task types."""
+    places, place = [], 0.0
+    for before, now in zip([types[0], *types], types, strict=False):
+        place += 0.0 if before == now else 0.8
+        places.append(place)
+        place += 1
+    return places
+
+
+def _name_types(axes: Any, types: list[str], places: list[float]) -> None:
+    """Write each task type on the right of its datasets, and draw a line between types."""
+    for task_type in dict.fromkeys(types):
+        own = [place for place, other in zip(places, types, strict=True) if other == task_type]
+        axes.text(
+            1.01, sum(own) / len(own), task_type, transform=axes.get_yaxis_transform(), va="center", fontweight="bold"
+        )
+        if own[-1] != places[-1]:
+            axes.axhline(own[-1] + 0.9, color="grey", linewidth=0.5, linestyle=":")

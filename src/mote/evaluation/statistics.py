@@ -1,0 +1,105 @@
+"""Is one model better than another? Tests over datasets."""
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What tests say of a model beside a reference, over the datasets that both have scores for.
+
+    The p-values are one-sided: how probable a gain as large as this is, if the model were not better. Welch's t-test is
+    the paper's. It takes the scores of the two models for independent samples, so that the spread between datasets
+    hides a gain; the paired tests look at the gain on each dataset.
+
+    Attributes:
+        model: The model.
+        reference: What it is compared with.
+        datasets: How many datasets both have scores for.
+        gain: Mean of the model's scores less that of the reference's.
+        higher: Number of datasets on which the model scores higher.
+        lower: Number of datasets on which it scores lower.
+        welch: p of Welch's t-test. None where it says nothing: fewer than 2 datasets, or no spread in either model.
+        paired_t: p of the paired t-test. None where it says nothing: fewer than 2 datasets, or all gains are equal.
+        wilcoxon: p of Wilcoxon's signed-rank test. None where it says nothing: fewer than 2 datasets, or no gains.
+    """
+
+    model: str
+    reference: str
+    datasets: int
+    gain: float
+    higher: int
+    lower: int
+    welch: float | None
+    paired_t: float | None
+    wilcoxon: float | None
+
+    def __str__(self) -> str:
+        """In one line."""
+        over = f"{self.model} over {self.reference}"
+        if self.datasets == 0:
+            return f"{over}: no dataset has a score of both"
+        counted = f"{self.datasets} dataset{'s' if self.datasets > 1 else ''}"
+        text = f"{over}, {counted}: {self.gain:+.2f} on average, higher on {self.higher}, lower on {self.lower}; "
+        if self.datasets < 2:
+            return text + "a test needs 2 datasets or more"
+        tests = {"Welch": self.welch, "paired t": self.paired_t, "Wilcoxon": self.wilcoxon}
+        return text + "one-sided p: " + ", ".join(f"{name} {_p(value)}" for name, value in tests.items())
+
+
+def compare_scores(model: str, reference: str, scores: Sequence[float], others: Sequence[float]) -> Comparison:
+    """Test whether a model is better than another.
+
+    Args:
+        model: Name of the model.
+        reference: Name of the other.
+        scores: The model's, one for each dataset.
+        others: The reference's, of the same datasets in the same order.
+
+    Raises:
+        ValueError: If there are not as many scores of the one as of the other.
+    """
+    if len(scores) != len(others):
+        raise ValueError(f"{model} has {len(scores)} scores, {reference} has {len(others)}: expected the same datasets")
+    gains = [ours - theirs for ours, theirs in zip(scores, others, strict=True)]
+    counts = (len(gains), sum(gains) / len(gains) if gains else 0.0, *_signs(gains))
+    return Comparison(model, reference, *counts, *_p_values(scores, others, gains))
+
+
+def _signs(gains: Sequence[float]) -> tuple[int, int]:
+    return sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
+
+
+def _p_values(
+    scores: Sequence[float], others: Sequence[float], gains: Sequence[float]
+) -> tuple[float | None, float | None, float | None]:
+    from scipy import stats
+
+    if len(gains) < 2:
+        return None, None, None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few datasets and ties, for which scipy approximates
+        return (
+            _number(stats.ttest_ind(scores, others, equal_var=False, alternative="greater").pvalue)
+            if _spread(scores) or _spread(others)
+            else None,
+            _number(stats.ttest_rel(scores, others, alternative="greater").pvalue) if _spread(gains) else None,
+            _number(stats.wilcoxon(gains, alternative="greater").pvalue) if any(gains) else None,
+        )
+
+
+def _spread(values: Sequence[float]) -> bool:
+    """Whether values differ by more than the rounding of sums."""
+    return max(values) - min(values) > 1e-9
+
+
+def _number(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _p(value: float | None) -> str:
+    if value is None:
+        return "none (no spread)"
+    return f"{value:.3f}" if value >= 0.001 else f"{value:.1e}"
