@@ -1,1 +1,34 @@
 """How far the experts of a model have specialised."""
+
+from mote.analysis.divergence import Divergence, as_distributions, divergence_of, js_divergence, kl_divergence, tsne
+from mote.analysis.movement import Movement, find_start, movement_of
+from mote.analysis.plots import draw_movement, draw_similarity, draw_tsne
+from mote.analysis.run import Analysis, ModelAnalysis, analyze
+from mote.analysis.similarity import Similarity, WelchTest, inter_task_similarity, welch_tests
+from mote.analysis.texts import Pairs, Texts, find_pairs, find_texts
+
+__all__ = [
+    "Analysis",
+    "Divergence",
+    "ModelAnalysis",
+    "Movement",
+    "Pairs",
+    "Similarity",
+    "Texts",
+    "WelchTest",
+    "analyze",
+    "as_distributions",
+    "divergence_of",
+    "draw_movement",
+    "draw_similarity",
+    "draw_tsne",
+    "find_pairs",
+    "find_start",
+    "find_texts",
+    "inter_task_similarity",
+    "js_divergence",
+    "kl_divergence",
+    "movement_of",
+    "tsne",
+    "welch_tests",
+]

@@ -1,0 +1,98 @@
+"""How far apart queries and documents lie: KL and JS divergence, and t-SNE, the measures of the CoT-MoTE paper."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A mean and a standard deviation over N pairs."""
+
+    mean: float
+    std: float
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Divergences between query and document embeddings, in nats.
+
+    Attributes:
+        roles: The tasks under which queries and documents were embedded.
+        kl_query_document: KL(query ‖ document) of each pair.
+        kl_document_query: KL(document ‖ query) of each pair.
+        js: Jensen-Shannon divergence of each pair; at most ln 2.
+        sets_kl_query_document: KL of the mean distribution of all queries from that of all documents.
+        sets_kl_document_query: The other way round.
+        sets_js: Jensen-Shannon divergence of the two means.
+        cosine: Similarity of each pair.
+    """
+
+    roles: tuple[str, str]
+    kl_query_document: Spread
+    kl_document_query: Spread
+    js: Spread
+    sets_kl_query_document: float
+    sets_kl_document_query: float
+    sets_js: float
+    cosine: Spread
+
+
+def as_distributions(embeddings: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Turn embeddings [N, H] into distributions over the H dimensions: softmax(√H · e / ‖e‖).
+
+    The scale makes the mean square of each embedding's numbers 1, so that models of other widths, and with or without
+    normalisation, can be compared; the softmax of a plain unit vector is all but uniform.
+    """
+    lengths = np.linalg.norm(embeddings, axis=1, keepdims=True)
+    scaled = embeddings / np.where(lengths > 0, lengths, 1.0) * np.sqrt(embeddings.shape[1])
+    powers = np.exp(scaled - scaled.max(axis=1, keepdims=True))
+    return powers / powers.sum(axis=1, keepdims=True)
+
+
+def kl_divergence(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Σ p ln(p / q) over the last axis, in nats."""
+    return (p * np.log(p / q)).sum(axis=-1)
+
+
+def js_divergence(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
+    """½ KL(p ‖ m) + ½ KL(q ‖ m) with m = ½ (p + q), in nats: symmetric, and at most ln 2."""
+    middle = (p + q) / 2
+    return (kl_divergence(p, middle) + kl_divergence(q, middle)) / 2
+
+
+def divergence_of(
+    queries: NDArray[np.float64], documents: NDArray[np.float64], roles: tuple[str, str], cosine: NDArray[np.float64]
+) -> Divergence:
+    """Measure how far the embeddings of queries and of their documents, [N, H] each, lie apart."""
+    p, q = as_distributions(queries), as_distributions(documents)
+    mean_p, mean_q = p.mean(axis=0), q.mean(axis=0)
+    return Divergence(
+        roles,
+        _spread(kl_divergence(p, q)),
+        _spread(kl_divergence(q, p)),
+        _spread(js_divergence(p, q)),
+        float(kl_divergence(mean_p, mean_q)),
+        float(kl_divergence(mean_q, mean_p)),
+        float(js_divergence(mean_p, mean_q)),
+        _spread(cosine),
+    )
+
+
+def tsne(queries: NDArray[np.float64], documents: NDArray[np.float64], seed: int = 0) -> NDArray[np.float64]:
+    """Lay the embeddings of queries and documents, [N, H] each, out in a plane by t-SNE over cosine distances.
+
+    Returns:
+        [2 N, 2]: the queries first.
+    """
+    from sklearn.manifold import TSNE
+
+    points = np.concatenate([queries, documents])
+    perplexity = min(30.0, (len(points) - 1) / 3)
+    layout = TSNE(metric="cosine", init="pca", perplexity=perplexity, random_state=seed)
+    return np.asarray(layout.fit_transform(points.astype(np.float32)), dtype=np.float64)
+
+
+def _spread(values: NDArray[np.float64]) -> Spread:
+    return Spread(float(values.mean()), float(values.std(ddof=1)))

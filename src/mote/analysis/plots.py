@@ -1,0 +1,166 @@
+"""The charts of an analysis. Colours are told apart by people who are colour-blind (Okabe and Ito; viridis, cividis)."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from numpy.typing import NDArray
+
+from mote.analysis.movement import Movement
+from mote.analysis.similarity import Similarity
+
+OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")
+_DPI = 120
+
+
+def draw_similarity(similarities: Mapping[str, Similarity], path: str | Path, title: str = "") -> None:
+    """Draw the similarity between tasks: above a heat map of means for each model, below the distributions.
+
+    Args:
+        similarities: Label of a model → what `inter_task_similarity` gives, over the same pairs of tasks.
+        path: Of the PNG.
+        title: Above all. Default: what is shown.
+    """
+    first = next(iter(similarities.values()))
+    tasks = list(dict.fromkeys(task for pair in first for task in pair))
+    width = max(3.8 * len(similarities), 2.2 + len(first) * (0.55 + 0.45 * len(similarities)), 7.0)
+    height = max(3.6, 1.4 + 0.6 * len(tasks))
+    figure = Figure(figsize=(width, height + 4.4), layout="constrained")
+    figure.suptitle(title or f"Inter-task similarity: the same {len(first[tasks[0], tasks[1]])} texts under each task")
+    upper, lower = figure.subfigures(2, 1, height_ratios=[height, 4.0])
+    _heat_maps(upper, similarities, tasks)
+    _violins(lower.subplots(), similarities)
+    figure.savefig(path, dpi=_DPI)
+
+
+def _heat_maps(figure: Any, similarities: Mapping[str, Similarity], tasks: list[str]) -> None:
+    """Draw the mean of each pair; all models on one scale."""
+    matrices = [_matrix(similarity, tasks) for similarity in similarities.values()]
+    lowest = min(np.nanmin(matrix) for matrix in matrices)
+    scale = {"vmin": min(lowest, 0.99), "vmax": 1.0, "cmap": "viridis"}
+    axes = figure.subplots(1, len(matrices), squeeze=False)[0]
+    for axis, matrix, label in zip(axes, matrices, similarities, strict=True):
+        image = _heat_map(axis, matrix, tasks, tasks, scale, "{:.2f}")
+        axis.set_title(label)
+    for axis in axes[1:]:
+        axis.set_yticklabels([])
+    figure.colorbar(image, ax=list(axes), label="mean cosine similarity", shrink=0.9)
+
+
+def _heat_map(
+    axis: Any, matrix: NDArray[np.float64], rows: Sequence[str], columns: Sequence[str], scale: dict, form: str
+) -> Any:
+    """Draw a matrix with its numbers in it; cells without a number stay grey."""
+    axis.set_facecolor("#D9D9D9")
+    image = axis.imshow(matrix, aspect="auto", **scale)
+    axis.set_xticks(range(len(columns)), columns, rotation=30 if max(map(len, columns)) > 4 else 0, ha="right")
+    axis.set_yticks(range(len(rows)), rows)
+    for row, column in zip(*np.nonzero(np.isfinite(matrix)), strict=True):
+        red, green, blue, _ = image.cmap(image.norm(matrix[row, column]))
+        ink = "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
+        axis.text(column, row, form.format(matrix[row, column]), ha="center", va="center", color=ink, fontsize=9)
+    return image
+
+
+def _matrix(similarity: Similarity, tasks: list[str]) -> NDArray[np.float64]:
+    """Lay means out as a symmetric matrix; a task with itself is 1 by definition, and left out."""
+    matrix = np.full((len(tasks), len(tasks)), np.nan)
+    for (a, b), values in similarity.items():
+        row, column = tasks.index(a), tasks.index(b)
+        matrix[row, column] = matrix[column, row] = values.mean()
+    return matrix
+
+
+def _violins(axis: Any, similarities: Mapping[str, Similarity]) -> None:
+    """Draw the distribution over the texts for each pair, the models beside each other."""
+    count = len(similarities)
+    pairs = list(next(iter(similarities.values())))
+    for number, similarity in enumerate(similarities.values()):
+        colour = OKABE_ITO[number % len(OKABE_ITO)]
+        places = np.arange(len(pairs)) + (number - (count - 1) / 2) * 0.8 / count
+        values = [np.round(similarity[pair], 6) for pair in pairs]  # no density of differences that are but rounding
+        drawn = axis.violinplot(values, places, widths=0.75 / count, showmedians=True, showextrema=False)
+        for body in drawn["bodies"]:
+            body.set(facecolor=colour, edgecolor=colour, alpha=0.6)
+        drawn["cmedians"].set(color="black", linewidth=1.5)
+    axis.set_xticks(range(len(pairs)), [f"{a}\n{b}" for a, b in pairs], fontsize=9)
+    axis.set_xlim(-0.6, len(pairs) - 0.4)
+    axis.set_ylabel("cosine similarity of the two\nembeddings of a text (line: median)")
+    axis.grid(axis="y", alpha=0.3)
+    colours = [OKABE_ITO[number % len(OKABE_ITO)] for number in range(count)]
+    patches = [Patch(color=colour, alpha=0.6, label=label) for colour, label in zip(colours, similarities, strict=True)]
+    axis.legend(handles=patches, loc="best")
+
+
+def draw_tsne(layouts: Mapping[str, NDArray[np.float64]], path: str | Path, title: str = "") -> None:
+    """Draw where queries and documents lie, a panel for each model; a line joins what belongs together.
+
+    Args:
+        layouts: Label of a model → points [2 N, 2], the queries first, as `tsne` gives them.
+        path: Of the PNG.
+        title: Above all. Default: what is shown.
+    """
+    figure = Figure(figsize=(0.8 + 4.6 * len(layouts), 5.2), layout="constrained")
+    figure.suptitle(title or "Queries and documents (t-SNE of the embeddings, cosine distance)")
+    axes = figure.subplots(1, len(layouts), squeeze=False)[0]
+    for axis, (label, points) in zip(axes, layouts.items(), strict=True):
+        queries, documents = np.split(points, 2)
+        for pair in zip(queries, documents, strict=True):
+            axis.plot(*np.transpose(pair), color="#999999", linewidth=0.5, zorder=1)
+        axis.scatter(*queries.T, s=18, color=OKABE_ITO[0], marker="o", label="query", zorder=2)
+        axis.scatter(*documents.T, s=18, color=OKABE_ITO[1], marker="^", label="document", zorder=2)
+        axis.set(title=label, xticks=[], yticks=[], xlabel="t-SNE 1 (no unit)", ylabel="t-SNE 2 (no unit)")
+    axes[0].plot([], [], color="#999999", linewidth=0.8, label="query and its document")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=_DPI)
+
+
+def draw_movement(movements: Mapping[str, Movement], path: str | Path, title: str = "") -> None:
+    """Draw how far each expert moved in each layer, and the cosines between their movements; a row for each model.
+
+    Args:
+        movements: Label of a model → what `movement_of` gives.
+        path: Of the PNG.
+        title: Above all. Default: what is shown.
+    """
+    tables = {label: _table(movement) for label, movement in movements.items()}
+    heights = [1.9 + 0.42 * len(rows) for rows, _ in tables.values()]
+    layers = max(matrix.shape[1] for _, matrix in tables.values())
+    figure = Figure(figsize=(max(10.0, 7.5 + 0.6 * layers), sum(heights) + 0.4), layout="constrained")
+    figure.suptitle(title or "How far the experts moved: relative change of their weights")
+    highest = max(np.nanmax(matrix) for _, matrix in tables.values())
+    left, right = figure.subfigures(1, 2, width_ratios=[1.5, 1.0])
+    grids = [side.subplots(len(tables), 1, squeeze=False, height_ratios=heights)[:, 0] for side in (left, right)]
+    scale = {"vmin": 0.0, "vmax": highest or 1.0, "cmap": "cividis"}
+    for axis, beside, (label, (rows, matrix)) in zip(*grids, tables.items(), strict=True):
+        columns = [str(layer) for layer in range(matrix.shape[1])]
+        image = _heat_map(axis, matrix, rows, columns, scale, "{:.1f}" if layers > 12 else "{:.2f}")
+        axis.set(title=f"{label}, from {movements[label].start}", xlabel="layer")
+        towards = _directions(beside, movements[label])
+    left.colorbar(image, ax=list(grids[0]), label="Frobenius norm of the change, % of the start's")
+    if towards is not None:
+        right.colorbar(towards, ax=list(grids[1]), label="cosine between movements, all layers")
+    figure.savefig(path, dpi=_DPI)
+
+
+def _table(movement: Movement) -> tuple[list[str], NDArray[np.float64]]:
+    """Lay movements out, in percent, experts below each other and what they share last."""
+    rows = {**movement.experts, **({"shared (attention)": movement.shared} if movement.shared else {})}
+    return list(rows), 100 * np.array(list(rows.values()), dtype=np.float64)  # None becomes no number
+
+
+def _directions(axis: Any, movement: Movement) -> Any:
+    """Draw the cosine between the movements of each two experts."""
+    experts = list(movement.experts)
+    matrix = np.full((len(experts), len(experts)), np.nan)
+    for (a, b), cosine in movement.overall_cosines.items():
+        row, column = experts.index(a), experts.index(b)
+        matrix[row, column] = matrix[column, row] = np.nan if cosine is None else cosine
+    if len(experts) < 2:
+        axis.axis("off")
+        return None
+    axis.set_title("direction, pair by pair")
+    return _heat_map(axis, matrix, experts, experts, {"vmin": -1.0, "vmax": 1.0, "cmap": "PuOr"}, "{:.2f}")

@@ -1,0 +1,209 @@
+"""Inter-task similarity: the same texts embedded under each task, as in Figures 1 and 3 of the MoTE paper."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sentence_transformers import SentenceTransformer
+from transformers import PreTrainedConfig
+
+from configuration_mote import PAPER_INSTRUCTIONS, alternatives
+
+Similarity = dict[tuple[str, str], NDArray[np.float64]]
+
+# Names that models give to the two roles of search, the paper's first.
+ROLES = (("search_query", "search_document"), ("query", "document"), ("query", "passage"))
+
+
+def load_model(model: str | Path, device: str | None = None, trust_remote_code: bool = False) -> SentenceTransformer:
+    """Load any Sentence-Transformers model; a MoTE brings its code, of any other it is run only if it is trusted.
+
+    Raises:
+        FileNotFoundError: If there is no such model.
+        ValueError: If it cannot be loaded.
+    """
+    folder = Path(model)
+    if not folder.is_dir() and (folder.is_absolute() or str(model).count("/") > 1):
+        raise FileNotFoundError(f"There is no model {model}: expected a folder, or an id on the Hub (user/name)")
+    try:
+        settings, _ = PreTrainedConfig.get_config_dict(model)
+    except OSError:
+        settings = {}  # not of transformers, or not there: the library says which
+    trusted = trust_remote_code or settings.get("model_type") == "mote"
+    try:
+        return SentenceTransformer(str(model), device=device, trust_remote_code=trusted).eval()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{model} cannot be loaded by Sentence-Transformers: {error}") from error
+
+
+def mote_config(model: SentenceTransformer) -> Any | None:
+    """Return the config of a MoTE, none of any other model."""
+    config: Any = getattr(model[0], "config", None)
+    return config if getattr(config, "model_type", None) == "mote" else None
+
+
+def instructions_of(model: SentenceTransformer) -> dict[str, str]:
+    """Tell the tasks that a model knows, with the text that each puts in front."""
+    config = mote_config(model)
+    if config is None:
+        return dict(model.prompts)
+    return {task: config.instruction_of(task) for task in config.tasks}
+
+
+def default_tasks(model: SentenceTransformer) -> list[str]:
+    """Choose the tasks to compare: the experts of a MoTE; of another model the paper's four, else all its prompts."""
+    config = mote_config(model)
+    if config is not None:
+        return list(config.available_experts)
+    instructions = instructions_of(model)
+    of_paper = [task for task in PAPER_INSTRUCTIONS if task in instructions]
+    by_text = {text: task for task, text in reversed(instructions.items())}  # one task of each text
+    return of_paper if len(of_paper) > 1 else [task for task in instructions if task in by_text.values()]
+
+
+def check_tasks(model: SentenceTransformer, tasks: Sequence[str], name: str = "The model") -> None:
+    """Make sure that a model can embed for some tasks, and tells two of them apart at least.
+
+    Raises:
+        ValueError: If a task is unknown, named twice, or there are fewer than two.
+    """
+    known = instructions_of(model)
+    for task in tasks:
+        if task not in known:
+            raise ValueError(f"{name} does not know the task {task!r}." + alternatives(task, known))
+    if len(set(tasks)) != len(tasks):
+        raise ValueError(f"A task is named twice: {', '.join(tasks)}")
+    same = len({known[task] for task in tasks}) < 2 and mote_config(model) is None
+    if len(tasks) < 2 or same:
+        told = ", ".join(f"{task} {text!r}" for task, text in known.items()) or "none"
+        raise ValueError(
+            f"{name} cannot be compared over tasks: that takes two tasks with an expert or a prompt of their own (its "
+            f"prompts: {told}). What works: a MoTE, a model trained with instructions (`mote train ic`), or one with "
+            "`prompts` in its config_sentence_transformers.json; `--tasks` chooses among them"
+        )
+
+
+def embed(
+    model: SentenceTransformer, texts: Sequence[str], task: str, batch_size: int = 32
+) -> NDArray[np.float64]:  # [N, H]
+    """Embed texts for a task: with its instruction in front and, in a MoTE, by its expert.
+
+    Raises:
+        ValueError: If an embedding is not finite.
+    """
+    options = {"task": task} if mote_config(model) is not None else {}
+    embeddings = model.encode(
+        list(texts),
+        prompt=instructions_of(model)[task],
+        batch_size=batch_size,
+        show_progress_bar=False,
+        convert_to_numpy=True,
+        **options,
+    )
+    result = np.asarray(embeddings, dtype=np.float64)
+    if not np.isfinite(result).all():
+        raise ValueError(f"The model gives embeddings for the task {task!r} that are not finite: it is damaged")
+    return result
+
+
+def cosines(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Compare embeddings row by row: [N, H] and [N, H] to [N]. Of equal rows it is 1 to the last bit."""
+    lengths = np.sqrt((first * first).sum(axis=1) * (second * second).sum(axis=1))
+    return (first * second).sum(axis=1) / np.where(lengths > 0, lengths, 1.0)
+
+
+def similarity_of(embeddings: Mapping[str, NDArray[np.float64]]) -> Similarity:
+    """Compare the embeddings [N, H] of the same texts under several tasks.
+
+    Returns:
+        For each pair of tasks, in their order, the cosine similarity of the two embeddings of each text, [N].
+    """
+    return {(a, b): cosines(embeddings[a], embeddings[b]) for a, b in combinations(embeddings, 2)}
+
+
+def inter_task_similarity(
+    model: SentenceTransformer | str | Path,
+    texts: Sequence[str],
+    tasks: Sequence[str] | None = None,
+    *,
+    batch_size: int = 32,
+    device: str | None = None,
+) -> Similarity:
+    """Embed the same texts under each task, and compare (Figures 1 and 3 of the MoTE paper).
+
+    Args:
+        model: A Sentence-Transformers model, or where to load one from.
+        texts: N of them.
+        tasks: To compare. Default: see `default_tasks`.
+        batch_size: Texts at once.
+        device: Of a model that is to be loaded.
+
+    Returns:
+        For each pair of tasks, in their order, the cosine similarity of the two embeddings of each text, [N].
+
+    Raises:
+        ValueError: If the model does not know a task, or has no two.
+    """
+    if not isinstance(model, SentenceTransformer):
+        model = load_model(model, device)
+    tasks = default_tasks(model) if tasks is None else list(tasks)
+    check_tasks(model, tasks)
+    return similarity_of({task: embed(model, texts, task, batch_size) for task in tasks})
+
+
+@dataclass(frozen=True)
+class WelchTest:
+    """A one-sided Welch's t-test: is the mean similarity of the first model lower than that of the second?
+
+    Attributes:
+        first: Label of the first model.
+        second: Of the other.
+        tasks: The pair of tasks; none for the mean over all pairs, text by text.
+        mean_first: Mean similarity of the first model.
+        mean_second: Of the other.
+        t: The statistic, negative where the first model's mean is lower. None where neither model varies.
+        degrees_of_freedom: By Welch and Satterthwaite.
+        p: Probability of such a difference or a larger one if the first model's mean were not lower.
+    """
+
+    first: str
+    second: str
+    tasks: tuple[str, str] | None
+    mean_first: float
+    mean_second: float
+    t: float | None
+    degrees_of_freedom: float | None
+    p: float | None
+
+
+def welch_tests(first: str, similarity: Similarity, second: str, other: Similarity) -> list[WelchTest]:
+    """Test for each pair of tasks, and over all, whether the first model's similarity is lower: more specialised.
+
+    Args:
+        first: Label of the first model.
+        similarity: Of it.
+        second: Label of the other.
+        other: Its similarity, over the same pairs of tasks.
+    """
+    over_all = (None, np.mean(list(similarity.values()), axis=0), np.mean(list(other.values()), axis=0))
+    rows = [(pair, values, other[pair]) for pair, values in similarity.items()]
+    return [_welch(first, second, *row) for row in [*rows, over_all]]
+
+
+def _welch(
+    first: str, second: str, tasks: tuple[str, str] | None, a: NDArray[np.float64], b: NDArray[np.float64]
+) -> WelchTest:
+    from scipy.stats import t as student
+
+    squares = np.array([values.var(ddof=1) / len(values) for values in (a, b)])  # squared standard errors
+    means = float(a.mean()), float(b.mean())
+    if not squares.any():
+        return WelchTest(first, second, tasks, *means, None, None, None)
+    statistic = (means[0] - means[1]) / math.sqrt(squares.sum())
+    freedom = squares.sum() ** 2 / (squares**2 / [len(a) - 1, len(b) - 1]).sum()
+    return WelchTest(first, second, tasks, *means, statistic, float(freedom), float(student.cdf(statistic, freedom)))
