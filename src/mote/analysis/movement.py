@@ -7,7 +7,7 @@ from itertools import combinations
 from pathlib import Path
 
 import torch
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from configuration_mote import MoTEConfig
 from modeling_mote import MoTEModel, architecture_of

@@ -1,4 +1,4 @@
-"""The charts of an analysis. Colours are told apart by people who are colour-blind (Okabe and Ito; viridis, cividis)."""
+"""The charts of an analysis, in colours that people who are colour-blind tell apart (Okabe and Ito; viridis)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,10 +30,15 @@ def draw_similarity(similarities: Mapping[str, Similarity], path: str | Path, ti
     height = max(3.6, 1.4 + 0.6 * len(tasks))
     figure = Figure(figsize=(width, height + 4.4), layout="constrained")
     figure.suptitle(title or f"Inter-task similarity: the same {len(first[tasks[0], tasks[1]])} texts under each task")
-    upper, lower = figure.subfigures(2, 1, height_ratios=[height, 4.0])
+    upper, lower = _split(figure, (2, 1), height_ratios=[height, 4.0])
     _heat_maps(upper, similarities, tasks)
     _violins(lower.subplots(), similarities)
     figure.savefig(path, dpi=_DPI)
+
+
+def _split(figure: Figure, shape: tuple[int, int], **ratios: Any) -> Any:
+    """Split into parts; matplotlib's types do not say that there are several."""
+    return figure.subfigures(*shape, **ratios)
 
 
 def _heat_maps(figure: Any, similarities: Mapping[str, Similarity], tasks: list[str]) -> None:
@@ -132,17 +137,18 @@ def draw_movement(movements: Mapping[str, Movement], path: str | Path, title: st
     figure = Figure(figsize=(max(10.0, 7.5 + 0.6 * layers), sum(heights) + 0.4), layout="constrained")
     figure.suptitle(title or "How far the experts moved: relative change of their weights")
     highest = max(np.nanmax(matrix) for _, matrix in tables.values())
-    left, right = figure.subfigures(1, 2, width_ratios=[1.5, 1.0])
+    left, right = _split(figure, (1, 2), width_ratios=[1.5, 1.0])
     grids = [side.subplots(len(tables), 1, squeeze=False, height_ratios=heights)[:, 0] for side in (left, right)]
     scale = {"vmin": 0.0, "vmax": highest or 1.0, "cmap": "cividis"}
+    directions = []
     for axis, beside, (label, (rows, matrix)) in zip(*grids, tables.items(), strict=True):
         columns = [str(layer) for layer in range(matrix.shape[1])]
         image = _heat_map(axis, matrix, rows, columns, scale, "{:.1f}" if layers > 12 else "{:.2f}")
         axis.set(title=f"{label}, from {movements[label].start}", xlabel="layer")
-        towards = _directions(beside, movements[label])
+        directions += _directions(beside, movements[label])
     left.colorbar(image, ax=list(grids[0]), label="Frobenius norm of the change, % of the start's")
-    if towards is not None:
-        right.colorbar(towards, ax=list(grids[1]), label="cosine between movements, all layers")
+    if directions:
+        right.colorbar(directions[0], ax=list(grids[1]), label="cosine between movements, all layers")
     figure.savefig(path, dpi=_DPI)
 
 
@@ -152,8 +158,8 @@ def _table(movement: Movement) -> tuple[list[str], NDArray[np.float64]]:
     return list(rows), 100 * np.array(list(rows.values()), dtype=np.float64)  # None becomes no number
 
 
-def _directions(axis: Any, movement: Movement) -> Any:
-    """Draw the cosine between the movements of each two experts."""
+def _directions(axis: Any, movement: Movement) -> list[Any]:
+    """Draw the cosine between the movements of each two experts; without two, leave the place empty."""
     experts = list(movement.experts)
     matrix = np.full((len(experts), len(experts)), np.nan)
     for (a, b), cosine in movement.overall_cosines.items():
@@ -161,6 +167,6 @@ def _directions(axis: Any, movement: Movement) -> Any:
         matrix[row, column] = matrix[column, row] = np.nan if cosine is None else cosine
     if len(experts) < 2:
         axis.axis("off")
-        return None
+        return []
     axis.set_title("direction, pair by pair")
-    return _heat_map(axis, matrix, experts, experts, {"vmin": -1.0, "vmax": 1.0, "cmap": "PuOr"}, "{:.2f}")
+    return [_heat_map(axis, matrix, experts, experts, {"vmin": -1.0, "vmax": 1.0, "cmap": "PuOr"}, "{:.2f}")]

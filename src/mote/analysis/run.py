@@ -53,10 +53,10 @@ class ModelAnalysis:
     instructions: dict[str, str]
     experts: dict[str, str]
     similarity: Similarity
-    divergence: Divergence | None
-    layout: NDArray[np.float64] | None
-    movement: Movement | None
-    notes: tuple[str, ...]
+    divergence: Divergence | None = None
+    layout: NDArray[np.float64] | None = None
+    movement: Movement | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,12 @@ class Analysis:
         plots.draw_similarity({label: model.similarity for label, model in by_label.items()}, folder / "similarity.png")
         layouts = {label: model.layout for label, model in by_label.items() if model.layout is not None}
         movements = {label: model.movement for label, model in by_label.items() if model.movement is not None}
-        for name, values, draw in (
-            ("tsne.png", layouts, plots.draw_tsne),
-            ("movement.png", movements, plots.draw_movement),
-        ):
-            (folder / name).unlink(missing_ok=True)  # that of an earlier analysis says nothing of this one
-            if values:
-                draw(values, folder / name)  # type: ignore[operator]
+        for name in ("tsne.png", "movement.png"):  # that of an earlier analysis says nothing of this one
+            (folder / name).unlink(missing_ok=True)
+        if layouts:
+            plots.draw_tsne(layouts, folder / "tsne.png")
+        if movements:
+            plots.draw_movement(movements, folder / "movement.png")
         (folder / "analysis.md").write_text(_markdown(self, folder), encoding="utf-8")
         return folder
 
@@ -141,9 +140,9 @@ def analyze(
         texts: To embed under each task: a file as `find_texts` reads it, or the texts themselves. Default: those of
             `data`, otherwise 128 real ones that come with MoTE.
         data: A folder of datasets, to draw texts and pairs from.
-        pairs: A file of queries and documents, as `find_pairs` reads it. Default: the retrieval sets of `data`; without
-            these, the same texts take both roles.
-        tasks: To compare. Default: the experts that the first model has, or its prompts, as far as all models know them.
+        pairs: A file of queries and documents, as `find_pairs` reads it. Default: the retrieval sets of `data`;
+            without these, the same texts take both roles.
+        tasks: To compare. Default: the first model's experts, or else its prompts, as far as all models know them.
         start: What the models were trained from. Default: what their folders record.
         limit: How many texts, and pairs.
         batch_size: Texts at once.
@@ -159,8 +158,8 @@ def analyze(
         FileNotFoundError: If a model, a file or a folder is not there.
         ValueError: If a file is damaged, a task is unknown, a model has no two tasks, or `start` does not fit.
     """
-    given = isinstance(texts, str | Path) or texts is None
-    found = find_texts(texts, data, limit, seed) if given else Texts(tuple(texts), "given texts")  # type: ignore[arg-type]
+    read = isinstance(texts, str | Path) or texts is None
+    found = find_texts(texts, data, limit, seed) if read else Texts(tuple(texts), "given texts")  # type: ignore[arg-type]
     found_pairs = find_pairs(pairs, data, limit, seed)
     named = dict(models) if isinstance(models, Mapping) else labelled([str(model) for model in models])
     if not named:
@@ -174,18 +173,10 @@ def analyze(
     analyses = []
     for label, name in named.items():
         report(f"{label}: {len(found.texts)} texts under {', '.join(chosen)} …")
-        model = loaded.pop(label)
-        similarity, divergence, layout, notes = _of_embeddings(model, chosen, found, found_pairs, batch_size, seed)
-        told = {task: instructions_of(model)[task] for task in chosen}
-        config = mote_config(model)
-        by_task = config is not None and config.router == "task"
-        experts = {task: config.expert_of(task) for task in chosen} if by_task else {}
-        del model
+        seen = _of_embeddings(label, loaded.pop(label), chosen, found, found_pairs, batch_size, seed)
         report(f"{label}: weights …")
-        movement, about_start = _movement(str(name), start)
-        analyses.append(
-            ModelAnalysis(label, told, experts, similarity, divergence, layout, movement, (*notes, *about_start))
-        )
+        movement, notes = _movement(str(name), start)
+        analyses.append(dataclasses.replace(seen, movement=movement, notes=(*seen.notes, *notes)))
     first, *others = analyses
     tests = [
         test for other in others for test in welch_tests(first.label, first.similarity, other.label, other.similarity)
@@ -230,28 +221,39 @@ def _tasks(models: Mapping[str, SentenceTransformer], tasks: Sequence[str] | Non
 
 
 def _of_embeddings(
-    model: SentenceTransformer, tasks: list[str], texts: Texts, pairs: Pairs | None, batch_size: int, seed: int
-) -> tuple[Similarity, Divergence | None, NDArray[np.float64] | None, list[str]]:
-    """Measure what can be seen in the embeddings; and what there is to say of it."""
+    label: str,
+    model: SentenceTransformer,
+    tasks: list[str],
+    texts: Texts,
+    pairs: Pairs | None,
+    batch_size: int,
+    seed: int,
+) -> ModelAnalysis:
+    """Measure what can be seen in the embeddings."""
     embeddings = {task: embed(model, texts.texts, task, batch_size) for task in tasks}
-    similarity = similarity_of(embeddings)
-    known = instructions_of(model)
+    known, config = instructions_of(model), mote_config(model)
+    seen = ModelAnalysis(
+        label,
+        instructions={task: known[task] for task in tasks},
+        experts={} if config is None or config.router == "token" else {task: config.expert_of(task) for task in tasks},
+        similarity=similarity_of(embeddings),
+    )
     roles = next((roles for roles in ROLES if all(role in known for role in roles)), None)
     if roles is None:
         told = ", ".join(" and ".join(roles) for roles in ROLES)
-        return similarity, None, None, [f"No divergence: the model knows no two roles of search ({told})"]
-    if pairs is None:
-        sides = [
-            embeddings[role] if role in embeddings else embed(model, texts.texts, role, batch_size) for role in roles
-        ]
-        notes = ["Queries and documents are the same texts under both roles: no pairs were given (`--pairs`)"]
-    else:
-        of_pairs = zip((pairs.queries, pairs.documents), roles, strict=True)
-        sides = [embed(model, side, role, batch_size) for side, role in of_pairs]
-        notes = []
-    queries, documents = sides
-    divergence = divergence_of(queries, documents, roles, cosines(queries, documents))
-    return similarity, divergence, tsne(queries, documents, seed), notes
+        return dataclasses.replace(seen, notes=(f"No divergence: the model knows no two roles of search ({told})",))
+    sides = (texts.texts, texts.texts) if pairs is None else (pairs.queries, pairs.documents)
+    queries, documents = (
+        embeddings[role] if pairs is None and role in embeddings else embed(model, side, role, batch_size)
+        for side, role in zip(sides, roles, strict=True)
+    )
+    both = "Queries and documents are the same texts under both roles: no pairs were given (`--pairs`)"
+    return dataclasses.replace(
+        seen,
+        divergence=divergence_of(queries, documents, roles, cosines(queries, documents)),
+        layout=tsne(queries, documents, seed),
+        notes=(both,) if pairs is None else (),
+    )
 
 
 def _movement(name: str, start: str | None) -> tuple[Movement | None, list[str]]:

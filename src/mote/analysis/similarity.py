@@ -16,8 +16,8 @@ from configuration_mote import PAPER_INSTRUCTIONS, alternatives
 
 Similarity = dict[tuple[str, str], NDArray[np.float64]]
 
-# Names that models give to the two roles of search, the paper's first.
-ROLES = (("search_query", "search_document"), ("query", "document"), ("query", "passage"))
+# Names that models give to the two roles of search, the paper's first, and last the one that the library adds by itself.
+ROLES = (("search_query", "search_document"), ("query", "passage"), ("query", "document"))
 
 
 def load_model(model: str | Path, device: str | None = None, trust_remote_code: bool = False) -> SentenceTransformer:
@@ -51,7 +51,7 @@ def instructions_of(model: SentenceTransformer) -> dict[str, str]:
     """Tell the tasks that a model knows, with the text that each puts in front."""
     config = mote_config(model)
     if config is None:
-        return dict(model.prompts)
+        return {task: text or "" for task, text in model.prompts.items()}
     return {task: config.instruction_of(task) for task in config.tasks}
 
 
@@ -62,8 +62,11 @@ def default_tasks(model: SentenceTransformer) -> list[str]:
         return list(config.available_experts)
     instructions = instructions_of(model)
     of_paper = [task for task in PAPER_INSTRUCTIONS if task in instructions]
-    by_text = {text: task for task, text in reversed(instructions.items())}  # one task of each text
-    return of_paper if len(of_paper) > 1 else [task for task in instructions if task in by_text.values()]
+    if len(of_paper) > 1:
+        return of_paper
+    first_of = {text: task for task, text in reversed(instructions.items())}  # text → the first task that has it
+    with_text = [task for task, text in instructions.items() if text and first_of[text] == task]
+    return with_text if len(with_text) > 1 else [task for task in instructions if task in first_of.values()]
 
 
 def check_tasks(model: SentenceTransformer, tasks: Sequence[str], name: str = "The model") -> None:
@@ -96,7 +99,7 @@ def embed(
     Raises:
         ValueError: If an embedding is not finite.
     """
-    options = {"task": task} if mote_config(model) is not None else {}
+    options: dict[str, Any] = {"task": task} if mote_config(model) is not None else {}
     embeddings = model.encode(
         list(texts),
         prompt=instructions_of(model)[task],
