@@ -220,19 +220,25 @@ def _hash(row: Any) -> bytes:
     return blake2b(b"limit\0" + json.dumps(row, sort_keys=True, default=str).encode(), digest_size=8).digest()
 
 
-def _sample(rows: list[Row], limit: int | None, label: str | None = None) -> list[Row]:
-    """Take at most `limit` rows, those with the lowest hashes; with a label, in proportion to the labels' sizes.
+def _ranks(rows: list[Row], label: str | None = None) -> list[tuple[int, int]]:
+    """For each row its rank by hash among those of its label, and how many these are."""
+    groups: dict[Any, list[tuple[bytes, int]]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        groups[row[label] if label else None].append((_hash(row), index))
+    ranks = {index: (rank, len(group)) for group in groups.values() for rank, (_, index) in enumerate(sorted(group))}
+    return [ranks[index] for index in range(len(rows))]
 
-    They stay in their order. The same rows come out whatever their order was.
+
+def _sample(rows: list[Row], limit: int | None, label: str | None = None) -> list[Row]:
+    """Take at most `limit` rows, in their order; with a label, in proportion to the labels' sizes.
+
+    Hashes decide, so that the same rows come out whatever their order was.
     """
     if limit is None or len(rows) <= limit:
         return rows
-    groups = defaultdict(list)
-    for index, row in enumerate(rows):
-        groups[row[label] if label else None].append((_hash(row), index))
-    # The row of rank r among the n of its label stands at (r + ½) / n: the first rows by that are a fair share of each.
+    # The row of rank r among n stands at (r + ½) / n: the first rows by that are a fair share of each label.
     places = [
-        ((rank + 0.5) / len(group), *entry) for group in groups.values() for rank, entry in enumerate(sorted(group))
+        ((rank + 0.5) / size, _hash(rows[index]), index) for index, (rank, size) in enumerate(_ranks(rows, label))
     ]
     return [rows[index] for index in sorted(index for *_, index in sorted(places)[:limit])]
 
@@ -241,13 +247,15 @@ def _sample(rows: list[Row], limit: int | None, label: str | None = None) -> lis
 
 
 def read_classification(evaluation_set: EvaluationSet) -> dict[str, list[Row]]:
-    """Read `train` and `test`: `text`, and as `label` the number of the label among all, sorted.
+    """Read `train` and `test`: `text`, and as `label` a number.
 
-    A limit also shortens the training part, but not to less than 16 texts per label.
+    A limit also shortens the training part, but leaves 16 texts of each label at least (as far as there are any).
     """
     parts = {part: _read(evaluation_set, part, text=TEXT, label=LABEL) for part in ("train", "test")}
-    labels = sorted({str(row["label"]) for row in parts["train"]})
-    unseen = Counter(str(row["label"]) for row in parts["test"] if str(row["label"]) not in labels)
+    for row in (row for rows in parts.values() for row in rows):
+        row["label"] = str(row["label"])
+    labels = sorted({row["label"] for row in parts["train"]})
+    unseen = Counter(row["label"] for row in parts["test"] if row["label"] not in labels)
     if unseen:
         example = next(iter(unseen))
         raise ValueError(
@@ -256,13 +264,16 @@ def read_classification(evaluation_set: EvaluationSet) -> dict[str, list[Row]]:
         )
     if len(labels) < 2:
         raise ValueError(f"{evaluation_set.path}: the training part has the label {labels[0]!r} alone, expected two")
-    limit = evaluation_set.limit
-    parts["test"] = _sample(parts["test"], limit, "label")
-    parts["train"] = _sample(parts["train"], limit and max(limit, 2 * SHOTS * len(labels)), "label")
-    numbers = {label: number for number, label in enumerate(labels)}
+    if evaluation_set.limit is not None:
+        parts["test"] = _sample(parts["test"], evaluation_set.limit, "label")
+        each = max(2 * SHOTS, evaluation_set.limit // len(labels))
+        ranks = _ranks(parts["train"], "label")
+        parts["train"] = [row for row, (rank, _) in zip(parts["train"], ranks, strict=True) if rank < each]
+    # Labels of the test part first: where it has two, mteb takes them for 0 and 1, though others may be predicted.
+    tested = {row["label"] for row in parts["test"]}
+    numbers = {label: number for number, label in enumerate(sorted(labels, key=lambda label: label not in tested))}
     return {
-        part: [{"text": row["text"], "label": numbers[str(row["label"])]} for row in rows]
-        for part, rows in parts.items()
+        part: [{"text": row["text"], "label": numbers[row["label"]]} for row in rows] for part, rows in parts.items()
     }
 
 

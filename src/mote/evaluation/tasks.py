@@ -82,12 +82,14 @@ def load_tasks(folder: str | Path, names: Sequence[str] = (), limit: int | None 
     """
     sets = files.find_sets(Path(folder), limit)
     official = {found.path: _official(found) for found in sets}
-    known = {
-        found.path: [found.path, found.name, *([known.name] if (known := official[found.path]) else [])]
-        for found in sets
-    }
+    known = {found.path: [found.path, found.name, _name(found, official[found.path])] for found in sets}
     chosen = files.select(known, names)
     return [_task(found, official[found.path]) for found in sets if found.path in chosen]
+
+
+def _name(source: EvaluationSet, official: Official | None) -> str:
+    """What mteb calls a set. Kind and name if it has no official name, because sets of two kinds may have one name."""
+    return official.name if official else f"{source.kind}-{source.name}"
 
 
 def _official(source: EvaluationSet) -> Official | None:
@@ -228,7 +230,7 @@ def _task(source: EvaluationSet, official: Official | None) -> AbsTask:
     else:
         parent = kind.task_class
         metadata = TaskMetadata(
-            name=source.path.replace("/", "-"),  # both, because sets of two kinds may have one name
+            name=_name(source, official),
             description=f"The set {source.path} of a data folder.",
             dataset=dataset,
             type=kind.task_type,
