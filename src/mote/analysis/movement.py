@@ -1,10 +1,13 @@
 """How far each expert moved from its start, layer by layer."""
 
+import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import yaml  # type: ignore[import-untyped]
@@ -16,7 +19,7 @@ from mote.sources import DenseSource, Source, load_dense, load_mote, open_any
 
 DENSE = "feed-forward"  # what stands where a MoTE has experts, in a model that has none
 
-Vectors = dict[tuple[str, int | None], torch.Tensor]  # (part, layer) → all its weights in one row
+Weights = dict[tuple[str, int | None], list[torch.Tensor]]  # (part, layer) → its weights
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Movement:
     experts: dict[str, list[float | None]]
     shared: list[float | None]
     outside: float | None
-    overall: dict[str, float]
+    overall: dict[str, float | None]
     cosines: dict[tuple[str, str], list[float | None]]
     overall_cosines: dict[tuple[str, str], float | None]
 
@@ -66,7 +69,7 @@ def movement_of(model: str, start: str | None = None) -> Movement:
     source = open_any(start)
     begun = _load(source, trained.config)
     _refuse_mismatch(trained, begun, model, start)
-    return _compare(_vectors(trained), _vectors(begun), source.public_name, True, trained.config)
+    return _compare(_weights(trained), _weights(begun), source.public_name, True, trained.config)
 
 
 def find_start(model: str) -> str:
@@ -76,9 +79,10 @@ def find_start(model: str) -> str:
         A folder, or an id on the Hub.
 
     Raises:
-        ValueError: If the folder records nothing, or what it names is not there.
+        FileNotFoundError: If there is no such model.
+        ValueError: If its folder records nothing, or what it names is not there.
     """
-    recorded = _recorded_start(Path(model))
+    recorded = _recorded_start(open_any(model).folder)
     if recorded is None:
         raise ValueError("its folder does not record where it comes from")
     if not Path(recorded).is_dir() and (Path(recorded).is_absolute() or recorded.count("/") != 1):
@@ -126,13 +130,13 @@ def _refuse_mismatch(trained: MoTEModel, begun: MoTEModel, model: str, start: st
         )
 
 
-def _vectors(model: MoTEModel) -> Vectors:
+def _weights(model: MoTEModel) -> Weights:
     """Sort the weights by expert and layer: the shared part of a layer is "", what is in no layer has none."""
-    rows: dict[tuple[str, int | None], list[torch.Tensor]] = {}
+    weights: Weights = {}
     for key, weight in model.state_dict().items():
         for part, layer, piece in _parts(model.config, key, weight):
-            rows.setdefault((part, layer), []).append(piece.detach().to("cpu", torch.float64).flatten())
-    return {name: torch.cat(pieces) for name, pieces in rows.items()}
+            weights.setdefault((part, layer), []).append(piece)
+    return weights
 
 
 def _parts(config: MoTEConfig, key: str, weight: torch.Tensor) -> Iterator[tuple[str, int | None, torch.Tensor]]:
@@ -150,45 +154,73 @@ def _parts(config: MoTEConfig, key: str, weight: torch.Tensor) -> Iterator[tuple
         yield "", int(found["layer"]), weight
 
 
-def _compare(trained: Vectors, begun: Vectors, start: str, from_start: bool, config: MoTEConfig) -> Movement:
-    moved = {name: vector - begun[name] for name, vector in trained.items() if name in begun}
+def _compare(trained: Weights, begun: Weights, start: str, from_start: bool, config: MoTEConfig) -> Movement:
     layers = range(config.num_hidden_layers)
-    experts = list(dict.fromkeys(part for part, _ in moved if part))
-
-    def relative(part: str, layer: int | None) -> float | None:
-        name = (part, layer)
-        return float(moved[name].norm() / begun[name].norm()) if name in moved else None
-
-    def joined(vectors: Vectors, part: str) -> torch.Tensor:
-        return torch.cat([vectors[part, layer] for layer in layers if (part, layer) in vectors])
-
+    by_layer = [_products(trained, begun, layer) for layer in layers]
+    in_all = _Products(Counter(), Counter())
+    for products in by_layer:
+        in_all.moved.update(products.moved)  # of a counter: adds
+        in_all.start.update(products.start)
+    experts = list(dict.fromkeys(part for part, _ in trained if part))
     pairs = list(combinations(experts, 2))
     return Movement(
         start=start,
         from_start=from_start,
-        experts={expert: [relative(expert, layer) for layer in layers] for expert in experts},
-        shared=[relative("", layer) for layer in layers] if from_start else [],
-        outside=relative("", None),
-        overall={expert: float(joined(moved, expert).norm() / joined(begun, expert).norm()) for expert in experts},
-        cosines={(a, b): [_cosine(moved.get((a, layer)), moved.get((b, layer))) for layer in layers] for a, b in pairs},
-        overall_cosines={(a, b): _cosine(joined(moved, a), joined(moved, b)) for a, b in pairs},
+        experts={expert: [products.relative(expert) for products in by_layer] for expert in experts},
+        shared=[products.relative("") for products in by_layer] if from_start else [],
+        outside=_products(trained, begun, None).relative(""),
+        overall={expert: in_all.relative(expert) for expert in experts},
+        cosines={pair: [products.cosine(*pair) for products in by_layer] for pair in pairs},
+        overall_cosines={pair: in_all.cosine(*pair) for pair in pairs},
     )
 
 
-def _cosine(a: torch.Tensor | None, b: torch.Tensor | None) -> float | None:
-    if a is None or b is None or not a.any() or not b.any():
-        return None
-    return float(a @ b / (a.norm() * b.norm()))
+class _Products(NamedTuple):
+    """Inner products in one layer: of movements with each other, and of starts with themselves.
+
+    They are all that norms and cosines take, and those of several layers add up.
+    """
+
+    moved: Counter[tuple[str, str]]
+    start: Counter[str]
+
+    def relative(self, part: str) -> float | None:
+        return math.sqrt(self.moved[part, part] / self.start[part]) if self.start[part] else None
+
+    def cosine(self, a: str, b: str) -> float | None:
+        lengths = math.sqrt(self.moved[a, a] * self.moved[b, b])
+        return self.moved[a, b] / lengths if lengths else None
+
+
+def _products(trained: Weights, begun: Weights, layer: int | None) -> _Products:
+    """Multiply in float64, one layer at a time: a large model is not held in it as a whole."""
+    found = _Products(Counter(), Counter())
+    moved = {}
+    for part in (part for part, place in trained if place == layer and (part, place) in begun):
+        start = _vector(begun[part, layer])
+        moved[part] = _vector(trained[part, layer]) - start
+        found.start[part] = float(start @ start)  # type: ignore[assignment]  # a counter counts in any number
+        found.moved[part, part] = float(moved[part] @ moved[part])  # type: ignore[assignment]
+    for a, b in combinations([part for part in moved if part], 2):
+        found.moved[a, b] = float(moved[a] @ moved[b])  # type: ignore[assignment]
+    return found
+
+
+def _vector(pieces: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([piece.detach().to("cpu", torch.float64).flatten() for piece in pieces])
 
 
 def _from_mean(model: MoTEModel) -> Movement:
     """Compare each expert with the mean of them all."""
-    vectors = {name: vector for name, vector in _vectors(model).items() if name[0]}
-    of_layers: dict[int | None, list[torch.Tensor]] = {}
-    for (_, layer), vector in vectors.items():
-        of_layers.setdefault(layer, []).append(vector)
+    weights = {name: pieces for name, pieces in _weights(model).items() if name[0]}
+    of_layers: dict[int | None, list[list[torch.Tensor]]] = {}
+    for (_, layer), pieces in weights.items():
+        of_layers.setdefault(layer, []).append(pieces)
     if min(map(len, of_layers.values())) < 2:
         raise ValueError("it has no two experts, whose mean could take the place of the start")
-    means = {layer: torch.stack(of_layer).mean(dim=0) for layer, of_layer in of_layers.items()}
-    begun = {name: means[name[1]] for name in vectors}
-    return _compare(vectors, begun, "the mean of the experts", False, model.config)
+    means = {
+        layer: [torch.stack([piece.double() for piece in same]).mean(dim=0) for same in zip(*experts, strict=True)]
+        for layer, experts in of_layers.items()
+    }
+    begun = {name: means[name[1]] for name in weights}
+    return _compare(weights, begun, "the mean of the experts", False, model.config)

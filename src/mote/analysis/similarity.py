@@ -16,7 +16,7 @@ from configuration_mote import PAPER_INSTRUCTIONS, alternatives
 
 Similarity = dict[tuple[str, str], NDArray[np.float64]]
 
-# Names that models give to the two roles of search, the paper's first, and last the one that the library adds by itself.
+# Names of the two roles of search: the paper's first, last those that Sentence-Transformers adds by itself.
 ROLES = (("search_query", "search_document"), ("query", "passage"), ("query", "document"))
 
 
@@ -38,7 +38,8 @@ def load_model(model: str | Path, device: str | None = None, trust_remote_code: 
     try:
         return SentenceTransformer(str(model), device=device, trust_remote_code=trusted).eval()
     except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{model} cannot be loaded by Sentence-Transformers: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{model} cannot be loaded by Sentence-Transformers: {reason}") from error
 
 
 def mote_config(model: SentenceTransformer) -> Any | None:
