@@ -119,7 +119,12 @@ class _Run:
 
     def load_all(self) -> None:
         """Load each model that has work to do, so that one that does not load is known before the work begins."""
-        waiting = [one for one in self.candidates if any(self._kept(one, task) is None for task in self.tasks)]
+        missing = {one.label: sum(self._kept(one, task) is None for task in self.tasks) for one in self.candidates}
+        self.report(
+            f"{len(self.candidates)} models, {len(self.tasks)} datasets, {sum(missing.values())} scores to compute; "
+            f"results are kept in {self.cache.cache_path}"
+        )
+        waiting = [one for one in self.candidates if missing[one.label]]
         for candidate in reversed(waiting):
             candidate.load()
             if candidate is not waiting[0]:  # the first can stay
@@ -140,13 +145,14 @@ class _Run:
                     for index, task in enumerate(self.tasks, start=1):
                         bar.set_description(f"{candidate.label} on {task.metadata.name}")
                         outcome = self._score(candidate, task)
-                        self._say(f"  {index}/{len(self.tasks)} {task.metadata.name}: {outcome}")
                         bar.update()
+                        self._say(f"  {index}/{len(self.tasks)} {task.metadata.name}: {outcome}")
                     candidate.release()
             except KeyboardInterrupt:
+                kept = sum(len(scores) for scores in self.scores.values())
                 again = "the same command" + (" without --overwrite" if self.overwrite else "")
                 raise KeyboardInterrupt(
-                    f"{bar.n} of {total} scores are kept in {self.cache.cache_path}; {again} goes on from there"
+                    f"{kept} of {total} scores are kept in {self.cache.cache_path}; {again} goes on from there"
                 ) from None
 
     def _score(self, candidate: Candidate, task: Any) -> str:
@@ -155,8 +161,10 @@ class _Run:
         result = self._kept(candidate, task)
         how = " (kept)" if result is not None else ""
         try:
-            result = self._compute(candidate, task) if result is None else result
-            score = 100 * float(result.validate_and_filter_scores(task).get_score())
+            result = result or self._compute(candidate, task)
+            score = round(
+                100 * float(result.validate_and_filter_scores(task).get_score()), 4
+            )  # as exact as mteb keeps it
             if not np.isfinite(score):
                 raise ValueError(f"the score is {score}")
         except CacheError:
@@ -196,7 +204,7 @@ class _Run:
                 task.unload_data()
         if results.exceptions:  # what mteb reports instead of raising: private data
             raise OSError(results.exceptions[0].exception)
-        return results.task_results[0]
+        return self.cache.find(task, of_model)  # as it was rounded there: the same now and when it is read again
 
     def _say(self, line: str) -> None:
         with tqdm.external_write_mode():

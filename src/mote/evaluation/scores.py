@@ -208,11 +208,9 @@ class Evaluation:
     def _notes(self, format: Format) -> list[str]:  # noqa: A002
         """What a reader of the table must know."""
         notes = []
-        common = self.common
-        if len(common) < len(self.types):
-            notes.append(
-                f"Means are over the {len(common)} of {len(self.types)} datasets that all models have scores on."
-            )
+        common, every = len(self.common), len(self.types)
+        if common < every:
+            notes.append(f"Means are over those {common} of {every} datasets that all models have scores on.")
         notes += [f"Failed: {failure}" for failure in self.failed()]
         notes += [f"{comparison}." for comparison in self.comparisons()]
         bullet = "- " if format == "markdown" else ""
