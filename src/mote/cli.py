@@ -184,7 +184,8 @@ def _evaluate(*, models: list[str], out: str | None, **arguments: object) -> Non
     if out is not None:
         _print_line(f"\nTables, scores and chart: {out}")
     if failed := evaluation.failed():
-        raise ValueError(f"{len(failed)} of the scores failed: {'; '.join(failed)}")
+        total = len(models) * len(evaluation.types)
+        raise ValueError(f"{len(failed)} of {total} scores failed: {'; '.join(failed)}")
 
 
 def _add_analyze(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -121,7 +121,7 @@ class _Run:
         """Load each model that has work to do, so that one that does not load is known before the work begins."""
         missing = {one.label: sum(self._kept(one, task) is None for task in self.tasks) for one in self.candidates}
         self.report(
-            f"{len(self.candidates)} models, {len(self.tasks)} datasets, {sum(missing.values())} scores to compute; "
+            f"Models: {len(self.candidates)}, datasets: {len(self.tasks)}, scores to compute: {sum(missing.values())}; "
             f"results are kept in {self.cache.cache_path}"
         )
         waiting = [one for one in self.candidates if missing[one.label]]
@@ -162,11 +162,7 @@ class _Run:
         how = " (kept)" if result is not None else ""
         try:
             result = result or self._compute(candidate, task)
-            score = round(
-                100 * float(result.validate_and_filter_scores(task).get_score()), 4
-            )  # as exact as mteb keeps it
-            if not np.isfinite(score):
-                raise ValueError(f"the score is {score}")
+            score = _main_score(result, task)
         except CacheError:
             raise
         except Exception as error:  # of a dataset, of a model's code, of a device: the others go on
@@ -209,6 +205,14 @@ class _Run:
     def _say(self, line: str) -> None:
         with tqdm.external_write_mode():
             self.report(line)
+
+
+def _main_score(result: Any, task: Any) -> float:
+    """The score of a task: the mean over its splits and subsets, x 100, as exact as mteb keeps it."""
+    score = round(100 * float(result.validate_and_filter_scores(task).get_score()), 4)
+    if not np.isfinite(score):
+        raise ValueError(f"the score is {score}")
+    return score
 
 
 def _check(batch_size: int, limit: int | None, dtype: str | None, device: str | None) -> None:
