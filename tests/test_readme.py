@@ -21,6 +21,13 @@ def test_the_options_of_upcycle(capsys: pytest.CaptureFixture[str]) -> None:
     assert of_readme == set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
 
 
+def test_the_options_of_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["evaluate", "--help"])
+    usage = README.split("mote evaluate MODEL", 1)[1].split("```", 1)[0]
+    assert set(re.findall(r"--[a-z-]+", usage)) == set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
+
+
 def test_the_architectures() -> None:
     listed = README.split("Architectures: ", 1)[1].split(". Others", 1)[0]
     assert re.findall(r"`([\w-]+)`", listed) == list(ARCHITECTURES)
