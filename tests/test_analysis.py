@@ -86,7 +86,8 @@ def test_a_dense_model_is_compared_over_its_prompts(prompted: Path) -> None:
 
 def test_a_fresh_mote_without_instructions_does_not_tell_tasks_apart(tmp_path: Path) -> None:
     folder = upcycle(str(SMALL_ENCODER), tmp_path / "bare", instructions=dict.fromkeys(TASKS, ""))
-    found = analysis.analyze([folder], texts=TEXTS)
+    found = analysis.analyze([folder], texts=TEXTS, start=str(SMALL_ENCODER), out=tmp_path / "out")
+    assert (tmp_path / "out" / "movement.png").is_file()  # nothing moved, nothing varies: drawn all the same
     similarity = found.models[0].similarity
     assert len(similarity) == 6
     assert all((values == 1.0).all() for values in similarity.values())
@@ -306,7 +307,8 @@ def test_texts_and_pairs_of_a_folder_are_of_all_its_datasets() -> None:
     texts = analysis.find_texts(folder=folder, limit=12, seed=1)
     assert len(set(texts.texts)) == 12
     assert texts == analysis.find_texts(folder=folder, limit=12, seed=1)
-    assert "6 datasets" in texts.source
+    kinds = ("retrieval", "classification", "clustering")
+    assert f"{sum(1 for kind in kinds for _ in (folder / kind).iterdir())} datasets" in texts.source
     pairs = analysis.find_pairs(folder=folder, limit=9)
     assert pairs is not None
     assert len(pairs.queries) == len(pairs.documents) == 9

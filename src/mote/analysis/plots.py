@@ -14,6 +14,7 @@ from mote.analysis.similarity import Similarity
 
 OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")
 _DPI = 120
+_CHANGE = "Frobenius norm of the change, % of the start's (grey: no experts)"
 
 
 def draw_similarity(similarities: Mapping[str, Similarity], path: str | Path, title: str = "") -> None:
@@ -134,10 +135,11 @@ def draw_movement(movements: Mapping[str, Movement], path: str | Path, title: st
     tables = {label: _table(movement) for label, movement in movements.items()}
     heights = [1.9 + 0.42 * len(rows) for rows, _ in tables.values()]
     layers = max(matrix.shape[1] for _, matrix in tables.values())
-    figure = Figure(figsize=(max(10.0, 7.5 + 0.6 * layers), sum(heights) + 0.4), layout="constrained")
+    wide = max(6.0, 2.5 + 0.6 * layers)
+    figure = Figure(figsize=(wide + 6.0, sum(heights) + 1.2), layout="constrained")
     figure.suptitle(title or "How far the experts moved: relative change of their weights")
     highest = max(np.nanmax(matrix) for _, matrix in tables.values())
-    left, right = _split(figure, (1, 2), width_ratios=[1.5, 1.0])
+    left, right = _split(figure, (1, 2), width_ratios=[wide, 6.0])
     grids = [side.subplots(len(tables), 1, squeeze=False, height_ratios=heights)[:, 0] for side in (left, right)]
     scale = {"vmin": 0.0, "vmax": highest or 1.0, "cmap": "cividis"}
     directions = []
@@ -145,20 +147,22 @@ def draw_movement(movements: Mapping[str, Movement], path: str | Path, title: st
         columns = [str(layer) for layer in range(matrix.shape[1])]
         image = _heat_map(axis, matrix, rows, columns, scale, "{:.1f}" if layers > 12 else "{:.2f}")
         axis.set(title=f"{label}, from {movements[label].start}", xlabel="layer")
-        directions += _directions(beside, movements[label])
-    left.colorbar(image, ax=list(grids[0]), label="Frobenius norm of the change, % of the start's")
+        directions += _directions(beside, label, movements[label])
+    left.colorbar(image, ax=list(grids[0]), location="bottom", label=_CHANGE)
     if directions:
-        right.colorbar(directions[0], ax=list(grids[1]), label="cosine between movements, all layers")
+        right.colorbar(
+            directions[0], ax=list(grids[1]), location="bottom", label="cosine between movements, all layers"
+        )
     figure.savefig(path, dpi=_DPI)
 
 
 def _table(movement: Movement) -> tuple[list[str], NDArray[np.float64]]:
     """Lay movements out, in percent, experts below each other and what they share last."""
-    rows = {**movement.experts, **({"shared (attention)": movement.shared} if movement.shared else {})}
+    rows = {**movement.experts, **({"shared": movement.shared} if movement.shared else {})}
     return list(rows), 100 * np.array(list(rows.values()), dtype=np.float64)  # None becomes no number
 
 
-def _directions(axis: Any, movement: Movement) -> list[Any]:
+def _directions(axis: Any, label: str, movement: Movement) -> list[Any]:
     """Draw the cosine between the movements of each two experts; without two, leave the place empty."""
     experts = list(movement.experts)
     matrix = np.full((len(experts), len(experts)), np.nan)
@@ -168,5 +172,5 @@ def _directions(axis: Any, movement: Movement) -> list[Any]:
     if len(experts) < 2:
         axis.axis("off")
         return []
-    axis.set_title("direction, pair by pair")
+    axis.set_title(f"{label}: do they move the same way?")
     return [_heat_map(axis, matrix, experts, experts, {"vmin": -1.0, "vmax": 1.0, "cmap": "PuOr"}, "{:.2f}")]

@@ -351,13 +351,15 @@ def _movement_section(label: str, movement: Movement) -> tuple[str, list[Table |
     for expert, values in movement.experts.items():
         rows.append([expert, *map(_percent, values), _percent(movement.overall[expert])])
     if movement.shared:
-        rows.append(["shared (attention)", *map(_percent, movement.shared), ""])
+        rows.append(["shared", *map(_percent, movement.shared), ""])
     if movement.outside is not None:
-        rows.append(["outside the layers (embeddings)", *[""] * layers, _percent(movement.outside)])
+        rows.append(["outside the layers", *[""] * layers, _percent(movement.outside)])
     cosine_rows = [["cosine between movements, layer", *map(str, range(layers)), "all"]]
     for (a, b), values in movement.cosines.items():
         cosine_rows.append([f"{a} / {b}", *map(_cosine, values), _cosine(movement.overall_cosines[a, b])])
     tables: list[Table | str] = [rows, cosine_rows] if len(cosine_rows) > 1 else [rows]
+    if movement.shared:
+        tables.append("shared: the attention, and the whole of a layer without experts.")
     return f"How far {label} moved from {movement.start}: Frobenius norm of the change, relative", tables
 
 
