@@ -47,7 +47,7 @@ SCORES_OF_SUMMARIES = ("relevance", "informativeness", "litepyramid_recall", "co
 CORPUS_PER_QUERY = 10
 """Documents that a limited corpus is filled up to, for each query of the limit."""
 SHOTS = 8
-"""Texts per label that MTEB's classification draws; a limited training part keeps at least twice as many."""
+"""Texts per label that MTEB draws (AmazonCounterfactual: 32); a limited training part keeps twice as many or more."""
 TEXTS_PER_CLUSTER = 8
 """Texts per label that a limited clustering set keeps on average, at the cost of labels."""
 

@@ -2,7 +2,7 @@
 
 Classes, main scores and settings are those of `MTEB(eng, v1)`, which is what the MoTE paper reports. A set that is an
 official one has its official class, name and settings. The revision of a task's dataset is a hash of the files and of
-the limit, by which mteb tells its cached results from those of other data.
+the limit, by which cached results of other data are told apart.
 """
 
 import random
