@@ -1,0 +1,57 @@
+"""Beyond the paper: variants that may beat MoTE, chosen on validation texts and never on test parts."""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from runs import Runs
+from sentence_transformers import SentenceTransformer
+
+from mote.sources import load_tokenizer, open_any, open_mote
+from mote.training.data import load_data
+from mote.training.models import encodings
+from mote.training.recipe import load_recipe
+from mote.training.validation import Validation
+
+INTERPOLATED = {0.0: "mote", 0.25: "mote-to-mean-0.25", 0.5: "mote-to-mean-0.5", 0.75: "mote-to-mean-0.75"}
+TRAINED = ("mote-low-rate", "mote-expert-rates", "mote-shared")
+
+
+def validation_scores(runs: Runs, name: str) -> dict[str, float]:
+    """Score a variant on the texts that are cut from the training parts: means over its tasks and over the seeds."""
+    of_seeds = [_of_model(runs, name, seed) for seed in runs.seeds_of(name)]
+    return {key: float(np.mean([scores[key] for scores in of_seeds])) for key in of_seeds[0] if "/" not in key}
+
+
+def _of_model(runs: Runs, name: str, seed: int) -> dict[str, float]:
+    folder = runs.model(name, seed)
+    record = folder / "training.json"
+    if record.is_file():  # a trained model was scored when its training ended
+        return json.loads(record.read_text(encoding="utf-8"))["validation"]["after"]  # type: ignore[no-any-return]
+    kept = runs.out / "validation" / f"{name}-seed{seed}.json"
+    if not kept.is_file():
+        names = open_mote(str(folder)).config
+        scorer = Validation(_held_out(runs.model("mote", seed) / "recipe.yaml"), encodings(names, routed=True))  # type: ignore[arg-type]
+        scores = scorer(SentenceTransformer(str(folder), trust_remote_code=True))
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
+    return json.loads(kept.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=1)
+def _held_out(recipe_file: Path) -> list:  # type: ignore[type-arg]
+    recipe = load_recipe(recipe_file)
+    return load_data(recipe, load_tokenizer(open_any(recipe.model.source)), with_teachers=False).validation
+
+
+def validation_table(scores: dict[str, dict[str, float]]) -> str:
+    """Write what the choice is made by, the best mean in bold."""
+    keys = list(next(iter(scores.values())))
+    best = max(scores, key=lambda name: scores[name]["validation_mean"])
+    header = ["on validation texts", *(key.removeprefix("validation_") for key in keys)]
+    lines = ["| " + " | ".join(header) + " |", "| --- " * len(header) + "|"]
+    for name, of_name in scores.items():
+        label = f"**{name}**" if name == best else name
+        lines.append(f"| {label} | " + " | ".join(f"{of_name[key]:.2f}" for key in keys) + " |")
+    return "\n".join(lines)

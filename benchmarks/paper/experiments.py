@@ -1,0 +1,156 @@
+"""What is trained for the paper's tables and figures, and at which scale."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mote.training.recipe import Recipe, load_recipe
+
+TASKS = ("retrieval", "classification", "clustering")
+KIND_OF_TASK = {"retrieval": "beir/*", "classification": "classification/*", "clustering": "clustering/*"}
+SEARCH = ("beir/*", "reranking/*")
+OTHERS = ("classification/*", "clustering/*", "pair/*", "sts/*", "summarization/*")
+EVERY_SET = (*SEARCH, *OTHERS)
+TEMPERATURES = (0.01, 0.03, 0.06)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model of the comparison: a shipped recipe and what is changed in it.
+
+    Attributes:
+        recipe: Name of the shipped recipe.
+        changes: `key=value` over the recipe.
+        sets: Patterns of the sets on which it is scored.
+        few_seeds: Whether it is one of many, and trained with the scale's `few_seeds`.
+        made_of: Of a variant that is not trained: the one that it is made of, by averaging or interpolation.
+        to_mean: How far its experts are moved to their mean; 1 is Expert Averaging, as a dense model.
+    """
+
+    recipe: str
+    changes: tuple[str, ...] = ()
+    sets: tuple[str, ...] = EVERY_SET
+    few_seeds: bool = False
+    made_of: str | None = None
+    to_mean: float | None = None
+
+
+def _ablation(task: str, batches: str, temperature: float) -> Variant:
+    changes = (f"tasks.{task}.batches={batches}", f"tasks.{task}.temperature={temperature}")
+    return Variant(f"sem-{task}", changes, sets=(KIND_OF_TASK[task],), few_seeds=True)
+
+
+def ablation_name(task: str, batches: str, temperature: float) -> str:
+    """Name the dense model of one task that is trained with such batches, at such a temperature."""
+    return f"sem-{task}-{batches}-{temperature:g}"
+
+
+SHARED_EXPERT = (
+    "model.experts=[classification, search_query, search_document]",
+    "model.tasks={clustering: search_document}",
+)
+EXPERT_RATES = "training.arguments={learning_rate_mapping: {'experts\\.(classification|clustering)\\.': 5.0e-4}}"
+
+VARIANTS: dict[str, Variant] = {
+    "em": Variant("em"),
+    "ic": Variant("ic"),
+    **{f"sem-{task}": Variant(f"sem-{task}", sets=(KIND_OF_TASK[task],)) for task in TASKS},
+    "mote": Variant("mote"),
+    "mote-static": Variant("mote-static"),
+    "mote-every-other": Variant("mote-every-other"),
+    "tlr": Variant("tlr"),
+    "mote-average": Variant("mote", made_of="mote", to_mean=1.0),
+    **{f"mote-to-mean-{part:g}": Variant("mote", made_of="mote", to_mean=part) for part in (0.25, 0.5, 0.75)},
+    "mote-shared": Variant("mote", SHARED_EXPERT),
+    "mote-expert-rates": Variant("mote", (EXPERT_RATES,)),
+    "mote-low-rate": Variant("mote", few_seeds=True),
+    "ic-high-rate": Variant("ic", few_seeds=True),
+    **{
+        ablation_name(task, batches, temperature): _ablation(task, batches, temperature)
+        for task in TASKS
+        for batches in ("homogeneous", "heterogeneous")
+        for temperature in TEMPERATURES
+    },
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is trained and scored.
+
+    Attributes:
+        source: Dense checkpoint that all variants start from.
+        data: Folder of the data; none: must be given.
+        changes: Settings of every run.
+        learning_rates: Variant or recipe → learning rate; "" is that of all others. Chosen on validation texts
+            (docs/lab.md), never on test parts.
+        seeds: Of the runs of the tables.
+        few_seeds: Of the variants that are trained with fewer.
+        limits: Patterns of sets, with the test rows or queries of each set; none: all. Searching costs most, because
+            all documents are embedded.
+        dtype: In which texts are embedded.
+    """
+
+    source: str
+    data: str | None
+    changes: tuple[str, ...]
+    learning_rates: dict[str, float] = field(default_factory=dict)
+    seeds: tuple[int, ...] = (42,)
+    few_seeds: tuple[int, ...] = (42,)
+    limits: dict[tuple[str, ...], int | None] = field(default_factory=lambda: {SEARCH: None, OTHERS: None})
+    dtype: str | None = None
+
+
+SCALES = {
+    "smoke": Scale(
+        source="examples/small-encoder",
+        data="examples/data",
+        changes=(
+            "data.limit=150",
+            "training.batch_size=64",
+            "training.mini_batch_size=32",
+            "training.max_steps=6",
+            "model.max_length=48",
+            "validation.limit=20",
+        ),
+        learning_rates={"": 2e-4},
+        limits={SEARCH: 40, OTHERS: 40},
+    ),
+    "small": Scale(
+        source="sentence-transformers/paraphrase-MiniLM-L3-v2",
+        data=None,
+        changes=(
+            "data.limit=200",
+            "training.batch_size=128",
+            "training.mini_batch_size=16",
+            "training.precision=bf16",
+            "model.max_length=64",
+            "validation.limit=40",
+        ),
+        learning_rates={
+            "": 1.5e-4,
+            **dict.fromkeys(("em", "mote", "mote-every-other", "ic-high-rate"), 5e-4),
+            **dict.fromkeys(("mote-low-rate", "mote-expert-rates"), 1.5e-4),
+        },
+        seeds=(42, 43, 44),
+        limits={SEARCH: 100, OTHERS: 500},
+        dtype="bfloat16",
+    ),
+    "full": Scale(
+        source="nomic-ai/nomic-bert-2048",
+        data=None,
+        changes=("training.precision=bf16", "model.max_length=512"),
+        learning_rates={"": 5e-6},
+        seeds=(42, 43, 44),
+    ),
+}
+
+
+def recipe_of(name: str, scale: Scale, source: str, data: str, seed: int, changes: Sequence[str] = ()) -> Recipe:
+    """Return the complete recipe of one run, but for its output folder."""
+    variant = VARIANTS[name]
+    rates = scale.learning_rates
+    rate = rates.get(name, rates.get(variant.recipe, rates.get("")))
+    settings = [f"model.source={source}", f"data.folder={data}", *scale.changes, f"training.seed={seed}"]
+    if rate is not None:
+        settings.append(f"training.learning_rate={rate}")
+    return load_recipe(variant.recipe, [*settings, *variant.changes, *changes])

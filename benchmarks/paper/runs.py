@@ -1,0 +1,134 @@
+"""Models and their scores: what is missing is trained, made or scored; what is there is used again."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from experiments import EVERY_SET, VARIANTS, Scale, recipe_of
+from filelock import FileLock
+
+import mote
+from mote import Evaluation
+from mote.training.folder import differences, fixed_settings
+from mote.training.recipe import parse_recipe
+
+START = "start"  # the dense checkpoint, before any training
+
+
+@dataclass(frozen=True)
+class Runs:
+    """All runs of one scale.
+
+    Attributes:
+        scale: How much is trained and scored.
+        source: Dense checkpoint that all start from.
+        data: Folder of the data.
+        out: Where models and scores are kept.
+        changes: `key=value` over the settings of every run.
+        report: Called with each line of progress.
+    """
+
+    scale: Scale
+    source: str
+    data: str
+    out: Path
+    changes: tuple[str, ...] = ()
+    report: Callable[[str], None] = print
+
+    def model(self, name: str, seed: int) -> Path:
+        """Return the folder of a model, which is trained or made first if it is not there.
+
+        Raises:
+            ValueError: If the folder holds a model that was trained with other settings.
+        """
+        variant = VARIANTS[name]
+        folder = self.out / "models" / f"{name}-seed{seed}"
+        if variant.to_mean is not None and variant.made_of is not None:
+            trained = self.model(variant.made_of, seed)
+            with self._alone(folder):
+                if not folder.exists() and variant.to_mean == 1:
+                    mote.average(str(trained), folder)
+                elif not folder.exists():
+                    mote.interpolate(str(trained), folder, to_mean=variant.to_mean)
+            return folder
+        recipe = recipe_of(name, self.scale, self.source, self.data, seed, [*self.changes, f"output={folder}"])
+        with self._alone(folder):
+            if (folder / "model").exists():
+                saved = parse_recipe(yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8")))
+                differing = differences(fixed_settings(saved), fixed_settings(recipe))
+                if differing:
+                    raise ValueError(
+                        f"{folder} was trained with other settings; it differs in {', '.join(differing)}. Choose "
+                        "another --out, or remove it"
+                    )
+            else:
+                self.report(f"== training {folder.name}")
+                mote.train(recipe, report=self.report)
+        return folder / "model"
+
+    def seeds_of(self, name: str) -> tuple[int, ...]:
+        """Return the seeds with which a variant is trained."""
+        if name == START:
+            return self.scale.seeds[:1]
+        return self.scale.few_seeds if VARIANTS[name].few_seeds else self.scale.seeds
+
+    def scores(self, names: Iterable[str]) -> "Scores":
+        """Score models, each with all its seeds; `start` is the checkpoint that all start from."""
+        every: dict[str, dict[str, list[float]]] = {}
+        types: dict[str, str] = {}
+        for name in names:
+            for seed in self.seeds_of(name):
+                path = Path(self.source) if name == START else self.model(name, seed)
+                label = name if name == START else f"{name}-seed{seed}"
+                for evaluation in self._evaluations(
+                    label, str(path), EVERY_SET if name == START else VARIANTS[name].sets
+                ):
+                    types |= evaluation.types
+                    for dataset, score in evaluation.scores[label].items():
+                        every.setdefault(name, {}).setdefault(dataset, []).append(score)
+        return Scores(every, types)
+
+    def _evaluations(self, label: str, path: str, sets: tuple[str, ...]) -> Iterator[Evaluation]:
+        """Score one model; what `mote evaluate` keeps is used again."""
+        for patterns, limit in self.scale.limits.items():
+            chosen = [pattern for pattern in patterns if pattern in sets]
+            with self._alone(self.out / "scores" / label):
+                if chosen:
+                    yield mote.evaluate(
+                        {label: path},
+                        data=self.data,
+                        tasks=chosen,
+                        limit=limit,
+                        dtype=self.scale.dtype,
+                        out=self.out / "scores" / label / f"limit-{limit}",
+                        report=self.report,
+                    )
+
+    @contextmanager
+    def _alone(self, folder: Path) -> Iterator[None]:
+        """Let one process at a time make a folder, so that several commands can share the work."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            yield
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of several variants.
+
+    Attributes:
+        every: Variant → dataset → its score with each seed, x 100.
+        types: Dataset → task type.
+    """
+
+    every: dict[str, dict[str, list[float]]]
+    types: dict[str, str]
+
+    def joined(self, name: str, parts: Iterable[str]) -> "Scores":
+        """Lay models of one task each side by side as if they were one."""
+        parts = list(parts)
+        whole = {dataset: values for part in parts for dataset, values in self.every[part].items()}
+        rest = {other: values for other, values in self.every.items() if other not in parts}
+        return Scores({**rest, name: whole}, self.types)

@@ -1,0 +1,112 @@
+"""Our tables, and the paper's statements beside ours."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from claims import ALL, Claim, Table
+from runs import Scores
+
+from mote.evaluation.statistics import Comparison, compare_scores
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A mean score and how it spreads over the seeds.
+
+    Attributes:
+        mean: Over the datasets of a group, then over the seeds.
+        spread: Standard deviation over the seeds; none with one seed.
+    """
+
+    mean: float
+    spread: float | None
+
+    def __str__(self) -> str:
+        """Write both, as in `58.81 ± 0.12`."""
+        return f"{self.mean:.2f}" + ("" if self.spread is None else f" ± {self.spread:.2f}")
+
+
+def datasets_of(scores: Scores, types: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
+    """Name the datasets of some task types (none: all) that all of these variants have scores for."""
+    of_types = [dataset for dataset, kind in scores.types.items() if not types or kind in types]
+    return [dataset for dataset in of_types if all(dataset in scores.every[name] for name in names)]
+
+
+def cell(scores: Scores, name: str, datasets: list[str]) -> Cell:
+    """Average a variant's scores over datasets, for each seed, and then over the seeds."""
+    of_seeds = np.mean([scores.every[name][dataset] for dataset in datasets], axis=0)
+    return Cell(float(of_seeds.mean()), float(of_seeds.std(ddof=1)) if len(of_seeds) > 1 else None)
+
+
+def table_of(table: Table, scores: Scores) -> str:
+    """Write one of the paper's tables with our scores."""
+    names = table.variants
+    datasets = datasets_of(scores, table.types, names)
+    types = table.types or tuple(dict.fromkeys(scores.types[dataset] for dataset in datasets))
+    groups = {kind: [dataset for dataset in datasets if scores.types[dataset] == kind] for kind in types}
+    rows = {f"{kind} ({len(group)})": group for kind, group in groups.items() if group}
+    rows[f"mean over all ({len(datasets)})"] = datasets
+    lines = ["| | " + " | ".join(names) + " |", "| --- " * (len(names) + 1) + "|"]
+    for label, group in rows.items():
+        cells = {name: cell(scores, name, group) for name in names}
+        best = max(cells, key=lambda name: cells[name].mean)
+        shown = []
+        for name in names:
+            text = f"**{cells[name]}**" if name == best else str(cells[name])
+            gain = cells[name].mean - cells[table.reference].mean
+            shown.append(text if name == table.reference else f"{text} ({gain:+.2f})")
+        lines.append(f"| {label} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+def compared(claim: Claim, table: Table, scores: Scores) -> tuple[Comparison, float | None]:
+    """Measure a statement on our scores, each the mean over the seeds.
+
+    Returns:
+        The tests over datasets; and the gain of the better one relative to that of the other, less 1 (none where the
+        other has no gain, or nothing is put in relation).
+    """
+    names = (claim.better, claim.other, *([claim.relative_to] if claim.relative_to else []))
+    datasets = datasets_of(scores, table.types if claim.over == ALL else (claim.over,), names)
+    means = {name: [float(np.mean(scores.every[name][dataset])) for dataset in datasets] for name in names}
+    comparison = compare_scores(claim.better, claim.other, means[claim.better], means[claim.other])
+    if claim.relative_to is None:
+        return comparison, None
+    better, other, below = (np.mean(means[name]) for name in names)
+    return comparison, float((better - below) / (other - below) - 1) if other > below else None
+
+
+def claims_of(table: Table, scores: Scores) -> str:
+    """Lay the paper's statements beside what we measured."""
+    lines = [
+        "| statement | over | paper | here | one-sided p: Welch | paired t | Wilcoxon | higher on | verdict |",
+        "| --- " * 9 + "|",
+    ]
+    for claim in table.claims:
+        tests, relative = compared(claim, table, scores)
+        paper = [] if claim.gain is None else [f"{claim.gain:+.2f}"]
+        here = [f"{tests.gain:+.2f}"]
+        if claim.relative is not None:
+            paper.append(f"gain over {claim.relative_to} {claim.relative:+.0%}")
+            here.append("no gain to compare with" if relative is None else f"gain {relative:+.0%}")
+        p_values = [p_value(value) for value in (tests.welch, tests.paired_t, tests.wilcoxon)]
+        lines.append(
+            f"| {claim.better} over {claim.other} | {'all rows' if claim.over == ALL else claim.over} "
+            f"| {', '.join(paper) or 'better'} | {', '.join(here)} | {' | '.join(p_values)} "
+            f"| {tests.higher} of {tests.datasets} | {verdict(tests)} |"
+        )
+    return "\n".join(lines)
+
+
+def p_value(value: float | None) -> str:
+    """Write a p-value; none where the test says nothing."""
+    return "none" if value is None else f"{value:.2g}"
+
+
+def verdict(tests: Comparison) -> str:
+    """Say whether ours agrees, by the paired t-test over datasets at 5 %."""
+    if tests.paired_t is None:
+        return "not tested"
+    if tests.gain > 0:
+        return "agrees" if tests.paired_t < 0.05 else "same sign, not significant"
+    return "disagrees" if tests.paired_t > 0.95 else "other sign, not significant"
