@@ -500,6 +500,14 @@ def test_labels_of_test_must_be_trained_on(tmp_path: Path) -> None:
     assert "'new'. Did you mean 'news'?" in message
 
 
+def test_a_few_rows_with_labels_of_their_own_count_as_missed(tmp_path: Path, encoder: SentenceTransformer) -> None:
+    texts = {"question": "what is it, number {}?", "price": "{} dollars"}
+    rows = [{"text": text.format(number), "label": label} for label, text in texts.items() for number in range(10)]
+    write(tmp_path, "classification/rare/train.jsonl.gz", rows)
+    write(tmp_path, "classification/rare/test.jsonl.gz", [*rows, {"text": "hello", "label": "rare"}])
+    assert score(encoder, load_tasks(tmp_path)[0]) == pytest.approx(20 / 21)
+
+
 DOCUMENTS = [{"_id": f"d{number}", "title": "", "text": "a text"} for number in range(3)]
 QUERIES = [{"_id": f"q{number}", "text": "a query"} for number in range(2)]
 JUDGED = [("q0", "d0", "1"), ("q1", "d1", "2")]
