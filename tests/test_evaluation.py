@@ -313,6 +313,15 @@ def test_a_damaged_result_is_computed_again(data: Path, tmp_path: Path) -> None:
     assert evaluate([str(SMALL_ENCODER)], **arguments).scores == first.scores
 
 
+def test_where_results_cannot_be_written_the_run_ends(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="Results cannot be written to "):
+        evaluate([str(SMALL_ENCODER)], data=data, out=tmp_path / "file")
+    (tmp_path / "results").write_text("")
+    with pytest.raises(OSError, match="The result of clustering-trivia cannot be written to"):
+        evaluate([str(SMALL_ENCODER)], data=data, out=tmp_path)
+
+
 def test_failures_do_not_stop_the_others(
     data: Path, fresh_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -337,9 +346,10 @@ def test_failures_do_not_stop_the_others(
     assert (out / "datasets.md").read_text().count("failed") == 3
 
 
-def test_the_command_writes_tables_scores_and_a_chart(data: Path, fresh_folder: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mote", "evaluate", str(SMALL_ENCODER), str(fresh_folder), "--data", str(data)]
-    options = ["--tasks", "sts/*", "--reference", "small-encoder", "--out", str(tmp_path), "--limit", "30"]
+def test_the_command_writes_tables_scores_and_a_chart(fresh_folder: Path, tmp_path: Path) -> None:
+    models, data = [str(SMALL_ENCODER), str(fresh_folder)], str(ROOT / "examples" / "data")
+    command = [sys.executable, "-m", "mote", "evaluate", *models, "--data", data, "--tasks", "sts/*", "summarization/*"]
+    options = ["--reference", "small-encoder", "--out", str(tmp_path), "--limit", "30"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""  # libraries are silent

@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,16 @@ class Cache(mteb.ResultCache):
     """
 
     def __init__(self, folder: Path, tasks: Iterable[Any]) -> None:
-        """In a folder, for results of these tasks."""
-        super().__init__(folder)
+        """In a folder, for results of these tasks.
+
+        Raises:
+            CacheError: If the folder cannot be made.
+        """
+        try:
+            super().__init__(folder)
+            folder.mkdir(parents=True, exist_ok=True)  # not every version of mteb does it by itself
+        except OSError as error:
+            raise CacheError(f"Results cannot be written to {folder}: {error}") from error
         for leftover in folder.glob(f"{_ASIDE}*"):  # of a writer that was killed: writing takes no time
             if time.time() - leftover.stat().st_mtime > 60:
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -53,9 +61,7 @@ class Cache(mteb.ResultCache):
         result = self.load_task_result(task.metadata.name, meta)
         return result if result is not None and not result.get_missing_evaluations(task) else None
 
-    def save_to_cache(
-        self, task_result: Any, model_name: Any, *args: Any, encode_kwargs: Mapping[str, Any] | None = None
-    ) -> None:
+    def save_to_cache(self, task_result: Any, model_name: Any, *args: Any, **kwargs: Any) -> None:
         """Write a result beside its place, and move it there file by file."""
         place = self.get_task_result_path(task_result.task_name, model_name, *args).parent
         try:
@@ -66,7 +72,7 @@ class Cache(mteb.ResultCache):
                 folder.mkdir(parents=True)
                 if (place / _ADDED_TO).is_file():
                     shutil.copy(place / _ADDED_TO, folder / _ADDED_TO)
-                staged.save_to_cache(task_result, model_name, *args, encode_kwargs=encode_kwargs)
+                staged.save_to_cache(task_result, model_name, *args, **kwargs)
                 for file in folder.iterdir():
                     file.replace(place / file.name)
         except OSError as error:

@@ -1,11 +1,12 @@
 """Score models on the task types of MTEB; what was finished is kept, and the same call goes on from there."""
 
 import logging
+import os
 import random
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -186,15 +187,16 @@ class _Run:
         _seed(task)
         loaded = task.data_loaded
         try:
-            results = mteb.evaluate(
-                encoder,
-                task,
-                cache=self.cache,
-                overwrite_strategy="always" if self.overwrite else "only-missing",
-                encode_kwargs=options,
-                show_progress_bar=False,
-                co2_tracker=False,
-            )
+            with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):  # bars that cannot be turned off
+                results = mteb.evaluate(
+                    encoder,
+                    task,
+                    cache=self.cache,
+                    overwrite_strategy="always" if self.overwrite else "only-missing",
+                    encode_kwargs=options,
+                    show_progress_bar=False,
+                    co2_tracker=False,
+                )
         finally:
             if task.data_loaded and not loaded:  # mteb does so, but for a task that failed
                 task.unload_data()
