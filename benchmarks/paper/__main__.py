@@ -11,6 +11,7 @@ or figure, its pictures, `scores.json`, and, by `all`, `results.md`.
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -82,11 +83,12 @@ def _table(name: str, table: Table, runs: Runs) -> str:
 
 
 def _similarity(name: str, title: str, variants: tuple[str, ...], runs: Runs) -> str:
-    seed = runs.scale.seeds[0]
-    models = {variant: str(runs.model(variant, seed)) for variant in variants}
-    folder = runs.out / name
-    analysis = mote.analyze(models, out=folder, start=runs.source, report=runs.report)
-    return f"### {name}: {title}\n\n{analysis}\n\n![{title}]({name}/similarity.png)"
+    models = {variant: str(runs.model(variant, runs.scale.seeds[0])) for variant in variants}
+    mote.analyze(models, out=runs.out / name, data=runs.data, start=runs.source, report=runs.report)
+    analysis = (runs.out / name / "analysis.md").read_text(encoding="utf-8")
+    below = re.sub(r"^#", "####", analysis.partition("\n")[2].strip(), flags=re.MULTILINE)
+    below = below.replace("](", f"]({name}/")  # its pictures
+    return f"### {name}: {title}\n\n{below}"
 
 
 def _figure1(runs: Runs) -> str:
@@ -94,7 +96,8 @@ def _figure1(runs: Runs) -> str:
 
 
 def _figure3(runs: Runs) -> str:
-    return _similarity("figure3", "similarity between tasks: instructions alone, and experts", ("ic", "mote"), runs)
+    title = "similarity between tasks, MoTE and dense, each at its learning rate and at the other's"
+    return _similarity("figure3", title, ("mote", "ic", "mote-low-rate", "ic-high-rate"), runs)
 
 
 def _figures4to7(runs: Runs) -> str:
