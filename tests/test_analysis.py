@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import shutil
 import struct
 import subprocess
 import sys
@@ -414,7 +415,19 @@ def test_the_command(trained_folder: Path, tmp_path: Path) -> None:
 def test_errors_of_the_command_are_one_line(
     fresh_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "file").write_text("")
+    cut = copied(fresh_folder, tmp_path / "cut")
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:1000])
+    dense = shutil.copytree(SMALL_ENCODER, tmp_path / "dense")
+    shallow = shutil.copytree(dense, tmp_path / "lacking")
+    edit_json(shallow / "config.json", num_hidden_layers=9)
+    (dense / "model.safetensors").write_bytes(b"nothing")
     for words, message in (
+        ([str(fresh_folder), "--device", "tpu"], "error: There is no device 'tpu' here, but cpu"),
+        ([str(fresh_folder), "--out", str(tmp_path / "file")], "error: The analysis cannot be written to"),
+        ([str(cut)], f"error: {cut} cannot be loaded by Sentence-Transformers: "),
+        ([str(dense)], f"error: {dense} cannot be loaded by Sentence-Transformers: "),
+        ([str(shallow)], f"error: {shallow} lacks weights that its config asks for"),
         ([str(tmp_path / "no-model")], "error: There is no model"),
         ([str(fresh_folder), "--texts", str(tmp_path / "no.txt")], "error: There is no file"),
         ([str(fresh_folder), "--tasks", "nonsense", "sts"], "error: small-mote does not know the task 'nonsense'."),

@@ -346,6 +346,18 @@ def test_failures_do_not_stop_the_others(
     assert (out / "datasets.md").read_text().count("failed") == 3
 
 
+def test_a_model_that_gives_no_numbers_has_no_score(tmp_path: Path) -> None:
+    folder = shutil.copytree(SMALL_ENCODER, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["embeddings.LayerNorm.bias"][0] = np.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    data = ROOT / "examples" / "data"  # retrieval would be scored 0
+    evaluation = evaluate([str(folder)], data=data, tasks=["beir/arxiv", "sts17_en"], limit=3, out=tmp_path / "out")
+    assert set(evaluation.failures["model"]) == {"beir-arxiv", "STS17", "pair-sts17_en"}
+    assert all("embeddings that are not finite" in message for message in evaluation.failures["model"].values())
+    assert not results(tmp_path / "out")
+
+
 def test_the_command_writes_tables_scores_and_a_chart(fresh_folder: Path, tmp_path: Path) -> None:
     models, data = [str(SMALL_ENCODER), str(fresh_folder)], str(ROOT / "examples" / "data")
     command = [sys.executable, "-m", "mote", "evaluate", *models, "--data", data, "--tasks", "sts/*", "summarization/*"]
@@ -422,9 +434,15 @@ def test_models_that_are_none(data: Path, tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "empty").mkdir()
     broken = shutil.copytree(SMALL_ENCODER, tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"nothing")
+    deeper = shutil.copytree(SMALL_ENCODER, tmp_path / "deeper")
+    settings = json.loads((deeper / "config.json").read_text())
+    (deeper / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 4}))
     for path, said in {
         str(tmp_path / "empty"): "has neither config.json nor modules.json",
         str(broken): f"{broken} does not load in Sentence-Transformers",
+        str(
+            deeper
+        ): f"{deeper} lacks weights that its config asks for, and random ones would take their place: encoder",
         "nobody/nothing": "nobody/nothing is no folder, and the Hub cannot be reached",
         "no such/folder/here": "is neither a folder nor an id on the Hub",
     }.items():

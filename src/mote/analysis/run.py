@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -156,6 +157,7 @@ def analyze(
 
     Raises:
         FileNotFoundError: If a model, a file or a folder is not there.
+        OSError: If `out` cannot be written to.
         ValueError: If a file is damaged, a task is unknown, a model has no two tasks, or `start` does not fit.
     """
     read = isinstance(texts, str | Path) or texts is None
@@ -170,6 +172,8 @@ def analyze(
         report(f"{label}: loading …")
         loaded[label] = load_model(name, device, trust_remote_code)
     chosen = _tasks(loaded, tasks)
+    if out is not None:
+        _prepare(Path(out))
     analyses = []
     for label, name in named.items():
         report(f"{label}: {len(found.texts)} texts under {', '.join(chosen)} …")
@@ -185,6 +189,16 @@ def analyze(
     if out is not None:
         report(f"Wrote {result.save(out)}")
     return result
+
+
+def _prepare(out: Path) -> None:
+    """Make the folder, so that one that cannot be written to is known before the work begins."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise OSError(f"The analysis cannot be written to {out}: {error}") from error
 
 
 def labelled(words: Sequence[str]) -> dict[str, str]:

@@ -13,6 +13,8 @@ from sentence_transformers import SentenceTransformer
 from transformers import PreTrainedConfig
 
 from configuration_mote import PAPER_INSTRUCTIONS, alternatives
+from mote.evaluation.models import check_device
+from mote.loading import all_weights
 
 Similarity = dict[tuple[str, str], NDArray[np.float64]]
 
@@ -25,8 +27,9 @@ def load_model(model: str | Path, device: str | None = None, trust_remote_code: 
 
     Raises:
         FileNotFoundError: If there is no such model.
-        ValueError: If it cannot be loaded.
+        ValueError: If there is no such device, or the model cannot be loaded, or lacks weights.
     """
+    check_device(device)
     folder = Path(model)
     if not folder.is_dir() and (folder.is_absolute() or str(model).count("/") > 1):
         raise FileNotFoundError(f"There is no model {model}: expected a folder, or an id on the Hub (user/name)")
@@ -35,11 +38,12 @@ def load_model(model: str | Path, device: str | None = None, trust_remote_code: 
     except OSError:
         settings = {}  # not of transformers, or not there: the library says which
     trusted = trust_remote_code or settings.get("model_type") == "mote"
-    try:
-        return SentenceTransformer(str(model), device=device, trust_remote_code=trusted).eval()
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{model} cannot be loaded by Sentence-Transformers: {reason}") from error
+    with all_weights(str(model)):
+        try:
+            return SentenceTransformer(str(model), device=device, trust_remote_code=trusted).eval()
+        except Exception as error:  # whatever a library or the model's own code raises
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{model} cannot be loaded by Sentence-Transformers: {reason}") from error
 
 
 def mote_config(model: SentenceTransformer) -> Any | None:

@@ -21,6 +21,7 @@ from mote.evaluation.charts import draw_gains
 from mote.evaluation.models import DTYPES, Candidate, check_device, find_candidates, first_line
 from mote.evaluation.scores import Evaluation
 from mote.evaluation.selection import choose_tasks
+from mote.loading import all_weights
 
 Report = Callable[[str], None]
 
@@ -127,7 +128,8 @@ class _Run:
         )
         waiting = [one for one in self.candidates if missing[one.label]]
         for candidate in reversed(waiting):
-            candidate.load()
+            with all_weights(candidate.path):
+                candidate.load()
             if candidate is not waiting[0]:  # the first can stay
                 candidate.release()
 
@@ -178,7 +180,7 @@ class _Run:
         return None if self.overwrite else self.cache.find(task, candidate.meta(limit=self.limit))
 
     def _compute(self, candidate: Candidate, task: Any) -> Any:
-        encoder = SentenceTransformerEncoderWrapper(candidate.load())
+        encoder = _FiniteEncoder(candidate.load())
         of_model = candidate.meta(limit=self.limit)
         encoder.mteb_model_meta = encoder.mteb_model_meta.model_copy(
             update={name: getattr(of_model, name) for name in ("name", "revision", "experiment_kwargs")}
@@ -207,6 +209,21 @@ class _Run:
     def _say(self, line: str) -> None:
         with tqdm.external_write_mode():
             self.report(line)
+
+
+class _FiniteEncoder(SentenceTransformerEncoderWrapper):
+    """mteb's encoder, which fails where a model gives no numbers; to retrieval they would be a score of 0."""
+
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
+        """Embed texts.
+
+        Raises:
+            ValueError: If an embedding is not finite.
+        """
+        embeddings = super().encode(*args, **kwargs)
+        if not np.isfinite(np.asarray(embeddings)).all():
+            raise ValueError("the model gives embeddings that are not finite (NaN or infinite)")
+        return embeddings
 
 
 def _main_score(result: Any, task: Any) -> float:
