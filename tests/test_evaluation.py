@@ -183,6 +183,25 @@ def test_the_chart_of_gains(tmp_path: Path) -> None:
         draw_gains(Evaluation({"a": {}}, types), "a", tmp_path / "none.png")
 
 
+def test_long_and_strange_names_stay_in_the_chart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    save = Figure.savefig
+
+    def remember(figure: Figure, *arguments: Any, **options: Any) -> None:
+        save(figure, *arguments, **options)
+        drawn.append(figure)
+
+    monkeypatch.setattr(Figure, "savefig", remember)
+    names = ["dense", r"cost $\no-formula", *(f"runs/a-long-name-of-a-model-{index}/model" for index in range(5))]
+    draw_gains(Evaluation({name: {"s1": 50.0 + len(name)} for name in names}, TYPES), "dense", tmp_path / "gains.png")
+    (legend,) = drawn[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == names[1:]
+    box, (width, _) = legend.get_window_extent(), 120 * drawn[0].get_size_inches()
+    assert 0 <= box.x0 < box.x1 <= width
+
+
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 

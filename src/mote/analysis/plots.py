@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
@@ -14,9 +15,11 @@ from mote.analysis.similarity import Similarity
 
 OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")
 _DPI = 120
+_PLAIN_TEXT = rc_context({"text.parse_math": False})  # a $ in a name begins no formula
 _CHANGE = "Frobenius norm of the change, % of the start's (grey: no experts)"
 
 
+@_PLAIN_TEXT
 def draw_similarity(similarities: Mapping[str, Similarity], path: str | Path, title: str = "") -> None:
     """Draw the similarity between tasks: above a heat map of means for each model, below the distributions.
 
@@ -98,9 +101,10 @@ def _violins(axis: Any, similarities: Mapping[str, Similarity]) -> None:
     axis.grid(axis="y", alpha=0.3)
     colours = [OKABE_ITO[number % len(OKABE_ITO)] for number in range(count)]
     patches = [Patch(color=colour, alpha=0.6, label=label) for colour, label in zip(colours, similarities, strict=True)]
-    axis.legend(handles=patches, loc="best")
+    axis.legend(handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=4)  # above, where no violin is
 
 
+@_PLAIN_TEXT
 def draw_tsne(layouts: Mapping[str, NDArray[np.float64]], path: str | Path, title: str = "") -> None:
     """Draw where queries and documents lie, a panel for each model; a line joins what belongs together.
 
@@ -124,6 +128,7 @@ def draw_tsne(layouts: Mapping[str, NDArray[np.float64]], path: str | Path, titl
     figure.savefig(path, dpi=_DPI)
 
 
+@_PLAIN_TEXT
 def draw_movement(movements: Mapping[str, Movement], path: str | Path, title: str = "") -> None:
     """Draw how far each expert moved in each layer, and the cosines between their movements; a row for each model.
 

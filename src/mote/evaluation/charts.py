@@ -1,15 +1,21 @@
 """The chart of gains."""
 
+import math
 from pathlib import Path
 from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 
 from mote.evaluation.scores import Evaluation
 
 # Okabe and Ito's colours, which people of all kinds of colour vision can tell apart; hatches after the last.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 HATCHES = ("", "////", "....", "xxxx")
+LEGEND_WIDTH = 100  # characters that fit beside each other
 
 
+@rc_context({"text.parse_math": False})  # a $ in a name begins no formula
 def draw_gains(evaluation: Evaluation, reference: str, path: Path) -> None:
     """Draw what each model gains over a reference on each dataset, grouped by task type.
 
@@ -21,11 +27,6 @@ def draw_gains(evaluation: Evaluation, reference: str, path: Path) -> None:
     Raises:
         ValueError: If no dataset has a score of the reference and of another model.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")  # no screen is needed
-    from matplotlib import pyplot
-
     gains = evaluation.gains(reference)
     names = [name for name in evaluation.datasets if any(name in of_model for of_model in gains.values())]
     if not names:
@@ -33,8 +34,10 @@ def draw_gains(evaluation: Evaluation, reference: str, path: Path) -> None:
     places = _places([evaluation.types[name] for name in names])
     thickness = 0.8 / len(gains)
     inches_per_dataset = max(0.22, 0.11 * len(gains))
-    height = 1.6 + inches_per_dataset * (places[-1] + 1)
-    figure, axes = pyplot.subplots(figsize=(9, height), layout="constrained")
+    columns = max(1, min(len(gains), LEGEND_WIDTH // (max(map(len, gains)) + 8)))
+    height = 1.4 + 0.2 * math.ceil(len(gains) / columns) + inches_per_dataset * (places[-1] + 1)
+    figure = Figure(figsize=(9, height), layout="constrained")
+    axes = figure.subplots()
     for index, (model, of_model) in enumerate(gains.items()):
         shift = (index - (len(gains) - 1) / 2) * thickness
         axes.barh(
@@ -56,9 +59,8 @@ def draw_gains(evaluation: Evaluation, reference: str, path: Path) -> None:
     _name_types(axes, [evaluation.types[name] for name in names], places)
     limit = evaluation.settings.get("limit")
     figure.suptitle(f"Gain over {reference} on each dataset" + (f" (--limit {limit})" if limit else ""))
-    figure.legend(loc="outside lower center", ncols=min(len(gains), 4))
+    figure.legend(loc="outside lower center", ncols=columns)
     figure.savefig(path, dpi=120, format="png")
-    pyplot.close(figure)
 
 
 def _places(types: list[str]) -> list[float]:
