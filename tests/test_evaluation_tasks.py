@@ -553,6 +553,13 @@ def test_a_header_of_judgements_is_required(tmp_path: Path) -> None:
     assert "test.tsv:1: expected the header query-id, corpus-id, score, tab-separated" in fault(tmp_path, "beir/made")
 
 
+def test_judgements_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    retrieval_set(tmp_path, DOCUMENTS, QUERIES, [("qé", "d0", "1")])
+    file = tmp_path / "beir/made/qrels/test.tsv"
+    file.write_bytes(file.read_text(encoding="utf-8").encode("latin-1"))
+    assert f"{file} is no text in UTF-8" in fault(tmp_path, "beir/made")
+
+
 def test_queries_without_relevant_documents_are_left_out(tmp_path: Path) -> None:
     retrieval_set(tmp_path, DOCUMENTS, QUERIES, [("q0", "d0", "1"), ("q1", "d1", "0")])
     read_set = read_retrieval(EvaluationSet("beir", "made", tmp_path))

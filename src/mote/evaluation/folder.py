@@ -443,7 +443,10 @@ def _read_judgements(evaluation_set: EvaluationSet) -> Judgements:
     file = evaluation_set.folder / evaluation_set.path / JUDGEMENTS
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: expected lines of {', '.join(JUDGEMENT_COLUMNS)}, tab-separated")
-    header, *lines = file.read_text(encoding="utf-8").splitlines() or [""]
+    try:
+        header, *lines = file.read_text(encoding="utf-8").splitlines() or [""]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text in UTF-8: {error}") from error
     if header.split("\t") != JUDGEMENT_COLUMNS:
         raise ValueError(
             f"{file}:1: expected the header {', '.join(JUDGEMENT_COLUMNS)}, tab-separated; found {header!r}"

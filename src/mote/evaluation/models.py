@@ -3,15 +3,12 @@
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
+from mote.identity import fingerprint, newest_commit
 
 DTYPES = ("float32", "float16", "bfloat16")
-_NO_PART_OF_A_MODEL = (".md", ".png")  # all other files may change an embedding
 
 
 @dataclass
@@ -129,37 +126,10 @@ def revision_of(path: str) -> str:
     """
     folder = Path(path)
     if not folder.is_dir():
-        return _commit(path)
+        return newest_commit(path)
     if not (folder / "config.json").is_file() and not (folder / "modules.json").is_file():
         raise FileNotFoundError(f"{path} has neither config.json nor modules.json: it is not a model")
-    digest = blake2b(digest_size=16)
-    for file in sorted(file for file in folder.rglob("*") if file.is_file() and _matters(file.relative_to(folder))):
-        name = file.relative_to(folder).as_posix().encode()
-        digest.update(len(name).to_bytes(8, "big") + name + file.stat().st_size.to_bytes(8, "big"))
-        with file.open("rb") as content:
-            while block := content.read(2**20):
-                digest.update(block)
-    return digest.hexdigest()
-
-
-def _matters(file: Path) -> bool:
-    hidden = any(part.startswith(".") or part == "__pycache__" for part in file.parts)
-    return not hidden and file.suffix not in _NO_PART_OF_A_MODEL
-
-
-def _commit(path: str) -> str:
-    """The newest commit on the Hub or, without a connection, the one that was downloaded."""
-    try:
-        return str(HfApi().model_info(path).sha)
-    except HfHubHTTPError as error:
-        raise FileNotFoundError(f"{path} is no folder, and the Hub does not give it: {first_line(error)}") from error
-    except HFValidationError as error:
-        raise FileNotFoundError(f"{path} is neither a folder nor an id on the Hub (user/name)") from error
-    except (HTTPError, OSError, OfflineModeIsEnabled) as error:
-        file = try_to_load_from_cache(path, "config.json")
-        if isinstance(file, str):
-            return Path(file).parent.name
-        raise FileNotFoundError(f"{path} is no folder, and the Hub cannot be reached") from error
+    return fingerprint(folder)
 
 
 def check_device(device: str | None) -> None:

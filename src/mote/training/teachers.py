@@ -12,11 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
 from sentence_transformers import SentenceTransformer
 from tqdm import tqdm
 
+from mote.identity import fingerprint, newest_commit
 from mote.training.recipe import TeacherSettings
 
 CHUNK = 2048  # texts
@@ -138,27 +137,12 @@ def _lists(values: np.ndarray, size: int) -> pyarrow.Array:
 
 
 def _identity(source: str) -> str:
-    """What tells a teacher from all others: its files' content, or its commit on the Hub."""
-    folder = Path(source)
-    if not folder.is_dir():
-        return f"{source}@{_commit(source)}"
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".md")
-    return _hash_of([text for path in files for text in (str(path.relative_to(folder)), _hash_of_file(path))])
-
-
-def _commit(source: str) -> str | None:
-    """The newest commit on the Hub or, without a connection, the one that was downloaded."""
+    if Path(source).is_dir():
+        return fingerprint(Path(source))
     try:
-        return HfApi().model_info(source).sha
-    except HfHubHTTPError as error:
-        raise FileNotFoundError(f"The teacher {source} is no folder, and the Hub does not give it: {error}") from error
-    except HFValidationError as error:
-        raise FileNotFoundError(f"The teacher {source} is no folder, and no id on the Hub") from error
-    except (HTTPError, OSError, OfflineModeIsEnabled) as error:
-        file = try_to_load_from_cache(source, "config.json")
-        if isinstance(file, str):
-            return Path(file).parent.name
-        raise FileNotFoundError(f"The teacher {source} is no folder, and the Hub cannot be reached") from error
+        return f"{source}@{newest_commit(source)}"
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"The teacher {error}") from error
 
 
 def _hash_of(texts: Sequence[str]) -> str:
