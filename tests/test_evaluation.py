@@ -328,8 +328,9 @@ def test_a_damaged_result_is_computed_again(data: Path, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"data": data, "tasks": ["part0"], "out": tmp_path}
     first = evaluate([str(SMALL_ENCODER)], **arguments)
     (path,) = results(tmp_path)
-    path.write_text(path.read_text()[:100])
-    assert evaluate([str(SMALL_ENCODER)], **arguments).scores == first.scores
+    for damaged in (path.read_text()[:100], "", "[]", "null", "{}", '{"task_name": "part0"}'):
+        path.write_text(damaged)
+        assert evaluate([str(SMALL_ENCODER)], **arguments).scores == first.scores
 
 
 def test_where_results_cannot_be_written_the_run_ends(data: Path, tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def _evaluate(*, models: list[str], out: str | None, **arguments: object) -> Non
     evaluation = run.evaluate(models, out=out, **arguments, report=_print_line)  # type: ignore[arg-type]
     _print_line("\n" + evaluation.table())
     if out is not None:
-        _print_line(f"\nTables, scores and chart: {out}")
+        _print_line(f"\nWrote {out}")
     if failed := evaluation.failed():
         total = len(models) * len(evaluation.types)
         raise ValueError(f"{len(failed)} of {total} scores failed: {'; '.join(failed)}")

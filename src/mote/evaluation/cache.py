@@ -52,7 +52,7 @@ class Cache(mteb.ResultCache):
         """Load a result, where there is one of the same data."""
         try:
             result = super().load_task_result(task_name, *args, **kwargs)
-        except ValueError:  # no JSON, or not what mteb writes: damaged from outside
+        except (ValueError, KeyError, TypeError, AttributeError):  # no JSON, or not what mteb writes: damaged
             return None
         return result if result is not None and result.dataset_revision == self.revisions.get(task_name) else None
 
