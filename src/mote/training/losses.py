@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from configuration_mote import alternatives
+from mote.loading import all_weights
 from mote.training.recipe import TaskSettings, TrainingSettings
 
 INFO_NCE = "InfoNCE"
@@ -305,5 +306,6 @@ def _library_loss(
     if "projection_dim" in takes and label_dim not in (None, model.get_embedding_dimension()):
         arguments.setdefault("projection_dim", label_dim)
     if isinstance(arguments.get("guide"), str):
-        arguments["guide"] = SentenceTransformer(arguments["guide"])
+        with all_weights(arguments["guide"]):
+            arguments["guide"] = SentenceTransformer(arguments["guide"])
     return cls(model, **arguments)

@@ -9,7 +9,9 @@ from sentence_transformers import SentenceTransformer
 
 from configuration_mote import MoTEConfig, alternatives
 from mote import repository, upcycling
-from mote.sources import open_any
+from mote.files import Staging
+from mote.loading import all_weights
+from mote.sources import DenseSource, Source, load_dense, load_tokenizer, open_any
 from mote.training.processes import processes
 from mote.training.recipe import ModelSettings, Recipe
 
@@ -42,7 +44,10 @@ def build_model(recipe: Recipe, scratch: Path) -> tuple[SentenceTransformer, MoT
     torch.manual_seed(recipe.training.seed)  # for new weights: those of a token router
     source = open_any(settings.source, settings.revision)
     if settings.kind == "dense":
-        model = SentenceTransformer(str(source.folder), **_loading(settings))
+        with processes().main_process_first():
+            folder = native_folder(source, scratch / START_FOLDER)
+        with all_weights(settings.source):
+            model = SentenceTransformer(str(folder), **_loading(settings))
         model.prompts = {**repository.prompts_of(names)}
     else:
         folder = source.folder if source.config.model_type == "mote" else _upcycled(settings, scratch)
@@ -52,6 +57,30 @@ def build_model(recipe: Recipe, scratch: Path) -> tuple[SentenceTransformer, MoT
     if settings.max_length is not None:
         model.max_seq_length = settings.max_length
     return model, names
+
+
+def native_folder(source: Source, folder: Path) -> Path:
+    """Find a folder from which Sentence-Transformers loads a dense source with all its weights.
+
+    Args:
+        source: From `open_any`.
+        folder: Written in the native format where the source is published in one that only we read (Nomic's first one),
+            unless it is there already.
+
+    Returns:
+        The source's own folder, or `folder`.
+    """
+    if not isinstance(source, DenseSource) or source.key_mapping is None:
+        return source.folder
+    if not folder.exists():
+        config = MoTEConfig(pooling=repository.source_pooling(source) or "mean")
+        config.instructions = dict.fromkeys(config.tasks, "")
+        dense, _ = load_dense(source)
+        with Staging(folder) as staged:
+            dense.save_pretrained(staged, save_original_format=False)  # its own names, not the source's
+            load_tokenizer(source).save_pretrained(staged)
+            repository.write_sentence_transformer(dense, source, staged, config)
+    return folder
 
 
 def names_of(recipe: Recipe) -> MoTEConfig:

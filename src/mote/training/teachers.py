@@ -16,6 +16,7 @@ from sentence_transformers import SentenceTransformer
 from tqdm import tqdm
 
 from mote.identity import fingerprint, newest_commit
+from mote.loading import all_weights
 from mote.training.recipe import TeacherSettings
 
 CHUNK = 2048  # texts
@@ -106,7 +107,8 @@ class Teacher:
         if self._model is None:
             self.report(f"Loading the teacher {self.settings.source} …")
             trust = self.settings.trust_remote_code
-            self._model = SentenceTransformer(self.settings.source, trust_remote_code=trust)
+            with all_weights(self.settings.source):
+                self._model = SentenceTransformer(self.settings.source, trust_remote_code=trust)
         batch_size = self.settings.batch_size
         return self._model.encode(list(texts), prompt=prompt, batch_size=batch_size, show_progress_bar=False)
 
