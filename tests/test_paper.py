@@ -94,13 +94,13 @@ def test_a_relative_gain_and_its_verdict(paper: dict[str, ModuleType]) -> None:
     tests, relative = tables.compared(claim, table, scores)
     assert tests.gain == pytest.approx(1.0)
     assert relative == pytest.approx(0.5)
-    assert tables.verdict(tests) == "agrees"
+    assert tables.verdict(tests) == "same direction"
     against, relative = tables.compared(claims.Claim("ic", "mote", relative_to="mote", relative=1.0), table, scores)
-    assert (tables.verdict(against), relative) == ("disagrees", None)
+    assert (tables.verdict(against), relative) == ("**disagrees**", None)
     unsure, _ = tables.compared(
         claims.Claim("a", "b"), table, scores_of(paper, a=model(5, -4, 3, -3), b=model(0, 0, 0, 0))
     )
-    assert tables.verdict(unsure) == "same sign, not significant"
+    assert tables.verdict(unsure) == "same direction, not significant"
 
 
 def test_models_of_one_task_each_make_one_column(paper: dict[str, ModuleType]) -> None:

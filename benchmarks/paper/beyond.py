@@ -29,7 +29,7 @@ def _of_model(runs: Runs, name: str, seed: int) -> dict[str, float]:
     record = folder / "training.json"
     if record.is_file():  # a trained model was scored when its training ended
         return json.loads(record.read_text(encoding="utf-8"))["validation"]["after"]  # type: ignore[no-any-return]
-    kept = runs.out / "validation" / f"{name}-seed{seed}.json"
+    kept = runs.out / "validation" / f"{folder.name}.json"  # which tells what the model was made of
     if not kept.is_file():
         names = open_mote(str(folder)).config
         scorer = Validation(_held_out(runs.model("mote", seed) / "recipe.yaml"), encodings(names, routed=True))  # type: ignore[arg-type]

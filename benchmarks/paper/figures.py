@@ -48,7 +48,7 @@ def draw_ablations(scores: Scores, start: Scores, path: Path) -> None:
     figure, axes = pyplot.subplots(1, len(TASKS), figsize=(4 * len(TASKS), 3.6), layout="constrained")
     for axis, task in zip(axes, TASKS, strict=True):
         datasets = scores.every[ablation_name(task, "homogeneous", TEMPERATURES[0])]
-        before = float(np.mean([start.every["start"][dataset] for dataset in datasets]))
+        before = float(np.mean([start.every["start"].get(dataset, np.nan) for dataset in datasets]))
         axis.axhline(before, color="0.6", linestyle=":", label="before training")
         for batches, colour in COLOURS.items():
             row = [means[ablation_name(task, batches, step)] for step in TEMPERATURES]

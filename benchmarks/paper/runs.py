@@ -11,7 +11,10 @@ from filelock import FileLock
 
 import mote
 from mote import Evaluation
+from mote.identity import fingerprint
+from mote.sources import open_any
 from mote.training.folder import differences, fixed_settings
+from mote.training.models import native_folder
 from mote.training.recipe import parse_recipe
 
 START = "start"  # the dense checkpoint, before any training
@@ -47,6 +50,9 @@ class Runs:
         folder = self.out / "models" / f"{name}-seed{seed}"
         if variant.to_mean is not None and variant.made_of is not None:
             trained = self.model(variant.made_of, seed)
+            folder = folder.with_name(
+                f"{folder.name}-{fingerprint(trained)[:8]}"
+            )  # one that is trained anew is another
             with self._alone(folder):
                 if not folder.exists() and variant.to_mean == 1:
                     mote.average(str(trained), folder)
@@ -74,21 +80,36 @@ class Runs:
             return self.scale.seeds[:1]
         return self.scale.few_seeds if VARIANTS[name].few_seeds else self.scale.seeds
 
+    def start(self) -> Path:
+        """Return the folder of the checkpoint that all start from, in a format that every library reads."""
+        folder = self.out / "models" / START
+        with self._alone(folder):
+            return native_folder(open_any(self.source), folder)
+
     def scores(self, names: Iterable[str]) -> "Scores":
-        """Score models, each with all its seeds; `start` is the checkpoint that all start from."""
+        """Score models, each with all its seeds; `start` is the checkpoint that all start from.
+
+        A dataset on which a variant failed with any seed is left out of that variant's scores, and reported.
+        """
         every: dict[str, dict[str, list[float]]] = {}
         types: dict[str, str] = {}
         for name in names:
-            for seed in self.seeds_of(name):
-                path = Path(self.source) if name == START else self.model(name, seed)
-                label = name if name == START else f"{name}-seed{seed}"
-                for evaluation in self._evaluations(
-                    label, str(path), EVERY_SET if name == START else VARIANTS[name].sets
-                ):
-                    types |= evaluation.types
-                    for dataset, score in evaluation.scores[label].items():
-                        every.setdefault(name, {}).setdefault(dataset, []).append(score)
+            of_seeds = [self._score(name, seed, types) for seed in self.seeds_of(name)]
+            complete = [dataset for dataset in of_seeds[0] if all(dataset in scores for scores in of_seeds)]
+            every[name] = {dataset: [scores[dataset] for scores in of_seeds] for dataset in complete}
         return Scores(every, types)
+
+    def _score(self, name: str, seed: int, types: dict[str, str]) -> dict[str, float]:
+        """Return the score on each dataset, and add the datasets' types."""
+        label = name if name == START else f"{name}-seed{seed}"
+        path = self.start() if name == START else self.model(name, seed)
+        scores: dict[str, float] = {}
+        for evaluation in self._evaluations(label, str(path), EVERY_SET if name == START else VARIANTS[name].sets):
+            types |= evaluation.types
+            scores |= evaluation.scores[label]
+            for failure in evaluation.failed():
+                self.report(f"FAILED, and in no mean of {name}: {failure}")
+        return scores
 
     def _evaluations(self, label: str, path: str, sets: tuple[str, ...]) -> Iterator[Evaluation]:
         """Score one model; what `mote evaluate` keeps is used again."""

@@ -104,9 +104,9 @@ def p_value(value: float | None) -> str:
 
 
 def verdict(tests: Comparison) -> str:
-    """Say whether ours agrees, by the paired t-test over datasets at 5 %."""
+    """Say whether the direction is the paper's, by the paired t-test over datasets at 5 %; sizes are for the reader."""
     if tests.paired_t is None:
         return "not tested"
     if tests.gain > 0:
-        return "agrees" if tests.paired_t < 0.05 else "same sign, not significant"
-    return "disagrees" if tests.paired_t > 0.95 else "other sign, not significant"
+        return "same direction" if tests.paired_t < 0.05 else "same direction, not significant"
+    return "**disagrees**" if tests.paired_t > 0.95 else "other direction, not significant"
