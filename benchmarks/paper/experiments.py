@@ -60,9 +60,11 @@ VARIANTS: dict[str, Variant] = {
     "tlr": Variant("tlr"),
     "mote-average": Variant("mote", made_of="mote", to_mean=1.0),
     **{f"mote-to-mean-{part:g}": Variant("mote", made_of="mote", to_mean=part) for part in (0.25, 0.5, 0.75)},
-    "mote-shared": Variant("mote", SHARED_EXPERT),
-    "mote-expert-rates": Variant("mote", (EXPERT_RATES,)),
-    "mote-low-rate": Variant("mote", few_seeds=True),
+    "mote-shared": Variant("mote", SHARED_EXPERT, few_seeds=True),
+    "mote-expert-rates": Variant("mote", (EXPERT_RATES,), few_seeds=True),
+    "mote-low-rate": Variant("mote"),
+    "em-low-rate": Variant("em", few_seeds=True),
+    "mote-every-other-low-rate": Variant("mote-every-other", few_seeds=True),
     "ic-high-rate": Variant("ic", few_seeds=True),
     **{
         ablation_name(task, batches, temperature): _ablation(task, batches, temperature)
@@ -129,9 +131,9 @@ SCALES = {
         learning_rates={
             "": 1.5e-4,
             **dict.fromkeys(("em", "mote", "mote-every-other", "ic-high-rate"), 5e-4),
-            **dict.fromkeys(("mote-low-rate", "mote-expert-rates"), 1.5e-4),
+            **dict.fromkeys(("em-low-rate", "mote-low-rate", "mote-every-other-low-rate", "mote-expert-rates"), 1.5e-4),
         },
-        seeds=(42, 43, 44),
+        seeds=(42, 43),
         limits={SEARCH: 100, OTHERS: 500},
         dtype="bfloat16",
     ),
