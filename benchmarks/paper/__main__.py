@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from beyond import INTERPOLATED, TRAINED, validation_scores, validation_table
-from claims import TABLES, Table
+from claims import RATES, TABLES, Claim, Table
 from experiments import SCALES, TASKS
 from figures import ablation_names, ablation_table, draw_ablations
 from runs import START, Runs
@@ -26,7 +26,7 @@ from tables import claims_of, table_of
 
 import mote
 
-NAMES = (*TABLES, "figure1", "figure3", "figures4to7", "beyond")
+NAMES = (*TABLES, "figure1", "figure3", "figures4to7", "rates", "beyond")
 
 
 def main() -> None:
@@ -67,6 +67,7 @@ def _make(name: str, runs: Runs) -> str:
         "figure1": _figure1,
         "figure3": _figure3,
         "figures4to7": _figures4to7,
+        "rates": _rates,
         "beyond": _beyond,
     }
     return makers[name](runs)
@@ -96,8 +97,9 @@ def _figure1(runs: Runs) -> str:
 
 
 def _figure3(runs: Runs) -> str:
-    title = "similarity between tasks, MoTE and dense, each at its learning rate and at the other's"
-    return _similarity("figure3", title, ("mote", "ic", "mote-low-rate", "ic-high-rate"), runs)
+    title = "similarity between tasks of MoTE and of the dense model, each at its learning rate and at the other's"
+    others = ("mote-low-rate", "ic-high-rate") if _several_rates(runs) else ()
+    return _similarity("figure3", title, ("mote", "ic", *others), runs)
 
 
 def _figures4to7(runs: Runs) -> str:
@@ -107,17 +109,30 @@ def _figures4to7(runs: Runs) -> str:
     return f"### figures4to7: {title}\n\n{ablation_table(scores)}\n\n![{title}](figures4to7.png)"
 
 
+def _several_rates(runs: Runs) -> bool:
+    return len(set(runs.scale.learning_rates.values())) > 1
+
+
+def _rates(runs: Runs) -> str:
+    if not _several_rates(runs):
+        return "### rates: at this scale all variants have one learning rate in the tables above"
+    return _table("rates", RATES, runs)
+
+
 def _beyond(runs: Runs) -> str:
     on_validation = {name: validation_scores(runs, name) for name in INTERPOLATED.values()}
     chosen = max(on_validation, key=lambda name: on_validation[name]["validation_mean"])
-    on_validation |= {name: validation_scores(runs, name) for name in TRAINED}
-    names = tuple(dict.fromkeys(("em", "ic", "ic-high-rate", "mote", chosen, *TRAINED)))
-    table = Table("Beyond the paper", names, "em")
+    on_validation |= {name: validation_scores(runs, name) for name in ("mote-average", *TRAINED)}
+    others = tuple(dict.fromkeys((chosen, *TRAINED)))
+    claims = tuple(Claim(name, "mote") for name in others if name != "mote")
+    table = Table("Beyond the paper", tuple(dict.fromkeys(("ic", "mote", *others))), "mote", claims=claims)
+    scores = runs.scores(table.variants)
     lines = [
-        "### beyond: interpolation, a shared expert, learning rates of experts",
+        "### beyond: experts moved towards their mean, one expert for two tasks, learning rates of experts",
         validation_table(on_validation),
-        f"Interpolation that is best on validation texts: {chosen}. On the test parts:",
-        table_of(table, runs.scores(names)),
+        f"Of the interpolations, {chosen} is best on validation texts. On the test parts:",
+        table_of(table, scores),
+        claims_of(table, scores),
     ]
     return "\n\n".join(lines)
 

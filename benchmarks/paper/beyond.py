@@ -3,19 +3,21 @@
 import json
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from experiments import VARIANTS
 from runs import Runs
 from sentence_transformers import SentenceTransformer
 
 from mote.sources import load_tokenizer, open_any, open_mote
-from mote.training.data import load_data
+from mote.training.data import ValidationSet, load_data
 from mote.training.models import encodings
 from mote.training.recipe import load_recipe
 from mote.training.validation import Validation
 
 INTERPOLATED = {0.0: "mote", 0.25: "mote-to-mean-0.25", 0.5: "mote-to-mean-0.5", 0.75: "mote-to-mean-0.75"}
-TRAINED = ("mote-low-rate", "mote-expert-rates", "mote-shared")
+TRAINED = ("mote-expert-rates", "mote-shared")
 
 
 def validation_scores(runs: Runs, name: str) -> dict[str, float]:
@@ -31,16 +33,18 @@ def _of_model(runs: Runs, name: str, seed: int) -> dict[str, float]:
         return json.loads(record.read_text(encoding="utf-8"))["validation"]["after"]  # type: ignore[no-any-return]
     kept = runs.out / "validation" / f"{folder.name}.json"  # which tells what the model was made of
     if not kept.is_file():
-        names = open_mote(str(folder)).config
-        scorer = Validation(_held_out(runs.model("mote", seed) / "recipe.yaml"), encodings(names, routed=True))  # type: ignore[arg-type]
-        scores = scorer(SentenceTransformer(str(folder), trust_remote_code=True))
+        trained = runs.model("mote", seed)
+        names: Any = open_mote(str(trained)).config
+        routed = VARIANTS[name].to_mean != 1  # else it is dense
+        model = SentenceTransformer(str(folder), trust_remote_code=routed)
+        scores = Validation(_held_out(trained / "recipe.yaml"), encodings(names, routed))(model)
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
     return json.loads(kept.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=1)
-def _held_out(recipe_file: Path) -> list:  # type: ignore[type-arg]
+def _held_out(recipe_file: Path) -> list[ValidationSet]:
     recipe = load_recipe(recipe_file)
     return load_data(recipe, load_tokenizer(open_any(recipe.model.source)), with_teachers=False).validation
 
