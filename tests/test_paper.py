@@ -45,8 +45,8 @@ def test_what_variants_are(paper: dict[str, ModuleType]) -> None:
     one = recipe("sem-retrieval-heterogeneous-0.01")
     assert list(one.tasks) == ["retrieval"]
     assert (one.tasks["retrieval"].batches, one.tasks["retrieval"].temperature) == ("heterogeneous", 0.01)
-    assert recipe("mote").training.learning_rate == 5e-4
-    assert recipe("mote-low-rate").training.learning_rate == recipe("ic").training.learning_rate == 1.5e-4
+    assert recipe("mote-high-rate").training.learning_rate == 5e-4
+    assert recipe("mote").training.learning_rate == recipe("ic").training.learning_rate == 1.5e-4
     assert recipe("mote-shared").model.tasks == {"clustering": "search_document"}
     assert list(recipe("mote-expert-rates").training.arguments["learning_rate_mapping"].values()) == [5e-4]
 

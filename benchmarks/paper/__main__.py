@@ -97,8 +97,8 @@ def _figure1(runs: Runs) -> str:
 
 
 def _figure3(runs: Runs) -> str:
-    title = "similarity between tasks of MoTE and of the dense model, each at its learning rate and at the other's"
-    others = ("mote-low-rate", "ic-high-rate") if _several_rates(runs) else ()
+    title = "similarity between tasks of MoTE and of the dense model, at one learning rate and at another"
+    others = ("mote-high-rate", "ic-high-rate") if _several_rates(runs) else ()
     return _similarity("figure3", title, ("mote", "ic", *others), runs)
 
 
@@ -115,7 +115,7 @@ def _several_rates(runs: Runs) -> bool:
 
 def _rates(runs: Runs) -> str:
     if not _several_rates(runs):
-        return "### rates: at this scale all variants have one learning rate in the tables above"
+        return "### rates: at this scale there is one learning rate"
     return _table("rates", RATES, runs)
 
 

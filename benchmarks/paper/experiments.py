@@ -62,10 +62,7 @@ VARIANTS: dict[str, Variant] = {
     **{f"mote-to-mean-{part:g}": Variant("mote", made_of="mote", to_mean=part) for part in (0.25, 0.5, 0.75)},
     "mote-shared": Variant("mote", SHARED_EXPERT, few_seeds=True),
     "mote-expert-rates": Variant("mote", (EXPERT_RATES,), few_seeds=True),
-    "mote-low-rate": Variant("mote"),
-    "em-low-rate": Variant("em", few_seeds=True),
-    "mote-every-other-low-rate": Variant("mote-every-other", few_seeds=True),
-    "ic-high-rate": Variant("ic", few_seeds=True),
+    **{f"{name}-high-rate": Variant(name, few_seeds=True) for name in ("em", "ic", "mote", "mote-every-other")},
     **{
         ablation_name(task, batches, temperature): _ablation(task, batches, temperature)
         for task in TASKS
@@ -83,8 +80,7 @@ class Scale:
         source: Dense checkpoint that all variants start from.
         data: Folder of the data; none: must be given.
         changes: Settings of every run.
-        learning_rates: Variant or recipe → learning rate; "" is that of all others. Chosen on validation texts
-            (docs/lab.md), never on test parts.
+        learning_rates: Variant → learning rate; "" is that of all others.
         seeds: Of the runs of the tables.
         few_seeds: Of the variants that are trained with fewer.
         limits: Patterns of sets, with the test rows or queries of each set; none: all. Searching costs most, because
@@ -130,8 +126,7 @@ SCALES = {
         ),
         learning_rates={
             "": 1.5e-4,
-            **dict.fromkeys(("em", "mote", "mote-every-other", "ic-high-rate"), 5e-4),
-            **dict.fromkeys(("em-low-rate", "mote-low-rate", "mote-every-other-low-rate", "mote-expert-rates"), 1.5e-4),
+            **dict.fromkeys(("em-high-rate", "ic-high-rate", "mote-high-rate", "mote-every-other-high-rate"), 5e-4),
         },
         seeds=(42, 43),
         limits={SEARCH: 100, OTHERS: 500},
@@ -151,7 +146,7 @@ def recipe_of(name: str, scale: Scale, source: str, data: str, seed: int, change
     """Return the complete recipe of one run, but for its output folder."""
     variant = VARIANTS[name]
     rates = scale.learning_rates
-    rate = rates.get(name, rates.get(variant.recipe, rates.get("")))
+    rate = rates.get(name, rates.get(""))
     settings = [f"model.source={source}", f"data.folder={data}", *scale.changes, f"training.seed={seed}"]
     if rate is not None:
         settings.append(f"training.learning_rate={rate}")
