@@ -107,8 +107,7 @@ TABLES = {
 # What the paper does not ask: whether the learning rate decides.
 RATES = Table(
     "The same variants at another learning rate",
-    ("em", "em-high-rate", "ic", "ic-high-rate", "mote-every-other", "mote-every-other-high-rate", "mote")
-    + ("mote-high-rate",),
+    tuple(f"{name}{rate}" for name in ("em", "ic", "mote-every-other", "mote") for rate in ("", "-high-rate")),
     "em",
     claims=(
         Claim("mote-high-rate", "ic-high-rate"),
