@@ -20,10 +20,10 @@ from scipy.spatial.distance import jensenshannon
 from scipy.special import rel_entr, softmax
 from scipy.stats import ttest_ind
 from sentence_transformers import SentenceTransformer
+from transformers import PreTrainedConfig
 
 import mote
 from mote import analysis, upcycle
-from mote.analysis.run import labelled
 from mote.cli import main
 
 TEXTS = [
@@ -386,15 +386,15 @@ def test_the_same_analysis_twice_is_the_same(found: analysis.Analysis, trained_f
     assert json.dumps(again.to_dict()) == json.dumps(found.to_dict())
 
 
-def test_models_are_called_by_their_folders_or_labels(tmp_path: Path) -> None:
-    for name in ("a/model", "b/model", "b/other", "c/other"):
-        (tmp_path / name).mkdir(parents=True)
-    one, two, three, four = (str(tmp_path / name) for name in ("a/model", "b/model", "b/other", "c/other"))
-    assert labelled([one, two]) == {"a": one, "b": two}
-    assert labelled([three, four]) == {"b/other": three, "c/other": four}
-    assert labelled([f"x={one}", "user/name"]) == {"x": one, "name": "user/name"}
-    with pytest.raises(ValueError, match=r"Two models have one name .* LABEL=MODEL"):
-        labelled([one, one])
+def test_names_are_resolved_before_anything_is_loaded(
+    trained_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_more(*_: Any, **__: Any) -> None:
+        raise AssertionError("asked for more than the name")
+
+    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", no_more)
+    assert main(["analyze", str(trained_folder), "no/such"]) == 1
+    assert capsys.readouterr().err == "error: no/such is no folder, and the Hub cannot be reached\n"
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -425,10 +425,10 @@ def test_errors_of_the_command_are_one_line(
     for words, message in (
         ([str(fresh_folder), "--device", "tpu"], "error: There is no device 'tpu' here, but cpu"),
         ([str(fresh_folder), "--out", str(tmp_path / "file")], "error: The analysis cannot be written to"),
-        ([str(cut)], f"error: {cut} cannot be loaded by Sentence-Transformers: "),
-        ([str(dense)], f"error: {dense} cannot be loaded by Sentence-Transformers: "),
+        ([str(cut)], f"error: {cut} does not load in Sentence-Transformers: "),
+        ([str(dense)], f"error: {dense} does not load in Sentence-Transformers: "),
         ([str(shallow)], f"error: {shallow} lacks weights that its config asks for"),
-        ([str(tmp_path / "no-model")], "error: There is no model"),
+        ([str(tmp_path / "no-model")], f"error: {tmp_path}/no-model is neither a folder nor an id on the Hub"),
         ([str(fresh_folder), "--texts", str(tmp_path / "no.txt")], "error: There is no file"),
         ([str(fresh_folder), "--tasks", "nonsense", "sts"], "error: small-mote does not know the task 'nonsense'."),
     ):
@@ -456,5 +456,5 @@ def test_a_damaged_model_is_named(trained_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not finite"):
         analysis.analyze([folder], texts=TEXTS)
     edit_json(folder / "config.json", experts=["one", "two", "three", "four"], tasks={})
-    with pytest.raises(ValueError, match="cannot be loaded"):
+    with pytest.raises(ValueError, match="does not load"):
         analysis.analyze([folder], texts=TEXTS)

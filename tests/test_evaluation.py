@@ -24,7 +24,8 @@ import mote
 from mote import Evaluation, evaluate
 from mote.cli import main
 from mote.evaluation.charts import draw_gains
-from mote.evaluation.models import name_models, revision_of
+from mote.evaluation.run import write
+from mote.identity import name_models, revision_of
 
 # Scores ---------------------------------------------------------------------------------------------------------------
 
@@ -314,14 +315,57 @@ def test_a_card_or_a_picture_is_no_part_of_a_model(tmp_path: Path) -> None:
     assert revision_of(str(folder)) != before
 
 
-def test_names_tell_models_apart(tmp_path: Path) -> None:
-    paths = [tmp_path / place for place in ("a/run1/model", "a/run2/model", "other")]
-    for path in paths:
-        path.mkdir(parents=True)
-    names = name_models([*map(str, paths), "user/model"])
-    assert list(names) == ["run1/model", "run2/model", "other", "user/model"]
-    with pytest.raises(ValueError, match="given twice"):
-        name_models([str(paths[0]), str(paths[0])])
+@pytest.mark.parametrize(
+    ("places", "labels"),
+    [
+        (["a/run1/model", "a/run2/model", "other", "user/model"], ["run1", "run2", "other", "user/model"]),
+        (["a/run/model", "b/run/model", "b/run"], ["a/run", "model", "b/run"]),
+        (["a/one", "b/one", "x=b/two", "y=b/two"], ["a/one", "b/one", "x", "y"]),
+        (["lr=0.1/model", "best=lr=0.1/model", "=lr=0.1"], ["model", "best", "lr=0.1"]),
+        (["best=user/name", "user/name"], ["best", "user/name"]),
+    ],
+)
+def test_models_are_called_by_the_ends_of_their_paths_or_by_labels(
+    places: list[str], labels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place in ("a/run1/model", "a/run2/model", "a/run/model", "b/run/model", "a/one", "b/one", "b/two", "other"):
+        Path(place).mkdir(parents=True)
+    Path("lr=0.1/model").mkdir(parents=True)
+    named = name_models(places)
+    assert list(named) == labels
+    assert all(place.endswith(model) for place, model in zip(places, named.values(), strict=True))
+
+
+def test_names_that_do_not_tell_models_apart(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    one = str(tmp_path / "one")
+    for words, said in (
+        ([one, one], "one is given twice"),
+        ([one, "one=user/name"], r"Two models have one name \(one, one\): give them labels, as in LABEL=MODEL"),
+        (["one="], "'one=' names no model: expected MODEL or LABEL=MODEL"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            name_models(words)
+
+
+def test_two_runs_into_one_folder_do_not_share_unfinished_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: list[list[str]] = []
+    move = Path.replace
+
+    def remember(part: Path, target: Path) -> Path:
+        parts[-1].append(part.name)
+        return move(part, target)
+
+    monkeypatch.setattr(Path, "replace", remember)
+    for process in (1, 2):
+        parts.append([])
+        monkeypatch.setattr(os, "getpid", lambda process=process: process)
+        write(three_models(reference="dense"), tmp_path)
+    assert len(parts[0]) == 4
+    assert not set(parts[0]) & set(parts[1])
 
 
 def test_a_damaged_result_is_computed_again(data: Path, tmp_path: Path) -> None:
@@ -367,27 +411,43 @@ def test_failures_do_not_stop_the_others(
 
 
 def test_a_model_that_gives_no_numbers_has_no_score(tmp_path: Path) -> None:
-    folder = shutil.copytree(SMALL_ENCODER, tmp_path / "model")
+    folder = shutil.copytree(SMALL_ENCODER, tmp_path / "without-numbers")
     weights = load_file(folder / "model.safetensors")
     weights["embeddings.LayerNorm.bias"][0] = np.nan
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     data = ROOT / "examples" / "data"  # retrieval would be scored 0
     evaluation = evaluate([str(folder)], data=data, tasks=["beir/arxiv", "sts17_en"], limit=3, out=tmp_path / "out")
-    assert set(evaluation.failures["model"]) == {"beir-arxiv", "STS17", "pair-sts17_en"}
-    assert all("embeddings that are not finite" in message for message in evaluation.failures["model"].values())
+    assert set(evaluation.failures["without-numbers"]) == {"beir-arxiv", "STS17", "pair-sts17_en"}
+    assert all(
+        "embeddings that are not finite" in message for message in evaluation.failures["without-numbers"].values()
+    )
     assert not results(tmp_path / "out")
+
+
+def test_a_model_that_gives_equal_similarities_is_told_so(data: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(SMALL_ENCODER, tmp_path / "constant")
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {name: np.ones_like(weight) if name.endswith("bias") else 0 * weight for name, weight in weights.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    evaluation = evaluate([str(folder)], data=data, tasks=["part0"], out=tmp_path / "out")
+    message = "ValueError: the score is nan: all scores of the set, or all that the model gives, are equal"
+    assert evaluation.failures["constant"] == {"sts-part0": message}
 
 
 def test_the_command_writes_tables_scores_and_a_chart(fresh_folder: Path, tmp_path: Path) -> None:
     models, data = [str(SMALL_ENCODER), str(fresh_folder)], str(ROOT / "examples" / "data")
+    models[0] = f"dense={models[0]}"
     command = [sys.executable, "-m", "mote", "evaluate", *models, "--data", data, "--tasks", "sts/*", "summarization/*"]
-    options = ["--reference", "small-encoder", "--out", str(tmp_path), "--limit", "30"]
+    options = ["--reference", "dense", "--out", str(tmp_path), "--limit", "30"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""  # libraries are silent
     assert "--limit 30" in done.stdout
     evaluation = Evaluation.from_json((tmp_path / "scores.json").read_text())
-    assert evaluation.reference == "small-encoder"
+    assert evaluation.reference == "dense"
     assert evaluation.table() in done.stdout
     assert evaluation.table("markdown") in (tmp_path / "table.md").read_text()
     assert (tmp_path / "gains.png").read_bytes().startswith(b"\x89PNG")
@@ -457,12 +517,18 @@ def test_models_that_are_none(data: Path, tmp_path: Path, capsys: pytest.Capture
     deeper = shutil.copytree(SMALL_ENCODER, tmp_path / "deeper")
     settings = json.loads((deeper / "config.json").read_text())
     (deeper / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 4}))
+    adapter, adapted = tmp_path / "adapter", shutil.copytree(SMALL_ENCODER, tmp_path / "adapted")
+    for folder in (adapter, adapted / "0_Transformer"):
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(SMALL_ENCODER)}))
     for path, said in {
         str(tmp_path / "empty"): "has neither config.json nor modules.json",
         str(broken): f"{broken} does not load in Sentence-Transformers",
         str(
             deeper
         ): f"{deeper} lacks weights that its config asks for, and random ones would take their place: encoder",
+        str(adapter): f"{adapter} holds an adapter (adapter_config.json), not the model that it adapts: merge",
+        str(adapted): f"{adapted} holds an adapter",
         "nobody/nothing": "nobody/nothing is no folder, and the Hub cannot be reached",
         "no such/folder/here": "is neither a folder nor an id on the Hub",
     }.items():

@@ -320,6 +320,17 @@ def test_a_limit_keeps_the_shares_of_labels() -> None:
     assert sorted(kept.values()) == sorted(min(count, 16) for count in train.values())
 
 
+def test_a_limited_pair_set_has_both_labels(tmp_path: Path, encoder: SentenceTransformer) -> None:
+    (task,) = load_tasks(EXAMPLES, ["pair/*"], 1)
+    assert np.isfinite(score(encoder, task))
+    assert sorted(content("pair/sts17_en", 1)["test"]["labels"]) == [0, 1]
+    uneven = [{"sentence1": str(number), "sentence2": "b", "label": int(number == 0)} for number in range(100)]
+    write(tmp_path, "pair/uneven/test.jsonl.gz", uneven)
+    assert sorted(content("uneven", 1, tmp_path)["test"]["labels"]) == [0, 1]
+    with pytest.raises(ValueError, match=r"all pairs that a limit of 5 leaves have the label 0, .* raise the limit"):
+        content("uneven", 5, tmp_path)
+
+
 def test_two_labels_of_many_in_a_limited_test_part_can_be_scored(encoder: SentenceTransformer) -> None:
     (task,) = load_tasks(EXAMPLES, ["banking77"], limit=2)
     assert 0 <= score(encoder, task) <= 1
@@ -450,6 +461,11 @@ BAD = {  # kind → rows of the test part, and what the error must say
         "summarization",
         [{"text": "t", "machine_summaries": ["a", "b"], "beauty": [1, 2]}],
         "no human scores",
+    ),
+    "equal scores of summaries": (
+        "summarization",
+        [{**SUMMARY, "relevance": [2, 2]}] * 2,
+        "all scores are equal within",
     ),
     "several summaries": (
         "summarization",

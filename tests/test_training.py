@@ -53,9 +53,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The repository's data, and a few scored pairs under the names that the recipe with five experts asks for."""
     folder = tmp_path_factory.mktemp("data")
-    for kind in DATA.iterdir():
-        if kind.is_dir():
-            (folder / kind.name).symlink_to(kind)
+    for dataset in DATA.glob("*/*/"):
+        (folder / dataset.parent.name).mkdir(exist_ok=True)  # no link: what is added must not go into the repository
+        (folder / dataset.parent.name / dataset.name).symlink_to(dataset)
     for name in ("stsbenchmark", "sts12"):
         (folder / "sts" / name).mkdir(parents=True)
         with gzip.open(folder / "sts" / name / "train.jsonl.gz", "wt") as file:
@@ -714,3 +714,13 @@ def test_the_plan_writes_nothing(tiny: Path, data: Path, tmp_path: Path) -> None
     assert "retrieval/tldr_pages" in text
     assert "temperature: 0.06" in text
     assert not (tmp_path / "run").exists()
+
+
+def test_the_chart_leaves_the_callers_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import matplotlib
+
+    monkeypatch.setitem(matplotlib.rcParams, "backend", "svg")
+    log = [{"step": step, "task": "a", "loss": 1.0, "eval_validation_mean": 50.0} for step in (1, 2)]
+    progress.draw_curves(log, tmp_path / "loss.png", "a run")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert matplotlib.rcParams["backend"] == "svg"

@@ -152,7 +152,7 @@ def _add_evaluate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         description="Score models with MTEB. The same command goes on where it was broken off.",
     )
     add = command.add_argument
-    add("models", nargs="+", metavar="MODEL", help="a folder, or an id on the Hub (user/name)")
+    add("models", nargs="+", metavar="MODEL", help="a folder or an id on the Hub, or LABEL=MODEL")
     add("--data", metavar="FOLDER", help="score on the sets of a folder")
     add("--benchmark", metavar="NAME", help='score on a benchmark of MTEB, as in "MTEB(eng, v1)"')
     add(
@@ -220,7 +220,7 @@ def _analyze(*, models: list[str], **arguments: object) -> None:
         raise OSError(f'analysis needs {error.name}, which is not installed: pip install -e ".[evaluate]"') from error
 
     logging.disable_progress_bar()
-    analysis = run.analyze(run.labelled(models), **arguments, report=_print_line)  # type: ignore[arg-type]
+    analysis = run.analyze(models, **arguments, report=_print_line)  # type: ignore[arg-type]
     _print_line(f"\n{analysis}")
 
 

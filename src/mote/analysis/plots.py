@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from mote.analysis.movement import Movement
 from mote.analysis.similarity import Similarity
+from mote.colours import OKABE_ITO
 
-OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")
 _DPI = 120
 _PLAIN_TEXT = rc_context({"text.parse_math": False})  # a $ in a name begins no formula
 _CHANGE = "Frobenius norm of the change, % of the start's (grey: no experts)"

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +24,13 @@ from mote.analysis.similarity import (
     default_tasks,
     embed,
     instructions_of,
-    load_model,
+    load,
     mote_config,
     similarity_of,
     welch_tests,
 )
 from mote.analysis.texts import Pairs, Texts, find_pairs, find_texts
+from mote.identity import commit_of, name_models
 
 Report = Callable[[str], None]
 
@@ -136,7 +136,8 @@ def analyze(
     """Look at how far the experts of some models have specialised.
 
     Args:
-        models: Folders or ids on the Hub, of anything that Sentence-Transformers loads; as a mapping, under labels.
+        models: Folders or ids on the Hub, of anything that Sentence-Transformers loads, or LABEL=MODEL; as a mapping,
+            under labels.
         out: Folder for tables and charts. Default: nothing is written.
         texts: To embed under each task: a file as `find_texts` reads it, or the texts themselves. Default: those of
             `data`, otherwise 128 real ones that come with MoTE.
@@ -163,14 +164,16 @@ def analyze(
     read = isinstance(texts, str | Path) or texts is None
     found = find_texts(texts, data, limit, seed) if read else Texts(tuple(texts), "given texts")  # type: ignore[arg-type]
     found_pairs = find_pairs(pairs, data, limit, seed)
-    named = dict(models) if isinstance(models, Mapping) else labelled([str(model) for model in models])
+    labelled = models if isinstance(models, Mapping) else name_models([str(model) for model in models])
+    named = {label: str(name) for label, name in labelled.items()}
     if not named:
         raise ValueError("No model to look at: name one or more")
     report(f"Texts: {len(found.texts)} ({found.source})")
+    commits = {label: commit_of(name) for label, name in named.items()}  # all are there, before any is loaded
     loaded = {}
     for label, name in named.items():
         report(f"{label}: loading …")
-        loaded[label] = load_model(name, device, trust_remote_code)
+        loaded[label] = load(name, commits[label], device, trust_remote_code)
     chosen = _tasks(loaded, tasks)
     if out is not None:
         _prepare(Path(out))
@@ -179,7 +182,7 @@ def analyze(
         report(f"{label}: {len(found.texts)} texts under {', '.join(chosen)} …")
         seen = _of_embeddings(label, loaded.pop(label), chosen, found, found_pairs, batch_size, seed)
         report(f"{label}: weights …")
-        movement, notes = _movement(str(name), start)
+        movement, notes = _movement(name, start)
         analyses.append(dataclasses.replace(seen, movement=movement, notes=(*seen.notes, *notes)))
     first, *others = analyses
     tests = [
@@ -199,27 +202,6 @@ def _prepare(out: Path) -> None:
             pass
     except OSError as error:
         raise OSError(f"The analysis cannot be written to {out}: {error}") from error
-
-
-def labelled(words: Sequence[str]) -> dict[str, str]:
-    """Read `MODEL` or `LABEL=MODEL`.
-
-    Without a label, a model is called by the last part of its name; the folder `model` of a run as the run is.
-
-    Raises:
-        ValueError: If two models have one label.
-    """
-    pairs = [("", "", word) if Path(word).exists() else word.rpartition("=") for word in words]
-    paths = [Path(name).resolve() if Path(name).is_dir() else Path(name) for _, _, name in pairs]
-    parts = [path.parts[:-1] if path.name == "model" and len(path.parts) > 1 else path.parts for path in paths]
-    ends = Counter(part[-1] for part in parts)
-    labels = [
-        label or (part[-1] if ends[part[-1]] == 1 else "/".join(part[-2:]))
-        for (label, _, _), part in zip(pairs, parts, strict=True)
-    ]
-    if len(set(labels)) < len(labels):
-        raise ValueError(f"Two models have one name ({', '.join(labels)}): give them labels, as in LABEL=MODEL")
-    return {label: name for label, (_, _, name) in zip(labels, pairs, strict=True)}
 
 
 def _tasks(models: Mapping[str, SentenceTransformer], tasks: Sequence[str] | None) -> list[str]:

@@ -13,8 +13,8 @@ from sentence_transformers import SentenceTransformer
 from transformers import PreTrainedConfig
 
 from configuration_mote import PAPER_INSTRUCTIONS, alternatives
-from mote.evaluation.models import check_device
-from mote.loading import all_weights
+from mote.identity import commit_of
+from mote.loading import check_device, load_model
 
 Similarity = dict[tuple[str, str], NDArray[np.float64]]
 
@@ -22,28 +22,27 @@ Similarity = dict[tuple[str, str], NDArray[np.float64]]
 ROLES = (("search_query", "search_document"), ("query", "passage"), ("query", "document"))
 
 
-def load_model(model: str | Path, device: str | None = None, trust_remote_code: bool = False) -> SentenceTransformer:
+def load(
+    model: str, commit: str | None, device: str | None = None, trust_remote_code: bool = False
+) -> SentenceTransformer:
     """Load any Sentence-Transformers model; a MoTE brings its code, of any other it is run only if it is trusted.
 
+    Args:
+        model: A folder, or an id on the Hub.
+        commit: Its commit there, as `commit_of` finds it.
+        device: Where it runs. Default: what Sentence-Transformers picks.
+        trust_remote_code: Run code that a model other than a MoTE brings.
+
     Raises:
-        FileNotFoundError: If there is no such model.
         ValueError: If there is no such device, or the model cannot be loaded, or lacks weights.
     """
     check_device(device)
-    folder = Path(model)
-    if not folder.is_dir() and (folder.is_absolute() or str(model).count("/") > 1):
-        raise FileNotFoundError(f"There is no model {model}: expected a folder, or an id on the Hub (user/name)")
     try:
-        settings, _ = PreTrainedConfig.get_config_dict(model)
+        settings, _ = PreTrainedConfig.get_config_dict(model, revision=commit)
     except OSError:
-        settings = {}  # not of transformers, or not there: the library says which
+        settings = {}  # not of transformers
     trusted = trust_remote_code or settings.get("model_type") == "mote"
-    with all_weights(str(model)):
-        try:
-            return SentenceTransformer(str(model), device=device, trust_remote_code=trusted).eval()
-        except Exception as error:  # whatever a library or the model's own code raises
-            reason = " ".join(str(error).split())
-            raise ValueError(f"{model} cannot be loaded by Sentence-Transformers: {reason}") from error
+    return load_model(model, revision=commit, device=device, trust_remote_code=trusted)
 
 
 def mote_config(model: SentenceTransformer) -> Any | None:
@@ -158,7 +157,7 @@ def inter_task_similarity(
         ValueError: If the model does not know a task, or has no two.
     """
     if not isinstance(model, SentenceTransformer):
-        model = load_model(model, device)
+        model = load(str(model), commit_of(str(model)), device)
     tasks = default_tasks(model) if tasks is None else list(tasks)
     check_tasks(model, tasks)
     return similarity_of({task: embed(model, texts, task, batch_size) for task in tasks})

@@ -7,11 +7,10 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from mote.colours import OKABE_ITO
 from mote.evaluation.scores import Evaluation
 
-# Okabe and Ito's colours, which people of all kinds of colour vision can tell apart; hatches after the last.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
-HATCHES = ("", "////", "....", "xxxx")
+HATCHES = ("", "////", "....", "xxxx")  # each with all colours
 LEGEND_WIDTH = 100  # characters that fit beside each other
 
 
@@ -44,8 +43,8 @@ def draw_gains(evaluation: Evaluation, reference: str, path: Path) -> None:
             [place + shift for place, name in zip(places, names, strict=True) if name in of_model],
             [of_model[name] for name in names if name in of_model],
             height=thickness,
-            color=COLOURS[index % len(COLOURS)],
-            hatch=HATCHES[index // len(COLOURS) % len(HATCHES)],
+            color=OKABE_ITO[index % len(OKABE_ITO)],
+            hatch=HATCHES[index // len(OKABE_ITO) % len(HATCHES)],
             edgecolor="white",
             linewidth=0.3,
             label=model,

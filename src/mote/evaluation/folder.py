@@ -299,11 +299,19 @@ def read_clustering(evaluation_set: EvaluationSet) -> list[Row]:
 
 
 def read_pairs(evaluation_set: EvaluationSet) -> list[Row]:
-    """Read `sentence1`, `sentence2`, `labels`."""
+    """Read `sentence1`, `sentence2`, `labels`. A limit of 1 leaves one pair of each label."""
     rows = _read(evaluation_set, "test", sentence1=TEXT, sentence2=TEXT, label=SAME_OR_NOT)
     if len({row["label"] for row in rows}) < 2:
         raise ValueError(f"{evaluation_set.path}: all pairs have the label {rows[0]['label']}, expected 1 and 0")
-    rows = _sample(rows, evaluation_set.limit, "label")
+    if evaluation_set.limit == 1:
+        rows = [row for row, (rank, _) in zip(rows, _ranks(rows, "label"), strict=True) if rank == 0]
+    else:
+        rows = _sample(rows, evaluation_set.limit, "label")
+    if len({row["label"] for row in rows}) < 2:
+        raise ValueError(
+            f"{evaluation_set.path}: all pairs{_left(evaluation_set)} have the label {rows[0]['label']}, expected 1 "
+            "and 0: raise the limit"
+        )
     return [{**row, "labels": int(row.pop("label"))} for row in rows]
 
 
@@ -315,8 +323,16 @@ def read_sts(evaluation_set: EvaluationSet) -> list[Row]:
 
 def _different(evaluation_set: EvaluationSet, rows: list[Row]) -> list[Row]:
     if len({row["score"] for row in rows}) < 2:
-        raise ValueError(f"{evaluation_set.path}: all scores are {rows[0]['score']}, which correlates with nothing")
+        raise ValueError(
+            f"{evaluation_set.path}: all scores{_left(evaluation_set)} are {rows[0]['score']}, which correlates with "
+            "nothing"
+        )
     return rows
+
+
+def _left(evaluation_set: EvaluationSet) -> str:
+    """Words for errors that may be the limit's fault."""
+    return "" if evaluation_set.limit is None else f" that a limit of {evaluation_set.limit} leaves"
 
 
 def read_reranking(evaluation_set: EvaluationSet) -> list[Row]:
@@ -344,7 +360,20 @@ def read_summaries(evaluation_set: EvaluationSet) -> list[Row]:
     """Read `text`, `machine_summaries`, `human_summaries`, and the human scores as `relevance`.
 
     Where there are no human summaries, the text itself is what machine summaries are compared with.
+
+    Raises:
+        ValueError: Beside what is wrong with rows: if each text has equal scores only, which tell no order.
     """
+    rows = _read_summaries(evaluation_set)
+    if all(len(set(row["relevance"])) == 1 for row in rows):
+        raise ValueError(
+            f"{evaluation_set.path}: all scores{_left(evaluation_set)} are equal within their text, which correlates "
+            "with nothing"
+        )
+    return rows
+
+
+def _read_summaries(evaluation_set: EvaluationSet) -> list[Row]:
     first = next(iter(read_rows(evaluation_set.location("test"))), None)
     scores = scores_of_summaries(evaluation_set, first.content if first and not first.fault else {"relevance": []})
     has_references = first is not None and "human_summaries" in first.content
@@ -377,7 +406,7 @@ def read_summary_pairs(evaluation_set: EvaluationSet) -> list[Row]:
     Raises:
         ValueError: If a row has several machine summaries or references.
     """
-    rows = read_summaries(evaluation_set)
+    rows = _read_summaries(evaluation_set)
     for row in rows:
         if len(row["machine_summaries"]) > 1 or len(row["human_summaries"]) > 1:
             raise ValueError(

@@ -18,10 +18,10 @@ from tqdm import tqdm
 
 from mote.evaluation.cache import Cache, CacheError, default_cache, with_parts
 from mote.evaluation.charts import draw_gains
-from mote.evaluation.models import DTYPES, Candidate, check_device, find_candidates, first_line
+from mote.evaluation.models import DTYPES, Candidate, find_candidates
 from mote.evaluation.scores import Evaluation
 from mote.evaluation.selection import choose_tasks
-from mote.loading import all_weights
+from mote.loading import check_device, first_line
 
 Report = Callable[[str], None]
 
@@ -48,7 +48,8 @@ def evaluate(
     on which a model fails does not stop the others.
 
     Args:
-        models: What Sentence-Transformers loads: folders or ids on the Hub; with a mapping, by their names in tables.
+        models: What Sentence-Transformers loads: folders or ids on the Hub, or LABEL=MODEL; with a mapping, by their
+            names in tables.
         benchmark: A benchmark of MTEB, as in "MTEB(eng, v1)".
         data: A folder of datasets, instead.
         tasks: Which datasets of the folder or the benchmark, also by patterns as in "beir/*"; without either of them,
@@ -128,8 +129,7 @@ class _Run:
         )
         waiting = [one for one in self.candidates if missing[one.label]]
         for candidate in reversed(waiting):
-            with all_weights(candidate.path):
-                candidate.load()
+            candidate.load()
             if candidate is not waiting[0]:  # the first can stay
                 candidate.release()
 
@@ -230,7 +230,8 @@ def _main_score(result: Any, task: Any) -> float:
     """The score of a task: the mean over its splits and subsets, x 100, as exact as mteb keeps it."""
     score = round(100 * float(result.validate_and_filter_scores(task).get_score()), 4)
     if not np.isfinite(score):
-        raise ValueError(f"the score is {score}")
+        equal = ": all scores of the set, or all that the model gives, are equal"
+        raise ValueError(f"the score is {score}" + (equal if task.metadata.type in ("STS", "Summarization") else ""))
     return score
 
 
@@ -299,15 +300,20 @@ def write(evaluation: Evaluation, folder: Path) -> list[Path]:
         "scores.json": evaluation.to_json(),
     }
     for name, text in texts.items():
-        part = folder / f".{name}.part"
+        part = _part(folder / name)
         part.write_text(text, encoding="utf-8")
         part.replace(folder / name)
     written = [folder / name for name in texts]
     chart = folder / "gains.png"
     if evaluation.reference is not None and any(evaluation.gains(evaluation.reference).values()):
-        part = folder / ".gains.png.part"
+        part = _part(chart)
         draw_gains(evaluation, evaluation.reference, part)
         written.append(part.replace(chart))
     else:
         chart.unlink(missing_ok=True)  # of an earlier run
     return written
+
+
+def _part(file: Path) -> Path:
+    """Where a file is written before it is moved into place; of each process another."""
+    return file.with_name(f".{file.name}.{os.getpid()}.part")

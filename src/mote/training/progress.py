@@ -271,17 +271,15 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 def draw_curves(log: list[dict[str, Any]], path: Path, title: str) -> None:
     """Draw the loss of each task, and the validation scores where there are several, over the steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no screen is needed
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure  # not pyplot, which would look for a screen
 
     by_task: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for line in log:
         if "loss" in line:
             by_task[line["task"]].append((line["step"], line["loss"]))
     scores = [(line["step"], line["eval_validation_mean"]) for line in log if "eval_validation_mean" in line]
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
     for task, points in by_task.items():
         steps, losses = zip(*points, strict=True)
         (drawn,) = axes.plot(steps, losses, alpha=0.3, linewidth=1)
@@ -294,7 +292,6 @@ def draw_curves(log: list[dict[str, Any]], path: Path, title: str) -> None:
         axes.plot([], [], "k--o", markersize=3, label="validation (right)")
     axes.legend(loc="upper right")
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def _smoothed(values: Iterable[float], keep: float = 0.9) -> list[float]:
