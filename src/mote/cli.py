@@ -207,7 +207,7 @@ def _add_analyze(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--batch-size", type=int, default=32, metavar="N", help="texts embedded at once (default: 32)")
     add("--device", metavar="D", help="cpu, cuda, cuda:1, mps … (default: the best there is)")
     add("--seed", type=int, default=0, metavar="N", help="of samples and of t-SNE (default: 0)")
-    add("--trust-remote-code", action="store_true", help="run code that a model other than a MoTE brings")
+    add("--trust-remote-code", action="store_true", help="run code of models on the Hub; that of folders always is")
     command.set_defaults(run=_analyze)
 
 

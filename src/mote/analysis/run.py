@@ -150,7 +150,7 @@ def analyze(
         batch_size: Texts at once.
         device: Of the models. Default: a GPU where there is one.
         seed: Of samples and of t-SNE.
-        trust_remote_code: Run code that a model other than a MoTE brings.
+        trust_remote_code: Run code of models on the Hub. That of folders is always run.
         report: Called with each line of progress.
 
     Returns:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
-from transformers import PreTrainedConfig
 
 from configuration_mote import PAPER_INSTRUCTIONS, alternatives
 from mote.identity import commit_of
@@ -25,23 +24,19 @@ ROLES = (("search_query", "search_document"), ("query", "passage"), ("query", "d
 def load(
     model: str, commit: str | None, device: str | None = None, trust_remote_code: bool = False
 ) -> SentenceTransformer:
-    """Load any Sentence-Transformers model; a MoTE brings its code, of any other it is run only if it is trusted.
+    """Load any Sentence-Transformers model. Code in a folder is run, that of a model on the Hub only if it is trusted.
 
     Args:
         model: A folder, or an id on the Hub.
         commit: Its commit there, as `commit_of` finds it.
         device: Where it runs. Default: what Sentence-Transformers picks.
-        trust_remote_code: Run code that a model other than a MoTE brings.
+        trust_remote_code: Run code of a model on the Hub.
 
     Raises:
         ValueError: If there is no such device, or the model cannot be loaded, or lacks weights.
     """
     check_device(device)
-    try:
-        settings, _ = PreTrainedConfig.get_config_dict(model, revision=commit)
-    except OSError:
-        settings = {}  # not of transformers
-    trusted = trust_remote_code or settings.get("model_type") == "mote"
+    trusted = trust_remote_code or Path(model).is_dir()
     return load_model(model, revision=commit, device=device, trust_remote_code=trusted)
 
 
