@@ -42,9 +42,9 @@ def test_what_variants_are(paper: dict[str, ModuleType]) -> None:
     def recipe(name: str) -> object:
         return experiments.recipe_of(name, experiments.SCALES["small"], "S", "D", 42)
 
-    one = recipe("sem-retrieval-heterogeneous-0.01")
+    one = recipe("sem-retrieval-heterogeneous-0.03")
     assert list(one.tasks) == ["retrieval"]
-    assert (one.tasks["retrieval"].batches, one.tasks["retrieval"].temperature) == ("heterogeneous", 0.01)
+    assert (one.tasks["retrieval"].batches, one.tasks["retrieval"].temperature) == ("heterogeneous", 0.03)
     assert recipe("mote-high-rate").training.learning_rate == 5e-4
     assert recipe("mote").training.learning_rate == recipe("ic").training.learning_rate == 1.5e-4
     assert recipe("mote-shared").model.tasks == {"clustering": "search_document"}

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from beyond import INTERPOLATED, TRAINED, validation_scores, validation_table
 from claims import RATES, TABLES, Claim, Table
-from experiments import SCALES, TASKS
-from figures import ablation_names, ablation_table, draw_ablations
+from experiments import SCALES, TASKS, ablations
+from figures import ablation_table, draw_ablations
 from runs import START, Runs
 from tables import claims_of, table_of
 
@@ -103,7 +103,7 @@ def _figure3(runs: Runs) -> str:
 
 
 def _figures4to7(runs: Runs) -> str:
-    scores = runs.scores(ablation_names())
+    scores = runs.scores(name for task in TASKS for name in ablations(task))
     draw_ablations(scores, runs.scores([START]), runs.out / "figures4to7.png")
     title = "batches and temperature of each task"
     return f"### figures4to7: {title}\n\n{ablation_table(scores)}\n\n![{title}](figures4to7.png)"

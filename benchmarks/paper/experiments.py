@@ -11,6 +11,13 @@ SEARCH = ("beir/*", "reranking/*")
 OTHERS = ("classification/*", "clustering/*", "pair/*", "sts/*", "summarization/*")
 EVERY_SET = (*SEARCH, *OTHERS)
 TEMPERATURES = (0.01, 0.03, 0.06)
+BATCHES = ("homogeneous", "heterogeneous")
+OF_THE_RECIPE = {
+    "retrieval": ("homogeneous", 0.03),
+    "classification": ("heterogeneous", 0.03),
+    "clustering": ("heterogeneous", 0.06),
+}
+"""The batches and the temperature that the paper's recipe has for each task."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +41,20 @@ class Variant:
     to_mean: float | None = None
 
 
+def ablations(task: str) -> dict[str, tuple[str, float]]:
+    """Name the runs of Figures 4 to 7: the recipe's batches at each temperature, the other ones at the recipe's.
+
+    Returns:
+        Variant → batches and temperature. Each is a dense model with instructions, trained on this task alone.
+    """
+    batches, temperature = OF_THE_RECIPE[task]
+    pairs = [(batches, step) for step in TEMPERATURES] + [(other, temperature) for other in BATCHES if other != batches]
+    return {f"sem-{task}-{kind}-{step:g}": (kind, step) for kind, step in pairs}
+
+
 def _ablation(task: str, batches: str, temperature: float) -> Variant:
     changes = (f"tasks.{task}.batches={batches}", f"tasks.{task}.temperature={temperature}")
     return Variant(f"sem-{task}", changes, sets=(KIND_OF_TASK[task],), few_seeds=True)
-
-
-def ablation_name(task: str, batches: str, temperature: float) -> str:
-    """Name the dense model of one task that is trained with such batches, at such a temperature."""
-    return f"sem-{task}-{batches}-{temperature:g}"
 
 
 SHARED_EXPERT = (
@@ -63,12 +76,7 @@ VARIANTS: dict[str, Variant] = {
     "mote-shared": Variant("mote", SHARED_EXPERT, few_seeds=True),
     "mote-expert-rates": Variant("mote", (EXPERT_RATES,), few_seeds=True),
     **{f"{name}-high-rate": Variant(name, few_seeds=True) for name in ("em", "ic", "mote", "mote-every-other")},
-    **{
-        ablation_name(task, batches, temperature): _ablation(task, batches, temperature)
-        for task in TASKS
-        for batches in ("homogeneous", "heterogeneous")
-        for temperature in TEMPERATURES
-    },
+    **{name: _ablation(task, *changed) for task in TASKS for name, changed in ablations(task).items()},
 }
 
 
