@@ -6,6 +6,7 @@ import numpy as np
 from claims import ALL, Claim, Table
 from runs import Scores
 
+from mote.evaluation.scores import TASK_TYPES
 from mote.evaluation.statistics import Comparison, compare_scores
 
 
@@ -42,7 +43,7 @@ def table_of(table: Table, scores: Scores) -> str:
     """Write one of the paper's tables with our scores."""
     names = table.variants
     datasets = datasets_of(scores, table.types, names)
-    types = table.types or tuple(dict.fromkeys(scores.types[dataset] for dataset in datasets))
+    types = table.types or TASK_TYPES
     groups = {kind: [dataset for dataset in datasets if scores.types[dataset] == kind] for kind in types}
     rows = {f"{kind} ({len(group)})": group for kind, group in groups.items() if group}
     rows[f"mean over all ({len(datasets)})"] = datasets
