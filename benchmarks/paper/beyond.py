@@ -17,7 +17,7 @@ from mote.training.recipe import load_recipe
 from mote.training.validation import Validation
 
 INTERPOLATED = {0.0: "mote", 0.25: "mote-to-mean-0.25", 0.5: "mote-to-mean-0.5", 0.75: "mote-to-mean-0.75"}
-TRAINED = ("mote-expert-rates", "mote-shared")
+TRAINED = ("mote-expert-rates", "mote-shared", "mote-homogeneous")
 
 
 def validation_scores(runs: Runs, name: str) -> dict[str, float]:

@@ -61,6 +61,7 @@ SHARED_EXPERT = (
     "model.experts=[classification, search_query, search_document]",
     "model.tasks={clustering: search_document}",
 )
+HOMOGENEOUS = ("tasks.classification.batches=homogeneous", "tasks.clustering.batches=homogeneous")
 EXPERT_RATES = "training.arguments={learning_rate_mapping: {'experts\\.(classification|clustering)\\.': 5.0e-4}}"
 
 VARIANTS: dict[str, Variant] = {
@@ -75,6 +76,7 @@ VARIANTS: dict[str, Variant] = {
     **{f"mote-to-mean-{part:g}": Variant("mote", made_of="mote", to_mean=part) for part in (0.25, 0.5, 0.75)},
     "mote-shared": Variant("mote", SHARED_EXPERT, few_seeds=True),
     "mote-expert-rates": Variant("mote", (EXPERT_RATES,), few_seeds=True),
+    "mote-homogeneous": Variant("mote", HOMOGENEOUS, few_seeds=True),
     **{f"{name}-high-rate": Variant(name, few_seeds=True) for name in ("em", "ic", "mote", "mote-every-other")},
     **{name: _ablation(task, *changed) for task in TASKS for name, changed in ablations(task).items()},
 }
