@@ -6,7 +6,7 @@
 
 What is missing is trained and scored, what is there is used again, and the same command goes on after it was broken
 off. Several commands may share RUNS: a model is trained by one of them. Written to RUNS/SCALE: `NAME.md` for each table
-or figure, its pictures, `scores.json`, and, by `all`, `results.md`.
+or figure, `NAME.json` with the scores of each table, the pictures, and, by `all`, `results.md`.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from beyond import INTERPOLATED, TRAINED, validation_scores, validation_table
 from claims import RATES, TABLES, Claim, Table
 from experiments import SCALES, TASKS, ablations
 from figures import ablation_table, draw_ablations
-from runs import START, Runs
+from runs import START, Runs, Scores
 from tables import claims_of, table_of
 
 import mote
@@ -79,8 +79,12 @@ def _table(name: str, table: Table, runs: Runs) -> str:
     scores = runs.scores(names)
     if "sem" in table.variants:
         scores = scores.joined("sem", models_of_tasks)
-    (runs.out / f"{name}.json").write_text(json.dumps(asdict(scores), indent=1) + "\n", encoding="utf-8")
+    _keep(name, scores, runs)
     return "\n\n".join([f"### {name}: {table.title}", table_of(table, scores), claims_of(table, scores)])
+
+
+def _keep(name: str, scores: Scores, runs: Runs) -> None:
+    (runs.out / f"{name}.json").write_text(json.dumps(asdict(scores), indent=1) + "\n", encoding="utf-8")
 
 
 def _similarity(name: str, title: str, variants: tuple[str, ...], runs: Runs) -> str:
@@ -120,13 +124,14 @@ def _rates(runs: Runs) -> str:
 
 
 def _beyond(runs: Runs) -> str:
-    on_validation = {name: validation_scores(runs, name) for name in INTERPOLATED.values()}
+    on_validation = {name: validation_scores(runs, name) for name in INTERPOLATED}
     chosen = max(on_validation, key=lambda name: on_validation[name]["validation_mean"])
     on_validation |= {name: validation_scores(runs, name) for name in ("mote-average", *TRAINED)}
     others = tuple(dict.fromkeys((chosen, *TRAINED)))
     claims = tuple(Claim(name, "mote") for name in others if name != "mote")
     table = Table("Beyond the paper", tuple(dict.fromkeys(("ic", "mote", *others))), "mote", claims=claims)
     scores = runs.scores(table.variants)
+    _keep("beyond", scores, runs)
     lines = [
         "### beyond: experts moved towards their mean, one expert for two tasks, learning rates of experts",
         validation_table(on_validation),

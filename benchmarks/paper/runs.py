@@ -50,9 +50,8 @@ class Runs:
         folder = self.out / "models" / f"{name}-seed{seed}"
         if variant.to_mean is not None and variant.made_of is not None:
             trained = self.model(variant.made_of, seed)
-            folder = folder.with_name(
-                f"{folder.name}-{fingerprint(trained)[:8]}"
-            )  # one that is trained anew is another
+            made_of = fingerprint(trained)[:8]  # so that of a model that is trained anew another one is made
+            folder = folder.with_name(f"{folder.name}-{made_of}")
             with self._alone(folder):
                 if not folder.exists() and variant.to_mean == 1:
                     mote.average(str(trained), folder)
