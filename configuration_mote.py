@@ -229,6 +229,26 @@ class MoTEConfig(PreTrainedConfig):
         """The experts whose weights are present, in the order of `experts`."""
         return self.experts if self.loaded_experts is None else self.loaded_experts
 
+    def require_expert(self, name: str) -> str:
+        """Return the name of an expert whose weights are present.
+
+        Raises:
+            ValueError: If there is no such expert, or it was not loaded.
+        """
+        if name not in self.experts:
+            raise ValueError(f"Unknown expert {name!r}." + alternatives(name, self.experts))
+        if name not in self.available_experts:
+            raise ValueError(
+                f"The expert {name!r} was not loaded (loaded: {', '.join(map(repr, self.available_experts))}). Load "
+                "the model without `experts=`, or with it in the list."
+            )
+        return name
+
+    def require_experts_of_tasks(self, done: str) -> None:
+        """Raise `ValueError` where a router picks experts token by token; `done` says what cannot be done to them."""
+        if self.router == "token":
+            raise ValueError(f"The experts of a token router are not experts for tasks: they are not {done}")
+
     @property
     def mote_layer_indices(self) -> list[int]:
         """Indices, from 0, of the blocks that have experts."""

@@ -29,9 +29,11 @@ from transformers.utils import can_return_tuple
 
 try:
     from .configuration_mote import MoTEConfig, alternatives  # type: ignore[import-not-found]
+    from .experts_mote import SingleExperts, attend_both_ways  # type: ignore[import-not-found]
     from .token_routing_mote import TokenRoutedBlock, TokenRouting, feed_forward_of  # type: ignore[import-not-found]
 except ImportError:  # imported as installed top-level modules rather than as remote code
     from configuration_mote import MoTEConfig, alternatives
+    from experts_mote import SingleExperts, attend_both_ways
     from token_routing_mote import TokenRoutedBlock, TokenRouting, feed_forward_of
 
 
@@ -182,7 +184,7 @@ class MoTEOutput(BaseModelOutputWithPooling):
     router_logits: tuple[torch.Tensor, ...] | None = None
 
 
-class MoTEModel(PreTrainedModel):
+class MoTEModel(SingleExperts, PreTrainedModel):
     """A dense encoder in which whole sequences go through the expert of their task.
 
     Args:
@@ -230,6 +232,16 @@ class MoTEModel(PreTrainedModel):
         if absent:
             known = self._keys_to_ignore_on_load_unexpected or ()
             self._keys_to_ignore_on_load_unexpected = {*known, rf"\.experts\.({'|'.join(absent)})\."}
+
+    @property
+    def architecture(self) -> Architecture:
+        """Where the backbone keeps its layers, and what their experts share."""
+        return architecture_of(self.config)
+
+    @property
+    def blocks(self) -> list[MoTEBlock]:
+        """The blocks that have experts for tasks, in order."""
+        return [module for module in self.backbone.modules() if isinstance(module, MoTEBlock)]
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -406,9 +418,8 @@ class MoTEModel(PreTrainedModel):
             out), with a token router those that a token passes through; `shared`, by all experts (the router is);
             `experts`, name → those of that expert alone.
         """
-        blocks = [module for module in self.modules() if isinstance(module, MoTEBlock)]
         experts = {
-            name: sum(p.numel() for block in blocks for p in block.experts[name].parameters())
+            name: sum(p.numel() for block in self.blocks for p in block.experts[name].parameters())
             for name in self.config.available_experts
         }
         active_experts = 1
@@ -489,10 +500,7 @@ def _adapt(backbone: PreTrainedModel) -> PreTrainedModel:
         backbone.pooler = None  # type: ignore[assignment]  # pooling is ours; an unused module would cost memory
     if getattr(backbone.config, "use_cache", False):
         backbone.config.use_cache = False  # nothing is generated: keys and values need not be kept
-    if getattr(backbone.config, "is_causal", True) is False:  # of a decoder that is to attend both ways
-        for module in backbone.modules():
-            if hasattr(module, "is_causal"):  # sdpa without a mask asks the module, not the config
-                module.is_causal = False  # type: ignore[assignment]
+    attend_both_ways(backbone)
     return backbone
 
 

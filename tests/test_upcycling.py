@@ -21,7 +21,13 @@ from mote import plan_upcycling, upcycle
 from mote.cli import main
 
 ROOT = Path(__file__).parents[1]
-CODE = ["configuration_mote.py", "modeling_mote.py", "token_routing_mote.py", "sentence_transformer_mote.py"]
+CODE = [
+    "configuration_mote.py",
+    "modeling_mote.py",
+    "experts_mote.py",
+    "token_routing_mote.py",
+    "sentence_transformer_mote.py",
+]
 EXPERTS = ["classification", "clustering", "search_query", "search_document"]
 FILES = {
     *CODE,

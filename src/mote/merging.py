@@ -1,17 +1,17 @@
 """After training: experts averaged into one dense model, or moved towards their mean."""
 
 import copy
-import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModel, PreTrainedModel
+from transformers import PreTrainedModel
 
 from configuration_mote import MoTEConfig, alternatives
-from modeling_mote import MoTEModel, architecture_of
+from experts_mote import native_model, weight_of_an_expert
+from modeling_mote import MoTEModel
 from mote import repository
 from mote.files import MERGING_RECORD, Staging, refuse_occupied
 from mote.sources import Source, load_mote, load_tokenizer, open_mote
@@ -32,7 +32,7 @@ def average_experts(model: MoTEModel) -> PreTrainedModel:
         ValueError: If experts were not loaded, or a router picks them token by token.
     """
     _refuse_incomplete(model.config)
-    key = _weight_of_an_expert(model.config)
+    key = weight_of_an_expert(model)
     dense: dict[str, torch.Tensor] = {}
     of_experts: dict[str, list[torch.Tensor]] = {}
     for name, weight in model.state_dict().items():
@@ -44,7 +44,7 @@ def average_experts(model: MoTEModel) -> PreTrainedModel:
         else:
             of_experts.setdefault(found["layer"] + found["weight"], []).append(weight)
     dense |= {name: _mean(weights).to(weights[0]) for name, weights in of_experts.items()}
-    return _native_model(model, dense)
+    return native_model(model, dense)
 
 
 def interpolate_experts(model: MoTEModel, to_mean: float | dict[str, float]) -> MoTEModel:
@@ -63,7 +63,7 @@ def interpolate_experts(model: MoTEModel, to_mean: float | dict[str, float]) -> 
     """
     _refuse_incomplete(model.config)
     distances = _distances(model.config, to_mean)
-    key = _weight_of_an_expert(model.config)
+    key = weight_of_an_expert(model)
     moved = copy.deepcopy(model)
     groups: dict[str, dict[str, torch.Tensor]] = {}
     for name, weight in moved.state_dict().items():
@@ -206,8 +206,7 @@ def _open(src: str, out: Path, revision: str | None, overwrite: bool) -> tuple[S
 
 def _refuse_incomplete(config: MoTEConfig) -> None:
     """Raise `ValueError` where the mean of the experts cannot be taken, or would mean nothing."""
-    if getattr(config, "router", "task") == "token":
-        raise ValueError("The experts of a token router are not experts for tasks: they are not merged")
+    config.require_experts_of_tasks("merged")
     absent = [name for name in config.experts if name not in config.available_experts]
     if absent:
         raise ValueError(
@@ -227,33 +226,9 @@ def _distances(config: MoTEConfig, to_mean: float | dict[str, float]) -> dict[st
     return {name: float(named.get(name, 0.0)) for name in config.experts}
 
 
-def _weight_of_an_expert(config: MoTEConfig) -> re.Pattern[str]:
-    """Describe the keys of blocks with experts: `layer`, `expert` (none in what is shared) and `weight`."""
-    layers = re.escape(architecture_of(config).layer_path)
-    indices = "|".join(map(str, config.mote_layer_indices))
-    return re.compile(
-        rf"backbone\.(?P<layer>{layers}\.(?:{indices})\.)(?:shared|experts\.(?P<expert>[^.]+))\.(?P<weight>.+)"
-    )
-
-
 def _mean(weights: list[torch.Tensor]) -> torch.Tensor:
     """Take the mean in float64, in which that of equal float32 weights is these weights again."""
     return torch.stack([weight.to("cpu", torch.float64) for weight in weights]).mean(dim=0)
-
-
-def _native_model(model: MoTEModel, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
-    """Build the backbone's native model around some weights, all of which must fit."""
-    config = copy.deepcopy(model.config.backbone_config)
-    attention = model.backbone.config._attn_implementation
-    dense: PreTrainedModel = AutoModel.from_config(config, attn_implementation=attention)
-    if getattr(dense, "pooler", None) is not None:
-        dense.pooler = None  # type: ignore[assignment]  # a MoTE has none
-    if getattr(config, "is_causal", True) is False:  # as in MoTE: sdpa without a mask asks the module, not the config
-        for module in dense.modules():
-            if hasattr(module, "is_causal"):
-                module.is_causal = False  # type: ignore[assignment]
-    dense.load_state_dict(weights, assign=True)
-    return dense.to(model.device).train(model.training)  # type: ignore[arg-type]
 
 
 def _record(model: PreTrainedModel, source: Source, arguments: dict[str, Any], command: str) -> dict[str, Any]:
