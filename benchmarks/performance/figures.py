@@ -52,7 +52,7 @@ class Bar:
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
     def __str__(self) -> str:
-        """As in `forward, 1 × 16: 1.003 (≤ 1.01) holds`."""
+        """As in `forward, 1 row of 16: 1.003 (≤ 1.01) holds`."""
         sign = "≥" if self.at_least else "≤"
         return f"{self.what}: {self.value:.3f} ({sign} {self.limit:g}) {'holds' if self.holds else 'MISSED'}"
 
