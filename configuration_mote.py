@@ -80,6 +80,8 @@ class MoTEConfig(PreTrainedConfig):
             a fresh model gives the dense model's output. With one expert per token that weight is then always 1, and
             the router learns to balance its experts and nothing else. Otherwise the router's probabilities as they are.
         load_balancing: Of a token router: factor of the loss that keeps the experts equally busy in training.
+        expert_rank: Of compressed experts (`mote compress`): the rank of their differences from their mean.
+        expert_bits: Of compressed experts: 8, for matrices in whole numbers of 8 bits.
 
     Raises:
         ValueError: If a name, a reference between names, or a layer index does not hold.
@@ -103,6 +105,8 @@ class MoTEConfig(PreTrainedConfig):
     experts_per_token: int = 2
     normalize_router: bool = True
     load_balancing: float = 0.01
+    expert_rank: int | None = None
+    expert_bits: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Fill in the defaults and validate."""
@@ -179,6 +183,7 @@ class MoTEConfig(PreTrainedConfig):
         if (self.layer_path is None) != (self.shared_modules is None):
             raise ValueError("layer_path and shared_modules describe one architecture: set both or neither")
         self._validate_router()
+        self._validate_compression()
         self._validate_instructions()
         _ = self.mote_layer_indices
 
@@ -205,6 +210,20 @@ class MoTEConfig(PreTrainedConfig):
         factor = self.load_balancing
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
             raise ValueError(f"load_balancing must be a number, 0 or more, not {factor!r}")
+
+    def _validate_compression(self) -> None:
+        if self.compression is None:
+            return
+        self.require_experts_of_tasks("compressed")
+        if self.expert_rank is not None and self.expert_bits is not None:
+            raise ValueError("Experts are compressed by expert_rank or by expert_bits, not by both: leave one out")
+        if self.expert_bits not in (None, 8):
+            raise ValueError(f"expert_bits must be 8, not {self.expert_bits!r}")
+        rank = self.expert_rank
+        if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
+            raise ValueError(
+                f"expert_rank must be a whole number from 1 to the full rank of the experts' matrices, not {rank!r}"
+            )
 
     def _validate_instructions(self) -> None:
         """Where a prompt's text decides the expert, one text must not stand for two experts."""
@@ -248,6 +267,21 @@ class MoTEConfig(PreTrainedConfig):
         """Raise `ValueError` where a router picks experts token by token; `done` says what cannot be done to them."""
         if self.router == "token":
             raise ValueError(f"The experts of a token router are not experts for tasks: they are not {done}")
+
+    def require_whole_experts(self, done: str) -> None:
+        """Raise `ValueError` where the experts are compressed; `done` says what cannot be done to them."""
+        if self.compression is not None:
+            raise ValueError(
+                f"The experts of this model are compressed ({self.compression}): they are not {done}. Do it with the "
+                "model that it was made of, before `mote compress`"
+            )
+
+    @property
+    def compression(self) -> str | None:
+        """How the experts are compressed, in words; None where they are not."""
+        if self.expert_rank is None and self.expert_bits is None:
+            return None
+        return "8 bits" if self.expert_rank is None else f"differences of rank {self.expert_rank} from their mean"
 
     @property
     def mote_layer_indices(self) -> list[int]:

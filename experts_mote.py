@@ -13,8 +13,10 @@ from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
 try:
+    from .compression_mote import whole_weights  # type: ignore[import-not-found]
     from .configuration_mote import MoTEConfig  # type: ignore[import-not-found]
 except ImportError:  # imported as an installed top-level module rather than as remote code
+    from compression_mote import whole_weights
     from configuration_mote import MoTEConfig
 
 
@@ -31,7 +33,8 @@ class SingleExperts:
 
         Returns:
             The native model, without a pooler: its `last_hidden_state` equals that of the MoTE for this expert, bit
-            for bit. Its weights are copies, so that both can be used and trained on.
+            for bit. Its weights are copies, so that both can be used and trained on. Those of a compressed expert are
+            multiplied out.
 
         Raises:
             ValueError: If there is no such expert, it is not loaded, or a router picks experts token by token.
@@ -40,11 +43,11 @@ class SingleExperts:
         expert = self.config.require_expert(name)
         key = weight_of_an_expert(self)
         weights: dict[str, torch.Tensor] = {}
-        for path, weight in self.state_dict().items():  # type: ignore[attr-defined]
+        for path, weight in whole_weights(self, expert).items():
             found = key.fullmatch(path)
             if found is None:
                 weights[path.removeprefix("backbone.")] = weight.clone()
-            elif found["expert"] in (None, expert):
+            elif found["expert"] in (None, expert):  # an expert's own come after the mean of compressed ones
                 weights[found["layer"] + found["weight"]] = weight.clone()
         return native_model(self, weights)
 

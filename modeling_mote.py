@@ -28,10 +28,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
 
 try:
+    from .compression_mote import compress_block  # type: ignore[import-not-found]
     from .configuration_mote import MoTEConfig, alternatives  # type: ignore[import-not-found]
     from .experts_mote import SingleExperts, attend_both_ways  # type: ignore[import-not-found]
     from .token_routing_mote import TokenRoutedBlock, TokenRouting, feed_forward_of  # type: ignore[import-not-found]
 except ImportError:  # imported as installed top-level modules rather than as remote code
+    from compression_mote import compress_block
     from configuration_mote import MoTEConfig, alternatives
     from experts_mote import SingleExperts, attend_both_ways
     from token_routing_mote import TokenRoutedBlock, TokenRouting, feed_forward_of
@@ -131,7 +133,7 @@ class MoTEBlock(nn.Module):
         self.shared = nn.Module()
         for path in shared_modules:
             parent, name = _parent_and_name(layer, path)
-            setattr(_container(self.shared, path), name, getattr(parent, name))
+            self.share(path, getattr(parent, name))
             delattr(parent, name)
         self.experts = nn.ModuleDict(
             {name: layer if i == 0 else copy.deepcopy(layer) for i, name in enumerate(experts)}
@@ -142,6 +144,16 @@ class MoTEBlock(nn.Module):
                 setattr(parent, name, SharedModule(_container(self.shared, path), name))
         if hasattr(layer, "attention_type"):  # ModernBERT reads it off its layers
             self.attention_type = layer.attention_type
+
+    def share(self, path: str, module: nn.Module) -> SharedModule:
+        """Keep a module for all experts, at its path in the dense layer; return what stands for it in an expert."""
+        container, name = _container(self.shared, path), path.rpartition(".")[2]
+        setattr(container, name, module)
+        return SharedModule(container, name)
+
+    def compress(self, rank: int | None, bits: int | None) -> None:
+        """Compress the experts in place: see `compress_block`."""
+        compress_block(self, rank, bits)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, expert: str | None = None, **kwargs: Any) -> Any:
         """Run all sequences through one expert.
@@ -228,6 +240,9 @@ class MoTEModel(SingleExperts, PreTrainedModel):
             else:
                 layers[index] = MoTEBlock(layer, config.available_experts, architecture.shared_modules)
         self.post_init()
+        if config.compression is not None:
+            for block in self.blocks:
+                block.compress(config.expert_rank, config.expert_bits)
         absent = [re.escape(name) for name in config.experts if name not in config.available_experts]
         if absent:
             known = self._keys_to_ignore_on_load_unexpected or ()
