@@ -1,0 +1,357 @@
+"""Serve a MoTE over HTTP, as OpenAI serves embeddings, with one more field: `task`.
+
+    pip install -e ".[serve]"
+    python examples/service/serve.py MODEL [--port 8000] [--max-batch-size 32] [--batch-timeout 5] [--device cuda]
+
+    POST /v1/embeddings   {"input": "a text" or ["…"], "model": NAME, "task": "search_query",
+                           "encoding_format": "float" or "base64", "dimensions": 128, "user": "…"}
+    GET  /v1/models       the model and its tasks
+    GET  /health          200 as soon as requests are answered
+    GET  /metrics         counters, as Prometheus reads them
+
+A `task` puts its instruction in front of the texts, as `encode(texts, prompt_name=task)` does, and picks the expert.
+Without one the rules of `encode(texts)` apply: a text's own instruction, then the model's default task, else an error.
+
+Requests that come at the same time are embedded together. A batch may hold texts of several tasks; those that share
+expert and instruction are one call of `encode`, so that nothing but its arguments decides on the expert.
+"""
+
+import argparse
+import base64
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+import uvicorn
+from batched import aio
+from fastapi import FastAPI, HTTPException
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from sentence_transformers import SentenceTransformer
+from starlette.exceptions import HTTPException as AnyHTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from configuration_mote import alternatives
+from mote.loading import check_device, load_model
+from mote.sources import open_mote
+
+PATHS = "POST /v1/embeddings, GET /v1/models, GET /health, GET /metrics"
+
+logger = logging.getLogger("uvicorn.error")  # what uvicorn calls the log of the server itself
+
+
+class Route(NamedTuple):
+    """The way of a text: what goes in front of it, and its expert (with a token router: none)."""
+
+    instruction: str
+    expert: str | None
+
+
+class Item(NamedTuple):
+    """A text to embed."""
+
+    text: str
+    route: Route
+
+
+class Embedding(NamedTuple):
+    """What became of a text: its vector [H], and how many tokens it was, with instruction and special tokens."""
+
+    vector: np.ndarray
+    tokens: int
+
+
+class Embedder:
+    """The model, and which way a text takes through it."""
+
+    def __init__(self, model: SentenceTransformer) -> None:
+        """Take a model over, and embed a text under each task, so that what fails, fails now."""
+        self.model = model
+        self.config = model[0].config
+        self.calls = 0
+        self.tasks = [task for task, expert in self.config.tasks.items() if expert in self.config.available_experts]
+        results = self.embed([Item("a text", self.route("a text", task)) for task in self.tasks])
+        for task, result in zip(self.tasks, results, strict=True):
+            if isinstance(result, Exception):
+                raise ValueError(f"The model cannot embed under the task {task!r}: {result}") from result  # noqa: TRY004
+        self.dimensions = len(results[0].vector)
+        self.calls = 0
+
+    def route(self, text: str, task: str | None) -> Route:
+        """Decide on the way of a text; raise `ValueError` if the task is unknown, or cannot be told."""
+        by_task = self.config.router == "task"
+        if task is not None:
+            expert = self.config.expert_of(task)
+            return Route(self.config.instruction_of(task), expert if by_task else None)
+        prompt = self.model.prompts.get(self.model.default_prompt_name) or ""
+        return Route(prompt, self.config.expert_of(self.config.task_of([text], None, prompt)) if by_task else None)
+
+    def embed(self, batch: list[Item]) -> list[Embedding | Exception]:
+        """Embed a batch. A text that cannot be embedded gets its error, the others their embeddings."""
+        rows_of: dict[Route, list[int]] = {}
+        for row, item in enumerate(batch):
+            rows_of.setdefault(item.route, []).append(row)
+        results: dict[int, Embedding | Exception] = {}
+        for route, rows in rows_of.items():
+            results |= zip(rows, self._encode([batch[row].text for row in rows], route), strict=True)
+        return [results[row] for row in range(len(batch))]
+
+    def _encode(self, texts: list[str], route: Route) -> Sequence[Embedding | Exception]:
+        """Embed texts of one route; where that fails, each by itself, to find out which it was."""
+        settings = {"prompt": route.instruction, "task": route.expert, "batch_size": len(texts)}
+        try:
+            vectors = self.model.encode(texts, **settings, show_progress_bar=False)
+            tokens = self.model.tokenizer([route.instruction + text for text in texts], truncation=True)["input_ids"]
+            self.calls += 1
+        except Exception as error:  # whatever tokenizer, model and device raise
+            return [error] if len(texts) == 1 else [self._encode([text], route)[0] for text in texts]
+        return [
+            Embedding(vector, len(ids)) if np.isfinite(vector).all() else ArithmeticError("The embedding is not finite")
+            for vector, ids in zip(vectors, tokens, strict=True)
+        ]
+
+
+class EmbeddingsRequest(BaseModel):
+    """The body of `POST /v1/embeddings`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    input: str | list[str]
+    model: str
+    task: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    user: str | None = None
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _check_input(cls, value: Any) -> Any:
+        texts = value if isinstance(value, list) else [value]
+        if any(isinstance(text, int | list) for text in texts):
+            raise ValueError("lists of tokens are not taken, as clients may have another tokenizer: send texts")
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            raise ValueError("must be a text, or a list of texts, none of them empty")
+        for index, text in enumerate(texts):
+            if any("\ud800" <= character <= "\udfff" for character in text):  # JSON lets them through
+                raise ValueError(f"text {index} holds half of a surrogate pair, which is no character")
+        return value
+
+    @property
+    def texts(self) -> list[str]:
+        """The input, as a list."""
+        return [self.input] if isinstance(self.input, str) else self.input
+
+
+class LimitedBody:
+    """Refuses requests whose body is too long, before the whole of it is in memory."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        """Wrap an application; `limit` is in bytes."""
+        self.app = app
+        self.limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Count while the application reads."""
+        read = 0
+
+        async def counted() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self.limit:
+                raise refusal(413, f"The request is longer than {self.limit} bytes: send fewer texts at once")
+            return message
+
+        await self.app(scope, counted, send)
+
+
+def refusal(status: int, message: str, param: str | None = None, code: str | None = None) -> HTTPException:
+    """An error for a client, in the form of OpenAI's."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    detail = {"message": message, "type": kind, "param": param, "code": code}
+    return HTTPException(status, detail, {"Retry-After": "1"} if status == 503 else None)
+
+
+class Service:
+    """The model behind HTTP.
+
+    Args:
+        embedder: The model.
+        name: By which clients ask for it.
+        options: Those of the command line.
+    """
+
+    def __init__(self, embedder: Embedder, name: str, options: argparse.Namespace) -> None:
+        """Set up the batches; they are filled once requests come."""
+        self.embedder = embedder
+        self.name = name
+        self.options = options
+        self.embed = aio.dynamically(
+            embedder.embed, batch_size=options.max_batch_size, timeout_ms=options.batch_timeout
+        )
+        self.started = int(time.time())
+
+    def application(self) -> FastAPI:
+        """Lay out the paths."""
+        app = FastAPI(title=f"{self.name}, a Mixture of Task Experts")
+        app.add_middleware(LimitedBody, limit=self.options.max_body)
+        app.add_api_route("/v1/embeddings", self.embeddings, methods=["POST"])
+        for path, answer in {"/v1/models": self.models, "/health": self.health, "/metrics": self.metrics}.items():
+            app.add_api_route(path, answer, methods=["GET"])
+        app.add_exception_handler(AnyHTTPException, http_error)
+        app.add_exception_handler(RequestValidationError, validation_error)
+        app.add_exception_handler(Exception, unforeseen_error)
+        return app
+
+    async def embeddings(self, request: EmbeddingsRequest) -> JSONResponse:
+        """Embed texts, together with those of other requests."""
+        self.check(request)
+        try:
+            items = [Item(text, self.embedder.route(text, request.task)) for text in request.texts]
+        except ValueError as error:
+            raise refusal(400, str(error), "task", "unknown_task" if request.task else "missing_task") from error
+        results = await self.embed(items)
+        for index, result in enumerate(results):
+            if isinstance(result, Exception):
+                logger.error("Text %d of a request was not embedded", index, exc_info=result)
+                raise refusal(500, f"Text {index} could not be embedded: {type(result).__name__}", "input")
+        return JSONResponse(response(request, results))
+
+    def check(self, request: EmbeddingsRequest) -> None:
+        """Refuse what this model, or this service, cannot do."""
+        if request.model != self.name:
+            raise refusal(404, f"No model {request.model!r} here, but {self.name!r}", "model", "model_not_found")
+        if len(request.texts) > self.options.max_inputs:
+            message = f"{len(request.texts)} texts in one request: send {self.options.max_inputs} at most"
+            raise refusal(400, message, "input")
+        if request.dimensions and request.dimensions > self.embedder.dimensions:
+            message = f"dimensions must be at most {self.embedder.dimensions}, not {request.dimensions}"
+            raise refusal(400, message, "dimensions")
+        if self.embed.stats.queue_size >= self.options.max_queue:
+            raise refusal(503, "Too many texts are waiting: try again in a moment", code="overloaded")
+
+    async def models(self) -> JSONResponse:
+        """List the one model, with its tasks."""
+        tasks = [{"task": task, **self.embedder.route("", task)._asdict()} for task in self.embedder.tasks]
+        model = {"id": self.name, "object": "model", "created": self.started, "owned_by": "mote", "tasks": tasks}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def health(self) -> JSONResponse:
+        """Say that requests are answered."""
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self) -> PlainTextResponse:
+        """Count, in the format of Prometheus."""
+        stats = self.embed.stats
+        counters = {"texts": stats.total_processed, "batches": stats.total_batches, "encode_calls": self.embedder.calls}
+        lines = [f"# TYPE mote_{key}_total counter\nmote_{key}_total {count}" for key, count in counters.items()]
+        return PlainTextResponse("\n".join([*lines, f"# TYPE mote_queue gauge\nmote_queue {stats.queue_size}", ""]))
+
+
+def response(request: EmbeddingsRequest, results: list[Embedding]) -> dict[str, Any]:
+    """Lay out the answer to a request as OpenAI does."""
+    vectors = np.stack([result.vector for result in results]).astype("<f4")  # [N, H]
+    if request.dimensions is not None:  # as encode(truncate_dim=…, normalize_embeddings=True)
+        vectors = vectors[:, : request.dimensions]
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True).clip(1e-12)
+    in_base64 = request.encoding_format == "base64"
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": base64.b64encode(vector.tobytes()).decode() if in_base64 else vector.tolist(),
+        }
+        for index, vector in enumerate(vectors)
+    ]
+    tokens = sum(result.tokens for result in results)
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": data, "model": request.model, "usage": usage}
+
+
+async def http_error(_: Any, error: AnyHTTPException) -> JSONResponse:
+    """Answer with an error: one of ours, or the framework's for a path that is not there."""
+    detail = error.detail if isinstance(error.detail, dict) else None
+    detail = detail or refusal(error.status_code, f"{error.detail}: there are {PATHS}").detail
+    return JSONResponse({"error": detail}, error.status_code, error.headers)
+
+
+async def validation_error(_: Any, error: RequestValidationError) -> JSONResponse:
+    """Answer a body that does not hold, by the first thing in it that does not."""
+    first = error.errors()[0]
+    is_json = first["type"] != "json_invalid"
+    param = str(first["loc"][1]) if is_json and len(first["loc"]) > 1 else None
+    message = first["msg"].removeprefix("Value error, ") if is_json else f"no JSON: {first['ctx']['error']}"
+    if first["type"] == "extra_forbidden":
+        message += "." + alternatives(param, EmbeddingsRequest.model_fields)
+    return JSONResponse({"error": refusal(400, f"{param or 'The body'}: {message}", param).detail}, 400)
+
+
+async def unforeseen_error(_: Any, error: Exception) -> JSONResponse:
+    """Answer where the service itself failed; the log has the rest."""
+    return JSONResponse({"error": refusal(500, f"The service failed: {type(error).__name__}").detail}, 500)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Take a port before the model is loaded; connections are taken afterwards."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        raise OSError(f"cannot listen at {host}, port {port}: {error.strerror}. Choose another `--port`") from error
+    return listener
+
+
+def arguments() -> argparse.Namespace:
+    def positive(text: str) -> int:
+        if int(text) < 1:
+            raise ValueError
+        return int(text)
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", help="a MoTE: a folder, or an id on the Hub")
+    add("--revision", help="branch, tag or commit on the Hub")
+    add("--name", help="by which clients ask for it (default: the last part of MODEL)")
+    add("--host", default="127.0.0.1", help="address to listen at (default: %(default)s, this machine alone)")
+    add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    add("--max-batch-size", type=positive, default=32, help="texts in a batch (default: %(default)s)")
+    add("--batch-timeout", type=positive, default=5, metavar="MS", help="wait for more texts (default: %(default)s ms)")
+    add("--device", help="cpu, cuda, cuda:1 … (default: a GPU if there is one)")
+    add("--dtype", help="of the weights, as in bfloat16 (default: as stored)")
+    add("--max-inputs", type=positive, default=2048, help="texts in a request (default: %(default)s)")
+    add("--max-body", type=positive, default=16 * 2**20, metavar="BYTES", help="of a request (default: 16 MiB)")
+    add("--max-queue", type=positive, default=8192, help="texts waiting, before 503 (default: %(default)s)")
+    add("--grace", type=positive, default=30, metavar="S", help="to answer what is begun, at the end (default: 30 s)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    # uvicorn answers what is begun, then raises the signal again, which shall not look like a failure
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: sys.exit(0))
+    options = arguments()
+    try:
+        check_device(options.device)
+        source = open_mote(options.model, options.revision)
+        listener = listen(options.host, options.port)
+        model = load_model(str(source.folder), device=options.device, dtype=options.dtype, trust_remote_code=True)
+        name = options.name or source.short_name
+        app = Service(Embedder(model), name, options).application()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    config = uvicorn.Config(
+        app, access_log=False, timeout_graceful_shutdown=options.grace, timeout_keep_alive=60, log_level="warning"
+    )
+    print(f"{name} at http://{options.host}:{listener.getsockname()[1]}/v1/embeddings", flush=True)
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()
