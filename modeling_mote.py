@@ -31,11 +31,13 @@ try:
     from .compression_mote import compress_block  # type: ignore[import-not-found]
     from .configuration_mote import MoTEConfig, alternatives  # type: ignore[import-not-found]
     from .experts_mote import SingleExperts, attend_both_ways  # type: ignore[import-not-found]
+    from .mixed_batch_mote import groups_of  # type: ignore[import-not-found]
     from .token_routing_mote import TokenRoutedBlock, TokenRouting, feed_forward_of  # type: ignore[import-not-found]
 except ImportError:  # imported as installed top-level modules rather than as remote code
     from compression_mote import compress_block
     from configuration_mote import MoTEConfig, alternatives
     from experts_mote import SingleExperts, attend_both_ways
+    from mixed_batch_mote import groups_of
     from token_routing_mote import TokenRoutedBlock, TokenRouting, feed_forward_of
 
 
@@ -304,7 +306,7 @@ class MoTEModel(SingleExperts, PreTrainedModel):
         Returns:
             `last_hidden_state` [B, L, H]; `pooler_output` [B, H], pooled as the config says, padding left out;
             `hidden_states`, `attentions` and `router_logits` (of each routed block [B, L, E]) where asked for. In a
-            batch of several tasks, the positions past the last token of a row's group are zeros.
+            batch of several tasks, the positions past the last token of a row hold zeros or what its padding gives.
 
         Raises:
             ValueError: If the task is unknown, missing, ambiguous, not one per row, or its expert is not loaded; if
@@ -404,26 +406,18 @@ class MoTEModel(SingleExperts, PreTrainedModel):
     def _run_groups(
         self, experts: list[str], tokens: torch.Tensor, sequences: dict[str, torch.Tensor], kwargs: dict
     ) -> MoTEOutput:
-        """Run the rows of each expert together, then put them back in their order."""
-        rows_of: dict[str, list[int]] = {}
-        for row, expert in enumerate(experts):
-            rows_of.setdefault(expert, []).append(row)
-        outputs = []
-        for expert, rows in rows_of.items():
-            index = torch.tensor(rows, device=tokens.device)
-            group_kwargs = {name: _select_rows(value, index, len(experts)) for name, value in kwargs.items()}
-            group = {name: _select_rows(value, index, len(experts)) for name, value in sequences.items()}
-            outputs.append(self._run(_trim(group), {**group_kwargs, "expert": expert}))
-        order = torch.tensor([row for rows in rows_of.values() for row in rows], device=tokens.device).argsort()
-
-        def join(values: Any) -> Any:
-            """One tensor per group, or a tuple with one per layer, or nothing."""
-            if isinstance(values[0], tuple):
-                return tuple(join(layer) for layer in zip(*values, strict=True))
-            return None if values[0] is None else _join_groups(values, order, tokens.shape[1])
-
-        names = ("last_hidden_state", "pooler_output", "hidden_states", "attentions")
-        return MoTEOutput(**{name: join([out.get(name) for out in outputs]) for name in names})
+        """Run the rows of each expert together."""
+        batch_size, length = tokens.shape[:2]
+        whole: dict[str, Any] = {}
+        for group in groups_of(experts, sequences.get("attention_mask"), length, tokens.device):
+            rows = {name: group.select(value, batch_size) for name, value in sequences.items()}
+            if group.length < length:
+                rows = {name: value[:, : group.length] for name, value in rows.items()}
+            arguments = {name: group.select(value, batch_size) for name, value in kwargs.items()}
+            out = self._run(rows, {**arguments, "expert": group.expert})
+            for name, part in out.items():
+                whole[name] = group.write(part, whole.get(name), batch_size, length)
+        return MoTEOutput(**whole)
 
     def parameter_counts(self) -> dict[str, Any]:
         """Count parameters.
@@ -499,8 +493,7 @@ def pool(hidden: torch.Tensor, attention_mask: torch.Tensor | None, mode: str) -
         attention_mask = torch.ones(hidden.shape[:2], device=hidden.device, dtype=torch.long)
     if mode == "mean":
         total = (attention_mask.to(hidden.dtype).unsqueeze(1) @ hidden).squeeze(1)  # [B, 1, L] @ [B, L, H]
-        count = attention_mask.sum(dim=1, keepdim=True).clamp(min=1)
-        return total / count.to(hidden.dtype)
+        return total / attention_mask.sum(dim=1, keepdim=True).clamp_(min=1)  # whole numbers: exact in any dtype
     if mode == "last_token":  # the last 1 becomes the largest value; the first one is that already
         attention_mask = attention_mask * torch.arange(hidden.shape[1], device=hidden.device)
     token = attention_mask.long().argmax(dim=1)
@@ -550,39 +543,6 @@ def _container(shared: nn.Module, path: str) -> nn.Module:
 def _without_routing(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Keep the expert's name, or the routing of tokens, from a layer that is dense (`mote_layers`)."""
     return args, {name: value for name, value in kwargs.items() if name not in ("expert", "routing")}
-
-
-def _select_rows(value: Any, index: torch.Tensor, batch_size: int) -> Any:
-    """Select rows of a tensor that has one per sequence; leave other values as they are."""
-    has_rows = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == batch_size
-    return value[index] if has_rows else value
-
-
-def _trim(sequences: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Cut the columns, at the end, in which all rows are padding."""
-    mask = sequences.get("attention_mask")
-    if mask is None or mask.dim() != 2:
-        return sequences
-    length = int(mask.any(dim=0).nonzero().max()) + 1 if mask.any() else 1
-    return {name: value[:, :length] for name, value in sequences.items()}
-
-
-def _join_groups(parts: list[torch.Tensor], order: torch.Tensor, length: int) -> torch.Tensor:
-    """Put the rows of several groups into one batch of `length` columns.
-
-    Args:
-        parts: Of each group: [b, H], [b, l, H], or attentions [b, heads, l, l].
-        order: Where each row of the batch is among the rows of the parts, [B].
-        length: L.
-
-    Returns:
-        [B, H], [B, L, H] or [B, heads, L, L], zeros where a group was shorter.
-    """
-    if parts[0].dim() == 3:
-        parts = [nn.functional.pad(part, (0, 0, 0, length - part.shape[1])) for part in parts]
-    elif parts[0].dim() == 4:
-        parts = [nn.functional.pad(part, (0, length - part.shape[-1]) * 2) for part in parts]
-    return torch.cat(parts)[order]
 
 
 MoTEModel.register_for_auto_class("AutoModel")

@@ -25,6 +25,7 @@ CODE = [
     "configuration_mote.py",
     "modeling_mote.py",
     "experts_mote.py",
+    "mixed_batch_mote.py",
     "compression_mote.py",
     "token_routing_mote.py",
     "sentence_transformer_mote.py",
