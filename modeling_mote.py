@@ -15,7 +15,6 @@ for Multi-task Embedding Models", Findings of ACL 2025 (arXiv:2506.17781).
 """
 
 import copy
-import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -245,10 +244,7 @@ class MoTEModel(SingleExperts, PreTrainedModel):
         if config.compression is not None:
             for block in self.blocks:
                 block.compress(config.expert_rank, config.expert_bits)
-        absent = [re.escape(name) for name in config.experts if name not in config.available_experts]
-        if absent:
-            known = self._keys_to_ignore_on_load_unexpected or ()
-            self._keys_to_ignore_on_load_unexpected = {*known, rf"\.experts\.({'|'.join(absent)})\."}
+        self._ignore_absent_experts()  # type: ignore[operator]
 
     @property
     def architecture(self) -> Architecture:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mote.evaluation.scores import Evaluation
     from mote.memory import MemoryEstimate, estimate_memory
     from mote.merging import average, average_experts, interpolate, interpolate_experts
+    from mote.repository import prompts_of
     from mote.training.run import train
     from mote.upcycling import UpcyclingPlan, plan_upcycling, upcycle
 
@@ -29,6 +30,7 @@ __all__ = [
     "interpolate",
     "interpolate_experts",
     "plan_upcycling",
+    "prompts_of",
     "train",
     "upcycle",
 ]
@@ -42,6 +44,7 @@ _HOMES = {
     **dict.fromkeys(["MemoryEstimate", "estimate_memory"], "mote.memory"),
     "Evaluation": "mote.evaluation.scores",
     "evaluate": "mote.evaluation.run",
+    "prompts_of": "mote.repository",
     "train": "mote.training.run",
 }
 

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from configuration_mote import MoTEConfig, alternatives
-from experts_mote import native_model, weight_of_an_expert
+from experts_mote import mean_of, native_model, require_all_experts, weight_of_an_expert
 from modeling_mote import MoTEModel
 from mote import repository
 from mote.files import MERGING_RECORD, Staging, refuse_occupied
@@ -43,7 +43,7 @@ def average_experts(model: MoTEModel) -> PreTrainedModel:
             dense[found["layer"] + found["weight"]] = weight.clone()
         else:
             of_experts.setdefault(found["layer"] + found["weight"], []).append(weight)
-    dense |= {name: _mean(weights).to(weights[0]) for name, weights in of_experts.items()}
+    dense |= {name: mean_of(weights).to(weights[0]) for name, weights in of_experts.items()}
     return native_model(model, dense)
 
 
@@ -71,7 +71,7 @@ def interpolate_experts(model: MoTEModel, to_mean: float | dict[str, float]) -> 
         if found is not None and found["expert"] is not None:
             groups.setdefault(found["layer"] + found["weight"], {})[found["expert"]] = weight
     for weights in groups.values():
-        mean = _mean(list(weights.values()))
+        mean = mean_of(list(weights.values()))
         for expert, weight in weights.items():  # what a state dict holds are the model's own tensors
             weight.copy_(torch.lerp(weight.to(mean), mean, distances[expert]))
     return moved
@@ -207,12 +207,7 @@ def _open(src: str, out: Path, revision: str | None, overwrite: bool) -> tuple[S
 def _refuse_incomplete(config: MoTEConfig) -> None:
     """Raise `ValueError` where the mean of the experts cannot be taken, or would mean nothing."""
     config.require_experts_of_tasks("merged")
-    absent = [name for name in config.experts if name not in config.available_experts]
-    if absent:
-        raise ValueError(
-            f"The experts {', '.join(map(repr, absent))} are not loaded (loaded: "
-            f"{', '.join(map(repr, config.available_experts))}): their mean takes all of them"
-        )
+    require_all_experts(config)
 
 
 def _distances(config: MoTEConfig, to_mean: float | dict[str, float]) -> dict[str, float]:
@@ -224,11 +219,6 @@ def _distances(config: MoTEConfig, to_mean: float | dict[str, float]) -> dict[st
         if not 0 <= distance <= 1:
             raise ValueError(f"to_mean of {name!r} is {distance}: expected a number from 0 (as it is) to 1 (the mean)")
     return {name: float(named.get(name, 0.0)) for name in config.experts}
-
-
-def _mean(weights: list[torch.Tensor]) -> torch.Tensor:
-    """Take the mean in float64, in which that of equal float32 weights is these weights again."""
-    return torch.stack([weight.to("cpu", torch.float64) for weight in weights]).mean(dim=0)
 
 
 def _record(model: PreTrainedModel, source: Source, arguments: dict[str, Any], command: str) -> dict[str, Any]:
