@@ -89,14 +89,14 @@ def compress_block(block: Any, rank: int | None, bits: int | None) -> None:
         bits: 8, or None.
 
     Raises:
-        ValueError: If the rank is larger than that of the matrices, or the experts have none.
+        ValueError: If the rank is none that the matrices can have, or there are no matrices.
     """
     experts = list(block.experts.values())
     matrices = {path: module for path, module in experts[0].named_modules() if isinstance(module, nn.Linear)}
     if not matrices:
         raise ValueError("The experts have no nn.Linear: there is nothing that could be compressed")
     full = max(min(linear.weight.shape) for linear in matrices.values())
-    if rank is not None and rank > full:
+    if rank is not None and not 1 <= rank <= full:
         raise ValueError(f"expert_rank must be from 1 to {full}, the full rank of the experts' matrices, not {rank}")
     for path in matrices:
         linears = [expert.get_submodule(path) for expert in experts]

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from configuration_mote import MoTEConfig
     from modeling_mote import MoTEModel
     from mote.analysis.run import Analysis, analyze
+    from mote.compression import compress, compress_experts
     from mote.evaluation.run import evaluate
     from mote.evaluation.scores import Evaluation
     from mote.memory import MemoryEstimate, estimate_memory
@@ -25,6 +26,8 @@ __all__ = [
     "analyze",
     "average",
     "average_experts",
+    "compress",
+    "compress_experts",
     "estimate_memory",
     "evaluate",
     "interpolate",
@@ -41,6 +44,7 @@ _HOMES = {
     "MoTEModel": "modeling_mote",
     **dict.fromkeys(["Analysis", "analyze"], "mote.analysis.run"),
     **dict.fromkeys(["average", "average_experts", "interpolate", "interpolate_experts"], "mote.merging"),
+    **dict.fromkeys(["compress", "compress_experts"], "mote.compression"),
     **dict.fromkeys(["MemoryEstimate", "estimate_memory"], "mote.memory"),
     "Evaluation": "mote.evaluation.scores",
     "evaluate": "mote.evaluation.run",

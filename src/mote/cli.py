@@ -47,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_analyze(commands)
     _add_average(commands)
     _add_interpolate(commands)
+    _add_compress(commands)
     _add_memory(commands)
     return parser
 
@@ -273,6 +274,25 @@ def _to_mean(words: list[str]) -> float | dict[str, float]:
     if len(numbers) != len(words) or ("" in numbers and len(words) > 1):
         raise ValueError(f"--to-mean {' '.join(words)}: expected one number, or NAME=NUMBER once for each expert")
     return numbers.get("", numbers)
+
+
+def _add_compress(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "compress",
+        help="make experts take less memory",
+        description="Write a MoTE whose experts take less memory. It loads wherever a MoTE loads.",
+    )
+    _add_source_and_out(command)
+    how = command.add_mutually_exclusive_group(required=True)
+    how.add_argument("--rank", type=int, metavar="R", help="keep experts as differences of this rank from their mean")
+    how.add_argument("--bits", type=int, metavar="8", help="keep the matrices of experts in 8 bits")
+    command.set_defaults(run=_compress)
+
+
+def _compress(src: str, out: str, **arguments: object) -> None:
+    from mote import compression
+
+    compression.compress(src, out, **arguments, report=_print_line)  # type: ignore[arg-type]
 
 
 def _add_source_and_out(command: argparse.ArgumentParser) -> None:

@@ -31,7 +31,7 @@ def average_experts(model: MoTEModel) -> PreTrainedModel:
     Raises:
         ValueError: If experts were not loaded, or a router picks them token by token.
     """
-    _refuse_incomplete(model.config)
+    require_mergeable(model.config)
     key = weight_of_an_expert(model)
     dense: dict[str, torch.Tensor] = {}
     of_experts: dict[str, list[torch.Tensor]] = {}
@@ -61,7 +61,7 @@ def interpolate_experts(model: MoTEModel, to_mean: float | dict[str, float]) -> 
     Raises:
         ValueError: As `average_experts`, and if an expert is unknown or a number is not from 0 to 1.
     """
-    _refuse_incomplete(model.config)
+    require_mergeable(model.config)
     distances = _distances(model.config, to_mean)
     key = weight_of_an_expert(model)
     moved = copy.deepcopy(model)
@@ -104,7 +104,7 @@ def average(
         FileExistsError: If `out` is in use.
         ValueError: If the source is no MoTE, or its experts cannot be averaged.
     """
-    source, out = _open(src, Path(out), revision, overwrite)
+    source, out = open_to_change(src, Path(out), revision, overwrite)
     config: MoTEConfig = source.config  # type: ignore[assignment]
     report(f"Averaging the experts {', '.join(config.experts)} …")
     dense = average_experts(load_mote(source))
@@ -144,23 +144,47 @@ def interpolate(
         FileExistsError: If `out` is in use.
         ValueError: If the source is no MoTE, an expert is unknown, or a number is not from 0 to 1.
     """
-    source, out = _open(src, Path(out), revision, overwrite)
+    source, out = open_to_change(src, Path(out), revision, overwrite)
     distances = _distances(source.config, to_mean)  # type: ignore[arg-type]
     report("Moving experts towards their mean: " + ", ".join(f"{name} {by:g}" for name, by in distances.items()))
     model = interpolate_experts(load_mote(source), to_mean)
-    told = {"to_mean": to_mean}
-    command = _command("interpolate", source, out, told)
+    made = "made by moving the experts towards their mean, of"
+    write_mote(model, source, out, "interpolate", {"to_mean": to_mean}, made, max_shard_size, overwrite)
+    report(f"Wrote {out}")
+    return out
+
+
+def write_mote(
+    model: MoTEModel,
+    source: Source,
+    out: Path,
+    verb: str,
+    arguments: dict[str, Any],
+    made: str,
+    max_shard_size: str = "5GB",
+    overwrite: bool = False,
+) -> None:
+    """Write a MoTE that was made of another one, with what belongs to it, whole or not at all.
+
+    Args:
+        model: The new model.
+        source: The other one.
+        out: Folder to write.
+        verb: Of the command line.
+        arguments: Of the command, beside source and `out`.
+        made: What was done to the source, as in "made by moving the experts towards their mean, of".
+        max_shard_size: Of the files with the weights.
+        overwrite: As in `interpolate`.
+    """
+    command = _command(verb, source, out, arguments)
     tokenizer = load_tokenizer(source)
     with Staging(out, overwrite) as folder:
         repository.write_model(model, tokenizer, source, folder, max_shard_size)
         repository.write_sentence_transformer(model, source, folder)
-        made = "made by moving the experts towards their mean, of"
         repository.write_card(
             model, source, folder, out.name, command, made=made, fresh=False, record_file=MERGING_RECORD
         )
-        repository.write_record(_record(model, source, told, command), folder, MERGING_RECORD)
-    report(f"Wrote {out}")
-    return out
+        repository.write_record(_record(model, source, arguments, command), folder, MERGING_RECORD)
 
 
 def write_dense(
@@ -195,18 +219,28 @@ def write_dense(
         repository.write_record(_record(dense, source, arguments, command), folder, MERGING_RECORD)
 
 
-def _open(src: str, out: Path, revision: str | None, overwrite: bool) -> tuple[Source, Path]:
+def open_to_change(
+    src: str, out: Path, revision: str | None, overwrite: bool, done: str = "merged"
+) -> tuple[Source, Path]:
+    """Find a MoTE, and make sure that what is to be `done` to its experts can be, and that `out` is free for it.
+
+    Raises:
+        FileNotFoundError: If the source is not there, or has no weights.
+        FileExistsError: If `out` is in use.
+        ValueError: If the source is no MoTE or `out` itself, or as `require_mergeable`.
+    """
     refuse_occupied(out, overwrite)
     source = open_mote(src, revision)
     if out.resolve() == source.folder.resolve():
         raise ValueError(f"{out} is the source itself: choose another folder for the result")
-    _refuse_incomplete(source.config)  # type: ignore[arg-type]
+    require_mergeable(source.config, done)  # type: ignore[arg-type]
     return source, out
 
 
-def _refuse_incomplete(config: MoTEConfig) -> None:
+def require_mergeable(config: MoTEConfig, done: str = "merged") -> None:
     """Raise `ValueError` where the mean of the experts cannot be taken, or would mean nothing."""
-    config.require_experts_of_tasks("merged")
+    config.require_experts_of_tasks(done)
+    config.require_whole_experts(done)
     require_all_experts(config)
 
 
