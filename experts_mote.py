@@ -32,6 +32,8 @@ class SingleExperts:
     config: MoTEConfig
     blocks: Any
     architecture: Any
+    every_expert: Any
+    require_experts_in_memory: Any
     _keys_to_ignore_on_load_unexpected: Any
 
     def add_expert(
@@ -134,6 +136,7 @@ class SingleExperts:
     def _require_changeable(self, done: str) -> None:
         """Raise `ValueError` where single experts cannot be worked on; `done` says what cannot be done to them."""
         self.config.require_experts_of_tasks(done)
+        self.require_experts_in_memory(done)
         if any(weight.is_meta for block in self.blocks for weight in block.experts.parameters()):
             raise ValueError(
                 f"The weights of some experts are not in memory (they are offloaded, or on the device `meta`): experts "
@@ -205,12 +208,13 @@ class SingleExperts:
         expert = self.config.require_expert(name)
         key = weight_of_an_expert(self)
         weights: dict[str, torch.Tensor] = {}
-        for path, weight in whole_weights(self, expert).items():
-            found = key.fullmatch(path)
-            if found is None:
-                weights[path.removeprefix("backbone.")] = weight.clone()
-            elif found["expert"] in (None, expert):  # an expert's own come after the mean of compressed ones
-                weights[found["layer"] + found["weight"]] = weight.clone()
+        with self.every_expert():
+            for path, weight in whole_weights(self, expert).items():
+                found = key.fullmatch(path)
+                if found is None:
+                    weights[path.removeprefix("backbone.")] = weight.clone()
+                elif found["expert"] in (None, expert):  # an expert's own come after the mean of compressed ones
+                    weights[found["layer"] + found["weight"]] = weight.clone()
         return native_model(self, weights)
 
 

@@ -31,12 +31,19 @@ try:
     from .configuration_mote import MoTEConfig, alternatives  # type: ignore[import-not-found]
     from .experts_mote import SingleExperts, attend_both_ways  # type: ignore[import-not-found]
     from .mixed_batch_mote import groups_of  # type: ignore[import-not-found]
+    from .offloading_mote import (  # type: ignore[import-not-found]
+        OffloadedExperts,
+        OffloadSettings,
+        refuse_to_write_over,
+        require_no_gradients,
+    )
     from .token_routing_mote import TokenRoutedBlock, TokenRouting, feed_forward_of  # type: ignore[import-not-found]
 except ImportError:  # imported as installed top-level modules rather than as remote code
     from compression_mote import compress_block
     from configuration_mote import MoTEConfig, alternatives
     from experts_mote import SingleExperts, attend_both_ways
     from mixed_batch_mote import groups_of
+    from offloading_mote import OffloadedExperts, OffloadSettings, refuse_to_write_over, require_no_gradients
     from token_routing_mote import TokenRoutedBlock, TokenRouting, feed_forward_of
 
 
@@ -197,7 +204,7 @@ class MoTEOutput(BaseModelOutputWithPooling):
     router_logits: tuple[torch.Tensor, ...] | None = None
 
 
-class MoTEModel(SingleExperts, PreTrainedModel):
+class MoTEModel(SingleExperts, OffloadedExperts, PreTrainedModel):
     """A dense encoder in which whole sequences go through the expert of their task.
 
     Args:
@@ -209,6 +216,8 @@ class MoTEModel(SingleExperts, PreTrainedModel):
 
     config: MoTEConfig
     config_class = MoTEConfig
+    offloading: Any  # of OffloadedExperts, as the next one
+    every_expert: Any
     base_model_prefix = ""
     supports_gradient_checkpointing = True
     _no_split_modules = ["MoTEBlock", "TokenRoutedBlock"]
@@ -368,7 +377,12 @@ class MoTEModel(SingleExperts, PreTrainedModel):
 
     def _run(self, sequences: dict[str, torch.Tensor], kwargs: dict) -> MoTEOutput:
         """Run rows that share their routing: the dense model's compute, and the pooling."""
-        out = self.backbone(**sequences, **kwargs)
+        if self.offloading is None:
+            out = self.backbone(**sequences, **kwargs)
+        else:
+            with self.offloading.expert(kwargs["expert"]):
+                out = self.backbone(**sequences, **kwargs)
+            require_no_gradients(out.last_hidden_state)
         hidden = out.last_hidden_state  # [B, L, H]
         return MoTEOutput(
             last_hidden_state=hidden,
@@ -421,8 +435,12 @@ class MoTEModel(SingleExperts, PreTrainedModel):
         Returns:
             `total`; `active`, those that a sequence passes through, as many as in the dense model (its pooler left
             out), with a token router those that a token passes through; `shared`, by all experts (the router is);
-            `experts`, name → those of that expert alone.
+            `experts`, name → those of that expert alone. Offloaded experts count as if they were on the device.
         """
+        with self.every_expert():
+            return self._parameter_counts()
+
+    def _parameter_counts(self) -> dict[str, Any]:
         experts = {
             name: sum(p.numel() for block in self.blocks for p in block.experts[name].parameters())
             for name in self.config.available_experts
@@ -443,10 +461,18 @@ class MoTEModel(SingleExperts, PreTrainedModel):
         """Load, and fail where config and weights do not match: the base class only prints a report.
 
         Takes what `PreTrainedModel.from_pretrained` takes, and `experts=[…]` to load only these experts.
+        `offload_experts="disk"`, `"cpu"` or `{"to": "disk", "keep": 2}` begins with experts offloaded, and loads no
+        more of them than are kept on the device: see `offload_experts`.
 
         Raises:
-            ValueError: If weights are missing, left over, of another shape, or cannot be read.
+            ValueError: If weights are missing, left over, of another shape, or cannot be read; if experts cannot be
+                offloaded.
         """
+        offload = kwargs.pop("offload_experts", None)
+        if offload:
+            settings, config = OffloadSettings.read(offload), cls._config_of(*args, **kwargs)
+            settings.validate(config)
+            kwargs["experts"] = config.available_experts[: settings.keep]
         if isinstance(kwargs.get("config"), PreTrainedConfig) and "experts" in kwargs:  # else the config takes them
             kwargs["config"] = copy.deepcopy(kwargs["config"])
             kwargs["config"].load_only(kwargs.pop("experts"))
@@ -466,12 +492,34 @@ class MoTEModel(SingleExperts, PreTrainedModel):
                 f"{model.config.router!r} and whose experts are {model.config.available_experts}: "
                 f"{'; '.join(problems)}. Load the files as they were saved together."
             )
+        if offload:
+            model._start_offloaded(settings, config.loaded_experts)
         return (model, info) if output_loading_info else model
+
+    @classmethod
+    def _config_of(cls, pretrained_model_name_or_path: Any, *_: Any, config: Any = None, **kwargs: Any) -> MoTEConfig:
+        """Read the config that `from_pretrained` would, with these arguments."""
+        if not isinstance(config, PreTrainedConfig):
+            return cls.config_class.from_pretrained(config or pretrained_model_name_or_path, **kwargs)
+        config = copy.deepcopy(config)
+        if "experts" in kwargs:
+            config.load_only(kwargs["experts"])
+        return config
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: Any, state_dict: Any, checkpoint_files: list[str] | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Remember the files: offloaded experts are read from them."""
+        model.weight_files = tuple(checkpoint_files or ())
+        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Save under the names of the modules, not under those of the hub file the backbone came from."""
         kwargs.setdefault("save_original_format", False)
-        super().save_pretrained(*args, **kwargs)
+        refuse_to_write_over(self, args[0] if args else kwargs["save_directory"])
+        with self.every_expert():
+            super().save_pretrained(*args, **kwargs)
 
 
 def pool(hidden: torch.Tensor, attention_mask: torch.Tensor | None, mode: str) -> torch.Tensor:

@@ -27,6 +27,7 @@ CODE = [
     "experts_mote.py",
     "mixed_batch_mote.py",
     "compression_mote.py",
+    "offloading_mote.py",
     "token_routing_mote.py",
     "sentence_transformer_mote.py",
 ]
