@@ -1,0 +1,128 @@
+"""Compressed experts: rank against memory, speed and quality, beside 8 bits, Expert Averaging and the dense source."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+from sentence_transformers import SentenceTransformer
+
+from benchmarks.pairing import compare
+from benchmarks.performance.figures import Figure, Options
+from mote import average, compress, evaluate, train
+from mote.analysis.movement import find_start
+from mote.analysis.similarity import cosines, embed
+from mote.analysis.texts import find_texts
+from mote.compression import expert_bytes
+from mote.evaluation.folder import find_sets
+from mote.evaluation.scores import Evaluation
+from mote.loading import load_model
+from mote.sources import load_mote, open_mote
+
+RANKS = (1, 2, 4, 8, 16, 32, 64, 128)
+TYPES = {"Retrieval": "retrieval", "Classification": "classification", "Clustering": "clustering", "STS": "STS"}
+SETS = {  # of the data folder, as far as they are there
+    "beir": ("cranfield", "nfcorpus", "made_scitldr", "arxiv"),
+    "classification": ("banking77", "movie_snippets", "tweet_emotion4"),
+    "clustering": ("arxiv_titles", "open_trivia", "twenty_newsgroups"),
+    "sts": ("biosses", "sts15", "stsbenchmark", "sts17_en"),
+}
+LIMIT = 500  # texts, or queries, of each set
+WHOLE, AVERAGE, DENSE = "uncompressed", "Expert Averaging", "the dense source"
+
+
+def measure(options: Options) -> Figure:
+    """Measure a MoTE that is trained; of a dense checkpoint, one is trained from it on the data, for a few steps."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        mote = _trained(options, folder)
+        models = {WHOLE: str(mote), **dict(_made_of(mote, folder, options.quick))}
+        with suppress(ValueError, FileNotFoundError):  # a folder that does not record it, or it is not here
+            models[DENSE] = find_start(str(mote))
+        found = find_sets(options.data)
+        sets = [f"{one.kind}/{one.name}" for one in found if one.name in SETS.get(one.kind, ())]
+        limit = 40 if options.quick else LIMIT
+        scores = evaluate(
+            models, data=options.data, tasks=sets, limit=limit, device=options.device, out=folder / "scores"
+        )
+        if scores.failed():
+            raise ValueError(f"not all could be scored: {'; '.join(scores.failed())}")
+        rows = list(_rows(models, scores, options))
+        trained = mote == options.checkpoint
+    return Figure(
+        "compression",
+        "compressed experts: memory, speed, and quality",
+        ["experts", "experts, MB", "of whole", "model, MB", "encode / whole", "cosine", *TYPES.values(), "mean"],
+        rows,
+        notes=[
+            f"MoTE: {'a trained one' if trained else 'trained for a few steps, only for this figure'}, with the "
+            f"experts {', '.join(open_mote(str(options.checkpoint)).config.experts) if trained else 'of the paper'}.",
+            f"quality: main scores of MTEB on {', '.join(sets)}, at most about {limit} texts of each; mean over types.",
+            "cosine: to the embeddings of the uncompressed model, mean over the bundled 128 texts under each expert.",
+            "encode: 64 of these texts for one task, ratio of medians of paired runs.",
+        ],
+    )
+
+
+def _trained(options: Options, folder: Path) -> Path:
+    """Return the checkpoint if it is a MoTE; otherwise train one from it."""
+    with suppress(ValueError):
+        open_mote(str(options.checkpoint))
+        return options.checkpoint
+    settings = [f"model.source={options.checkpoint}", f"data.folder={options.data}", f"output={folder / 'run'}"]
+    train(
+        "smoke",
+        [
+            *settings,
+            *(["training.max_steps=3", "validation.share=0", "validation.every=null"] if options.quick else []),
+        ],
+    )
+    return folder / "run" / "model"
+
+
+def _made_of(mote: Path, folder: Path, quick: bool) -> Iterator[tuple[str, str]]:
+    """Write all that is compared: name in the table → folder."""
+    whole = load_mote(open_mote(str(mote)))
+    linears = [module for module in whole.blocks[0].experts.modules() if isinstance(module, torch.nn.Linear)]
+    full = max(min(linear.weight.shape) for linear in linears)
+    for rank in (*((1,) if quick else (rank for rank in RANKS if rank < full)), full):
+        name = f"rank {rank}" + (" (full)" if rank == full else "")
+        yield name, str(compress(str(mote), folder / f"rank-{rank}", rank=rank))
+    yield "8 bits", str(compress(str(mote), folder / "8-bits", bits=8))
+    yield AVERAGE, str(average(str(mote), folder / "average"))
+
+
+def _rows(models: dict[str, str], scores: Evaluation, options: Options) -> Iterator[list[str]]:
+    texts = find_texts().texts
+    whole = load_model(models[WHOLE], device=options.device, trust_remote_code=True)
+    experts: list[str] = whole[0].config.experts
+    expected = {task: embed(whole, texts, task) for task in experts}
+    of_whole = expert_bytes(load_mote(open_mote(models[WHOLE])))
+    for name, path in models.items():
+        model = load_model(path, device=options.device, trust_remote_code=True)
+        is_dense = name in (AVERAGE, DENSE)
+        size = of_whole // len(experts) if is_dense else expert_bytes(load_mote(open_mote(path)))
+        found = [] if name == DENSE else [cosines(embed(model, texts, task), expected[task]) for task in experts]
+        ratio = compare(
+            lambda: _encode(whole, texts, experts[0]),
+            lambda model=model: _encode(model, texts, experts[0]),
+            seconds=0 if options.quick else options.seconds,
+        ).ratio
+        means = scores.means(name)
+        yield [
+            name,
+            f"{size / 1e6:.1f}",
+            f"{size / of_whole:.0%}",
+            f"{sum(weight.numel() * weight.element_size() for weight in model.parameters()) / 1e6:.1f}",
+            f"{ratio:.2f}",
+            f"{np.mean(found):.5f}" if found else "",
+            *(f"{means[kind]:.2f}" if kind in means else "" for kind in TYPES),
+            f"{scores.mean_over_types(name):.2f}",
+        ]
+
+
+def _encode(model: SentenceTransformer, texts: tuple[str, ...], task: str) -> None:
+    has_prompts = task in model.prompts
+    model.encode(list(texts[:64]), batch_size=32, show_progress_bar=False, prompt_name=task if has_prompts else None)
