@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers.modeling_utils
 
-from mote import repository, upcycle
+from mote import repository, streaming, upcycle
 from mote.cli import main
 from mote.files import Staging
 
@@ -207,7 +206,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        (transformers.modeling_utils, "safe_save_file"),
+        (streaming, "serialize_file"),
         (repository, "write_sentence_transformer"),
         (repository, "write_card"),
         (repository, "write_record"),

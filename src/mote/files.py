@@ -33,6 +33,21 @@ def refuse_occupied(out: Path, overwrite: bool = False) -> None:
         raise FileExistsError(f"{out} holds something other than a MoTE: it is not overwritten, choose another folder")
 
 
+def require_space(out: Path, size: int) -> None:
+    """Make sure that `size` bytes fit on the disk of `out`.
+
+    Raises:
+        OSError: If they do not; the message says how many there are.
+    """
+    place = next(path for path in (out.resolve(), *out.resolve().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    if size > free:
+        raise OSError(
+            f"{out} needs {size / 1e6:,.1f} MB, but its disk has {free / 1e6:,.1f} MB left: free some, or write "
+            "elsewhere"
+        )
+
+
 class Staging:
     """A folder to write into, beside its final place, which it takes at the end.
 

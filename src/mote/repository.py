@@ -3,6 +3,7 @@
 import json
 import platform
 import shutil
+from collections.abc import Callable
 from datetime import datetime, timezone
 from importlib.metadata import version
 from importlib.resources import files
@@ -21,7 +22,7 @@ import sentence_transformer_mote
 from configuration_mote import MoTEConfig
 from modeling_mote import MoTEModel
 from mote.files import MERGING_RECORD
-from mote.sources import Source
+from mote.sources import Source, quiet_transformers
 
 RECORD_FILE = "upcycling.json"
 RECORDS = (RECORD_FILE, "training.json", MERGING_RECORD)  # of how a model was made, step by step
@@ -116,9 +117,30 @@ def prompts_of(config: MoTEConfig, carried_over: dict[str, str] | None = None) -
     return {**(carried_over or {}), **mteb, **prompts}
 
 
-def write_model(model: PreTrainedModel, tokenizer: Any, source: Source, folder: Path, max_shard_size: str) -> None:
-    """Write weights, config, code and tokenizer, which truncates where Sentence-Transformers does."""
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+def write_model(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    source: Source,
+    folder: Path,
+    max_shard_size: str,
+    write_weights: Callable[[Path], None] | None = None,
+) -> None:
+    """Write weights, config, code and tokenizer, which truncates where Sentence-Transformers does.
+
+    Args:
+        model: The new model.
+        tokenizer: Its tokenizer.
+        source: What it was made of.
+        folder: Where to write.
+        max_shard_size: Of the files with the weights.
+        write_weights: Of a model that has no weights: what writes them into a folder.
+    """
+    if write_weights is None:
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+    else:
+        with quiet_transformers():  # a bar of no weights
+            model.save_pretrained(folder, state_dict={})  # config and code
+        write_weights(folder)
     tokenizer.model_max_length = max_seq_length(model, source) or tokenizer.model_max_length
     tokenizer.save_pretrained(folder)
 

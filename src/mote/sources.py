@@ -93,7 +93,7 @@ class Source:
     def read_json(self, name: str, kind: type = dict) -> Any:
         """Read one of the source's JSON files; empty if there is none."""
         path = self.folder / name
-        return _read_json(path, kind) if path.is_file() else kind()
+        return read_json(path, kind) if path.is_file() else kind()
 
     def sha256_of_weights(self) -> dict[str, str]:
         """Fingerprint each file with weights."""
@@ -145,7 +145,7 @@ def open_mote(src: str, revision: str | None = None) -> Source:
         ValueError: If it is not a MoTE.
     """
     folder, commit = _locate(src, revision)
-    model_type = _read_json(folder / "config.json").get("model_type")
+    model_type = read_json(folder / "config.json").get("model_type")
     if model_type != "mote":
         raise ValueError(f"{src} is no MoTE but a {model_type!r}: `mote upcycle` makes a MoTE of a dense model")
     try:
@@ -158,18 +158,22 @@ def open_mote(src: str, revision: str | None = None) -> Source:
 def open_any(src: str, revision: str | None = None) -> Source:
     """Find a checkpoint, dense or MoTE: see `open_source` and `open_mote`."""
     folder, _ = _locate(src, revision)
-    is_mote = _read_json(folder / "config.json").get("model_type") == "mote"
+    is_mote = read_json(folder / "config.json").get("model_type") == "mote"
     return open_mote(src, revision) if is_mote else open_source(src, revision)
 
 
-def load_mote(source: Source) -> MoTEModel:
+def load_mote(source: Source, experts: list[str] | None = None) -> MoTEModel:
     """Load a MoTE in the type in which it is stored.
+
+    Args:
+        source: From `open_mote`.
+        experts: Load the weights of these alone. Default: of all.
 
     Raises:
         ValueError: If config and weights do not match.
     """
-    with _quiet_transformers():
-        model = MoTEModel.from_pretrained(source.folder, dtype="auto")
+    with quiet_transformers():
+        model = MoTEModel.from_pretrained(source.folder, dtype="auto", experts=experts)
     model.config._name_or_path = source.public_name  # no folder of this machine
     return model.eval()
 
@@ -187,16 +191,48 @@ def load_dense(source: DenseSource, dtype: str | torch.dtype = "auto") -> tuple[
     Raises:
         ValueError: If the files are damaged, or hold too few or unknown keys.
     """
+    with _reading(source):
+        loaded = AutoModel.from_pretrained(source.folder, dtype=dtype, **_how_to_load(source))
+    return _judged(source, *loaded)
+
+
+def dense_without_weights(source: DenseSource, dtype: str | torch.dtype = "auto") -> tuple[PreTrainedModel, list[str]]:
+    """Make sure that the native dense model can be loaded, as `load_dense` does, without reading a weight.
+
+    Args:
+        source: From `open_source`.
+        dtype: As in `AutoModel.from_pretrained`.
+
+    Returns:
+        The model with empty weights, on the device `meta`, and the keys of heads that would be left out.
+
+    Raises:
+        ValueError: As from `load_dense`.
+    """
+    weights = read_on_meta(source.weights)
+    with _reading(source):
+        with torch.device("meta"):
+            native = type(AutoModel.from_config(source.config))
+        settings = {**_how_to_load(source), "state_dict": weights, "device_map": "meta"}
+        loaded = native.from_pretrained(None, dtype=dtype, **settings)
+    return _judged(source, *loaded)
+
+
+def _how_to_load(source: DenseSource) -> dict[str, Any]:
+    return {
+        "config": source.config,
+        "key_mapping": source.key_mapping,
+        "ignore_mismatched_sizes": True,
+        "output_loading_info": True,
+    }
+
+
+@contextmanager
+def _reading(source: DenseSource) -> Iterator[None]:
+    """Say of errors in reading what they mean; the library's own report is judged by `_judged`."""
     try:
-        with _quiet_transformers():  # it would print a report of what is judged below
-            model, info = AutoModel.from_pretrained(
-                source.folder,
-                config=source.config,
-                dtype=dtype,
-                key_mapping=source.key_mapping,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
+        with quiet_transformers():
+            yield
     except pickle.UnpicklingError as error:
         raise ValueError(f"The weights of {source.name} were not opened: {_NOT_ONLY_TENSORS}") from error
     except (SafetensorError, RuntimeError, EOFError, OSError) as error:
@@ -204,6 +240,10 @@ def load_dense(source: DenseSource, dtype: str | torch.dtype = "auto") -> tuple[
         raise ValueError(
             f"The weights of {source.name} ({files}) cannot be read, are they truncated? {error}"
         ) from error
+
+
+def _judged(source: DenseSource, model: PreTrainedModel, info: dict[str, Any]) -> tuple[PreTrainedModel, list[str]]:
+    """Raise `ValueError` unless all weights fit; else return the model, and the keys of heads that it has not."""
     missing = [key for key in info["missing_keys"] if not key.startswith("pooler.")]  # MoTE pools by itself
     left_out = sorted(key for key in info["unexpected_keys"] if key.split(".")[0] in HEADS)
     unexpected = sorted(set(info["unexpected_keys"]) - set(left_out))
@@ -246,13 +286,17 @@ def load_tokenizer(source: Source, tokenizer: str | None = None) -> Any:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    verbosity = logging.get_verbosity()
+def quiet_transformers() -> Iterator[None]:
+    """Keep the library from logging anything but errors, and from drawing bars."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _locate(src: str, revision: str | None) -> tuple[Path, str | None]:
@@ -272,12 +316,20 @@ def _locate(src: str, revision: str | None) -> tuple[Path, str | None]:
 
 def _download(src: str, revision: str | None) -> Path:
     """Fetch config, tokenizer and weights of a Hub repository; safetensors where there are any, else `.bin`."""
+    folder = fetch(src, revision, [*FILES_BESIDE_WEIGHTS, "model*.safetensors"])
+    if not any(folder.glob("model*.safetensors")):
+        fetch(src, revision, ["pytorch_model*.bin"])
+    return folder
+
+
+def fetch(src: str, revision: str | None, patterns: list[str]) -> Path:
+    """Download the files of a Hub repository whose names match a pattern.
+
+    Raises:
+        FileNotFoundError: If there is no such repository, or it cannot be reached.
+    """
     try:
-        folder = Path(
-            snapshot_download(src, revision=revision, allow_patterns=[*FILES_BESIDE_WEIGHTS, "model*.safetensors"])
-        )
-        if not any(folder.glob("model*.safetensors")):
-            snapshot_download(src, revision=revision, allow_patterns=["pytorch_model*.bin"])
+        return Path(snapshot_download(src, revision=revision, allow_patterns=patterns))
     except HFValidationError as error:
         raise FileNotFoundError(f"{src} is neither a folder nor an id on the Hub (user/name)") from error
     except GatedRepoError as error:
@@ -290,7 +342,6 @@ def _download(src: str, revision: str | None) -> Path:
         ) from error
     except (HfHubHTTPError, OSError) as error:
         raise FileNotFoundError(f"{src} is not a folder, and could not be fetched from the Hub: {error}") from error
-    return folder
 
 
 def _weight_files(folder: Path, src: str) -> list[Path]:
@@ -299,7 +350,7 @@ def _weight_files(folder: Path, src: str) -> list[Path]:
             return [folder / name]
         index = folder / f"{name}.index.json"
         if index.is_file():
-            files = [folder / shard for shard in sorted(set(_read_json(index).get("weight_map", {}).values()))]
+            files = [folder / shard for shard in sorted(set(read_json(index).get("weight_map", {}).values()))]
             if not files:
                 raise ValueError(f"{index} names no files: its weight_map is empty or absent")
             absent = [path.name for path in files if not path.is_file()]
@@ -312,7 +363,7 @@ def _weight_files(folder: Path, src: str) -> list[Path]:
 
 def _native_config(folder: Path, weights: list[Path], src: str) -> tuple[PreTrainedConfig, dict[str, str] | None]:
     """Read the config as that of a native architecture, and how keys must be renamed before it fits."""
-    settings = _read_json(folder / "config.json")
+    settings = read_json(folder / "config.json")
     model_type = settings.get("model_type")
     if model_type == "mote":
         raise ValueError(f"{src} is a MoTE already: upcycling starts from a dense checkpoint")
@@ -334,7 +385,7 @@ def stored_dtype(source: DenseSource) -> torch.dtype:
     """Tell the type that "auto" stands for: the config's, otherwise that of the first weights that are no integers."""
     if isinstance(source.config.dtype, torch.dtype):
         return source.config.dtype
-    tensors = _read_on_meta(source.weights).values()
+    tensors = read_on_meta(source.weights).values()
     return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
 
 
@@ -344,19 +395,19 @@ def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
     Raises:
         ValueError: If a file is damaged.
     """
-    return {key: tuple(tensor.shape) for key, tensor in _read_on_meta(files).items()}
+    return {key: tuple(tensor.shape) for key, tensor in read_on_meta(files).items()}
 
 
-def _read_on_meta(files: Iterable[Path]) -> dict[str, torch.Tensor]:
-    """Read the tensors in some files as empty ones, on the device `meta`."""
+def read_on_meta(files: Iterable[Path]) -> dict[str, torch.Tensor]:
+    """Read the tensors in some files as empty ones, on the device `meta`.
+
+    Raises:
+        ValueError: If a file is damaged.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
         try:
-            if path.suffix == ".safetensors":
-                state = load_state_dict(str(path), map_location="meta")
-            else:
-                state = torch.load(path, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(path))
-            tensors.update({key: value for key, value in state.items() if isinstance(value, torch.Tensor)})
+            tensors.update(_tensors_on_meta(path))
         except pickle.UnpicklingError as error:
             raise ValueError(f"{path} was not opened: {_NOT_ONLY_TENSORS}") from error
         except (SafetensorError, RuntimeError, EOFError, AttributeError, OSError) as error:
@@ -364,7 +415,23 @@ def _read_on_meta(files: Iterable[Path]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _read_json(path: Path, kind: type = dict) -> Any:
+def _tensors_on_meta(path: Path) -> dict[str, torch.Tensor]:
+    is_pickle = path.suffix != ".safetensors"
+    return load_pickle(path, "meta") if is_pickle else load_state_dict(str(path), map_location="meta")
+
+
+def load_pickle(path: Path, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """Load the tensors of a pickle, mapped into memory unless it is in the format of torch before 1.6."""
+    state = torch.load(path, map_location=device, weights_only=True, mmap=zipfile.is_zipfile(path))
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def read_json(path: Path, kind: type = dict) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        ValueError: If it is damaged, or holds another kind of value.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

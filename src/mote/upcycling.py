@@ -3,6 +3,7 @@
 import inspect
 import shlex
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,16 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from configuration_mote import MoTEConfig, alternatives
 from modeling_mote import MoTEModel
 from mote import hub, repository
-from mote.files import Staging, refuse_occupied
-from mote.sources import DenseSource, load_dense, load_tokenizer, open_source, stored_dtype
+from mote.files import Staging, refuse_occupied, require_space
+from mote.sources import (
+    DenseSource,
+    dense_without_weights,
+    load_dense,
+    load_tokenizer,
+    open_source,
+    stored_dtype,
+)
+from mote.streaming import DenseWeights, can_stream, write_weights
 
 Report = Callable[[str], None]
 
@@ -150,16 +159,15 @@ def upcycle(
     report(str(plan))
     loaded_tokenizer = load_tokenizer(plan.source, tokenizer)
     made_by = _arguments_to_tell(arguments, plan)
-    report("Reading the dense model …")
-    dense, left_out = load_dense(plan.source, plan.config.dtype or "auto")
-    report(f"Copying its blocks into {len(plan.config.experts)} experts …")
-    model = MoTEModel(plan.config, dense)
-    with Staging(plan.out, overwrite) as folder:
+    model, left_out, write_weights = _model_and_its_writer(plan, max_shard_size, report)
+    require_space(plan.out, sum(plan.file_sizes))
+    with ThreadPoolExecutor(1) as thread, Staging(plan.out, overwrite) as folder:
+        described = thread.submit(repository.describe_source, plan.source)  # which reads all of it, for its hash
         report(f"Writing {megabytes(sum(plan.file_sizes))} …")
-        repository.write_model(model, loaded_tokenizer, plan.source, folder, max_shard_size)
+        repository.write_model(model, loaded_tokenizer, plan.source, folder, max_shard_size, write_weights)
         repository.write_sentence_transformer(model, plan.source, folder)
         repository.write_card(model, plan.source, folder, repo_id or plan.out.name, _command(made_by))
-        repository.write_record(_record(plan, made_by, left_out), folder)
+        repository.write_record(_record(plan, described.result(), made_by, left_out), folder)
     if left_out:
         report(f"Left out: {len(left_out)} weights of pre-training heads (listed in {repository.RECORD_FILE})")
     report(f"Wrote {plan.out}")
@@ -168,6 +176,28 @@ def upcycle(
         report(f"Pushed: {hub.push(plan.out, str(repo_id), private=private)}")
     report(how_to_load(str(repo_id) if push else str(plan.out), plan.config))
     return plan.out
+
+
+def _model_and_its_writer(
+    plan: UpcyclingPlan, max_shard_size: str, report: Report
+) -> tuple[MoTEModel, list[str], Callable[[Path], None] | None]:
+    """Make sure that the source's weights fit, and build the MoTE.
+
+    Returns:
+        The model; the keys of heads that are left out; and, where the model has no weights because they can be
+        streamed from the source's files, what writes them into a folder.
+    """
+    report("Reading the dense model …")
+    dtype = plan.config.dtype or "auto"
+    dense, left_out = dense_without_weights(plan.source, dtype)
+    weights = DenseWeights(plan.source, dense)
+    model = MoTEModel(plan.config, dense)
+    if can_stream(model, weights):
+        report(f"Copying its blocks into {len(plan.config.experts)} experts …")
+        return model, left_out, lambda folder: write_weights(model, weights, folder, max_shard_size, report)
+    dense, left_out = load_dense(plan.source, dtype)
+    report(f"Copying its blocks into {len(plan.config.experts)} experts, in memory …")
+    return MoTEModel(plan.config, dense), left_out, None
 
 
 def plan_upcycling(
@@ -299,9 +329,11 @@ def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _record(plan: UpcyclingPlan, arguments: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
+def _record(
+    plan: UpcyclingPlan, source: dict[str, Any], arguments: dict[str, Any], left_out: list[str]
+) -> dict[str, Any]:
     return {
-        **repository.describe_source(plan.source),
+        **source,
         "left_out": left_out,
         "arguments": arguments,
         "command": _command(arguments),
