@@ -37,6 +37,7 @@ try:
         refuse_to_write_over,
         require_no_gradients,
     )
+    from .stored_experts_mote import weights_without  # type: ignore[import-not-found]
     from .token_routing_mote import TokenRoutedBlock, TokenRouting, feed_forward_of  # type: ignore[import-not-found]
 except ImportError:  # imported as installed top-level modules rather than as remote code
     from compression_mote import compress_block
@@ -44,6 +45,7 @@ except ImportError:  # imported as installed top-level modules rather than as re
     from experts_mote import SingleExperts, attend_both_ways
     from mixed_batch_mote import groups_of
     from offloading_mote import OffloadedExperts, OffloadSettings, refuse_to_write_over, require_no_gradients
+    from stored_experts_mote import weights_without
     from token_routing_mote import TokenRoutedBlock, TokenRouting, feed_forward_of
 
 
@@ -508,11 +510,16 @@ class MoTEModel(SingleExperts, OffloadedExperts, PreTrainedModel):
 
     @staticmethod
     def _load_pretrained_model(
-        model: Any, state_dict: Any, checkpoint_files: list[str] | None, *args: Any, **kwargs: Any
+        model: Any, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Remember the files: offloaded experts are read from them."""
+        """Hand on the weights that are wanted alone, and remember the files: offloaded experts are read from them."""
         model.weight_files = tuple(checkpoint_files or ())
-        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
+        absent = set(model.config.experts) - set(model.config.available_experts)
+        if state_dict is not None or load_config.disable_mmap or not model.weight_files:
+            absent = set()
+        with weights_without(absent, model.weight_files) as wanted:
+            found = state_dict if wanted is None else wanted
+            return PreTrainedModel._load_pretrained_model(model, found, checkpoint_files, load_config, *args, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Save under the names of the modules, not under those of the hub file the backbone came from."""

@@ -17,21 +17,20 @@ transformers and what that needs itself.
 import copy
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 try:
     from .configuration_mote import MoTEConfig, alternatives  # type: ignore[import-not-found]
+    from .stored_experts_mote import SAVE_FIRST, CpuStore, DiskStore, Store  # type: ignore[import-not-found]
 except ImportError:  # imported as an installed top-level module rather than as remote code
     from configuration_mote import MoTEConfig, alternatives
-
-_REMEDY = "save it with save_pretrained(), then load it with offload_experts='disk'"
+    from stored_experts_mote import SAVE_FIRST, CpuStore, DiskStore, Store
 
 
 class OffloadSettings(NamedTuple):
@@ -153,92 +152,6 @@ class OffloadedExperts:
             raise ValueError("The model is spread over several devices: load it on one, with device_map='cuda:0'")
 
 
-class Store(Protocol):
-    """Where the weights of all experts are, by their keys in the model's state dict."""
-
-    name: str
-
-    def read(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Give some weights, on the CPU, which must not be written to."""
-
-
-class CpuStore:
-    """Weights in the CPU's memory, pinned where there is a GPU to copy them to.
-
-    Args:
-        weights: Those of all experts. They are copied.
-    """
-
-    name = "cpu"
-
-    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy the weights."""
-        pin = torch.cuda.is_available()
-        self.weights = {
-            key: torch.empty(weight.shape, dtype=weight.dtype, pin_memory=pin).copy_(weight.detach())
-            for key, weight in weights
-        }
-
-    def read(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Give some weights."""
-        return {key: self.weights[key] for key in keys}
-
-
-class DiskStore:
-    """Weights in safetensors files, mapped into memory for as long as they are read.
-
-    Args:
-        files: Of the checkpoint.
-
-    Raises:
-        ValueError: If there are none, or they are of another format.
-    """
-
-    name = "disk"
-
-    def __init__(self, files: Iterable[str]) -> None:
-        """Note which file holds which weight, and how each file is now."""
-        paths = [Path(file) for file in files]
-        if not paths or any(path.suffix != ".safetensors" for path in paths):
-            raise ValueError(
-                "Experts are read from the safetensors files that the model was loaded from, and this one has none: "
-                + _REMEDY
-            )
-        self.states = {path: _state_of(path) for path in paths}
-        self.file_of: dict[str, Path] = {}
-        for path in paths:
-            with safe_open(path, framework="pt") as file:
-                self.file_of.update(dict.fromkeys(file.keys(), path))
-
-    def read(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Map some weights.
-
-        Raises:
-            ValueError: If a weight is not in the files, or a file was changed since.
-            FileNotFoundError: If a file is gone.
-        """
-        keys_in: dict[Path, list[str]] = {}
-        for key in keys:
-            if key not in self.file_of:
-                raise ValueError(f"{key} is not in the files that the model was loaded from: {_REMEDY}")
-            keys_in.setdefault(self.file_of[key], []).append(key)
-        weights: dict[str, torch.Tensor] = {}
-        for path, wanted in keys_in.items():
-            try:
-                with safe_open(path, framework="pt") as file:
-                    if _state_of(path) != self.states[path]:
-                        raise ValueError(_changed(path))
-                    weights.update({key: file.get_tensor(key) for key in wanted})
-            except SafetensorError as error:
-                raise ValueError(_changed(path)) from error
-            except FileNotFoundError as error:
-                raise FileNotFoundError(
-                    f"{path} is gone, and with it the experts that are not in memory: put it back, or load the model "
-                    "from where it is now"
-                ) from error
-        return weights
-
-
 class Place:
     """Room on the device for one expert.
 
@@ -344,7 +257,7 @@ class Offloading:
         keep: How many experts may be on the device at once.
     """
 
-    def __init__(self, model: Any, store: "Store", keep: int = 1) -> None:
+    def __init__(self, model: Any, store: Store, keep: int = 1) -> None:
         """Take the experts out of the model."""
         self.store = store
         self.keep = keep
@@ -539,7 +452,7 @@ def _weights_of_experts(model: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def _as_in_the_model(model: Any, store: "Store") -> Iterator[tuple[str, torch.Tensor]]:
+def _as_in_the_model(model: Any, store: Store) -> Iterator[tuple[str, torch.Tensor]]:
     """Read the weights of all experts, one by one, in the types of those that are in the model."""
     for prefix, block in zip(_prefixes(model), model.blocks, strict=True):
         like = next(iter(block.experts.values())).state_dict()
@@ -548,20 +461,11 @@ def _as_in_the_model(model: Any, store: "Store") -> Iterator[tuple[str, torch.Te
             yield from ((f"{prefix}{name}.{key}", weights[f"{prefix}{name}.{key}"].to(like[key].dtype)) for key in like)
 
 
-def _require_equal(weights: dict[str, torch.Tensor], store: "Store") -> None:
+def _require_equal(weights: dict[str, torch.Tensor], store: Store) -> None:
     stored = store.read(weights)
     for key, weight in weights.items():
         if not torch.equal(stored[key].to(weight.dtype), weight.cpu()):
             raise ValueError(
                 f"{key} is not as in the file that the model was loaded from, and would be lost if it left the memory: "
-                + _REMEDY
+                + SAVE_FIRST
             )
-
-
-def _state_of(path: Path) -> tuple[int, int, int]:
-    state = path.stat()
-    return state.st_ino, state.st_size, state.st_mtime_ns
-
-
-def _changed(path: Path) -> str:
-    return f"{path} was changed since the model was loaded from it: put the former file back, or load the model anew"

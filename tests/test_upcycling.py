@@ -28,6 +28,7 @@ CODE = [
     "mixed_batch_mote.py",
     "compression_mote.py",
     "offloading_mote.py",
+    "stored_experts_mote.py",
     "token_routing_mote.py",
     "sentence_transformer_mote.py",
 ]
