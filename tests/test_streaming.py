@@ -1,15 +1,24 @@
 """Upcycling out of the source's files gives, byte for byte, what building the model in memory and saving it gives."""
 
+import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import dense_checkpoint, files_in, published_nomic, tiny_tokenizer
+from checkpoints import dense_checkpoint, files_in, published_nomic, read_json, tiny_tokenizer
+from conftest import SMALL_ENCODER
 from families import all_families
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
 
 from modeling_mote import MoTEModel
 from mote import upcycle, upcycling
-from mote.sources import load_dense
+from mote.repository import OUR_TRANSFORMER, POOLING, POOLING_FLAGS, POOLING_NAMES, TRANSFORMER, source_pooling
+from mote.sources import load_dense, open_source
+from sentence_transformer_mote import MoTETransformer
 
 
 def in_memory(source: Path, folder: Path, max_shard_size: str = "5GB", **arguments: Any) -> Path:
@@ -76,3 +85,54 @@ def test_a_router_is_drawn_in_memory(dense: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     upcycle(str(dense), tmp_path / "out", router="token", report=lines.append)
     assert "Copying its blocks into 4 experts, in memory …" in lines
+
+
+# What is not imported, because it takes longer than the work ----------------------------------------------------------
+
+
+def test_names_of_modules_are_the_library_s() -> None:
+    for ours, cls in ((TRANSFORMER, Transformer), (POOLING, Pooling), (OUR_TRANSFORMER, MoTETransformer)):
+        assert ours == f"{cls.__module__}.{cls.__name__}"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"embedding_dimension": 16, "pooling_mode": mode, "include_prompt": True} for mode in Pooling.POOLING_MODES),
+        *({"word_embedding_dimension": 16, flag: True} for flag in POOLING_FLAGS),
+        {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True},
+        {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
+        {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True},
+        {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True, "pooling_mode": "cls"},
+        {"word_embedding_dimension": 16, "pooling_mode": ["cls"]},
+        {"word_embedding_dimension": 16},
+    ],
+)
+def test_a_pooling_is_read_as_the_library_reads_it(settings: dict[str, Any], tmp_path: Path) -> None:
+    source = dense_checkpoint(tmp_path, sentence_transformers={"pooling": "mean"})
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(settings))
+    theirs = str(Pooling.load(str(source), subfolder="1_Pooling").pooling_mode)
+    if theirs in POOLING_NAMES:
+        assert source_pooling(open_source(str(source))) == POOLING_NAMES[theirs]
+    else:
+        with pytest.raises(ValueError, match=f"pools by {re.escape(repr(theirs))}; MoTE knows"):
+            source_pooling(open_source(str(source)))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last_token"])
+def test_a_pooling_is_written_as_the_library_writes_it(pooling: str, dense: Path, tmp_path: Path) -> None:
+    out = upcycle(str(dense), tmp_path / "out", pooling=pooling)
+    loaded = Pooling.load(str(out), subfolder="1_Pooling")
+    assert POOLING_NAMES[str(loaded.pooling_mode)] == pooling
+    loaded.save(str(tmp_path))
+    assert read_json(tmp_path / "config.json") == read_json(out / "1_Pooling" / "config.json")
+
+
+def test_upcycling_imports_no_more_than_it_needs(tmp_path: Path) -> None:
+    code = (
+        "import sys; from mote.cli import main; assert main(sys.argv[1:]) == 0; "
+        "assert not {'sentence_transformers', 'datasets', 'pandas', 'sklearn'} & sys.modules.keys()"
+    )
+    command = ["upcycle", "--src", str(SMALL_ENCODER), "--out", str(tmp_path / "out")]
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -7,18 +7,15 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from importlib.metadata import version
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
-from sentence_transformers.base.modules import Transformer
-from sentence_transformers.sentence_transformer.modules import Pooling
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.dynamic_module_utils import custom_object_save
 
-import sentence_transformer_mote
 from configuration_mote import MoTEConfig
 from modeling_mote import MoTEModel
 from mote.files import MERGING_RECORD
@@ -42,8 +39,18 @@ MTEB_PROMPTS = {
     "Reranking-document": "document",
 }
 
-# Sentence-Transformers' names of the poolings that MoTEConfig knows.
+# Sentence-Transformers' names of the poolings that MoTEConfig knows, and the flags that stood for them before 5.0.
 POOLING_NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
+POOLING_FLAGS = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+
+# Where the classes of modules are. They are named, not imported, because that takes longer than upcycling.
+OUR_TRANSFORMER = "sentence_transformer_mote.MoTETransformer"
+TRANSFORMER = "sentence_transformers.base.modules.transformer.Transformer"
+POOLING = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
 
 
 def source_modules(source: Source) -> list[dict[str, Any]]:
@@ -69,7 +76,7 @@ def source_modules(source: Source) -> list[dict[str, Any]]:
 
 
 def _is_ours(module: dict[str, Any], index: int = 0) -> bool:
-    return index == 0 and module["type"].rsplit(".", 1)[-1] == sentence_transformer_mote.MoTETransformer.__name__
+    return index == 0 and module["type"].rsplit(".", 1)[-1] == OUR_TRANSFORMER.rsplit(".", 1)[-1]
 
 
 def source_pooling(source: Source) -> str | None:
@@ -92,7 +99,13 @@ def source_pooling(source: Source) -> str | None:
 
 def _pooling_in(source: Source, module: dict[str, Any]) -> str:
     """Name the pooling of a module as MoTEConfig does, or as the library does where MoTEConfig does not know it."""
-    mode = str(Pooling.load(str(source.folder), subfolder=module["path"]).pooling_mode)
+    settings = source.read_json(f"{module['path']}/config.json")
+    flags = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value]
+    mode = settings.get("pooling_mode", POOLING_FLAGS.get(flags[0]) if len(flags) == 1 else None)
+    if not isinstance(mode, str) or mode not in POOLING_NAMES:  # what several mean, or none, the library decides
+        from sentence_transformers.sentence_transformer.modules import Pooling
+
+        mode = str(Pooling.load(str(source.folder), subfolder=module["path"]).pooling_mode)
     return POOLING_NAMES.get(mode, mode)
 
 
@@ -163,7 +176,7 @@ def write_sentence_transformer(
         folder: Where to write.
         of_mote: Where the model is dense: the config of the MoTE whose pooling and prompts it keeps.
     """
-    transformer = sentence_transformer_mote.MoTETransformer if of_mote is None else Transformer
+    transformer = OUR_TRANSFORMER if of_mote is None else TRANSFORMER
     config: MoTEConfig = of_mote or model.config  # type: ignore[assignment]
     modules = source_modules(source)
     if modules:
@@ -173,13 +186,14 @@ def write_sentence_transformer(
                 _write_pooling(config, folder / module["path"])
         settings = source.read_json("sentence_bert_config.json")
     else:
-        pooling = {"idx": 1, "name": "1", "path": "1_Pooling", "type": f"{Pooling.__module__}.{Pooling.__name__}"}
+        pooling = {"idx": 1, "name": "1", "path": "1_Pooling", "type": POOLING}
         modules = [{"idx": 0, "name": "0", "path": ""}, pooling]
         _write_pooling(config, folder / "1_Pooling")
         settings = {"max_seq_length": max_seq_length(model, source), "do_lower_case": False}
-    modules[0]["type"] = f"{transformer.__module__}.{transformer.__name__}"
-    if transformer is not Transformer:
-        custom_object_save(transformer.__new__(transformer), str(folder))
+    modules[0]["type"] = transformer
+    if of_mote is None:
+        code = find_spec(OUR_TRANSFORMER.partition(".")[0])
+        shutil.copy(code.origin, folder)  # type: ignore[union-attr, arg-type]  # it is installed with this package
     _write_json(folder / "modules.json", modules)
     _write_json(folder / "sentence_bert_config.json", settings)
     _write_json(
@@ -200,7 +214,9 @@ def write_sentence_transformer(
 def _write_pooling(config: MoTEConfig, folder: Path) -> None:
     names = {ours: theirs for theirs, ours in POOLING_NAMES.items()}
     folder.mkdir(exist_ok=True)
-    Pooling(config.hidden_size, pooling_mode=names[config.pooling]).save(str(folder))
+    mode = names[config.pooling]
+    settings = {"embedding_dimension": config.hidden_size, "pooling_mode": mode, "include_prompt": True}
+    _write_json(folder / "config.json", settings)
 
 
 def _longest_sequence(model: PreTrainedModel) -> int | None:
