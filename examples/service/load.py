@@ -37,12 +37,20 @@ class Answer:
 
 
 class Client:
-    """One connection to a service, which it keeps."""
+    """One connection to a service, kept until the end of the block."""
 
     def __init__(self, url: str, timeout: float = 60.0) -> None:
         """Remember where the service is; the connection is made when it is needed."""
         place = urlsplit(url)
         self.connection = http.client.HTTPConnection(place.hostname or "", place.port or 80, timeout=timeout)
+
+    def __enter__(self) -> "Client":
+        """Begin."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Hang up."""
+        self.connection.close()
 
     def get(self, path: str) -> Any:
         """Read JSON, or text where it is no JSON."""
@@ -75,8 +83,9 @@ def wait(url: str, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
-            if Client(url, timeout=5).get("/health") == {"status": "ok"}:
-                return
+            with Client(url, timeout=5) as client:
+                if client.get("/health") == {"status": "ok"}:
+                    return
         except (OSError, http.client.HTTPException):
             time.sleep(0.05)
     raise TimeoutError(f"nothing answers at {url}")
@@ -86,8 +95,8 @@ def send(url: str, requests: Sequence[Any], clients: int) -> list[Answer]:
     """Send requests by several clients at once, dealt out in turn; answers are in the order of the requests."""
 
     def run(number: int) -> list[Answer]:
-        client = Client(url)
-        return [client.embed(request) for request in requests[number::clients]]
+        with Client(url) as client:
+            return [client.embed(request) for request in requests[number::clients]]
 
     answers: list[Answer | None] = [None] * len(requests)
     with ThreadPoolExecutor(clients) as pool:
@@ -111,7 +120,8 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=20, help="in a text, at most")
     options = parser.parse_args()
     wait(options.url, seconds=10)
-    model = Client(options.url).get("/v1/models")["data"][0]
+    with Client(options.url) as client:
+        model = client.get("/v1/models")["data"][0]
     tasks = [task["task"] for task in model["tasks"]]
     chance = random.Random(0)
 

@@ -12,8 +12,7 @@
 A `task` puts its instruction in front of the texts, as `encode(texts, prompt_name=task)` does, and picks the expert.
 Without one the rules of `encode(texts)` apply: a text's own instruction, then the model's default task, else an error.
 
-Requests that come at the same time are embedded together. A batch may hold texts of several tasks; those that share
-expert and instruction are one call of `encode`, so that nothing but its arguments decides on the expert.
+Requests that come at the same time are embedded together, whatever their tasks: the model is told the task of each row.
 """
 
 import argparse
@@ -23,10 +22,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 import uvicorn
 from batched import aio
 from fastapi import FastAPI, HTTPException
@@ -34,6 +33,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.util import batch_to_device
 from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -46,18 +46,12 @@ PATHS = "POST /v1/embeddings, GET /v1/models, GET /health, GET /metrics"
 logger = logging.getLogger("uvicorn.error")  # what uvicorn calls the log of the server itself
 
 
-class Route(NamedTuple):
-    """The way of a text: what goes in front of it, and its expert (with a token router: none)."""
-
-    instruction: str
-    expert: str | None
-
-
 class Item(NamedTuple):
-    """A text to embed."""
+    """A text to embed: what goes in front of it, and its expert (with a token router: none)."""
 
     text: str
-    route: Route
+    instruction: str
+    expert: str | None
 
 
 class Embedding(NamedTuple):
@@ -68,52 +62,61 @@ class Embedding(NamedTuple):
 
 
 class Embedder:
-    """The model, and which way a text takes through it."""
+    """The model, and the way of a text through it."""
 
     def __init__(self, model: SentenceTransformer) -> None:
         """Take a model over, and embed a text under each task, so that what fails, fails now."""
-        self.model = model
+        self.model = model.eval()
         self.config = model[0].config
-        self.calls = 0
         self.tasks = [task for task, expert in self.config.tasks.items() if expert in self.config.available_experts]
-        results = self.embed([Item("a text", self.route("a text", task)) for task in self.tasks])
+        self.task_ids = {task: index for index, task in enumerate(self.config.tasks)}
+        # Pooling that leaves out the instruction takes one length of it for all rows
+        self.one_instruction = any(getattr(module, "include_prompt", True) is False for module in model)
+        results = self.embed([self.item("a text", task) for task in self.tasks])
         for task, result in zip(self.tasks, results, strict=True):
             if isinstance(result, Exception):
                 raise ValueError(f"The model cannot embed under the task {task!r}: {result}") from result  # noqa: TRY004
         self.dimensions = len(results[0].vector)
-        self.calls = 0
 
-    def route(self, text: str, task: str | None) -> Route:
+    def item(self, text: str, task: str | None) -> Item:
         """Decide on the way of a text; raise `ValueError` if the task is unknown, or cannot be told."""
         by_task = self.config.router == "task"
         if task is not None:
             expert = self.config.expert_of(task)
-            return Route(self.config.instruction_of(task), expert if by_task else None)
-        prompt = self.model.prompts.get(self.model.default_prompt_name) or ""
-        return Route(prompt, self.config.expert_of(self.config.task_of([text], None, prompt)) if by_task else None)
+            return Item(text, self.config.instruction_of(task), expert if by_task else None)
+        prompt = self.model.prompts.get(self.model.default_prompt_name) or ""  # as encode(text) does
+        return Item(text, prompt, self.config.expert_of(self.config.task_of([text], None, prompt)) if by_task else None)
 
     def embed(self, batch: list[Item]) -> list[Embedding | Exception]:
         """Embed a batch. A text that cannot be embedded gets its error, the others their embeddings."""
-        rows_of: dict[Route, list[int]] = {}
+        groups: dict[str, list[int]] = {}
         for row, item in enumerate(batch):
-            rows_of.setdefault(item.route, []).append(row)
+            groups.setdefault(item.instruction if self.one_instruction else "", []).append(row)
         results: dict[int, Embedding | Exception] = {}
-        for route, rows in rows_of.items():
-            results |= zip(rows, self._encode([batch[row].text for row in rows], route), strict=True)
+        for prompt, rows in groups.items():
+            results |= zip(rows, self._try([batch[row] for row in rows], prompt), strict=True)
         return [results[row] for row in range(len(batch))]
 
-    def _encode(self, texts: list[str], route: Route) -> Sequence[Embedding | Exception]:
-        """Embed texts of one route; where that fails, each by itself, to find out which it was."""
-        settings = {"prompt": route.instruction, "task": route.expert, "batch_size": len(texts)}
+    def _try(self, items: list[Item], prompt: str) -> list[Embedding | Exception]:
+        """Run some texts; where that fails, each by itself, to find out which it was."""
         try:
-            vectors = self.model.encode(texts, **settings, show_progress_bar=False)
-            tokens = self.model.tokenizer([route.instruction + text for text in texts], truncation=True)["input_ids"]
-            self.calls += 1
+            return self._run(items, prompt)
         except Exception as error:  # whatever tokenizer, model and device raise
-            return [error] if len(texts) == 1 else [self._encode([text], route)[0] for text in texts]
+            return [error] if len(items) == 1 else [self._try([item], prompt)[0] for item in items]
+
+    @torch.inference_mode()
+    def _run(self, items: list[Item], prompt: str) -> list[Embedding | Exception]:
+        """Run some texts through the model, each row with the expert that its item names."""
+        texts = [item.instruction.removeprefix(prompt) + item.text for item in items]
+        features = self.model.preprocess(texts, prompt=prompt, mixed_tasks=True)
+        features = batch_to_device(features, self.model.device)
+        tokens = features["attention_mask"].sum(dim=1)  # [B]
+        if self.config.router == "task":  # the task of each row is said, not told from the text
+            features["route"] = torch.tensor([self.task_ids[item.expert] for item in items])
+        vectors = self.model(features)["sentence_embedding"].float()  # [B, H]
         return [
-            Embedding(vector, len(ids)) if np.isfinite(vector).all() else ArithmeticError("The embedding is not finite")
-            for vector, ids in zip(vectors, tokens, strict=True)
+            Embedding(vector, count) if np.isfinite(vector).all() else ArithmeticError("The embedding is not finite")
+            for vector, count in zip(vectors.cpu().numpy(), tokens.tolist(), strict=True)
         ]
 
 
@@ -193,8 +196,10 @@ class Service:
         self.name = name
         self.options = options
         self.embed = aio.dynamically(
-            embedder.embed, batch_size=options.max_batch_size, timeout_ms=options.batch_timeout
+            self.embed_batch, batch_size=options.max_batch_size, timeout_ms=options.batch_timeout
         )
+        self.mixed_batches = 0
+        self.waiting = 0  # texts that have no answer yet; the batches' own queue leaves out those that are next
         self.started = int(time.time())
 
     def application(self) -> FastAPI:
@@ -213,15 +218,24 @@ class Service:
         """Embed texts, together with those of other requests."""
         self.check(request)
         try:
-            items = [Item(text, self.embedder.route(text, request.task)) for text in request.texts]
+            items = [self.embedder.item(text, request.task) for text in request.texts]
         except ValueError as error:
             raise refusal(400, str(error), "task", "unknown_task" if request.task else "missing_task") from error
-        results = await self.embed(items)
+        self.waiting += len(items)
+        try:
+            results = await self.embed(items)
+        finally:
+            self.waiting -= len(items)
         for index, result in enumerate(results):
             if isinstance(result, Exception):
                 logger.error("Text %d of a request was not embedded", index, exc_info=result)
                 raise refusal(500, f"Text {index} could not be embedded: {type(result).__name__}", "input")
         return JSONResponse(response(request, results))
+
+    def embed_batch(self, batch: list[Item]) -> list[Embedding | Exception]:
+        """Embed texts of several requests."""
+        self.mixed_batches += len({item.expert for item in batch}) > 1
+        return self.embedder.embed(batch)
 
     def check(self, request: EmbeddingsRequest) -> None:
         """Refuse what this model, or this service, cannot do."""
@@ -233,12 +247,13 @@ class Service:
         if request.dimensions and request.dimensions > self.embedder.dimensions:
             message = f"dimensions must be at most {self.embedder.dimensions}, not {request.dimensions}"
             raise refusal(400, message, "dimensions")
-        if self.embed.stats.queue_size >= self.options.max_queue:
+        if self.waiting >= self.options.max_waiting:
             raise refusal(503, "Too many texts are waiting: try again in a moment", code="overloaded")
 
     async def models(self) -> JSONResponse:
         """List the one model, with its tasks."""
-        tasks = [{"task": task, **self.embedder.route("", task)._asdict()} for task in self.embedder.tasks]
+        ways = {task: self.embedder.item("", task) for task in self.embedder.tasks}
+        tasks = [{"task": task, "instruction": way.instruction, "expert": way.expert} for task, way in ways.items()]
         model = {"id": self.name, "object": "model", "created": self.started, "owned_by": "mote", "tasks": tasks}
         return JSONResponse({"object": "list", "data": [model]})
 
@@ -249,9 +264,14 @@ class Service:
     async def metrics(self) -> PlainTextResponse:
         """Count, in the format of Prometheus."""
         stats = self.embed.stats
-        counters = {"texts": stats.total_processed, "batches": stats.total_batches, "encode_calls": self.embedder.calls}
-        lines = [f"# TYPE mote_{key}_total counter\nmote_{key}_total {count}" for key, count in counters.items()]
-        return PlainTextResponse("\n".join([*lines, f"# TYPE mote_queue gauge\nmote_queue {stats.queue_size}", ""]))
+        metrics = {
+            ("texts_total", "counter"): stats.total_processed,
+            ("batches_total", "counter"): stats.total_batches,
+            ("mixed_batches_total", "counter"): self.mixed_batches,
+            ("waiting_texts", "gauge"): self.waiting,
+        }
+        lines = [f"# TYPE mote_{name} {kind}\nmote_{name} {value}\n" for (name, kind), value in metrics.items()]
+        return PlainTextResponse("".join(lines))
 
 
 def response(request: EmbeddingsRequest, results: list[Embedding]) -> dict[str, Any]:
@@ -314,20 +334,25 @@ def arguments() -> argparse.Namespace:
             raise ValueError
         return int(text)
 
+    def port(text: str) -> int:
+        if not 0 <= int(text) < 2**16:
+            raise ValueError
+        return int(text)
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("model", help="a MoTE: a folder, or an id on the Hub")
     add("--revision", help="branch, tag or commit on the Hub")
     add("--name", help="by which clients ask for it (default: the last part of MODEL)")
     add("--host", default="127.0.0.1", help="address to listen at (default: %(default)s, this machine alone)")
-    add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    add("--port", type=port, default=8000, help="0 takes a free one (default: %(default)s)")
     add("--max-batch-size", type=positive, default=32, help="texts in a batch (default: %(default)s)")
     add("--batch-timeout", type=positive, default=5, metavar="MS", help="wait for more texts (default: %(default)s ms)")
     add("--device", help="cpu, cuda, cuda:1 … (default: a GPU if there is one)")
     add("--dtype", help="of the weights, as in bfloat16 (default: as stored)")
     add("--max-inputs", type=positive, default=2048, help="texts in a request (default: %(default)s)")
     add("--max-body", type=positive, default=16 * 2**20, metavar="BYTES", help="of a request (default: 16 MiB)")
-    add("--max-queue", type=positive, default=8192, help="texts waiting, before 503 (default: %(default)s)")
+    add("--max-waiting", type=positive, default=8192, help="texts unanswered, before 503 (default: %(default)s)")
     add("--grace", type=positive, default=30, metavar="S", help="to answer what is begun, at the end (default: 30 s)")
     return parser.parse_args()
 
