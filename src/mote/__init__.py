@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     from mote.compression import compress, compress_experts
     from mote.evaluation.run import evaluate
     from mote.evaluation.scores import Evaluation
+    from mote.exporting import export
     from mote.memory import MemoryEstimate, estimate_memory
     from mote.merging import average, average_experts, interpolate, interpolate_experts
     from mote.repository import prompts_of
+    from mote.runtimes import load_exported
     from mote.training.run import train
     from mote.upcycling import UpcyclingPlan, plan_upcycling, upcycle
 
@@ -30,8 +32,10 @@ __all__ = [
     "compress_experts",
     "estimate_memory",
     "evaluate",
+    "export",
     "interpolate",
     "interpolate_experts",
+    "load_exported",
     "plan_upcycling",
     "prompts_of",
     "train",
@@ -48,6 +52,8 @@ _HOMES = {
     **dict.fromkeys(["MemoryEstimate", "estimate_memory"], "mote.memory"),
     "Evaluation": "mote.evaluation.scores",
     "evaluate": "mote.evaluation.run",
+    "export": "mote.exporting",
+    "load_exported": "mote.runtimes",
     "prompts_of": "mote.repository",
     "train": "mote.training.run",
 }

@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_average(commands)
     _add_interpolate(commands)
     _add_compress(commands)
+    _add_export(commands)
     _add_memory(commands)
     return parser
 
@@ -262,6 +263,27 @@ def _interpolate(src: str, out: str, to_mean: list[str], **arguments: object) ->
     from mote import merging
 
     merging.interpolate(src, out, to_mean=_to_mean(to_mean), **arguments, report=_print_line)  # type: ignore[arg-type]
+
+
+def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "export",
+        help="take out one expert as a dense model",
+        description="Write one expert of a MoTE as a dense model that loads without any code of ours.",
+    )
+    _add_source_and_out(command)
+    add = command.add_argument
+    add("--expert", required=True, metavar="NAME", help="which one")
+    add("--backend", default="torch", metavar="B", help="write also for a runtime on CPUs: onnx or openvino")
+    add("--quantize", metavar="Q", help="of that runtime's model: int8 (default: float32)")
+    add("--texts", metavar="FILE", help="for calibration, one per line (default: 128 texts that come with MoTE)")
+    command.set_defaults(run=_export)
+
+
+def _export(src: str, out: str, **arguments: object) -> None:
+    from mote import exporting
+
+    exporting.export(src, out, **arguments, report=_print_line)  # type: ignore[arg-type]
 
 
 def _to_mean(words: list[str]) -> float | dict[str, float]:

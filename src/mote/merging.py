@@ -196,6 +196,9 @@ def write_dense(
     made: str,
     max_shard_size: str = "5GB",
     overwrite: bool = False,
+    *,
+    expert: str | None = None,
+    convert: Callable[[Path], dict[str, Any]] | None = None,
 ) -> None:
     """Write a dense model that was made of a MoTE, with what belongs to it, whole or not at all.
 
@@ -208,15 +211,20 @@ def write_dense(
         made: What the model is, as in "the mean of the experts of".
         max_shard_size: Of the files with the weights.
         overwrite: As in `average`.
+        expert: Where the model is one of the experts: its name. The prompts are then `repository.prompts_of_expert`.
+        convert: Called with the folder once the model is in it: writes the model into it in a further format, and
+            says, for record and card, what came of that.
     """
     config: MoTEConfig = source.config  # type: ignore[assignment]
     command = _command(verb, source, out, arguments)
     tokenizer = load_tokenizer(source)
     with Staging(out, overwrite) as folder:
         repository.write_model(dense, tokenizer, source, folder, max_shard_size)
-        repository.write_sentence_transformer(dense, source, folder, config)
-        repository.write_dense_card(dense, config, source, folder, out.name, command, made)
-        repository.write_record(_record(dense, source, arguments, command), folder, MERGING_RECORD)
+        repository.write_sentence_transformer(dense, source, folder, config, expert)
+        converted = convert(folder) if convert else None
+        repository.write_dense_card(dense, config, source, folder, out.name, command, made, expert, converted)
+        record = _record(dense, source, arguments, command) | ({"converted": converted} if converted else {})
+        repository.write_record(record, folder, MERGING_RECORD)
 
 
 def open_to_change(
@@ -229,12 +237,18 @@ def open_to_change(
         FileExistsError: If `out` is in use.
         ValueError: If the source is no MoTE or `out` itself, or as `require_mergeable`.
     """
+    source = open_beside(src, out, revision, overwrite)
+    require_mergeable(source.config, done)  # type: ignore[arg-type]
+    return source, out
+
+
+def open_beside(src: str, out: Path, revision: str | None, overwrite: bool) -> Source:
+    """Find a MoTE, and make sure that `out` is free for something made of it; the errors of `open_to_change`."""
     refuse_occupied(out, overwrite)
     source = open_mote(src, revision)
     if out.resolve() == source.folder.resolve():
         raise ValueError(f"{out} is the source itself: choose another folder for the result")
-    require_mergeable(source.config, done)  # type: ignore[arg-type]
-    return source, out
+    return source
 
 
 def require_mergeable(config: MoTEConfig, done: str = "merged") -> None:

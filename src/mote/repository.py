@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from torch import nn
 from transformers import PreTrainedModel
 
-from configuration_mote import MoTEConfig
+from configuration_mote import ROLE_HINTS, MoTEConfig
 from modeling_mote import MoTEModel
 from mote.files import MERGING_RECORD
 from mote.sources import Source, quiet_transformers
@@ -130,6 +130,27 @@ def prompts_of(config: MoTEConfig, carried_over: dict[str, str] | None = None) -
     return {**(carried_over or {}), **mteb, **prompts}
 
 
+def prompts_of_expert(config: MoTEConfig, expert: str, carried_over: dict[str, str] | None = None) -> dict[str, str]:
+    """Make the prompts of a model that is one expert: those of the tasks that it serves.
+
+    `encode_query` and `encode_document` would put nothing in front where there is no prompt for them: a role that
+    the expert does not serve has its instruction, which is what the expert knows.
+
+    Args:
+        config: Of the MoTE.
+        expert: Its name.
+        carried_over: As in `prompts_of`.
+    """
+    served = [task for task, name in config.tasks.items() if name == expert]
+    texts = {config.instruction_of(task) for task in served} - {""}  # of no other expert
+    kept = {
+        name: text
+        for name, text in prompts_of(config, carried_over).items()
+        if text in texts or MTEB_PROMPTS.get(name, name) in served
+    }
+    return {**dict.fromkeys(ROLE_HINTS, config.instruction_of(expert)), **kept}
+
+
 def write_model(
     model: PreTrainedModel,
     tokenizer: Any,
@@ -166,7 +187,11 @@ def max_seq_length(model: PreTrainedModel, source: Source) -> int | None:
 
 
 def write_sentence_transformer(
-    model: PreTrainedModel, source: Source, folder: Path, of_mote: MoTEConfig | None = None
+    model: PreTrainedModel,
+    source: Source,
+    folder: Path,
+    of_mote: MoTEConfig | None = None,
+    expert: str | None = None,
 ) -> None:
     """Write what `SentenceTransformer(folder)` reads, with the source's modules and settings where it has any.
 
@@ -175,6 +200,7 @@ def write_sentence_transformer(
         source: What it was made of.
         folder: Where to write.
         of_mote: Where the model is dense: the config of the MoTE whose pooling and prompts it keeps.
+        expert: Where it is one expert of that MoTE: its name. Its instruction becomes the default prompt.
     """
     transformer = OUR_TRANSFORMER if of_mote is None else TRANSFORMER
     config: MoTEConfig = of_mote or model.config  # type: ignore[assignment]
@@ -206,9 +232,16 @@ def write_sentence_transformer(
                 "transformers": version("transformers"),
                 "pytorch": version("torch"),
             },
-            "prompts": prompts_of(config, source_prompts(source)),
+            **_prompts_and_default(config, source, expert),
         },
     )
+
+
+def _prompts_and_default(config: MoTEConfig, source: Source, expert: str | None) -> dict[str, Any]:
+    if expert is None:
+        return {"prompts": prompts_of(config, source_prompts(source))}
+    default = expert if config.instruction_of(expert) else None
+    return {"prompts": prompts_of_expert(config, expert, source_prompts(source)), "default_prompt_name": default}
 
 
 def _write_pooling(config: MoTEConfig, folder: Path) -> None:
@@ -312,7 +345,15 @@ def write_card(
 
 
 def write_dense_card(
-    model: PreTrainedModel, config: MoTEConfig, source: Source, folder: Path, repo_id: str, command: str, made: str
+    model: PreTrainedModel,
+    config: MoTEConfig,
+    source: Source,
+    folder: Path,
+    repo_id: str,
+    command: str,
+    made: str,
+    expert: str | None = None,
+    converted: dict[str, Any] | None = None,
 ) -> None:
     """Render the model card of a dense model made of a MoTE.
 
@@ -324,7 +365,10 @@ def write_dense_card(
         repo_id: Name under which readers load the model.
         command: That made the model.
         made: What the model is, as in "the mean of the experts of".
+        expert: Where it is one of the experts: its name.
+        converted: Where it is also there in the format of a runtime: what `mote.runtimes.convert` says of that.
     """
+    tasks = [task for task in config.tasks if expert in (None, config.tasks[task])]
     card = ModelCard.from_template(
         card_data(source, "merge"),
         template_path=str(files("mote.hub_card") / "dense_card.md"),
@@ -334,9 +378,12 @@ def write_dense_card(
         made=made,
         experts=config.experts,
         parameters=millions(sum(parameter.numel() for parameter in model.parameters())),
-        prompts=[(task, _escaped(config.instruction_of(task)).replace("|", r"\|")) for task in config.tasks],
+        prompts=[(task, _escaped(config.instruction_of(task)).replace("|", r"\|")) for task in tasks],
         repo_id=repo_id,
-        example_task=next((task for task in config.tasks if config.instruction_of(task)), None),
+        expert=expert,
+        instruction=escaped(config.instruction_of(expert)) if expert else "",
+        converted=converted,
+        example_task=None if expert else next((task for task in tasks if config.instruction_of(task)), None),
         pooling=config.pooling,
         record_file=MERGING_RECORD,
         command=command,
