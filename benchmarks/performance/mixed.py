@@ -1,0 +1,79 @@
+"""A batch of 64 rows of four tasks, beside the dense model on the same rows."""
+
+import torch
+
+from benchmarks.pairing import compare
+from benchmarks.performance.figures import Bar, Figure, Options
+from benchmarks.performance.models import (
+    TASKS,
+    load_dense,
+    made_up,
+    make_mote,
+    milliseconds,
+    real_texts,
+    seconds,
+    tokenize,
+    waiting,
+)
+
+ROWS = 64
+SHORT = "rows of 16 tokens"
+
+
+def measure(options: Options) -> Figure:
+    """Compare, on rows of equal length and on real texts that are padded to the longest."""
+    dense = load_dense(options)
+    mote = make_mote(dense)
+    texts = real_texts(options, ROWS // len(TASKS))
+    tasks = TASKS * (ROWS // len(TASKS))  # one after the other: no two neighbours share an expert
+    batches = {
+        SHORT: (made_up(dense, ROWS, 16), tasks),
+        "rows of 128 tokens": (made_up(dense, ROWS, 128), tasks),
+        "rows of 128 tokens, sorted by task": (made_up(dense, ROWS, 128), sorted(tasks)),
+        "real texts": (tokenize(options, [text for row in zip(*texts.values(), strict=True) for text in row]), tasks),
+        "real texts of one length": (_sorted_slice(options), tasks),
+    }
+    rows, bars = [], []
+    for name, (inputs, of_rows) in batches.items():
+        with torch.inference_mode():
+            _check(dense, mote, inputs, of_rows)
+            found = compare(
+                lambda inputs=inputs: dense(**inputs),
+                lambda inputs=inputs, of_rows=of_rows: mote(**inputs, task=of_rows),
+                seconds=seconds(options),
+                synchronize=waiting(options),
+            )
+        tokens = int(inputs["attention_mask"].sum())
+        rows.append(
+            [
+                name,
+                f"{tokens:,} of {inputs['input_ids'].numel():,}",
+                milliseconds(found.baseline),
+                milliseconds(found.candidate),
+                f"{found.ratio:.3f}",
+            ]
+        )
+        if name != SHORT:
+            bars.append(Bar(f"64 rows of four tasks, {name}", found.ratio, 1.05))
+    columns = ["batch", "tokens, without padding", "dense, ms", "MoTE, ms", "MoTE / dense"]
+    notes = [
+        f"There is no bar for {SHORT}: four passes through a small model are then Python for the most part.",
+        "The dense model computes the batch as it is, with its padding; the MoTE's time includes its pooling.",
+        "Real texts: 16 of each task, in turn; those of one length are 64 neighbours of 1,024 sorted by length, which "
+        "is what `SentenceTransformer.encode` makes batches of.",
+    ]
+    return Figure("mixed", "64 rows of four tasks, beside the dense model on the same rows", columns, rows, bars, notes)
+
+
+def _sorted_slice(options: Options) -> dict[str, torch.Tensor]:
+    """The middle batch of many texts that are sorted by their length."""
+    many = [text for of_task in real_texts(options, 256).values() for text in of_task]
+    many.sort(key=len)
+    return tokenize(options, many[len(many) // 2 :][:ROWS])
+
+
+def _check(dense: torch.nn.Module, mote: torch.nn.Module, inputs: dict[str, torch.Tensor], tasks: list[str]) -> None:
+    mask = inputs["attention_mask"].bool()
+    expected, found = (out.last_hidden_state[mask] for out in (dense(**inputs), mote(**inputs, task=tasks)))
+    tolerance = 1e-4 if expected.dtype == torch.float32 else 0.2
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
