@@ -41,6 +41,7 @@ class LowRankLinear(nn.Module):
         """[…, in] → […, out]."""
         return self.mean(hidden_states) + self.up(self.down(hidden_states))
 
+    @torch.no_grad()
     def whole(self) -> nn.Linear:
         """Multiply out."""
         mean = _module_of(self.mean).weight
@@ -74,6 +75,7 @@ class Int8Linear(nn.Module):
             )
         return F.linear(hidden_states, self.weight * self.scale[:, None], self.bias)
 
+    @torch.no_grad()
     def whole(self) -> nn.Linear:
         """Multiply out."""
         return _linear(self.weight * self.scale[:, None], self.bias)
