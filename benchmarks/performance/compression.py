@@ -22,13 +22,7 @@ from mote.loading import load_model
 from mote.sources import load_mote, open_mote
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128)
-TYPES = {"Retrieval": "retrieval", "Classification": "classification", "Clustering": "clustering", "STS": "STS"}
-SETS = {  # of the data folder, as far as they are there
-    "beir": ("cranfield", "nfcorpus", "made_scitldr", "arxiv"),
-    "classification": ("banking77", "movie_snippets", "tweet_emotion4"),
-    "clustering": ("arxiv_titles", "open_trivia", "twenty_newsgroups"),
-    "sts": ("biosses", "sts15", "stsbenchmark", "sts17_en"),
-}
+SETS = ("beir/cranfield", "classification/tweet_emotion4", "clustering/twenty_newsgroups", "sts/stsbenchmark")
 LIMIT = 500  # texts, or queries, of each set
 WHOLE, AVERAGE, DENSE = "uncompressed", "Expert Averaging", "the dense source"
 
@@ -41,20 +35,21 @@ def measure(options: Options) -> Figure:
         models = {WHOLE: str(mote), **dict(_made_of(mote, folder, options.quick))}
         with suppress(ValueError, FileNotFoundError):  # a folder that does not record it, or it is not here
             models[DENSE] = find_start(str(mote))
-        found = find_sets(options.data)
-        sets = [f"{one.kind}/{one.name}" for one in found if one.name in SETS.get(one.kind, ())]
+        there = {f"{one.kind}/{one.name}" for one in find_sets(options.data)}
+        sets = sorted(there.intersection(SETS) or there)
         limit = 40 if options.quick else LIMIT
         scores = evaluate(
             models, data=options.data, tasks=sets, limit=limit, device=options.device, out=folder / "scores"
         )
         if scores.failed():
             raise ValueError(f"not all could be scored: {'; '.join(scores.failed())}")
+        types = list(scores.means(WHOLE))
         rows = list(_rows(models, scores, options))
         trained = mote == options.checkpoint
     return Figure(
         "compression",
         "compressed experts: memory, speed, and quality",
-        ["experts", "experts, MB", "of whole", "model, MB", "encode / whole", "cosine", *TYPES.values(), "mean"],
+        ["experts", "experts, MB", "of whole", "model, MB", "encode / whole", "cosine", *types, "mean"],
         rows,
         notes=[
             f"MoTE: {'a trained one' if trained else 'trained for a few steps, only for this figure'}, with the "
@@ -110,7 +105,6 @@ def _rows(models: dict[str, str], scores: Evaluation, options: Options) -> Itera
             lambda model=model: _encode(model, texts, experts[0]),
             seconds=0 if options.quick else options.seconds,
         ).ratio
-        means = scores.means(name)
         yield [
             name,
             f"{size / 1e6:.1f}",
@@ -118,7 +112,7 @@ def _rows(models: dict[str, str], scores: Evaluation, options: Options) -> Itera
             f"{sum(weight.numel() * weight.element_size() for weight in model.parameters()) / 1e6:.1f}",
             f"{ratio:.2f}",
             f"{np.mean(found):.5f}" if found else "",
-            *(f"{means[kind]:.2f}" if kind in means else "" for kind in TYPES),
+            *(f"{score:.2f}" for score in scores.means(name).values()),
             f"{scores.mean_over_types(name):.2f}",
         ]
 
