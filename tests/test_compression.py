@@ -22,9 +22,20 @@ from torch import nn
 from compression_mote import Int8Linear, LowRankLinear
 from configuration_mote import MoTEConfig
 from modeling_mote import MoTEModel
-from mote import average, average_experts, compress, compress_experts, interpolate, interpolate_experts, repository
+from mote import (
+    average,
+    average_experts,
+    compress,
+    compress_experts,
+    estimate_memory,
+    interpolate,
+    interpolate_experts,
+    repository,
+)
+from mote.analysis.movement import movement_of
 from mote.cli import main
 from mote.compression import expert_bytes, relative_error
+from mote.memory import config_of
 
 EXPERTS = ["alpha", "beta", "gamma"]
 TEXTS = ["whales breathe air", "a recipe for bread", "search_query: bread"]
@@ -465,6 +476,19 @@ def test_what_is_refused(dense: Path, trained: Path, tmp_path: Path, capsys: pyt
         with pytest.raises(ValueError, match=r"they are not merged\. Do it with the model that it was made of"):
             change()
     assert {path.name for path in tmp_path.iterdir()} == {"low", "partial"}
+
+
+def test_what_reads_weights_or_trains_them(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    low, small = (str(compress(str(trained), tmp_path / next(iter(way)), **way)) for way in WAYS)
+    with pytest.raises(ValueError, match=r"are compressed .* not compared weight by weight"):
+        movement_of(low)
+    sizes = {model: estimate_memory(config_of(model), batch_size=8, length=16).weights for model in (low, str(trained))}
+    assert sizes[low] < sizes[str(trained)]
+    assert main(["memory", small, "--batch-size", "8", "--length", "16"]) == 1
+    assert "8-bit experts cannot be trained" in capsys.readouterr().err
+    settings = [f"model.source={small}", f"data.folder={SMALL_ENCODER.parent / 'data'}", f"output={tmp_path / 'run'}"]
+    assert main(["train", "smoke", "--dry-run", *settings]) == 1
+    assert "has 8-bit experts, which cannot be trained" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("step", ["write_model", "write_sentence_transformer", "write_record"])

@@ -105,6 +105,7 @@ def _recorded_start(folder: Path) -> str | None:
 def _load(source: Source, like: MoTEConfig | None = None) -> MoTEModel:
     """Load a MoTE; or a dense model as a MoTE, of the layout of another one or with a single expert."""
     if not isinstance(source, DenseSource):
+        source.config.require_whole_experts("compared weight by weight")
         return load_mote(source)
     dense, _ = load_dense(source, torch.float32)
     layout = (

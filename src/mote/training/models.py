@@ -108,6 +108,11 @@ def _check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> 
         raise ValueError(f"{name} is a MoTE: the kind is 'mote', or average its experts first (`mote average`)")
     if config.router != {"mote": "task", "token": "token"}[settings.kind]:
         raise ValueError(f"{name} routes by {config.router}: the recipe's kind {settings.kind!r} does not fit")
+    if config.expert_bits is not None:
+        raise ValueError(
+            f"{name} has 8-bit experts, which cannot be trained: train the model as it was before `mote compress`, and "
+            "compress the result"
+        )
     if not is_local and not settings.trust_remote_code:
         raise ValueError(f"{name} comes with code of its own: read it, then set model.trust_remote_code=true")
     described = copy.copy(config)
