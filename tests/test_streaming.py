@@ -1,21 +1,28 @@
 """Upcycling out of the source's files gives, byte for byte, what building the model in memory and saving it gives."""
 
+import importlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import dense_checkpoint, files_in, published_nomic, read_json, tiny_tokenizer
-from conftest import SMALL_ENCODER
+from conftest import ROOT, SMALL_ENCODER
 from families import all_families
+from safetensors import safe_open
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 
 from modeling_mote import MoTEModel
 from mote import upcycle, upcycling
+from mote.cli import main
 from mote.repository import OUR_TRANSFORMER, POOLING, POOLING_FLAGS, POOLING_NAMES, TRANSFORMER, source_pooling
 from mote.sources import load_dense, open_source
 from sentence_transformer_mote import MoTETransformer
@@ -136,3 +143,122 @@ def test_upcycling_imports_no_more_than_it_needs(tmp_path: Path) -> None:
     command = ["upcycle", "--src", str(SMALL_ENCODER), "--out", str(tmp_path / "out")]
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# Memory and disk -----------------------------------------------------------------------------------------------------
+
+# Prints the most memory that the process has taken after its imports, and at the end; of this process alone, which
+# `getrusage` does not tell: there a process begins with what its parent took.
+MEASURED = """
+import re, sys
+from pathlib import Path
+
+import mote.upcycling
+from mote.cli import main
+
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+imported = peak()
+assert main(["upcycle", *sys.argv[1:]]) == 0
+print(imported, peak())
+"""
+
+
+@pytest.fixture
+def write_large_model(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """The benchmark's model of random weights in files of a given size."""
+    monkeypatch.syspath_prepend(ROOT)
+    return importlib.import_module("benchmarks.performance.upcycling").write_large_model
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="peak memory is read where Linux tells it")
+@pytest.mark.parametrize(("dtype", "layers"), [("bfloat16", 14), ("float32", 7)])
+def test_memory_is_that_of_a_file_not_of_the_model(
+    dtype: str, layers: int, write_large_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = write_large_model(tmp_path / "large", 512, layers, shard=20_000_000)
+    out = tmp_path / "out"
+    options = ["--src", str(source), "--out", str(out), "--dtype", dtype, "--max-shard-size", "20MB"]
+    done = subprocess.run([sys.executable, "-c", MEASURED, *options], capture_output=True, text=True, check=True)
+    imported, peak = map(int, done.stdout.splitlines()[-1].split())
+    files = [[path.stat().st_size for path in folder.glob("*.safetensors")] for folder in (source, out)]
+    allowed = sum(map(max, files)) + 80_000_000  # for what is imported later, the tokenizer, the card
+    assert peak - imported <= allowed
+    assert sum(files[1]) > 2 * allowed  # the model is much larger than that
+    assert len(re.findall(r"model-\d+-of-\d+\.safetensors: [\d.]+ of [\d.]+ MB written", done.stdout)) == len(files[1])
+
+
+@pytest.fixture
+def limited() -> Iterator[Callable[[int], list[str]]]:
+    """Words in front of a command by which the operating system kills it where it takes more memory than that."""
+    version_1 = Path("/sys/fs/cgroup/memory")
+    group = version_1 / f"mote-test-{os.getpid()}"
+    if os.access(version_1 / "cgroup.procs", os.W_OK):
+        group.mkdir()
+
+        def of_version_1(limit: int) -> list[str]:
+            (group / "memory.limit_in_bytes").write_text(str(limit))
+            return ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
+
+        yield of_version_1
+        group.rmdir()
+        return
+    scope = ["systemd-run", "--scope", "--quiet", *([] if os.geteuid() == 0 else ["--user"])]
+    try:
+        subprocess.run([*scope, "-p", "MemoryMax=1G", "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"neither cgroups of version 1 nor systemd-run can limit memory here: {error}")
+    yield lambda limit: [*scope, "-p", f"MemoryMax={limit}", "-p", "MemorySwapMax=0"]
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A folder for gigabytes, which pytest would keep."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+@pytest.mark.slow
+def test_a_model_larger_than_memory(
+    write_large_model: Callable[..., Path], limited: Callable[[int], list[str]], scratch: Path
+) -> None:
+    source, out = write_large_model(scratch / "large", 2048, 13), scratch / "out"
+    limit = 1_100_000_000  # less than the source, and a quarter of the result
+    run = [*limited(limit), sys.executable, "-c"]
+    in_memory = "import sys; from transformers import AutoModel; m = AutoModel.from_pretrained(sys.argv[1]); m.float()"
+    killed = subprocess.run([*run, in_memory, str(source)], capture_output=True, check=False)
+    assert killed.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)  # the limit holds
+    code = "import sys; from mote.cli import main; sys.exit(main(sys.argv[1:]))"
+    options = ["upcycle", "--src", str(source), "--out", str(out), "--max-shard-size", "500MB"]
+    subprocess.run([*run, code, *options], check=True)
+    written = sorted(out.glob("*.safetensors"))
+    assert sum(path.stat().st_size for path in written) > 3.5 * limit
+    stored = {
+        key: source / name for key, name in read_json(source / "model.safetensors.index.json")["weight_map"].items()
+    }
+    for path in written:
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118 - it is no dict
+                dense_key = re.sub(r"\.(shared|experts\.\w+)\.", ".", key.removeprefix("backbone."))
+                with safe_open(stored[dense_key], "pt") as of_source:
+                    assert file.get_tensor(key).equal(of_source.get_tensor(dense_key)), key
+
+
+def test_a_disk_that_is_too_small(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)], check=False, capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small disk cannot be had here: {mounted.stderr.decode().strip()}")
+    try:
+        assert main(["upcycle", "--src", str(dense), "--out", str(place / "new" / "out")]) == 1
+        said = r"error: \S+out needs 0\.1 MB, but its disk has 0\.1 MB left: free some, or write elsewhere"
+        assert re.search(said, capsys.readouterr().err)
+        assert not any(place.iterdir())
+    finally:
+        subprocess.run(["umount", str(place)], check=True)

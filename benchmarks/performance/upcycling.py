@@ -1,0 +1,169 @@
+"""Upcycling beside a plain copy of its result: wall time and peak memory, each run in a process of its own."""
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from transformers import AutoModel, BertConfig
+
+from benchmarks.performance.figures import SMALL_ENCODER, Bar, Figure, Options
+
+SHARD = 500_000_000  # bytes, of the large model's files
+BASE = 200_000_000  # bytes, that upcycling may take beside one shard of the source and one of the result
+
+# Runs `mote upcycle`, and says when its imports were done, and what memory it had taken by then and took at most.
+_RUN = """
+import json, re, sys, time
+from pathlib import Path
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+started = time.perf_counter()
+import mote.upcycling
+from mote.cli import main
+imported, before = time.perf_counter(), peak()
+assert main(sys.argv[1:]) == 0
+print(json.dumps([imported - started, time.perf_counter() - imported, before, peak()]))
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One upcycling and one copy of its result. Seconds and bytes."""
+
+    whole: float
+    imports: float
+    work: float
+    imported: int
+    peak: int
+    copy: float
+
+
+def measure(options: Options) -> Figure:
+    """Measure the checkpoint, and a large model of random weights: 200 MB when quick, otherwise 4 GB."""
+    rows, bars = [], []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        large = write_large_model(folder / "large", *((512, 10) if options.quick else (2048, 13)))
+        for label, source in ((options.checkpoint.name, options.checkpoint), ("large", large)):
+            runs = run_pairs(source, folder, 2 if options.quick else 7)
+            sizes = [_largest(source), _largest(folder / "mote")]
+            written = sum(path.stat().st_size for path in (folder / "mote").rglob("*") if path.is_file())
+            rows.append(_row(label, written, runs))
+            peak = max(run.peak for run in runs) / (sum(sizes) + BASE)
+            beyond = max(run.peak - run.imported for run in runs) / (sum(sizes) + BASE)
+            bars.append(Bar(f"{label}: memory beyond the imports / (shard + shard + 200 MB)", beyond, 1.0))
+            if source is large:
+                bars.append(Bar("large: peak memory, imports included / (shard + shard + 200 MB)", peak, 1.0))
+                bars.append(Bar("large: whole process / cp", _median(runs, lambda run: run.whole / run.copy), 1.3))
+            bars.append(
+                Bar(f"{label}: work after the imports / cp", _median(runs, lambda run: run.work / run.copy), 1.3)
+            )
+    return Figure(
+        "upcycling",
+        "upcycling beside a copy of its result",
+        ["model", "written, MB", "whole, s", "imports, s", "work, s", "cp, s", "whole / cp", "work / cp", "peak, MB"],
+        rows,
+        bars,
+        [
+            "`mote upcycle` and `cp -r` of its result, in turn, each a process of its own; sources are in the page "
+            "cache, nothing waits for the disk at the end of a run, and what is still to be written to it is written "
+            "before the next one; medians of ratios pair by pair",
+            "peak is resident memory, in which pages of mapped files count; imports are torch and transformers",
+        ],
+    )
+
+
+def run_pairs(source: Path, folder: Path, count: int) -> list[Run]:
+    """Upcycle and copy in turn; the first pair is not counted. The last result stays as `mote`."""
+    runs = []
+    for _ in range(count + 1):
+        seconds, told = _timed([sys.executable, "-c", _RUN, "upcycle", "--src", str(source)], folder / "mote", "--out")
+        imports, work, imported, peak = json.loads(told.splitlines()[-1])
+        reflink = ["--reflink=never"] if sys.platform == "linux" else []  # bytes, not references to them
+        copy, _ = _timed(["cp", "-r", *reflink, str(folder / "mote")], folder / "copy")
+        runs.append(Run(seconds, imports, work, imported, peak, copy))
+    return runs[1:]
+
+
+def _timed(command: list[str], out: Path, *option: str) -> tuple[float, str]:
+    """Run a command that writes `out`, its last argument, while the disk has nothing else to write."""
+    shutil.rmtree(out, ignore_errors=True)
+    _sync()
+    started = perf_counter()
+    done = subprocess.run([*command, *option, str(out)], check=True, capture_output=True, text=True)
+    return perf_counter() - started, done.stdout
+
+
+def _sync() -> None:
+    subprocess.run(["sync"], check=True)
+
+
+def _row(label: str, written: int, runs: list[Run]) -> list[str]:
+    parts: tuple[Callable[[Run], float], ...] = (
+        lambda run: run.whole,
+        lambda run: run.imports,
+        lambda run: run.work,
+        lambda run: run.copy,
+        lambda run: run.whole / run.copy,
+        lambda run: run.work / run.copy,
+    )
+    peak = max(run.peak for run in runs) / 1e6
+    return [label, f"{written / 1e6:,.1f}", *(f"{_median(runs, part):.2f}" for part in parts), f"{peak:,.0f}"]
+
+
+def _median(runs: list[Run], of: Callable[[Run], float]) -> float:
+    return statistics.median(of(run) for run in runs)
+
+
+def _largest(folder: Path) -> int:
+    """Count the bytes of the largest file with weights."""
+    return max(path.stat().st_size for kind in ("*.safetensors", "*.bin") for path in folder.glob(kind))
+
+
+def write_large_model(folder: Path, hidden: int, layers: int, shard: int = SHARD) -> Path:
+    """Write a BERT of random bfloat16 weights, file by file, with the small encoder's tokenizer.
+
+    Args:
+        folder: Where to write.
+        hidden: Its width.
+        layers: How many.
+        shard: Bytes of each file.
+    """
+    folder.mkdir()
+    settings = json.loads((SMALL_ENCODER / "config.json").read_text())
+    config = BertConfig(
+        vocab_size=settings["vocab_size"],
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        intermediate_size=4 * hidden,
+        dtype=torch.bfloat16,
+    )
+    config.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(SMALL_ENCODER / name, folder)
+    with torch.device("meta"):
+        weights = AutoModel.from_config(config).to(torch.bfloat16).state_dict()
+    split = split_torch_state_dict_into_shards(weights, max_shard_size=shard)
+    generator = torch.Generator().manual_seed(0)
+    for file, names in split.filename_to_tensors.items():
+        tensors = {name: torch.empty_like(weights[name], device="cpu") for name in names}
+        for tensor in tensors.values():
+            tensor.normal_(generator=generator)
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
