@@ -3,7 +3,7 @@
 As many experts as may be on the device at once have a place there, which is one layer per block. To fetch an expert is
 to copy its weights into the place of the one that was not used for longest: nothing is allocated or freed, and at no
 moment are more experts on the device. The `experts` of a block are those that are there, so that `.to()`, `.half()`,
-`parameters()` and `state_dict()` see these and no others.
+and `parameters()` see these and no others.
 
 Accelerate's hooks do not fit. `AlignDevicesHook` (behind `cpu_offload`, `disk_offload`, `device_map`) copies the
 weights of a module before each of its calls and drops them right after, nothing is kept for the next text of the same
@@ -17,7 +17,7 @@ transformers and what that needs itself.
 import copy
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,6 +59,11 @@ class OffloadSettings(NamedTuple):
         config.require_experts_of_tasks("offloaded")
         if self.to not in ("cpu", "disk"):
             raise ValueError(f"Experts cannot be offloaded to {self.to!r}." + alternatives(self.to, ("cpu", "disk")))
+        if self.to == "cpu" and not torch.accelerator.is_available():
+            raise ValueError(
+                "Experts offloaded to 'cpu' leave a GPU or another accelerator, and there is none here: offload to "
+                "'disk'"
+            )
         count = len(config.available_experts)
         if not isinstance(self.keep, int) or isinstance(self.keep, bool) or not 1 <= self.keep <= count:
             raise ValueError(
@@ -125,6 +130,11 @@ class OffloadedExperts:
         with nullcontext() if self.offloading is None else self.offloading.all_experts():
             yield
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return all weights, those of offloaded experts on the CPU; what is on disk is mapped, not read."""
+        with self.every_expert():
+            return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
     def require_experts_in_memory(self, done: str) -> None:
         """Raise `ValueError` where experts are offloaded; `done` says what cannot be done to them."""
         if self.offloading is not None:
@@ -186,23 +196,24 @@ class Place:
         """Where it is."""
         return next(tensor.device for _, _, tensor in self.tensors())
 
-    def fill(self, weights: Callable[[int, str], torch.Tensor], copying: Any = None) -> None:
+    def fill(self, store: Store, keys: list[str], copying: Any = None) -> None:
         """Write the weights of another expert over those that are here.
 
         Args:
-            weights: Block and key within its layer → weight.
+            store: Has them.
+            keys: Of each weight, in the order of `tensors`.
             copying: On a GPU, the stream that does it, while others compute.
         """
+        tensors = dict(zip(keys, (tensor for _, _, tensor in self.tensors()), strict=True))
         if copying is not None:
             if self.ready is None or self._moved():  # written by `.to()`, on the stream that computes
                 copying.wait_stream(torch.cuda.current_stream(copying.device))
             for event in self.read.values():
                 copying.wait_event(event)
         with torch.inference_mode(), nullcontext() if copying is None else torch.cuda.stream(copying):
-            for index, key, tensor in self.tensors():
-                tensor.copy_(weights(index, key), non_blocking=copying is not None)
-                if copying is not None:
-                    tensor.record_stream(copying)
+            store.write_to(tensors)
+            for tensor in tensors.values() if copying is not None else ():
+                tensor.record_stream(copying)
         self.ready = None if copying is None else copying.record_event()
         self.read.clear()
         self.written = self._fingerprint()
@@ -271,10 +282,10 @@ class Offloading:
         }
         # The least recently used comes first.
         self.places = [Place([block.experts[name] for block in self.blocks], name) for name in self.names[:keep]]
-        self._turn = threading.Lock()  # to be the next who gets an expert: those in use cannot starve those that wait
+        self._turn = threading.RLock()  # to be the next who gets an expert: those in use cannot starve those that wait
         self._left = threading.Condition()  # somebody no longer uses a place
         self._copying: Any = None
-        self.restored = False
+        self._attached = False  # whether the blocks have all experts
         self._show()
 
     @property
@@ -294,7 +305,7 @@ class Offloading:
             FileNotFoundError: If the file is gone.
         """
         with self._turn:
-            place = None if self.restored else self._place_of(name)  # restored while this call waited
+            place = None if self._attached else self._place_of(name)  # restored while this call waited
         if place is None:
             yield
             return
@@ -310,17 +321,23 @@ class Offloading:
     def all_experts(self) -> Iterator[None]:
         """Have all experts in the model for the time of the block, those of the store on the CPU; calls wait."""
         with self._alone():
+            if self._attached:  # by this thread, further up
+                yield
+                return
             try:
                 self._attach()
                 yield
             finally:
                 self._show()
+                self._attached = False
 
     def restore(self) -> None:
         """Put all experts into the model for good."""
         with self._alone():
             self._attach(self.places[0].device)
-            self.restored = True
+            for prefix, block in zip(self.prefixes, self.blocks, strict=True):
+                for key, weight in block.experts.named_parameters():
+                    weight.requires_grad_(self.trainable.get(prefix + key, weight.requires_grad))
 
     def _place_of(self, name: str) -> Place:
         """Find or fetch an expert, and enter one more user of it."""
@@ -332,21 +349,18 @@ class Offloading:
         return place
 
     def _fetch(self, name: str) -> Place:
-        weights = self.store.read(self._keys(name))  # what fails here, fails before anything has left
+        keys = [f"{self.prefixes[index]}{name}.{key}" for index, key, _ in self.places[0].tensors()]
+        self.store.require(keys)  # what is missing, is missed before anything has left
         with self._left:
             self._left.wait_for(lambda: not all(place.users for place in self.places))
             place = next(place for place in self.places if not place.users)
         place.require_unchanged()
         place.expert = None
         self._show()
-        copying = self._copying_to(place.device)
-        place.fill(lambda index, key: weights[f"{self.prefixes[index]}{name}.{key}"], copying)
+        place.fill(self.store, keys, self._copying_to(place.device))
         place.expert = name
         self._show()
         return place
-
-    def _keys(self, name: str) -> list[str]:
-        return [f"{self.prefixes[index]}{name}.{key}" for index, key, _ in self.places[0].tensors()]
 
     def _copying_to(self, device: torch.device) -> Any:
         """The stream for copies to a GPU, and None for other devices."""
@@ -382,6 +396,7 @@ class Offloading:
             attached.append({name: layers[name] for name in self.names})
         for block, layers in zip(self.blocks, attached, strict=True):
             _set_experts(block, layers)
+        self._attached = True
 
     def _layer(self, prefix: str, like: nn.Module, block: Any) -> nn.Module:
         """Build a layer of an expert in the store, like one that is there."""
@@ -389,8 +404,6 @@ class Offloading:
         types = {key: weight.dtype for key, weight in layer.state_dict().items()}
         weights = self.store.read(prefix + key for key in types)
         layer.load_state_dict({key: weights[prefix + key].to(types[key]) for key in types}, assign=True)
-        for key, weight in layer.named_parameters():
-            weight.requires_grad_(self.trainable.get(prefix + key, weight.requires_grad))
         return layer
 
     def __repr__(self) -> str:
