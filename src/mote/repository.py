@@ -381,7 +381,7 @@ def write_dense_card(
         prompts=[(task, _escaped(config.instruction_of(task)).replace("|", r"\|")) for task in tasks],
         repo_id=repo_id,
         expert=expert,
-        instruction=escaped(config.instruction_of(expert)) if expert else "",
+        instruction=_escaped(config.instruction_of(expert)) if expert else "",
         converted=converted,
         example_task=None if expert else next((task for task in tasks if config.instruction_of(task)), None),
         pooling=config.pooling,
