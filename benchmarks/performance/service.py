@@ -1,0 +1,138 @@
+"""The HTTP service of examples/service under load, beside calls of `encode` in a process of one's own."""
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sentence_transformers import SentenceTransformer
+
+from benchmarks.pairing import compare
+from benchmarks.performance.figures import ROOT, Figure, Options
+from benchmarks.performance.models import TASKS, milliseconds, real_texts, seconds
+from mote import upcycle
+
+FOLDER = ROOT / "examples" / "service"
+sys.path.append(str(FOLDER))
+import load  # noqa: E402 - a file of the example, which is no package
+
+CLIENTS = 16
+BATCH = 32
+
+
+def measure(options: Options) -> Figure:
+    """Ask for one text after the other, of four tasks in turn: `encode` itself, and the service in three ways."""
+    texts = real_texts(options, 4 if options.quick else 64)
+    rows = zip(*(texts[task] for task in TASKS), strict=True)
+    requests = [
+        {"model": "mote", "task": task, "input": text} for row in rows for task, text in zip(TASKS, row, strict=True)
+    ]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = upcycle(str(options.checkpoint), Path(temporary) / "mote")
+        settings = {"device": options.device, "model_kwargs": {"dtype": options.dtype}}
+        model = SentenceTransformer(str(folder), trust_remote_code=True, **settings)
+        with serving(folder, options, 1) as single, serving(folder, options, BATCH) as batching:
+            ways = {
+                "`encode`, one call after the other": lambda: direct(model, requests),
+                "service, 1 client": lambda: served(batching, requests, 1),
+                f"service, {CLIENTS} clients, batches of 1": lambda: served(single, requests, CLIENTS),
+                f"service, {CLIENTS} clients, batches up to {BATCH}": lambda: served(batching, requests, CLIENTS),
+            }
+            table = _table(ways, len(requests), seconds(options))
+            batch = _mean_batch(batching, requests)
+    return Figure(
+        name="service",
+        title="The HTTP service under load",
+        columns=["way", "texts/s", "times `encode`", "median, ms", "95 % below, ms"],
+        rows=table,
+        notes=[
+            f"Requests of one text: {len(requests)} real texts, four tasks in turn. Each client keeps its connection "
+            "and sends the next request when it has an answer.",
+            "Clients and service share the machine. The service waits 5 ms for more texts, which a client alone waits "
+            f"for nothing. Under the load of {CLIENTS} clients a batch held {batch:.1f} texts in the mean.",
+        ],
+    )
+
+
+def _table(ways: dict[str, Callable[[], list[float]]], count: int, duration: float) -> list[list[str]]:
+    """Compare the first way with each of the others, and lay out speed and latency."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+
+    def timed(name: str) -> Callable[[], None]:
+        return lambda: times[name].extend(ways[name]())
+
+    for way in ways.values():  # the first calls are slower, and count for nothing
+        way()
+    first, *others = ways
+    found = {name: compare(timed(first), timed(name), seconds=duration) for name in others}
+    speed = {first: count / found[others[-1]].baseline}
+    speed |= {name: count / comparison.candidate for name, comparison in found.items()}
+    ratios = {first: 1.0} | {name: 1 / comparison.ratio for name, comparison in found.items()}
+    return [
+        [
+            name,
+            f"{speed[name]:.0f}",
+            f"{ratios[name]:.2f}",
+            milliseconds(load.percentile(times[name], 0.5)),
+            milliseconds(load.percentile(times[name], 0.95)),
+        ]
+        for name in ways
+    ]
+
+
+def direct(model: SentenceTransformer, requests: list[dict]) -> list[float]:
+    """Embed in this process, and tell how long each call took."""
+    times = []
+    for request in requests:
+        started = time.perf_counter()
+        model.encode(request["input"], prompt_name=request["task"], show_progress_bar=False)
+        times.append(time.perf_counter() - started)
+    return times
+
+
+def served(url: str, requests: list[dict], clients: int) -> list[float]:
+    """Ask the service, and tell how long each answer took.
+
+    Raises:
+        RuntimeError: If one is an error.
+    """
+    answers = load.send(url, requests, clients)
+    failed = [answer for answer in answers if answer.status != 200]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(answers)} requests failed, the first: {failed[0]}")
+    return [answer.seconds for answer in answers]
+
+
+def _mean_batch(url: str, requests: list[dict]) -> float:
+    """How many texts share a batch under load."""
+    counts = []
+    with load.Client(url) as client:
+        for before in (True, False):
+            found = dict(re.findall(r"^mote_(\w+) (\d+)$", client.get("/metrics"), re.MULTILINE))
+            counts.append((int(found["texts_total"]), int(found["batches_total"])))
+            if before:
+                served(url, requests, CLIENTS)
+    (texts, batches), (more_texts, more_batches) = counts
+    return (more_texts - texts) / (more_batches - batches)
+
+
+@contextmanager
+def serving(model: Path, options: Options, batch: int) -> Iterator[str]:
+    """Run the service in a process of its own; yields its URL."""
+    dtype = str(options.dtype).removeprefix("torch.")
+    command = [sys.executable, FOLDER / "serve.py", model, "--port=0", "--name=mote", f"--max-batch-size={batch}"]
+    command += [f"--device={options.device}", f"--dtype={dtype}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            line = process.stdout.readline() if process.stdout is not None else ""
+            place = re.search(r"http://[\d.]+:\d+", line)
+            if place is None:
+                raise RuntimeError(f"the service did not start: {line}")
+            load.wait(place[0])
+            yield place[0]
+        finally:
+            process.terminate()
