@@ -139,8 +139,8 @@ class SingleExperts:
         self.require_experts_in_memory(done)
         if any(weight.is_meta for block in self.blocks for weight in block.experts.parameters()):
             raise ValueError(
-                f"The weights of some experts are not in memory (they are offloaded, or on the device `meta`): experts "
-                f"are not {done}. Load the model without offloading"
+                f"The weights of some experts are not in memory, they are on the device `meta`: experts are not {done}. "
+                "Load the model with its weights"
             )
 
     def _start(self, start: str | Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -292,10 +292,11 @@ def _without_expert(config: MoTEConfig, name: str, moved: Mapping[str, str | Non
         raise ValueError(f"{unknown[0]!r} is no task of the expert {name!r}." + alternatives(unknown[0], own))
     unsaid = [task for task in own if task not in moved and task != name]
     if unsaid:
+        other = next(expert for expert in config.experts if expert != name)
         raise ValueError(
             f"The tasks {', '.join(map(repr, unsaid))} go to the expert {name!r}: say for each where it goes from now "
-            f"on, as in tasks={{{unsaid[0]!r}: {next(other for other in config.experts if other != name)!r}}}, or None "
-            "for one that is to be removed with it"
+            f"on, as in tasks={{{unsaid[0]!r}: {other!r}}} (`--task {unsaid[0]}={other}`), or None (`--task "
+            f"{unsaid[0]}=`) for one that is to be removed with it"
         )
     gone = [task for task in own if moved.get(task) is None]
     if config.default_task in gone:

@@ -10,6 +10,15 @@ if TYPE_CHECKING:
     from mote.compression import compress, compress_experts
     from mote.evaluation.run import evaluate
     from mote.evaluation.scores import Evaluation
+    from mote.experts import (
+        ExpertList,
+        add_expert,
+        extract_expert,
+        list_experts,
+        merge_experts,
+        remove_expert,
+        rename_expert,
+    )
     from mote.exporting import export
     from mote.memory import MemoryEstimate, estimate_memory
     from mote.merging import average, average_experts, interpolate, interpolate_experts
@@ -21,10 +30,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Analysis",
     "Evaluation",
+    "ExpertList",
     "MemoryEstimate",
     "MoTEConfig",
     "MoTEModel",
     "UpcyclingPlan",
+    "add_expert",
     "analyze",
     "average",
     "average_experts",
@@ -33,11 +44,16 @@ __all__ = [
     "estimate_memory",
     "evaluate",
     "export",
+    "extract_expert",
     "interpolate",
     "interpolate_experts",
+    "list_experts",
     "load_exported",
+    "merge_experts",
     "plan_upcycling",
     "prompts_of",
+    "remove_expert",
+    "rename_expert",
     "train",
     "upcycle",
 ]
@@ -49,6 +65,18 @@ _HOMES = {
     **dict.fromkeys(["Analysis", "analyze"], "mote.analysis.run"),
     **dict.fromkeys(["average", "average_experts", "interpolate", "interpolate_experts"], "mote.merging"),
     **dict.fromkeys(["compress", "compress_experts"], "mote.compression"),
+    **dict.fromkeys(
+        [
+            "ExpertList",
+            "add_expert",
+            "extract_expert",
+            "list_experts",
+            "merge_experts",
+            "remove_expert",
+            "rename_expert",
+        ],
+        "mote.experts",
+    ),
     **dict.fromkeys(["MemoryEstimate", "estimate_memory"], "mote.memory"),
     "Evaluation": "mote.evaluation.scores",
     "evaluate": "mote.evaluation.run",

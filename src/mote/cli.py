@@ -5,6 +5,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from mote import cli_experts
+from mote.cli_parts import Pairs as _Pairs
+from mote.cli_parts import print_line as _print_line
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
@@ -49,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_interpolate(commands)
     _add_compress(commands)
     _add_export(commands)
+    cli_experts.add_experts(commands)
     _add_memory(commands)
     return parser
 
@@ -355,11 +360,6 @@ def _memory(src: str, revision: str | None, experts: list[str] | None, **argumen
     _print_line(str(memory.estimate_memory(config, **arguments)))  # type: ignore[arg-type]
 
 
-def _print_line(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
 def _layers(text: str) -> str | list[int]:
     if text in ("every", "every_other"):
         return text
@@ -369,20 +369,3 @@ def _layers(text: str) -> str | list[int]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not 'every', 'every_other', or indices with commas as in 1,3,5"
         ) from None
-
-
-class _Pairs(argparse.Action):
-    """Collect NAME=VALUE into a dict."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        name, equals, value = str(values).partition("=")
-        if not equals or not name:
-            parser.error(f"{option_string} {values!r}: expected {self.metavar}")
-        pairs = getattr(namespace, self.dest) or {}
-        setattr(namespace, self.dest, {**pairs, name: value})

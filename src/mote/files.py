@@ -10,6 +10,7 @@ from types import TracebackType
 from safetensors import SafetensorError
 
 MERGING_RECORD = "merging.json"  # marks a dense model that was made of a MoTE here
+EXPERT_FILE = "expert.json"  # marks an expert in files of its own
 
 
 def refuse_occupied(out: Path, overwrite: bool = False) -> None:
@@ -17,13 +18,13 @@ def refuse_occupied(out: Path, overwrite: bool = False) -> None:
 
     Raises:
         FileExistsError: If something is there; with `overwrite`, if it is something other than a MoTE, or a
-            dense model that was made of one.
+            dense model or an expert that was made of one.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not overwrite:
         raise FileExistsError(f"{out} is in use: choose another folder, or replace the model there with `--overwrite`")
-    if (out / MERGING_RECORD).is_file():
+    if any((out / mark).is_file() for mark in (MERGING_RECORD, EXPERT_FILE)):
         return
     try:
         settings = json.loads((out / "config.json").read_text(encoding="utf-8"))

@@ -41,13 +41,27 @@ def check_before_push(repo_id: str) -> str:
     return repo_id if "/" in repo_id else f"{user['name']}/{repo_id}"
 
 
-def push(folder: Path, repo_id: str, private: bool = False) -> str:
+def refuse_whole_model(repo_id: str) -> None:
+    """Make sure that a repository, where there is one, holds no model that a push of something else would damage.
+
+    Raises:
+        ValueError: If it does.
+    """
+    if HfApi().file_exists(repo_id, "config.json"):
+        raise ValueError(
+            f"{repo_id} holds a whole model, whose weights and card a push would replace: name another repository "
+            "with `--repo-id`"
+        )
+
+
+def push(folder: Path, repo_id: str, private: bool = False, what: str = "a MoTE model") -> str:
     """Create or update a model repository with what is in a folder.
 
     Args:
         folder: The model.
         repo_id: `user/name`.
         private: For a repository that is new.
+        what: What is in the folder, for the commit's message.
 
     Returns:
         The address of the commit.
@@ -62,7 +76,7 @@ def push(folder: Path, repo_id: str, private: bool = False) -> str:
         commit = api.upload_folder(
             repo_id=repo_id,
             folder_path=folder,
-            commit_message="Upload a MoTE model",
+            commit_message=f"Upload {what}",
             delete_patterns=["*.safetensors", "*.safetensors.index.json"],  # of a version in other shards
         )
     except HfHubHTTPError as error:

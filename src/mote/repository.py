@@ -22,7 +22,8 @@ from mote.files import MERGING_RECORD
 from mote.sources import Source, quiet_transformers
 
 RECORD_FILE = "upcycling.json"
-RECORDS = (RECORD_FILE, "training.json", MERGING_RECORD)  # of how a model was made, step by step
+EXPERTS_RECORD = "experts.json"
+RECORDS = (RECORD_FILE, "training.json", MERGING_RECORD, EXPERTS_RECORD)  # of how a model was made, step by step
 
 # MTEB looks for a prompt under the task's type, for asymmetric tasks with the role, or under the role alone. These
 # are its names of the seven task types; the roles `query` and `document` are tasks of ours already.
@@ -151,6 +152,13 @@ def prompts_of_expert(config: MoTEConfig, expert: str, carried_over: dict[str, s
     return {**dict.fromkeys(ROLE_HINTS, config.instruction_of(expert)), **kept}
 
 
+def _carried_over(source: Source) -> dict[str, str]:
+    """Read the prompts of a source that stay, whatever becomes of its tasks: those of a MoTE's own tasks do not."""
+    prompts = source_prompts(source)
+    own = prompts_of(source.config) if isinstance(source.config, MoTEConfig) else {}
+    return {name: text for name, text in prompts.items() if name not in own}
+
+
 def write_model(
     model: PreTrainedModel,
     tokenizer: Any,
@@ -239,9 +247,9 @@ def write_sentence_transformer(
 
 def _prompts_and_default(config: MoTEConfig, source: Source, expert: str | None) -> dict[str, Any]:
     if expert is None:
-        return {"prompts": prompts_of(config, source_prompts(source))}
+        return {"prompts": prompts_of(config, _carried_over(source))}
     default = expert if config.instruction_of(expert) else None
-    return {"prompts": prompts_of_expert(config, expert, source_prompts(source)), "default_prompt_name": default}
+    return {"prompts": prompts_of_expert(config, expert, _carried_over(source)), "default_prompt_name": default}
 
 
 def _write_pooling(config: MoTEConfig, folder: Path) -> None:
@@ -324,17 +332,18 @@ def write_card(
         fresh=fresh,
         experts=config.experts,
         experts_per_token=config.experts_per_token if config.router == "token" else None,
+        compression=config.compression,
         normalize_router=config.normalize_router,
         active_parameters=millions(counts["active"]),
         total_parameters=millions(counts["total"]),
         tasks=[
-            (task, expert, _escaped(config.instruction_of(task)).replace("|", r"\|"))
+            (task, expert, escaped(config.instruction_of(task)).replace("|", r"\|"))
             for task, expert in config.tasks.items()
         ],
         default_task=config.default_task,
         repo_id=repo_id,
         example_task=example,
-        example_instruction=_escaped(config.instruction_of(example)),
+        example_instruction=escaped(config.instruction_of(example)),
         has_roles={"query", "document"} <= set(config.tasks),
         pooling=config.pooling,
         normalized=any(module["type"].endswith(".Normalize") for module in source_modules(source)),
@@ -378,10 +387,10 @@ def write_dense_card(
         made=made,
         experts=config.experts,
         parameters=millions(sum(parameter.numel() for parameter in model.parameters())),
-        prompts=[(task, _escaped(config.instruction_of(task)).replace("|", r"\|")) for task in tasks],
+        prompts=[(task, escaped(config.instruction_of(task)).replace("|", r"\|")) for task in tasks],
         repo_id=repo_id,
         expert=expert,
-        instruction=_escaped(config.instruction_of(expert)) if expert else "",
+        instruction=escaped(config.instruction_of(expert)) if expert else "",
         converted=converted,
         example_task=None if expert else next((task for task in tasks if config.instruction_of(task)), None),
         pooling=config.pooling,
@@ -418,7 +427,7 @@ def millions(count: int) -> str:
     return f"{count / 1e6:,.1f} M"
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Write a text as between the quotes of a string in Python, on one line."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
