@@ -55,6 +55,9 @@ def export(
             architecture, or does not give the embeddings that it should.
     """
     out = Path(out)
+    for_runtime = runtimes.read_texts(texts)
+    if texts is not None and backend == "torch":
+        raise ValueError("texts are for the backends 'onnx' and 'openvino': choose one, as in `--backend openvino`")
     runtimes.require(backend, quantize)
     source = open_beside(src, out, revision, overwrite)
     config: MoTEConfig = source.config  # type: ignore[assignment]
@@ -64,9 +67,7 @@ def export(
     convert = None
     if backend != "torch":
         arguments |= {"backend": backend} | ({"quantize": quantize} if quantize else {})
-        convert = partial(
-            runtimes.convert, backend=backend, quantize=quantize, texts=runtimes.read_texts(texts), report=report
-        )
+        convert = partial(runtimes.convert, backend=backend, quantize=quantize, texts=for_runtime, report=report)
     report(f"Taking out the expert {expert} …")
     model: Any = load_mote(source, experts=[expert])
     dense = model.export_expert(expert)

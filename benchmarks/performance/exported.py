@@ -1,0 +1,117 @@
+"""`encode` of an exported expert by every path there is on a CPU, beside Sentence-Transformers' default.
+
+The default is `SentenceTransformer(dense).encode(texts)`: torch, float32, batches of 32 sorted by length. Every path
+embeds the same texts in the same batches, with as many threads and without an instruction, so that nothing but the
+path differs. The expert is a fresh copy of the dense model, to whose embeddings all are compared.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from sentence_transformers import SentenceTransformer
+
+import mote
+from benchmarks.pairing import compare
+from benchmarks.performance.figures import Bar, Figure, Options
+from mote.analysis import find_texts
+from mote.runtimes import FILES
+
+EXPERT = "search_query"
+LEAST_COSINE = 0.99
+COLUMNS = ["path", "texts/s", "times default", "mean cosine", "least cosine", "MB on disk"]
+
+Way = tuple[str, Callable[[], SentenceTransformer], Path]
+
+
+def measure(options: Options) -> Figure:
+    """Measure texts per second and cosines, path by path."""
+    texts = list(find_texts(folder=options.data, limit=32 if options.quick else 512).texts)
+    default = SentenceTransformer(str(options.checkpoint), device="cpu")
+    expected = default.encode(texts)
+    rows: list[list[str]] = []
+    notes = [_describe(texts, default)]
+    best: tuple[float, str, float, float] = (0.0, "none", 0.0, 0.0)
+    with TemporaryDirectory() as folder:
+        for name, load, weights in _paths(options, Path(folder), notes):
+            model = load()
+            mean, least = _cosines(expected, model.encode(texts, prompt=""))
+            result = compare(
+                lambda: default.encode(texts),
+                lambda model=model: model.encode(texts, prompt=""),  # type: ignore[misc]
+                seconds=options.seconds,
+            )
+            faster, rate = 1 / result.ratio, len(texts) / result.candidate
+            rows.append(
+                [name, f"{rate:.0f}", f"{faster:.2f}", f"{mean:.5f}", f"{least:.5f}", f"{_megabytes(weights):.1f}"]
+            )
+            if mean >= LEAST_COSINE:
+                best = max(best, (faster, name, mean, least))
+    faster, name, mean, least = best
+    notes.append(f"fastest with a mean cosine of {LEAST_COSINE} or more: {name}, mean {mean:.5f}, least {least:.5f}")
+    bar = Bar(f"encode by {name}, times the speed of the default", faster, 2.0, at_least=True)
+    return Figure("exported", "encode of an exported expert on a CPU", COLUMNS, rows, [bar], notes)
+
+
+def _paths(options: Options, folder: Path, notes: list[str]) -> Iterator[Way]:
+    """Export the expert for every path, and tell how it is loaded and where its weights are."""
+    moted, dense = str(folder / "mote"), folder / "torch"
+    with redirect_stdout(StringIO()):
+        mote.upcycle(str(options.checkpoint), moted)
+        mote.export(moted, dense, expert=EXPERT)
+    weights = dense / "model.safetensors"
+    yield "torch, float32", lambda: _in_torch(dense, torch.float32), weights
+    yield "torch, bfloat16", lambda: _in_torch(dense, torch.bfloat16), weights
+    for backend, title in (("onnx", "ONNX Runtime"), ("openvino", "OpenVINO")):
+        for quantize in (None, "int8"):
+            out = folder / f"{backend}-{quantize}"
+            try:
+                with redirect_stdout(StringIO()):  # bars of NNCF
+                    mote.export(moted, out, expert=EXPERT, backend=backend, quantize=quantize)
+            except (OSError, ValueError) as error:
+                notes.append(f"{title}{', int8' if quantize else ''} was not measured: {error}")
+                continue
+            for precision, settings in _precisions(backend):
+                name = ", ".join(filter(None, (title, quantize, precision)))
+                yield (
+                    name,
+                    lambda out=out, backend=backend, settings=settings: mote.load_exported(  # type: ignore[misc]
+                        out, backend, ov_config=settings
+                    ),
+                    (out / FILES[backend]).parent,
+                )
+
+
+def _precisions(backend: str) -> list[tuple[str, dict[str, str] | None]]:
+    """What is not in int8 is computed in this type."""
+    if backend == "onnx":
+        return [("float32", None)]
+    return [("float32", {"INFERENCE_PRECISION_HINT": "f32"}), ("the CPU's own precision", None)]
+
+
+def _in_torch(folder: Path, dtype: torch.dtype) -> SentenceTransformer:
+    return SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": dtype})
+
+
+def _cosines(expected: np.ndarray, found: np.ndarray) -> tuple[float, float]:
+    found = found.astype(expected.dtype)
+    products = (expected * found).sum(axis=1)
+    cosines = products / np.linalg.norm(expected, axis=1) / np.linalg.norm(found, axis=1)
+    return float(cosines.mean()), float(cosines.min())
+
+
+def _megabytes(place: Path) -> float:
+    found = [place] if place.is_file() else [file for file in place.iterdir() if file.is_file()]
+    return sum(file.stat().st_size for file in found) / 1e6
+
+
+def _describe(texts: list[str], model: SentenceTransformer) -> str:
+    lengths = sorted(len(ids) for ids in model.tokenizer(texts, truncation=True)["input_ids"])
+    return (
+        f"{len(texts)} texts of {lengths[0]} to {lengths[-1]} tokens (median {lengths[len(lengths) // 2]}), batches of "
+        f"32, {torch.get_num_threads()} threads"
+    )
