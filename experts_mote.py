@@ -139,8 +139,8 @@ class SingleExperts:
         self.require_experts_in_memory(done)
         if any(weight.is_meta for block in self.blocks for weight in block.experts.parameters()):
             raise ValueError(
-                f"The weights of some experts are not in memory, they are on the device `meta`: experts are not {done}. "
-                "Load the model with its weights"
+                "The weights of some experts are not in memory, they are on the device `meta`: experts are not "
+                f"{done}. Load the model with its weights"
             )
 
     def _start(self, start: str | Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

@@ -56,6 +56,8 @@ def build_model(recipe: Recipe, scratch: Path) -> tuple[SentenceTransformer, MoT
         names = first.config
     if settings.max_length is not None:
         model.max_seq_length = settings.max_length
+    if recipe.training.only_experts is not None:
+        _freeze_all_but(model, recipe.training.only_experts)
     return model, names
 
 
@@ -98,6 +100,8 @@ def names_of(recipe: Recipe) -> MoTEConfig:
     else:
         names = _names(settings, repository.source_prompts(source))
     _check_tasks(recipe, names)
+    if recipe.training.only_experts is not None:
+        _check_only_experts(recipe, names, recipe.training.only_experts)
     return names
 
 
@@ -190,6 +194,39 @@ def _check_tasks(recipe: Recipe, names: MoTEConfig) -> None:
                     raise ValueError(
                         f"tasks.{name}: the model has no task {model_task!r}." + alternatives(model_task, names.tasks)
                     )
+
+
+def _check_only_experts(recipe: Recipe, names: MoTEConfig, only: list[str]) -> None:
+    """Make sure that the experts that alone are trained are there, and that all data train one of them."""
+    if recipe.model.kind != "mote":
+        raise ValueError(f"training.only_experts: a model of the kind {recipe.model.kind!r} has no experts for tasks")
+    for expert in only:
+        if expert not in names.experts:
+            raise ValueError(
+                f"training.only_experts: the model has no expert {expert!r}."
+                + alternatives(expert, names.experts)
+                + " "
+                "`mote experts add` makes a new one"
+            )
+    for name, task in recipe.tasks.items():
+        for dataset in task.datasets:
+            anchor = dataset.anchor or task.anchor
+            positive = dataset.positive or task.positive
+            trained = sorted({names.tasks[anchor], names.tasks[positive]})
+            if not set(trained) & set(only):
+                raise ValueError(
+                    f"tasks.{name}: {dataset.path} trains {' and '.join(trained)}, none of training.only_experts "
+                    f"({', '.join(only)}): send it to one of them by `anchor`, or leave it out (`tasks.{name}=null`)"
+                )
+
+
+def _freeze_all_but(model: SentenceTransformer, experts: list[str]) -> None:
+    """Have no gradients, and no weight decay either, for all but some experts."""
+    model.requires_grad_(False)
+    first: Any = model[0]
+    for block in first.model.blocks:
+        for name in experts:
+            block.experts[name].requires_grad_(True)
 
 
 def encodings(names: MoTEConfig, routed: bool) -> dict[str, dict[str, Any]]:

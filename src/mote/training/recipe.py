@@ -221,6 +221,7 @@ class TrainingSettings(_Settings):
         precision: Of the computation: `fp32`, `bf16` or `fp16` (mixed, weights stay in fp32).
         gradient_checkpointing: Recompute activations in the backward pass.
         compile: Run the model through `torch.compile`.
+        only_experts: Experts that are trained, everything else stays as it is, bit for bit. Default: all is trained.
         cross_device_negatives: Whether the rows of all processes are negatives of one another.
         matryoshka: Dimensions that should also work by themselves.
         seed: Of the order of the data, new weights, and dropout.
@@ -244,6 +245,7 @@ class TrainingSettings(_Settings):
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     gradient_checkpointing: bool = False
     compile: bool = False
+    only_experts: list[str] | None = Field(default=None, min_length=1)
     cross_device_negatives: bool = True
     matryoshka: list[int] | None = None
     seed: int = 42
