@@ -136,7 +136,7 @@ class DiskStore:
                     on_cpu = tensor.device.type == "cpu" and tensor.is_contiguous()
                     part = tensor.detach() if on_cpu else torch.empty(tensor.shape, dtype=tensor.dtype)
                     file.seek(entry.begin)
-                    if file.readinto(memoryview(part.view(-1).view(torch.uint8).numpy())) != entry.end - entry.begin:
+                    if file.readinto(part.view(-1).view(torch.uint8).numpy().data) != entry.end - entry.begin:
                         raise ValueError(_changed(path))
                     if not on_cpu:
                         tensor.copy_(part)

@@ -64,7 +64,7 @@ def experts_in(model: MoTEModel) -> int:
 def test_equal_to_the_model_in_memory(name: str, to: str, tmp_path: Path) -> None:
     model = saved(tmp_path, name, shards=to == "disk", mote_layers="every_other")
     tasks = [*random.Random(0).choices(FOUR, k=12), ["a", "c", "c", "b"]]
-    found = offloaded(tmp_path, to)
+    found = offloaded(tmp_path, to, attn_implementation=model.config._attn_implementation)
     assert_same(outputs(found, tasks), outputs(model, tasks))
     assert experts_in(found) == 1
     assert found.parameter_counts() == model.parameter_counts()
@@ -501,3 +501,58 @@ def test_loading_takes_no_more_memory_than_the_dense_model(tmp_path: Path) -> No
     assert found["whole"] > 2 * size, found  # so the measure sees what is loaded
     assert found["dense"] > 0.8 * size, found
     assert found["disk"] <= 1.1 * found["dense"] + 2**20, found
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+@pytest.mark.parametrize("keep", [1, 2])
+def test_on_a_gpu_equal_under_threads(to: str, keep: int, tmp_path: Path) -> None:
+    expected_of = saved(tmp_path).cuda()
+    model = MoTEModel.from_pretrained(tmp_path, offload_experts={"to": to, "keep": keep}).cuda()
+    inputs = {name: value.cuda() for name, value in batch().items()}
+    with torch.no_grad():
+        expected = {task: expected_of(**inputs, task=task).pooler_output for task in FOUR}
+    wrong: list[Any] = []
+
+    def serve(thread: int) -> None:
+        order = random.Random(thread)
+        stream = torch.cuda.Stream() if thread % 2 else torch.cuda.default_stream()
+        with torch.no_grad(), torch.cuda.stream(stream):
+            for _ in range(50):
+                task = order.choice(FOUR)
+                found = model(**inputs, task=task).pooler_output
+                stream.synchronize()
+                if not torch.equal(found, expected[task]):
+                    wrong.append((thread, task))
+
+    torch.cuda.synchronize()
+    in_threads(8, serve)
+    assert wrong == []
+    model.restore_experts()
+    with torch.no_grad():
+        for task in FOUR:
+            assert torch.equal(model(**inputs, task=task).pooler_output, expected[task])
+
+
+@needs_gpu
+def test_on_a_gpu_copies_are_pinned_and_leave_the_device(tmp_path: Path) -> None:
+    model = saved(tmp_path).cuda()
+    before = torch.cuda.memory_allocated()
+    size = sum(t.nbytes for block in model.blocks for t in block.experts["a"].parameters())
+    model.offload_experts("cpu")
+    assert before - torch.cuda.memory_allocated() >= 3 * size
+    assert all(weight.is_pinned() for weight in model.offloading.store.weights.values())
+    kept = torch.cuda.memory_allocated()
+    inputs = {name: value.cuda() for name, value in batch().items()}
+    with torch.no_grad():
+        for task in FOUR:
+            model(**inputs, task=task)
+            assert model.offloading.places[0].ready is not None
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - kept < size
+    model.half().float().cpu()  # moves what is there, and goes on
+    with torch.no_grad():
+        model(**batch(), task="a")

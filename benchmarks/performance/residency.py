@@ -1,0 +1,90 @@
+"""Memory on the device with one of four experts there, beside the dense model."""
+
+import gc
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import AutoModel
+
+from benchmarks.performance.figures import SMALL_ENCODER, Bar, Figure, Options
+from benchmarks.performance.loading import LOADS
+from benchmarks.performance.models import TASKS, load_dense, made_up, make_mote
+from benchmarks.performance.processes import memory_of
+from mote import MoTEModel, upcycle
+
+
+def measure(options: Options) -> Figure:
+    """Measure bytes of weights, what the GPU's allocator has given out, and on a CPU the memory of processes."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        dense = load_dense(options).cpu()
+        dense.pooler = None  # a MoTE has none
+        dense.save_pretrained(folder / "dense")
+        make_mote(dense).save_pretrained(folder / "mote")
+        kinds: dict[str, Callable[[], Any]] = {
+            "dense": lambda: AutoModel.from_pretrained(folder / "dense", add_pooling_layer=False, **arguments),
+            "MoTE, to='disk'": lambda: _offloaded(folder / "mote", "disk"),
+            "MoTE, all experts": lambda: MoTEModel.from_pretrained(folder / "mote", **arguments),
+        }
+        arguments = {"dtype": options.dtype, "device_map": options.device}
+
+        def _offloaded(path: Path, to: str) -> MoTEModel:
+            return MoTEModel.from_pretrained(path, offload_experts=to, **arguments)
+
+        if options.device != "cpu":
+            kinds["MoTE, to='cpu'"] = lambda: _offloaded(folder / "mote", "cpu")
+        found = {kind: _on_device(options, load) for kind, load in kinds.items()}
+        if options.device == "cpu":
+            upcycle(str(SMALL_ENCODER), folder / "small")
+            _add_processes(found, folder)
+    columns = list(found["dense"])
+    ratios = {kind: [found[kind][what] / found["dense"][what] for what in columns] for kind in found}
+    return Figure(
+        "residency",
+        f"Memory with one of four experts of {options.checkpoint.name} on the device, {options.device}",
+        ["", *(f"{what}, MB (/ dense)" for what in columns)],
+        [
+            [kind, *(f"{found[kind][what] / 1e6:.2f} ({ratios[kind][i]:.3f})" for i, what in enumerate(columns))]
+            for kind in found
+        ],
+        [
+            Bar(f"{what}, {kind} / dense", ratios[kind][i], 1.02)
+            for kind in found
+            if "to=" in kind
+            for i, what in enumerate(columns)
+        ],
+        ["After a call for each of the four tasks. A process: resident memory beyond that of a small model."],
+    )
+
+
+def _on_device(options: Options, load: Callable[[], Any]) -> dict[str, float]:
+    """Bytes on the device, when all tasks have been called once."""
+    gc.collect()
+    cuda = options.device.startswith("cuda")
+    if cuda:
+        torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated() if cuda else 0
+    model = load()
+    inputs = made_up(model, 1, 8)
+    with torch.inference_mode():
+        for task in TASKS:
+            model(**inputs, **({"task": task} if model.config.model_type == "mote" else {}))
+    tensors = chain(model.parameters(), model.buffers())
+    found = {"weights": float(sum(tensor.nbytes for tensor in tensors if tensor.device == model.device))}
+    if cuda:
+        del inputs
+        found["allocated"] = float(torch.cuda.memory_allocated() - before)
+    return found
+
+
+def _add_processes(found: dict[str, dict[str, float]], folder: Path) -> None:
+    codes = {"dense": "dense", "MoTE, to='disk'": "offloaded to disk", "MoTE, all experts": "all experts"}
+    for kind, code in codes.items():
+        path = folder / ("dense" if kind == "dense" else "mote")
+        # `model` holds what was loaded until the memory is read.
+        held = LOADS[code].replace("use(AutoModel", "use(model := AutoModel").replace("use(MoTE", "use(model := MoTE")
+        found[kind]["process"] = float(memory_of(held, (SMALL_ENCODER, folder / "small"), path).after)

@@ -1,0 +1,157 @@
+"""Switching experts: from the CPU's memory and from disk, beside the time that moving the bytes alone takes."""
+
+import copy
+import os
+import statistics
+import time
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from benchmarks.performance.figures import Figure, Options
+from benchmarks.performance.models import TASKS, load_dense, made_up, make_mote, milliseconds, waiting
+from mote import MoTEModel
+from offloading_mote import Offloading, _weights_of_experts
+from stored_experts_mote import CpuStore
+
+
+def measure(options: Options) -> Figure:
+    """Measure fetching one expert after the other, each of which has to make room for the next."""
+    repeats = 5 if options.quick else 40
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        whole = make_mote(load_dense(options))
+        whole.save_pretrained(folder)
+        file = folder / "model.safetensors"
+        from_cpu, from_disk = copy.deepcopy(whole), MoTEModel.from_pretrained(folder).to(options.device)
+        # Where the model is on the CPU as well, users are told that this saves nothing; its time is of interest.
+        from_cpu.offloading = Offloading(from_cpu, CpuStore(_weights_of_experts(from_cpu).items()))
+        from_disk.offload_experts("disk")
+        size = sum(t.nbytes for block in whole.blocks for t in block.experts[TASKS[0]].state_dict().values())
+        rows = [
+            _row("from the CPU", options, from_cpu, repeats, _copying(options, from_cpu), size),
+            _row("from disk, in the page cache", options, from_disk, repeats, _reading(file, size), size),
+        ]
+        cold = _cold(file)
+        if cold is not None:
+            rows.append(_row("from disk, not cached", options, from_disk, repeats, _reading(file, size), size, cold))
+        if options.device.startswith("cuda"):
+            rows.append(_hidden(options, whole, repeats))
+    return Figure(
+        "switching",
+        f"Switching experts of {options.checkpoint.name} ({size / 1e6:.1f} MB each), {options.device}",
+        ["", "switch, ms", "bytes alone, ms", "ratio", "GB/s of the bytes alone"],
+        rows,
+        [],
+        [
+            f"Medians of {repeats} switches, every time to another of four experts, keep=1. The bytes alone: as many, "
+            "copied in one piece from (on a GPU, pinned) memory, or read from the same file.",
+            "Not cached: after `posix_fadvise(DONTNEED)`, which a file system may ignore.",
+        ],
+    )
+
+
+def _switching(options: Options, model: MoTEModel) -> Callable[[], None]:
+    wait, names = waiting(options), cycle(TASKS)
+
+    def switch() -> None:
+        with model.offloading.expert(next(names)):
+            pass
+        wait()
+
+    for _ in TASKS:  # the first switches write to pages that were shared with the file
+        switch()
+    return switch
+
+
+def _row(
+    what: str,
+    options: Options,
+    model: MoTEModel,
+    repeats: int,
+    bytes_alone: Callable[[], None],
+    size: int,
+    before: Callable[[], None] = lambda: None,
+) -> list[str]:
+    switch = _switching(options, model)
+    pairs = []
+    for _ in range(repeats):
+        pairs.append((_time(switch, before), _time(bytes_alone, before)))
+    switched, moved = (statistics.median(times) for times in zip(*pairs, strict=True))
+    ratio = statistics.median(one / other for one, other in pairs)
+    return [what, milliseconds(switched), milliseconds(moved), f"{ratio:.2f}", f"{size / moved / 1e9:.2f}"]
+
+
+def _time(act: Callable[[], None], before: Callable[[], None]) -> float:
+    before()
+    started = time.perf_counter()
+    act()
+    return time.perf_counter() - started
+
+
+def _copying(options: Options, model: MoTEModel) -> Callable[[], None]:
+    """Copy an expert's bytes in one piece, every time from another place, as with four experts."""
+    store = model.offloading.store.weights
+    size = sum(weight.nbytes for weight in store.values()) // len(TASKS)
+    pin = torch.cuda.is_available()
+    sources = cycle([torch.ones(size, dtype=torch.uint8, pin_memory=pin) for _ in TASKS])
+    target, wait = torch.zeros(size, dtype=torch.uint8, device=options.device), waiting(options)
+
+    def copy_bytes() -> None:
+        target.copy_(next(sources), non_blocking=True)
+        wait()
+
+    return copy_bytes
+
+
+def _reading(file: Path, size: int) -> Callable[[], None]:
+    """Read as many bytes from the file in one piece into memory that is there, every time at another place."""
+    target = memoryview(bytearray(size))
+    places = cycle([part * max(0, file.stat().st_size - size) // len(TASKS) for part in range(len(TASKS))])
+
+    def read() -> None:
+        with file.open("rb") as stream:
+            stream.seek(next(places))
+            stream.readinto(target)
+
+    return read
+
+
+def _cold(file: Path) -> Callable[[], None] | None:
+    """Return what takes a file out of the page cache; None where the system cannot."""
+    if not hasattr(os, "posix_fadvise"):
+        return None
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())  # only pages that are on disk can go
+
+    def forget() -> None:
+        with file.open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    return forget
+
+
+def _hidden(options: Options, whole: MoTEModel, repeats: int) -> list[str]:
+    """How much of a switch is hidden behind the compute of the call before, with room for two experts."""
+    model = copy.deepcopy(whole)
+    model.offloading = Offloading(model, CpuStore(_weights_of_experts(model).items()), 2)
+    inputs, wait = made_up(whole, 64, 256), waiting(options)
+
+    def calls(network: MoTEModel, tasks: list[str]) -> float:
+        def run() -> None:
+            with torch.inference_mode():
+                for task in tasks:
+                    network(**inputs, task=task)
+            wait()
+
+        run()
+        return statistics.median(_time(run, wait) for _ in range(repeats)) / len(tasks)
+
+    compute, switched = calls(whole, TASKS), calls(model, TASKS)
+    alone = statistics.median(_time(_switching(options, model), lambda: None) for _ in range(repeats))
+    hidden = 1 - max(0.0, switched - compute) / alone
+    what = f"hidden behind a call of 64 rows of 256 ({milliseconds(compute)} ms), keep=2"
+    return [what, milliseconds(switched - compute), "", f"{hidden:.0%} hidden", ""]
