@@ -336,33 +336,30 @@ class MoTEModel(SingleExperts, OffloadedExperts, PreTrainedModel):
             return self._run_routed(sequences, kwargs, tokens.shape[0], output_router_logits, balance_share)
         if output_router_logits or balance_share is not None:
             raise ValueError("output_router_logits and balance_share are for router='token': this model routes by task")
-        experts = self._expert_of_rows(task, task_ids, tokens.shape[0])
-        if isinstance(experts, str):
-            return self._run(sequences, {**kwargs, "expert": experts})
-        if len(set(experts)) == 1:
-            return self._run(sequences, {**kwargs, "expert": experts[0]})
-        return self._run_groups(experts, tokens, sequences, kwargs)
+        if task_ids is None and (task is None or isinstance(task, str)):
+            return self._run(sequences, {**kwargs, "expert": self._expert_of(task)})
+        return self._run_groups(task, task_ids, tokens, sequences, kwargs)
 
-    def _expert_of_rows(
-        self, task: str | list[str] | None, task_ids: torch.Tensor | None, batch_size: int
-    ) -> str | list[str]:
-        """One expert for the whole batch, or one for each of its rows."""
-        if task is not None and task_ids is not None:
-            raise ValueError("Pass either `task` or `task_ids`, not both")
-        if task_ids is not None:
-            task = self._tasks_from_ids(task_ids)
-        if task is None:
-            task = self.config.default_task
+    def _expert_of(self, task: str | None) -> str:
+        task = self.config.default_task if task is None else task
         if task is None:
             raise ValueError(
                 "Pass `task=`, one of "
                 f"{', '.join(map(repr, self.config.tasks))}: this model has no default_task in its config"
             )
-        if isinstance(task, str):
-            return self.config.expert_of(task)
-        if len(task) != batch_size:
-            raise ValueError(f"{len(task)} tasks for {batch_size} rows: pass one task, or one for each row")
-        return [self.config.expert_of(name) for name in task]
+        return self.config.expert_of(task)
+
+    def _expert_of_rows(
+        self, task: str | list[str] | None, task_ids: torch.Tensor | None, batch_size: int
+    ) -> list[str]:
+        if task is not None and task_ids is not None:
+            raise ValueError("Pass either `task` or `task_ids`, not both")
+        tasks = task if task_ids is None else self._tasks_from_ids(task_ids)
+        if tasks is None or isinstance(tasks, str):
+            return [self._expert_of(tasks)] * batch_size
+        if len(tasks) != batch_size:
+            raise ValueError(f"{len(tasks)} tasks for {batch_size} rows: pass one task, or one for each row")
+        return [self.config.expert_of(name) for name in tasks]
 
     def _tasks_from_ids(self, task_ids: torch.Tensor) -> list[str]:
         names = list(self.config.tasks)
@@ -415,11 +412,20 @@ class MoTEModel(SingleExperts, OffloadedExperts, PreTrainedModel):
         out.router_logits = tuple(logits) if output_router_logits else None
         return out
 
+    @torch.compiler.disable  # a graph would hold for one combination of tasks and lengths alone
     def _run_groups(
-        self, experts: list[str], tokens: torch.Tensor, sequences: dict[str, torch.Tensor], kwargs: dict
+        self,
+        task: list[str] | None,
+        task_ids: torch.Tensor | None,
+        tokens: torch.Tensor,
+        sequences: dict[str, torch.Tensor],
+        kwargs: dict,
     ) -> MoTEOutput:
-        """Run the rows of each expert together."""
+        """Run the rows of each expert together, if they are of several."""
         batch_size, length = tokens.shape[:2]
+        experts = self._expert_of_rows(task, task_ids, batch_size)
+        if len(set(experts)) == 1:
+            return self._run(sequences, {**kwargs, "expert": experts[0]})
         whole: dict[str, Any] = {}
         for group in groups_of(experts, sequences.get("attention_mask"), length, tokens.device):
             rows = {name: group.select(value, batch_size) for name, value in sequences.items()}
@@ -430,6 +436,22 @@ class MoTEModel(SingleExperts, OffloadedExperts, PreTrainedModel):
             for name, part in out.items():
                 whole[name] = group.write(part, whole.get(name), batch_size, length)
         return MoTEOutput(**whole)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the layers in place, rather than the model: all experts of all layers share one graph.
+
+        It holds for every length and number of rows, mixed batches included. One row alone has a graph of its own, and
+        so have batches without padding.
+        Experts that are added afterwards are not compiled until this is called again.
+
+        Args:
+            *args: What `torch.compile` takes.
+            **kwargs: What `torch.compile` takes; `dynamic` is True unless told otherwise.
+        """
+        layers: Any = self.backbone.get_submodule(self.architecture.layer_path)
+        for layer in layers:
+            for module in layer.experts.values() if isinstance(layer, MoTEBlock) else [layer]:
+                module.compile(*args, **{"dynamic": True, **kwargs})
 
     def parameter_counts(self) -> dict[str, Any]:
         """Count parameters.
