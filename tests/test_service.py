@@ -338,6 +338,7 @@ def test_limits_then_a_clean_end_with_requests_under_way(trained_folder: Path, r
     # a batch waits long for more, so that requests are under way when they are to be
     with Server(trained_folder, "--max-batch-size", 64, "--batch-timeout", 1500, *limits) as server:
         _check_body_limit(server)
+        _check_that_who_leaves_costs_nothing(server)
         requests = [{"model": NAME, "task": task, "input": ["a whale"] * 30} for task in TASKS[:2]]
         answers: list[Any] = []
         threads = [
@@ -379,6 +380,16 @@ def _check_body_limit(server: Server) -> None:
             response = client.connection.getresponse()
             assert response.status == 413
             assert "4000 bytes" in json.loads(response.read())["error"]["message"]
+
+
+def _check_that_who_leaves_costs_nothing(server: Server) -> None:
+    body = json.dumps(bad_request({"input": ["a whale"] * 7})).encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(_head(len(body)) + body)
+        _wait_for(lambda: server.metric("waiting_texts") == 7)
+    _wait_for(lambda: server.metric("waiting_texts") == 0)
+    assert server.embed(bad_request({})).status == 200
+    assert server.metric("texts_total") == 1
 
 
 def _wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
@@ -488,7 +499,7 @@ def test_thousands_of_requests_among_clients_that_leave_or_stall(
     trained_folder: Path, reference: Reference, texts: list[str]
 ) -> None:
     chance = random.Random(1)
-    requests = [good_request(chance, texts) for _ in range(4000)]
+    requests = [good_request(chance, texts) for _ in range(2000)]
     with Server(trained_folder, "--name", NAME, "--grace", 2) as server:
         done = threading.Event()
 
@@ -498,7 +509,7 @@ def test_thousands_of_requests_among_clients_that_leave_or_stall(
                 body = json.dumps(good_request(random.Random(), texts)).encode()
                 with socket.create_connection(("127.0.0.1", server.port)) as connection:
                     connection.sendall(_head(len(body)) + body)
-                    time.sleep(0.005)
+                    time.sleep(random.choice((0.0, 0.01, 0.1)))
 
         leaver = threading.Thread(target=leave)
         leaver.start()
@@ -514,7 +525,7 @@ def test_thousands_of_requests_among_clients_that_leave_or_stall(
         for answer in answers:
             check(answer, reference)
         _wait_for(lambda: server.metric("waiting_texts") == 0)
-        assert server.metric("mixed_batches_total") > 100
+        assert server.metric("mixed_batches_total") > 20
         assert server.stop() == 0
         for connection in stalled:
             connection.close()

@@ -16,6 +16,7 @@ Requests that come at the same time are embedded together, whatever their tasks:
 """
 
 import argparse
+import asyncio
 import base64
 import logging
 import signal
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 import uvicorn
 from batched import aio
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -214,7 +215,7 @@ class Service:
         app.add_exception_handler(Exception, unforeseen_error)
         return app
 
-    async def embeddings(self, request: EmbeddingsRequest) -> JSONResponse:
+    async def embeddings(self, request: EmbeddingsRequest, connection: Request) -> JSONResponse:
         """Embed texts, together with those of other requests."""
         self.check(request)
         try:
@@ -223,7 +224,7 @@ class Service:
             raise refusal(400, str(error), "task", "unknown_task" if request.task else "missing_task") from error
         self.waiting += len(items)
         try:
-            results = await self.embed(items)
+            results = await self.embed_unless_gone(items, connection)
         finally:
             self.waiting -= len(items)
         for index, result in enumerate(results):
@@ -231,6 +232,19 @@ class Service:
                 logger.error("Text %d of a request was not embedded", index, exc_info=result)
                 raise refusal(500, f"Text {index} could not be embedded: {type(result).__name__}", "input")
         return JSONResponse(response(request, results))
+
+    async def embed_unless_gone(self, items: list[Item], connection: Request) -> list[Embedding | Exception]:
+        """Wait for the embeddings; where the client leaves before, its texts leave the queue."""
+        embedding = asyncio.create_task(self.embed(items))
+        leaving = asyncio.create_task(connection.receive())  # the body has been read: what can come is the end
+        try:
+            await asyncio.wait((embedding, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not embedding.done():
+                raise refusal(499, "The client has left")  # which nobody reads
+            return embedding.result()
+        finally:
+            embedding.cancel()
+            leaving.cancel()
 
     def embed_batch(self, batch: list[Item]) -> list[Embedding | Exception]:
         """Embed texts of several requests."""
@@ -365,17 +379,21 @@ def main() -> None:
     try:
         check_device(options.device)
         source = open_mote(options.model, options.revision)
-        listener = listen(options.host, options.port)
-        model = load_model(str(source.folder), device=options.device, dtype=options.dtype, trust_remote_code=True)
-        name = options.name or source.short_name
-        app = Service(Embedder(model), name, options).application()
+        with listen(options.host, options.port) as listener:
+            model = load_model(str(source.folder), device=options.device, dtype=options.dtype, trust_remote_code=True)
+            name = options.name or source.short_name
+            app = Service(Embedder(model), name, options).application()
+            config = uvicorn.Config(
+                app,
+                access_log=False,
+                timeout_graceful_shutdown=options.grace,
+                timeout_keep_alive=60,
+                log_level="warning",
+            )
+            print(f"{name} at http://{options.host}:{listener.getsockname()[1]}/v1/embeddings", flush=True)
+            uvicorn.Server(config).run(sockets=[listener])
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    config = uvicorn.Config(
-        app, access_log=False, timeout_graceful_shutdown=options.grace, timeout_keep_alive=60, log_level="warning"
-    )
-    print(f"{name} at http://{options.host}:{listener.getsockname()[1]}/v1/embeddings", flush=True)
-    uvicorn.Server(config).run(sockets=[listener])
 
 
 if __name__ == "__main__":
