@@ -1,21 +1,26 @@
 """Write an upcycled model out of the files of the dense one, without ever holding either in memory.
 
 What a weight of the dense model is made of is decided by transformers' own rules (its conversion mapping). The library
-applies them to a whole checkpoint; here they are applied to one weight when it is its turn. What is only renamed stays
-in the source's memory-mapped file until it is written, and all experts are written from the same place.
+applies them to a whole checkpoint; here they are applied to one weight when it is its turn. The bytes of what is only
+renamed go from file to file, on Linux without leaving the kernel.
 """
 
 import copy
 import json
+import os
+import sys
 from collections.abc import Callable, Iterable
+from io import FileIO
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import TensorSpec, safe_open, serialize_file
+from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from experts_mote import weight_of_an_expert
@@ -23,6 +28,16 @@ from modeling_mote import MoTEModel
 from mote.sources import DenseSource, load_pickle, read_on_meta
 
 Report = Callable[[str], None]
+
+_NAMES_OF_DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # in safetensors files
+
+
+class Place(NamedTuple):
+    """Where the bytes of a tensor are in a file."""
+
+    path: Path
+    offset: int
+    size: int
 
 
 class DenseWeights:
@@ -63,6 +78,14 @@ class DenseWeights:
             self.last = (first, self._make(first, self.files.__getitem__))
         return self.last[1][name]
 
+    def place(self, name: str) -> Place | None:
+        """Tell where a weight is, byte for byte, in the source's files; none where it must be made of what is there."""
+        parts = self.parts.get(name, [])
+        if len(parts) != 1 or parts[0][1] is not None:
+            return None
+        stored, expected = self.files.stored[parts[0][0]], self.expected[name]
+        return self.files.place_of(parts[0][0]) if stored.dtype == expected.dtype else None
+
     def _make(self, first: str, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
         """Apply the library's rule that makes the weight `first`, and maybe others with it."""
         key, pattern = self.parts[first][0]
@@ -83,23 +106,39 @@ class MappedFiles:
 
     def __init__(self, paths: Iterable[Path]) -> None:
         """Note where each tensor is."""
-        self.place: dict[str, Path] = {}
+        self.file_of: dict[str, Path] = {}
+        self.offsets: dict[Path, dict[str, int]] = {}
         self.stored: dict[str, torch.Tensor] = {}  # without weights
         for path in paths:
             tensors = read_on_meta([path])
             self.stored |= tensors
-            self.place |= dict.fromkeys(tensors, path)
+            self.file_of |= dict.fromkeys(tensors, path)
+            self.offsets[path] = _offsets(path) if path.suffix == ".safetensors" else {}
         self.opened: Path | None = None
         self.read: Callable[[str], torch.Tensor] = self.stored.__getitem__
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        path = self.place[key]
+        path = self.file_of[key]
         if self.opened != path:
             self.read = self.stored.__getitem__  # closes one file before the next is opened
             is_pickle = path.suffix != ".safetensors"
             self.read = load_pickle(path).__getitem__ if is_pickle else safe_open(path, "pt").get_tensor
             self.opened = path
         return self.read(key)
+
+    def place_of(self, key: str) -> Place | None:
+        """Tell where the bytes of a tensor are; none in a pickle."""
+        path = self.file_of[key]
+        offset = self.offsets[path].get(key)
+        return None if offset is None else Place(path, offset, self.stored[key].nbytes)
+
+
+def _offsets(path: Path) -> dict[str, int]:
+    """Read where the tensors begin in a safetensors file, which the library has found to be in order."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 def names_in_dense(model: MoTEModel) -> dict[str, str]:
@@ -142,11 +181,7 @@ def write_weights(
     shards = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_size)
     total, done = shards.metadata["total_size"], 0
     for file, names in shards.filename_to_tensors.items():
-        once = dict.fromkeys(origins[name] for name in names)
-        tensors = {origin: dense[origin].contiguous() for origin in once}
-        specs = {name: _place(tensors[origins[name]]) for name in names}
-        serialize_file(specs, folder / file, metadata={"format": "pt"})
-        done += sum(spec.data_len for spec in specs.values())
+        done += _write_file(folder / file, {name: weights[name] for name in names}, origins, dense)
         if shards.is_sharded:
             report(f"{file}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB written")
     if shards.is_sharded:
@@ -155,11 +190,57 @@ def write_weights(
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(index + "\n", encoding="utf-8")
 
 
-def _place(tensor: torch.Tensor) -> TensorSpec:
-    """Say where in memory a tensor is, which must stay there until it is written."""
-    return TensorSpec(
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=list(tensor.shape),
-        data_ptr=tensor.data_ptr(),
-        data_len=tensor.nbytes,
-    )
+def _write_file(path: Path, weights: dict[str, torch.Tensor], origins: dict[str, str], dense: DenseWeights) -> int:
+    """Write one safetensors file, each dense weight to all its places at once; return how many bytes they are."""
+    header, offsets, size = _header(weights)
+    places: dict[str, list[int]] = {}
+    for name, offset in offsets.items():
+        places.setdefault(origins[name], []).append(len(header) + offset)
+    with path.open("wb", buffering=0) as file:
+        _write(file, 0, memoryview(header))
+        for origin in dict.fromkeys(origins[name] for name in weights):  # in the order of the source
+            place = dense.place(origin)
+            if place is not None and sys.platform == "linux":
+                _copy(place, file, places[origin])
+            else:
+                data = dense[origin].contiguous().flatten().view(torch.uint8).numpy()
+                for offset in places[origin]:
+                    _write(file, offset, memoryview(data))  # type: ignore[arg-type]
+    return size
+
+
+def _header(weights: dict[str, torch.Tensor]) -> tuple[bytes, dict[str, int], int]:
+    """Lay out a safetensors file as the library does, which needs the tensors for that: wide types first, then by name.
+
+    Returns:
+        What comes before the tensors, where each of these begins after that, and how many bytes they are.
+    """
+    entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    offsets, end = {}, 0
+    for name in sorted(weights, key=lambda name: (-weights[name].element_size(), name)):
+        weight = weights[name]
+        offsets[name], end = end, end + weight.nbytes
+        dtype = _NAMES_OF_DTYPES[weight.dtype]
+        entries[name] = {"dtype": dtype, "shape": list(weight.shape), "data_offsets": [offsets[name], end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # tensors are aligned
+    return len(text).to_bytes(8, "little") + text, offsets, end
+
+
+def _write(file: FileIO, offset: int, data: memoryview) -> None:
+    file.seek(offset)
+    while data:
+        data = data[file.write(data) :]
+
+
+def _copy(place: Place, file: FileIO, offsets: list[int]) -> None:
+    """Copy bytes of one file to several places of another."""
+    with place.path.open("rb", buffering=0) as source:
+        for offset in offsets:
+            file.seek(offset)
+            done = 0
+            while done < place.size:
+                sent = os.sendfile(file.fileno(), source.fileno(), place.offset + done, place.size - done)
+                if not sent:
+                    raise OSError(f"{place.path} ended early: was it changed meanwhile?")
+                done += sent
