@@ -19,7 +19,7 @@ from mote.compression import expert_bytes
 from mote.evaluation.folder import find_sets
 from mote.evaluation.scores import Evaluation
 from mote.loading import load_model
-from mote.sources import load_mote, open_mote
+from mote.sources import load_mote, open_any, open_mote
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128)
 SETS = ("beir/cranfield", "classification/tweet_emotion4", "clustering/twenty_newsgroups", "sts/stsbenchmark")
@@ -52,8 +52,7 @@ def measure(options: Options) -> Figure:
         ["experts", "experts, MB", "of whole", "model, MB", "encode / whole", "cosine", *types, "mean"],
         rows,
         notes=[
-            f"MoTE: {'a trained one' if trained else 'trained for a few steps, only for this figure'}, with the "
-            f"experts {', '.join(open_mote(str(options.checkpoint)).config.experts) if trained else 'of the paper'}.",
+            "MoTE: " + ("the checkpoint." if trained else "trained from the checkpoint for a moment, for this figure."),
             f"quality: main scores of MTEB on {', '.join(sets)}, at most about {limit} texts of each; mean over types.",
             "cosine: to the embeddings of the uncompressed model, mean over the bundled 128 texts under each expert.",
             "encode: 64 of these texts for one task, ratio of medians of paired runs.",
@@ -63,17 +62,11 @@ def measure(options: Options) -> Figure:
 
 def _trained(options: Options, folder: Path) -> Path:
     """Return the checkpoint if it is a MoTE; otherwise train one from it."""
-    with suppress(ValueError):
-        open_mote(str(options.checkpoint))
+    if open_any(str(options.checkpoint)).config.model_type == "mote":
         return options.checkpoint
     settings = [f"model.source={options.checkpoint}", f"data.folder={options.data}", f"output={folder / 'run'}"]
-    train(
-        "smoke",
-        [
-            *settings,
-            *(["training.max_steps=3", "validation.share=0", "validation.every=null"] if options.quick else []),
-        ],
-    )
+    settings += ["training.max_steps=3", "validation.share=0", "validation.every=null"] if options.quick else []
+    train("smoke", settings)
     return folder / "run" / "model"
 
 
