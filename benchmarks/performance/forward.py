@@ -1,0 +1,56 @@
+"""Forward of one task beside the dense native model."""
+
+import copy
+
+import torch
+
+from benchmarks.pairing import compare
+from benchmarks.performance.figures import Bar, Figure, Options
+from benchmarks.performance.models import load_dense, made_up, make_mote, milliseconds, seconds, waiting
+from modeling_mote import pool
+
+
+def measure(options: Options) -> Figure:
+    """Compare both as `AutoModel` gives them, the dense one also with pooling, and with a copy of itself."""
+    dense = load_dense(options)
+    mote, twin = make_mote(dense), copy.deepcopy(dense)
+    without_pooler = copy.deepcopy(dense)
+    without_pooler.pooler = None
+    mode, rows, bars = mote.config.pooling, [], []
+    for batch, length in [(batch, length) for batch in (1, 32) for length in (16, 128, 512)]:
+        if length > getattr(dense.config, "max_position_embeddings", length) or (options.quick and length > 128):
+            continue
+        inputs = made_up(dense, batch, length)
+
+        def run_dense(inputs: dict = inputs) -> object:
+            return dense(**inputs)
+
+        def run_mote(inputs: dict = inputs) -> object:
+            return mote(**inputs, task="search_query")
+
+        def run_pooled(inputs: dict = inputs) -> object:
+            return pool(without_pooler(**inputs).last_hidden_state, inputs["attention_mask"], mode)
+
+        def run_twin(inputs: dict = inputs) -> object:
+            return twin(**inputs)
+
+        with torch.inference_mode():
+            if not torch.equal(run_dense().last_hidden_state, run_mote().last_hidden_state):
+                raise AssertionError(f"MoTE and the dense model give different results for {batch} x {length}")
+            arguments = {"seconds": seconds(options), "synchronize": waiting(options)}
+            found = compare(run_dense, run_mote, **arguments)
+            pooled = compare(run_pooled, run_mote, **arguments)
+            noise = compare(run_dense, run_twin, **arguments)
+        times = [milliseconds(time) for time in (found.baseline, pooled.baseline, found.candidate)]
+        ratios = [f"{ratio:.3f}" for ratio in (found.ratio, pooled.ratio, noise.ratio)]
+        rows.append([f"{batch} x {length}", *times, *ratios])
+        bars.append(Bar(f"forward, {batch} x {length}", found.ratio, 1.01))
+    columns = ["rows x length", "dense, ms", "dense and pooling, ms", "MoTE, ms", "MoTE / dense"]
+    columns += ["MoTE / dense and pooling", "dense / dense"]
+    notes = [
+        "Both as `AutoModel` gives them: the MoTE's time includes its pooling over the tokens, the dense model's that "
+        "of the pooler it has, if any. `dense and pooling` has the MoTE's pooling in the place of that pooler.",
+        "`dense / dense` is the dense model beside a copy of itself: how far from 1 noise takes a ratio.",
+        f"{options.device}, {str(options.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads.",
+    ]
+    return Figure("forward", "Forward of one task beside the dense native model", columns, rows, bars, notes)

@@ -1,0 +1,32 @@
+"""Forward with 1 to 64 experts."""
+
+import torch
+
+from benchmarks.pairing import compare
+from benchmarks.performance.figures import Bar, Figure, Options
+from benchmarks.performance.models import load_dense, made_up, make_mote, milliseconds, seconds, waiting
+
+
+def measure(options: Options) -> Figure:
+    """Compare each number of experts with one."""
+    dense = load_dense(options)
+    one = make_mote(dense, ["task0"])
+    rows, bars = [], []
+    for count in (4, 64) if options.quick else (4, 16, 64):
+        many = make_mote(dense, [f"task{number}" for number in range(count)])
+        for batch, length in ((1, 128), (32, 128)):
+            inputs = made_up(dense, batch, length)
+            with torch.inference_mode():
+                found = compare(
+                    lambda inputs=inputs: one(**inputs, task="task0"),
+                    lambda inputs=inputs, many=many, task=f"task{count - 1}": many(**inputs, task=task),
+                    seconds=seconds(options),
+                    synchronize=waiting(options),
+                )
+            times = [milliseconds(found.baseline), milliseconds(found.candidate)]
+            rows.append([str(count), f"{batch} x {length}", *times, f"{found.ratio:.3f}"])
+            if count == 64:
+                bars.append(Bar(f"64 experts / 1, {batch} x {length}", found.ratio, 1.02))
+    columns = ["experts", "rows x length", "one expert, ms", "as many, ms", "as many / one"]
+    notes = ["All batches of one task, which goes through the last expert."]
+    return Figure("many_experts", "Forward with 1 to 64 experts", columns, rows, bars, notes)

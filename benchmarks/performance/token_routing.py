@@ -1,0 +1,43 @@
+"""Forward of one task beside a token-routed mixture of the same size: a router that picks one of four experts."""
+
+import torch
+
+from benchmarks.pairing import compare
+from benchmarks.performance.figures import Bar, Figure, Options
+from benchmarks.performance.models import TASKS, load_dense, made_up, make_mote, milliseconds, seconds, waiting
+
+SHAPES = ((1, 128), (32, 128))
+
+
+def measure(options: Options) -> Figure:
+    """Compare, with both of the ways in which transformers computes routed experts."""
+    dense = load_dense(options)
+    mote = make_mote(dense)
+    routed = make_mote(dense, router="token", experts_per_token=1)
+    with torch.no_grad():  # a fresh router hardly tells tokens apart; this one sends them to all experts
+        for name, parameter in routed.named_parameters():
+            if name.endswith("router.weight"):
+                parameter.normal_(generator=torch.Generator(options.device).manual_seed(0))
+    rows, bars = [], []
+    for implementation in ("eager", "grouped_mm"):
+        routed.set_experts_implementation(implementation)
+        for batch, length in SHAPES[:1] if options.quick else SHAPES:
+            inputs = made_up(dense, batch, length)
+            with torch.inference_mode():
+                found = compare(
+                    lambda inputs=inputs: mote(**inputs, task="search_query"),
+                    lambda inputs=inputs: routed(**inputs),
+                    seconds=seconds(options),
+                    synchronize=waiting(options),
+                )
+            times = [milliseconds(found.candidate), milliseconds(found.baseline)]
+            rows.append([implementation, f"{batch} x {length}", *times, f"{found.ratio:.3f}"])
+            bars.append(Bar(f"{implementation}, {batch} x {length}: token routing / MoTE", found.ratio, 1.3, True))
+    columns = ["experts computed by", "rows x length", "token routing, ms", "MoTE, ms", "token routing / MoTE"]
+    notes = [
+        f"Both have {len(TASKS)} experts in each block; the router picks one of them per token, so that a token passes "
+        "as many weights as in MoTE. Its weights are random: it uses all experts."
+    ]
+    return Figure(
+        "token_routing", "Token routing of the same size, top 1 of 4, beside MoTE", columns, rows, bars, notes
+    )
