@@ -131,6 +131,7 @@ def upcycle(
     Raises:
         FileNotFoundError: If the source is not there, or has no weights.
         FileExistsError: If `out` is in use.
+        OSError: If its disk is too small.
         ValueError: If the source does not fit, or an argument does not hold.
         PermissionError: If the Hub refuses the push.
     """
