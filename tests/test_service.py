@@ -13,12 +13,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import Any
+from types import ModuleType
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -49,13 +50,13 @@ def example(name: str) -> ModuleType:
 load, serve = example("load"), example("serve")
 
 
-def start(*arguments: object) -> subprocess.Popen:
+def start(*arguments: object, stderr: int | IO[str] = subprocess.PIPE) -> subprocess.Popen:
     """Start the service in a session of its own, so that whatever it leaves behind can be found."""
     return subprocess.Popen(
         [sys.executable, FOLDER / "serve.py", *map(str, arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         start_new_session=True,
     )
@@ -65,14 +66,15 @@ class Server:
     """A running service."""
 
     def __init__(self, model: Path, *options: object) -> None:
-        self.process = start(model, "--port", 0, *options)
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - until __exit__; an unread pipe would fill up
+        self.process = start(model, "--port", 0, *options, stderr=self.errors)
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], 60)
         line = self.process.stdout.readline() if ready else ""
         place = re.search(r"http://127\.0\.0\.1:(\d+)", line)
         if place is None:
-            self.process.kill()
-            raise AssertionError(f"the service did not start: {line} {self.process.communicate()[1]}")
+            self.__exit__()
+            raise AssertionError(f"the service did not start: {line}")
         self.port = int(place[1])
         self.url = place[0]
         load.wait(self.url)
@@ -96,10 +98,13 @@ class Server:
     def __enter__(self) -> "Server":
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.communicate()
+        self.errors.seek(0)
+        print(self.errors.read())  # noqa: T201 - pytest shows it where a test fails
+        self.errors.close()
 
 
 def assert_nothing_is_left(server: Server) -> None:
@@ -356,7 +361,7 @@ def test_limits_then_a_clean_end_with_requests_under_way(trained_folder: Path, r
             "param": None,
             "code": "overloaded",
         }
-        assert server.stop(signal.SIGTERM) == 0, server.process.communicate()
+        assert server.stop(signal.SIGTERM) == 0
         for thread in threads:
             thread.join(timeout=10)
         assert len(answers) == 2  # what was begun has been answered
