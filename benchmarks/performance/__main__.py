@@ -15,12 +15,11 @@ import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, fields
-from importlib import import_module
 from pathlib import Path
 
 import torch
 
-from benchmarks.performance.figures import Bar, Figure, Options
+from benchmarks.performance.figures import Bar, Figure, Options, measure
 
 FIGURES = {
     "forward": "forward of one task beside the dense native model",
@@ -48,7 +47,7 @@ def main() -> int:
         print(f"… {name}: {FIGURES[name]}", file=sys.stderr, flush=True)
         try:  # a fresh process, so that no figure meets the memory, caches or threads of another
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-                figure = process.submit(_measure, name, options).result()
+                figure = process.submit(measure, name, options).result()
         except Exception as error:  # whatever stops one figure, the others are still worth having
             failures += 1
             print(f"{name} could not be measured: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -101,10 +100,6 @@ def _arguments() -> tuple[Options, Path | None, list[str]]:
     settings = {field.name: getattr(words, field.name) for field in fields(Options)}
     settings["dtype"] = getattr(torch, words.dtype)
     return Options(**settings), words.out, words.names or list(FIGURES)
-
-
-def _measure(name: str, options: Options) -> Figure:
-    return import_module(f"benchmarks.performance.{name}").measure(options)
 
 
 def _kept(out: Path, name: str) -> Figure | None:

@@ -1,6 +1,7 @@
 """What a measurement is asked, and what it tells: one `Figure` for each line of the table in docs/performance.md."""
 
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -81,3 +82,8 @@ class Figure:
         """Lay it out in Markdown."""
         lines = ["| " + " | ".join(cells) + " |" for cells in (self.columns, ["---"] * len(self.columns), *self.rows)]
         return "\n".join([f"### {self.title}", "", *lines, "", *(f"- {line}" for line in (*self.bars, *self.notes))])
+
+
+def measure(name: str, options: Options) -> Figure:
+    """Measure one figure, by the module of its name. Not in `__main__`, which other processes do not import."""
+    return import_module(f"benchmarks.performance.{name}").measure(options)
