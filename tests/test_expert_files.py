@@ -82,8 +82,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @all_families
-@pytest.mark.parametrize("mote_layers", ["every", "every_other"])
-def test_extract_and_add_are_exact(name: str, mote_layers: str, tmp_path: Path) -> None:
+def test_extract_and_add_are_exact(name: str, tmp_path: Path) -> None:
+    mote_layers = "every_other" if name in ("bert", "gemma2") else "every"
     model = trained_mote(name, mote_layers=mote_layers, instructions={"beta": "b: "}, tasks={"more": "beta"})
     tiny_tokenizer(tmp_path / "whole")
     model.save_pretrained(tmp_path / "whole", max_shard_size="10KB")
@@ -95,9 +95,7 @@ def test_extract_and_add_are_exact(name: str, mote_layers: str, tmp_path: Path) 
     assert all(weight.equal(own[key]) for key, weight in taken.items())
     remove_expert(str(tmp_path / "whole"), "beta", tmp_path / "without", tasks={"more": None})
     add_expert(str(tmp_path / "without"), str(files), tmp_path / "again")
-    assert {fingerprint(tmp_path / folder) for folder in ("whole", "without", "again")} == {
-        fingerprint(tmp_path / "again")
-    }
+    assert len({fingerprint(tmp_path / folder) for folder in ("whole", "without", "again")}) == 1
     again = MoTEModel.from_pretrained(tmp_path / "again")
     assert (again.config.tasks, again.config.instructions) == (model.config.tasks, model.config.instructions)
     for task in ("alpha", "beta", "more"):
@@ -161,7 +159,7 @@ def test_tasks_that_another_expert_has_stay_there(trained: Path, tmp_path: Path)
     tasks = MoTEModel.from_pretrained(out).config.tasks
     assert (tasks["sts"], tasks["summarization"]) == ("second", "classification")
     assert "The task summarization stays with classification: `--tasks summarization` sends it to second" in said
-    with pytest.raises(ValueError, match="instruction 'classification: ' .* already stands for"):
+    with pytest.raises(ValueError, match=r"instruction 'classification: ' .* already stands for"):
         add_expert(str(trained), str(files), tmp_path / "twice", name="third")
     assert not (tmp_path / "twice").exists()
 
@@ -225,7 +223,7 @@ def test_the_list(with_legal: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].split() == ["expert", "parameters", "instruction", "tasks"]
     assert printed[-2].split(None, 3)[0] == "legal"
-    assert printed[-2].endswith("'legal: '          legal, contracts")
+    assert printed[-2].split("'legal: '")[1].strip() == "legal, contracts"
     assert printed[-1] == f"base  {fingerprint(with_legal)}"
 
 
@@ -391,7 +389,7 @@ def a_weight_less(folder: Path) -> None:
         (wrong_type, "holds weights of float16, expected float32"),
         (
             a_weight_less,
-            "The weights do not fit: 1 are missing, unknown or of another shape, as 'encoder.layer.0.output",
+            "The weights do not fit: 1 are missing, unknown or of another shape, as 'encoder.layer.0.out",
         ),
     ],
 )
@@ -416,7 +414,7 @@ def test_damaged_files(
     ("words", "message"),
     [
         (["add", "{}", "clusterin", "--name", "x"], "Unknown expert 'clusterin'. Did you mean 'clustering'?"),
-        (["add", "{}", "clustering"], "needs a name of its own: `--name`"),
+        (["add", "{}", "clustering"], "needs a name of its own: give it one with `--name`"),
         (["add", "{}", "clustering", "--name", "clustering"], "There is an expert 'clustering' already"),
         (["add", "{}", "mean", "--name", "a.b"], "must be one word"),
         (["add", "{}", "{}"], "is a whole model, it has no expert.json"),
@@ -486,7 +484,7 @@ def test_token_routers_and_compressed_experts(dense: Path, trained: Path, legal:
         lambda: extract_expert(small, "clustering", tmp_path / "out"),
         lambda: add_expert(small, "mean", tmp_path / "out", name="x"),
     ):
-        with pytest.raises(ValueError, match="are compressed .* before `mote compress`"):
+        with pytest.raises(ValueError, match=r"are compressed .* before `mote compress`"):
             call()
     expected = hidden(tmp_path / "small", "clustering")
     renamed = rename_expert(small, "clustering", "x", tmp_path / "out")
@@ -500,12 +498,11 @@ def test_weights_that_are_no_safetensors(trained: Path, tmp_path: Path) -> None:
 
     folder = shutil.copytree(trained, tmp_path / "bin")
     to_bin(folder)
-    with pytest.raises(ValueError, match="pytorch_model.bin: expected safetensors"):
+    with pytest.raises(ValueError, match=r"pytorch_model.bin: expected safetensors"):
         extract_expert(str(folder), "clustering", tmp_path / "out")
-    edit_weights(shutil.copytree(trained, tmp_path / "less"), **{})
-    lacking = tmp_path / "less"
+    lacking = shutil.copytree(trained, tmp_path / "less")
     edit_weights(lacking, backbone__encoder__layer__0__experts__clustering__output__dense__bias=None)
-    with pytest.raises(ValueError, match="lacks 1 weights of the expert 'clustering', as backbone.encoder"):
+    with pytest.raises(ValueError, match=r"lacks 1 of the weights of the expert 'clustering', as backbone.encoder"):
         extract_expert(str(lacking), "clustering", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -604,6 +601,7 @@ def test_killed_while_an_expert_is_extracted(trained: Path, tmp_path: Path) -> N
     assert {result["out"] for result in killed} == {"absent"}
 
 
+@pytest.mark.slow
 def test_killed_while_a_mote_is_written(trained: Path, legal: Path, tmp_path: Path) -> None:
     out = tmp_path / "place" / "out"
     out.parent.mkdir()
@@ -614,6 +612,7 @@ def test_killed_while_a_mote_is_written(trained: Path, legal: Path, tmp_path: Pa
     assert contents(trained) == before
 
 
+@pytest.mark.slow
 def test_killed_while_a_mote_is_changed_in_its_place(with_legal: Path, tmp_path: Path) -> None:
     old = shutil.copytree(with_legal, tmp_path / "old")
     (old / "notes.txt").write_text("mine")
@@ -626,44 +625,56 @@ def test_killed_while_a_mote_is_changed_in_its_place(with_legal: Path, tmp_path:
 
 # The Hub -------------------------------------------------------------------------------------------------------------
 
+COMMANDS = """
+import json, sys
+from mote.cli import main
+for command in json.loads(sys.argv[1]):
+    print("status", main(["experts", *command]), flush=True)
+"""
+
+
+def mote(server: HubServer, home: Path, *commands: list[Any], token: str | None = None) -> tuple[list[str], str, str]:
+    """Run commands in one process with a cache and a login of its own: the statuses, and all that was printed."""
+    home.mkdir(exist_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS, json.dumps([[str(word) for word in command] for command in commands])],
+        env={**server.environment(home, token=token), "OMP_NUM_THREADS": "1"},
+        cwd=home,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    statuses = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("status ")]
+    return statuses, done.stdout, done.stderr
+
 
 def test_to_the_hub_and_back(trained: Path, with_legal: Path, tmp_path: Path) -> None:
-    def mote(*words: Any, token: str | None = "hf_write") -> subprocess.CompletedProcess[str]:
-        home = tmp_path / "home"
-        home.mkdir(exist_ok=True)
-        return subprocess.run(
-            [sys.executable, "-m", "mote", "experts", *map(str, words)],
-            env={**server.environment(home, token=token), "OMP_NUM_THREADS": "1"},
-            cwd=home,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
+    push = ["extract", "user/legal-mote", "legal", "--out", "legal", "--push"]
     with HubServer() as server:
         server.add_repo("user/legal-mote", with_legal)
-        push = ["extract", "user/legal-mote", "legal", "--out", "legal", "--push"]
-        refused = mote(*push, "--repo-id", "user/legal-mote")
-        assert refused.returncode == 1
-        assert "user/legal-mote holds a whole model" in refused.stderr
-        assert "log in with `hf auth login`" in mote(*push, token=None).stderr
-        assert not (tmp_path / "home" / "legal").exists()
-        done = mote(*push)
-        assert done.returncode == 0, done.stderr
-        assert "mote experts add MODEL user/legal --out DIR" in done.stdout
+        onto_a_model = [*push, "--repo-id", "user/legal-mote"]
+        statuses, out, error = mote(server, tmp_path / "home", onto_a_model, push, token="hf_write")
+        assert statuses == ["1", "0"], error
+        assert "user/legal-mote holds a whole model" in error
+        assert "mote experts add MODEL user/legal --out DIR" in out
         pushed = server.files("user/legal")
         assert set(pushed) - {".gitattributes"} == {"README.md", "expert.json", "expert.safetensors"}
         assert "base_model: user/legal-mote" in pushed["README.md"].decode()
         assert json.loads(pushed["expert.json"])["base"]["name"] == "user/legal-mote"
-        done = mote("add", trained, "user/legal", "--out", tmp_path / "out", token=None)
-        assert done.returncode == 0, done.stderr
-        assert hidden(tmp_path / "out", "legal").equal(hidden(with_legal, "legal"))
-        unknown = mote("add", trained, "user/nothing", "--out", tmp_path / "x", token=None)
-        assert "user/nothing is neither a folder nor a repository on the Hub" in unknown.stderr
-        whole = mote("add", trained, "user/legal-mote", "--out", tmp_path / "x", token=None)
-        assert "user/legal-mote is a whole model" in whole.stderr
-        listed = mote("list", "user/legal-mote", token=None)
-        assert fingerprint(with_legal) in listed.stdout
-        in_place = mote("rename", "user/legal-mote", "legal", "law", "--overwrite")
-        assert "Say where to write: a folder with `--out`\n" in in_place.stderr
+
+        add = ["add", trained, "user/legal", "--out", "new"]
+        unknown = ["add", trained, "user/nothing", "--out", "x"]
+        a_model = ["add", trained, "user/legal-mote", "--out", "x"]
+        in_place = ["rename", "user/legal-mote", "legal", "law", "--overwrite"]
+        listed = ["list", "user/legal-mote"]
+        statuses, out, error = mote(server, tmp_path / "fresh", add, unknown, a_model, in_place, push, listed)
+        assert statuses == ["0", "1", "1", "1", "1", "0"], error
+        assert hidden(tmp_path / "fresh" / "new", "legal").equal(hidden(with_legal, "legal"))
+        assert "user/nothing is neither a folder nor a repository on the Hub" in error
+        assert "user/legal-mote is a whole model, it has no expert.json" in error
+        assert "Say where to write: a folder with `--out`\n" in error
+        assert "log in with `hf auth login`" in error
+        assert fingerprint(with_legal) in out
+        assert not {"x", "legal"} & {path.name for path in (tmp_path / "fresh").iterdir()}

@@ -282,7 +282,9 @@ def read_expert(source: Source, name: str) -> dict[str, torch.Tensor]:
         place_of = _open_weights(source, stack)
         missing = sorted(names.keys() - place_of.keys())
         if missing:
-            raise ValueError(f"{source.name} lacks {len(missing)} weights of the expert {name!r}, as {missing[0]}")
+            raise ValueError(
+                f"{source.name} lacks {len(missing)} of the weights of the expert {name!r}, as {missing[0]}"
+            )
         return {names[key]: place_of[key].get_tensor(key).clone() for key in sorted(names)}
 
 
