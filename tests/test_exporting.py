@@ -439,6 +439,6 @@ def test_a_real_model_in_int8(backend: str, shared: Path, tmp_path: Path) -> Non
     texts = runtimes.read_texts(SMALL_ENCODER / "README.md")
     expected = SentenceTransformer(source).encode(texts)
     cosines = (load_exported(out, backend).encode(texts, prompt="") * expected).sum(1)
-    assert cosines.mean() > 0.99
+    assert cosines.mean() > (0.99 if backend == "openvino" else 0.985)  # ONNX Runtime's activations have one scale
     edit_json(out / "config_sentence_transformers.json", default_prompt_name=None)
     assert np.array_equal(SentenceTransformer(str(out)).encode(texts), expected)
