@@ -99,9 +99,7 @@ def test_extract_and_add_are_exact(name: str, tmp_path: Path) -> None:
     again = MoTEModel.from_pretrained(tmp_path / "again")
     assert (again.config.tasks, again.config.instructions) == (model.config.tasks, model.config.instructions)
     for task in ("alpha", "beta", "more"):
-        with torch.no_grad():
-            expected = model(**batch(), task=task).last_hidden_state
-        assert hidden(tmp_path / "again", task).equal(expected)
+        assert hidden(tmp_path / "again", task).equal(hidden(tmp_path / "whole", task))
     extract_expert(str(tmp_path / "again"), "beta", tmp_path / "twice")
     one, other = ((tmp_path / folder / "expert.safetensors").read_bytes() for folder in ("beta", "twice"))
     assert one == other
