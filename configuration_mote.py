@@ -88,6 +88,8 @@ class MoTEConfig(PreTrainedConfig):
     """
 
     model_type = "mote"
+    # The base class looks every name up in its `attribute_map`, which has none here. That took longer than routing.
+    __getattribute__ = object.__getattribute__
     sub_configs: ClassVar[dict[str, Any]] = {"backbone_config": AutoConfig}
 
     # None stands for the defaults, until `__post_init__` has filled them in.

@@ -424,6 +424,8 @@ class MoTEModel(SingleExperts, OffloadedExperts, PreTrainedModel):
         """Run the rows of each expert together, if they are of several."""
         batch_size, length = tokens.shape[:2]
         experts = self._expert_of_rows(task, task_ids, batch_size)
+        if not experts:
+            raise ValueError("The batch has no rows")
         if len(set(experts)) == 1:
             return self._run(sequences, {**kwargs, "expert": experts[0]})
         whole: dict[str, Any] = {}
