@@ -349,6 +349,18 @@ def no_base(folder: Path) -> None:
     edit_json(folder / "expert.json", base=None)
 
 
+def no_fingerprint(folder: Path) -> None:
+    edit_json(folder / "expert.json", base={"name": "somewhere"})
+
+
+def no_names(folder: Path) -> None:
+    edit_json(folder / "expert.json", tasks=[["legal"]])
+
+
+def no_texts(folder: Path) -> None:
+    edit_json(folder / "expert.json", instructions={"legal": 7})
+
+
 def later_format(folder: Path) -> None:
     edit_json(folder / "expert.json", format=FORMAT + 1, name=None)
 
@@ -383,6 +395,9 @@ def a_weight_less(folder: Path) -> None:
         (no_json, "expert.json is not valid JSON"),
         (a_list, "expert.json holds a list: expected a dict"),
         (no_base, "wrong or missing: base"),
+        (no_fingerprint, "wrong or missing: base"),
+        (no_names, "wrong or missing: tasks"),
+        (no_texts, "wrong or missing: instructions"),
         (later_format, f"has the format {FORMAT + 1}; this version of mote reads up to {FORMAT}: update mote"),
         (wrong_type, "holds weights of float16, expected float32"),
         (
@@ -423,6 +438,7 @@ def test_damaged_files(
             "The weight of 'clustering' is 0.0: expected a number above 0",
         ),
         (["merge", "{}", "clustering=nan", "--name", "x"], "is nan"),
+        (["merge", "{}", "clustering=1e308", "classification=1.5e308", "--name", "x"], "too large for their sum"),
         (["merge", "{}", "clustering=much", "--name", "x"], "'clustering=much': expected EXPERT or EXPERT=WEIGHT"),
         (["merge", "{}", "clustering", "clustering=2", "--name", "x"], "and each expert once"),
         (["remove", "{}", "clusterin"], "Unknown expert 'clusterin'"),
@@ -463,6 +479,13 @@ def test_places(trained: Path, with_legal: Path, tmp_path: Path, capsys: pytest.
     assert main(["experts", "extract", str(with_legal), "legal", "--out", str(files), "--overwrite"]) == 0
     assert open_expert(str(files)).name == "legal"
     inside = extract_expert(str(folder), "clustering", folder / "clustering")  # a place as good as any
+    assert open_expert(str(inside)).name == "clustering"
+    for place in (inside, folder):  # the expert's own files, and what holds them
+        with pytest.raises(ValueError, match="is the source itself, or holds it"):
+            add_expert(str(with_legal), str(inside), place, name="x", instruction="x: ", overwrite=True)
+    add_expert(
+        str(folder), str(inside), name="x", instruction="x: ", overwrite=True
+    )  # in place, what else is there stays
     assert open_expert(str(inside)).name == "clustering"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mote import repository
-from mote.files import Staging, refuse_occupied
+from mote.files import Staging, refuse_occupied, refuse_source
 from mote.sources import Source, load_mote, load_tokenizer, open_mote
 
 Report = Callable[[str], None]
@@ -24,7 +24,7 @@ class Change:
         out: Folder to write. None: the source itself, with `overwrite`.
         revision: Of a source on the Hub.
         overwrite: Replace `out` where it holds a model.
-        done: What is done to its experts, for the error where that cannot be, as in "added to".
+        done: What is done to its experts, for the error where that cannot be, as in "added".
 
     Attributes:
         source: The MoTE as it is.
@@ -44,7 +44,7 @@ class Change:
         refuse_occupied(self.out, overwrite)
         self.in_place = self.out.resolve() == self.source.folder.resolve()
         if not self.in_place:
-            refuse_source(self.out, self.source)
+            refuse_source(self.out, self.source.folder)
         self.source.config.require_experts_of_tasks(done)
         self.model: Any = load_mote(self.source)
         self.were_copies = _are_copies(self.model) and len(self.model.config.available_experts) > 1
@@ -103,13 +103,6 @@ def _are_copies(model: Any) -> bool:
     return all(torch.equal(weight, other[key]) for other in others for key, weight in first.items())
 
 
-def refuse_source(out: Path, source: Source) -> None:
-    """Raise `ValueError` where a result would take the place of its source, or of a folder that holds it."""
-    ours, theirs = out.resolve(), source.folder.resolve()
-    if ours == theirs or ours in theirs.parents:
-        raise ValueError(f"{out} is the source itself, or holds it: choose another folder for the result")
-
-
 def _keep_other_files(source: Source, folder: Path) -> None:
     """Take along what else lies in the folder of a MoTE that is replaced, by links that cost no space."""
     for path in source.folder.rglob("*"):
@@ -121,5 +114,5 @@ def _keep_other_files(source: Source, folder: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(path, target, follow_symlinks=False)
-        except OSError:  # of a file system without such links
+        except (OSError, NotImplementedError):  # of a file system, or a system, without such links
             shutil.copy2(path, target, follow_symlinks=False)

@@ -85,7 +85,7 @@ class ExpertFiles:
             raise FileNotFoundError(f"{self.source} lacks {WEIGHTS_FILE}, the weights of the expert: copy it whole")
         remedy = f"copy or extract the expert {self.name!r} again"
         with path.open("rb") as file:
-            if sha_fileobj(file).hex() != self.settings["weights"].get("sha256"):
+            if sha_fileobj(file).hex() != self.settings["weights"]["sha256"]:
                 raise ValueError(f"{path} is not the file that {EXPERT_FILE} describes, it is damaged or cut: {remedy}")
         try:
             weights = load_file(path)
@@ -104,13 +104,13 @@ class ExpertFiles:
             ValueError: If it has another one; the message says what differs, and what would work.
         """
         ours, theirs = describe_base(source), self.settings["base"]
-        if ours["fingerprint"] == theirs.get("fingerprint"):
+        if ours["fingerprint"] == theirs["fingerprint"]:
             return
         names = ("architecture", "layers", "pooling", "dtype")
         differing = [f"{name} {theirs.get(name)} and {ours[name]}" for name in names if ours[name] != theirs.get(name)]
         raise ValueError(
             f"The expert {self.name!r} of {self.source} has another base than {source.name}: it comes from "
-            f"{theirs.get('name')} (base {theirs.get('fingerprint')}), and {source.public_name} has the base "
+            f"{theirs.get('name')} (base {theirs['fingerprint']}), and {source.public_name} has the base "
             f"{ours['fingerprint']}. They differ in {'; '.join(differing) or 'the weights that experts share'}. What "
             f"works: {theirs.get('name')} itself, or a MoTE that shares its base, in which only experts were trained, "
             "added or removed"
@@ -141,13 +141,27 @@ def open_expert(src: str, revision: str | None = None) -> ExpertFiles:
     version = settings.get("format")
     if isinstance(version, int) and version > FORMAT:
         raise ValueError(f"{path} has the format {version}; this version of mote reads up to {FORMAT}: update mote")
-    wrong = [name for name, kind in _FIELDS.items() if not isinstance(settings.get(name), kind)]
+    wrong = _wrong_fields(settings)
     if version != FORMAT or wrong:
         raise ValueError(
             f"{path} is damaged: expected a format up to {FORMAT} and {', '.join(_FIELDS)}; wrong or missing: "
             f"{', '.join(wrong or ['format'])}"
         )
     return ExpertFiles(src, folder, commit, settings)
+
+
+def _wrong_fields(settings: dict[str, Any]) -> list[str]:
+    """Name what is missing in expert.json, or of another kind than what reads it expects."""
+    wrong = [name for name, kind in _FIELDS.items() if not isinstance(settings.get(name), kind)]
+    if wrong:
+        return wrong
+    texts = {
+        "tasks": settings["tasks"],
+        "instructions": settings["instructions"].values(),
+        "base": [settings["base"].get("fingerprint")],
+        "weights": [settings["weights"].get("sha256")],
+    }
+    return [name for name, values in texts.items() if not all(isinstance(value, str) for value in values)]
 
 
 def write_expert(source: Source, name: str, folder: Path, repo_id: str, command: str) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from configuration_mote import MoTEConfig, alternatives
 from experts_mote import MEAN, mean_of_experts
 from mote import hub, repository
-from mote.change import Change, Report, refuse_source
+from mote.change import Change, Report
 from mote.expert_files import ExpertFiles, fingerprint_of_base, open_expert, without_weights, write_expert
-from mote.files import Staging, refuse_occupied
+from mote.files import Staging, refuse_occupied, refuse_source
 from mote.sources import Source, open_mote
 
 
@@ -99,7 +99,7 @@ def extract_expert(
         hub.refuse_whole_model(repo_id)
     refuse_occupied(out, overwrite)
     source = open_mote(src, revision)
-    refuse_source(out, source)
+    refuse_source(out, source.folder)
     config: MoTEConfig = source.config  # type: ignore[assignment]
     config.require_experts_of_tasks("extracted")
     config.require_whole_experts("extracted")
@@ -153,8 +153,8 @@ def add_expert(
         FileExistsError: If `out` is in use.
         ValueError: If the expert has another base or is damaged, or a name does not hold.
     """
-    change = Change(src, out, revision, overwrite, "added to")
-    given = _find(change.source, expert)
+    change = Change(src, out, revision, overwrite, "added")
+    given = _find(change, expert)
     tasks = list(tasks)
     words = [*_option("name", name), *_option("instruction", instruction), *_option("tasks", *tasks)]
     if isinstance(given, str):
@@ -212,11 +212,13 @@ def merge_experts(
     for word, weight in experts.items():
         if not 0 < weight < math.inf:
             raise ValueError(f"The weight of {word!r} is {weight}: expected a number above 0")
+    if sum(experts.values()) == math.inf:
+        raise ValueError("The weights are too large for their sum: expected numbers such as 0.7 and 0.3")
     if not experts:
         raise ValueError("Name the experts to merge, as in search_query=0.7 search_document=0.3")
-    change = Change(src, out, revision, overwrite, "merged in")
+    change = Change(src, out, revision, overwrite, "merged")
     tasks = list(tasks)
-    found = [_find(change.source, word) for word in experts]
+    found = [_find(change, word) for word in experts]
     weights = [change.model.expert_weights(each) if isinstance(each, str) else each.load_weights() for each in found]
     merged = mean_of_experts(weights, list(experts.values()))
     change.model.add_expert(name, merged, instruction=instruction, tasks=tasks)
@@ -258,7 +260,7 @@ def remove_expert(
         FileExistsError: If `out` is in use.
         ValueError: As in `MoTEModel.remove_expert`.
     """
-    change = Change(src, out, revision, overwrite, "removed from")
+    change = Change(src, out, revision, overwrite, "removed")
     change.model.remove_expert(name, tasks=tasks)
     moved = [f"{task}={expert or ''}" for task, expert in (tasks or {}).items()]
     made = f"made by removing the expert `{name}` from"
@@ -297,26 +299,27 @@ def rename_expert(
         FileExistsError: If `out` is in use.
         ValueError: As in `MoTEModel.rename_expert`.
     """
-    change = Change(src, out, revision, overwrite, "renamed in")
+    change = Change(src, out, revision, overwrite, "renamed")
     change.model.rename_expert(name, new_name)
     made = f"made by renaming the expert `{name}` to `{new_name}` in"
     return change.write(["rename", name, new_name], [], made, max_shard_size, report)
 
 
-def _find(source: Source, word: str) -> str | ExpertFiles:
+def _find(change: Change, word: str) -> str | ExpertFiles:
     """Find the expert that a word names: one of the MoTE, the mean of them all, or one in files of its own."""
-    config: MoTEConfig = source.config  # type: ignore[assignment]
+    config: MoTEConfig = change.source.config  # type: ignore[assignment]
     if word in config.experts or word == MEAN:
         return word
     if "/" not in word and not Path(word).is_dir():
         raise ValueError(
             f"Unknown expert {word!r}."
             + alternatives(word, config.experts)
-            + " An expert in files of its own is named "
-            "by its folder, or by its id on the Hub (user/name)"
+            + " An expert in files of its own is named by its folder, or by its id on the Hub (user/name)"
         )
     found = open_expert(word)
-    found.require_base(source)
+    found.require_base(change.source)
+    if not change.in_place:
+        refuse_source(change.out, found.folder)
     return found
 
 

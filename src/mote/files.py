@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import shutil
+import sys
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +21,11 @@ def refuse_occupied(out: Path, overwrite: bool = False) -> None:
     Raises:
         FileExistsError: If something is there; with `overwrite`, if it is something other than a MoTE, or a
             dense model or an expert that was made of one.
+        NotADirectoryError: If it would be in something that is no folder.
     """
+    parent = _nearest(out.absolute().parent)
+    if not parent.is_dir():
+        raise NotADirectoryError(f"{out} cannot be a folder: {parent} is a file")
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not overwrite:
@@ -34,19 +40,36 @@ def refuse_occupied(out: Path, overwrite: bool = False) -> None:
         raise FileExistsError(f"{out} holds something other than a MoTE: it is not overwritten, choose another folder")
 
 
+def refuse_source(out: Path, source: Path) -> None:
+    """Raise `ValueError` where a result would take the place of its source, or of a folder that holds it."""
+    ours, theirs = out.resolve(), source.resolve()
+    if ours == theirs or ours in theirs.parents:
+        raise ValueError(f"{out} is the source itself, or holds it: choose another folder for the result")
+
+
 def require_space(out: Path, size: int) -> None:
     """Make sure that `size` bytes fit on the disk of `out`.
 
     Raises:
         OSError: If they do not; the message says how many there are.
     """
-    place = next(path for path in (out.resolve(), *out.resolve().parents) if path.exists())
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(_nearest(out.resolve())).free
     if size > free:
         raise OSError(
             f"{out} needs {size / 1e6:,.1f} MB, but its disk has {free / 1e6:,.1f} MB left: free some, or write "
             "elsewhere"
         )
+
+
+def _nearest(path: Path) -> Path:
+    """Find what there is of a path that is yet to be made."""
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def require_shard_size(size: str) -> None:
+    """Raise `ValueError` where this is no size of files, which the library would take for the smallest one."""
+    if not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?[KMGT]B", str(size), re.IGNORECASE):
+        raise ValueError(f"max_shard_size {size!r} is no size as in '5GB': expected a number, and KB, MB, GB or TB")
 
 
 class Staging:
@@ -95,7 +118,9 @@ class Staging:
                 self.replaced.rename(self.out)
                 raise
         else:
-            self.folder.replace(self.out)
+            if self.out.is_dir():
+                self.out.rmdir()  # empty, and Windows does not replace it
+            self.folder.rename(self.out)
         self._remove_leftovers("replaced")  # the model just replaced, and those of writers that were killed
 
     def _remove_new_parents(self) -> None:
@@ -116,6 +141,8 @@ def _is_another(process: int) -> bool:
     """Whether a process is running that is not this one; in a container, a killed one may have had our number."""
     if process == os.getpid():
         return False
+    if sys.platform == "win32":  # where the signal 0 is not a question, but Ctrl-C
+        return True
     try:
         os.kill(process, 0)
     except ProcessLookupError:

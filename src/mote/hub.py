@@ -45,9 +45,14 @@ def refuse_whole_model(repo_id: str) -> None:
     """Make sure that a repository, where there is one, holds no model that a push of something else would damage.
 
     Raises:
+        ConnectionError: If the Hub does not say.
         ValueError: If it does.
     """
-    if HfApi().file_exists(repo_id, "config.json"):
+    try:
+        is_model = HfApi().file_exists(repo_id, "config.json")
+    except (HTTPError, OSError) as error:
+        raise ConnectionError(f"The Hub does not say what is in {repo_id}, nothing was begun: {error}") from error
+    if is_model:
         raise ValueError(
             f"{repo_id} holds a whole model, whose weights and card a push would replace: name another repository "
             "with `--repo-id`"

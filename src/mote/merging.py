@@ -13,7 +13,7 @@ from configuration_mote import MoTEConfig, alternatives
 from experts_mote import mean_of, native_model, require_all_experts, weight_of_an_expert
 from modeling_mote import MoTEModel
 from mote import repository
-from mote.files import MERGING_RECORD, Staging, refuse_occupied
+from mote.files import MERGING_RECORD, Staging, refuse_occupied, refuse_source
 from mote.sources import Source, load_mote, load_tokenizer, open_mote
 
 Report = Callable[[str], None]
@@ -235,7 +235,7 @@ def open_to_change(
     Raises:
         FileNotFoundError: If the source is not there, or has no weights.
         FileExistsError: If `out` is in use.
-        ValueError: If the source is no MoTE or `out` itself, or as `require_mergeable`.
+        ValueError: If the source is no MoTE, is `out` or within it, or as `require_mergeable`.
     """
     source = open_beside(src, out, revision, overwrite)
     require_mergeable(source.config, done)  # type: ignore[arg-type]
@@ -246,8 +246,7 @@ def open_beside(src: str, out: Path, revision: str | None, overwrite: bool) -> S
     """Find a MoTE, and make sure that `out` is free for something made of it; the errors of `open_to_change`."""
     refuse_occupied(out, overwrite)
     source = open_mote(src, revision)
-    if out.resolve() == source.folder.resolve():
-        raise ValueError(f"{out} is the source itself: choose another folder for the result")
+    refuse_source(out, source.folder)
     return source
 
 
