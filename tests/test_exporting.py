@@ -215,7 +215,7 @@ def refusals(dense: Path, trained: Path, tmp_path: Path) -> dict[str, tuple[Path
         "Unknown quantization 'int4'": (trained, ["--quantize", "int4"]),
         "quantize is for the backends 'onnx' and 'openvino'": (trained, ["--quantize", "int8"]),
         "texts are for the backends 'onnx' and 'openvino'": (trained, ["--texts", str(SMALL_ENCODER / "README.md")]),
-        "no-such-file": (trained, ["--texts", str(tmp_path / "no-such-file")]),
+        "no-such-file is no file: expected one": (trained, ["--texts", str(tmp_path / "no-such-file")]),
         "has no texts: expected one per line": (trained, ["--texts", str(empty)]),
         "is not a text file in UTF-8": (trained, ["--texts", str(picture)]),
     }
@@ -389,6 +389,10 @@ def test_texts_of_ones_own(trained_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run(trained_folder, out, "--backend", "onnx", "--texts", str(tmp_path / "texts.txt")) == 0
     assert read_json(out / "merging.json")["converted"]["texts"] == 2
+    (tmp_path / "texts.txt").write_text("whales\n")  # a batch of one row says nothing of others, nor may it seem to
+    out = tmp_path / "one"
+    assert run(trained_folder, out, "--backend", "onnx", "--texts", str(tmp_path / "texts.txt")) == 0
+    assert load_exported(out, "onnx").encode(TEXTS).shape[0] == len(TEXTS)
 
 
 def test_the_texts_that_come_with_mote() -> None:

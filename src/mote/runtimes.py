@@ -72,6 +72,8 @@ def read_texts(file: str | Path | None = None) -> list[str]:
     if file is None:
         lines = (files("mote") / "analysis" / "texts.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line)["text"] for line in lines]
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"{file} is no file: expected one with a text per line")
     try:
         texts = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
     except UnicodeDecodeError as error:
@@ -175,6 +177,8 @@ def _traced(model: nn.Module, example: dict[str, torch.Tensor]) -> torch.export.
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
     dynamic = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    # a size of 1 would be taken for a constant
+    example = {name: ids.repeat([2 if size == 1 else 1 for size in ids.shape]) for name, ids in example.items()}
     return torch.export.export(
         _Encoder(model), (), example, dynamic_shapes=dict.fromkeys(example, dynamic), strict=False
     )
@@ -297,7 +301,8 @@ class RuntimeEncoder(nn.Module):
             `last_hidden_state` [B, L, H].
         """
         given = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
-        return BaseModelOutput(last_hidden_state=self._run({name: given[name].numpy() for name in self.inputs}))  # type: ignore[union-attr]
+        hidden = self._run({name: given[name].numpy(force=True) for name in self.inputs})  # type: ignore[union-attr]
+        return BaseModelOutput(last_hidden_state=hidden.to(input_ids.device))
 
     def save_pretrained(self, *_: Any, **__: Any) -> None:
         """Refuse: a runtime's model is in the folder that it was loaded from.
