@@ -404,25 +404,22 @@ def _wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
         time.sleep(0.02)
 
 
-def test_a_service_that_cannot_start_says_why(trained_folder: Path, tmp_path: Path) -> None:
+def test_a_service_that_cannot_start_says_why(trained_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        cases = {
-            f"error: cannot listen at 127.0.0.1, port {port}": start(trained_folder, "--port", port),
-            "is neither a folder nor": start(tmp_path / "nothing", "--port", 0),
-        }
-        for message, process in cases.items():
-            out, err = process.communicate(timeout=60)
-            assert process.returncode == 1
-            assert message in err
-            assert "Traceback" not in err
-            assert out == ""
+        process = start(trained_folder, "--port", port)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"error: cannot listen at 127.0.0.1, port {port}" in err
+    assert "Traceback" not in err
+    assert out == ""
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["{dense}"], "is no MoTE but a 'bert'"),
+        (["{mote}/nothing"], "is neither a folder nor"),
         (["{mote}", "--device", "cuda:99"], "There is no device 'cuda:99' here, but cpu"),
         (["{mote}", "--dtype", "float31"], "does not load in Sentence-Transformers"),
         (["{mote}", "--batch-timeout", "0"], "--batch-timeout: invalid positive value: '0'"),
