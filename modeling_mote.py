@@ -502,6 +502,7 @@ class MoTEModel(SingleExperts, OffloadedExperts, PreTrainedModel):
         if isinstance(kwargs.get("config"), PreTrainedConfig) and "experts" in kwargs:  # else the config takes them
             kwargs["config"] = copy.deepcopy(kwargs["config"])
             kwargs["config"].load_only(kwargs.pop("experts"))
+        kwargs["ignore_mismatched_sizes"] = True  # they are an error below, which says which they are
         try:
             loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         except SafetensorError as error:

@@ -303,8 +303,15 @@ def refusals(dense: Path, trained: Path, tmp_path: Path) -> dict[str, tuple[Path
     broken = tmp_path / "broken"
     shutil.copytree(trained, broken)
     (broken / "model.safetensors").write_bytes((trained / "model.safetensors").read_bytes()[:-100])
+    misshapen = tmp_path / "misshapen"
+    shutil.copytree(trained, misshapen)
+    edit_json(
+        misshapen / "config.json",
+        backbone_config=read_json(trained / "config.json")["backbone_config"] | {"vocab_size": 61},
+    )
     out = tmp_path / "out"
     return {
+        "1 mismatched keys (('backbone.embeddings.word_embeddings.weight'": (misshapen, out),
         "is no MoTE but a 'bert': `mote upcycle` makes": (dense, out),
         "nowhere is neither a folder nor": (tmp_path / "nowhere", out),
         "are not loaded (loaded: 'clustering')": (partial, out),
@@ -320,7 +327,7 @@ def test_sources_that_are_refused(
         for command, *options in (["average"], ["interpolate", "--to-mean", "0.5"]):
             assert main([command, str(source), "--out", str(out), *options]) == 1
             assert message in capsys.readouterr().err
-            assert {path.name for path in tmp_path.iterdir()} == {"partial", "broken"}
+            assert {path.name for path in tmp_path.iterdir()} == {"partial", "broken", "misshapen"}
 
 
 def test_what_may_be_overwritten(dense: Path, trained: Path, tmp_path: Path) -> None:
@@ -335,6 +342,10 @@ def test_what_may_be_overwritten(dense: Path, trained: Path, tmp_path: Path) -> 
         average(str(trained), dense, overwrite=True)
     with pytest.raises(ValueError, match="is the source itself"):
         average(str(trained), trained, overwrite=True)
+    outer = shutil.copytree(trained, tmp_path / "outer")
+    inner = shutil.copytree(trained, outer / "inner")
+    with pytest.raises(ValueError, match="is the source itself, or holds it"):
+        average(str(inner), outer, overwrite=True)
 
 
 @pytest.mark.parametrize("step", ["write_model", "write_sentence_transformer", "write_record"])
