@@ -15,6 +15,7 @@ for Multi-task Embedding Models", Findings of ACL 2025 (arXiv:2506.17781).
 """
 
 import copy
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -379,9 +380,7 @@ class MoTEModel(SingleExperts, OffloadedExperts, PreTrainedModel):
         if self.offloading is None:
             out = self.backbone(**sequences, **kwargs)
         else:
-            with self.offloading.expert(kwargs["expert"]):
-                out = self.backbone(**sequences, **kwargs)
-            require_no_gradients(out.last_hidden_state)
+            out = self._run_offloaded(sequences, kwargs)
         hidden = out.last_hidden_state  # [B, L, H]
         return MoTEOutput(
             last_hidden_state=hidden,
@@ -389,6 +388,15 @@ class MoTEModel(SingleExperts, OffloadedExperts, PreTrainedModel):
             hidden_states=out.get("hidden_states"),
             attentions=out.get("attentions"),
         )
+
+    @torch.compiler.disable  # a graph would hold the expert that was on the device when it was made
+    def _run_offloaded(self, sequences: dict[str, torch.Tensor], kwargs: dict) -> Any:
+        offloading = self.offloading
+        with nullcontext() if offloading is None else offloading.expert(kwargs["expert"]):  # restored since: none
+            out = self.backbone(**sequences, **kwargs)
+        if offloading is not None:
+            require_no_gradients(out.last_hidden_state)
+        return out
 
     def _run_routed(
         self,
@@ -568,8 +576,10 @@ def pool(hidden: torch.Tensor, attention_mask: torch.Tensor | None, mode: str) -
     if attention_mask is None or attention_mask.dim() != 2:
         attention_mask = torch.ones(hidden.shape[:2], device=hidden.device, dtype=torch.long)
     if mode == "mean":
-        total = (attention_mask.to(hidden.dtype).unsqueeze(1) @ hidden).squeeze(1)  # [B, 1, L] @ [B, L, H]
-        return total / attention_mask.sum(dim=1, keepdim=True).clamp_(min=1)  # whole numbers: exact in any dtype
+        # Divided before it is summed, because the sum over a long text may be too large for float16.
+        count = attention_mask.sum(dim=1, keepdim=True).clamp_(min=1)
+        shares = attention_mask.to(torch.promote_types(hidden.dtype, torch.float32)) / count
+        return (shares.to(hidden.dtype).unsqueeze(1) @ hidden).squeeze(1)  # [B, 1, L] @ [B, L, H]
     if mode == "last_token":  # the last 1 becomes the largest value; the first one is that already
         attention_mask = attention_mask * torch.arange(hidden.shape[1], device=hidden.device)
     token = attention_mask.long().argmax(dim=1)
@@ -593,7 +603,7 @@ def _list_of_layers(backbone: nn.Module, architecture: Architecture) -> nn.Modul
         layers: Any = backbone.get_submodule(architecture.layer_path)
         for path in architecture.shared_modules:
             layers[0].get_submodule(path)
-    except AttributeError as error:
+    except (AttributeError, IndexError) as error:  # no such path, or no layers
         raise ValueError(
             f"{type(backbone).__name__} is not built as described: layers at {architecture.layer_path!r}, shared "
             f"modules {list(architecture.shared_modules)!r} ({error})"

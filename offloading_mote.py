@@ -87,7 +87,8 @@ class OffloadedExperts:
         """Take the experts off the device, all but `keep`; from then on, each comes when a text of its task does.
 
         For inference: the weights cannot be trained, or changed otherwise, until `restore_experts()`. To begin like
-        this, and never hold more in memory, load with `from_pretrained(…, offload_experts=…)`.
+        this, and never hold more in memory, load with `from_pretrained(…, offload_experts=…)`. No call of the model may
+        run meanwhile.
 
         Args:
             to: `"cpu"`, into the CPU's memory (pinned, and copied asynchronously on a stream of its own, where the
@@ -127,7 +128,8 @@ class OffloadedExperts:
 
         Calls of the model wait meanwhile, so the block must not make one.
         """
-        with nullcontext() if self.offloading is None else self.offloading.all_experts():
+        offloading = self.offloading
+        with nullcontext() if offloading is None else offloading.all_experts():
             yield
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -158,6 +160,8 @@ class OffloadedExperts:
             raise ValueError("The experts of a quantised model cannot be offloaded: load it without quantisation")
         if any(type(module).__module__.startswith("peft.") for module in model.modules()):
             raise ValueError("Experts with adapters cannot be offloaded: merge the adapters and save the model first")
+        if any(weight.is_meta for weight in model.parameters()):
+            raise ValueError("The model's weights are not in memory, they are on the device `meta`: load it with them")
         if len({weight.device for weight in model.parameters()}) > 1 or hasattr(model, "_hf_hook"):
             raise ValueError("The model is spread over several devices: load it on one, with device_map='cuda:0'")
 

@@ -65,7 +65,7 @@ def test_mixed_batches_need_no_graphs_of_their_own() -> None:
     compiled.compile(backend=counter)
     for rows, length in MIXED:
         check(compiled, model, rows, length, tasks_of(rows, length))
-    assert counter.frame_count <= 4  # groups of one row or of more, with padding or without
+    assert 1 <= counter.frame_count <= 4  # groups of one row or of more, with padding or without
 
 
 def test_any_number_of_experts_share_one_graph() -> None:
@@ -112,7 +112,7 @@ def test_as_a_whole_there_is_one_graph_for_each_task(whole: bool) -> None:
     for length in LENGTHS:
         check(compiled, model, 1, length, "a")
     assert counter.frame_count == len(TASKS) + 1
-    for rows, length in MIXED:
+    for rows, length in MIXED[::5]:
         check(compiled, model, rows, length, tasks_of(rows, length))
 
 

@@ -350,6 +350,11 @@ def test_mean_pooling_counts_tokens_exactly_in_bfloat16() -> None:
     assert pool(hidden, torch.ones(1, 511, dtype=torch.long), "mean").eq(1).all()
 
 
+def test_mean_pooling_of_a_long_text_in_float16() -> None:
+    hidden = torch.full((1, 8192, 4), 10.0, dtype=torch.float16)  # whose sum is larger than any float16 number
+    assert pool(hidden, torch.ones(1, 8192, dtype=torch.long), "mean").eq(10).all()
+
+
 # What is refused -----------------------------------------------------------------------------------------------------
 
 

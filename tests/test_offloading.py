@@ -152,6 +152,56 @@ def test_none_starves_while_another_expert_is_in_use_without_pause(tmp_path: Pat
     assert not starved
 
 
+def test_calls_go_on_while_experts_are_restored(tmp_path: Path) -> None:
+    expected = outputs(saved(tmp_path), FOUR)
+    wrong: list[Any] = []
+
+    def serve(model: MoTEModel, thread: int) -> None:
+        try:
+            for _ in range(10):
+                if not torch.equal(outputs(model, [FOUR[thread]])[0], expected[thread]):
+                    wrong.append(thread)
+        except Exception as error:
+            wrong.append(error)
+
+    for _ in range(5):
+        model = offloaded(tmp_path)
+        threads = [threading.Thread(target=serve, args=[model, thread]) for thread in range(4)]
+        for thread in threads:
+            thread.start()
+        model.restore_experts()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+def test_a_call_that_saw_experts_offloaded_runs_after_they_are_restored(tmp_path: Path) -> None:
+    """As where another thread restores them just after it has looked."""
+    expected = outputs(saved(tmp_path), ["b"])
+    model = offloaded(tmp_path)
+    waited = model.offloading
+    model.restore_experts()
+    with waited.expert("b"):
+        assert_same(outputs(model, ["b"]), expected)
+    with torch.no_grad():
+        assert torch.equal(
+            model._run_offloaded(batch(), {"expert": "b"}).last_hidden_state[:, 0],
+            model(**batch(), task="b").last_hidden_state[:, 0],
+        )
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["torch.compile(model)", "model.compile()"])
+def test_compiled(whole: bool, tmp_path: Path) -> None:
+    expected = outputs(saved(tmp_path), [*FOUR, *FOUR])
+    model: Any = offloaded(tmp_path)
+    if whole:
+        model = torch.compile(model, dynamic=True, backend="eager")
+    else:
+        model.compile(backend="eager")
+    for found, other in zip(outputs(model, [*FOUR, *FOUR]), expected, strict=True):
+        torch.testing.assert_close(found, other, atol=1e-6, rtol=0)
+
+
 def test_an_error_within_a_call_lets_go_of_the_expert(tmp_path: Path) -> None:
     expected = outputs(saved(tmp_path), FOUR)
     model = offloaded(tmp_path)
@@ -177,7 +227,7 @@ def test_restored_is_as_before(to: str, tmp_path: Path) -> None:
     outputs(model, ["c"])
     model.restore_experts()
     assert model.offloading is None
-    assert {key: id(t) for key, t in model.state_dict().items()}.keys() == expected.state_dict().keys()
+    assert list(model.state_dict()) == list(expected.state_dict())
     assert all(torch.equal(t, expected.state_dict()[key]) for key, t in model.state_dict().items())
     assert_same(outputs(model, FOUR), outputs(expected, FOUR))
     model.restore_experts()  # once more changes nothing
@@ -320,6 +370,8 @@ def test_in_memory_to_disk_only_as_in_the_file(tmp_path: Path) -> None:
     assert_same(outputs(model, FOUR), before)
     with pytest.raises(ValueError, match="save it with save_pretrained"):
         fresh_mote("bert").offload_experts("disk")
+    with pytest.raises(ValueError, match="on the device `meta`"):
+        MoTEModel.from_pretrained(tmp_path, device_map="meta").offload_experts("disk")
 
 
 def test_a_pickled_checkpoint_has_no_file_to_read_from(tmp_path: Path) -> None:
