@@ -98,8 +98,8 @@ def compress_block(block: Any, rank: int | None, bits: int | None) -> None:
     if not matrices:
         raise ValueError("The experts have no nn.Linear: there is nothing that could be compressed")
     full = max(min(linear.weight.shape) for linear in matrices.values())
-    if rank is not None and not 1 <= rank <= full:
-        raise ValueError(f"expert_rank must be from 1 to {full}, the full rank of the experts' matrices, not {rank}")
+    if rank is not None and (not isinstance(rank, int) or not 1 <= rank <= full):
+        raise ValueError(f"expert_rank must be from 1 to {full}, the full rank of the experts' matrices, not {rank!r}")
     for path in matrices:
         linears = [expert.get_submodule(path) for expert in experts]
         if rank is not None:

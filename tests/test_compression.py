@@ -275,6 +275,8 @@ def test_eight_bits_are_not_trained(name: str) -> None:
         ({"rank": 0}, "expert_rank must be from 1 to 16, the full rank of the experts' matrices, not 0"),
         ({"rank": -1}, "must be from 1 to 16"),
         ({"rank": 17}, "must be from 1 to 16"),
+        ({"rank": 2.0}, "must be from 1 to 16, the full rank of the experts' matrices, not 2.0"),
+        ({"rank": "2"}, "must be from 1 to 16, the full rank of the experts' matrices, not '2'"),
         ({"bits": 4}, "expert_bits must be 8, not 4"),
     ],
 )
@@ -319,6 +321,16 @@ def test_what_takes_whole_experts_refuses_others(way: dict[str, int]) -> None:
             ValueError, match=r"are compressed .* with the model that it was made of, before `mote comp"
         ):
             change(compressed)
+
+
+@both_ways
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_no_number_is_not_compressed(value: float, way: dict[str, int]) -> None:
+    broken = three_experts()
+    with torch.no_grad():
+        broken.blocks[1].experts["beta"].output.dense.weight[2, 3] = value
+    with pytest.raises(ValueError, match=r"beta\.output\.dense\.weight holds infinite values, or such as are not numb"):
+        compress_experts(broken, **way)
 
 
 def test_models_that_cannot_be_compressed(upcycled: Path) -> None:

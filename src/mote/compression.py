@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from compression_mote import whole_weights
@@ -29,7 +30,7 @@ def compress_experts(model: MoTEModel, *, rank: int | None = None, bits: int | N
 
     Raises:
         ValueError: If not one of `rank` and `bits` is given, or it is out of range; if experts were not loaded, are
-            compressed already, or a router picks them token by token.
+            compressed already, hold what is no number, or a router picks them token by token.
     """
     if not hasattr(model.config, "compression"):
         raise ValueError(
@@ -39,6 +40,7 @@ def compress_experts(model: MoTEModel, *, rank: int | None = None, bits: int | N
     require_mergeable(model.config, "compressed")
     if (rank is None) == (bits is None):
         raise ValueError("Pass either rank, as in rank=16, or bits=8")
+    _require_numbers(model)
     compressed = copy.deepcopy(model).cpu()  # in float64, which not every device has
     for block in compressed.blocks:
         block.compress(rank, bits)
@@ -112,6 +114,17 @@ def relative_error(whole: MoTEModel, compressed: MoTEModel) -> float:
             lost += float((after[path].double() - before[path].double()).square().sum())
             in_all += float(before[path].double().square().sum())
     return (lost / in_all) ** 0.5
+
+
+def _require_numbers(model: MoTEModel) -> None:
+    """Raise `ValueError` where a weight is infinite or not a number: there is no decomposition, and no scale."""
+    for block in model.blocks:
+        for key, weight in block.experts.named_parameters():
+            if not torch.isfinite(weight).all():
+                raise ValueError(
+                    f"The experts cannot be compressed: {key} holds infinite values, or such as are not numbers. Was "
+                    "the model's training broken off by them?"
+                )
 
 
 def _ranks_that_save(model: MoTEModel) -> str:
