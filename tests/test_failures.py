@@ -166,6 +166,15 @@ def test_a_mote_is_replaced_when_asked_for(dense: Path, other: Path, upcycled: P
     assert [path.name for path in tmp_path.iterdir()] == ["tiny-mote"]
 
 
+def test_a_mote_that_holds_the_source_is_not_replaced(dense: Path, upcycled: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(upcycled, tmp_path / "out")
+    shutil.copytree(dense, out / "start")
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match="out is the source itself, or holds it: choose another folder"):
+        upcycle(str(out / "start"), out, overwrite=True)
+    assert contents(tmp_path) == before
+
+
 def test_places_that_are_free(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "target").mkdir()
@@ -186,7 +195,8 @@ def test_places_that_are_free(dense: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_a_place_below_a_file(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("mine")
     assert run(dense, tmp_path / "file" / "out") == 1
-    assert "error: " in capsys.readouterr().err
+    place = tmp_path / "file"
+    assert capsys.readouterr() == ("", f"error: {place / 'out'} cannot be a folder: {place} is a file\n")
     assert contents(tmp_path) == {"file": b"mine"}
 
 

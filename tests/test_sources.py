@@ -265,6 +265,16 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
         lambda folder: edit_json(folder / "config.json", hidden_size="wide"),
         "The config of .*source does not hold: (?s:.*)hidden_size",
     ),
+    "config of no layers": (
+        {},
+        lambda folder: edit_json(folder / "config.json", num_hidden_layers=0),
+        "BertModel is not built as described: layers at 'encoder.layer'",
+    ),
+    "config of a wrong dtype": (
+        {},
+        lambda folder: edit_json(folder / "config.json", dtype="floaty"),
+        "The config of .*source does not hold: .*floaty",
+    ),
     "config with a wrong value": (
         {},
         lambda folder: edit_json(folder / "config.json", num_attention_heads=3),
@@ -322,6 +332,16 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
         lambda folder: (folder / "pytorch_model.bin").write_bytes(b""),
         r"model\.bin.* cannot be read",
     ),
+    "bin of a list": (
+        {"format": "bin"},
+        lambda folder: torch.save([torch.ones(2)], folder / "pytorch_model.bin"),
+        r"model\.bin holds no state dict: expected tensors by their names",
+    ),
+    "bin of numbered tensors": (
+        {"format": "bin"},
+        lambda folder: torch.save({1: torch.ones(2)}, folder / "pytorch_model.bin"),
+        r"model\.bin holds no state dict",
+    ),
     "cut shard": ({"shards": True}, lambda folder: cut(second_shard(folder)), "00002-of-.* cannot be read"),
     "missing shard": (
         {"shards": True},
@@ -337,6 +357,16 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
         {"shards": True},
         lambda folder: cut(folder / "model.safetensors.index.json"),
         "index.json is not valid JSON",
+    ),
+    "index of a list": (
+        {"shards": True},
+        lambda folder: edit_json(folder / "model.safetensors.index.json", weight_map=["a"]),
+        "index.json names no files",
+    ),
+    "index of numbers": (
+        {"shards": True},
+        lambda folder: edit_json(folder / "model.safetensors.index.json", weight_map={"a": 1}),
+        "index.json names no files",
     ),
     "index of nothing": (
         {"shards": True},

@@ -1,5 +1,6 @@
 """Upcycling out of the source's files gives, byte for byte, what building the model in memory and saving it gives."""
 
+import errno
 import importlib
 import json
 import os
@@ -88,6 +89,18 @@ def test_heads(name: str, head: str, tmp_path: Path, streamed_only: None) -> Non
 @pytest.mark.parametrize("layers", ["every_other", [0]])
 def test_layers(layers: str | list[int], dense: Path, tmp_path: Path, streamed_only: None) -> None:
     assert_equal(dense, tmp_path, layers=layers, experts=["one", "two"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there bytes are copied by the kernel")
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS])
+def test_file_systems_that_cannot_copy(
+    code: int, dense: Path, tmp_path: Path, streamed_only: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "sendfile", refuse)
+    assert_equal(dense, tmp_path)
 
 
 def test_a_router_is_drawn_in_memory(dense: Path, tmp_path: Path) -> None:

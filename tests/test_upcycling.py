@@ -296,8 +296,10 @@ def test_the_plan_knows_the_files(dense: Path, tmp_path: Path) -> None:
     written = [sum(tensor.nbytes for tensor in load_file(path).values()) for path in sorted(out.glob("*.safetensors"))]
     assert plan.file_sizes == written
     assert len(written) > 2
-    with pytest.raises(ValueError, match="max_shard_size 'a lot' is no size as in '5GB'"):
-        plan_upcycling(str(dense), tmp_path / "out", max_shard_size="a lot")
+    for wrong in ("a lot", "", "0GB", "0.0MB", "-5GB", "5", "nanGB"):
+        with pytest.raises(ValueError, match=f"max_shard_size '{wrong}' is no size as in '5GB'"):
+            plan_upcycling(str(dense), tmp_path / "out", max_shard_size=wrong)
+    assert plan_upcycling(str(dense), tmp_path / "out", max_shard_size="0.02mb").file_sizes == written
 
 
 def test_a_dry_run_writes_nothing(

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from configuration_mote import ROLE_HINTS, MoTEConfig
 from modeling_mote import MoTEModel
-from mote.files import MERGING_RECORD
+from mote.files import MERGING_RECORD, require_shard_size
 from mote.sources import Source, quiet_transformers
 
 RECORD_FILE = "upcycling.json"
@@ -177,6 +177,7 @@ def write_model(
         max_shard_size: Of the files with the weights.
         write_weights: Of a model that has no weights: what writes them into a folder.
     """
+    require_shard_size(max_shard_size)
     if write_weights is None:
         model.save_pretrained(folder, max_shard_size=max_shard_size)
     else:

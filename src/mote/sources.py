@@ -150,7 +150,7 @@ def open_mote(src: str, revision: str | None = None) -> Source:
         raise ValueError(f"{src} is no MoTE but a {model_type!r}: `mote upcycle` makes a MoTE of a dense model")
     try:
         config = MoTEConfig.from_pretrained(folder)
-    except (StrictDataclassError, TypeError, KeyError) as error:
+    except (StrictDataclassError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"The config of {src} does not hold: {error}") from error
     return Source(src, folder, commit, config, _weight_files(folder, src))
 
@@ -350,9 +350,10 @@ def _weight_files(folder: Path, src: str) -> list[Path]:
             return [folder / name]
         index = folder / f"{name}.index.json"
         if index.is_file():
-            files = [folder / shard for shard in sorted(set(read_json(index).get("weight_map", {}).values()))]
-            if not files:
-                raise ValueError(f"{index} names no files: its weight_map is empty or absent")
+            shards = read_json(index).get("weight_map")
+            if not shards or not isinstance(shards, dict) or any(not isinstance(name, str) for name in shards.values()):
+                raise ValueError(f"{index} names no files: its weight_map is empty or absent, or holds something else")
+            files = [folder / name for name in sorted(set(shards.values()))]
             absent = [path.name for path in files if not path.is_file()]
             if absent:
                 raise FileNotFoundError(f"{src} lacks {', '.join(absent)}, named in {index.name}")
@@ -377,7 +378,7 @@ def _native_config(folder: Path, weights: list[Path], src: str) -> tuple[PreTrai
         )
     try:
         return AutoConfig.from_pretrained(folder), None
-    except (StrictDataclassError, TypeError, KeyError) as error:
+    except (StrictDataclassError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"The config of {src} does not hold: {error}") from error
 
 
@@ -421,8 +422,14 @@ def _tensors_on_meta(path: Path) -> dict[str, torch.Tensor]:
 
 
 def load_pickle(path: Path, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Load the tensors of a pickle, mapped into memory unless it is in the format of torch before 1.6."""
+    """Load the tensors of a pickle, mapped into memory unless it is in the format of torch before 1.6.
+
+    Raises:
+        ValueError: If it holds something other than a state dict.
+    """
     state = torch.load(path, map_location=device, weights_only=True, mmap=zipfile.is_zipfile(path))
+    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+        raise ValueError(f"{path} holds no state dict: expected tensors by their names")
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
 
 

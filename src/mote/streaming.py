@@ -6,6 +6,7 @@ renamed go from file to file, on Linux without leaving the kernel.
 """
 
 import copy
+import errno
 import json
 import os
 import sys
@@ -200,9 +201,7 @@ def _write_file(path: Path, weights: dict[str, torch.Tensor], origins: dict[str,
         _write(file, 0, memoryview(header))
         for origin in dict.fromkeys(origins[name] for name in weights):  # in the order of the source
             place = dense.place(origin)
-            if place is not None and sys.platform == "linux":
-                _copy(place, file, places[origin])
-            else:
+            if place is None or not _copied(place, file, places[origin]):
                 data = dense[origin].contiguous().flatten().view(torch.uint8).numpy()
                 for offset in places[origin]:
                     _write(file, offset, memoryview(data))  # type: ignore[arg-type]
@@ -233,8 +232,20 @@ def _write(file: FileIO, offset: int, data: memoryview) -> None:
         data = data[file.write(data) :]
 
 
+def _copied(place: Place, file: FileIO, offsets: list[int]) -> bool:
+    """Copy bytes of one file to several places of another, within the kernel; False where it cannot."""
+    if sys.platform != "linux":
+        return False
+    try:
+        _copy(place, file, offsets)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # as some file systems say
+            raise
+        return False
+    return True
+
+
 def _copy(place: Place, file: FileIO, offsets: list[int]) -> None:
-    """Copy bytes of one file to several places of another."""
     with place.path.open("rb", buffering=0) as source:
         for offset in offsets:
             file.seek(offset)

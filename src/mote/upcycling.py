@@ -14,7 +14,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from configuration_mote import MoTEConfig, alternatives
 from modeling_mote import MoTEModel
 from mote import hub, repository
-from mote.files import Staging, refuse_occupied, require_space
+from mote.files import Staging, refuse_occupied, refuse_source, require_shard_size, require_space
 from mote.sources import (
     DenseSource,
     dense_without_weights,
@@ -157,6 +157,7 @@ def upcycle(
         max_shard_size=max_shard_size,
     )
     refuse_occupied(plan.out, overwrite)
+    refuse_source(plan.out, plan.source.folder)
     report(str(plan))
     loaded_tokenizer = load_tokenizer(plan.source, tokenizer)
     made_by = _arguments_to_tell(arguments, plan)
@@ -225,6 +226,7 @@ def plan_upcycling(
 
     Takes the arguments of `upcycle` that decide it, and raises what it raises for them.
     """
+    require_shard_size(max_shard_size)
     source = open_source(src, revision)
     prompts = repository.source_prompts(source)
     settings: dict[str, Any] = {
@@ -280,10 +282,7 @@ def _without_weights(config: MoTEConfig, source: DenseSource) -> MoTEModel:
 
 def _file_sizes(weights: dict[str, torch.Tensor], max_shard_size: str) -> list[int]:
     """Count the bytes of each file that the weights will be written to."""
-    try:
-        shards = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_size).filename_to_tensors
-    except ValueError as error:
-        raise ValueError(f"max_shard_size {max_shard_size!r} is no size as in '5GB': {error}") from error
+    shards = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_size).filename_to_tensors
     return [sum(weights[key].numel() * weights[key].element_size() for key in keys) for keys in shards.values()]
 
 
