@@ -190,6 +190,7 @@ def test_removed_and_renamed_in_its_own_place(with_legal: Path, tmp_path: Path) 
     folder = shutil.copytree(with_legal, tmp_path / "mote")
     (folder / "notes").mkdir()
     (folder / "notes" / "mine.txt").write_text("mine")
+    (folder / "my-model.safetensors").write_text("mine as well")
     before = hidden(folder, "legal")
     assert main(["experts", "rename", str(folder), "legal", "law", "--overwrite"]) == 0
     remove = ["experts", "remove", str(folder), "classification", "--overwrite"]
@@ -197,7 +198,7 @@ def test_removed_and_renamed_in_its_own_place(with_legal: Path, tmp_path: Path) 
     assert hidden(folder, "law").equal(hidden(folder, "sts"))
     assert hidden(folder, "law").equal(before)
     assert (folder / "notes" / "mine.txt").read_text() == "mine"
-    assert files_in(folder) == {*files_in(with_legal), "notes/mine.txt"}
+    assert files_in(folder) == {*files_in(with_legal), "notes/mine.txt", "my-model.safetensors"}
     assert [path.name for path in tmp_path.iterdir()] == ["mote"]
     prompts = read_json(folder / "config_sentence_transformers.json")["prompts"]
     assert not {"classification", "Classification", "legal", "summarization"} & prompts.keys()

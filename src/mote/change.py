@@ -13,6 +13,8 @@ from mote import repository
 from mote.files import Staging, refuse_occupied, refuse_source
 from mote.sources import Source, load_mote, load_tokenizer, open_mote
 
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in one piece
+
 Report = Callable[[str], None]
 
 
@@ -105,11 +107,11 @@ def _are_copies(model: Any) -> bool:
 
 def _keep_other_files(source: Source, folder: Path) -> None:
     """Take along what else lies in the folder of a MoTE that is replaced, by links that cost no space."""
+    replaced = {*source.weights, *(source.folder / f"{name}.index.json" for name in _WEIGHTS)}
     for path in source.folder.rglob("*"):
         target = folder / path.relative_to(source.folder)
         is_folder = path.is_dir() and not path.is_symlink()
-        is_weights = path.parent == source.folder and path.match("*model*.safetensors*")
-        if is_folder or is_weights or target.exists():
+        if is_folder or path in replaced or target.exists():
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
