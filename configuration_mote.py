@@ -283,7 +283,9 @@ class MoTEConfig(PreTrainedConfig):
         """How the experts are compressed, in words; None where they are not."""
         if self.expert_rank is None and self.expert_bits is None:
             return None
-        return "8-bit integers" if self.expert_rank is None else f"differences of rank {self.expert_rank} from their mean"
+        if self.expert_rank is None:
+            return "8-bit integers"
+        return f"differences of rank {self.expert_rank} from their mean"
 
     @property
     def mote_layer_indices(self) -> list[int]:

@@ -141,8 +141,6 @@ def _is_another(process: int) -> bool:
     """Whether a process is running that is not this one; in a container, a killed one may have had our number."""
     if process == os.getpid():
         return False
-    if os.name == "nt":  # there, signal 0 is Ctrl+C
-        return True
     if sys.platform == "win32":  # where the signal 0 is not a question, but Ctrl-C
         return True
     try:
