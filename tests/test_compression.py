@@ -34,7 +34,7 @@ from mote import (
 )
 from mote.analysis.movement import movement_of
 from mote.cli import main
-from mote.compression import expert_bytes, relative_error
+from mote.experts.compression import expert_bytes, relative_error
 from mote.memory import config_of
 
 EXPERTS = ["alpha", "beta", "gamma"]

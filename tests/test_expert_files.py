@@ -29,7 +29,7 @@ from mote import (
     upcycle,
 )
 from mote.cli import main
-from mote.expert_files import FORMAT, open_expert
+from mote.experts.files import FORMAT, open_expert
 
 TEXTS = ["a contract", "bread"]
 OF_CLASSIFICATION = {"sts": "clustering", "pair_classification": "clustering", "summarization": None}
@@ -536,7 +536,7 @@ KILLS = """
 import json, os, shutil, signal, sys
 from pathlib import Path
 
-import mote.experts  # before the processes are forked: its imports are not what is killed
+import mote.experts.life  # before the processes are forked: its imports are not what is killed
 from mote.cli import main
 
 out, old, command = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]

@@ -20,8 +20,9 @@ from transformers import AutoModel
 
 from configuration_mote import PAPER_INSTRUCTIONS
 from modeling_mote import MoTEModel
-from mote import average, export, load_exported, repository, runtimes, upcycle
+from mote import average, export, load_exported, repository, upcycle
 from mote.cli import main
+from mote.experts import runtimes
 
 EXPERTS = list(PAPER_INSTRUCTIONS)
 TEXTS = ["whales breathe air", "a recipe for bread", "a"]

@@ -322,7 +322,7 @@ def test_state_dict_and_average_see_all_experts(tmp_path: Path) -> None:
 
 
 def test_compressed_experts(tmp_path: Path) -> None:
-    from mote.compression import compress_experts
+    from mote.experts.compression import compress_experts
 
     for name, settings in {"rank": {"rank": 4}, "bits": {"bits": 8}}.items():
         model = compress_experts(trained_mote("bert", experts=FOUR), **settings)

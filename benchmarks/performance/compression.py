@@ -15,9 +15,9 @@ from mote import average, compress, evaluate, train
 from mote.analysis.movement import find_start
 from mote.analysis.similarity import cosines, embed
 from mote.analysis.texts import find_texts
-from mote.compression import expert_bytes
 from mote.evaluation.folder import find_sets
 from mote.evaluation.scores import Evaluation
+from mote.experts.compression import expert_bytes
 from mote.loading import load_model
 from mote.sources import load_mote, open_any, open_mote
 

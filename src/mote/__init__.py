@@ -7,10 +7,11 @@ if TYPE_CHECKING:
     from configuration_mote import MoTEConfig
     from modeling_mote import MoTEModel
     from mote.analysis.run import Analysis, analyze
-    from mote.compression import compress, compress_experts
     from mote.evaluation.run import evaluate
     from mote.evaluation.scores import Evaluation
-    from mote.experts import (
+    from mote.experts.compression import compress, compress_experts
+    from mote.experts.exporting import export
+    from mote.experts.life import (
         ExpertList,
         add_expert,
         extract_expert,
@@ -19,11 +20,10 @@ if TYPE_CHECKING:
         remove_expert,
         rename_expert,
     )
-    from mote.exporting import export
+    from mote.experts.merging import average, average_experts, interpolate, interpolate_experts
+    from mote.experts.runtimes import load_exported
     from mote.memory import MemoryEstimate, estimate_memory
-    from mote.merging import average, average_experts, interpolate, interpolate_experts
     from mote.repository import prompts_of
-    from mote.runtimes import load_exported
     from mote.training.run import train
     from mote.upcycling import UpcyclingPlan, plan_upcycling, upcycle
 
@@ -63,8 +63,8 @@ _HOMES = {
     "MoTEConfig": "configuration_mote",
     "MoTEModel": "modeling_mote",
     **dict.fromkeys(["Analysis", "analyze"], "mote.analysis.run"),
-    **dict.fromkeys(["average", "average_experts", "interpolate", "interpolate_experts"], "mote.merging"),
-    **dict.fromkeys(["compress", "compress_experts"], "mote.compression"),
+    **dict.fromkeys(["average", "average_experts", "interpolate", "interpolate_experts"], "mote.experts.merging"),
+    **dict.fromkeys(["compress", "compress_experts"], "mote.experts.compression"),
     **dict.fromkeys(
         [
             "ExpertList",
@@ -75,13 +75,13 @@ _HOMES = {
             "remove_expert",
             "rename_expert",
         ],
-        "mote.experts",
+        "mote.experts.life",
     ),
     **dict.fromkeys(["MemoryEstimate", "estimate_memory"], "mote.memory"),
     "Evaluation": "mote.evaluation.scores",
     "evaluate": "mote.evaluation.run",
-    "export": "mote.exporting",
-    "load_exported": "mote.runtimes",
+    "export": "mote.experts.exporting",
+    "load_exported": "mote.experts.runtimes",
     "prompts_of": "mote.repository",
     "train": "mote.training.run",
 }

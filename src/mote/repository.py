@@ -376,7 +376,7 @@ def write_dense_card(
         command: That made the model.
         made: What the model is, as in "the mean of the experts of".
         expert: Where it is one of the experts: its name.
-        converted: Where it is also there in the format of a runtime: what `mote.runtimes.convert` says of that.
+        converted: Where it is also there in the format of a runtime: what `mote.experts.runtimes.convert` says of that.
     """
     tasks = [task for task in config.tasks if expert in (None, config.tasks[task])]
     card = ModelCard.from_template(

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from mote.cli_parts import Pairs, print_line
+from mote.cli.parts import Pairs, print_line
 
 
 def add_experts(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -24,9 +24,9 @@ def _add_list(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 
 def _list(src: str, revision: str | None) -> None:
-    from mote import experts
+    from mote.experts import life
 
-    print_line(str(experts.list_experts(src, revision=revision)))
+    print_line(str(life.list_experts(src, revision=revision)))
 
 
 def _add_add(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -42,9 +42,9 @@ def _add_add(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 
 
 def _add(src: str, expert: str, **arguments: object) -> None:
-    from mote import experts
+    from mote.experts import life
 
-    experts.add_expert(src, expert, **arguments, report=print_line)  # type: ignore[arg-type]
+    life.add_expert(src, expert, **arguments, report=print_line)  # type: ignore[arg-type]
 
 
 def _add_extract(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -60,9 +60,9 @@ def _add_extract(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def _extract(src: str, name: str, out: str, **arguments: object) -> None:
-    from mote import experts
+    from mote.experts import life
 
-    experts.extract_expert(src, name, out, **arguments, report=print_line)  # type: ignore[arg-type]
+    life.extract_expert(src, name, out, **arguments, report=print_line)  # type: ignore[arg-type]
 
 
 def _add_merge(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -79,9 +79,9 @@ def _add_merge(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
 
 
 def _merge(src: str, experts: list[str], name: str, **arguments: object) -> None:
-    from mote import experts as of_motes
+    from mote.experts import life
 
-    of_motes.merge_experts(src, _weights(experts), name, **arguments, report=print_line)  # type: ignore[arg-type]
+    life.merge_experts(src, _weights(experts), name, **arguments, report=print_line)  # type: ignore[arg-type]
 
 
 def _weights(words: list[str]) -> dict[str, float]:
@@ -113,10 +113,10 @@ def _add_remove(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 
 
 def _remove(src: str, name: str, tasks: dict[str, str] | None, **arguments: object) -> None:
-    from mote import experts
+    from mote.experts import life
 
     moved = {task: expert or None for task, expert in (tasks or {}).items()}
-    experts.remove_expert(src, name, tasks=moved, **arguments, report=print_line)  # type: ignore[arg-type]
+    life.remove_expert(src, name, tasks=moved, **arguments, report=print_line)  # type: ignore[arg-type]
 
 
 def _add_rename(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -127,9 +127,9 @@ def _add_rename(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 
 
 def _rename(src: str, name: str, new_name: str, **arguments: object) -> None:
-    from mote import experts
+    from mote.experts import life
 
-    experts.rename_expert(src, name, new_name, **arguments, report=print_line)  # type: ignore[arg-type]
+    life.rename_expert(src, name, new_name, **arguments, report=print_line)  # type: ignore[arg-type]
 
 
 def _verb(

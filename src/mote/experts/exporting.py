@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from configuration_mote import MoTEConfig
-from mote import runtimes
-from mote.merging import open_beside, write_dense
+from mote.experts import runtimes
+from mote.experts.merging import open_beside, write_dense
 from mote.sources import load_mote
 
 Report = Callable[[str], None]

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mote import cli_experts
-from mote.cli_parts import Pairs as _Pairs
-from mote.cli_parts import print_line as _print_line
+from mote.cli import experts as experts_commands
+from mote.cli.parts import Pairs as _Pairs
+from mote.cli.parts import print_line as _print_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_interpolate(commands)
     _add_compress(commands)
     _add_export(commands)
-    cli_experts.add_experts(commands)
+    experts_commands.add_experts(commands)
     _add_memory(commands)
     return parser
 
@@ -242,7 +242,7 @@ def _add_average(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _average(src: str, out: str, **arguments: object) -> None:
-    from mote import merging
+    from mote.experts import merging
 
     merging.average(src, out, **arguments, report=_print_line)  # type: ignore[arg-type]
 
@@ -265,7 +265,7 @@ def _add_interpolate(commands: "argparse._SubParsersAction[argparse.ArgumentPars
 
 
 def _interpolate(src: str, out: str, to_mean: list[str], **arguments: object) -> None:
-    from mote import merging
+    from mote.experts import merging
 
     merging.interpolate(src, out, to_mean=_to_mean(to_mean), **arguments, report=_print_line)  # type: ignore[arg-type]
 
@@ -286,7 +286,7 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _export(src: str, out: str, **arguments: object) -> None:
-    from mote import exporting
+    from mote.experts import exporting
 
     exporting.export(src, out, **arguments, report=_print_line)  # type: ignore[arg-type]
 
@@ -317,7 +317,7 @@ def _add_compress(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _compress(src: str, out: str, **arguments: object) -> None:
-    from mote import compression
+    from mote.experts import compression
 
     compression.compress(src, out, **arguments, report=_print_line)  # type: ignore[arg-type]
 

@@ -1,0 +1,1 @@
+"""What is done with experts: their life in folders, merging, compression, and export as dense models."""
