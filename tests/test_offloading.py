@@ -397,7 +397,7 @@ def test_weights_changed_meanwhile_are_not_lost(tmp_path: Path) -> None:
 
 
 def test_modules_replaced_meanwhile_are_refused(tmp_path: Path) -> None:
-    import peft
+    peft = pytest.importorskip("peft")
 
     saved(tmp_path)
     model = offloaded(tmp_path)
