@@ -19,7 +19,7 @@ def measure(options: Options) -> Figure:
     with tempfile.TemporaryDirectory() as folder:
         upcycle(str(options.checkpoint), Path(folder) / "mote")
         model = SentenceTransformer(f"{folder}/mote", trust_remote_code=True, device=options.device)
-    texts = [text for of_task in real_texts(options, 32 if options.quick else 128).values() for text in of_task]
+    texts = [text for of_task in real_texts(options, 32).values() for text in of_task]
     lengths = [
         len(tokens) for tokens in model.tokenizer(texts, truncation=True, max_length=model.max_seq_length)["input_ids"]
     ]
