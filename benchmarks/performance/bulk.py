@@ -9,7 +9,8 @@ from sentence_transformers import SentenceTransformer
 from benchmarks.pairing import compare
 from benchmarks.performance.figures import Figure, Options
 from benchmarks.performance.models import real_texts, seconds, waiting
-from mote import upcycle
+from mote import encode, upcycle
+from mote.bulk import cut
 
 BUDGETS = (1024, 2048, 4096, 8192)
 
@@ -28,13 +29,7 @@ def measure(options: Options) -> Figure:
         return model.encode(texts, task="clustering", batch_size=rows, show_progress_bar=False)
 
     def by_tokens(budget: int) -> np.ndarray:
-        batches = cut(lengths, budget)
-        encoded = [by_texts([texts[i] for i in batch]) for batch in batches]
-        order = np.argsort([i for batch in batches for i in batch])
-        return np.concatenate(encoded)[order]
-
-    def by_texts(batch: list[str]) -> np.ndarray:
-        return model.encode(batch, task="clustering", batch_size=len(batch), show_progress_bar=False)
+        return np.asarray(encode(model, texts, task="clustering", batch_tokens=budget))
 
     by_length = sorted(range(len(texts)), key=lambda i: -len(texts[i]))  # in characters, as encode does
     expected = by_rows(32)
@@ -67,16 +62,6 @@ def measure(options: Options) -> Figure:
     notes = [
         f"{len(texts):,} real texts of four tasks, {min(lengths)} to {max(lengths)} tokens, median "
         f"{int(np.median(lengths))}. `encode` sorts by length in either case; the budget is for the padded batch.",
-        "The lengths in tokens are known beforehand here, which favours budgets.",
+        "Batches of tokens are `mote.encode`, which tokenises all texts once more to know their lengths.",
     ]
     return Figure("bulk", "Bulk encoding in batches of equal tokens", columns, table, [], notes)
-
-
-def cut(lengths: list[int], budget: int) -> list[list[int]]:
-    """Cut texts, from the longest, into batches of no more tokens than this, padding included."""
-    batches: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > budget:
-            batches.append([])
-        batches[-1].append(index)
-    return batches

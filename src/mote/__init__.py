@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from configuration_mote import MoTEConfig
     from modeling_mote import MoTEModel
     from mote.analysis.run import Analysis, analyze
+    from mote.bulk import encode
     from mote.evaluation.run import evaluate
     from mote.evaluation.scores import Evaluation
     from mote.experts.compression import compress, compress_experts
@@ -41,6 +42,7 @@ __all__ = [
     "average_experts",
     "compress",
     "compress_experts",
+    "encode",
     "estimate_memory",
     "evaluate",
     "export",
@@ -79,6 +81,7 @@ _HOMES = {
     ),
     **dict.fromkeys(["MemoryEstimate", "estimate_memory"], "mote.memory"),
     "Evaluation": "mote.evaluation.scores",
+    "encode": "mote.bulk",
     "evaluate": "mote.evaluation.run",
     "export": "mote.experts.exporting",
     "load_exported": "mote.experts.runtimes",
