@@ -54,7 +54,7 @@ def measure(options: Options) -> Figure:
     faster, name, mean, least = best
     notes.append(f"fastest with a mean cosine of {LEAST_COSINE} or more: {name}, mean {mean:.5f}, least {least:.5f}")
     bar = Bar(f"encode by {name}, times the speed of the default", faster, 2.0, at_least=True)
-    return Figure("exported", "encode of an exported expert on a CPU", COLUMNS, rows, [bar], notes)
+    return Figure("exported", "Encoding by an exported expert, on a CPU", COLUMNS, rows, [bar], notes)
 
 
 def _paths(options: Options, folder: Path, notes: list[str]) -> Iterator[Way]:

@@ -72,7 +72,7 @@ def measure(options: Options) -> Figure:
             )
     return Figure(
         "upcycling",
-        "upcycling beside a copy of its result",
+        "Upcycling beside a copy of its result",
         ["model", "written, MB", "whole, s", "imports, s", "work, s", "cp, s", "whole / cp", "work / cp", "peak, MB"],
         rows,
         bars,
