@@ -293,6 +293,18 @@ def describe_run() -> dict[str, Any]:
     }
 
 
+def describe_change(model: PreTrainedModel, source: Source, command: str, **told: Any) -> dict[str, Any]:
+    """Say, for a record, how a model was made of another one; `told` is what only this way of making it has to say."""
+    return {
+        **describe_source(source),
+        **told,
+        "command": command,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        **describe_run(),
+        "earlier": earlier_records(source),
+    }
+
+
 def earlier_records(source: Source) -> dict[str, Any]:
     """Read the records of how the source itself was made."""
     return {name: content for name in RECORDS if (content := source.read_json(name))}

@@ -79,22 +79,14 @@ class Change:
                 fresh=self.were_copies and _are_copies(model),
                 record_file=repository.EXPERTS_RECORD,
             )
-            repository.write_record(self._record(command), folder, repository.EXPERTS_RECORD)
+            tasks = model.config.tasks
+            experts = {expert: [task for task in tasks if tasks[task] == expert] for expert in model.config.experts}
+            record = repository.describe_change(model, source, command, experts=experts)
+            repository.write_record(record, folder, repository.EXPERTS_RECORD)
             if self.in_place:
                 _keep_other_files(source, folder)
         report(f"Wrote {self.out}: the experts {', '.join(model.config.experts)}")
         return self.out
-
-    def _record(self, command: str) -> dict[str, Any]:
-        config = self.model.config
-        return {
-            **repository.describe_source(self.source),
-            "command": command,
-            "experts": {name: [task for task, to in config.tasks.items() if to == name] for name in config.experts},
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            **repository.describe_run(),
-            "earlier": repository.earlier_records(self.source),
-        }
 
 
 def _are_copies(model: Any) -> bool:

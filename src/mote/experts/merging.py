@@ -184,7 +184,8 @@ def write_mote(
         repository.write_card(
             model, source, folder, out.name, command, made=made, fresh=False, record_file=MERGING_RECORD
         )
-        repository.write_record(_record(model, source, arguments, command), folder, MERGING_RECORD)
+        record = repository.describe_change(model, source, command, arguments=arguments)
+        repository.write_record(record, folder, MERGING_RECORD)
 
 
 def write_dense(
@@ -223,7 +224,8 @@ def write_dense(
         repository.write_sentence_transformer(dense, source, folder, config, expert)
         converted = convert(folder) if convert else None
         repository.write_dense_card(dense, config, source, folder, out.name, command, made, expert, converted)
-        record = _record(dense, source, arguments, command) | ({"converted": converted} if converted else {})
+        told = {"arguments": arguments, **({"converted": converted} if converted else {})}
+        record = repository.describe_change(dense, source, command, **told)
         repository.write_record(record, folder, MERGING_RECORD)
 
 
@@ -266,17 +268,6 @@ def _distances(config: MoTEConfig, to_mean: float | dict[str, float]) -> dict[st
         if not 0 <= distance <= 1:
             raise ValueError(f"to_mean of {name!r} is {distance}: expected a number from 0 (as it is) to 1 (the mean)")
     return {name: float(named.get(name, 0.0)) for name in config.experts}
-
-
-def _record(model: PreTrainedModel, source: Source, arguments: dict[str, Any], command: str) -> dict[str, Any]:
-    return {
-        **repository.describe_source(source),
-        "arguments": arguments,
-        "command": command,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        **repository.describe_run(),
-        "earlier": repository.earlier_records(source),
-    }
 
 
 def _command(verb: str, source: Source, out: Path, arguments: dict[str, Any]) -> str:
