@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from mote.training.run import train
+from mote.training.train import train
 
 KEPT = ("recipe.yaml", "training.json", "curves.png", "README.md")
 

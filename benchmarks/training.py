@@ -46,7 +46,7 @@ def main() -> None:
 def speed(options: argparse.Namespace) -> None:
     """Print pairs per second and ratios."""
     from mote.training.recipe import load_recipe
-    from mote.training.run import Run, RunFolder, prepare
+    from mote.training.train import Run, RunFolder, prepare
 
     def ready(name: str, folder: str) -> Run:
         out = Path(folder) / name
@@ -95,7 +95,7 @@ def one_step(options: argparse.Namespace) -> None:
     import random
 
     from mote.training.recipe import load_recipe
-    from mote.training.run import RunFolder, prepare
+    from mote.training.train import RunFolder, prepare
 
     draw = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:

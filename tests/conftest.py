@@ -9,14 +9,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests that need a hub start one,
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="mote-tests-")  # remote code goes not into the user's cache
 
 import pytest
-from checkpoints import dense_checkpoint
-from families import make_different
+from helpers.checkpoints import dense_checkpoint
+from helpers.families import make_different
+from helpers.paths import SHARED, SMALL_ENCODER
 
 from mote import upcycle
-
-ROOT = Path(__file__).parents[1]
-SMALL_ENCODER = ROOT / "examples" / "small-encoder"
-SHARED = ROOT.parent / "shared"
 
 
 def pytest_unconfigure() -> None:

@@ -5,12 +5,12 @@ import re
 from collections.abc import Iterator
 from typing import Any, get_args
 
-from conftest import ROOT
+from helpers.paths import ROOT
 from pydantic import BaseModel
 
 import mote
 from mote.training.recipe import Recipe, shipped_recipes
-from mote.training.run import train
+from mote.training.train import train
 
 GUIDE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkpoints import dense_checkpoint, published_nomic, tiny_tokenizer
-from hub_server import HubServer
+from helpers.checkpoints import dense_checkpoint, published_nomic, tiny_tokenizer
+from helpers.hub_server import HubServer
 
 ROOT = Path(__file__).parents[1]
 

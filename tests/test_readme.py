@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from helpers.paths import ROOT
 
-from modeling_mote import ARCHITECTURES
+from architectures_mote import ARCHITECTURES
 from mote.cli import main
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -11,8 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import dense_checkpoint, e5_checkpoint, files_in, published_nomic, read_json, tiny_tokenizer, trusted
-from families import batch, make_different
+from helpers.checkpoints import (
+    dense_checkpoint,
+    e5_checkpoint,
+    files_in,
+    published_nomic,
+    read_json,
+    tiny_tokenizer,
+    trusted,
+)
+from helpers.families import batch, make_different
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -22,6 +30,7 @@ from mote.cli import main
 
 ROOT = Path(__file__).parents[1]
 CODE = [
+    "architectures_mote.py",
     "configuration_mote.py",
     "modeling_mote.py",
     "experts_mote.py",

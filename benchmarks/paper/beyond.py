@@ -10,9 +10,9 @@ from experiments import VARIANTS
 from runs import Runs
 from sentence_transformers import SentenceTransformer
 
-from mote.sources import load_tokenizer, open_any, open_mote
+from mote.checkpoints.reading import load_tokenizer, open_any, open_mote
 from mote.training.data import ValidationSet, load_data
-from mote.training.models import encodings
+from mote.training.model import encodings
 from mote.training.recipe import load_recipe
 from mote.training.validation import Validation
 

@@ -11,11 +11,11 @@ from filelock import FileLock
 
 import mote
 from mote import Evaluation
-from mote.identity import fingerprint
-from mote.sources import open_any
-from mote.training.folder import differences, fixed_settings
-from mote.training.models import native_folder
+from mote.checkpoints.identity import fingerprint
+from mote.checkpoints.reading import open_any
+from mote.training.model import native_folder
 from mote.training.recipe import parse_recipe
+from mote.training.run_folder import differences, fixed_settings
 
 START = "start"  # the dense checkpoint, before any training
 

@@ -10,7 +10,7 @@ from benchmarks.pairing import compare
 from benchmarks.performance.figures import Figure, Options
 from benchmarks.performance.models import real_texts, seconds, waiting
 from mote import encode, upcycle
-from mote.bulk import cut
+from mote.inference.bulk import cut
 
 BUDGETS = (1024, 2048, 4096, 8192)
 

@@ -12,14 +12,14 @@ from sentence_transformers import SentenceTransformer
 from benchmarks.pairing import compare
 from benchmarks.performance.figures import Figure, Options
 from mote import average, compress, evaluate, train
-from mote.analysis.movement import find_start
 from mote.analysis.similarity import cosines, embed
-from mote.analysis.texts import find_texts
-from mote.evaluation.folder import find_sets
+from mote.analysis.weight_change import find_start
+from mote.checkpoints.reading import load_mote, open_any, open_mote
+from mote.data.test_sets import find_sets
+from mote.data.texts import find_texts
 from mote.evaluation.scores import Evaluation
 from mote.experts.compression import expert_bytes
-from mote.loading import load_model
-from mote.sources import load_mote, open_any, open_mote
+from mote.inference.loading import load_model
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128)
 SETS = ("beir/cranfield", "classification/tweet_emotion4", "clustering/twenty_newsgroups", "sts/stsbenchmark")

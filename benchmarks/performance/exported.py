@@ -19,7 +19,7 @@ import mote
 from benchmarks.pairing import compare
 from benchmarks.performance.figures import Bar, Figure, Options
 from mote.analysis import find_texts
-from mote.experts.runtimes import FILES
+from mote.inference.runtimes import FILES
 
 EXPERT = "search_query"
 LEAST_COSINE = 0.99

@@ -9,8 +9,8 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 from benchmarks.performance.figures import Options
 from mote import MoTEConfig, MoTEModel
+from mote.data.rows import find_datasets, read_rows
 from mote.training.recipe import DatasetSettings
-from mote.training.rows import find_datasets, read_rows
 
 COLUMNS = {  # task → the training sets of the data folder that have its texts, and their column
     "classification": ("classification", "text"),

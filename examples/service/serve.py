@@ -39,8 +39,8 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from configuration_mote import alternatives
-from mote.loading import check_device, load_model
-from mote.sources import open_mote
+from mote.checkpoints.reading import open_mote
+from mote.inference.loading import check_device, load_model
 
 PATHS = "POST /v1/embeddings, GET /v1/models, GET /health, GET /metrics"
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from configuration_mote import MoTEConfig
     from modeling_mote import MoTEModel
-    from mote.analysis.run import Analysis, analyze
-    from mote.bulk import encode
-    from mote.evaluation.run import evaluate
+    from mote.analysis.analyze import Analysis, analyze
+    from mote.checkpoints.writing import prompts_of
+    from mote.evaluation.evaluate import evaluate
     from mote.evaluation.scores import Evaluation
     from mote.experts.compression import compress, compress_experts
     from mote.experts.exporting import export
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
         rename_expert,
     )
     from mote.experts.merging import average, average_experts, interpolate, interpolate_experts
-    from mote.experts.runtimes import load_exported
-    from mote.memory import MemoryEstimate, estimate_memory
-    from mote.repository import prompts_of
-    from mote.training.run import train
+    from mote.inference.bulk import encode
+    from mote.inference.runtimes import load_exported
+    from mote.training.memory import MemoryEstimate, estimate_memory
+    from mote.training.train import train
     from mote.upcycling import UpcyclingPlan, plan_upcycling, upcycle
 
 __all__ = [
@@ -64,7 +64,7 @@ __all__ = [
 _HOMES = {
     "MoTEConfig": "configuration_mote",
     "MoTEModel": "modeling_mote",
-    **dict.fromkeys(["Analysis", "analyze"], "mote.analysis.run"),
+    **dict.fromkeys(["Analysis", "analyze"], "mote.analysis.analyze"),
     **dict.fromkeys(["average", "average_experts", "interpolate", "interpolate_experts"], "mote.experts.merging"),
     **dict.fromkeys(["compress", "compress_experts"], "mote.experts.compression"),
     **dict.fromkeys(
@@ -79,14 +79,14 @@ _HOMES = {
         ],
         "mote.experts.life",
     ),
-    **dict.fromkeys(["MemoryEstimate", "estimate_memory"], "mote.memory"),
+    **dict.fromkeys(["MemoryEstimate", "estimate_memory"], "mote.training.memory"),
     "Evaluation": "mote.evaluation.scores",
-    "encode": "mote.bulk",
-    "evaluate": "mote.evaluation.run",
+    "encode": "mote.inference.bulk",
+    "evaluate": "mote.evaluation.evaluate",
     "export": "mote.experts.exporting",
-    "load_exported": "mote.experts.runtimes",
-    "prompts_of": "mote.repository",
-    "train": "mote.training.run",
+    "load_exported": "mote.inference.runtimes",
+    "prompts_of": "mote.checkpoints.writing",
+    "train": "mote.training.train",
 }
 
 

@@ -13,9 +13,9 @@ from huggingface_hub import split_torch_state_dict_into_shards
 
 from configuration_mote import MoTEConfig, alternatives
 from modeling_mote import MoTEModel
-from mote import hub, repository
-from mote.files import Staging, refuse_occupied, refuse_source, require_shard_size, require_space
-from mote.sources import (
+from mote import hub
+from mote.checkpoints import writing as repository
+from mote.checkpoints.reading import (
     DenseSource,
     dense_without_weights,
     load_dense,
@@ -23,7 +23,8 @@ from mote.sources import (
     open_source,
     stored_dtype,
 )
-from mote.streaming import DenseWeights, can_stream, write_weights
+from mote.checkpoints.staging import Staging, refuse_occupied, refuse_source, require_shard_size, require_space
+from mote.checkpoints.streaming import DenseWeights, can_stream, write_weights
 
 Report = Callable[[str], None]
 

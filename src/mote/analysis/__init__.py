@@ -1,11 +1,11 @@
 """How far the experts of a model have specialised."""
 
+from mote.analysis.analyze import Analysis, ModelAnalysis, analyze
 from mote.analysis.divergence import Divergence, as_distributions, divergence_of, js_divergence, kl_divergence, tsne
-from mote.analysis.movement import Movement, find_start, movement_of
 from mote.analysis.plots import draw_movement, draw_similarity, draw_tsne
-from mote.analysis.run import Analysis, ModelAnalysis, analyze
 from mote.analysis.similarity import Similarity, WelchTest, inter_task_similarity, welch_tests
-from mote.analysis.texts import Pairs, Texts, find_pairs, find_texts
+from mote.analysis.weight_change import Movement, find_start, movement_of
+from mote.data.texts import Pairs, Texts, find_pairs, find_texts
 
 __all__ = [
     "Analysis",

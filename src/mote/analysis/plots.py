@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from mote.analysis.movement import Movement
 from mote.analysis.similarity import Similarity
+from mote.analysis.weight_change import Movement
 from mote.colours import OKABE_ITO
 
 _DPI = 120

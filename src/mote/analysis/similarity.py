@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 
 from configuration_mote import PAPER_INSTRUCTIONS, alternatives
-from mote.identity import commit_of
-from mote.loading import check_device, load_model
+from mote.checkpoints.identity import commit_of
+from mote.inference.loading import check_device, load_model
 
 Similarity = dict[tuple[str, str], NDArray[np.float64]]
 

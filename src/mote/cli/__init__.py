@@ -139,7 +139,7 @@ def _train(*, recipe: str, overrides: list[str], dry_run: bool, overwrite: bool)
     try:
         from datasets.utils import logging as datasets_logging
 
-        from mote.training import run
+        from mote.training import train as run
     except ModuleNotFoundError as error:
         raise OSError(f'training needs {error.name}, which is not installed: pip install -e ".[train]"') from error
 
@@ -182,7 +182,7 @@ def _add_evaluate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _evaluate(*, models: list[str], out: str | None, **arguments: object) -> None:
     try:
-        from mote.evaluation import run
+        from mote.evaluation import evaluate as run
     except ModuleNotFoundError as error:
         raise OSError(f'evaluation needs {error.name}, which is not installed: pip install -e ".[evaluate]"') from error
 
@@ -222,12 +222,12 @@ def _analyze(*, models: list[str], **arguments: object) -> None:
     from transformers.utils import logging
 
     try:
-        from mote.analysis import run
+        from mote.analysis.analyze import analyze
     except ModuleNotFoundError as error:
         raise OSError(f'analysis needs {error.name}, which is not installed: pip install -e ".[evaluate]"') from error
 
     logging.disable_progress_bar()
-    analysis = run.analyze(models, **arguments, report=_print_line)  # type: ignore[arg-type]
+    analysis = analyze(models, **arguments, report=_print_line)  # type: ignore[arg-type]
     _print_line(f"\n{analysis}")
 
 
@@ -354,7 +354,7 @@ def _add_memory(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _memory(src: str, revision: str | None, experts: list[str] | None, **arguments: object) -> None:
-    from mote import memory
+    from mote.training import memory
 
     config = memory.config_of(src, revision, experts)
     _print_line(str(memory.estimate_memory(config, **arguments)))  # type: ignore[arg-type]

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mote.identity import name_models, revision_of
-from mote.loading import load_model
+from mote.checkpoints.identity import name_models, revision_of
+from mote.inference.loading import load_model
 
 DTYPES = ("float32", "float16", "bfloat16")
 

@@ -24,8 +24,8 @@ from mteb.abstasks import (
 )
 from mteb.abstasks.task_metadata import MetadataDatasetDict, TaskMetadata, TaskType
 
-from mote.evaluation import folder as files
-from mote.evaluation.folder import EvaluationSet
+from mote.data import test_sets as files
+from mote.data.test_sets import EvaluationSet
 
 __all__ = ["load_tasks"]
 
@@ -68,7 +68,7 @@ def load_tasks(folder: str | Path, names: Sequence[str] = (), limit: int | None 
     Files are read when mteb loads a task, so that a broken set fails by itself.
 
     Args:
-        folder: Laid out as `mote.evaluation.folder` says.
+        folder: Laid out as `mote.data.test_sets` says.
         names: Which sets: patterns such as `beir/*`, `sts/sts12`, `sts12`, or mteb's `STS12`. Default: all.
         limit: Test rows, or queries, per set at most: a seeded sample, in proportion to the labels where there are any.
             Retrieval keeps all documents that are judged for its queries, and others up to ten for each query.

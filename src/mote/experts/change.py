@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from mote import repository
-from mote.files import Staging, refuse_occupied, refuse_source
-from mote.sources import Source, load_mote, load_tokenizer, open_mote
+from mote.checkpoints import writing as repository
+from mote.checkpoints.reading import Source, load_mote, load_tokenizer, open_mote
+from mote.checkpoints.staging import Staging, refuse_occupied, refuse_source
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in one piece
 

@@ -10,8 +10,8 @@ from torch import nn
 from compression_mote import whole_weights
 from configuration_mote import MoTEConfig
 from modeling_mote import MoTEModel
+from mote.checkpoints.reading import load_mote
 from mote.experts.merging import open_to_change, require_mergeable, write_mote
-from mote.sources import load_mote
 from mote.upcycling import megabytes
 
 Report = Callable[[str], None]

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from configuration_mote import MoTEConfig
-from mote.experts import runtimes
+from mote.checkpoints.reading import load_mote
 from mote.experts.merging import open_beside, write_dense
-from mote.sources import load_mote
+from mote.inference import runtimes
 
 Report = Callable[[str], None]
 

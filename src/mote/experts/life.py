@@ -8,11 +8,12 @@ from pathlib import Path
 
 from configuration_mote import MoTEConfig, alternatives
 from experts_mote import MEAN, mean_of_experts
-from mote import hub, repository
+from mote import hub
+from mote.checkpoints import writing as repository
+from mote.checkpoints.reading import Source, open_mote
+from mote.checkpoints.staging import Staging, refuse_occupied, refuse_source
+from mote.experts.artefact import ExpertFiles, fingerprint_of_base, open_expert, without_weights, write_expert
 from mote.experts.change import Change, Report
-from mote.experts.files import ExpertFiles, fingerprint_of_base, open_expert, without_weights, write_expert
-from mote.files import Staging, refuse_occupied, refuse_source
-from mote.sources import Source, open_mote
 
 
 @dataclass

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from configuration_mote import MoTEConfig, alternatives
 from experts_mote import mean_of, native_model, require_all_experts, weight_of_an_expert
 from modeling_mote import MoTEModel
-from mote import repository
-from mote.files import MERGING_RECORD, Staging, refuse_occupied, refuse_source
-from mote.sources import Source, load_mote, load_tokenizer, open_mote
+from mote.checkpoints import writing as repository
+from mote.checkpoints.reading import Source, load_mote, load_tokenizer, open_mote
+from mote.checkpoints.staging import MERGING_RECORD, Staging, refuse_occupied, refuse_source
 
 Report = Callable[[str], None]
 

@@ -10,11 +10,11 @@ import torch
 from sentence_transformers import SentenceTransformerTrainingArguments
 
 from configuration_mote import MoTEConfig, alternatives
+from mote.training.batches import EvenBatchSampler, TaskBatchSampler, even_batch_sampler
 from mote.training.data import TrainingSet
-from mote.training.folder import RunFolder
 from mote.training.processes import processes
 from mote.training.recipe import Recipe
-from mote.training.sampling import EvenBatchSampler, TaskBatchSampler, even_batch_sampler
+from mote.training.run_folder import RunFolder
 
 # Arguments of the trainer that would contradict what the recipe says, or what a run takes for granted.
 OWN_ARGUMENTS = {

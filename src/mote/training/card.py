@@ -7,8 +7,8 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from configuration_mote import MoTEConfig
-from mote import repository
-from mote.sources import open_any
+from mote.checkpoints import writing as repository
+from mote.checkpoints.reading import open_any
 from mote.training.recipe import Recipe
 
 RECIPE_FILE = "recipe.yaml"

@@ -10,9 +10,9 @@ from itertools import islice
 from transformers import PreTrainedTokenizerBase
 
 from configuration_mote import alternatives
-from mote.training.columns import KNOWN, OURS, Example, Kind, check_row, find_columns
+from mote.data.columns import KNOWN, OURS, Example, Kind, check_row, find_columns
+from mote.data.rows import Location, read_rows
 from mote.training.recipe import DatasetSettings, TaskSettings, ValidationSettings
-from mote.training.rows import Location, read_rows
 
 BINARY_LOSSES = ("ContrastiveLoss", "OnlineContrastiveLoss")
 SCORED_LOSSES = ("CoSENTLoss", "AnglELoss", "CosineSimilarityLoss", *BINARY_LOSSES)

@@ -18,10 +18,10 @@ import pyarrow
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
+from mote.data.columns import Example
+from mote.data.rows import find_datasets
 from mote.training.cleaning import TEACHER_LOSSES, DatasetReport, Part, identity, label_form
-from mote.training.columns import Example
 from mote.training.recipe import Recipe, TaskSettings, TeacherSettings
-from mote.training.rows import find_datasets
 from mote.training.teachers import Teacher
 
 __all__ = ["DatasetReport", "TrainingData", "TrainingSet", "ValidationSet", "identity", "load_data"]

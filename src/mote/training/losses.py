@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from configuration_mote import alternatives
-from mote.loading import all_weights
+from mote.inference.loading import all_weights
 from mote.training.recipe import TaskSettings, TrainingSettings
 
 INFO_NCE = "InfoNCE"

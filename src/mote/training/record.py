@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mote.files import Staging
+from mote.checkpoints.staging import Staging
 from mote.training import card
 from mote.training.card import CURVES_FILE, RECIPE_FILE, RECORD_FILE
-from mote.training.folder import RunFolder, as_yaml, step_of
 from mote.training.processes import processes
 from mote.training.progress import draw_curves, read_log
+from mote.training.run_folder import RunFolder, as_yaml, step_of
 
 if TYPE_CHECKING:
-    from mote.training.run import Report, Run
+    from mote.training.train import Report, Run
 
 
 def finish(run: "Run", folder: RunFolder, before: dict[str, float] | None, report: "Report") -> None:
@@ -41,7 +41,10 @@ def finish(run: "Run", folder: RunFolder, before: dict[str, float] | None, repor
         "data": [report_of.__dict__ for report_of in run.data.reports],
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in ("mote", "torch", "transformers", "sentence-transformers", "datasets")},
+            **{
+                name: version(name)
+                for name in ("mote-embeddings", "torch", "transformers", "sentence-transformers", "datasets")
+            },
         },
     }
     with Staging(folder.model) as staged:

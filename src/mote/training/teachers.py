@@ -15,8 +15,8 @@ import pyarrow
 from sentence_transformers import SentenceTransformer
 from tqdm import tqdm
 
-from mote.identity import fingerprint, newest_commit
-from mote.loading import all_weights
+from mote.checkpoints.identity import fingerprint, newest_commit
+from mote.inference.loading import all_weights
 from mote.training.recipe import TeacherSettings
 
 CHUNK = 2048  # texts

@@ -1,0 +1,1 @@
+"""Checkpoints: open, read, change and write model repositories."""

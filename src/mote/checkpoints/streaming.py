@@ -1,0 +1,257 @@
+"""Write an upcycled model out of the files of the dense one, without ever holding either in memory.
+
+What a weight of the dense model is made of is decided by transformers' own rules (its conversion mapping). The library
+applies them to a whole checkpoint; here they are applied to one weight when it is its turn. The bytes of what is only
+renamed go from file to file, on Linux without leaving the kernel.
+"""
+
+import copy
+import errno
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from io import FileIO
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import safe_open
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.modeling_utils import str_to_torch_dtype
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from experts_mote import weight_of_an_expert
+from modeling_mote import MoTEModel
+from mote.checkpoints.reading import DenseSource, load_pickle, read_on_meta
+
+Report = Callable[[str], None]
+
+_NAMES_OF_DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # in safetensors files
+
+
+class Place(NamedTuple):
+    """Where the bytes of a tensor are in a file."""
+
+    path: Path
+    offset: int
+    size: int
+
+
+class DenseWeights:
+    """The weights of a dense checkpoint under the names of the native model, read one at a time.
+
+    Args:
+        source: The checkpoint.
+        model: The native model without weights, from `dense_without_weights`.
+    """
+
+    def __init__(self, source: DenseSource, model: PreTrainedModel) -> None:
+        """Find out what each weight is made of; reads none."""
+        self.model = model
+        self.expected = model.state_dict()
+        self.files = MappedFiles(source.weights)
+        rules = get_model_conversion_mapping(model, source.key_mapping)
+        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self.converters = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self.parts: dict[str, list[tuple[str, str | None]]] = {}
+        for key in sorted(self.files.stored, key=dot_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, self.expected)
+            if name not in self.expected and key in self.expected:  # it is in the native format already
+                name, pattern = key, None
+            if name in self.expected:
+                self.parts.setdefault(name, []).append((key, pattern))
+        stored = self.files.stored.__getitem__
+        self.made_with = {name: first for first in self.parts for name in self._make(first, stored)}
+        self.last: tuple[str, dict[str, torch.Tensor]] = ("", {})
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.made_with
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Read a weight: mapped into memory, or, where the library converts it or its type changes, in memory."""
+        first = self.made_with[name]
+        if self.last[0] != first:  # what is made together (queries, keys, values) is asked for together
+            self.last = (first, self._make(first, self.files.__getitem__))
+        return self.last[1][name]
+
+    def place(self, name: str) -> Place | None:
+        """Tell where a weight is, byte for byte, in the source's files; none where it must be made of what is there."""
+        parts = self.parts.get(name, [])
+        if len(parts) != 1 or parts[0][1] is not None:
+            return None
+        stored, expected = self.files.stored[parts[0][0]], self.expected[name]
+        return self.files.place_of(parts[0][0]) if stored.dtype == expected.dtype else None
+
+    def _make(self, first: str, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Apply the library's rule that makes the weight `first`, and maybe others with it."""
+        key, pattern = self.parts[first][0]
+        rule = WeightRenaming(key, first) if pattern is None else copy.deepcopy(self.converters[pattern])
+        for key, pattern in self.parts[first]:
+            tensor = read(key).to(self.expected[first].dtype)
+            rule.add_tensor(first, key, pattern or key, tensor)  # type: ignore[arg-type]  # the library does so, too
+        made = rule.convert(first, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+class MappedFiles:
+    """The tensors of some files with weights. One file is open at a time, mapped into memory where its format allows.
+
+    Args:
+        paths: Safetensors, or pickles of tensors.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        """Note where each tensor is."""
+        self.file_of: dict[str, Path] = {}
+        self.offsets: dict[Path, dict[str, int]] = {}
+        self.stored: dict[str, torch.Tensor] = {}  # without weights
+        for path in paths:
+            tensors = read_on_meta([path])
+            self.stored |= tensors
+            self.file_of |= dict.fromkeys(tensors, path)
+            self.offsets[path] = _offsets(path) if path.suffix == ".safetensors" else {}
+        self.opened: Path | None = None
+        self.read: Callable[[str], torch.Tensor] = self.stored.__getitem__
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        path = self.file_of[key]
+        if self.opened != path:
+            self.read = self.stored.__getitem__  # closes one file before the next is opened
+            is_pickle = path.suffix != ".safetensors"
+            self.read = load_pickle(path).__getitem__ if is_pickle else safe_open(path, "pt").get_tensor
+            self.opened = path
+        return self.read(key)
+
+    def place_of(self, key: str) -> Place | None:
+        """Tell where the bytes of a tensor are; none in a pickle."""
+        path = self.file_of[key]
+        offset = self.offsets[path].get(key)
+        return None if offset is None else Place(path, offset, self.stored[key].nbytes)
+
+
+def _offsets(path: Path) -> dict[str, int]:
+    """Read where the tensors begin in a safetensors file, which the library has found to be in order."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+
+
+def names_in_dense(model: MoTEModel) -> dict[str, str]:
+    """Tell for each weight of a MoTE which weight of the dense model it is, or was, a copy of."""
+    of_block = weight_of_an_expert(model)
+    found = {name: of_block.fullmatch(name) for name in model.state_dict()}
+    return {
+        name: match["layer"] + match["weight"] if match else name.removeprefix("backbone.")
+        for name, match in found.items()
+    }
+
+
+def can_stream(model: MoTEModel, dense: DenseWeights) -> bool:
+    """Whether each weight of a fresh MoTE is one of the dense model, and that one is in the source's files.
+
+    Not so where a router is drawn at random and experts are stacked, where the source is quantized, and where the
+    library makes weights up, or ties them to one another.
+    """
+    if model.config.router == "token" or getattr(dense.model.config, "quantization_config", None) is not None:
+        return False
+    tied = getattr(dense.model, "all_tied_weights_keys", None)
+    return not tied and all(name in dense for name in names_in_dense(model).values())
+
+
+def write_weights(
+    model: MoTEModel, dense: DenseWeights, folder: Path, max_shard_size: str, report: Report = lambda line: None
+) -> None:
+    """Write the weights of a fresh MoTE file by file, as `save_pretrained` would: names, order, index.
+
+    Args:
+        model: The MoTE, without weights.
+        dense: What its experts are copies of.
+        folder: Where to write.
+        max_shard_size: Of each file, as in `"5GB"`.
+        report: Called after each of several files.
+    """
+    origins = names_in_dense(model)
+    # New ones, because parts of one tensor (queries, keys, values) would each count as the whole.
+    weights = {name: torch.empty_like(weight) for name, weight in model.state_dict().items()}
+    shards = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_size)
+    total, done = shards.metadata["total_size"], 0
+    for file, names in shards.filename_to_tensors.items():
+        done += _write_file(folder / file, {name: weights[name] for name in names}, origins, dense)
+        if shards.is_sharded:
+            report(f"{file}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB written")
+    if shards.is_sharded:
+        metadata = {"total_parameters": model.num_parameters(), **shards.metadata}
+        index = json.dumps({"metadata": metadata, "weight_map": shards.tensor_to_filename}, indent=2, sort_keys=True)
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(index + "\n", encoding="utf-8")
+
+
+def _write_file(path: Path, weights: dict[str, torch.Tensor], origins: dict[str, str], dense: DenseWeights) -> int:
+    """Write one safetensors file, each dense weight to all its places at once; return how many bytes they are."""
+    header, offsets, size = _header(weights)
+    places: dict[str, list[int]] = {}
+    for name, offset in offsets.items():
+        places.setdefault(origins[name], []).append(len(header) + offset)
+    with path.open("wb", buffering=0) as file:
+        _write(file, 0, memoryview(header))
+        for origin in dict.fromkeys(origins[name] for name in weights):  # in the order of the source
+            place = dense.place(origin)
+            if place is None or not _copied(place, file, places[origin]):
+                data = dense[origin].contiguous().flatten().view(torch.uint8).numpy()
+                for offset in places[origin]:
+                    _write(file, offset, memoryview(data))  # type: ignore[arg-type]
+    return size
+
+
+def _header(weights: dict[str, torch.Tensor]) -> tuple[bytes, dict[str, int], int]:
+    """Lay out a safetensors file as the library does, which needs the tensors for that: wide types first, then by name.
+
+    Returns:
+        What comes before the tensors, where each of these begins after that, and how many bytes they are.
+    """
+    entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    offsets, end = {}, 0
+    for name in sorted(weights, key=lambda name: (-weights[name].element_size(), name)):
+        weight = weights[name]
+        offsets[name], end = end, end + weight.nbytes
+        dtype = _NAMES_OF_DTYPES[weight.dtype]
+        entries[name] = {"dtype": dtype, "shape": list(weight.shape), "data_offsets": [offsets[name], end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # tensors are aligned
+    return len(text).to_bytes(8, "little") + text, offsets, end
+
+
+def _write(file: FileIO, offset: int, data: memoryview) -> None:
+    file.seek(offset)
+    while data:
+        data = data[file.write(data) :]
+
+
+def _copied(place: Place, file: FileIO, offsets: list[int]) -> bool:
+    """Copy bytes of one file to several places of another, within the kernel; False where it cannot."""
+    if sys.platform != "linux":
+        return False
+    try:
+        _copy(place, file, offsets)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # as some file systems say
+            raise
+        return False
+    return True
+
+
+def _copy(place: Place, file: FileIO, offsets: list[int]) -> None:
+    with place.path.open("rb", buffering=0) as source:
+        for offset in offsets:
+            file.seek(offset)
+            done = 0
+            while done < place.size:
+                sent = os.sendfile(file.fileno(), source.fileno(), place.offset + done, place.size - done)
+                if not sent:
+                    raise OSError(f"{place.path} ended early: was it changed meanwhile?")
+                done += sent

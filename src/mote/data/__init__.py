@@ -1,0 +1,1 @@
+"""Text data for training, evaluation, analysis and calibration."""

@@ -1,0 +1,1 @@
+"""Inference: load models, offload experts, run exported models."""

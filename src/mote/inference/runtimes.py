@@ -1,0 +1,350 @@
+"""Dense models in OpenVINO and ONNX Runtime: converted, quantised, and under Sentence-Transformers.
+
+Files are where Sentence-Transformers' own backends look for them. Those are optimum's, which does not support every
+transformers that MoTE does; so the conversion is torch's own export, and the runtimes are called directly.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.modeling_outputs import BaseModelOutput
+
+from configuration_mote import alternatives
+from mote.inference.loading import first_line, load_model
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+BACKENDS = ("torch", "onnx", "openvino")
+QUANTIZATIONS = ("int8",)
+FILES = {"onnx": "onnx/model.onnx", "openvino": "openvino/openvino_model.xml"}
+
+_TO_RUN = {"torch": (), "onnx": ("onnxruntime",), "openvino": ("openvino",)}
+_TO_CONVERT = {"torch": (), "onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("openvino", "nncf")}
+_LARGEST_ONNX = 1.9e9  # bytes: a file of 2 GiB is more than ONNX can have in one piece
+_BATCH = 4  # texts of one step of calibration
+# Below these, the conversion has gone wrong: rounding does not do that.
+_LEAST_COSINES = {None: 0.9999, "int8": 0.9}
+
+Report = Callable[[str], None]
+
+
+def require(backend: str, quantize: str | None = None, *, packages: dict[str, tuple[str, ...]] = _TO_CONVERT) -> None:
+    """Make sure that a backend is known, and what it needs is installed.
+
+    Args:
+        backend: One of `BACKENDS`.
+        quantize: One of `QUANTIZATIONS`, or None.
+        packages: What each backend needs. Default: for a conversion.
+
+    Raises:
+        ValueError: If it is unknown, or cannot be quantised like that.
+        OSError: If something is not installed.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"Unknown backend {backend!r}." + alternatives(backend, BACKENDS))
+    if quantize is not None and quantize not in QUANTIZATIONS:
+        raise ValueError(f"Unknown quantization {quantize!r}." + alternatives(quantize, QUANTIZATIONS))
+    if quantize is not None and backend == "torch":
+        raise ValueError("quantize is for the backends 'onnx' and 'openvino': choose one, as in `--backend openvino`")
+    missing = [package for package in packages[backend] if find_spec(package) is None]
+    if missing:
+        raise OSError(
+            f"The backend {backend} needs {', '.join(missing)}, which {'are' if len(missing) > 1 else 'is'} not "
+            f'installed: pip install -e ".[{backend}]"'
+        )
+
+
+def read_texts(file: str | Path | None = None) -> list[str]:
+    """Read texts, one per line; those that come with MoTE where no file is named.
+
+    Raises:
+        FileNotFoundError: If the file is not there.
+        ValueError: If it has no text, or is not UTF-8.
+    """
+    if file is None:
+        lines = (files("mote.data") / "texts.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line)["text"] for line in lines]
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"{file} is no file: expected one with a text per line")
+    try:
+        texts = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not a text file in UTF-8: expected one text per line") from error
+    if not texts:
+        raise ValueError(f"{file} has no texts: expected one per line")
+    return texts
+
+
+# Conversion ----------------------------------------------------------------------------------------------------------
+
+
+def convert(
+    folder: Path,
+    *,
+    backend: str,
+    quantize: str | None = None,
+    texts: Sequence[str],
+    report: Report = lambda line: None,
+) -> dict[str, Any]:
+    """Write a dense model also in the format of a runtime, and compare the two.
+
+    Args:
+        folder: Holds the model, in Sentence-Transformers' format.
+        backend: `"onnx"` or `"openvino"`.
+        quantize: `"int8"`: matrices in 8-bit integers. ONNX Runtime finds the scales of what they are multiplied with
+            as it runs (dynamic quantization), OpenVINO by the texts (static).
+        texts: For calibration and comparison.
+        report: Called with each line of progress.
+
+    Returns:
+        What was done, and the cosines of the embeddings to those of the model in torch, which a text has with its
+        default prompt; the runtime computes in float32 for this.
+
+    Raises:
+        ValueError: If the architecture cannot be converted, or the result does not embed as it should.
+    """
+    report(f"Converting to {FILES[backend]} …")
+    encoder = load_model(str(folder), device="cpu", dtype="float32")
+    transformer: Any = encoder[0]
+    expected = encoder.encode(list(texts), convert_to_tensor=True)
+    features = list(_batches(encoder, texts))
+    file = folder / FILES[backend]
+    file.parent.mkdir()
+    try:
+        program = _traced(transformer.model, features[0])
+        (_write_onnx if backend == "onnx" else _write_openvino)(program, file, quantize, features)
+    except OSError:
+        raise
+    except Exception as error:  # whatever a converter raises
+        architecture = transformer.model.config.model_type
+        raise ValueError(
+            f"The architecture {architecture!r} could not be converted to {backend} ({first_line(error)}): export it "
+            "for torch, without `--backend`"
+        ) from error
+    converted = load_exported(folder, backend, ov_config={"INFERENCE_PRECISION_HINT": "f32"})
+    found = converted.encode(list(texts), convert_to_tensor=True)
+    cosines = nn.functional.cosine_similarity(found, expected)
+    mean, least = float(cosines.mean()), float(cosines.min())
+    report(f"Cosine to the model in torch, over {len(texts)} texts: {mean:.4f} on average, {least:.4f} at least")
+    if not mean >= _LEAST_COSINES[quantize]:
+        raise ValueError(
+            f"The converted model does not embed as the one in torch: their cosine is {mean:.4f} on average, expected "
+            f"{_LEAST_COSINES[quantize]:g} at least. Export it "
+            + ("without `--quantize`" if quantize else "for torch, without `--backend`")
+        )
+    told = {"backend": backend, "file": FILES[backend], "quantize": quantize, "texts": len(texts)}
+    return {**told, "cosine": {"mean": mean, "least": least}}
+
+
+class _Encoder(nn.Module):
+    """What is converted: a model's last hidden state, of inputs in a fixed order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, token_type_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        segments = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, **segments).last_hidden_state
+
+
+def _batches(encoder: "SentenceTransformer", texts: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
+    """Tokenize as `encode` does, and leave what goes into the model."""
+    transformer: Any = encoder[0]
+    prompt = encoder.prompts.get(encoder.default_prompt_name or "")
+    for start in range(0, len(texts), _BATCH):
+        features = transformer.preprocess(list(texts[start : start + _BATCH]), prompt=prompt)
+        names = [
+            name for name in transformer.tokenizer.model_input_names if isinstance(features.get(name), torch.Tensor)
+        ]
+        yield {name: features[name] for name in names}
+
+
+def _traced(model: nn.Module, example: dict[str, torch.Tensor]) -> torch.export.ExportedProgram:
+    """Trace a model for any number of rows of any length."""
+    if getattr(model, "pooler", None) is not None:
+        model.pooler = None  # type: ignore[assignment]  # of random weights, and of no use
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+    dynamic = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    # a size of 1 would be taken for a constant
+    example = {name: ids.repeat([2 if size == 1 else 1 for size in ids.shape]) for name, ids in example.items()}
+    return torch.export.export(
+        _Encoder(model), (), example, dynamic_shapes=dict.fromkeys(example, dynamic), strict=False
+    )
+
+
+def _write_onnx(
+    program: torch.export.ExportedProgram, file: Path, quantize: str | None, features: list[dict[str, torch.Tensor]]
+) -> None:
+    size = sum(tensor.nbytes for tensor in program.state_dict.values())
+    whole = file.with_stem("unquantized") if quantize else file
+    torch.onnx.export(
+        program,
+        (),
+        str(whole),
+        input_names=list(features[0]),
+        output_names=["last_hidden_state"],
+        dynamo=True,
+        external_data=size > _LARGEST_ONNX,
+        verbose=False,
+    )
+    if quantize:
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+
+        quantize_dynamic(
+            whole,
+            file,
+            weight_type=QuantType.QInt8,
+            per_channel=True,
+            use_external_data_format=size > 4 * _LARGEST_ONNX,
+        )
+        for path in file.parent.glob("unquantized*"):
+            path.unlink()
+
+
+def _write_openvino(
+    program: torch.export.ExportedProgram, file: Path, quantize: str | None, features: list[dict[str, torch.Tensor]]
+) -> None:
+    import openvino
+
+    model = openvino.convert_model(program)
+    model.outputs[0].tensor.set_names({"last_hidden_state"})
+    if quantize:
+        import nncf
+
+        arrays = [{name: tensor.numpy() for name, tensor in batch.items()} for batch in features]
+        transformer = nncf.ModelType.TRANSFORMER
+        model = nncf.quantize(model, nncf.Dataset(arrays), model_type=transformer, subset_size=len(arrays))
+    openvino.save_model(model, file, compress_to_fp16=False)
+
+
+# Running -------------------------------------------------------------------------------------------------------------
+
+
+def load_exported(
+    folder: str | Path, backend: str = "torch", *, ov_config: dict[str, Any] | None = None
+) -> "SentenceTransformer":
+    """Load what `mote export` wrote: a SentenceTransformer whose encoder runs in the runtime.
+
+    It embeds on the CPU, with as many threads as torch, and may be called from several threads. It cannot be trained or
+    saved: the folder is the model.
+
+    Args:
+        folder: From `export`.
+        backend: `"openvino"`, `"onnx"`, or `"torch"` for the same model without a runtime.
+        ov_config: Settings of OpenVINO. On CPUs that compute in bfloat16 it does so, unless told
+            `{"INFERENCE_PRECISION_HINT": "f32"}`.
+
+    Raises:
+        FileNotFoundError: If the folder, or the runtime's file in it, is not there.
+        OSError: If the runtime is not installed.
+        ValueError: If the backend is unknown.
+    """
+    folder = Path(folder)
+    require(backend, packages=_TO_RUN)
+    if not (folder / "modules.json").is_file():
+        raise FileNotFoundError(f"{folder} is not a folder with an exported model: `mote export` writes one")
+    if backend == "torch":
+        return load_model(str(folder))
+    file = folder / FILES[backend]
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} has no {FILES[backend]}: `mote export … --backend {backend}` writes it")
+    encoder = load_model(str(folder), device="cpu")
+    transformer: Any = encoder[0]
+    config = transformer.model.config
+    transformer.model = OnnxEncoder(file, config) if backend == "onnx" else OpenVinoEncoder(file, config, ov_config)
+    return encoder
+
+
+class RuntimeEncoder(nn.Module):
+    """A model that a runtime computes, in the place of the one that Sentence-Transformers loads.
+
+    Attributes:
+        config: Of the model.
+        inputs: Names of its inputs, in order.
+    """
+
+    inputs: list[str]
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        """Keep the config."""
+        super().__init__()
+        self.config = config
+        self.device = torch.device("cpu")
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        token_type_ids: torch.Tensor | None = None,
+        **_: Any,
+    ) -> BaseModelOutput:
+        """Run the model.
+
+        Args:
+            input_ids: Tokens, [B, L].
+            attention_mask: 1 for tokens, 0 for padding, [B, L].
+            token_type_ids: Segments, [B, L], where the model has them.
+
+        Returns:
+            `last_hidden_state` [B, L, H].
+        """
+        given = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+        hidden = self._run({name: given[name].numpy(force=True) for name in self.inputs})  # type: ignore[union-attr]
+        return BaseModelOutput(last_hidden_state=hidden.to(input_ids.device))
+
+    def save_pretrained(self, *_: Any, **__: Any) -> None:
+        """Refuse: a runtime's model is in the folder that it was loaded from.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError("A model in a runtime is not saved again: copy the folder that it was loaded from")
+
+    def _run(self, inputs: dict[str, Any]) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class OpenVinoEncoder(RuntimeEncoder):
+    """A model in OpenVINO."""
+
+    def __init__(self, file: Path, config: PreTrainedConfig, ov_config: dict[str, Any] | None = None) -> None:
+        """Compile the model for the CPU."""
+        super().__init__(config)
+        import openvino
+
+        settings = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), **(ov_config or {})}
+        self.compiled = openvino.Core().compile_model(file, "CPU", settings)
+        self.inputs = [port.any_name for port in self.compiled.inputs]
+
+    def _run(self, inputs: dict[str, Any]) -> torch.Tensor:
+        request = self.compiled.create_infer_request()  # one of its own for each thread
+        return torch.from_numpy(request.infer(inputs, share_inputs=True)[0])
+
+
+class OnnxEncoder(RuntimeEncoder):
+    """A model in ONNX Runtime."""
+
+    def __init__(self, file: Path, config: PreTrainedConfig) -> None:
+        """Load the model for the CPU."""
+        super().__init__(config)
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        self.session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        self.inputs = [port.name for port in self.session.get_inputs()]
+
+    def _run(self, inputs: dict[str, Any]) -> torch.Tensor:
+        return torch.from_numpy(self.session.run(["last_hidden_state"], inputs)[0])

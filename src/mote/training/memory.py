@@ -1,0 +1,358 @@
+"""How much memory a training step takes, found out without taking it.
+
+The parts that follow from the number of parameters are counted. Activations are measured: one mini-batch runs forwards
+and backwards on fake tensors, which have shapes and no contents, while every allocation is recorded. So the numbers
+hold for any architecture, with gradient checkpointing and mixed precision, and need neither memory nor a GPU.
+"""
+
+import copy
+import weakref
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+
+from configuration_mote import MoTEConfig, alternatives
+from modeling_mote import MoTEModel
+from mote.checkpoints.reading import open_any
+
+PRECISIONS = ("fp32", "bf16")
+SHARDINGS = ("ddp", "fsdp2", "deepspeed-stage-1", "deepspeed-stage-2")
+DEVICES = ("gpu", "cpu")
+
+EAGER_ONLY = ("mpnet",)  # in transformers itself
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Memory of a training step on one device, in bytes.
+
+    Attributes:
+        weights: Of all experts, frozen ones included.
+        gradients: Of all that is trained. In one step an expert that is not used has none, over a run all have.
+        optimizer: AdamW's two moments and its step counters; under DeepSpeed with bf16 also the weights in float32.
+        communication: DDP's buckets; under FSDP what is gathered at a time.
+        activations: What one mini-batch (without a cached loss, the whole batch of the device) needs beyond all that
+            at the worst moment of its forward and backward pass.
+        embeddings: Of a cached loss: the embeddings of the device's batch, and their gradients.
+        loss: What the loss needs beyond them at its worst moment: gathered embeddings, one chunk of logits.
+        at_once: Whether activations and loss are there at the same time; not so with a cached loss.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    communication: int
+    activations: int
+    embeddings: int
+    loss: int
+    at_once: bool
+
+    @property
+    def total(self) -> int:
+        """The worst moment of a step."""
+        lasting = self.weights + self.gradients + self.optimizer + self.communication + self.embeddings
+        passing = (self.activations, self.loss)
+        return lasting + (sum(passing) if self.at_once else max(passing))
+
+    def __str__(self) -> str:
+        """Lay it out as a table, in GiB."""
+        parts = {name: size for name, size in asdict(self).items() if name != "at_once"}
+        return "\n".join(f"{name:<14} {size / 2**30:8.2f} GiB" for name, size in {**parts, "total": self.total}.items())
+
+
+def estimate_memory(
+    model: PreTrainedModel | PreTrainedConfig,
+    *,
+    batch_size: int,
+    length: int,
+    mini_batch_size: int | None = None,
+    columns: int = 2,
+    gradient_checkpointing: bool = False,
+    precision: str = "fp32",
+    processes: int = 1,
+    sharding: str = "ddp",
+    device: str = "gpu",
+) -> MemoryEstimate:
+    """Estimate the memory of a step of contrastive training with AdamW, on each device.
+
+    What kernels and allocators need for themselves is not in it: on a GPU add the CUDA context (about half a GiB) and
+    room for fragmentation. What runs here are the kernels of CPUs. Those of GPUs keep dropout's masks in a byte each,
+    here they have the type of the activations; and they keep no attention probabilities even with dropout, so that
+    for `"gpu"` dropout within sdpa is left out.
+
+    Args:
+        model: A MoTE or a dense model, or the config of one.
+        batch_size: Rows of a step, over all processes.
+        length: Tokens of each text.
+        mini_batch_size: Of a cached loss (GradCache). Default: a loss that is not cached.
+        columns: Texts in a row: 2 for pairs, 3 with a hard negative.
+        gradient_checkpointing: Whether activations within a block are computed again.
+        precision: `"fp32"`, or `"bf16"` for autocast.
+        processes: Number of devices. Embeddings are gathered across them.
+        sharding: `"ddp"` (every device has everything), `"fsdp2"` (weights, gradients and optimizer cut),
+            `"deepspeed-stage-1"` (optimizer cut), or `"deepspeed-stage-2"` (gradients as well, not for cached losses).
+        device: `"gpu"` or `"cpu"`: whether sdpa with dropout keeps no probabilities, or does.
+
+    Raises:
+        ValueError: If a name is unknown, a number does not hold, the model's forward depends on its inputs' values,
+            or it has a token router.
+    """
+    names = {"precision": (precision, PRECISIONS), "sharding": (sharding, SHARDINGS), "device": (device, DEVICES)}
+    for name, (value, known) in names.items():
+        if value not in known:
+            raise ValueError(f"Unknown {name} {value!r}." + alternatives(value, known))
+    if getattr(model.config if isinstance(model, PreTrainedModel) else model, "router", "task") == "token":
+        raise ValueError("The memory of a token router cannot be told beforehand: it depends on where the tokens go")
+    rows = _rows(batch_size, processes, mini_batch_size, length, columns)
+    cached = mini_batch_size is not None
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = fake_model(model, gradient_checkpointing, device)
+        try:
+            at_once = (min(mini_batch_size, rows), 1) if mini_batch_size is not None else (rows, columns)
+            activations = measure_activations(fake, at_once[0], length, at_once[1], precision).peak
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ValueError(
+                f"{type(fake).__name__} decides by the values of its inputs what it computes, so its memory cannot be "
+                f"told from their shapes ({error})"
+            ) from error
+        width = fake.config.hidden_size
+        loss = _loss(rows, batch_size, mini_batch_size or rows, columns, width)
+    return MemoryEstimate(
+        **_lasting(fake, precision, processes, sharding),
+        activations=activations,
+        embeddings=2 * rows * columns * width * 4 if cached else 0,
+        loss=loss,
+        at_once=not cached,
+    )
+
+
+def config_of(src: str, revision: str | None = None, experts: list[str] | None = None) -> PreTrainedConfig:
+    """Read the config of a model, to estimate its memory.
+
+    Args:
+        src: A folder, or an id on the Hub.
+        revision: Of a source on the Hub.
+        experts: Of the MoTE that a dense source would become. Default: the source as it is.
+
+    Raises:
+        FileNotFoundError: If there is no such source.
+        ValueError: If it is not of a supported architecture, or a MoTE already that is to get experts.
+    """
+    config = open_any(src, revision).config
+    if experts is None:
+        return config
+    if config.model_type == "mote":
+        raise ValueError(f"{src} is a MoTE already: its experts are those that it has")
+    return MoTEConfig(backbone_config=config, experts=experts, dtype=config.dtype)
+
+
+def _rows(batch_size: int, processes: int, mini_batch_size: int | None, length: int, columns: int) -> int:
+    """Count the rows of each process."""
+    numbers = {"batch_size": batch_size, "processes": processes, "length": length, "columns": columns}
+    if mini_batch_size is not None:
+        numbers["mini_batch_size"] = mini_batch_size
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1, not {number}")
+    if batch_size % processes:
+        raise ValueError(f"batch_size {batch_size} cannot be cut evenly among {processes} processes")
+    return batch_size // processes
+
+
+# Counted -------------------------------------------------------------------------------------------------------------
+
+
+def _lasting(model: PreTrainedModel, precision: str, processes: int, sharding: str) -> dict[str, int]:
+    """Count what is there throughout a step."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    weights, gradients = _size(model.parameters()), _size(trained)
+    optimizer = 2 * gradients + 4 * len(trained)  # two moments, and a step counter in float32
+    if sharding == "ddp":
+        buckets = gradients if processes > 1 else 0
+        return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "communication": buckets}
+    if sharding == "fsdp2":
+        return {
+            "weights": _size(model.parameters(), processes),
+            "gradients": _size(trained, processes),
+            "optimizer": 2 * _size(trained, processes) + 4 * len(trained),
+            "communication": _gathered(model) // (2 if precision == "bf16" else 1) if processes > 1 else 0,
+        }
+    count = sum(parameter.numel() for parameter in trained)
+    if precision == "bf16":  # DeepSpeed keeps the model in bf16, and cuts one in float32 with the optimizer
+        weights = sum(2 * parameter.numel() for parameter in model.parameters())
+        gradients, optimizer = 2 * count, 12 * count
+    return {
+        "weights": weights,
+        "gradients": -(-gradients // processes) if sharding == "deepspeed-stage-2" else gradients,
+        "optimizer": -(-optimizer // processes),
+        "communication": 0,
+    }
+
+
+def _size(tensors: Iterable[torch.Tensor], processes: int = 1) -> int:
+    """Count bytes; cut in as many parts along their first dimension, those of the largest part."""
+    return sum(
+        -(-len(tensor) // processes) * tensor[0].numel() * tensor.element_size() if tensor.dim() else 8
+        for tensor in tensors
+    )
+
+
+def _gathered(model: PreTrainedModel) -> int:
+    """Count what FSDP has gathered at a time: what is in no block, one block with its gradients, and the next one."""
+    blocks: list[nn.Module] = [
+        module for module in model.modules() if type(module).__name__ in MoTEModel._no_split_modules
+    ]
+    blocks = blocks or [module for module in model.modules() if _is_layer(module)]
+    sizes = [_size(block.parameters()) for block in blocks]
+    outside = _size(model.parameters()) - sum(sizes)
+    return outside + 3 * max(sizes, default=0)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return hasattr(module, "gradient_checkpointing") and not isinstance(module, PreTrainedModel)
+
+
+# Measured ------------------------------------------------------------------------------------------------------------
+
+
+class LiveMemory(TorchDispatchMode):
+    """Records how many bytes are allocated while it is entered, and the most there were at a time.
+
+    Attributes:
+        live: Bytes allocated since it was made, and still in use.
+        peak: The most of them at a time.
+    """
+
+    def __init__(self, *ours: torch.Tensor) -> None:
+        """Leave out the storages of some tensors, which were there before."""
+        super().__init__()
+        self.live = self.peak = 0
+        self.known = {tensor.untyped_storage()._cdata for tensor in ours}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Run an operation, and look at what it returns."""
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                self._add(value.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.known:
+            self.known.add(key)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._remove, key, size)
+
+    def _remove(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.live -= size
+
+
+def fake_model(
+    model: PreTrainedModel | PreTrainedConfig, gradient_checkpointing: bool = False, device: str = "gpu"
+) -> PreTrainedModel:
+    """Build a model in name only, in training mode, with gradients, as it is after the first mini-batch.
+
+    To be called within `FakeTensorMode(allow_non_fake_inputs=True)`. The arguments are those of `estimate_memory`.
+    """
+    config = _config_of(model, device)
+    with unset_fake_temporarily(), torch.device("meta"):
+        fake: PreTrainedModel = MoTEModel(config) if config.model_type == "mote" else AutoModel.from_config(config)
+        if isinstance(config.dtype, torch.dtype):
+            fake.to(dtype=config.dtype)  # type: ignore[call-arg]
+    fake.to_empty(device="cpu")
+    if getattr(fake, "pooler", None) is not None:
+        fake.pooler = None  # type: ignore[assignment]  # which embeddings do not pass through
+    of_model = dict(model.named_parameters()) if isinstance(model, PreTrainedModel) else {}
+    for name, parameter in fake.named_parameters():
+        if name in of_model:
+            parameter.data = parameter.data.to(of_model[name].dtype)
+            parameter.requires_grad_(of_model[name].requires_grad)
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    if gradient_checkpointing:
+        fake.gradient_checkpointing_enable({"use_reentrant": False})
+    return fake.train()
+
+
+def _config_of(model: PreTrainedModel | PreTrainedConfig, device: str) -> Any:
+    """Copy a config, with an attention that runs without a GPU, and for one without what only CPUs keep."""
+    config: Any = copy.deepcopy(model.config if isinstance(model, PreTrainedModel) else model)
+    if config.model_type == "mote":
+        config = MoTEConfig.from_dict(config.to_dict())
+    backbone = getattr(config, "backbone_config", config)
+    if isinstance(model, PreTrainedModel) and model.config._attn_implementation == "eager":
+        config._attn_implementation = backbone._attn_implementation = "eager"
+    elif device == "gpu" and backbone.model_type not in EAGER_ONLY:
+        for name in ("attention_probs_dropout_prob", "attention_dropout", "attention_probs_dropout"):
+            if getattr(backbone, name, None):
+                setattr(backbone, name, 0.0)
+    return config
+
+
+class Activations(NamedTuple):
+    """What a forward and backward pass needs beyond weights and gradients, in bytes."""
+
+    kept: int  # between the two passes
+    peak: int  # at the worst moment of both
+
+
+def measure_activations(
+    model: PreTrainedModel, rows: int, length: int, columns: int = 1, precision: str = "fp32"
+) -> Activations:
+    """Run a forward and backward pass, and record what it allocates.
+
+    Args:
+        model: In training mode, with gradients. Within `FakeTensorMode` nothing is computed or really allocated.
+        rows: Texts at a time.
+        length: Tokens of each.
+        columns: Forward passes before the backward pass.
+        precision: `"fp32"`, or `"bf16"` for autocast.
+    """
+    live = LiveMemory(
+        *model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()
+    )
+    tokens = torch.ones(rows, length, dtype=torch.long)
+    task = {"task": model.config.available_experts[0]} if model.config.model_type == "mote" else {}
+    with live:
+        outputs = []
+        for _ in range(columns):
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                outputs.append(_embed(model, tokens, task))
+        kept = live.live
+        torch.stack(outputs).sum().backward()
+    return Activations(kept, live.peak)
+
+
+def _embed(model: PreTrainedModel, tokens: torch.Tensor, task: dict[str, str]) -> torch.Tensor:
+    """Run a model and pool by the mean: [B, L] → [B, H]."""
+    output = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **task)
+    return output.last_hidden_state.float().mean(dim=1)
+
+
+def _loss(rows: int, batch_size: int, chunk: int, columns: int, width: int) -> int:
+    """Measure the worst moment of Sentence-Transformers' own loss, beyond the embeddings and their gradients."""
+    queries = torch.zeros(rows, width, requires_grad=True)
+    documents = [torch.zeros(batch_size, width, requires_grad=True) for _ in range(columns - 1)]
+    for tensor in (queries, *documents):
+        tensor.grad = torch.zeros_like(tensor)
+    loss = CachedMultipleNegativesRankingLoss(nn.Sequential(nn.Identity()), mini_batch_size=chunk)  # type: ignore[arg-type]
+    with LiveMemory(queries, queries.grad) as live:  # type: ignore[arg-type]
+        loss.calculate_loss([[queries], *([document] for document in documents)], with_backward=True)
+    gathered = batch_size - rows
+    return live.peak + 2 * gathered * columns * width * 4

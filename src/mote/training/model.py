@@ -1,0 +1,246 @@
+"""The model that a recipe trains: a MoTE, its token-routed counterpart, or a dense model."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from sentence_transformers import SentenceTransformer
+
+from configuration_mote import MoTEConfig, alternatives
+from mote import upcycling
+from mote.checkpoints import writing as repository
+from mote.checkpoints.reading import DenseSource, Source, load_dense, load_tokenizer, open_any
+from mote.checkpoints.staging import Staging
+from mote.inference.loading import all_weights
+from mote.training.processes import processes
+from mote.training.recipe import ModelSettings, Recipe
+
+START_FOLDER = "start"  # in the folder of a run: the upcycled source, until it is in memory
+
+
+def is_mote(model: SentenceTransformer) -> bool:
+    """Tell whether a model has experts; one that was loaded as remote code is of a class of its own."""
+    config: Any = getattr(model[0], "config", None)
+    return config is not None and config.model_type == "mote"
+
+
+def build_model(recipe: Recipe, scratch: Path) -> tuple[SentenceTransformer, MoTEConfig]:
+    """Build the model that a recipe trains.
+
+    Args:
+        recipe: The recipe.
+        scratch: Folder for a MoTE on its way from the dense source into memory.
+
+    Returns:
+        The model; and a config that knows the names of the tasks and their instructions, which is the model's own
+        where it has experts.
+
+    Raises:
+        FileNotFoundError: If the source is not there.
+        ValueError: If the source does not fit the recipe, or the recipe names a task that the model does not know.
+    """
+    settings = recipe.model
+    names = names_of(recipe)
+    torch.manual_seed(recipe.training.seed)  # for new weights: those of a token router
+    source = open_any(settings.source, settings.revision)
+    if settings.kind == "dense":
+        with processes().main_process_first():
+            folder = native_folder(source, scratch / START_FOLDER)
+        with all_weights(settings.source):
+            model = SentenceTransformer(str(folder), **_loading(settings))
+        model.prompts = {**repository.prompts_of(names)}
+    else:
+        folder = source.folder if source.config.model_type == "mote" else _upcycled(settings, scratch)
+        model = SentenceTransformer(str(folder), trust_remote_code=True, **_loading(settings))
+        first: Any = model[0]
+        names = first.config
+    if settings.max_length is not None:
+        model.max_seq_length = settings.max_length
+    if recipe.training.only_experts is not None:
+        _freeze_all_but(model, recipe.training.only_experts)
+    return model, names
+
+
+def native_folder(source: Source, folder: Path) -> Path:
+    """Find a folder from which Sentence-Transformers loads a dense source with all its weights.
+
+    Args:
+        source: From `open_any`.
+        folder: Written in the native format where the source is published in one that only we read (Nomic's first one),
+            unless it is there already.
+
+    Returns:
+        The source's own folder, or `folder`.
+    """
+    if not isinstance(source, DenseSource) or source.key_mapping is None:
+        return source.folder
+    if not folder.exists():
+        config = MoTEConfig(pooling=repository.source_pooling(source) or "mean")
+        config.instructions = dict.fromkeys(config.tasks, "")
+        dense, _ = load_dense(source)
+        with Staging(folder) as staged:
+            dense.save_pretrained(staged, save_original_format=False)  # its own names, not the source's
+            load_tokenizer(source).save_pretrained(staged)
+            repository.write_sentence_transformer(dense, source, staged, config)
+    return folder
+
+
+def names_of(recipe: Recipe) -> MoTEConfig:
+    """Find out the tasks and instructions of the model that a recipe trains, without its weights.
+
+    Raises:
+        FileNotFoundError: If the source is not there.
+        ValueError: If the source does not fit the recipe, or the recipe names a task that the model does not know.
+    """
+    settings = recipe.model
+    source = open_any(settings.source, settings.revision)
+    if source.config.model_type == "mote":
+        names: Any = source.config
+        _check_mote(settings, names, source.is_local)
+    else:
+        names = _names(settings, repository.source_prompts(source))
+    _check_tasks(recipe, names)
+    if recipe.training.only_experts is not None:
+        _check_only_experts(recipe, names, recipe.training.only_experts)
+    return names
+
+
+def _check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> None:
+    """Make sure that a source which is a MoTE already is the one that the recipe describes."""
+    name = settings.source
+    if settings.kind == "dense":
+        raise ValueError(f"{name} is a MoTE: the kind is 'mote', or average its experts first (`mote average`)")
+    if config.router != {"mote": "task", "token": "token"}[settings.kind]:
+        raise ValueError(f"{name} routes by {config.router}: the recipe's kind {settings.kind!r} does not fit")
+    if config.expert_bits is not None:
+        raise ValueError(
+            f"{name} has 8-bit experts, which cannot be trained: train the model as it was before `mote compress`, and "
+            "compress the result"
+        )
+    if not is_local and not settings.trust_remote_code:
+        raise ValueError(f"{name} comes with code of its own: read it, then set model.trust_remote_code=true")
+    described = copy.copy(config)
+    described.mote_layers = settings.layers
+    differing = {
+        "model.layers": described.mote_layer_indices != config.mote_layer_indices,
+        "model.experts": settings.experts is not None and settings.experts != config.experts,
+        "model.tasks": not settings.tasks.items() <= config.tasks.items(),
+        "model.instruction_texts": not settings.instruction_texts.items() <= config.instructions.items(),
+    }
+    wrong = [key for key, differs in differing.items() if differs]
+    if wrong:
+        raise ValueError(
+            f"{name} is a MoTE already, and not as the recipe describes it in {', '.join(wrong)}. Its experts: "
+            f"{', '.join(config.experts)}, in blocks {', '.join(map(str, config.mote_layer_indices))}"
+        )
+
+
+def _loading(settings: ModelSettings) -> dict[str, Any]:
+    attention = {} if settings.attention is None else {"attn_implementation": settings.attention}
+    return {"model_kwargs": {"dtype": torch.float32, **attention}}  # mixed precision keeps its weights in fp32
+
+
+def _named(settings: ModelSettings) -> MoTEConfig:
+    """Name experts and tasks as the recipe does, the paper's by default."""
+    return MoTEConfig(experts=settings.experts, tasks=settings.tasks)  # type: ignore[arg-type]  # none: the paper's
+
+
+def _instructions(settings: ModelSettings) -> dict[str, str]:
+    """Return the instructions that the recipe sets itself."""
+    if settings.instructions:
+        return settings.instruction_texts
+    return dict.fromkeys(_named(settings).tasks, "")
+
+
+def _names(settings: ModelSettings, prompts: dict[str, str]) -> MoTEConfig:
+    """Name tasks and instructions of a dense model as those of a MoTE made of it would be."""
+    config = _named(settings)
+    config.instructions |= {**upcycling.instructions_from(prompts, config), **_instructions(settings)}
+    config.validate_names()
+    return config
+
+
+def _upcycled(settings: ModelSettings, scratch: Path) -> Path:
+    """Upcycle the dense source; with several processes, one does."""
+    folder = scratch / START_FOLDER
+    with processes().main_process_first():
+        if not folder.exists():
+            routing: dict[str, Any] = {}
+            if settings.kind == "token":
+                routing = {
+                    "router": "token",
+                    "experts_per_token": settings.experts_per_token,
+                    "load_balancing": settings.load_balancing,
+                }
+            upcycling.upcycle(
+                settings.source,
+                folder,
+                revision=settings.revision,
+                experts=settings.experts,
+                layers=settings.layers,
+                tasks=settings.tasks,
+                instructions=_instructions(settings),
+                **routing,
+            )
+    return folder
+
+
+def _check_tasks(recipe: Recipe, names: MoTEConfig) -> None:
+    """Make sure that the model knows every task that the recipe's data are for."""
+    for name, task in recipe.tasks.items():
+        for anchor, positive in [(task.anchor, task.positive), *((d.anchor, d.positive) for d in task.datasets)]:
+            for model_task in (anchor, positive):
+                if model_task and model_task not in names.tasks:
+                    raise ValueError(
+                        f"tasks.{name}: the model has no task {model_task!r}." + alternatives(model_task, names.tasks)
+                    )
+
+
+def _check_only_experts(recipe: Recipe, names: MoTEConfig, only: list[str]) -> None:
+    """Make sure that the experts that alone are trained are there, and that all data train one of them."""
+    if recipe.model.kind != "mote":
+        raise ValueError(f"training.only_experts: a model of the kind {recipe.model.kind!r} has no experts for tasks")
+    for expert in only:
+        if expert not in names.experts:
+            raise ValueError(
+                f"training.only_experts: the model has no expert {expert!r}."
+                + alternatives(expert, names.experts)
+                + " "
+                "`mote experts add` makes a new one"
+            )
+    for name, task in recipe.tasks.items():
+        for dataset in task.datasets:
+            anchor = dataset.anchor or task.anchor
+            positive = dataset.positive or task.positive
+            trained = sorted({names.tasks[anchor], names.tasks[positive]})
+            if not set(trained) & set(only):
+                raise ValueError(
+                    f"tasks.{name}: {dataset.path} trains {' and '.join(trained)}, none of training.only_experts "
+                    f"({', '.join(only)}): send it to one of them by `anchor`, or leave it out (`tasks.{name}=null`)"
+                )
+
+
+def _freeze_all_but(model: SentenceTransformer, experts: list[str]) -> None:
+    """Have no gradients, and no weight decay either, for all but some experts."""
+    model.requires_grad_(False)
+    first: Any = model[0]
+    for block in first.model.blocks:
+        for name in experts:
+            block.experts[name].requires_grad_(True)
+
+
+def encodings(names: MoTEConfig, routed: bool) -> dict[str, dict[str, Any]]:
+    """Say how the texts of each task are embedded.
+
+    Args:
+        names: Tasks and instructions.
+        routed: Whether the task also picks an expert.
+
+    Returns:
+        Task → arguments of `encode`.
+    """
+    return {
+        task: {"prompt": names.instruction_of(task) or None, **({"task": task} if routed else {})}
+        for task in names.tasks
+    }

@@ -1,0 +1,460 @@
+"""`mote analyze`: similarity between tasks, divergence, movement of the experts."""
+
+import gzip
+import json
+import math
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.checkpoints import dense_checkpoint, edit_json, edit_weights, trusted
+from helpers.paths import ROOT, SMALL_ENCODER
+from safetensors.torch import load_file
+from scipy.spatial.distance import jensenshannon
+from scipy.special import rel_entr, softmax
+from scipy.stats import ttest_ind
+from sentence_transformers import SentenceTransformer
+from transformers import PreTrainedConfig
+
+import mote
+from mote import analysis, upcycle
+from mote.cli import main
+
+TEXTS = [
+    "whales breathe air",
+    "how do I reset my card",
+    "a proof of the theorem",
+    "list files in a folder",
+    "rain is coming tomorrow",
+    "the bank was closed",
+]
+TASKS = ["classification", "clustering", "search_query", "search_document"]
+
+
+@pytest.fixture(scope="module")
+def prompted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small encoder with two prompts, as an instruction-conditioned dense model."""
+    folder = tmp_path_factory.mktemp("prompted") / "small-ic"
+    model = SentenceTransformer(str(SMALL_ENCODER))
+    model.prompts = {"search_query": "search_query: ", "search_document": "search_document: "}
+    model.save(str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(trained_folder: Path, prompted: Path) -> analysis.Analysis:
+    models = {"trained": trained_folder, "dense": prompted}
+    return analysis.analyze(models, texts=TEXTS, start=str(SMALL_ENCODER))
+
+
+def pixels(path: Path) -> tuple[int, int]:
+    """Width and height of a PNG."""
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG")
+    return struct.unpack(">II", content[16:24])
+
+
+# Similarity ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_similarity_of_tasks_is_the_cosine_of_what_encode_gives(trained_folder: Path) -> None:
+    model = trusted(trained_folder)
+    similarity = analysis.inter_task_similarity(model, TEXTS)
+    assert next(iter(similarity)) == ("classification", "clustering")
+    assert len(similarity) == 6
+    for (a, b), values in similarity.items():
+        first, second = (model.encode(TEXTS, prompt_name=task).astype(float) for task in (a, b))
+        expected = [x @ y / math.sqrt(x @ x) / math.sqrt(y @ y) for x, y in zip(first, second, strict=True)]
+        np.testing.assert_allclose(values, expected, atol=1e-12)
+        assert values.max() < 0.9999
+
+
+def test_a_dense_model_is_compared_over_its_prompts(prompted: Path) -> None:
+    similarity = analysis.inter_task_similarity(str(prompted), TEXTS)
+    model = SentenceTransformer(str(SMALL_ENCODER))
+    first, second = (
+        model.encode([f"{role}: {text}" for text in TEXTS]) for role in ("search_query", "search_document")
+    )
+    expected = (first * second).sum(1) / np.linalg.norm(first, axis=1) / np.linalg.norm(second, axis=1)
+    np.testing.assert_allclose(similarity["search_query", "search_document"], expected, atol=1e-6)
+
+
+def test_a_fresh_mote_without_instructions_does_not_tell_tasks_apart(tmp_path: Path) -> None:
+    folder = upcycle(str(SMALL_ENCODER), tmp_path / "bare", instructions=dict.fromkeys(TASKS, ""))
+    found = analysis.analyze([folder], texts=TEXTS, start=str(SMALL_ENCODER), out=tmp_path / "out")
+    assert (tmp_path / "out" / "movement.png").is_file()  # nothing moved, nothing varies: drawn all the same
+    similarity = found.models[0].similarity
+    assert len(similarity) == 6
+    assert all((values == 1.0).all() for values in similarity.values())
+    divergence = found.models[0].divergence
+    assert divergence is not None
+    assert divergence.js.mean == divergence.sets_js == 0.0
+
+
+def test_tasks_can_be_chosen_and_others_are_refused(trained_folder: Path, prompted: Path) -> None:
+    similarity = analysis.inter_task_similarity(trained_folder, TEXTS, ["sts", "query"])
+    assert list(similarity) == [("sts", "query")]
+    with pytest.raises(ValueError, match=r"does not know the task 'quer'\. Did you mean 'query'\? Available: .*'sts'"):
+        analysis.inter_task_similarity(trained_folder, TEXTS, ["quer", "sts"])
+    with pytest.raises(ValueError, match="small-ic does not know the task 'clustering'"):
+        analysis.analyze([trained_folder, prompted], texts=TEXTS, tasks=["clustering", "search_query"])
+    with pytest.raises(ValueError, match="named twice"):
+        analysis.inter_task_similarity(trained_folder, TEXTS, ["sts", "sts"])
+    with pytest.raises(ValueError, match="takes two tasks"):
+        analysis.inter_task_similarity(trained_folder, TEXTS, ["sts"])
+
+
+def test_a_dense_model_without_prompts_is_refused_with_what_would_work() -> None:
+    with pytest.raises(ValueError, match=r"small-encoder cannot .* What works: a MoTE.*`mote train ic`.*`--tasks`"):
+        analysis.analyze([SMALL_ENCODER], texts=TEXTS)
+
+
+def test_welchs_test_is_that_of_scipy() -> None:
+    generator = np.random.default_rng(0)
+    first, second = ({("a", "b"): generator.normal(m, s, 9), ("a", "c"): generator.normal(m, s, 9)} for m, s in
+                     ((0.6, 0.2), (0.8, 0.05)))  # fmt: skip
+    *pairs, over_all = analysis.welch_tests("x", first, "y", second)
+    assert [test.tasks for test in [*pairs, over_all]] == [("a", "b"), ("a", "c"), None]
+    means = tuple((values["a", "b"] + values["a", "c"]) / 2 for values in (first, second))
+    samples = [(first["a", "b"], second["a", "b"]), (first["a", "c"], second["a", "c"]), means]
+    for test, (a, b) in zip([*pairs, over_all], samples, strict=True):
+        expected = ttest_ind(a, b, equal_var=False, alternative="less")
+        numbers = (test.t, test.degrees_of_freedom, test.p, test.mean_first, test.mean_second)
+        wanted = (expected.statistic, expected.df, expected.pvalue, a.mean(), b.mean())
+        assert numbers == pytest.approx(wanted, rel=1e-9)
+    (same, _) = analysis.welch_tests("x", {("a", "b"): np.ones(4)}, "y", {("a", "b"): np.ones(4)})
+    assert same.p is None
+
+
+# Divergence ----------------------------------------------------------------------------------------------------------
+
+
+def test_divergences_are_those_of_scipy() -> None:
+    generator = np.random.default_rng(1)
+    queries, documents = generator.normal(size=(2, 5, 16))
+    p, q = (softmax(4 * x / np.linalg.norm(x, axis=1, keepdims=True), axis=1) for x in (queries, documents))
+    found = analysis.divergence_of(queries, documents, ("query", "document"), np.zeros(5))
+    assert found.kl_query_document.mean == pytest.approx(rel_entr(p, q).sum(axis=1).mean())
+    assert found.kl_document_query.std == pytest.approx(rel_entr(q, p).sum(axis=1).std(ddof=1))
+    assert found.js.mean == pytest.approx((jensenshannon(p, q, axis=1) ** 2).mean())
+    assert found.sets_js == pytest.approx(jensenshannon(p.mean(axis=0), q.mean(axis=0)) ** 2)
+    assert found.sets_kl_query_document == pytest.approx(rel_entr(p.mean(axis=0), q.mean(axis=0)).sum())
+    scaled = analysis.divergence_of(3 * queries, documents / 7, ("query", "document"), np.zeros(5))
+    assert scaled.js.mean == pytest.approx(found.js.mean)
+
+
+def test_pairs_take_their_own_roles(trained_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl.gz"
+    rows = [{"query": text, "positive": [f"{text}, said at length", "another"]} for text in TEXTS]
+    with gzip.open(file, "wt", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(row) + "\n" for row in rows)
+    found = analysis.analyze([trained_folder], texts=TEXTS, pairs=file)
+    divergence, layout = found.models[0].divergence, found.models[0].layout
+    assert divergence is not None
+    assert layout is not None
+    assert layout.shape == (12, 2)
+    model = trusted(trained_folder)
+    queries = model.encode(TEXTS, prompt_name="search_query")
+    documents = model.encode([f"{text}, said at length" for text in TEXTS], prompt_name="search_document")
+    cosines = (queries * documents).sum(1) / np.linalg.norm(queries, axis=1) / np.linalg.norm(documents, axis=1)
+    assert divergence.cosine.mean == pytest.approx(cosines.mean(), abs=1e-6)
+    assert not any("same texts" in note for note in found.models[0].notes)
+
+
+# Movement ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fresh_mote_has_not_moved(fresh_folder: Path) -> None:
+    movement = analysis.movement_of(str(fresh_folder), str(SMALL_ENCODER))
+    assert movement.from_start
+    layers = len(movement.shared)
+    assert movement.experts == dict.fromkeys(TASKS, [0.0] * layers)
+    assert movement.shared == [0.0] * layers
+    assert movement.outside == 0.0
+    assert set(movement.overall_cosines.values()) == {None}
+
+
+def test_a_known_change_is_measured(upcycled: Path, dense: Path, tmp_path: Path) -> None:
+    folder = copied(upcycled, tmp_path / "moved")
+    weights = load_file(folder / "model.safetensors")
+    layer, moved = "backbone.encoder.layer.1.", {}
+    for expert, factor in (("clustering", 1.0), ("search_query", -2.0)):
+        key = f"{layer}experts.{expert}.intermediate.dense.weight"
+        moved[key] = weights[key] + factor * 0.5
+    key = f"{layer}shared.attention.self.query.weight"
+    moved[key] = weights[key] * 1.25
+    edit_weights(folder, **moved)
+    movement = analysis.movement_of(str(folder), str(dense))
+
+    def norm(prefix: str) -> float:
+        return math.sqrt(sum(float((w.double() ** 2).sum()) for name, w in weights.items() if name.startswith(prefix)))
+
+    of_layer = norm(f"{layer}experts.clustering.")
+    added = 0.5 * math.sqrt(weights[f"{layer}experts.clustering.intermediate.dense.weight"].numel())
+    assert movement.experts["clustering"] == pytest.approx([0.0, added / of_layer], rel=1e-5)
+    assert movement.experts["search_query"][1] == pytest.approx(2 * added / of_layer, rel=1e-5)
+    assert movement.experts["classification"] == [0.0, 0.0]
+    both = math.hypot(of_layer, norm("backbone.encoder.layer.0.experts.clustering."))
+    assert movement.overall["clustering"] == pytest.approx(added / both, rel=1e-5)
+    assert movement.cosines["clustering", "search_query"] == [None, pytest.approx(-1.0, rel=1e-5)]
+    assert movement.overall_cosines["classification", "clustering"] is None
+    assert movement.shared == pytest.approx([0.0, 0.25 * norm(key) / norm(f"{layer}shared.")], rel=1e-5)
+    assert analysis.movement_of(str(folder), str(upcycled)).experts == movement.experts
+
+
+def copied(source: Path, target: Path) -> Path:
+    """A copy to change."""
+    target.mkdir()
+    for path in source.iterdir():
+        if path.is_file():
+            (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+def test_without_a_start_experts_are_compared_with_their_mean(trained_folder: Path) -> None:
+    (model,) = analysis.analyze([trained_folder], texts=TEXTS[:2]).models
+    assert model.movement is not None
+    assert not model.movement.from_start
+    assert model.movement.shared == []
+    assert "does not record where it comes from" in model.notes[-1]
+    assert "`--start MODEL`" in model.notes[-1]
+    weights = load_file(trained_folder / "model.safetensors")
+    prefix = next(key for key in sorted(weights) if ".experts." in key).partition("experts.")[0] + "experts."
+    rows = {
+        name: torch.cat([weights[key].double().flatten() for key in sorted(weights) if key.startswith(prefix + name)])
+        for name in TASKS
+    }
+    mean = torch.stack(list(rows.values())).mean(dim=0)
+    expected = float((rows["clustering"] - mean).norm() / mean.norm())
+    assert model.movement.experts["clustering"][0] == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_start_is_found_by_what_a_folder_records(upcycled: Path, dense: Path, tmp_path: Path) -> None:
+    folder = copied(upcycled, tmp_path / "trained")
+    with pytest.raises(ValueError, match="comes from tiny, which is not here"):
+        analysis.find_start(str(folder))
+    (folder / "recipe.yaml").write_text(f"model:\n  source: {dense}\n")
+    assert analysis.find_start(str(folder)) == str(dense)
+    (folder / "recipe.yaml").write_text("model:\n  source: user/name\n")
+    assert analysis.find_start(str(folder)) == "user/name"
+    (folder / "recipe.yaml").write_text("[")
+    with pytest.raises(ValueError, match="cannot be read"):
+        analysis.find_start(str(folder))
+
+
+def test_a_dense_model_moves_as_one_expert(dense: Path, tmp_path: Path) -> None:
+    folder = copied(dense, tmp_path / "tuned")
+    weights = load_file(folder / "model.safetensors")
+    key = "embeddings.word_embeddings.weight"
+    edit_weights(folder, **{key: weights[key] * 2})
+    movement = analysis.movement_of(str(folder), str(dense))
+    assert movement.experts == {"feed-forward": [0.0, 0.0]}
+    outside = [w.double().flatten() for name, w in weights.items() if name.startswith("embeddings.")]
+    expected = float(weights[key].double().norm() / torch.cat(outside).norm())
+    assert movement.outside == pytest.approx(expected, rel=1e-9)
+
+
+def test_experts_in_some_layers_and_of_a_token_router(dense: Path, tmp_path: Path) -> None:
+    every_other = upcycle(str(dense), tmp_path / "other", layers="every_other")
+    movement = analysis.movement_of(str(every_other), str(dense))
+    assert movement.experts["clustering"] == [None, 0.0]
+    assert movement.shared == [0.0, 0.0]
+    routed = upcycle(str(dense), tmp_path / "routed", router="token")
+    movement = analysis.movement_of(str(routed), str(dense))
+    assert movement.experts == {f"expert {number}": [0.0, 0.0] for number in (1, 2, 3, 4)}
+
+
+def test_another_architecture_is_no_start(upcycled: Path, tmp_path: Path) -> None:
+    other = dense_checkpoint(tmp_path / "other", "distilbert")
+    with pytest.raises(ValueError, match=r"is no start of .*: its architecture is 'distilbert', expected 'bert'"):
+        analysis.movement_of(str(upcycled), str(other))
+    wide = dense_checkpoint(tmp_path / "wide", "bert", intermediate_size=48)
+    with pytest.raises(ValueError, match=r"is no start of .* of another shape .*\(32.*in the start \(48.*What works"):
+        analysis.movement_of(str(upcycled), str(wide))
+    with pytest.raises(FileNotFoundError, match="no-model"):
+        analysis.movement_of(str(upcycled), str(tmp_path / "no-model"))
+
+
+# Texts ---------------------------------------------------------------------------------------------------------------
+
+
+def test_texts_come_with_mote() -> None:
+    texts = analysis.find_texts()
+    assert len(set(texts.texts)) == 128
+    rows = [json.loads(line) for line in (ROOT / "src/mote/analysis/texts.jsonl").read_text().splitlines()]
+    assert all("(CC" in row["source"] for row in rows)
+    few = analysis.find_texts(limit=10, seed=3)
+    assert few == analysis.find_texts(limit=10, seed=3) != analysis.find_texts(limit=10, seed=4)
+    assert set(few.texts) < set(texts.texts)
+
+
+def test_texts_of_files(tmp_path: Path) -> None:
+    plain = tmp_path / "texts.txt"
+    plain.write_text("one\n\n two \none\nthree\n")
+    assert analysis.find_texts(plain).texts == ("one", "two", "three")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert analysis.find_texts(rows).texts == ("one", "two")
+
+
+def test_texts_and_pairs_of_a_folder_are_of_all_its_datasets() -> None:
+    folder = ROOT / "examples" / "data"
+    texts = analysis.find_texts(folder=folder, limit=12, seed=1)
+    assert len(set(texts.texts)) == 12
+    assert texts == analysis.find_texts(folder=folder, limit=12, seed=1)
+    kinds = ("retrieval", "classification", "clustering")
+    assert f"{sum(1 for kind in kinds for _ in (folder / kind).iterdir())} datasets" in texts.source
+    pairs = analysis.find_pairs(folder=folder, limit=9)
+    assert pairs is not None
+    assert len(pairs.queries) == len(pairs.documents) == 9
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "has 0 texts: a distribution takes two at least; give one with `--texts FILE`"),
+        ('{"text": "one"}', "has 1 texts"),
+        ('{"text": "one"}\n{"title": "two"}', r":2 has the columns title: expected one of text, query"),
+        ('{"text": ["one"]}\n{"text": 3}', r":2 has no text in 'text', but 3"),
+        ('{"text": "one"}\n{"tex', r":2 is no JSON"),
+        ("[1]", "holds a list: expected an object"),
+    ],
+)
+def test_bad_texts_are_named(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "texts.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        analysis.find_texts(file)
+
+
+def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"There is no file .*texts\.txt"):
+        analysis.find_texts(tmp_path / "texts.txt")
+    with pytest.raises(FileNotFoundError, match="holds no dataset: expected retrieval or classification"):
+        analysis.find_texts(folder=tmp_path)
+    with pytest.raises(FileNotFoundError, match="There is no folder"):
+        analysis.find_texts(folder=tmp_path / "data")
+    with pytest.raises(ValueError, match="give one of them"):
+        analysis.find_texts(tmp_path / "a", tmp_path)
+    with pytest.raises(ValueError, match="limit 1"):
+        analysis.find_texts(limit=1)
+    packed = tmp_path / "texts.jsonl.gz"
+    packed.write_bytes(gzip.compress(b'{"text": "one"}\n' * 999)[:30])
+    with pytest.raises(ValueError, match="is damaged"):
+        analysis.find_texts(packed)
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"query": "one", "text": "two"}')
+    with pytest.raises(ValueError, match=r":1 has the columns query, text: expected one of positive"):
+        analysis.find_pairs(pairs)
+
+
+# All of it -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_analysis_is_written_for_people_and_programs(found: analysis.Analysis, tmp_path: Path) -> None:
+    assert mote.analyze is analysis.analyze
+    folder = found.save(tmp_path / "deep" / "out")
+    for name in ("similarity.png", "tsne.png", "movement.png"):
+        width, height = pixels(folder / name)
+        assert 600 < width < 3000
+        assert 300 < height < 2500
+    content = json.loads((folder / "analysis.json").read_text())
+    assert content["texts"]["texts"] == TEXTS
+    trained, dense = content["models"]
+    pair = "search_query / search_document"
+    assert list(trained["similarity"]) == [pair]  # the tasks that both models know
+    np.testing.assert_array_equal(trained["similarity"][pair], found.models[0].similarity[tuple(pair.split(" / "))])
+    assert trained["experts"] == {task: task for task in pair.split(" / ")}
+    assert dense["experts"] == {}
+    assert len(trained["movement"]["experts"]) == 4
+    assert len(content["tests"]) == 2
+    text = (folder / "analysis.md").read_text()
+    for said in ("| tasks | trained | dense |", "Is trained less similar", "![movement.png]", "expert search_query"):
+        assert said in text
+    assert str(tmp_path) not in text
+    assert str(tmp_path.parent.parent) not in json.dumps(content)
+
+
+def test_the_same_analysis_twice_is_the_same(found: analysis.Analysis, trained_folder: Path, prompted: Path) -> None:
+    again = analysis.analyze({"trained": trained_folder, "dense": prompted}, texts=TEXTS, start=str(SMALL_ENCODER))
+    assert json.dumps(again.to_dict()) == json.dumps(found.to_dict())
+
+
+def test_names_are_resolved_before_anything_is_loaded(
+    trained_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_more(*_: Any, **__: Any) -> None:
+        raise AssertionError("asked for more than the name")
+
+    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", no_more)
+    assert main(["analyze", str(trained_folder), "no/such"]) == 1
+    assert capsys.readouterr().err == "error: no/such is no folder, and the Hub cannot be reached\n"
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mote", "analyze", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_command(trained_folder: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(TEXTS))
+    done = run(f"ours={trained_folder}", "--texts", str(texts), "--out", str(tmp_path / "out"), "--limit", "4")
+    assert done.returncode == 0, done.stderr
+    assert "ours: 4 texts under classification, clustering, search_query, search_document …" in done.stdout
+    assert "Inter-task similarity: mean (standard deviation) of the cosine of 4 texts" in done.stdout
+    assert (tmp_path / "out" / "analysis.md").is_file()
+
+
+def test_errors_of_the_command_are_one_line(
+    fresh_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    cut = copied(fresh_folder, tmp_path / "cut")
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:1000])
+    dense = shutil.copytree(SMALL_ENCODER, tmp_path / "dense")
+    shallow = shutil.copytree(dense, tmp_path / "lacking")
+    edit_json(shallow / "config.json", num_hidden_layers=9)
+    (dense / "model.safetensors").write_bytes(b"nothing")
+    for words, message in (
+        ([str(fresh_folder), "--device", "tpu"], "error: There is no device 'tpu' here, but cpu"),
+        ([str(fresh_folder), "--out", str(tmp_path / "file")], "error: The analysis cannot be written to"),
+        ([str(cut)], f"error: {cut} does not load in Sentence-Transformers: "),
+        ([str(dense)], f"error: {dense} does not load in Sentence-Transformers: "),
+        ([str(shallow)], f"error: {shallow} lacks weights that its config asks for"),
+        ([str(tmp_path / "no-model")], f"error: {tmp_path}/no-model is neither a folder nor an id on the Hub"),
+        ([str(fresh_folder), "--texts", str(tmp_path / "no.txt")], "error: There is no file"),
+        ([str(fresh_folder), "--tasks", "nonsense", "sts"], "error: small-mote does not know the task 'nonsense'."),
+    ):
+        assert main(["analyze", *words]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(message)
+        assert error.count("\n") == 1
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in [name for name in sys.modules if name.startswith(("mote.analysis", "matplotlib"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["analyze", "anything"]) == 1
+    assert 'pip install -e ".[evaluate]"' in capsys.readouterr().err
+
+
+def test_a_damaged_model_is_named(trained_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    model: Any = trusted(trained_folder)
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    model.save(str(folder))
+    with pytest.raises(ValueError, match="not finite"):
+        analysis.analyze([folder], texts=TEXTS)
+    edit_json(folder / "config.json", experts=["one", "two", "three", "four"], tasks={})
+    with pytest.raises(ValueError, match="does not load"):
+        analysis.analyze([folder], texts=TEXTS)

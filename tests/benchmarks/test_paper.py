@@ -1,0 +1,141 @@
+"""benchmarks/paper: what is trained, and how scores become tables and verdicts."""
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from helpers.paths import ROOT
+
+PAPER = ROOT / "benchmarks" / "paper"
+
+
+@pytest.fixture
+def paper(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """The modules of the folder, which are imported as its command imports them."""
+    monkeypatch.syspath_prepend(PAPER)
+    return {name: import_module(name) for name in ("experiments", "claims", "runs", "tables")}
+
+
+def scores_of(paper: dict[str, ModuleType], **every: dict[str, list[float]]) -> object:
+    kinds = {"r": "Retrieval", "c": "Classification"}
+    types = {name: kinds[name[0]] for of in every.values() for name in of}
+    return paper["runs"].Scores(every, types)
+
+
+def test_every_variant_is_a_valid_recipe_at_every_scale(paper: dict[str, ModuleType]) -> None:
+    experiments = paper["experiments"]
+    for scale in experiments.SCALES.values():
+        for name, variant in experiments.VARIANTS.items():
+            recipe = experiments.recipe_of(name, scale, "SOURCE", "DATA", 7)
+            assert recipe.training.seed == 7
+            assert recipe.model.source == "SOURCE"
+            assert recipe.data.folder == "DATA"
+            assert variant.made_of is None or variant.made_of in experiments.VARIANTS
+
+
+def test_what_variants_are(paper: dict[str, ModuleType]) -> None:
+    experiments = paper["experiments"]
+
+    def recipe(name: str) -> object:
+        return experiments.recipe_of(name, experiments.SCALES["small"], "S", "D", 42)
+
+    one = recipe("sem-retrieval-heterogeneous-0.03")
+    assert list(one.tasks) == ["retrieval"]
+    assert (one.tasks["retrieval"].batches, one.tasks["retrieval"].temperature) == ("heterogeneous", 0.03)
+    assert recipe("mote-high-rate").training.learning_rate == 5e-4
+    assert recipe("mote").training.learning_rate == recipe("ic").training.learning_rate == 1.5e-4
+    assert recipe("mote-shared").model.tasks == {"clustering": "search_document"}
+    assert list(recipe("mote-expert-rates").training.arguments["learning_rate_mapping"].values()) == [5e-4]
+
+
+def test_every_column_of_a_table_is_trained_or_put_together(paper: dict[str, ModuleType]) -> None:
+    known = {*paper["experiments"].VARIANTS, "start", "sem"}
+    for table in (*paper["claims"].TABLES.values(), paper["claims"].RATES):
+        assert known.issuperset(table.variants)
+        assert table.reference in table.variants
+        for claim in table.claims:
+            assert {claim.better, claim.other}.issubset(table.variants)
+
+
+def test_means_spread_gains_and_the_best(paper: dict[str, ModuleType]) -> None:
+    scores = scores_of(
+        paper,
+        em={"r1": [50.0], "r2": [60.0], "c1": [70.0]},
+        mote={"r1": [51.0, 53.0], "r2": [62.0, 64.0], "c1": [69.0, 69.0]},
+    )
+    table = paper["claims"].Table("", ("em", "mote"), "em")
+    lines = paper["tables"].table_of(table, scores).splitlines()[2:]
+    assert lines == [
+        "| Retrieval (2) | 55.00 | **57.50 ± 1.41** (+2.50) |",
+        "| Classification (1) | **70.00** | 69.00 ± 0.00 (-1.00) |",
+        "| mean over all (3) | 60.00 | **61.33 ± 0.94** (+1.33) |",
+    ]
+
+
+def test_a_dataset_that_a_variant_lacks_is_in_no_mean(paper: dict[str, ModuleType]) -> None:
+    scores = scores_of(paper, em={"r1": [50.0], "r2": [60.0]}, mote={"r1": [52.0]})
+    assert paper["tables"].datasets_of(scores, (), ("em", "mote")) == ["r1"]
+
+
+def test_a_relative_gain_and_its_verdict(paper: dict[str, ModuleType]) -> None:
+    claims, tables = paper["claims"], paper["tables"]
+    base = [40.0, 50.0, 60.0, 70.0]
+    names = ["r1", "r2", "r3", "r4"]
+
+    def model(*gains: float) -> dict[str, list[float]]:
+        return {name: [score + gain] for name, score, gain in zip(names, base, gains, strict=True)}
+
+    scores = scores_of(paper, em=model(0, 0, 0, 0), ic=model(2, 2.2, 1.8, 2), mote=model(3, 3.3, 2.7, 3))
+    table = claims.Table("", ("em", "ic", "mote"), "em")
+    claim = claims.Claim("mote", "ic", relative_to="em", relative=0.59)
+    tests, relative = tables.compared(claim, table, scores)
+    assert tests.gain == pytest.approx(1.0)
+    assert relative == pytest.approx(0.5)
+    assert tables.verdict(tests) == "same direction"
+    against, relative = tables.compared(claims.Claim("ic", "mote", relative_to="mote", relative=1.0), table, scores)
+    assert (tables.verdict(against), relative) == ("**disagrees**", None)
+    unsure, _ = tables.compared(
+        claims.Claim("a", "b"), table, scores_of(paper, a=model(5, -4, 3, -3), b=model(0, 0, 0, 0))
+    )
+    assert tables.verdict(unsure) == "same direction, not significant"
+
+
+def test_models_of_one_task_each_make_one_column(paper: dict[str, ModuleType]) -> None:
+    scores = scores_of(paper, a={"r1": [1.0]}, b={"c1": [2.0]}, em={"r1": [0.0], "c1": [0.0]})
+    joined = scores.joined("sem", ["a", "b"])
+    assert joined.every == {"em": {"r1": [0.0], "c1": [0.0]}, "sem": {"r1": [1.0], "c1": [2.0]}}
+
+
+def test_a_model_of_other_settings_is_not_taken_for_ours(paper: dict[str, ModuleType], tmp_path: Path) -> None:
+    from mote.training.run_folder import as_yaml
+
+    experiments = paper["experiments"]
+    scale = experiments.SCALES["smoke"]
+    folder = tmp_path / "models" / "mote-seed42"
+    (folder / "model").mkdir(parents=True)
+    recipe = experiments.recipe_of("mote", scale, "SOURCE", "DATA", 42, ["training.weight_decay=0.5"])
+    (folder / "recipe.yaml").write_text(as_yaml(recipe))
+    runs = paper["runs"].Runs(scale, "SOURCE", "DATA", tmp_path)
+    with pytest.raises(ValueError, match=r"training\.weight_decay \(0\.5 there, 0\.1 here\)"):
+        runs.model("mote", 42)
+    (folder / "recipe.yaml").write_text(as_yaml(experiments.recipe_of("mote", scale, "SOURCE", "DATA", 42)))
+    assert runs.model("mote", 42) == folder / "model"
+
+
+@pytest.mark.slow
+def test_all_of_it_in_minutes(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/paper", "all", "training.max_steps=1", "--scale", "smoke"]
+    done = subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = (tmp_path / "smoke" / "results.md").read_text()
+    names = ["table2", "table3", "table4", "table5", "table6", "table7", "figure1", "figure3", "figures4to7"]
+    names += ["rates", "beyond"]
+    assert [line.split(":")[0] for line in results.splitlines() if line.startswith("### ")] == [
+        f"### {name}" for name in names
+    ]
+    assert (tmp_path / "smoke" / "figures4to7.png").stat().st_size > 10_000
+    assert (tmp_path / "smoke" / "figure3" / "similarity.png").stat().st_size > 10_000
+    assert "| mote over ic | Retrieval | +1.94, gain over em +59% |" in results

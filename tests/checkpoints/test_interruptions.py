@@ -1,0 +1,494 @@
+"""Whatever goes wrong: a message, and an output folder that is whole or not there."""
+
+import errno
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mote import upcycle
+from mote.checkpoints import streaming
+from mote.checkpoints import writing as repository
+from mote.checkpoints.staging import Staging
+from mote.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def other(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another MoTE of the same name."""
+    return upcycle(str(dense), tmp_path_factory.mktemp("other") / "tiny-mote", experts=["x", "y"])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def run(source: Path, out: Path, *options: Any) -> int:
+    return main(["upcycle", "--src", str(source), "--out", str(out), *map(str, options)])
+
+
+# Arguments -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--experts", "a", "a"], "Expert names must differ; repeated: 'a'"),
+        (["--experts", "a.b"], "Expert name 'a.b' must be one word"),
+        (["--experts", "items"], "Expert name 'items' is taken by torch"),
+        (["--task", "topics=clusterin"], "Task 'topics' names the expert 'clusterin'. Did you mean 'clustering'?"),
+        (["--task", "clustering=search_query"], "Task 'clustering' must go to the expert of its own name"),
+        (["--instruction", "topics=Topic: "], "Instruction for an unknown task 'topics'"),
+        (["--instruction", "query=clustering: "], "The instruction 'clustering: ' of task 'query' already stands for"),
+        (["--default-task", "topics"], "default_task 'topics' is not a task"),
+        (["--layers", "2"], "from 0 to 1: the backbone has 2 layers; wrong: [2]"),
+        (["--layers", "0,1,0"], "wrong: [0]"),
+        (["--layers", "-1"], "wrong: [-1]"),
+        (["--tokenizer", "nobody/nothing"], "The tokenizer nobody/nothing for "),
+        (["--revision", "v2"], "is a folder: it has no revision 'v2'"),
+        (["--max-shard-size", "much"], "'much'"),
+        (["--src", "nobody/nothing"], "nobody/nothing is not a folder"),
+    ],
+)
+def test_arguments_that_do_not_hold(
+    options: list[str], message: str, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(dense, tmp_path / "out", *options) == 1
+    error = capsys.readouterr().err.rpartition("\nerror: ")[2]
+    assert message in error
+    assert "Traceback" not in error
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--layers", "some"], "'some' is not 'every', 'every_other', or indices with commas as in 1,3,5"),
+        (["--layers", ""], "'' is not 'every'"),
+        (["--layers", "1,,2"], "'1,,2' is not 'every'"),
+        (["--task", "topics"], "--task 'topics': expected NAME=EXPERT"),
+        (["--instruction", "=text"], "--instruction '=text': expected TASK=TEXT"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--pooling", "max"], "invalid choice: 'max'"),
+        (["--experts"], "expected at least one argument"),
+        (["--spoon", "silver"], "unrecognized arguments: --spoon"),
+    ],
+)
+def test_arguments_that_are_not_understood(
+    options: list[str], message: str, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exited:
+        run(dense, tmp_path / "out", *options)
+    assert exited.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"), [({"dtype": "int8"}, "'int8'"), ({"experts": "a"}, "a list of names")]
+)
+def test_arguments_of_the_library(argument: dict[str, Any], message: str, dense: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        upcycle(str(dense), tmp_path / "out", **argument)
+    assert not any(tmp_path.iterdir())
+
+
+# A place that is in use ----------------------------------------------------------------------------------------------
+
+
+def occupied_by_a_file(out: Path) -> None:
+    out.write_text("mine")
+
+
+def occupied_by_a_folder(out: Path) -> None:
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+
+
+def occupied_by_another_model(out: Path) -> None:
+    out.mkdir()
+    (out / "config.json").write_text('{"model_type": "bert"}')
+
+
+def occupied_by_broken_json(out: Path) -> None:
+    out.mkdir()
+    (out / "config.json").write_text('{"model_type": "mote"')
+
+
+def occupied_by_other_json(out: Path) -> None:
+    out.mkdir()
+    (out / "config.json").write_text('["model_type", "mote"]')
+
+
+@pytest.mark.parametrize(
+    "occupy",
+    [
+        occupied_by_a_file,
+        occupied_by_a_folder,
+        occupied_by_another_model,
+        occupied_by_broken_json,
+        occupied_by_other_json,
+    ],
+)
+def test_what_is_no_mote_is_never_replaced(
+    occupy: Callable[[Path], None], dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    occupy(out)
+    before = contents(tmp_path)
+    assert run(dense, out) == 1
+    printed = capsys.readouterr()
+    assert f"error: {out} is in use: choose another folder, or replace" in printed.err
+    assert printed.out == ""  # refused before any work
+    assert run(dense, out, "--overwrite") == 1
+    assert f"error: {out} holds something other than a MoTE" in capsys.readouterr().err
+    assert contents(tmp_path) == before
+
+
+def test_a_mote_is_replaced_when_asked_for(dense: Path, other: Path, upcycled: Path, tmp_path: Path) -> None:
+    out = tmp_path / "tiny-mote"
+    shutil.copytree(other, out)
+    assert run(dense, out) == 1
+    assert contents(out) == contents(other)
+    assert run(dense, out, "--overwrite") == 0
+    assert contents(out).keys() == contents(upcycled).keys()
+    assert (out / "config.json").read_bytes() == (upcycled / "config.json").read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-mote"]
+
+
+def test_a_mote_that_holds_the_source_is_not_replaced(dense: Path, upcycled: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(upcycled, tmp_path / "out")
+    shutil.copytree(dense, out / "start")
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match="out is the source itself, or holds it: choose another folder"):
+        upcycle(str(out / "start"), out, overwrite=True)
+    assert contents(tmp_path) == before
+
+
+def test_places_that_are_free(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    (tmp_path / "dangling").symlink_to(tmp_path / "new")
+    for name in ("empty", "link", "dangling", "a/b/c", "with space", "[*?]", "-dash", "Ümlaut 🐋"):
+        assert run(dense, tmp_path / name) == 0
+        assert (tmp_path / name / "config.json").is_file()
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "new" / "config.json").is_file()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert run(dense, Path()) == 0
+    assert (tmp_path / "here" / "config.json").is_file()
+    assert not any(path.name.startswith(".") for path in tmp_path.rglob("*"))
+
+
+def test_a_place_below_a_file(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert run(dense, tmp_path / "file" / "out") == 1
+    place = tmp_path / "file"
+    assert capsys.readouterr() == ("", f"error: {place / 'out'} cannot be a folder: {place} is a file\n")
+    assert contents(tmp_path) == {"file": b"mine"}
+
+
+# Errors while writing ------------------------------------------------------------------------------------------------
+
+
+def fail(error: BaseException) -> Callable[..., None]:
+    def failing(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    return failing
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (streaming, "_write_file"),
+        (repository, "write_sentence_transformer"),
+        (repository, "write_card"),
+        (repository, "write_record"),
+    ],
+)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_full_disk(
+    module: Any,
+    name: str,
+    overwrite: bool,
+    dense: Path,
+    other: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "tiny-mote"
+    if overwrite:
+        shutil.copytree(other, out)
+    before = contents(tmp_path)
+    monkeypatch.setattr(module, name, fail(FULL))
+    assert run(dense, out, *["--overwrite"] * overwrite) == 1
+    message = f"error: {out} could not be written, nothing was left behind: [Errno 28] No space left on device"
+    assert message in capsys.readouterr().err
+    assert contents(tmp_path) == before
+    monkeypatch.undo()
+    assert run(dense, out, *["--overwrite"] * overwrite) == 0
+
+
+def test_a_model_stays_where_its_successor_cannot_take_its_place(
+    dense: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "tiny-mote"
+    shutil.copytree(other, out)
+    rename = Path.rename
+
+    def no_second_rename(path: Path, target: Path) -> Path:
+        if ".writing-" in path.name:
+            raise FULL
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", no_second_rename)
+    assert run(dense, out, "--overwrite") == 1
+    assert "No space left" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny-mote"}
+    assert contents(out) == contents(other)
+
+
+@pytest.mark.parametrize("name", ["write_model", "write_card"])
+def test_ctrl_c(
+    name: str, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(repository, name, fail(KeyboardInterrupt()))
+    assert run(dense, tmp_path / "out") == 130
+    assert "interrupted: nothing was left behind" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+# Leftovers of killed processes ---------------------------------------------------------------------------------------
+
+
+def dead_process() -> int:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    return process.pid
+
+
+def test_leftovers_are_removed_unless_their_writer_is_running(dense: Path, tmp_path: Path) -> None:
+    dead, alive = dead_process(), os.getppid()
+    leftovers = [f".out.{kind}-{process}" for kind in ("writing", "replaced") for process in (dead, os.getpid(), alive)]
+    not_ours = [f".out2.writing-{dead}", ".out.writing-x", f"out.writing-{dead}", f".out.writing-{dead}.txt"]
+    for name in leftovers + not_ours:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    assert run(dense, tmp_path / "out") == 0
+    kept = {*not_ours, f".out.writing-{alive}", f".out.replaced-{alive}", "out"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+def test_a_replaced_model_stays_until_its_successor_is_there(other: Path, tmp_path: Path) -> None:
+    out = tmp_path / "tiny-mote"
+    replaced = tmp_path / f".tiny-mote.replaced-{dead_process()}"
+    shutil.copytree(other, replaced)
+    with pytest.raises(OSError, match="No space"), Staging(out):
+        raise FULL
+    assert contents(replaced) == contents(other)
+    with Staging(out) as folder:
+        (folder / "file").write_text("x")
+        assert replaced.is_dir()
+    assert not replaced.exists()
+
+
+# Real processes ------------------------------------------------------------------------------------------------------
+
+# Imports once, then forks a process for every moment at which it touches the disk, and stops it there.
+FORKS = """
+import json, os, resource, shutil, signal, sys
+from pathlib import Path
+
+import mote.upcycling  # before the processes are forked: its imports are not what is stopped
+from mote.cli import main
+
+source, hows, out, old, new = *sys.argv[1:3], *map(Path, sys.argv[3:])
+command = ["upcycle", "--src", source, "--out", str(out), *(["--overwrite"] if str(old) != "-" else [])]
+
+
+def contents(folder):
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "upcycling.json")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def state_of(folder):
+    if not folder.exists():
+        return "absent"
+    if not (folder / "upcycling.json").is_file():
+        return "broken"
+    json.loads((folder / "upcycling.json").read_text())
+    found = contents(folder)
+    return "new" if found == contents(new) else "old" if str(old) != "-" and found == contents(old) else "broken"
+
+
+def stop_at(moment, with_signal):
+    count = 0
+
+    def hook(event, arguments):
+        nonlocal count
+        if event == "open":
+            writes = isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+            counts = writes and str(arguments[0]).startswith(str(out.parent))
+        else:
+            counts = event in ("os.mkdir", "os.rename", "os.rmdir", "os.remove")
+        count += bool(counts)
+        if counts and count == moment:
+            os.kill(os.getpid(), with_signal)
+
+    sys.addaudithook(hook)
+
+
+def fork(prepare):
+    reading, writing = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.dup2(writing, 1)
+        os.dup2(writing, 2)
+        prepare()
+        status = main(command)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    os.close(writing)
+    with open(reading, errors="replace") as pipe:
+        printed = pipe.read()
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), printed
+
+
+def reset():
+    if str(old) != "-":
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(old, out)
+    elif out.exists():
+        shutil.rmtree(out)
+
+
+def tell(how, status, printed):
+    names = sorted(path.name for path in out.parent.iterdir())
+    replaced = [state_of(path) for path in out.parent.glob(".*.replaced-*")] if status == -9 else []
+    left = [name for name in names if name != out.name]
+    told = {"how": how, "status": status, "printed": printed[-300:], "out": state_of(out)}
+    print(json.dumps({**told, "left": left, "replaced": replaced}), flush=True)
+
+
+for how in hows.split(","):
+    if how == "file size":
+        for limit in (0, 400, 5_000, 15_000, 40_000):
+            reset()
+            tell(how, *fork(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))))
+    else:
+        moment, status = 0, None
+        while status != 0:
+            moment += 1
+            reset()
+            status, printed = fork(lambda: stop_at(moment, getattr(signal, how)))
+            if status != 0:
+                tell(how, status, printed)
+    reset()
+    tell(how + ", after", *fork(lambda: None))
+"""
+
+
+def run_forks(hows: str, source: Path, place: Path, old: Path | None, new: Path) -> dict[str, list[dict[str, Any]]]:
+    """Stop processes in several ways; tell what each left, and what a last one did that was not stopped."""
+    command = [sys.executable, "-c", FORKS, str(source), hows, str(place / "tiny-mote"), str(old or "-"), str(new)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told: dict[str, list[dict[str, Any]]] = {}
+    for result in map(json.loads, done.stdout.splitlines()):
+        told.setdefault(result.pop("how"), []).append(result)
+    return told
+
+
+def assert_whole(told: list[dict[str, Any]]) -> None:
+    assert [(result["status"], result["out"], result["left"]) for result in told] == [(0, "new", [])]
+
+
+@pytest.fixture(scope="module")
+def stopped(dense: Path, upcycled: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return run_forks("SIGKILL,file size", dense, tmp_path_factory.mktemp("place"), None, upcycled)
+
+
+def test_killed_at_any_moment(stopped: dict[str, list[dict[str, Any]]]) -> None:
+    killed = stopped["SIGKILL"]
+    assert len(killed) > 15
+    assert {result["status"] for result in killed} == {-signal.SIGKILL}
+    assert {result["out"] for result in killed} == {"absent"}  # taking its place is the last that it does
+    assert any(result["left"] for result in killed)
+    assert_whole(stopped["SIGKILL, after"])
+
+
+def test_files_that_cannot_grow(stopped: dict[str, list[dict[str, Any]]]) -> None:
+    limited = stopped["file size"]
+    assert len(limited) == 5
+    for result in limited:
+        assert (result["status"], result["out"], result["left"]) == (1, "absent", [])
+        assert re.search("error: .*tiny-mote could not be written, nothing was left behind: ", result["printed"])
+    assert any("File too large" in result["printed"] for result in limited)
+    assert_whole(stopped["file size, after"])
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_of_replacing_a_model(dense: Path, other: Path, tmp_path: Path) -> None:
+    new = upcycle(str(dense), tmp_path / "new" / "tiny-mote", overwrite=True)  # which the card tells
+    (tmp_path / "place").mkdir()
+    told = run_forks("SIGKILL", dense, tmp_path / "place", other, new)
+    killed = told["SIGKILL"]
+    assert {result["status"] for result in killed} == {-signal.SIGKILL}
+    assert {result["out"] for result in killed} == {"old", "absent", "new"}
+    between_two_renames = [result["replaced"] for result in killed if result["out"] == "absent"]
+    assert between_two_renames == [["old"]]
+    assert_whole(told["SIGKILL, after"])
+
+
+@pytest.mark.slow
+def test_interrupted_at_any_moment(dense: Path, upcycled: Path, tmp_path: Path) -> None:
+    told = run_forks("SIGINT", dense, tmp_path, None, upcycled)
+    assert len(told["SIGINT"]) > 15
+    for result in told["SIGINT"]:
+        assert (result["status"], result["out"], result["left"]) == (130, "absent", [])
+        assert result["printed"].endswith("interrupted: nothing was left behind\n")
+    assert_whole(told["SIGINT, after"])
+
+
+@pytest.mark.slow
+def test_the_script_killed_at_random_moments(dense: Path, upcycled: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "upcycle.py"), "--src", str(dense), "--out", str(tmp_path / "tiny-mote")]
+    started = time.monotonic()
+    subprocess.run(command, check=True, capture_output=True)
+    duration = time.monotonic() - started
+    expected = {name: content for name, content in contents(upcycled).items() if name != "upcycling.json"}
+    moments = random.Random(4)
+    for _ in range(8):
+        shutil.rmtree(tmp_path / "tiny-mote", ignore_errors=True)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(moments.uniform(duration / 2, duration))
+        process.kill()
+        process.wait()
+        if (tmp_path / "tiny-mote").exists():
+            found = contents(tmp_path / "tiny-mote")
+            found.pop("upcycling.json")
+            assert found == expected
+    shutil.rmtree(tmp_path / "tiny-mote", ignore_errors=True)
+    subprocess.run(command, check=True, capture_output=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-mote"]

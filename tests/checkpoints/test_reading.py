@@ -1,0 +1,521 @@
+"""Dense checkpoints in the formats in which they are published, and sources that must not pass."""
+
+import json
+import os
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoints import (
+    NOMIC_EMBEDDINGS,
+    NOMIC_WIDTH,
+    dense_checkpoint,
+    edit_json,
+    edit_weights,
+    published_nomic,
+    tiny_tokenizer,
+)
+from helpers.families import EAGER_ONLY, batch, dense_model
+from helpers.nomic_reference import published_tensors, reference_forward
+from safetensors.torch import load_file, save_file
+
+from modeling_mote import MoTEModel
+from mote import upcycle
+from mote.checkpoints import nomic
+from mote.checkpoints.reading import HEADS, load_dense, load_tokenizer, open_source, read_shapes, stored_dtype
+from mote.cli import main
+
+EXPERTS = ["classification", "clustering", "search_query", "search_document"]
+
+
+def difference(one: torch.Tensor, other: torch.Tensor, mask: torch.Tensor) -> float:
+    """Largest difference where the mask is 1."""
+    return (one - other)[mask.bool()].abs().max().item()
+
+
+# Nomic's published formats -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_every_expert_of_a_published_nomic_computes_the_reference(prefix: bool, tmp_path: Path) -> None:
+    folder = published_nomic(tmp_path / "nomic", prefix)
+    model = MoTEModel.from_pretrained(upcycle(str(folder), tmp_path / "mote")).double()
+    settings = json.loads((folder / "config.json").read_text())
+    tensors = {key: value.double() for key, value in published_tensors(folder).items()}
+    inputs = batch()
+    expected = reference_forward(tensors, settings, **inputs)
+    with torch.no_grad():
+        for expert in EXPERTS:
+            out = model(**inputs, task=expert).last_hidden_state
+            assert difference(out, expected, inputs["attention_mask"]) <= 1e-6
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_the_schema_of_a_published_nomic_is_translated(prefix: bool, tmp_path: Path) -> None:
+    source = open_source(str(published_nomic(tmp_path, prefix, pad_token_id=3)))
+    config = source.config
+    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (16, 2, 2)
+    assert (config.intermediate_size, config.vocab_size) == (NOMIC_WIDTH, NOMIC_EMBEDDINGS)  # off the tensors
+    assert (config.max_position_embeddings, config.pad_token_id) == (64, 3)
+    assert config.rope_parameters["rope_theta"] == 300.0
+    assert config.layer_norm_eps == 1e-5
+    assert stored_dtype(source) is torch.float32
+    left_out = ["cls.predictions.decoder.weight", "cls.predictions.transform.dense.weight"]
+    assert load_dense(source)[1] == (left_out if prefix else [])
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("activation_function", "gelu"),
+        ("causal", True),
+        ("mlp_fc1_bias", True),
+        ("mlp_fc2_bias", True),
+        ("moe_every_n_layers", 2),
+        ("num_experts", 8),
+        ("parallel_block", True),
+        ("prenorm", True),
+        ("qkv_proj_bias", True),
+        ("rotary_emb_fraction", 0.5),
+        ("rotary_emb_interleaved", True),
+        ("rotary_emb_scale_base", 512),
+        ("rotary_scaling_factor", 2),
+        ("use_rms_norm", True),
+    ],
+)
+def test_what_the_native_nomic_cannot_express_is_refused(setting: str, value: Any, tmp_path: Path) -> None:
+    folder = published_nomic(tmp_path / "nomic", False, **{setting: value})
+    with pytest.raises(ValueError, match=f"nomic has {setting}={re.escape(repr(value))}, which the native NomicBERT"):
+        open_source(str(folder))
+
+
+@pytest.mark.parametrize("key", ["n_layer", "n_head", "rotary_emb_base", "vocab_size"])
+def test_a_nomic_whose_config_lacks_a_key(key: str, tmp_path: Path) -> None:
+    folder = published_nomic(tmp_path, False)
+    edit_json(folder / "config.json", **{key: None})
+    with pytest.raises(ValueError, match=f"not a NomicBERT in its published format: config lacks .*'{key}'"):
+        open_source(str(folder))
+
+
+def test_a_nomic_with_other_weights(tmp_path: Path) -> None:
+    folder = published_nomic(tmp_path, False)
+    edit_weights(folder, encoder__layers__1__mlp__fc11__weight=torch.zeros(32, 16))
+    with pytest.raises(ValueError, match=r"1 word embeddings and feed-forward widths \[32, 48\]"):
+        open_source(str(folder))
+    edit_weights(folder, embeddings__word_embeddings__weight=None)
+    with pytest.raises(ValueError, match="0 word embeddings"):
+        open_source(str(folder))
+
+
+def test_a_nomic_without_a_tokenizer_has_that_of_bert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nomic, "TOKENIZER", str(tiny_tokenizer(tmp_path / "bert")))
+    source = open_source(str(published_nomic(tmp_path / "nomic", True, tokenizer=False)))
+    assert len(load_tokenizer(source, None)) == 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nomic-bert-original", "nomic-embed-original"])
+def test_every_expert_of_the_fixtures_computes_the_original(name: str, shared: Path, tmp_path: Path) -> None:
+    folder = shared / "fixtures" / name
+    out = upcycle(str(folder), tmp_path / "mote", tokenizer=str(tiny_tokenizer(tmp_path / "tokenizer")))
+    model = MoTEModel.from_pretrained(out)
+    fixture = load_file(folder / "expected.safetensors")
+    expected = fixture.pop("last_hidden_state")
+    with torch.no_grad():
+        for expert in EXPERTS:
+            found = model(**fixture, task=expert).last_hidden_state
+            assert difference(found, expected, fixture["attention_mask"]) <= 1e-6
+    settings = json.loads((folder / "config.json").read_text())
+    reference = reference_forward(published_tensors(folder), settings, **fixture)
+    assert difference(reference, expected, fixture["attention_mask"]) <= 2e-6
+
+
+# Heads, prefixes and file formats of other families ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "heads"),
+    [
+        ("nomic_bert", None, set()),
+        ("nomic_bert", "mlm", {"cls"}),
+        ("bert", "mlm", {"cls"}),
+        ("bert", "pretraining", {"cls"}),
+        ("bert", "classification", {"classifier"}),
+        ("roberta", "mlm", {"lm_head"}),
+        ("roberta", "classification", {"classifier"}),
+        ("xlm-roberta", "mlm", {"lm_head"}),
+        ("camembert", "mlm", {"lm_head"}),
+        ("mpnet", "mlm", {"lm_head"}),
+        ("distilbert", "mlm", {"vocab_layer_norm", "vocab_projector", "vocab_transform"}),
+        ("distilbert", "classification", {"classifier", "pre_classifier"}),
+        ("electra", "pretraining", {"discriminator_predictions"}),
+        ("electra", "mlm", {"generator_lm_head", "generator_predictions"}),
+        ("ernie", "mlm", {"cls"}),
+        ("modernbert", "mlm", {"decoder", "head"}),
+        ("modernbert", "classification", {"classifier", "head"}),
+        ("eurobert", "mlm", {"lm_head"}),
+        ("mistral", "causal", {"lm_head"}),
+        ("mistral", "classification", {"score"}),
+        ("qwen3", "causal", {"lm_head"}),
+        ("llama", "causal", {"lm_head"}),
+        ("gemma2", "causal", set()),  # its head is the embeddings
+    ],
+)
+def test_heads_are_left_out_knowingly(name: str, head: str | None, heads: set[str], tmp_path: Path) -> None:
+    folder = dense_checkpoint(tmp_path, name, head, tokenizer=False)
+    model, left_out = load_dense(open_source(str(folder)))
+    if name in EAGER_ONLY:
+        model.set_attn_implementation("eager")
+    inputs = batch()
+    with torch.no_grad():
+        expected = dense_model(name)(**inputs).last_hidden_state
+        assert difference(model(**inputs).last_hidden_state, expected, inputs["attention_mask"]) == 0.0
+    found = {key.split(".")[0] for key in left_out} - {"pooler"}
+    assert found <= set(HEADS)
+    assert found == heads
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("file_format", ["safetensors", "bin", "legacy-bin"])
+def test_file_formats(file_format: str, shards: bool, tmp_path: Path) -> None:
+    folder = dense_checkpoint(tmp_path, format=file_format, shards=shards, tokenizer=False)
+    source = open_source(str(folder))
+    assert (len(source.weights) > 1) == shards
+    model, left_out = load_dense(source)
+    assert left_out == []
+    weights = dense_model("bert").state_dict()
+    assert all(value.equal(weights[key]) for key, value in model.state_dict().items())
+    assert read_shapes(source.weights) == {key: tuple(value.shape) for key, value in weights.items()}
+    edit_json(folder / "config.json", dtype=None)
+    assert stored_dtype(open_source(str(folder))) is torch.float32
+
+
+@pytest.mark.parametrize("file_format", ["safetensors", "bin"])
+def test_buffers_of_old_checkpoints(file_format: str, tmp_path: Path) -> None:
+    folder = dense_checkpoint(tmp_path, tokenizer=False)
+    weights = {"embeddings.position_ids": torch.arange(512)[None], **load_file(folder / "model.safetensors")}
+    if file_format == "bin":
+        (folder / "model.safetensors").unlink()
+        torch.save(weights, folder / "pytorch_model.bin")
+    else:
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_json(folder / "config.json", dtype=None)  # as in checkpoints of that time
+    source = open_source(str(folder))
+    assert stored_dtype(source) is torch.float32  # not that of the buffer, which comes first
+    assert load_dense(source)[1] == []
+
+
+def test_the_stored_dtype_is_kept(tmp_path: Path) -> None:
+    folder = dense_checkpoint(tmp_path, dtype="bfloat16", tokenizer=False)
+    assert stored_dtype(open_source(str(folder))) is torch.bfloat16
+    edit_json(folder / "config.json", dtype=None)
+    weights = {key: value.half() for key, value in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert stored_dtype(open_source(str(folder))) is torch.float16
+
+
+def test_safetensors_come_before_pickles(tmp_path: Path) -> None:
+    folder = dense_checkpoint(tmp_path, tokenizer=False)
+    (folder / "pytorch_model.bin").write_bytes(b"not even a pickle")
+    source = open_source(str(folder))
+    assert [path.name for path in source.weights] == ["model.safetensors"]
+    load_dense(source)
+
+
+def test_no_folder_of_this_machine_stays_in_the_config(tmp_path: Path) -> None:
+    model, _ = load_dense(open_source(str(dense_checkpoint(tmp_path / "tiny", tokenizer=False))))
+    assert model.config._name_or_path == "tiny"
+
+
+# Sources that must not pass ------------------------------------------------------------------------------------------
+
+
+def cut(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def second_shard(folder: Path) -> Path:
+    return next(folder.glob("*-00002-of-*"))
+
+
+SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
+    "no config": ({}, lambda folder: remove(folder / "config.json"), "source has no config.json"),
+    "no weights": ({}, lambda folder: remove(folder / "model.safetensors"), "has no weights: .*found config.json, tok"),
+    "config is no JSON": ({}, lambda folder: cut(folder / "config.json"), "config.json is not valid JSON"),
+    "config is no text": (
+        {},
+        lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe{}"),
+        "config.json is not valid JSON",
+    ),
+    "config is a list": (
+        {},
+        lambda folder: (folder / "config.json").write_text("[]"),
+        "config.json holds a list: expected a dict",
+    ),
+    "config of a wrong type": (
+        {},
+        lambda folder: edit_json(folder / "config.json", hidden_size="wide"),
+        "The config of .*source does not hold: (?s:.*)hidden_size",
+    ),
+    "config of no layers": (
+        {},
+        lambda folder: edit_json(folder / "config.json", num_hidden_layers=0),
+        "BertModel is not built as described: layers at 'encoder.layer'",
+    ),
+    "config of a wrong dtype": (
+        {},
+        lambda folder: edit_json(folder / "config.json", dtype="floaty"),
+        "The config of .*source does not hold: .*floaty",
+    ),
+    "config with a wrong value": (
+        {},
+        lambda folder: edit_json(folder / "config.json", num_attention_heads=3),
+        "not a multiple of the number of attention heads",
+    ),
+    "unknown architecture": (
+        {},
+        lambda folder: edit_json(folder / "config.json", model_type="nope"),
+        "source has the architecture 'nope'.*Supported by MoTE: nomic_bert, .*gemma3_text",
+    ),
+    "no architecture": (
+        {},
+        lambda folder: edit_json(folder / "config.json", model_type=None),
+        "source has the architecture None",
+    ),
+    "albert": (
+        {},
+        lambda folder: edit_json(folder / "config.json", model_type="albert"),
+        "does not support 'albert': it uses one layer again and again",
+    ),
+    "t5": (
+        {},
+        lambda folder: edit_json(folder / "config.json", model_type="t5"),
+        "does not know the architecture 't5'.*'modernbert'",
+    ),
+    "clip": (
+        {},
+        lambda folder: (folder / "config.json").write_text('{"model_type": "clip"}'),
+        "does not know the architecture 'clip'",
+    ),
+    "a MoTE": (
+        {},
+        lambda folder: edit_json(folder / "config.json", model_type="mote"),
+        "source is a MoTE already",
+    ),
+    "a PEFT adapter": (
+        {},
+        lambda folder: (edit_json(folder / "adapter_config.json", peft_type="LORA"), remove(folder / "config.json")),
+        "source is a PEFT adapter: merge it",
+    ),
+    "cut safetensors": ({}, lambda folder: cut(folder / "model.safetensors"), r"model\.safetensors.* cannot be read"),
+    "empty safetensors": (
+        {},
+        lambda folder: (folder / "model.safetensors").write_bytes(b""),
+        r"model\.safetensors.* cannot be read",
+    ),
+    "cut bin": ({"format": "bin"}, lambda folder: cut(folder / "pytorch_model.bin"), r"model\.bin.* cannot be read"),
+    "cut legacy bin": (
+        {"format": "legacy-bin"},
+        lambda folder: cut(folder / "pytorch_model.bin"),
+        r"model\.bin.* cannot be read",
+    ),
+    "empty bin": (
+        {"format": "bin"},
+        lambda folder: (folder / "pytorch_model.bin").write_bytes(b""),
+        r"model\.bin.* cannot be read",
+    ),
+    "bin of a list": (
+        {"format": "bin"},
+        lambda folder: torch.save([torch.ones(2)], folder / "pytorch_model.bin"),
+        r"model\.bin holds no state dict: expected tensors by their names",
+    ),
+    "bin of numbered tensors": (
+        {"format": "bin"},
+        lambda folder: torch.save({1: torch.ones(2)}, folder / "pytorch_model.bin"),
+        r"model\.bin holds no state dict",
+    ),
+    "cut shard": ({"shards": True}, lambda folder: cut(second_shard(folder)), "00002-of-.* cannot be read"),
+    "missing shard": (
+        {"shards": True},
+        lambda folder: remove(second_shard(folder)),
+        r"source lacks model-00002-of-\d+.safetensors, named in model.safetensors.index.json",
+    ),
+    "missing bin shard": (
+        {"shards": True, "format": "bin"},
+        lambda folder: remove(second_shard(folder)),
+        r"source lacks pytorch_model-00002-of-\d+.bin, named in pytorch_model.bin.index.json",
+    ),
+    "index is no JSON": (
+        {"shards": True},
+        lambda folder: cut(folder / "model.safetensors.index.json"),
+        "index.json is not valid JSON",
+    ),
+    "index of a list": (
+        {"shards": True},
+        lambda folder: edit_json(folder / "model.safetensors.index.json", weight_map=["a"]),
+        "index.json names no files",
+    ),
+    "index of numbers": (
+        {"shards": True},
+        lambda folder: edit_json(folder / "model.safetensors.index.json", weight_map={"a": 1}),
+        "index.json names no files",
+    ),
+    "index of nothing": (
+        {"shards": True},
+        lambda folder: edit_json(folder / "model.safetensors.index.json", weight_map=None),
+        "index.json names no files",
+    ),
+    "missing key": (
+        {},
+        lambda folder: edit_weights(folder, encoder__layer__1__output__dense__weight=None),
+        "source lack 1 keys of BertModel: encoder.layer.1.output.dense.weight",
+    ),
+    "missing layer": (
+        {},
+        lambda folder: edit_json(folder / "config.json", num_hidden_layers=3),
+        "source lack 16 keys of BertModel: encoder.layer.2.attention",
+    ),
+    "unexpected key": (
+        {},
+        lambda folder: edit_weights(folder, encoder__layer__1__adapter__weight=torch.zeros(3)),
+        "source hold unknown 1 keys of BertModel: encoder.layer.1.adapter.weight",
+    ),
+    "unexpected layer": (
+        {},
+        lambda folder: edit_json(folder / "config.json", num_hidden_layers=1),
+        "source hold unknown 16 keys of BertModel: encoder.layer.1.attention",
+    ),
+    "weights of another model": (
+        {"family": "distilbert"},
+        lambda folder: (folder / "config.json").write_text('{"model_type": "bert", "vocab_size": 60}'),
+        "source lack .* keys of BertModel",
+    ),
+    "wrong shape": (
+        {},
+        lambda folder: edit_weights(folder, embeddings__LayerNorm__weight=torch.zeros(17)),
+        r"source misshape 1 keys of BertModel: \('embeddings.LayerNorm.weight', torch.Size\(\[17\]\)",
+    ),
+    "no tokenizer": (
+        {"tokenizer": False},
+        lambda folder: None,
+        "source has no tokenizer: name one with `--tokenizer`",
+    ),
+    "cut tokenizer": ({}, lambda folder: cut(folder / "tokenizer.json"), "The tokenizer .*source .*cannot be loaded"),
+    "large tokenizer": (
+        {"vocab_size": 59},
+        lambda folder: tiny_tokenizer(folder, 60),
+        "The tokenizer .*source has 60 tokens, but .*source has embeddings for 59 only",
+    ),
+    "modules of another format": (
+        {},
+        lambda folder: (folder / "modules.json").write_text('[{"path": "1_Pooling"}]'),
+        "source has a modules.json that is not in Sentence-Transformers' format",
+    ),
+    "modules are no list": (
+        {},
+        lambda folder: (folder / "modules.json").write_text('{"0": {}}'),
+        "modules.json holds a dict: expected a list",
+    ),
+    "a module of its own code": (
+        {},
+        lambda folder: (folder / "modules.json").write_text('[{"path": "", "type": "custom.Module"}]'),
+        "source has a module of its own code, custom.Module",
+    ),
+    "no Transformer": (
+        {},
+        lambda folder: (folder / "modules.json").write_text('[{"path": "", "type": "sentence_transformers.BoW"}]'),
+        "source begins with the module sentence_transformers.BoW: expected a Transformer",
+    ),
+    "unknown pooling": (
+        {"sentence_transformers": {"pooling": "max"}},
+        lambda folder: None,
+        "source pools by 'max'; MoTE knows mean, cls, lasttoken",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_spoiled_sources(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings, spoil, message = SPOILED[case]
+    folder = dense_checkpoint(tmp_path / "source", **settings)
+    spoil(folder)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        upcycle(str(folder), tmp_path / "out")
+    assert main(["upcycle", "--src", str(folder), "--out", str(tmp_path / "out")]) == 1
+    printed = capsys.readouterr().err
+    assert re.search(rf"^error: .*{message}", printed, flags=re.MULTILINE)
+    assert "Traceback" not in printed
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("file_format", ["safetensors", "bin", "legacy-bin"])
+def test_cut_weights_of_a_config_without_a_dtype(file_format: str, tmp_path: Path) -> None:
+    folder = dense_checkpoint(tmp_path, format=file_format)
+    edit_json(folder / "config.json", dtype=None)
+    cut(next(path for path in folder.iterdir() if "model." in path.name))
+    with pytest.raises(ValueError, match=r"model\.(safetensors|bin) (cannot be read|was not opened)"):
+        stored_dtype(open_source(str(folder)))
+
+
+@pytest.mark.parametrize("name", ["absent", "no body/at-all", "nobody/at-all", "../absent"])
+def test_a_source_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=f"^{re.escape(name)} is (neither a folder nor|not a folder)"):
+        open_source(name)
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path.name} has no config.json"):
+        open_source(str(tmp_path))
+
+
+def test_a_folder_has_no_revision(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a folder: it has no revision 'v2'"):
+        open_source(str(dense_checkpoint(tmp_path)), revision="v2")
+
+
+def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
+    source = open_source(str(dense_checkpoint(tmp_path / "source")))
+    for name in ("nobody/nothing", str(tmp_path / "absent")):
+        with pytest.raises(ValueError, match=f"The tokenizer {name} for .*source cannot be loaded"):
+            load_tokenizer(source, name)
+
+
+class Malicious:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = str(proof)
+
+    def __reduce__(self) -> tuple[Callable, tuple[str]]:
+        return os.mkdir, (self.proof,)
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+@pytest.mark.parametrize("kind", ["zip", "legacy", "plain pickle"])
+@pytest.mark.parametrize("nomic_schema", [False, True])
+def test_a_malicious_pickle_is_not_run(kind: str, dtype: str | None, nomic_schema: bool, tmp_path: Path) -> None:
+    source, proof = tmp_path / "source", tmp_path / "proof"
+    _ = published_nomic(source, True) if nomic_schema else dense_checkpoint(source, format="bin")
+    edit_json(source / "config.json", dtype=dtype)
+    state = {"embeddings.word_embeddings.weight": torch.zeros(60, 16), "x": Malicious(proof)}
+    path = source / "pytorch_model.bin"
+    if kind == "plain pickle":
+        path.write_bytes(pickle.dumps(state, protocol=2))
+    else:
+        torch.save(state, path, _use_new_zipfile_serialization=kind == "zip")
+    with pytest.raises(ValueError, match="not opened: it is damaged, or holds more than tensors"):
+        upcycle(str(source), tmp_path / "out")
+    assert not proof.exists()
+    pickle.loads(pickle.dumps(Malicious(proof)))
+    assert proof.is_dir()  # it would have worked

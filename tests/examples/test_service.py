@@ -1,0 +1,540 @@
+"""The HTTP service of examples/service: a real process on loopback, under load, with good and bad requests."""
+
+import base64
+import gzip
+import importlib.util
+import itertools
+import json
+import os
+import random
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.paths import ROOT
+from sentence_transformers import SentenceTransformer
+
+from mote import upcycle
+
+for library in ("batched", "fastapi", "uvicorn"):
+    pytest.importorskip(library, reason="the extra `serve` is not installed")
+
+FOLDER = ROOT / "examples" / "service"
+TASKS = ("classification", "clustering", "search_query", "search_document", "sts", "query")
+NAME = "small-mote"
+
+
+def example(name: str) -> ModuleType:
+    """Import a file of the example."""
+    spec = importlib.util.spec_from_file_location(f"service_{name}", FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+load, serve = example("load"), example("serve")
+
+
+def start(*arguments: object, stderr: int | IO[str] = subprocess.PIPE) -> subprocess.Popen:
+    """Start the service in a session of its own, so that whatever it leaves behind can be found."""
+    return subprocess.Popen(
+        [sys.executable, FOLDER / "serve.py", *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        start_new_session=True,
+    )
+
+
+class Server:
+    """A running service."""
+
+    def __init__(self, model: Path, *options: object) -> None:
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - until __exit__; an unread pipe would fill up
+        self.process = start(model, "--port", 0, *options, stderr=self.errors)
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], 60)
+        line = self.process.stdout.readline() if ready else ""
+        place = re.search(r"http://127\.0\.0\.1:(\d+)", line)
+        if place is None:
+            self.__exit__()
+            raise AssertionError(f"the service did not start: {line}")
+        self.port = int(place[1])
+        self.url = place[0]
+        load.wait(self.url)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal, and wait for the end."""
+        self.process.send_signal(number)
+        return self.process.wait(timeout=30)
+
+    def get(self, path: str) -> Any:
+        with load.Client(self.url) as client:
+            return client.get(path)
+
+    def embed(self, request: Any) -> Any:
+        with load.Client(self.url) as client:
+            return client.embed(request)
+
+    def metric(self, name: str) -> int:
+        return int(re.search(rf"^mote_{name} (\d+)$", self.get("/metrics"), re.MULTILINE)[1])
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+        self.errors.seek(0)
+        print(self.errors.read())  # noqa: T201 - pytest shows it where a test fails
+        self.errors.close()
+
+
+def assert_nothing_is_left(server: Server) -> None:
+    """The port is free, and no process of the session is there."""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", server.port), timeout=5)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", server.port))
+    with pytest.raises(ProcessLookupError):
+        os.killpg(server.process.pid, 0)
+
+
+@pytest.fixture(scope="module")
+def server(trained_folder: Path) -> Iterator[Server]:
+    with Server(trained_folder) as running:
+        yield running
+        assert running.process.poll() is None, "the service ended during the tests"
+        assert running.stop(signal.SIGINT) == 0
+        assert_nothing_is_left(running)
+
+
+@pytest.fixture(scope="module")
+def model(trained_folder: Path) -> SentenceTransformer:
+    return SentenceTransformer(str(trained_folder), trust_remote_code=True)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """Real texts, a few words to some hundreds of tokens long."""
+    with gzip.open(ROOT / "examples" / "data" / "beir" / "arxiv" / "corpus.jsonl.gz", "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in itertools.islice(file, 24)]
+    return [text for row in rows for text in (row["title"], row["text"]) if text]
+
+
+class Reference:
+    """What `encode` says of each text alone."""
+
+    def __init__(self, model: SentenceTransformer) -> None:
+        self.model = model
+        self.kept: dict[tuple[str, str], np.ndarray] = {}
+
+    def __call__(self, text: str, task: str) -> np.ndarray:
+        if (text, task) not in self.kept:
+            self.kept[text, task] = self.model.encode(text, prompt_name=task)
+        return self.kept[text, task]
+
+    def tokens(self, text: str, task: str) -> int:
+        return len(self.model.tokenizer(self.model.prompts[task] + text, truncation=True)["input_ids"])
+
+    def distance_to_others(self, vector: np.ndarray, text: str, task: str) -> float:
+        """How near the embedding comes to that of any expert that is not the task's."""
+        tasks = self.model[0].config.tasks
+        others = [other for other in set(tasks.values()) if other != tasks[task]]
+        return min(abs(vector - self(text, other)).max() for other in others)
+
+
+@pytest.fixture(scope="module")
+def reference(model: SentenceTransformer) -> Reference:
+    return Reference(model)
+
+
+def vectors_of(answer: Any) -> np.ndarray:
+    values = [row["embedding"] for row in answer.body["data"]]
+    if answer.request.get("encoding_format") == "base64":
+        return np.stack([np.frombuffer(base64.b64decode(value), dtype="<f4") for value in values])
+    return np.array(values, dtype=np.float32)
+
+
+def check(answer: Any, reference: Reference) -> None:
+    """The answer is right: every text, by the right expert, in the right place."""
+    assert answer.status == 200, answer
+    request, task = answer.request, answer.request["task"]
+    texts = [request["input"]] if isinstance(request["input"], str) else request["input"]
+    assert answer.body["object"] == "list"
+    assert answer.body["model"] == NAME
+    assert [row["index"] for row in answer.body["data"]] == list(range(len(texts)))
+    tokens = sum(reference.tokens(text, task) for text in texts)
+    assert answer.body["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    for vector, text in zip(vectors_of(answer), texts, strict=True):
+        assert abs(vector - reference(text, task)).max() < 1e-5
+        assert reference.distance_to_others(vector, text, task) > 1e-2
+
+
+def good_request(chance: random.Random, texts: list[str]) -> dict[str, Any]:
+    several = chance.choices(texts, k=chance.choice((1, 1, 2, 5)))
+    return {
+        "model": NAME,
+        "task": chance.choice(TASKS),
+        "input": chance.choice(several) if chance.random() < 0.5 else several,
+        "encoding_format": chance.choice(("float", "base64")),
+        "user": "a test",
+    }
+
+
+# What is sent instead of the good fields; status; what the error is about; part of its message
+BAD = [
+    ({"task": "serch_query"}, 400, "task", "Did you mean 'search_query'?"),
+    ({"task": None}, 400, "task", "one of: 'classification', 'clustering'"),
+    ({"task": 3}, 400, "task", "string"),
+    ({"task": ["sts"]}, 400, "task", "string"),
+    ({"input": []}, 400, "input", "none of them empty"),
+    ({"input": ""}, 400, "input", "none of them empty"),
+    ({"input": ["a", ""]}, 400, "input", "none of them empty"),
+    ({"input": ["a", None]}, 400, "input", "a list of texts"),
+    ({"input": {"text": "a"}}, 400, "input", "a list of texts"),
+    ({"input": None}, 400, "input", "must be a text"),
+    ({"input": [1, 2]}, 400, "input", "lists of tokens are not taken"),
+    ({"input": [[1, 2], [3]]}, 400, "input", "lists of tokens are not taken"),
+    ({"input": ["a", "\ud800"]}, 400, "input", "text 1 holds half of a surrogate pair"),
+    ({"input": ["a"] * 2049}, 400, "input", "send 2048 at most"),
+    ({"model": "text-embedding-3-small"}, 404, "model", f"but '{NAME}'"),
+    ({"model": None}, 400, "model", "string"),
+    ({"encoding_format": "int8"}, 400, "encoding_format", "'float' or 'base64'"),
+    ({"dimensions": 0}, 400, "dimensions", "greater than or equal to 1"),
+    ({"dimensions": 257}, 400, "dimensions", "at most 256"),
+    ({"dimensions": "12"}, 400, "dimensions", "integer"),
+    ({"dimensions": True}, 400, "dimensions", "integer"),
+    ({"tasks": "sts"}, 400, "tasks", "Did you mean 'task'?"),
+]
+
+
+def bad_request(change: dict[str, Any]) -> dict[str, Any]:
+    return {"model": NAME, "task": "sts", "input": "a text", **change}
+
+
+def check_error(answer: Any, status: int, param: str | None, message: str) -> None:
+    assert answer.status == status, answer
+    error = answer.body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize(("change", "status", "param", "message"), BAD, ids=[str(row[0])[:40] for row in BAD])
+def test_bad_requests(server: Server, change: dict[str, Any], status: int, param: str, message: str) -> None:
+    check_error(server.embed(bad_request(change)), status, param, message)
+
+
+def test_missing_fields_and_other_paths(server: Server) -> None:
+    check_error(server.embed({"model": NAME, "task": "sts"}), 400, "input", "required")
+    check_error(server.embed({"input": "a", "task": "sts"}), 400, "model", "required")
+    check_error(server.embed([1]), 400, None, "The body")
+    for method, path, body, status in (
+        ("POST", "/v1/embeddings", '{"input": "a', 400),
+        ("POST", "/v1/embeddings", "", 400),
+        ("GET", "/v1/embeddings", None, 405),
+        ("GET", "/v1/completions", None, 404),
+    ):
+        with load.Client(server.url) as client:
+            client.connection.request(method, path, body, {"Content-Type": "application/json"})
+            response = client.connection.getresponse()
+            error = json.loads(response.read())["error"]
+        assert response.status == status
+        assert error["message"]
+        assert error["type"] == "invalid_request_error"
+
+
+def test_right_experts_under_load_with_bad_requests_in_between(
+    server: Server, reference: Reference, texts: list[str]
+) -> None:
+    chance = random.Random(0)
+    before = {name: server.metric(name) for name in ("texts_total", "batches_total", "mixed_batches_total")}
+    bad = itertools.cycle(BAD)
+    expected = [next(bad) if chance.random() < 0.15 else None for _ in range(400)]
+    requests = [bad_request(error[0]) if error else good_request(chance, texts) for error in expected]
+    answers = load.send(server.url, requests, clients=12)
+    assert len(answers) == len(requests)
+    embedded = 0
+    for answer, error in zip(answers, expected, strict=True):
+        if error is None:
+            check(answer, reference)
+            embedded += len(answer.body["data"])
+        else:
+            check_error(answer, *error[1:])
+    after = {name: server.metric(name) - before[name] for name in before}
+    assert after["texts_total"] == embedded
+    assert after["batches_total"] < embedded / 2
+    assert after["mixed_batches_total"] > 5
+    assert server.metric("waiting_texts") == 0
+
+
+def test_without_a_task_the_rules_of_the_model_apply(server: Server, reference: Reference) -> None:
+    for task in ("clustering", "search_document"):
+        answer = server.embed({"model": NAME, "input": [f"{task}: a whale", "clustering: a whale"]})
+        vectors = vectors_of(answer)
+        assert abs(vectors[0] - reference("a whale", task)).max() < 1e-5
+        assert abs(vectors[1] - reference("a whale", "clustering")).max() < 1e-5
+
+
+def test_fewer_dimensions_are_of_length_one_again(server: Server, model: SentenceTransformer) -> None:
+    request = {"model": NAME, "task": "sts", "input": ["a whale", "a compiler"], "dimensions": 7}
+    expected = model.encode(request["input"], prompt_name="sts", truncate_dim=7, normalize_embeddings=True)
+    for encoding in ("float", "base64"):
+        vectors = vectors_of(server.embed({**request, "encoding_format": encoding}))
+        assert vectors.shape == (2, 7)
+        assert abs(vectors - expected).max() < 1e-5
+
+
+def test_models_and_their_tasks(server: Server, model: SentenceTransformer) -> None:
+    listing = server.get("/v1/models")
+    assert listing["object"] == "list"
+    (entry,) = listing["data"]
+    assert entry["id"] == NAME
+    assert entry["object"] == "model"
+    config = model[0].config
+    assert entry["tasks"] == [
+        {"task": task, "instruction": config.instruction_of(task), "expert": expert}
+        for task, expert in config.tasks.items()
+    ]
+
+
+def test_the_client_of_openai(server: Server, reference: Reference) -> None:
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.embeddings.create(
+            model=NAME, input=["a whale", "a compiler"], extra_body={"task": "search_query"}
+        )
+        for row, text in zip(answer.data, ("a whale", "a compiler"), strict=True):
+            assert abs(np.array(row.embedding) - reference(text, "search_query")).max() < 1e-5
+        assert answer.usage.prompt_tokens > 0
+        assert [entry.id for entry in client.models.list()] == [NAME]
+        with pytest.raises(openai.BadRequestError, match="Did you mean 'search_query'") as raised:
+            client.embeddings.create(model=NAME, input="a whale", extra_body={"task": "serch_query"})
+        assert raised.value.param == "task"
+        with pytest.raises(openai.NotFoundError, match="No model 'other' here"):
+            client.embeddings.create(model="other", input="a whale")
+
+
+# Limits, and the end ---------------------------------------------------------------------------------------------
+
+
+def test_limits_then_a_clean_end_with_requests_under_way(trained_folder: Path, reference: Reference) -> None:
+    limits = ("--max-body", 4000, "--max-inputs", 40, "--max-waiting", 60, "--name", NAME)
+    # a batch waits long for more, so that requests are under way when they are to be
+    with Server(trained_folder, "--max-batch-size", 64, "--batch-timeout", 1500, *limits) as server:
+        _check_body_limit(server)
+        _check_that_who_leaves_costs_nothing(server)
+        requests = [{"model": NAME, "task": task, "input": ["a whale"] * 30} for task in TASKS[:2]]
+        answers: list[Any] = []
+        threads = [
+            threading.Thread(target=lambda request: answers.append(server.embed(request)), args=(one,))
+            for one in requests
+        ]
+        for thread in threads:
+            thread.start()
+        _wait_for(lambda: server.metric("waiting_texts") == 60)
+        refused = server.embed(bad_request({}))
+        assert refused.status == 503
+        assert refused.body["error"] == {
+            "message": "Too many texts are waiting: try again in a moment",
+            "type": "server_error",
+            "param": None,
+            "code": "overloaded",
+        }
+        assert server.stop(signal.SIGTERM) == 0
+        for thread in threads:
+            thread.join(timeout=10)
+        assert len(answers) == 2  # what was begun has been answered
+        for answer in answers:
+            check(answer, reference)
+        assert_nothing_is_left(server)
+
+
+def _check_body_limit(server: Server) -> None:
+    """Too long, by the length that is announced, and by what comes in pieces."""
+    body = json.dumps(bad_request({"input": "a " * 4000})).encode()
+    for announced in (True, False):
+        with load.Client(server.url) as client:
+            client.connection.request(
+                "POST",
+                "/v1/embeddings",
+                body if announced else iter([body[:3000], body[3000:]]),
+                {"Content-Type": "application/json"},
+                encode_chunked=not announced,
+            )
+            response = client.connection.getresponse()
+            assert response.status == 413
+            assert "4000 bytes" in json.loads(response.read())["error"]["message"]
+
+
+def _check_that_who_leaves_costs_nothing(server: Server) -> None:
+    body = json.dumps(bad_request({"input": ["a whale"] * 7})).encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(_head(len(body)) + body)
+        _wait_for(lambda: server.metric("waiting_texts") == 7)
+    _wait_for(lambda: server.metric("waiting_texts") == 0)
+    assert server.embed(bad_request({})).status == 200
+    assert server.metric("texts_total") == 1
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.02)
+
+
+def test_a_service_that_cannot_start_says_why(trained_folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = start(trained_folder, "--port", port)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"error: cannot listen at 127.0.0.1, port {port}" in err
+    assert "Traceback" not in err
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["{dense}"], "is no MoTE but a 'bert'"),
+        (["{mote}/nothing"], "is neither a folder nor"),
+        (["{mote}", "--device", "cuda:99"], "There is no device 'cuda:99' here, but cpu"),
+        (["{mote}", "--dtype", "float31"], "does not load in Sentence-Transformers"),
+        (["{mote}", "--batch-timeout", "0"], "--batch-timeout: invalid positive value: '0'"),
+        (["{mote}", "--port", "70000"], "--port: invalid port value: '70000'"),
+    ],
+)
+def test_options_that_do_not_hold(
+    options: list[str],
+    message: str,
+    trained_folder: Path,
+    dense: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    places = {"dense": dense, "mote": trained_folder}
+    monkeypatch.setattr(sys, "argv", ["serve.py", "--port=0", *(option.format(**places) for option in options)])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # those of the tests stay
+    with pytest.raises(SystemExit) as stopped:
+        serve.main()
+    assert message in f"{stopped.value} {capsys.readouterr().err}"
+    assert stopped.value.code
+
+
+# The model behind it ---------------------------------------------------------------------------------------------
+
+
+def test_a_text_that_fails_fails_alone(reference: Reference, texts: list[str]) -> None:
+    """A lone surrogate, which the service would refuse: the tokenizer does not take it."""
+    embedder = serve.Embedder(reference.model)
+    items = [embedder.item(text, task) for text, task in zip(texts, itertools.cycle(TASKS), strict=False)]
+    items[5] = embedder.item("\ud800", "clustering")
+    results = embedder.embed(items)
+    assert isinstance(results[5], TypeError)
+    for result, text, task in zip(results, texts, itertools.cycle(TASKS), strict=False):
+        if result is not results[5]:
+            assert abs(result.vector - reference(text, task)).max() < 1e-5
+
+
+def test_numbers_that_are_none_are_errors(trained_folder: Path) -> None:
+    model = SentenceTransformer(str(trained_folder), trust_remote_code=True)
+    embedder = serve.Embedder(model)
+    with torch.no_grad():
+        next(model[0].model.blocks[0].experts["clustering"].parameters()).fill_(torch.nan)
+    items = [embedder.item("a whale", task) for task in TASKS]
+    failed = [isinstance(result, ArithmeticError) for result in embedder.embed(items)]
+    assert failed == [task == "clustering" for task in TASKS]
+    with pytest.raises(ValueError, match="cannot embed under the task 'clustering': The embedding is not finite"):
+        serve.Embedder(model)
+
+
+def test_pooling_that_leaves_out_the_instruction(trained_folder: Path, texts: list[str]) -> None:
+    model = SentenceTransformer(str(trained_folder), trust_remote_code=True)
+    with_instruction = model.encode("a whale", prompt_name="clustering")
+    model[1].include_prompt = False
+    embedder = serve.Embedder(model)
+    assert abs(embedder.embed([embedder.item("a whale", "clustering")])[0].vector - with_instruction).max() > 1e-3
+    chosen = [(text, task) for text in texts[:3] for task in TASKS]
+    results = embedder.embed([embedder.item(*pair) for pair in chosen])
+    for result, (text, task) in zip(results, chosen, strict=True):
+        assert abs(result.vector - model.encode(text, prompt_name=task)).max() < 1e-5
+
+
+def test_a_token_router_needs_no_task(dense: Path, tmp_path: Path, texts: list[str]) -> None:
+    folder = upcycle(str(dense), tmp_path / "routed", router="token")
+    model = SentenceTransformer(str(folder), trust_remote_code=True)
+    embedder = serve.Embedder(model)
+    pairs = [(text, task) for text in texts[:4] for task in (*TASKS, None)]
+    for result, (text, task) in zip(embedder.embed([embedder.item(*pair) for pair in pairs]), pairs, strict=True):
+        assert abs(result.vector - model.encode(text, prompt_name=task)).max() < 1e-5
+    with pytest.raises(ValueError, match="Did you mean 'clustering'"):
+        embedder.item("a", "clusterin")
+
+
+# Much more of it -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_thousands_of_requests_among_clients_that_leave_or_stall(
+    trained_folder: Path, reference: Reference, texts: list[str]
+) -> None:
+    chance = random.Random(1)
+    requests = [good_request(chance, texts) for _ in range(2000)]
+    with Server(trained_folder, "--name", NAME, "--grace", 2) as server:
+        done = threading.Event()
+
+        def leave() -> None:
+            """Ask, and be gone before the answer."""
+            while not done.is_set():
+                body = json.dumps(good_request(random.Random(), texts)).encode()
+                with socket.create_connection(("127.0.0.1", server.port)) as connection:
+                    connection.sendall(_head(len(body)) + body)
+                    time.sleep(random.choice((0.0, 0.01, 0.1)))
+
+        leaver = threading.Thread(target=leave)
+        leaver.start()
+        stalled = []
+        for _ in range(20):  # half a request, and nothing more
+            connection = socket.create_connection(("127.0.0.1", server.port))
+            connection.sendall(_head(100) + b'{"input": "a')
+            stalled.append(connection)
+        answers = load.send(server.url, requests, clients=24)
+        done.set()
+        leaver.join()
+        assert len(answers) == len(requests)
+        for answer in answers:
+            check(answer, reference)
+        _wait_for(lambda: server.metric("waiting_texts") == 0)
+        assert server.metric("mixed_batches_total") > 20
+        assert server.stop() == 0
+        for connection in stalled:
+            connection.close()
+
+
+def _head(length: int) -> bytes:
+    return (
+        f"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {length}\r\n\r\n"
+    ).encode()

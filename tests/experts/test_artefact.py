@@ -1,0 +1,702 @@
+"""One expert in files of its own, and MoTEs on disk with one expert more, less, or under another name."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoints import dense_checkpoint, edit_json, edit_weights, files_in, read_json, tiny_tokenizer, trusted
+from helpers.families import all_families, batch, make_different, trained_mote
+from helpers.hub_server import HubServer
+from safetensors.torch import load_file, save_file
+
+from modeling_mote import MoTEModel
+from mote import (
+    add_expert,
+    average_experts,
+    extract_expert,
+    list_experts,
+    merge_experts,
+    remove_expert,
+    rename_expert,
+    upcycle,
+)
+from mote.cli import main
+from mote.experts.artefact import FORMAT, open_expert
+
+TEXTS = ["a contract", "bread"]
+OF_CLASSIFICATION = {"sts": "clustering", "pair_classification": "clustering", "summarization": None}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny MoTE with Sentence-Transformers' files, and experts that differ."""
+    folder = tmp_path_factory.mktemp("trained")
+    dense_checkpoint(folder / "tiny", sentence_transformers={"normalize": True, "prompts": {"mine": "My: "}})
+    upcycle(str(folder / "tiny"), folder / "mote")
+    make_different(MoTEModel.from_pretrained(folder / "mote")).save_pretrained(folder / "mote")
+    return folder / "mote"
+
+
+@pytest.fixture(scope="module")
+def with_legal(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with one expert more."""
+    out = tmp_path_factory.mktemp("with") / "legal-mote"
+    add_expert(str(trained), "search_query", out, name="legal", instruction="legal: ", tasks=["contracts"])
+    model = MoTEModel.from_pretrained(out)
+    with torch.no_grad():
+        for block in model.blocks:
+            for parameter in block.experts["legal"].parameters():
+                parameter.mul_(1.25)
+    model.save_pretrained(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def legal(with_legal: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That expert, in files of its own."""
+    return extract_expert(str(with_legal), "legal", tmp_path_factory.mktemp("legal") / "legal")
+
+
+def fingerprint(folder: Path) -> str:
+    return list_experts(str(folder)).fingerprint
+
+
+def hidden(folder: Path, task: str) -> torch.Tensor:
+    with torch.no_grad():
+        return MoTEModel.from_pretrained(folder)(**batch(), task=task).last_hidden_state
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# Into files, and back ------------------------------------------------------------------------------------------------
+
+
+@all_families
+def test_extract_and_add_are_exact(name: str, tmp_path: Path) -> None:
+    mote_layers = "every_other" if name in ("bert", "gemma2") else "every"
+    model = trained_mote(name, mote_layers=mote_layers, instructions={"beta": "b: "}, tasks={"more": "beta"})
+    tiny_tokenizer(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "whole", max_shard_size="10KB")
+    assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 1
+    files = extract_expert(str(tmp_path / "whole"), "beta", tmp_path / "beta")
+    taken = load_file(files / "expert.safetensors")
+    own = model.expert_weights("beta")
+    assert taken.keys() == own.keys()
+    assert all(weight.equal(own[key]) for key, weight in taken.items())
+    remove_expert(str(tmp_path / "whole"), "beta", tmp_path / "without", tasks={"more": None})
+    add_expert(str(tmp_path / "without"), str(files), tmp_path / "again")
+    assert len({fingerprint(tmp_path / folder) for folder in ("whole", "without", "again")}) == 1
+    again = MoTEModel.from_pretrained(tmp_path / "again")
+    assert (again.config.tasks, again.config.instructions) == (model.config.tasks, model.config.instructions)
+    for task in ("alpha", "beta", "more"):
+        assert hidden(tmp_path / "again", task).equal(hidden(tmp_path / "whole", task))
+    extract_expert(str(tmp_path / "again"), "beta", tmp_path / "twice")
+    one, other = ((tmp_path / folder / "expert.safetensors").read_bytes() for folder in ("beta", "twice"))
+    assert one == other
+
+
+def test_what_lies_in_the_files(with_legal: Path, legal: Path, trained: Path) -> None:
+    assert files_in(legal) == {"README.md", "expert.json", "expert.safetensors"}
+    told = read_json(legal / "expert.json")
+    assert (told["format"], told["name"], told["tasks"]) == (FORMAT, "legal", ["legal", "contracts"])
+    assert told["instructions"] == {"legal": "legal: "}
+    base = {"name": "legal-mote", "upcycled_from": "tiny", "architecture": "bert", "layers": [0, 1], "pooling": "mean"}
+    assert told["base"] == {**base, "dtype": "float32", "fingerprint": fingerprint(trained)}
+    assert told["made"]["earlier"]["experts.json"]["earlier"]["upcycling.json"]["source"] == "tiny"
+    card = (legal / "README.md").read_text()
+    assert "library_name: mote" in card
+    assert "| `contracts` | `legal: ` |" in card
+    assert fingerprint(with_legal) in card
+    assert str(with_legal.parent) not in card + (legal / "expert.json").read_text()
+
+
+def test_a_mote_to_which_an_expert_was_added(trained: Path, with_legal: Path, legal: Path, tmp_path: Path) -> None:
+    out = add_expert(str(trained), str(legal), tmp_path / "out")
+    assert files_in(out) == {*files_in(with_legal)}
+    for task in ("legal", "contracts", "search_query", "clustering"):
+        assert hidden(out, task).equal(hidden(with_legal, task))
+    model = trusted(out)
+    assert model.prompts["legal"] == model.prompts["contracts"] == "legal: "
+    assert model.prompts["mine"] == "My: "
+    assert (model.encode(TEXTS, prompt_name="legal") == trusted(with_legal).encode(TEXTS, prompt_name="legal")).all()
+    card = (out / "README.md").read_text()
+    assert "| `contracts` | `legal` | `legal: ` |" in card
+    assert "made by adding the expert `legal` to" in card
+    assert "mote experts add mote legal --out out" in card
+    assert "Not trained yet" not in card
+    record = read_json(out / "experts.json")
+    assert record["experts"]["legal"] == ["legal", "contracts"]
+    assert record["earlier"]["upcycling.json"]["source"] == "tiny"
+
+
+def test_under_another_name(trained: Path, legal: Path, tmp_path: Path) -> None:
+    out = add_expert(str(trained), str(legal), tmp_path / "out", name="law", instruction="law: ")
+    config = MoTEModel.from_pretrained(out).config
+    assert [task for task, expert in config.tasks.items() if expert == "law"] == ["law", "contracts"]
+    assert (config.instruction_of("law"), config.instruction_of("contracts")) == ("law: ", "law: ")
+    first = extract_expert(str(out), "law", tmp_path / "law")
+    assert (first / "expert.safetensors").read_bytes() == (legal / "expert.safetensors").read_bytes()
+
+
+def test_tasks_that_another_expert_has_stay_there(trained: Path, tmp_path: Path) -> None:
+    files = extract_expert(str(trained), "classification", tmp_path / "files")
+    said: list[str] = []
+    out = add_expert(
+        str(trained), str(files), tmp_path / "out", name="second", instruction="2: ", tasks=["sts"], report=said.append
+    )
+    tasks = MoTEModel.from_pretrained(out).config.tasks
+    assert (tasks["sts"], tasks["summarization"]) == ("second", "classification")
+    assert "The task summarization stays with classification: `--tasks summarization` sends it to second" in said
+    with pytest.raises(ValueError, match=r"instruction 'classification: ' .* already stands for"):
+        add_expert(str(trained), str(files), tmp_path / "twice", name="third")
+    assert not (tmp_path / "twice").exists()
+
+
+def test_copies_of_a_fresh_model_are_not_called_trained(upcycled: Path, tmp_path: Path) -> None:
+    out = add_expert(str(upcycled), "mean", tmp_path / "out", name="new")
+    assert "Not trained yet" in (out / "README.md").read_text()
+    remove_expert(str(out), "new", tmp_path / "less")
+    assert "Not trained yet" in (tmp_path / "less" / "README.md").read_text()
+
+
+def test_merging(trained: Path, with_legal: Path, legal: Path, tmp_path: Path) -> None:
+    out = merge_experts(str(trained), {"search_query": 1, str(legal): 3}, "both", tmp_path / "out", tasks="xy")
+    weights, whole = (load_file(folder / "model.safetensors") for folder in (out, with_legal))
+    for key, weight in weights.items():
+        if ".experts.both." in key:
+            query, other = (whole[key.replace("both", name)].double() for name in ("search_query", "legal"))
+            assert weight.equal((0.25 * query + 0.75 * other).float())
+    assert MoTEModel.from_pretrained(out).config.tasks["y"] == "both"
+    everything = dict.fromkeys(MoTEModel.from_pretrained(trained).config.experts, 0.7)
+    merge_experts(str(trained), everything, "middle", tmp_path / "middle")
+    with torch.no_grad():
+        averaged = average_experts(MoTEModel.from_pretrained(trained))(**batch()).last_hidden_state
+    assert hidden(tmp_path / "middle", "middle").equal(averaged)
+    alone = merge_experts(str(trained), {str(legal): 0.1}, "alone", tmp_path / "alone")
+    assert hidden(alone, "alone").equal(hidden(with_legal, "legal"))
+
+
+def test_removed_and_renamed_in_its_own_place(with_legal: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(with_legal, tmp_path / "mote")
+    (folder / "notes").mkdir()
+    (folder / "notes" / "mine.txt").write_text("mine")
+    (folder / "my-model.safetensors").write_text("mine as well")
+    before = hidden(folder, "legal")
+    assert main(["experts", "rename", str(folder), "legal", "law", "--overwrite"]) == 0
+    remove = ["experts", "remove", str(folder), "classification", "--overwrite"]
+    assert main([*remove, "--task", "sts=law", "--task", "pair_classification=", "--task", "summarization="]) == 0
+    assert hidden(folder, "law").equal(hidden(folder, "sts"))
+    assert hidden(folder, "law").equal(before)
+    assert (folder / "notes" / "mine.txt").read_text() == "mine"
+    assert files_in(folder) == {*files_in(with_legal), "notes/mine.txt", "my-model.safetensors"}
+    assert [path.name for path in tmp_path.iterdir()] == ["mote"]
+    prompts = read_json(folder / "config_sentence_transformers.json")["prompts"]
+    assert not {"classification", "Classification", "legal", "summarization"} & prompts.keys()
+    assert prompts["STS"] == prompts["law"] == "legal: "
+    record = read_json(folder / "experts.json")
+    assert record["command"].startswith("mote experts remove mote classification --task sts=law ")
+    assert record["earlier"]["experts.json"]["command"] == "mote experts rename mote legal law --overwrite"
+
+
+def test_shards_of_a_model_changed_in_place(with_legal: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mote"
+    rename_expert(str(with_legal), "legal", "law", folder, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    rename_expert(str(folder), "law", "legal", overwrite=True)
+    assert [path.name for path in folder.glob("*model*safetensors*")] == ["model.safetensors"]
+    assert hidden(folder, "legal").equal(hidden(with_legal, "legal"))
+
+
+def test_the_list(with_legal: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["experts", "list", str(with_legal)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].split() == ["expert", "parameters", "instruction", "tasks"]
+    assert printed[-2].split(None, 3)[0] == "legal"
+    assert printed[-2].split("'legal: '")[1].strip() == "legal, contracts"
+    assert printed[-1] == f"base  {fingerprint(with_legal)}"
+
+
+def test_a_folder_with_some_of_its_experts(with_legal: Path, legal: Path, tmp_path: Path) -> None:
+    partial = shutil.copytree(with_legal, tmp_path / "partial")
+    (partial / "model.safetensors").unlink()
+    MoTEModel.from_pretrained(with_legal, experts=["clustering"]).save_pretrained(partial)
+    assert "not here" in str(list_experts(str(partial)))
+    assert fingerprint(partial) == fingerprint(with_legal)
+    with pytest.raises(ValueError, match="'legal' was not loaded"):
+        extract_expert(str(partial), "legal", tmp_path / "out")
+    out = add_expert(str(partial), str(legal), tmp_path / "more", name="law", instruction="law: ")
+    assert MoTEModel.from_pretrained(out).config.available_experts == ["clustering", "law"]
+    assert hidden(out, "law").equal(hidden(with_legal, "legal"))
+
+
+# The base ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_fingerprint_tells_bases_apart(trained: Path, upcycled: Path, dense: Path, tmp_path: Path) -> None:
+    model = MoTEModel.from_pretrained(trained)
+    first = fingerprint(trained)
+    shared = [key for key in model.state_dict() if ".experts." not in key]
+    assert len(shared) > 20
+    for number, key in enumerate(shared):
+        folder = shutil.copytree(trained, tmp_path / str(number))
+        weights = load_file(folder / "model.safetensors")
+        bits = weights[key].view(-1).view(torch.int32)
+        bits[-1] ^= 1  # the last bit of the last number
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        assert fingerprint(folder) != first
+        shutil.rmtree(folder)
+    for name, change in (("pooling", {"pooling": "cls"}), ("layers", {"layers": "every_other"})):
+        fingerprints = {fingerprint(upcycled), fingerprint(upcycle(str(dense), tmp_path / name, **change))}
+        assert len(fingerprints) == 2
+    half = upcycle(str(dense), tmp_path / "half", dtype="bfloat16")
+    assert fingerprint(half) != fingerprint(upcycled)
+    config = read_json(trained / "config.json")
+    for number, changed in enumerate(({"layer_norm_eps": 1e-3}, {"hidden_act": "relu"})):
+        folder = shutil.copytree(trained, tmp_path / f"config{number}")
+        edit_json(folder / "config.json", backbone_config={**config["backbone_config"], **changed})
+        assert fingerprint(folder) != first
+
+
+def test_the_fingerprint_knows_the_base_again(upcycled: Path, dense: Path, tmp_path: Path) -> None:
+    first = fingerprint(upcycled)
+    assert fingerprint(upcycle(str(dense), tmp_path / "others", experts=["a", "b"])) == first
+    MoTEModel.from_pretrained(upcycled).save_pretrained(tmp_path / "saved", max_shard_size="5KB")
+    assert fingerprint(tmp_path / "saved") == first
+    make_different(MoTEModel.from_pretrained(upcycled)).save_pretrained(tmp_path / "trained")
+    assert fingerprint(tmp_path / "trained") == first
+    model = MoTEModel.from_pretrained(upcycled)
+    model.config.backbone_config.hidden_dropout_prob = 0.5
+    model.config.backbone_config._name_or_path = "elsewhere"
+    model.save_pretrained(tmp_path / "dropout")
+    assert fingerprint(tmp_path / "dropout") == first
+
+
+def changed_attention(folder: Path) -> str:
+    key = "backbone.encoder.layer.0.shared.attention.self.query.bias"
+    weights = load_file(folder / "model.safetensors")
+    weights[key][0] += 1e-6
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return "They differ in the weights that experts share"
+
+
+def other_pooling(folder: Path) -> str:
+    edit_json(folder / "config.json", pooling="cls")
+    return "They differ in pooling mean and cls"
+
+
+def other_type(folder: Path) -> str:
+    MoTEModel.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    return "They differ in dtype float32 and bfloat16"
+
+
+@pytest.mark.parametrize("change", [changed_attention, other_pooling, other_type])
+def test_a_wrong_base_is_refused(
+    change: Callable[[Path], str], trained: Path, legal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(trained, tmp_path / "other")
+    message = change(folder)
+    for verb in (["add", str(folder), str(legal)], ["merge", str(folder), "clustering", str(legal), "--name", "x"]):
+        assert main(["experts", *verb, "--out", str(tmp_path / "out")]) == 1
+        error = capsys.readouterr().err
+        assert f"error: The expert 'legal' of {legal} has another base than {folder}" in error
+        assert f"legal-mote (base {fingerprint(trained)}), and other has the base {fingerprint(folder)}" in error
+        assert message in error
+        assert "What works: legal-mote itself, or a MoTE that shares its base" in error
+    assert not (tmp_path / "out").exists()
+
+
+# What goes wrong -----------------------------------------------------------------------------------------------------
+
+
+def cut(folder: Path) -> None:
+    path = folder / "expert.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def one_bit(folder: Path) -> None:
+    path = folder / "expert.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def no_weights(folder: Path) -> None:
+    (folder / "expert.safetensors").unlink()
+
+
+def no_description(folder: Path) -> None:
+    (folder / "expert.json").unlink()
+
+
+def no_json(folder: Path) -> None:
+    (folder / "expert.json").write_text('{"format": 1')
+
+
+def a_list(folder: Path) -> None:
+    (folder / "expert.json").write_text("[1]")
+
+
+def no_base(folder: Path) -> None:
+    edit_json(folder / "expert.json", base=None)
+
+
+def no_fingerprint(folder: Path) -> None:
+    edit_json(folder / "expert.json", base={"name": "somewhere"})
+
+
+def no_names(folder: Path) -> None:
+    edit_json(folder / "expert.json", tasks=[["legal"]])
+
+
+def no_texts(folder: Path) -> None:
+    edit_json(folder / "expert.json", instructions={"legal": 7})
+
+
+def later_format(folder: Path) -> None:
+    edit_json(folder / "expert.json", format=FORMAT + 1, name=None)
+
+
+def rehash(folder: Path) -> None:
+    import hashlib
+
+    sha256 = hashlib.sha256((folder / "expert.safetensors").read_bytes()).hexdigest()
+    edit_json(folder / "expert.json", weights={"sha256": sha256})
+
+
+def wrong_type(folder: Path) -> None:
+    weights = {key: weight.half() for key, weight in load_file(folder / "expert.safetensors").items()}
+    save_file(weights, folder / "expert.safetensors")
+    rehash(folder)
+
+
+def a_weight_less(folder: Path) -> None:
+    weights = load_file(folder / "expert.safetensors")
+    weights.pop("encoder.layer.0.output.dense.bias")
+    save_file(weights, folder / "expert.safetensors")
+    rehash(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut, "is damaged or cut: copy or extract the expert 'legal' again"),
+        (one_bit, "is damaged or cut"),
+        (no_weights, "lacks expert.safetensors"),
+        (no_description, "it has no expert.json: `mote experts extract` makes one"),
+        (no_json, "expert.json is not valid JSON"),
+        (a_list, "expert.json holds a list: expected a dict"),
+        (no_base, "wrong or missing: base"),
+        (no_fingerprint, "wrong or missing: base"),
+        (no_names, "wrong or missing: tasks"),
+        (no_texts, "wrong or missing: instructions"),
+        (later_format, f"has the format {FORMAT + 1}; this version of mote reads up to {FORMAT}: update mote"),
+        (wrong_type, "holds weights of float16, expected float32"),
+        (
+            a_weight_less,
+            "The weights do not fit: 1 are missing, unknown or of another shape, as 'encoder.layer.0.out",
+        ),
+    ],
+)
+def test_damaged_files(
+    damage: Callable[[Path], None],
+    message: str,
+    trained: Path,
+    legal: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    files = shutil.copytree(legal, tmp_path / "legal")
+    damage(files)
+    assert main(["experts", "add", str(trained), str(files), "--out", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["add", "{}", "clusterin", "--name", "x"], "Unknown expert 'clusterin'. Did you mean 'clustering'?"),
+        (["add", "{}", "clustering"], "needs a name of its own: give it one with `--name`"),
+        (["add", "{}", "clustering", "--name", "clustering"], "There is an expert 'clustering' already"),
+        (["add", "{}", "mean", "--name", "a.b"], "must be one word"),
+        (["add", "{}", "{}"], "is a whole model, it has no expert.json"),
+        (["add", "nobody/nothing", "mean", "--name", "x"], "nobody/nothing is not a folder"),
+        (["add", "{}", "nobody/nothing"], "nobody/nothing is not a folder"),
+        (
+            ["merge", "{}", "clustering=0", "--name", "x"],
+            "The weight of 'clustering' is 0.0: expected a number above 0",
+        ),
+        (["merge", "{}", "clustering=nan", "--name", "x"], "is nan"),
+        (["merge", "{}", "clustering=1e308", "classification=1.5e308", "--name", "x"], "too large for their sum"),
+        (["merge", "{}", "clustering=much", "--name", "x"], "'clustering=much': expected EXPERT or EXPERT=WEIGHT"),
+        (["merge", "{}", "clustering", "clustering=2", "--name", "x"], "and each expert once"),
+        (["remove", "{}", "clusterin"], "Unknown expert 'clusterin'"),
+        (["remove", "{}", "search_query"], "(`--task query=classification`), or None (`--task query=`)"),
+        (["rename", "{}", "clustering", "sts"], "'sts' is a task already"),
+        (["extract", "{}", "clusterin"], "Unknown expert 'clusterin'. Did you mean 'clustering'?"),
+        (["extract", "{}", "sts"], "Unknown expert 'sts'"),
+    ],
+)
+def test_words_that_do_not_hold(
+    words: list[str], message: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["experts", *(word.format(trained) for word in words), "--out", str(tmp_path / "out")]
+    assert main(command) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert not any(tmp_path.iterdir())
+
+
+def test_places(trained: Path, with_legal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shutil.copytree(trained, tmp_path / "mote")
+    before = contents(tmp_path)
+
+    def refused(*words: str) -> str:
+        assert main(["experts", *words]) == 1
+        assert contents(tmp_path) == before
+        return capsys.readouterr().err
+
+    add = ("add", str(folder), "mean", "--name", "x")
+    assert f"a folder with `--out`, or `--overwrite` to change {folder} itself" in refused(*add)
+    assert "is in use: choose another folder, or replace" in refused(*add, "--out", str(folder))
+    assert "something other than a MoTE" in refused(*add, "--out", str(tmp_path), "--overwrite")
+    extract = ("extract", str(folder), "clustering", "--out", str(folder))
+    assert "is in use" in refused(*extract)
+    assert "is the source itself" in refused(*extract, "--overwrite")
+    files = extract_expert(str(folder), "clustering", tmp_path / "files")
+    assert main(["experts", "extract", str(with_legal), "legal", "--out", str(files), "--overwrite"]) == 0
+    assert open_expert(str(files)).name == "legal"
+    inside = extract_expert(str(folder), "clustering", folder / "clustering")  # a place as good as any
+    assert open_expert(str(inside)).name == "clustering"
+    for place in (inside, folder):  # the expert's own files, and what holds them
+        with pytest.raises(ValueError, match="is the source itself, or holds it"):
+            add_expert(str(with_legal), str(inside), place, name="x", instruction="x: ", overwrite=True)
+    add_expert(
+        str(folder), str(inside), name="x", instruction="x: ", overwrite=True
+    )  # in place, what else is there stays
+    assert open_expert(str(inside)).name == "clustering"
+
+
+def test_token_routers_and_compressed_experts(dense: Path, trained: Path, legal: Path, tmp_path: Path) -> None:
+    routed = upcycle(str(dense), tmp_path / "routed", router="token")
+    for call in (
+        lambda: list_experts(str(routed)),
+        lambda: extract_expert(str(routed), "clustering", tmp_path / "out"),
+        lambda: add_expert(str(routed), str(legal), tmp_path / "out"),
+        lambda: rename_expert(str(routed), "clustering", "x", tmp_path / "out"),
+    ):
+        with pytest.raises(ValueError, match="The experts of a token router are not experts for tasks"):
+            call()
+    assert main(["compress", str(trained), "--rank", "2", "--out", str(tmp_path / "small")]) == 0
+    small = str(tmp_path / "small")
+    for call in (
+        lambda: extract_expert(small, "clustering", tmp_path / "out"),
+        lambda: add_expert(small, "mean", tmp_path / "out", name="x"),
+    ):
+        with pytest.raises(ValueError, match=r"are compressed .* before `mote compress`"):
+            call()
+    expected = hidden(tmp_path / "small", "clustering")
+    renamed = rename_expert(small, "clustering", "x", tmp_path / "out")
+    assert hidden(renamed, "x").equal(expected)
+    remove_expert(small, "clustering", tmp_path / "less")
+    assert hidden(tmp_path / "less", "query").equal(hidden(tmp_path / "small", "query"))
+
+
+def test_weights_that_are_no_safetensors(trained: Path, tmp_path: Path) -> None:
+    from helpers.checkpoints import to_bin
+
+    folder = shutil.copytree(trained, tmp_path / "bin")
+    to_bin(folder)
+    with pytest.raises(ValueError, match=r"pytorch_model.bin: expected safetensors"):
+        extract_expert(str(folder), "clustering", tmp_path / "out")
+    lacking = shutil.copytree(trained, tmp_path / "less")
+    edit_weights(lacking, backbone__encoder__layer__0__experts__clustering__output__dense__bias=None)
+    with pytest.raises(ValueError, match=r"lacks 1 of the weights of the expert 'clustering', as backbone.encoder"):
+        extract_expert(str(lacking), "clustering", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# Killed --------------------------------------------------------------------------------------------------------------
+
+# Imports once, then forks a process for every moment at which it touches the disk, and kills it there.
+KILLS = """
+import json, os, shutil, signal, sys
+from pathlib import Path
+
+import mote.experts.life  # before the processes are forked: its imports are not what is killed
+from mote.cli import main
+
+out, old, command = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+
+
+def contents(folder):
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in ("experts.json", "expert.json"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def kill_at(moment):
+    count = 0
+
+    def hook(event, arguments):
+        nonlocal count
+        if event == "open":
+            writes = isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+            counts = writes and str(arguments[0]).startswith(str(out.parent))
+        else:
+            counts = event in ("os.mkdir", "os.rename", "os.rmdir", "os.remove", "os.link")
+        count += bool(counts)
+        if counts and count == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def fork(moment):
+    process = os.fork()
+    if process == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(1, 2)
+        kill_at(moment)
+        os._exit(main(command))
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def reset():
+    shutil.rmtree(out, ignore_errors=True)
+    if old:
+        shutil.copytree(old, out)
+
+
+reset()
+assert fork(0) == 0
+new = contents(out)
+moment, status = 0, None
+while status != 0:
+    moment += 1
+    reset()
+    status = fork(moment)
+    replaced = [path for path in out.parent.glob(".*.replaced-*")]
+    found = contents(out) if out.exists() else None
+    state = "absent" if found is None else "new" if found == new else "broken"
+    if old and found == contents(Path(old)):
+        state = "old"
+    beside = old and any(contents(path) == contents(Path(old)) for path in replaced)
+    left = sorted(path.name for path in out.parent.iterdir() if path != out)
+    print(json.dumps({"status": status, "out": state, "beside": bool(beside), "left": left}), flush=True)
+"""
+
+
+def kill(out: Path, old: Path | None, *command: Any) -> list[dict[str, Any]]:
+    """Kill a command at every moment; tell what each left, the last one was not killed."""
+    done = subprocess.run(
+        [sys.executable, "-c", KILLS, str(out), str(old or ""), *map(str, command)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    *killed, whole = map(json.loads, done.stdout.splitlines())
+    assert {result["status"] for result in killed} == {-signal.SIGKILL}
+    assert (whole["status"], whole["out"], whole["left"]) == (0, "new", [])
+    return killed
+
+
+def test_killed_while_an_expert_is_extracted(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "place" / "clustering"
+    out.parent.mkdir()
+    killed = kill(out, None, "experts", "extract", trained, "clustering", "--out", out)
+    assert len(killed) >= 4
+    assert {result["out"] for result in killed} == {"absent"}
+
+
+@pytest.mark.slow
+def test_killed_while_a_mote_is_written(trained: Path, legal: Path, tmp_path: Path) -> None:
+    out = tmp_path / "place" / "out"
+    out.parent.mkdir()
+    before = contents(trained)
+    killed = kill(out, None, "experts", "add", trained, legal, "--out", out)
+    assert len(killed) > 15
+    assert {result["out"] for result in killed} == {"absent"}
+    assert contents(trained) == before
+
+
+@pytest.mark.slow
+def test_killed_while_a_mote_is_changed_in_its_place(with_legal: Path, tmp_path: Path) -> None:
+    old = shutil.copytree(with_legal, tmp_path / "old")
+    (old / "notes.txt").write_text("mine")
+    out = tmp_path / "place" / "mote"
+    out.parent.mkdir()
+    killed = kill(out, old, "experts", "rename", out, "legal", "law", "--overwrite")
+    assert {result["out"] for result in killed} == {"old", "absent", "new"}
+    assert [result["beside"] for result in killed if result["out"] == "absent"] == [True]
+
+
+# The Hub -------------------------------------------------------------------------------------------------------------
+
+COMMANDS = """
+import json, sys
+from mote.cli import main
+for command in json.loads(sys.argv[1]):
+    print("status", main(["experts", *command]), flush=True)
+"""
+
+
+def mote(server: HubServer, home: Path, *commands: list[Any], token: str | None = None) -> tuple[list[str], str, str]:
+    """Run commands in one process with a cache and a login of its own: the statuses, and all that was printed."""
+    home.mkdir(exist_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS, json.dumps([[str(word) for word in command] for command in commands])],
+        env={**server.environment(home, token=token), "OMP_NUM_THREADS": "1"},
+        cwd=home,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    statuses = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("status ")]
+    return statuses, done.stdout, done.stderr
+
+
+def test_to_the_hub_and_back(trained: Path, with_legal: Path, tmp_path: Path) -> None:
+    push = ["extract", "user/legal-mote", "legal", "--out", "legal", "--push"]
+    with HubServer() as server:
+        server.add_repo("user/legal-mote", with_legal)
+        onto_a_model = [*push, "--repo-id", "user/legal-mote"]
+        statuses, out, error = mote(server, tmp_path / "home", onto_a_model, push, token="hf_write")
+        assert statuses == ["1", "0"], error
+        assert "user/legal-mote holds a whole model" in error
+        assert "mote experts add MODEL user/legal --out DIR" in out
+        pushed = server.files("user/legal")
+        assert set(pushed) - {".gitattributes"} == {"README.md", "expert.json", "expert.safetensors"}
+        assert "base_model: user/legal-mote" in pushed["README.md"].decode()
+        assert json.loads(pushed["expert.json"])["base"]["name"] == "user/legal-mote"
+
+        add = ["add", trained, "user/legal", "--out", "new"]
+        unknown = ["add", trained, "user/nothing", "--out", "x"]
+        a_model = ["add", trained, "user/legal-mote", "--out", "x"]
+        in_place = ["rename", "user/legal-mote", "legal", "law", "--overwrite"]
+        listed = ["list", "user/legal-mote"]
+        statuses, out, error = mote(server, tmp_path / "fresh", add, unknown, a_model, in_place, push, listed)
+        assert statuses == ["0", "1", "1", "1", "1", "0"], error
+        assert hidden(tmp_path / "fresh" / "new", "legal").equal(hidden(with_legal, "legal"))
+        assert "user/nothing is neither a folder nor a repository on the Hub" in error
+        assert "user/legal-mote is a whole model, it has no expert.json" in error
+        assert "Say where to write: a folder with `--out`\n" in error
+        assert "log in with `hf auth login`" in error
+        assert fingerprint(with_legal) in out
+        assert not {"x", "legal"} & {path.name for path in (tmp_path / "fresh").iterdir()}

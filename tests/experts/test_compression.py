@@ -1,0 +1,560 @@
+"""Experts as low-rank differences from their mean, and in 8 bits."""
+
+import copy
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.checkpoints import edit_json, files_in, read_json, trusted
+from helpers.families import NOT_CHECKPOINTED, all_families, batch, fresh_mote, in_threads, make_different, trained_mote
+from helpers.paths import SMALL_ENCODER
+from torch import nn
+
+from compression_mote import Int8Linear, LowRankLinear
+from configuration_mote import MoTEConfig
+from modeling_mote import MoTEModel
+from mote import (
+    average,
+    average_experts,
+    compress,
+    compress_experts,
+    estimate_memory,
+    interpolate,
+    interpolate_experts,
+)
+from mote.analysis.weight_change import movement_of
+from mote.checkpoints import writing as repository
+from mote.cli import main
+from mote.experts.compression import expert_bytes, relative_error
+from mote.training.memory import config_of
+
+EXPERTS = ["alpha", "beta", "gamma"]
+TEXTS = ["whales breathe air", "a recipe for bread", "search_query: bread"]
+FULL = 16  # rank of the matrices of tests/families.py
+WAYS: list[dict[str, int]] = [{"rank": 3}, {"bits": 8}]
+both_ways = pytest.mark.parametrize("way", WAYS, ids=["rank", "bits"])
+
+
+def three_experts(name: str = "bert", **settings: Any) -> MoTEModel:
+    return trained_mote(name, experts=EXPERTS, **settings)
+
+
+def hidden(model: Any, **task: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**batch(), **task).last_hidden_state
+
+
+def matrices(model: MoTEModel) -> Iterator[tuple[str, str, list[nn.Linear]]]:
+    """Of each block: path of the block, path in an expert, the linears of all experts."""
+    for path, block in model.named_modules():
+        if type(block).__name__ == "MoTEBlock":
+            experts = list(block.experts.values())
+            for name, module in experts[0].named_modules():
+                if isinstance(module, nn.Linear):
+                    yield path, name, [expert.get_submodule(name) for expert in experts]
+
+
+@pytest.fixture(scope="module")
+def trained(upcycled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny MoTE, with experts that differ."""
+    folder = tmp_path_factory.mktemp("compression") / "tiny-mote"
+    shutil.copytree(upcycled, folder)
+    make_different(MoTEModel.from_pretrained(upcycled)).save_pretrained(folder)
+    return folder
+
+
+# Models --------------------------------------------------------------------------------------------------------------
+
+
+@all_families
+def test_full_rank_loses_nothing(name: str) -> None:
+    whole = three_experts(name)
+    compressed = compress_experts(whole, rank=FULL)
+    for task in (*EXPERTS, ["beta", "alpha", "beta", "gamma"]):
+        assert (hidden(compressed, task=task) - hidden(whole, task=task)).abs().max() <= 1e-5
+    assert (hidden(compress_experts(whole, rank=3), task="beta") - hidden(whole, task="beta")).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("rank", [1, 5, FULL])
+@pytest.mark.parametrize("name", ["bert", "nomic_bert"])
+@torch.no_grad()
+def test_no_difference_of_that_rank_is_nearer(name: str, rank: int) -> None:
+    """The error is the tail of the singular values (Eckart and Young)."""
+    whole = three_experts(name)
+    compressed = compress_experts(whole, rank=rank)
+    squares = 0.0
+    for block, path, linears in matrices(whole):
+        weights = torch.stack([linear.weight.double() for linear in linears])
+        for expert, difference in zip(EXPERTS, weights - weights.mean(dim=0), strict=True):
+            module = compressed.get_submodule(f"{block}.experts.{expert}.{path}")
+            assert isinstance(module, LowRankLinear)
+            assert module.down.weight.shape[0] == module.up.weight.shape[1] == rank
+            error = module.whole().weight.double() - (difference + weights.mean(dim=0))
+            tail = torch.linalg.svdvals(difference)[rank:].square().sum().sqrt()
+            assert float(error.norm()) == pytest.approx(float(tail), rel=1e-4, abs=1e-6)
+            squares += float(error.square().sum())
+    everything = sum(float(one.weight.double().square().sum()) for _, _, linears in matrices(whole) for one in linears)
+    assert relative_error(whole, compressed) == pytest.approx(math.sqrt(squares / everything), rel=1e-6)
+
+
+@all_families
+def test_eight_bits_are_at_most_half_a_step_off(name: str) -> None:
+    whole = three_experts(name)
+    compressed = compress_experts(whole, bits=8)
+    for block, path, linears in matrices(whole):
+        for expert, linear in zip(EXPERTS, linears, strict=True):
+            module = compressed.get_submodule(f"{block}.experts.{expert}.{path}")
+            assert isinstance(module, Int8Linear)
+            assert module.weight.dtype == torch.int8
+            error = (module.whole().weight - linear.weight).abs()
+            assert (error <= 0.5001 * module.scale[:, None]).all()
+            assert module.weight.abs().amax(dim=1).eq(127).all()  # the whole range is used
+    found, expected = hidden(compressed, task="beta"), hidden(whole, task="beta")
+    assert 1e-6 < (found - expected).norm() / expected.norm() < 0.02
+
+
+def test_a_row_of_zeros_stays_one() -> None:
+    linear = nn.Linear(4, 3)
+    with torch.no_grad():
+        linear.weight[1] = 0
+    assert Int8Linear(linear).whole().weight[1].eq(0).all()
+
+
+@both_ways
+def test_copies_stay_copies(way: dict[str, int]) -> None:
+    whole = fresh_mote("bert", experts=EXPERTS)
+    compressed = compress_experts(whole, **way)
+    assert hidden(compressed, task="alpha").equal(hidden(compressed, task="gamma"))
+    if "rank" in way:  # they do not differ from their mean
+        assert hidden(compressed, task="beta").equal(hidden(whole, task="beta"))
+
+
+@both_ways
+def test_the_model_stays_as_it_is(way: dict[str, int]) -> None:
+    whole = three_experts().train()
+    before = {key: value.clone() for key, value in whole.state_dict().items()}
+    compressed = compress_experts(whole, **way)
+    assert all(module.training for module in compressed.modules())
+    with torch.no_grad():
+        for parameter in compressed.parameters():
+            parameter.add_(1)
+    assert whole.state_dict().keys() == before.keys()
+    assert all(value.equal(before[key]) for key, value in whole.state_dict().items())
+    assert whole.config.compression is None
+
+
+@all_families
+@both_ways
+def test_saved_and_loaded(name: str, way: dict[str, int], tmp_path: Path) -> None:
+    compressed = compress_experts(three_experts(name), **way)
+    compressed.save_pretrained(tmp_path)
+    attention = compressed.backbone.config._attn_implementation
+    loaded, info = MoTEModel.from_pretrained(tmp_path, attn_implementation=attention, output_loading_info=True)
+    assert not any(info.values())
+    for key, value in loaded.state_dict().items():
+        assert value.equal(compressed.state_dict()[key]), key
+    assert hidden(loaded, task="beta").equal(hidden(compressed, task="beta"))
+    one = MoTEModel.from_pretrained(tmp_path, attn_implementation=attention, experts=["beta"])
+    assert hidden(one, task="beta").equal(hidden(compressed, task="beta"))
+    assert not [key for key in one.state_dict() if ".experts.alpha" in key]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_integers_survive_every_change_of_type(dtype: torch.dtype, tmp_path: Path) -> None:
+    compressed = compress_experts(three_experts(), bits=8)
+    compressed.save_pretrained(tmp_path)
+    expected = hidden(compressed, task="beta")
+    for model in (MoTEModel.from_pretrained(tmp_path, dtype=dtype), copy.deepcopy(compressed).to(dtype)):
+        assert model.dtype == dtype
+        integers = {key for key, weight in model.state_dict().items() if weight.dtype == torch.int8}
+        assert len(integers) == sum(isinstance(module, Int8Linear) for module in model.modules())
+        assert all(model.state_dict()[key].equal(compressed.state_dict()[key]) for key in integers)
+        assert (hidden(model, task="beta").float() - expected).abs().max() < 0.1
+    halved = compress_experts(three_experts().to(dtype), bits=8)
+    assert {weight.dtype for weight in halved.state_dict().values()} == {dtype, torch.int8}
+
+
+@both_ways
+def test_under_autocast_and_compile(way: dict[str, int]) -> None:
+    compressed = compress_experts(three_experts(), **way)
+    expected = hidden(compressed, task="beta")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (hidden(compressed, task="beta").float() - expected).abs().max() < 0.1
+    compiled = torch.compile(compressed, backend="eager")
+    assert (hidden(compiled, task="beta") - expected).abs().max() <= 1e-6
+
+
+@both_ways
+def test_threads_with_other_tasks(way: dict[str, int]) -> None:
+    compressed = compress_experts(three_experts(), **way)
+    expected = {task: hidden(compressed, task=task) for task in EXPERTS}
+    wrong: list[str] = []
+
+    def serve(thread: int) -> None:
+        for turn in range(20):
+            task = EXPERTS[(thread + turn) % 3]
+            if not hidden(compressed, task=task).equal(expected[task]):
+                wrong.append(task)
+
+    in_threads(4, serve)
+    assert wrong == []
+
+
+@all_families
+@both_ways
+def test_an_exported_expert_is_whole(name: str, way: dict[str, int]) -> None:
+    compressed = compress_experts(three_experts(name), **way)
+    for expert in EXPERTS:
+        dense = compressed.export_expert(expert)
+        assert (hidden(dense) - hidden(compressed, task=expert)).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("mote_layers", ["every", "every_other"])
+def test_parameters_and_bytes_are_counted(mote_layers: str) -> None:
+    whole = three_experts(mote_layers=mote_layers)
+    blocks = len(whole.blocks)
+    low, small = compress_experts(whole, rank=3), compress_experts(whole, bits=8)
+    before, after = whole.parameter_counts(), low.parameter_counts()
+    saved, added = 2 * 16 * 32, 2 * 3 * (16 + 32)  # of an expert in each block: two matrices
+    assert after["shared"] == before["shared"] + blocks * saved
+    assert after["experts"]["beta"] == before["experts"]["beta"] + blocks * (added - saved)
+    assert after["active"] == before["active"] + blocks * added
+    assert after["total"] == sum(parameter.numel() for parameter in low.parameters())
+    of_expert = sum(parameter.numel() for parameter in whole.blocks[0].experts["beta"].parameters())
+    assert expert_bytes(whole) == 4 * 3 * blocks * of_expert
+    assert expert_bytes(low) == expert_bytes(whole) + 4 * blocks * (3 * added - 2 * saved)
+    assert expert_bytes(small) == expert_bytes(whole) + 3 * blocks * (-3 * saved + 4 * (16 + 32))
+
+
+def test_a_low_rank_model_is_trained_further() -> None:
+    compressed = compress_experts(three_experts(), rank=3).train()
+    compressed.gradient_checkpointing_enable()
+    optimizer = torch.optim.SGD(compressed.parameters(), lr=0.1)
+    before = {key: weight.clone() for key, weight in compressed.state_dict().items()}
+    compressed(**batch(), task="beta").pooler_output.square().sum().backward()
+    optimizer.step()
+    moved = {key for key, weight in compressed.state_dict().items() if not weight.equal(before[key])}
+    layer = "backbone.encoder.layer.0."
+    assert {f"{layer}experts.beta.output.dense.{part}.weight" for part in ("up", "down")} <= moved
+    assert f"{layer}shared.output.dense.weight" in moved  # the mean, for all experts
+    assert not [key for key in moved if ".experts.alpha." in key]
+
+
+@all_families
+def test_eight_bits_are_not_trained(name: str) -> None:
+    compressed = compress_experts(three_experts(name), bits=8).train()
+    with pytest.raises(
+        ValueError, match=r"cannot be trained: their weights are whole numbers\. Train the model as it was"
+    ):
+        compressed(**batch(), task="beta")
+    hidden(compressed, task="beta")  # without gradients
+    for block in compressed.blocks:
+        block.experts.requires_grad_(False)
+    if name not in NOT_CHECKPOINTED:
+        compressed.gradient_checkpointing_enable()
+    compressed(**batch(), task="beta").pooler_output.square().sum().backward()
+    trained = {key for key, weight in compressed.named_parameters() if weight.grad is not None}
+    assert any(".0.shared." in key for key in trained)
+    assert not [key for key in trained if ".experts." in key]
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ({}, "Pass either rank, as in rank=16, or bits=8"),
+        ({"rank": 2, "bits": 8}, "Pass either rank"),
+        ({"rank": 0}, "expert_rank must be from 1 to 16, the full rank of the experts' matrices, not 0"),
+        ({"rank": -1}, "must be from 1 to 16"),
+        ({"rank": 17}, "must be from 1 to 16"),
+        ({"rank": 2.0}, "must be from 1 to 16, the full rank of the experts' matrices, not 2.0"),
+        ({"rank": "2"}, "must be from 1 to 16, the full rank of the experts' matrices, not '2'"),
+        ({"bits": 4}, "expert_bits must be 8, not 4"),
+    ],
+)
+def test_ranks_and_bits_that_do_not_hold(way: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compress_experts(three_experts(), **way)
+
+
+def test_configs_that_do_not_hold() -> None:
+    settings = {"backbone_config": three_experts().config.backbone_config, "experts": EXPERTS}
+    for wrong, message in (
+        ({"expert_rank": 0}, "must be a whole number from 1"),
+        ({"expert_rank": 2.5}, r"expert_rank"),
+        ({"expert_bits": 16}, "expert_bits must be 8, not 16"),
+        ({"expert_rank": 2, "expert_bits": 8}, "not by both"),
+        ({"expert_rank": 2, "router": "token"}, "token router"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            MoTEConfig(**settings, **wrong)
+    with pytest.raises(ValueError, match="must be from 1 to 16"):
+        MoTEModel(MoTEConfig(**settings, expert_rank=17))
+
+
+def test_a_config_that_asks_for_it_builds_it() -> None:
+    whole = three_experts()
+    for way in ({"expert_rank": FULL}, {"expert_bits": 8}):
+        config = MoTEConfig(backbone_config=whole.config.backbone_config, experts=EXPERTS, **way)
+        dense = whole.export_expert("beta")
+        built = MoTEModel(config, copy.deepcopy(dense)).eval()
+        assert (hidden(built, task="gamma") - hidden(dense)).abs().max() <= (1e-5 if "expert_rank" in way else 0.05)
+
+
+@both_ways
+def test_what_takes_whole_experts_refuses_others(way: dict[str, int]) -> None:
+    compressed = compress_experts(three_experts(), **way)
+    for change in (
+        average_experts,
+        lambda model: interpolate_experts(model, 0.5),
+        lambda model: compress_experts(model, rank=1),
+    ):
+        with pytest.raises(
+            ValueError, match=r"are compressed .* with the model that it was made of, before `mote comp"
+        ):
+            change(compressed)
+
+
+@both_ways
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_no_number_is_not_compressed(value: float, way: dict[str, int]) -> None:
+    broken = three_experts()
+    with torch.no_grad():
+        broken.blocks[1].experts["beta"].output.dense.weight[2, 3] = value
+    with pytest.raises(ValueError, match=r"beta\.output\.dense\.weight holds infinite values, or such as are not numb"):
+        compress_experts(broken, **way)
+
+
+def test_models_that_cannot_be_compressed(upcycled: Path) -> None:
+    with pytest.raises(ValueError, match="are not loaded"):
+        compress_experts(MoTEModel.from_pretrained(upcycled, experts=["clustering"]), rank=1)
+    routed = three_experts()
+    routed.config.router = "token"
+    with pytest.raises(ValueError, match=r"token router .* not compressed"):
+        compress_experts(routed, rank=1)
+
+
+# Folders -------------------------------------------------------------------------------------------------------------
+
+
+@both_ways
+def test_the_folder_is_a_whole_mote(way: dict[str, int], trained_folder: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    out = compress(str(trained_folder), tmp_path / "out", **way, report=lines.append)
+    assert files_in(out) == files_in(trained_folder) | {"merging.json"}
+    before, after = trusted(trained_folder), trusted(out)
+    assert after.prompts == before.prompts
+    name = {"rank": "differences of rank 3 from their mean", "bits": "8-bit integers"}[
+        "rank" if "rank" in way else "bits"
+    ]
+    assert lines[0].startswith(f"Experts as {name}: 12.7 MB → ")
+    for expert in before[0].config.experts:
+        cosine = np.sum(before.encode(TEXTS, prompt_name=expert) * after.encode(TEXTS, prompt_name=expert), axis=1)
+        assert cosine.min() > (0.999 if "bits" in way else 0.1)
+    command = f"mote compress small-mote --out out --{'rank 3' if 'rank' in way else 'bits 8'}"
+    assert read_json(out / "merging.json")["command"] == command
+    card = (out / "README.md").read_text()
+    assert f"made by compressing the experts ({name}) of\n[small-mote]" in card
+    assert command in card
+    assert f"The experts are compressed: {name}." in card
+    assert "as many as in the dense" not in card
+    assert "The experts are compressed" not in (trained_folder / "README.md").read_text()
+
+
+def test_full_rank_embeds_as_before(trained_folder: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    out = compress(str(trained_folder), tmp_path / "out", rank=256, report=lines.append)
+    assert "note: this takes no less memory than whole experts; ranks up to 127 do" in lines
+    before, after = trusted(trained_folder), trusted(out)
+    for expert in before[0].config.experts:
+        found, expected = (model.encode(TEXTS, prompt_name=expert) for model in (after, before))
+        assert np.abs(found - expected).max() <= 1e-5
+
+
+def test_the_note_knows_which_ranks_save(trained: Path, tmp_path: Path) -> None:
+    """The largest that it names does, the next does not."""
+    whole = MoTEModel.from_pretrained(trained)
+    lines: list[str] = []
+    compress(str(trained), tmp_path / "out", rank=FULL, report=lines.append)
+    largest = int(next(line for line in lines if line.startswith("note")).split("up to ")[1].split()[0])
+    sizes = [expert_bytes(compress_experts(whole, rank=rank)) for rank in (largest, largest + 1)]
+    assert sizes[0] < expert_bytes(whole) <= sizes[1]
+
+
+def test_it_loads_where_nothing_of_ours_is_installed(trained: Path, tmp_path: Path) -> None:
+    """In a fresh process, whose only MoTE code is the folder's."""
+    folders = [str(compress(str(trained), tmp_path / next(iter(way)), **way)) for way in WAYS]
+    tokens = {name: rows[:2] for name, rows in batch().items()}
+    torch.save(tokens, tmp_path / "tokens.pt")
+    script = f"""
+        import sys
+
+        import torch
+        from sentence_transformers import SentenceTransformer
+        from transformers import AutoModel
+
+        sys.meta_path = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", "")]
+        sys.path = [place for place in sys.path if place not in ("", {str(Path(__file__).parents[2])!r})]
+        try:
+            import modeling_mote
+        except ImportError:
+            pass
+        else:
+            raise SystemExit("MoTE is installed")
+        batch, found = torch.load("tokens.pt"), {{}}
+        for folder in {folders!r}:
+            model = AutoModel.from_pretrained(folder, trust_remote_code=True)
+            one = AutoModel.from_pretrained(folder, trust_remote_code=True, experts=["clustering"], dtype="bfloat16")
+            encoder = SentenceTransformer(folder, trust_remote_code=True)
+            with torch.no_grad():
+                found[folder] = {{
+                    "all": model(**batch, task="clustering").last_hidden_state,
+                    "one": one(**batch, task="clustering").last_hidden_state.float(),
+                    "exported": model.export_expert("clustering")(**batch).last_hidden_state,
+                    "encoded": torch.tensor(encoder.encode(["bread"], prompt_name="clustering")),
+                }}
+        torch.save(found, "found.pt")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for folder, found in torch.load(tmp_path / "found.pt").items():
+        with torch.no_grad():
+            expected = MoTEModel.from_pretrained(folder)(**tokens, task="clustering").last_hidden_state
+        assert torch.allclose(found["all"], expected, atol=1e-6)
+        assert torch.allclose(found["one"], expected, atol=0.1)
+        assert torch.allclose(found["exported"], expected, atol=1e-5)
+        encoded = trusted(Path(folder)).encode(["bread"], prompt_name="clustering")
+        assert torch.allclose(found["encoded"], torch.tensor(encoded), atol=1e-6)
+
+
+def test_models_in_memory_with_code_of_their_own(
+    trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that was loaded as remote code is compressed by that code, and saves it."""
+    loaded = trusted(trained_folder)
+    before = loaded.encode(TEXTS, prompt_name="clustering")
+    model: Any = loaded[0].model
+    assert not isinstance(model, MoTEModel)
+    loaded[0].model = compress_experts(model, rank=256)
+    loaded.save(str(tmp_path / "out"))
+    assert np.abs(trusted(tmp_path / "out").encode(TEXTS, prompt_name="clustering") - before).max() <= 1e-5
+    monkeypatch.delattr(type(model.config), "compression")
+    with pytest.raises(ValueError, match="runs code of an earlier version"):
+        compress_experts(model, rank=1)
+
+
+@both_ways
+def test_the_command(way: dict[str, int], trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ((option, value),) = way.items()
+    arguments = ["compress", str(trained), "--out", str(tmp_path / "out"), f"--{option}", str(value)]
+    assert main(arguments) == 0
+    assert f"Wrote {tmp_path / 'out'}" in capsys.readouterr().out
+    assert MoTEModel.from_pretrained(tmp_path / "out").config.compression is not None
+    assert main(arguments) == 1
+    assert "is in use: choose another folder" in capsys.readouterr().err
+    assert main([*arguments, "--overwrite"]) == 0
+
+
+@pytest.mark.parametrize("words", [[], ["--rank", "2", "--bits", "8"], ["--rank", "two"]])
+def test_a_command_needs_one_of_both(words: list[str], trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["compress", str(trained), "--out", str(tmp_path / "out"), *words])
+
+
+def test_what_is_refused(dense: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compress(str(trained), tmp_path / "low", rank=1)
+    shutil.copytree(trained, tmp_path / "partial")
+    edit_json(tmp_path / "partial" / "config.json", loaded_experts=["clustering"])
+    out = tmp_path / "out"
+    for source, rank, message in (
+        (trained, "99", "expert_rank must be from 1 to 16, the full rank of the experts' matrices, not 99"),
+        (dense, "1", "is no MoTE but a 'bert'"),
+        (tmp_path / "nowhere", "1", "is neither a folder nor"),
+        (tmp_path / "partial", "1", "are not loaded (loaded: 'clustering')"),
+        (tmp_path / "low", "1", "are compressed (differences of rank 1 from their mean): they are not compressed"),
+    ):
+        assert main(["compress", str(source), "--out", str(out), "--rank", rank]) == 1
+        assert message in capsys.readouterr().err
+        assert not out.exists()
+    for change in (
+        lambda: average(str(tmp_path / "low"), out),
+        lambda: interpolate(str(tmp_path / "low"), out, to_mean=1),
+    ):
+        with pytest.raises(ValueError, match=r"they are not merged\. Do it with the model that it was made of"):
+            change()
+    assert {path.name for path in tmp_path.iterdir()} == {"low", "partial"}
+
+
+def test_what_reads_weights_or_trains_them(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    low, small = (str(compress(str(trained), tmp_path / next(iter(way)), **way)) for way in WAYS)
+    with pytest.raises(ValueError, match=r"are compressed .* not compared weight by weight"):
+        movement_of(low)
+    sizes = {model: estimate_memory(config_of(model), batch_size=8, length=16).weights for model in (low, str(trained))}
+    assert sizes[low] < sizes[str(trained)]
+    assert main(["memory", small, "--batch-size", "8", "--length", "16"]) == 1
+    assert "8-bit experts cannot be trained" in capsys.readouterr().err
+    settings = [f"model.source={small}", f"data.folder={SMALL_ENCODER.parent / 'data'}", f"output={tmp_path / 'run'}"]
+    assert main(["train", "smoke", "--dry-run", *settings]) == 1
+    assert "has 8-bit experts, which cannot be trained" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("step", ["write_model", "write_sentence_transformer", "write_record"])
+def test_nothing_is_left_half_written(
+    step: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(repository, step, fail)
+    with pytest.raises(OSError, match="could not be written, nothing was left behind: No space left"):
+        compress(str(trained), tmp_path / "out", bits=8)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_kill_during_the_write_leaves_nothing_broken(trained: Path, tmp_path: Path) -> None:
+    """The process dies with the weights half written: nothing is at the place, and the next run succeeds there."""
+    script = f"""
+        import os, signal
+        from mote import compress
+        from mote.checkpoints import writing as repository
+
+        write = repository.write_model
+
+        def killed(model, tokenizer, source, folder, size):
+            write(model, tokenizer, source, folder, size)
+            weights = folder / "model.safetensors"
+            os.truncate(weights, weights.stat().st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        repository.write_model = killed
+        compress({str(trained)!r}, {str(tmp_path / "out")!r}, rank=2)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not (tmp_path / "out").exists()
+    out = compress(str(trained), tmp_path / "out", rank=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert MoTEModel.from_pretrained(out).config.expert_rank == 2
+
+
+@pytest.mark.slow
+def test_a_real_model_at_small_ranks(shared: Path, tmp_path: Path) -> None:
+    """Of experts that are trained for a moment: each rank is nearer than the one before, and full rank is equal."""
+    from mote import train
+
+    source = shared / "checkpoints" / "paraphrase-MiniLM-L3-v2"
+    settings = [f"model.source={source}", f"data.folder={SMALL_ENCODER.parent / 'data'}", f"output={tmp_path / 'run'}"]
+    train("smoke", [*settings, "training.max_steps=12"])
+    whole = MoTEModel.from_pretrained(tmp_path / "run" / "model")
+    ranks = (1, 4, 16, 64, 384)
+    errors = [relative_error(whole, compress_experts(whole, rank=rank)) for rank in ranks]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 1e-7 < errors[-2]

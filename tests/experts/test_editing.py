@@ -1,0 +1,394 @@
+"""Experts added to a model in memory, removed from it, and renamed."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.families import all_families, batch, fresh_mote, in_threads, make_different, trained_mote
+from helpers.paths import SMALL_ENCODER
+from sentence_transformers import SentenceTransformer
+
+from configuration_mote import MoTEConfig
+from modeling_mote import MoTEModel
+from mote import average_experts, prompts_of, upcycle
+
+THREE = ["alpha", "beta", "gamma"]
+PAPER = ["classification", "clustering", "search_query", "search_document"]
+
+
+def hidden(model: Any, task: str) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**batch(), task=task).last_hidden_state
+
+
+def state_of(model: MoTEModel) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What must not change when something is refused."""
+    return model.config.to_dict(), {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def assert_unchanged(model: MoTEModel, state: tuple[dict[str, Any], dict[str, torch.Tensor]]) -> None:
+    config, weights = state_of(model)
+    assert config == state[0]
+    assert list(weights) == list(state[1])
+    assert all(weight.equal(state[1][key]) for key, weight in weights.items())
+
+
+def assert_round_trip(model: MoTEModel, folder: Path) -> None:
+    """Saved and loaded again, a model is what it was, names and bits."""
+    model.save_pretrained(folder)
+    loaded = MoTEModel.from_pretrained(folder)
+    for field in ("experts", "tasks", "instructions", "default_task", "loaded_experts"):
+        assert getattr(loaded.config, field) == getattr(model.config, field)
+    assert list(loaded.config.tasks) == list(model.config.tasks)  # `task_ids` are indices into them
+    weights = loaded.state_dict()
+    assert weights.keys() == model.state_dict().keys()
+    assert all(value.equal(weights[key]) for key, value in model.state_dict().items())
+
+
+# Every family --------------------------------------------------------------------------------------------------------
+
+
+@all_families
+@pytest.mark.parametrize("mote_layers", ["every", "every_other"])
+def test_a_copy_is_a_model_of_its_own(name: str, mote_layers: str, tmp_path: Path) -> None:
+    model = trained_mote(name, mote_layers=mote_layers)
+    before = {expert: hidden(model, expert) for expert in ("alpha", "beta")}
+    shared = model.parameter_counts()["shared"]
+    model.add_expert("gamma", "beta")
+    assert model.config.experts == THREE
+    assert hidden(model, "gamma").equal(before["beta"])
+    assert model.parameter_counts()["shared"] == shared  # the attention was not copied
+    with torch.no_grad():
+        for parameter in model.blocks[0].experts["gamma"].parameters():
+            parameter.add_(0.1)
+    assert not hidden(model, "gamma").equal(before["beta"])
+    assert all(hidden(model, expert).equal(output) for expert, output in before.items())
+    with torch.no_grad():
+        for parameter in model.blocks[0].shared.parameters():
+            parameter.mul_(1.5)
+    for expert, output in before.items():
+        assert not hidden(model, expert).equal(output)
+    moved = hidden(model, "gamma")
+    by_hand = copy.deepcopy(model)
+    by_hand.blocks[0].experts["alpha"].load_state_dict(model.blocks[0].experts["gamma"].state_dict())
+    for block in by_hand.blocks[1:]:
+        block.experts["alpha"].load_state_dict(block.experts["gamma"].state_dict())
+    assert hidden(by_hand, "alpha").equal(moved)  # through the same attention as the others
+    assert_round_trip(model, tmp_path)
+
+
+@all_families
+def test_the_mean_is_that_of_averaging(name: str, tmp_path: Path) -> None:
+    model = trained_mote(name, experts=THREE)
+    averaged = average_experts(model)
+    model.add_expert("middle")
+    with torch.no_grad():
+        expected = averaged(**batch()).last_hidden_state
+    assert hidden(model, "middle").equal(expected)
+    assert_round_trip(model, tmp_path)
+
+
+@all_families
+def test_removing_and_renaming(name: str, tmp_path: Path) -> None:
+    model = trained_mote(name, experts=THREE)
+    before = {expert: hidden(model, expert) for expert in THREE}
+    model.remove_expert("alpha")
+    model.rename_expert("beta", "delta")
+    assert (model.config.experts, list(model.blocks[0].experts)) == (["delta", "gamma"], ["delta", "gamma"])
+    assert hidden(model, "delta").equal(before["beta"])
+    assert hidden(model, "gamma").equal(before["gamma"])
+    assert_round_trip(model, tmp_path)
+    with pytest.raises(ValueError, match="Unknown task 'alpha'"):
+        hidden(model, "alpha")
+
+
+def test_taken_out_and_put_back_it_is_the_same(tmp_path: Path) -> None:
+    model = trained_mote("modernbert", experts=THREE)
+    before = {expert: hidden(model, expert) for expert in THREE}
+    weights = {key: weight.clone() for key, weight in model.expert_weights("beta").items()}
+    assert all("beta" not in key for key in weights)
+    model.remove_expert("beta")
+    model.add_expert("beta", weights)
+    assert model.config.experts == ["alpha", "gamma", "beta"]
+    assert all(hidden(model, expert).equal(output) for expert, output in before.items())
+    assert_round_trip(model, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_type_and_what_is_trained_are_kept(dtype: torch.dtype) -> None:
+    model = trained_mote("nomic_bert", experts=THREE).to(dtype)
+    for block in model.blocks:
+        block.experts["alpha"].requires_grad_(False)
+    model.add_expert("frozen", "alpha")
+    model.add_expert("free", "beta")
+    model.add_expert("middle")
+    for block in model.blocks:
+        for name, trained in (("frozen", False), ("free", True)):
+            assert {parameter.requires_grad for parameter in block.experts[name].parameters()} == {trained}
+        for name in ("frozen", "free", "middle"):
+            assert {parameter.dtype for parameter in block.experts[name].parameters()} == {dtype}
+    model.train()
+    model.add_expert("in_training", "free")
+    assert all(block.experts["in_training"].training for block in model.blocks)
+
+
+def test_training_one_expert_leaves_its_origin_alone() -> None:
+    model = trained_mote("bert")
+    model.add_expert("gamma", "alpha")
+    before = state_of(model)[1]
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(**batch(), task="gamma").pooler_output.square().sum().backward()
+    optimizer.step()
+    moved = {key for key, value in model.state_dict().items() if not value.equal(before[key])}
+    assert any(".experts.gamma." in key for key in moved)
+    assert any(".shared." in key for key in moved)  # one attention, which the new expert trains as well
+    assert not any(".experts.alpha." in key or ".experts.beta." in key for key in moved)
+
+
+def test_checkpointing_and_threads_reach_a_new_expert() -> None:
+    model = trained_mote("bert")
+    model.add_expert("gamma", "alpha")
+    make_different(model)
+    alone = {task: hidden(model, task) for task in THREE}
+    failures: list[str] = []
+
+    def serve(thread: int) -> None:
+        task = THREE[thread % 3]
+        failures.extend(task for _ in range(10) if not hidden(model, task).equal(alone[task]))
+
+    in_threads(6, serve)
+    assert failures == []
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model(**batch(), task="gamma").pooler_output.sum().backward()
+    assert model.blocks[0].experts["gamma"].output.dense.weight.grad is not None
+    assert model.blocks[0].experts["alpha"].output.dense.weight.grad is None
+
+
+# Names ---------------------------------------------------------------------------------------------------------------
+
+
+def paper_mote(**settings: Any) -> MoTEModel:
+    return fresh_mote("bert", experts=PAPER, **settings)
+
+
+def test_a_new_expert_takes_tasks_over(tmp_path: Path) -> None:
+    model = paper_mote()
+    model.add_expert("sts", "classification", instruction="sts: ", tasks=["pair_classification", "paraphrase"])
+    tasks = model.config.tasks
+    assert [task for task, expert in tasks.items() if expert == "sts"] == ["sts", "pair_classification", "paraphrase"]
+    assert tasks["summarization"] == "classification"
+    assert model.config.instruction_of("paraphrase") == "sts: "
+    assert model.config.task_of(["sts: a text"]) == "sts"
+    assert_round_trip(model, tmp_path)
+
+
+def test_instructions_of_a_new_expert() -> None:
+    model = paper_mote(instructions={"sts": "similar: "})
+    model.add_expert("none")
+    assert model.config.instruction_of("none") == ""
+    model.add_expert("several", instruction={"several": "one: ", "other": "two: "}, tasks="other")
+    assert (model.config.instruction_of("several"), model.config.instruction_of("other")) == ("one: ", "two: ")
+    model.add_expert("sts", tasks=["summarization"])  # what the config says of the task stays
+    assert model.config.instruction_of("summarization") == "similar: "
+    other = trained_mote("bert")
+    other.add_expert("clustering", "alpha")
+    assert other.config.instruction_of("clustering") == "clustering: "
+
+
+def test_an_expert_that_brings_unseen_tasks(tmp_path: Path) -> None:
+    model = trained_mote("bert")
+    model.add_expert("classification", "alpha")
+    assert model.config.tasks["sts"] == "classification"  # as in any MoTE that has it
+    model.rename_expert("beta", "search_query")
+    assert model.config.tasks["query"] == "search_query"
+    assert_round_trip(model, tmp_path)
+
+
+def test_the_tasks_of_an_expert_that_goes(tmp_path: Path) -> None:
+    model = paper_mote(default_task="sts")
+    state = state_of(model)
+    with pytest.raises(ValueError, match=r"'pair_classification', 'sts', 'summarization' go to the .*tasks=\{'pair_c"):
+        model.remove_expert("classification")
+    assert_unchanged(model, state)
+    model.remove_expert(
+        "classification",
+        tasks={"sts": "clustering", "pair_classification": "search_query", "summarization": None},
+    )
+    assert model.config.tasks["sts"] == "clustering"
+    assert "summarization" not in model.config.tasks
+    assert "classification" not in model.config.tasks
+    assert_round_trip(model, tmp_path)
+
+
+def test_a_task_outlives_the_expert_of_its_name(tmp_path: Path) -> None:
+    model = trained_mote("bert", default_task="alpha")
+    model.remove_expert("alpha", tasks={"alpha": "beta"})
+    assert hidden(model, "alpha").equal(hidden(model, "beta"))
+    assert_round_trip(model, tmp_path)
+
+
+def test_renaming_keeps_the_order_and_what_belongs_to_it(tmp_path: Path) -> None:
+    model = paper_mote(default_task="search_query", instructions={"search_query": "q: ", "query": "Query: "})
+    model.rename_expert("search_query", "questions")
+    config = model.config
+    assert config.experts == ["classification", "clustering", "questions", "search_document"]
+    assert (config.default_task, config.tasks["query"]) == ("questions", "questions")
+    assert config.instructions == {"questions": "q: ", "query": "Query: "}
+    assert list(model.blocks[0].experts) == config.experts
+    assert_round_trip(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("clustering",), "There is an expert 'clustering' already .* choose another name"),
+        (("a.b",), "must be one word"),
+        (("items",), "taken by torch's ModuleDict"),
+        ((7,), "must be one word"),
+        (("new", "clusterin"), r"Unknown start 'clusterin'. Did you mean 'clustering'\? .*'mean'"),
+        (("new", {}), r"The weights do not fit: \d+ are missing"),
+        (("new", {"x": torch.zeros(1)}), "The weights do not fit"),
+    ],
+)
+def test_what_cannot_be_added(arguments: tuple[Any, ...], message: str) -> None:
+    model = paper_mote()
+    state = state_of(model)
+    with pytest.raises(ValueError, match=message):
+        model.add_expert(*arguments)
+    assert_unchanged(model, state)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tasks": ["clustering"]}, "Task 'clustering' must go to the expert of its own name"),
+        ({"tasks": [""]}, "must be a text that is not empty"),
+        ({"instruction": "clustering: "}, "already stands for"),
+        ({"instruction": 7}, "must be a text"),
+        ({"instruction": {"clustering": "x"}}, "An instruction is given for 'clustering'. Available: 'new'"),
+    ],
+)
+def test_names_that_do_not_hold(settings: dict[str, Any], message: str) -> None:
+    model = paper_mote()
+    state = state_of(model)
+    with pytest.raises(ValueError, match=message):
+        model.add_expert("new", **settings)
+    assert_unchanged(model, state)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("clusterin", {}, "Unknown expert 'clusterin'. Did you mean 'clustering'"),
+        ("sts", {}, "Unknown expert 'sts'"),
+        ("clustering", {"tasks": {"sts": "search_query"}}, "'sts' is no task of the expert 'clustering'"),
+        ("search_query", {"tasks": {"query": "serch_document"}}, "Did you mean 'search_document'"),
+        ("search_query", {"tasks": {"query": "search_query"}}, "Task 'query' names the expert 'search_query'"),
+        ("search_document", {"tasks": {"document": None}}, "'document' is the default_task"),
+    ],
+)
+def test_what_cannot_be_removed(name: str, settings: dict[str, Any], message: str) -> None:
+    model = paper_mote(default_task="document")
+    state = state_of(model)
+    with pytest.raises(ValueError, match=message):
+        model.remove_expert(name, **settings)
+    assert_unchanged(model, state)
+
+
+def test_the_last_expert_stays() -> None:
+    model = fresh_mote("bert", experts=["alpha"])
+    with pytest.raises(ValueError, match=r"'alpha' is the last expert: .* Add another one first"):
+        model.remove_expert("alpha")
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("clusterin", "x"), "Did you mean 'clustering'"),
+        (("clustering", "sts"), "'sts' is a task already, of the expert 'classification'"),
+        (("clustering", "clustering"), "is a task already"),
+        (("clustering", "a b"), "must be one word"),
+        (("clustering", "keys"), "taken by torch's ModuleDict"),
+    ],
+)
+def test_what_cannot_be_renamed(names: tuple[str, str], message: str) -> None:
+    model = paper_mote()
+    state = state_of(model)
+    with pytest.raises(ValueError, match=message):
+        model.rename_expert(*names)
+    assert_unchanged(model, state)
+
+
+# Where there is less, or something else ------------------------------------------------------------------------------
+
+
+def test_an_expert_called_mean() -> None:
+    model = trained_mote("bert", experts=["alpha", "mean"])
+    model.add_expert("gamma", "mean")
+    assert hidden(model, "gamma").equal(hidden(model, "mean"))
+
+
+def test_some_experts_alone(tmp_path: Path) -> None:
+    trained_mote("bert", experts=THREE).save_pretrained(tmp_path / "whole")
+    model = MoTEModel.from_pretrained(tmp_path / "whole", experts=["beta"])
+    with pytest.raises(ValueError, match="'alpha', 'gamma' are not loaded"):
+        model.add_expert("delta")
+    with pytest.raises(ValueError, match="'alpha' was not loaded"):
+        model.add_expert("delta", "alpha")
+    with pytest.raises(ValueError, match="'beta' is the last expert"):
+        model.remove_expert("beta")
+    model.add_expert("delta", "beta")
+    assert model.config.loaded_experts == ["beta", "delta"]
+    assert_round_trip(model, tmp_path / "with delta")
+    model.rename_expert("beta", "epsilon")
+    model.rename_expert("alpha", "other")
+    assert (model.config.experts, model.config.loaded_experts) == (
+        ["other", "epsilon", "gamma", "delta"],
+        ["epsilon", "delta"],
+    )
+    model.remove_expert("other")
+    model.remove_expert("gamma")
+    assert (model.config.experts, model.config.loaded_experts) == (["epsilon", "delta"], None)
+    assert not model._keys_to_ignore_on_load_unexpected
+    assert_round_trip(model, tmp_path / "complete")
+
+
+def test_a_token_router_is_refused() -> None:
+    model = MoTEModel(MoTEConfig(backbone_config=fresh_mote("bert").config.backbone_config, router="token"))
+    for change in (
+        lambda: model.add_expert("new"),
+        lambda: model.remove_expert("clustering"),
+        lambda: model.rename_expert("clustering", "new"),
+        lambda: model.expert_weights("clustering"),
+    ):
+        with pytest.raises(ValueError, match="token router"):
+            change()
+
+
+def test_weights_that_are_elsewhere() -> None:
+    with torch.device("meta"):
+        model = MoTEModel(fresh_mote("bert").config)
+    with pytest.raises(ValueError, match=r"not in memory, .* Load the model with its weights"):
+        model.add_expert("new", "alpha")
+
+
+# Sentence-Transformers -----------------------------------------------------------------------------------------------
+
+
+def test_prompts_follow(tmp_path: Path) -> None:
+    folder = upcycle(str(SMALL_ENCODER), tmp_path / "small")
+    model = SentenceTransformer(str(folder), trust_remote_code=True)
+    model[0].model.add_expert("legal", "search_query", instruction="legal: ")
+    make_different(model[0].model)
+    by_task = model.encode(["legal: a contract"], task="legal")
+    assert (model.encode(["a contract"], prompt="legal: ") == by_task).all()
+    model.prompts = prompts_of(model[0].model.config)
+    assert (model.encode(["a contract"], prompt_name="legal") == by_task).all()
+    model.save(str(tmp_path / "saved"))
+    loaded = SentenceTransformer(str(tmp_path / "saved"), trust_remote_code=True)
+    assert loaded.prompts["legal"] == "legal: "
+    assert (loaded.encode(["a contract"], prompt_name="legal") == by_task).all()

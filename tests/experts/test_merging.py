@@ -1,0 +1,371 @@
+"""Experts averaged into one dense model, and moved towards their mean."""
+
+import copy
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.checkpoints import dense_checkpoint, edit_json, files_in, read_json, trusted
+from helpers.families import all_families, batch, dense_model, fresh_mote, make_different, mote_config, trained_mote
+from helpers.paths import SMALL_ENCODER
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel, AutoTokenizer
+
+from modeling_mote import MoTEModel
+from mote import average, average_experts, interpolate, interpolate_experts
+from mote.checkpoints import writing as repository
+from mote.cli import main
+
+EXPERTS = ["classification", "clustering", "search_query", "search_document"]
+TEXTS = ["whales breathe air", "a recipe for bread", "search_query: bread"]
+DENSE_FILES = {
+    "1_Pooling/config.json",
+    "README.md",
+    "config.json",
+    "config_sentence_transformers.json",
+    "merging.json",
+    "model.safetensors",
+    "modules.json",
+    "sentence_bert_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
+
+
+def hidden(model: Any, **task: str) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**batch(), **task).last_hidden_state
+
+
+def three_experts(name: str, **settings: Any) -> MoTEModel:
+    """Three, because a third is no number of any float type."""
+    return trained_mote(name, experts=["alpha", "beta", "gamma"], **settings)
+
+
+@pytest.fixture(scope="module")
+def trained(upcycled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny MoTE, with experts that differ."""
+    folder = tmp_path_factory.mktemp("merging") / "tiny-mote"
+    shutil.copytree(upcycled, folder)
+    make_different(MoTEModel.from_pretrained(upcycled)).save_pretrained(folder)
+    return folder
+
+
+# Models --------------------------------------------------------------------------------------------------------------
+
+
+@all_families
+def test_the_average_of_copies_is_the_dense_model(name: str) -> None:
+    dense = dense_model(name)
+    expected = hidden(dense)
+    mote = MoTEModel(mote_config(dense, experts=["alpha", "beta", "gamma"]), copy.deepcopy(dense)).eval()
+    averaged = average_experts(mote)
+    assert type(averaged) is type(dense)
+    assert hidden(averaged).equal(expected)
+
+
+@all_families
+@pytest.mark.parametrize("mote_layers", ["every", "every_other"])
+def test_the_average_of_different_experts(name: str, mote_layers: str) -> None:
+    mote = three_experts(name, mote_layers=mote_layers)
+    by_hand = fresh_mote(name, experts=["alpha"], mote_layers=mote_layers)  # one expert: the mean, put there by hand
+    weights = mote.state_dict()
+    means = by_hand.state_dict()
+    for key in means:
+        if ".experts.alpha." in key:
+            of_all = [weights[key.replace("alpha", expert)].double() for expert in ("alpha", "beta", "gamma")]
+            means[key] = (sum(of_all) / 3).float()  # type: ignore[arg-type]
+    by_hand.load_state_dict(means)
+    expected = hidden(by_hand, task="alpha")
+    averaged = average_experts(mote)
+    assert (hidden(averaged) - expected).abs().max() <= 1e-6
+    assert (hidden(averaged) - hidden(mote, task="alpha")).abs().max() > 1e-3
+    whole = interpolate_experts(mote, 1)
+    for expert in ("alpha", "beta", "gamma"):
+        assert hidden(whole, task=expert).equal(hidden(averaged))
+
+
+def test_nothing_is_shared_with_the_mote() -> None:
+    mote = three_experts("bert")
+    before = {key: value.clone() for key, value in mote.state_dict().items()}
+    for other in (average_experts(mote), interpolate_experts(mote, 0.5)):
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.add_(1.0)
+    assert all(value.equal(before[key]) for key, value in mote.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_type_keeps_copies_as_they_are(dtype: torch.dtype) -> None:
+    mote = fresh_mote("modernbert", experts=["alpha", "beta", "gamma"]).to(dtype)
+    averaged = average_experts(mote)
+    assert {parameter.dtype for parameter in averaged.parameters()} == {dtype}
+    moved = interpolate_experts(mote, 0.3)
+    assert all(value.equal(moved.state_dict()[key]) for key, value in mote.state_dict().items())
+
+
+def test_a_decoder_that_attends_both_ways_stays_one() -> None:
+    dense = dense_model("qwen3", is_causal=False)
+    mote = make_different(MoTEModel(mote_config(dense), dense).eval())
+    rows = torch.randint(5, 60, (2, 6))
+    changed = rows.clone()
+    changed[:, -1] = 7
+    averaged, whole = average_experts(mote), interpolate_experts(mote, 1.0)
+    with torch.no_grad():
+        assert (averaged(rows).last_hidden_state[:, 0] != averaged(changed).last_hidden_state[:, 0]).any()
+        assert averaged(rows).last_hidden_state.equal(whole(rows, task="beta").last_hidden_state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_distance_of_zero_changes_no_bit(dtype: torch.dtype) -> None:
+    mote = three_experts("nomic_bert").to(dtype)
+    for to_mean in (0, 0.0, {}, {"beta": 0}):
+        moved = interpolate_experts(mote, to_mean)
+        assert all(value.equal(moved.state_dict()[key]) for key, value in mote.state_dict().items())
+
+
+def test_each_expert_at_its_own_distance() -> None:
+    mote = three_experts("nomic_bert")
+    moved = interpolate_experts(mote, {"alpha": 0.25, "gamma": 1})
+    before, after = mote.state_dict(), moved.state_dict()
+    mean = average_experts(mote).state_dict()
+    for key, value in after.items():
+        if ".experts.alpha." in key:
+            dense = mean[key.replace("experts.alpha.", "").removeprefix("backbone.")]
+            assert (value - (0.75 * before[key] + 0.25 * dense)).abs().max() <= 1e-6
+            assert after[key.replace("alpha", "gamma")].equal(dense)
+        elif ".experts.gamma." not in key:
+            assert value.equal(before[key])
+
+
+@pytest.mark.parametrize(
+    ("to_mean", "message"),
+    [
+        (-0.1, "to_mean of 'alpha' is -0.1: expected a number from 0"),
+        (1.5, "is 1.5"),
+        (float("nan"), "is nan"),
+        ({"beta": 2}, "to_mean of 'beta' is 2"),
+        ({"bta": 0.5}, "Unknown expert 'bta'. Did you mean 'beta'?"),
+    ],
+)
+def test_distances_that_do_not_hold(to_mean: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        interpolate_experts(trained_mote("bert"), to_mean)
+
+
+def test_a_model_without_all_its_experts_is_refused(trained: Path) -> None:
+    model = MoTEModel.from_pretrained(trained, experts=["clustering"])
+    for merge in (average_experts, lambda model: interpolate_experts(model, 0.5)):
+        with pytest.raises(ValueError, match=r"The experts 'classification', .* are not loaded"):
+            merge(model)
+
+
+def test_a_token_router_is_refused() -> None:
+    model = trained_mote("bert")
+    model.config.router = "token"
+    for merge in (average_experts, lambda model: interpolate_experts(model, 0.5)):
+        with pytest.raises(ValueError, match="token router"):
+            merge(model)
+
+
+# Folders -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_averaged_folder_is_a_plain_dense_model(trained: Path, tmp_path: Path) -> None:
+    out = average(str(trained), tmp_path / "out")
+    assert files_in(out) == DENSE_FILES
+    assert not [path for path in tmp_path.iterdir() if path != out]
+    config = read_json(out / "config.json")
+    assert (config["model_type"], config["architectures"]) == ("bert", ["BertModel"])
+    assert "auto_map" not in config
+    assert read_json(out / "modules.json")[0]["type"].startswith("sentence_transformers.")
+    mote = MoTEModel.from_pretrained(trained)
+    tokens = AutoTokenizer.from_pretrained(out)(TEXTS, padding=True, return_tensors="pt")
+    dense, info = AutoModel.from_pretrained(out, output_loading_info=True)
+    assert not info["unexpected_keys"]
+    assert all(key.startswith("pooler.") for key in info["missing_keys"])
+    with torch.no_grad():
+        expected = interpolate_experts(mote, 1)(**tokens, task="clustering").last_hidden_state
+        assert dense(**tokens).last_hidden_state.equal(expected)
+
+
+@all_families
+def test_the_average_loads_without_code_of_ours(name: str, tmp_path: Path) -> None:
+    mote = trained_mote(name)
+    mote.save_pretrained(tmp_path / "mote")
+    (tmp_path / "tokenizer").mkdir()
+    dense_checkpoint(tmp_path / "tokenizer")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "tokenizer" / file, tmp_path / "mote" / file)
+    out = average(str(tmp_path / "mote"), tmp_path / "out")
+    dense = AutoModel.from_pretrained(out, attn_implementation=mote.backbone.config._attn_implementation).eval()
+    assert hidden(dense).equal(hidden(average_experts(mote)))
+
+
+def test_sentence_transformers_embeds_as_the_mote_at_the_mean(trained_folder: Path, tmp_path: Path) -> None:
+    dense = SentenceTransformer(str(average(str(trained_folder), tmp_path / "dense")))
+    mean = trusted(interpolate(str(trained_folder), tmp_path / "mean", to_mean=1.0))
+    before = trusted(trained_folder)
+    assert [type(module).__name__ for module in dense] == ["Transformer", "Pooling", "Normalize"]
+    assert dense.prompts == mean.prompts == before.prompts
+    assert dense.max_seq_length == mean.max_seq_length == before.max_seq_length
+    for expert in EXPERTS:
+        embedded = dense.encode(TEXTS, prompt_name=expert)
+        assert np.array_equal(embedded, mean.encode(TEXTS, prompt_name=expert))
+        assert not np.allclose(embedded, before.encode(TEXTS, prompt_name=expert), atol=1e-3)
+    assert np.array_equal(dense.encode_query(TEXTS), mean.encode_query(TEXTS))
+
+
+def test_the_average_of_a_fresh_folder_embeds_as_its_source(fresh_folder: Path, tmp_path: Path) -> None:
+    dense = SentenceTransformer(str(average(str(fresh_folder), tmp_path / "dense")))
+    assert np.array_equal(dense.encode(TEXTS), SentenceTransformer(str(SMALL_ENCODER)).encode(TEXTS))
+
+
+def test_the_interpolated_folder_is_a_whole_mote(trained_folder: Path, tmp_path: Path) -> None:
+    out = interpolate(str(trained_folder), tmp_path / "out", to_mean={"clustering": 0.5})
+    assert files_in(out) == files_in(trained_folder) | {"merging.json"}
+    before, after = trusted(trained_folder), trusted(out)
+    for expert in EXPERTS:
+        same = np.array_equal(after.encode(TEXTS, prompt_name=expert), before.encode(TEXTS, prompt_name=expert))
+        assert same == (expert != "clustering")
+    card = (out / "README.md").read_text()
+    assert "made by moving the experts towards their mean, of\n[small-mote]" in card
+    assert "Not trained yet" not in card
+    assert "mote interpolate small-mote --out out --to-mean clustering=0.5" in card
+
+
+def test_the_record_and_the_card_of_an_average(upcycled: Path, tmp_path: Path) -> None:
+    out = average(str(upcycled), tmp_path / "out")
+    record = read_json(out / "merging.json")
+    assert record["command"] == "mote average tiny-mote --out out"
+    assert set(record["versions"]) == {"python", "mote", "torch", "transformers", "sentence-transformers"}
+    assert len(record["weights"]["model.safetensors"]) == 64
+    assert record["earlier"]["upcycling.json"]["source"] == "tiny"
+    card = (out / "README.md").read_text()
+    assert "the mean of the experts of [tiny-mote]" in card
+    assert "mote average tiny-mote --out out" in card
+    assert "custom_code" not in card
+    assert "trust_remote_code" not in card
+    assert not [name for name in files_in(out) - {"model.safetensors"} if str(tmp_path) in (out / name).read_text()]
+
+
+def test_the_average_can_be_upcycled_again(trained: Path, tmp_path: Path) -> None:
+    average(str(trained), tmp_path / "dense")
+    assert main(["upcycle", "--src", str(tmp_path / "dense"), "--out", str(tmp_path / "again")]) == 0
+    again = trusted(tmp_path / "again")
+    dense = SentenceTransformer(str(tmp_path / "dense"))
+    assert np.array_equal(again.encode_query(TEXTS), dense.encode_query(TEXTS))
+
+
+# The commands --------------------------------------------------------------------------------------------------------
+
+
+def test_the_commands(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["average", str(trained), "--out", str(tmp_path / "a")]) == 0
+    assert f"Wrote {tmp_path / 'a'}" in capsys.readouterr().out
+    for words in (["0.5"], ["clustering=0.5", "search_query=1"]):
+        folder = tmp_path / words[0]
+        assert main(["interpolate", str(trained), "--out", str(folder), "--to-mean", *words]) == 0
+        assert "Moving experts towards their mean: classification " in capsys.readouterr().out
+        assert MoTEModel.from_pretrained(folder).config.experts == EXPERTS
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["far"], "--to-mean far: expected one number, or NAME=NUMBER"),
+        (["0.1", "0.2"], "expected one number"),
+        (["0.1", "clustering=0.2"], "expected one number"),
+        (["clustering=0.1", "clustering=0.2"], "expected one number"),
+        (["clustering="], "expected one number"),
+        (["7"], "is 7.0: expected a number from 0"),
+        (["clusterin=0.5"], "Unknown expert 'clusterin'. Did you mean 'clustering'?"),
+    ],
+)
+def test_arguments_that_do_not_hold(
+    words: list[str], message: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["interpolate", str(trained), "--out", str(tmp_path / "out"), "--to-mean", *words]) == 1
+    assert message in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def refusals(dense: Path, trained: Path, tmp_path: Path) -> dict[str, tuple[Path, Path]]:
+    """Message → source and place of the result."""
+    partial = tmp_path / "partial"
+    shutil.copytree(trained, partial)
+    edit_json(partial / "config.json", loaded_experts=["clustering"])
+    broken = tmp_path / "broken"
+    shutil.copytree(trained, broken)
+    (broken / "model.safetensors").write_bytes((trained / "model.safetensors").read_bytes()[:-100])
+    misshapen = tmp_path / "misshapen"
+    shutil.copytree(trained, misshapen)
+    edit_json(
+        misshapen / "config.json",
+        backbone_config=read_json(trained / "config.json")["backbone_config"] | {"vocab_size": 61},
+    )
+    out = tmp_path / "out"
+    return {
+        "1 mismatched keys (('backbone.embeddings.word_embeddings.weight'": (misshapen, out),
+        "is no MoTE but a 'bert': `mote upcycle` makes": (dense, out),
+        "nowhere is neither a folder nor": (tmp_path / "nowhere", out),
+        "are not loaded (loaded: 'clustering')": (partial, out),
+        "is a file cut short?": (broken, out),
+        "is in use: choose another folder": (trained, dense),
+    }
+
+
+def test_sources_that_are_refused(
+    dense: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for message, (source, out) in refusals(dense, trained, tmp_path).items():
+        for command, *options in (["average"], ["interpolate", "--to-mean", "0.5"]):
+            assert main([command, str(source), "--out", str(out), *options]) == 1
+            assert message in capsys.readouterr().err
+            assert {path.name for path in tmp_path.iterdir()} == {"partial", "broken", "misshapen"}
+
+
+def test_what_may_be_overwritten(dense: Path, trained: Path, tmp_path: Path) -> None:
+    out = average(str(trained), tmp_path / "out")
+    with pytest.raises(FileExistsError, match="is in use"):
+        average(str(trained), out)
+    average(str(trained), out, overwrite=True)  # a dense model that was made here
+    interpolate(str(trained), out, to_mean=0.5, overwrite=True)
+    average(str(trained), out, overwrite=True)  # a MoTE
+    assert files_in(out) == DENSE_FILES
+    with pytest.raises(FileExistsError, match="something other than a MoTE"):
+        average(str(trained), dense, overwrite=True)
+    with pytest.raises(ValueError, match="is the source itself"):
+        average(str(trained), trained, overwrite=True)
+    outer = shutil.copytree(trained, tmp_path / "outer")
+    inner = shutil.copytree(trained, outer / "inner")
+    with pytest.raises(ValueError, match="is the source itself, or holds it"):
+        average(str(inner), outer, overwrite=True)
+
+
+@pytest.mark.parametrize("step", ["write_model", "write_sentence_transformer", "write_record"])
+@pytest.mark.parametrize("merge", [average, lambda *args: interpolate(*args, to_mean=0.5)])
+def test_nothing_is_left_half_written(
+    step: str, merge: Callable[..., Path], trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(repository, step, fail)
+    with pytest.raises(OSError, match="could not be written, nothing was left behind: No space left"):
+        merge(str(trained), tmp_path / "out")
+    assert not any(tmp_path.iterdir())
+
+
+def test_nobody_is_asked_to_trust_code(trained_folder: Path, tmp_path: Path) -> None:
+    """The library asks at the terminal before it runs a model's own code; to merge experts none is run."""
+    command = [sys.executable, "-m", "mote", "interpolate", str(trained_folder), "--out", str(tmp_path / "out")]
+    done = subprocess.run([*command, "--to-mean", "0.5"], input="", capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "custom code" not in done.stdout + done.stderr

@@ -1,0 +1,238 @@
+"""Small dense checkpoints on disk, in the formats in which people publish them."""
+
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers.families import VOCAB_SIZE, dense_model
+from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Normalize, Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    AutoModelForSequenceClassification,
+    BertTokenizer,
+    PreTrainedModel,
+)
+
+HEADS = {
+    "mlm": AutoModelForMaskedLM,
+    "causal": AutoModelForCausalLM,
+    "pretraining": AutoModelForPreTraining,
+    "classification": AutoModelForSequenceClassification,
+}
+
+_LETTERS = list(string.ascii_lowercase)
+VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *_LETTERS, *("##" + letter for letter in _LETTERS), *":_."]
+
+
+def tiny_tokenizer(folder: Path, vocab_size: int = VOCAB_SIZE) -> Path:
+    """A WordPiece tokenizer, lower-casing, that spells every word of Latin letters; [PAD] is 0."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = {token: i for i, token in enumerate(VOCABULARY[:vocab_size])}
+    BertTokenizer(vocab=vocabulary, do_lower_case=True, model_max_length=512).save_pretrained(folder)
+    return folder
+
+
+def dense_checkpoint(
+    folder: Path,
+    family: str = "bert",
+    head: str | None = None,
+    format: str = "safetensors",  # noqa: A002
+    shards: bool = False,
+    sentence_transformers: dict[str, Any] | None = None,
+    tokenizer: bool = True,
+    **settings: Any,
+) -> Path:
+    """A checkpoint of `families.dense_model(family)`.
+
+    Args:
+        folder: Where to write it.
+        family: A row of `families.FAMILIES`.
+        head: A key of `HEADS`: the checkpoint is of that class, with the family's base model in it.
+        format: "safetensors", "bin", or "legacy-bin", the format of torch before 1.6.
+        shards: Cut the weights into several files with an index.
+        sentence_transformers: Make it a Sentence-Transformers model; any of `prompts`, `pooling`, `normalize`,
+            `max_seq_length`.
+        tokenizer: Write a tokenizer.
+        **settings: Of the config.
+    """
+    model = dense_model(family, **settings)
+    if head is not None:
+        model = _with_head(model, head)
+    model.save_pretrained(folder, max_shard_size="5KB" if shards else "5GB")
+    if format != "safetensors":
+        to_bin(folder, legacy=format == "legacy-bin")
+    if tokenizer:
+        tiny_tokenizer(folder, min(VOCAB_SIZE, model.config.vocab_size))
+    if sentence_transformers is not None:
+        _as_sentence_transformer(folder, **sentence_transformers)
+    return folder
+
+
+def e5_checkpoint(folder: Path) -> Path:
+    """A Sentence-Transformers checkpoint with everything that carries over into a MoTE."""
+    prompts = {"query": "query: ", "passage": "passage: "}
+    settings = {"prompts": prompts, "pooling": "cls", "normalize": True, "max_seq_length": 11}
+    return dense_checkpoint(folder, sentence_transformers=settings)
+
+
+def _with_head(base: PreTrainedModel, head: str) -> PreTrainedModel:
+    model = HEADS[head].from_config(base.config, attn_implementation=base.config._attn_implementation).eval()
+    result = getattr(model, model.base_model_prefix).load_state_dict(base.state_dict(), strict=False)
+    assert result.missing_keys == []
+    assert all(key.startswith("pooler.") for key in result.unexpected_keys)
+    return model
+
+
+def to_bin(folder: Path, legacy: bool = False) -> None:
+    """Turn safetensors files into pickles, the index included."""
+    for path in sorted(folder.glob("model*.safetensors")):
+        name = path.name.replace("model", "pytorch_model", 1).replace(".safetensors", ".bin")
+        torch.save(load_file(path), folder / name, _use_new_zipfile_serialization=not legacy)
+        path.unlink()
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        text = index.read_text().replace('"model-', '"pytorch_model-').replace('.safetensors"', '.bin"')
+        (folder / "pytorch_model.bin.index.json").write_text(text)
+        index.unlink()
+
+
+def _as_sentence_transformer(
+    folder: Path,
+    prompts: dict[str, str] | None = None,
+    pooling: str = "mean",
+    normalize: bool = False,
+    max_seq_length: int | None = None,
+) -> None:
+    transformer = Transformer(str(folder), max_seq_length=max_seq_length)
+    modules = [transformer, Pooling(transformer.get_embedding_dimension(), pooling_mode=pooling)]
+    SentenceTransformer(modules=modules + [Normalize()] * normalize, prompts=prompts).save(str(folder))
+    if max_seq_length is not None:
+        edit_json(folder / "sentence_bert_config.json", max_seq_length=max_seq_length, do_lower_case=False)
+        edit_json(folder / "tokenizer_config.json", model_max_length=512)  # older versions left it as it was
+
+
+def files_in(folder: Path) -> set[str]:
+    """Names of all files below a folder."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds."""
+    return json.loads(path.read_text())
+
+
+def trusted(folder: Path) -> SentenceTransformer:
+    """Load with remote code."""
+    return SentenceTransformer(str(folder), trust_remote_code=True)
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Set some keys of a JSON object; None takes a key out."""
+    content = {**(json.loads(path.read_text()) if path.is_file() else {}), **changes}
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def edit_weights(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Add, replace or take out (None) tensors of a model.safetensors; `__` in a keyword stands for a dot."""
+    weights = load_file(folder / "model.safetensors")
+    weights.update({key.replace("__", "."): value for key, value in changes.items()})
+    kept = {key: value for key, value in weights.items() if value is not None}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+# As in nomic-ai/nomic-bert-2048, with other numbers than the native config's defaults.
+NOMIC_SETTINGS: dict[str, Any] = {
+    "activation_function": "swiglu",
+    "architectures": ["NomicBertForPreTraining"],
+    "attn_pdrop": 0.0,
+    "auto_map": {
+        "AutoConfig": "configuration_hf_nomic_bert.NomicBertConfig",
+        "AutoModel": "modeling_hf_nomic_bert.NomicBertModel",
+    },
+    "causal": False,
+    "embd_pdrop": 0.0,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-5,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+    "model_type": "nomic_bert",
+    "n_embd": 16,
+    "n_head": 2,
+    "n_inner": 40,
+    "n_layer": 2,
+    "n_positions": 64,
+    "pad_vocab_size_multiple": 64,
+    "parallel_block": False,
+    "prenorm": False,
+    "qkv_proj_bias": False,
+    "resid_pdrop": 0.0,
+    "rotary_emb_base": 300,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+    "rotary_emb_scale_base": None,
+    "rotary_scaling_factor": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+    "transformers_version": "4.37.2",
+    "type_vocab_size": 2,
+    "use_rms_norm": False,
+    "vocab_size": 60,
+}
+NOMIC_WIDTH = 48  # of the feed-forward network: the original rounds n_inner up, and so do we, to multiples of 16
+NOMIC_EMBEDDINGS = 64  # vocab_size, rounded up to pad_vocab_size_multiple
+
+
+def published_nomic(folder: Path, prefix: bool, tokenizer: bool = True, **changes: Any) -> Path:
+    """A checkpoint in one of Nomic's two published formats, made without transformers.
+
+    Args:
+        folder: Where to write it.
+        prefix: True as in nomic-bert-2048: keys under `bert.` beside a `cls` head, in pytorch_model.bin. False as in
+            nomic-embed-text: no prefix, no head, safetensors, and `n_inner` a float.
+        tokenizer: Write a tokenizer.
+        **changes: To the settings.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {**NOMIC_SETTINGS, **changes}
+    weights = _nomic_weights(settings["n_embd"], settings["n_layer"])
+    if prefix:
+        head = {"cls.predictions.decoder.weight": weights["embeddings.word_embeddings.weight"]}
+        head["cls.predictions.transform.dense.weight"] = torch.randn(16, 16)
+        torch.save({**{"bert." + key: value for key, value in weights.items()}, **head}, folder / "pytorch_model.bin")
+    else:
+        settings["n_inner"] = float(settings["n_inner"])
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(settings))
+    if tokenizer:
+        tiny_tokenizer(folder)
+    return folder
+
+
+def _nomic_weights(hidden: int, layers: int) -> dict[str, torch.Tensor]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (NOMIC_EMBEDDINGS, hidden),
+        "embeddings.token_type_embeddings.weight": (2, hidden),
+        "emb_ln.weight": (hidden,),
+        "emb_ln.bias": (hidden,),
+    }
+    for layer in range(layers):
+        shapes |= {
+            f"encoder.layers.{layer}.attn.Wqkv.weight": (3 * hidden, hidden),
+            f"encoder.layers.{layer}.attn.out_proj.weight": (hidden, hidden),
+            f"encoder.layers.{layer}.mlp.fc11.weight": (NOMIC_WIDTH, hidden),
+            f"encoder.layers.{layer}.mlp.fc12.weight": (NOMIC_WIDTH, hidden),
+            f"encoder.layers.{layer}.mlp.fc2.weight": (hidden, NOMIC_WIDTH),
+        }
+        shapes |= {f"encoder.layers.{layer}.norm{i}.{kind}": (hidden,) for i in (1, 2) for kind in ("weight", "bias")}
+    generator = torch.Generator().manual_seed(3)
+    return {
+        key: torch.randn(shape, generator=generator) * 0.2 + (1.0 if "norm" in key and key.endswith("weight") else 0.0)
+        for key, shape in shapes.items()
+    }

@@ -1,0 +1,7 @@
+"""Where the repository, its small encoder, and real checkpoints and data are."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SMALL_ENCODER = ROOT / "examples" / "small-encoder"
+SHARED = ROOT.parent / "shared"

@@ -1,0 +1,29 @@
+"""Small training runs."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+
+def overrides(source: Path, data: Path, out: Path, *more: str) -> list[str]:
+    """A small run: two steps of 16 rows unless `more` says otherwise."""
+    return [
+        f"model.source={source}",
+        f"data.folder={data}",
+        f"output={out}",
+        "data.limit=40",
+        "training.batch_size=16",
+        "training.mini_batch_size=8",
+        "training.max_steps=2",
+        "training.learning_rate=1e-3",
+        "training.save_every=1",
+        "validation.share=0.1",
+        "validation.limit=8",
+        "validation.every=null",
+        *more,
+    ]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")

@@ -1,0 +1,610 @@
+"""Experts that are not in use leave the device, and come when they are called."""
+
+import copy
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoints import edit_weights, trusted
+from helpers.families import all_families, batch, dense_model, fresh_mote, in_threads, trained_mote
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel
+
+from modeling_mote import MoTEModel
+from mote import average_experts, upcycle
+from offloading_mote import Offloading, OffloadSettings, _weights_of_experts
+from stored_experts_mote import CpuStore, DiskStore, _state_of
+
+FOUR = ["a", "b", "c", "d"]
+ROOT = Path(__file__).parents[2]
+
+
+def saved(folder: Path, name: str = "bert", shards: bool = False, **settings: Any) -> MoTEModel:
+    """A model of four different experts, as it is in memory, and in a folder."""
+    model = trained_mote(name, experts=FOUR, **settings)
+    model.save_pretrained(folder, max_shard_size="5KB" if shards else "5GB")
+    return model
+
+
+def offloaded(folder: Path, to: str = "disk", keep: int = 1, **kwargs: Any) -> MoTEModel:
+    """Load it with experts offloaded; to the CPU on machines without a GPU, too, where users get an error."""
+    if to == "disk" or torch.accelerator.is_available():
+        return MoTEModel.from_pretrained(folder, offload_experts={"to": to, "keep": keep}, **kwargs)
+    model = MoTEModel.from_pretrained(folder, **kwargs)
+    model.offloading = Offloading(model, CpuStore(_weights_of_experts(model).items()), keep)
+    return model
+
+
+def outputs(model: MoTEModel, tasks: list[Any]) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [model(**batch(), task=task).pooler_output for task in tasks]
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def experts_in(model: MoTEModel) -> int:
+    """How many experts' worth of weights the model's blocks hold."""
+    one = max(model.parameter_counts()["experts"].values()) // len(model.blocks)
+    return max(sum(p.numel() for p in block.experts.parameters()) for block in model.blocks) // one
+
+
+@all_families
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+def test_equal_to_the_model_in_memory(name: str, to: str, tmp_path: Path) -> None:
+    model = saved(tmp_path, name, shards=to == "disk", mote_layers="every_other")
+    tasks = [*random.Random(0).choices(FOUR, k=12), ["a", "c", "c", "b"]]
+    found = offloaded(tmp_path, to, attn_implementation=model.config._attn_implementation)
+    assert_same(outputs(found, tasks), outputs(model, tasks))
+    assert experts_in(found) == 1
+    assert found.parameter_counts() == model.parameter_counts()
+
+
+def test_the_least_recently_used_leaves(tmp_path: Path) -> None:
+    saved(tmp_path)
+    model = offloaded(tmp_path, keep=2)
+    resident = []
+    for task in "abacbd":
+        outputs(model, [task])
+        resident.append("".join(model.offloading.resident))
+        assert set(model.blocks[0].experts) == set(model.offloading.resident)
+        assert experts_in(model) == 2
+    assert resident == ["ba", "ab", "ba", "ac", "cb", "bd"]
+
+
+@pytest.mark.parametrize(("to", "keep"), [("cpu", 1), ("cpu", 2), ("disk", 1), ("disk", 2)])
+def test_eight_threads(to: str, keep: int, tmp_path: Path) -> None:
+    expected_of, model = saved(tmp_path), offloaded(tmp_path, to, keep)
+    tasks: list[Any] = [*FOUR, ["a", "b", "c", "d"], ["d", "d", "a", "b"]]
+    expected = outputs(expected_of, tasks)
+    wrong: list[Any] = []
+    most, done = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        shared = model.parameter_counts()["shared"]
+        one = max(expected_of.parameter_counts()["experts"].values())
+        while not done.is_set():
+            most = max(most, -(-(sum(p.numel() for p in model.parameters()) - shared) // one))
+
+    def serve(thread: int) -> None:
+        order = random.Random(thread)
+        for _ in range(12):
+            index = order.randrange(len(tasks))
+            try:
+                if not torch.equal(outputs(model, [tasks[index]])[0], expected[index]):
+                    wrong.append((thread, tasks[index]))
+            except Exception as error:
+                wrong.append(error)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    in_threads(8, serve)
+    done.set()
+    watcher.join()
+    assert wrong == []
+    assert 1 <= most <= keep
+    assert not any(place.users for place in model.offloading.places)
+
+
+def test_an_expert_in_use_stays_and_others_wait(tmp_path: Path) -> None:
+    expected = outputs(saved(tmp_path), ["b"])
+    model = offloaded(tmp_path)
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.extend(outputs(model, ["b"])))
+    with model.offloading.expert("a"):
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive()
+        assert model.offloading.resident == ["a"]
+    thread.join()
+    assert_same(found, expected)
+
+
+def test_none_starves_while_another_expert_is_in_use_without_pause(tmp_path: Path) -> None:
+    saved(tmp_path)
+    model, done = offloaded(tmp_path), threading.Event()
+
+    def serve_a() -> None:
+        while not done.is_set():
+            outputs(model, ["a"])
+
+    threads = [threading.Thread(target=serve_a) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    other = threading.Thread(target=lambda: outputs(model, ["b"] * 3))
+    other.start()
+    other.join(30)
+    starved = other.is_alive()
+    done.set()
+    for thread in [*threads, other]:
+        thread.join()
+    assert not starved
+
+
+def test_calls_go_on_while_experts_are_restored(tmp_path: Path) -> None:
+    expected = outputs(saved(tmp_path), FOUR)
+    wrong: list[Any] = []
+
+    def serve(model: MoTEModel, thread: int) -> None:
+        try:
+            for _ in range(10):
+                if not torch.equal(outputs(model, [FOUR[thread]])[0], expected[thread]):
+                    wrong.append(thread)
+        except Exception as error:
+            wrong.append(error)
+
+    for _ in range(5):
+        model = offloaded(tmp_path)
+        threads = [threading.Thread(target=serve, args=[model, thread]) for thread in range(4)]
+        for thread in threads:
+            thread.start()
+        model.restore_experts()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+def test_a_call_that_saw_experts_offloaded_runs_after_they_are_restored(tmp_path: Path) -> None:
+    """As where another thread restores them just after it has looked."""
+    expected = outputs(saved(tmp_path), ["b"])
+    model = offloaded(tmp_path)
+    waited = model.offloading
+    model.restore_experts()
+    with waited.expert("b"):
+        assert_same(outputs(model, ["b"]), expected)
+    with torch.no_grad():
+        assert torch.equal(
+            model._run_offloaded(batch(), {"expert": "b"}).last_hidden_state[:, 0],
+            model(**batch(), task="b").last_hidden_state[:, 0],
+        )
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["torch.compile(model)", "model.compile()"])
+def test_compiled(whole: bool, tmp_path: Path) -> None:
+    expected = outputs(saved(tmp_path), [*FOUR, *FOUR])
+    model: Any = offloaded(tmp_path)
+    if whole:
+        model = torch.compile(model, dynamic=True, backend="eager")
+    else:
+        model.compile(backend="eager")
+    for found, other in zip(outputs(model, [*FOUR, *FOUR]), expected, strict=True):
+        torch.testing.assert_close(found, other, atol=1e-6, rtol=0)
+
+
+def test_an_error_within_a_call_lets_go_of_the_expert(tmp_path: Path) -> None:
+    expected = outputs(saved(tmp_path), FOUR)
+    model = offloaded(tmp_path)
+    for task in FOUR:
+        with pytest.raises(IndexError), torch.no_grad():
+            model(input_ids=torch.tensor([[10**6]]), task=task)
+    assert_same(outputs(model, FOUR), expected)
+
+
+def test_gradients_are_refused_and_restored_experts_train(tmp_path: Path) -> None:
+    saved(tmp_path)
+    model = offloaded(tmp_path)
+    with pytest.raises(ValueError, match=r"torch\.no_grad\(\).*restore_experts\(\)"):
+        model(**batch(), task="a")
+    model.restore_experts()
+    model(**batch(), task="b").pooler_output.sum().backward()
+
+
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+def test_restored_is_as_before(to: str, tmp_path: Path) -> None:
+    expected = saved(tmp_path)
+    model = offloaded(tmp_path, to)
+    outputs(model, ["c"])
+    model.restore_experts()
+    assert model.offloading is None
+    assert list(model.state_dict()) == list(expected.state_dict())
+    assert all(torch.equal(t, expected.state_dict()[key]) for key, t in model.state_dict().items())
+    assert_same(outputs(model, FOUR), outputs(expected, FOUR))
+    model.restore_experts()  # once more changes nothing
+    model.offload_experts("disk", keep=4)
+    assert model.offloading.resident == FOUR
+
+
+def test_frozen_experts_come_back_frozen(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    for block in model.blocks:
+        block.experts["c"].requires_grad_(False)
+    before = {key: weight.requires_grad for key, weight in model.named_parameters()}
+    model.offloading = Offloading(model, DiskStore([str(tmp_path / "model.safetensors")]))
+    outputs(model, ["c"])
+    model.restore_experts()
+    assert {key: weight.requires_grad for key, weight in model.named_parameters()} == before
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+def test_saved_again_it_is_the_same_file_by_file(to: str, shards: bool, tmp_path: Path) -> None:
+    saved(tmp_path / "one", shards=shards)
+    model = offloaded(tmp_path / "one", to)
+    outputs(model, ["d"])
+    model.save_pretrained(tmp_path / "two", max_shard_size="5KB" if shards else "5GB")
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "two").iterdir())
+    for name in names:
+        if name != "config.json":  # a model that was never loaded leaves out the type
+            assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+    one, two = (MoTEModel.from_pretrained(tmp_path / name).config.to_diff_dict() for name in ("one", "two"))
+    assert one | {"_name_or_path": None} == two | {"_name_or_path": None}
+    assert model.offloading.resident == ["d"]
+
+
+def test_it_is_not_saved_over_the_files_it_reads(tmp_path: Path) -> None:
+    expected = outputs(saved(tmp_path), FOUR)
+    model = offloaded(tmp_path)
+    with pytest.raises(ValueError, match="save to another folder"):
+        model.save_pretrained(tmp_path)
+    assert_same(outputs(model, FOUR), expected)
+
+
+def test_to_another_type(tmp_path: Path) -> None:
+    expected = outputs(saved(tmp_path).to(torch.bfloat16), FOUR)
+    for to in ("cpu", "disk"):
+        assert_same(outputs(offloaded(tmp_path, to).to(torch.bfloat16), FOUR), expected)
+        model = offloaded(tmp_path, to, dtype=torch.bfloat16)
+        assert_same(outputs(model, FOUR), expected)
+        model.save_pretrained(tmp_path / to)
+        assert_same(outputs(MoTEModel.from_pretrained(tmp_path / to), FOUR), expected)
+        model.restore_experts()
+        assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+
+
+def test_under_inference_mode_and_after_it(tmp_path: Path) -> None:
+    expected = outputs(saved(tmp_path), FOUR)
+    model = offloaded(tmp_path)
+    with torch.inference_mode():
+        assert_same(outputs(model, FOUR), expected)
+    assert_same(outputs(model, FOUR), expected)
+
+
+def test_chosen_experts_alone(tmp_path: Path) -> None:
+    expected = outputs(saved(tmp_path), ["b", "d"])
+    model = MoTEModel.from_pretrained(tmp_path, experts=["d", "b"], offload_experts="disk")
+    assert model.config.available_experts == ["b", "d"]
+    assert_same(outputs(model, ["b", "d"]), expected)
+    with pytest.raises(ValueError, match="was not loaded"):
+        outputs(model, ["a"])
+    with pytest.raises(ValueError, match="from 1 to 2"):
+        MoTEModel.from_pretrained(tmp_path, experts=["d", "b"], offload_experts={"to": "disk", "keep": 3})
+
+
+def test_export(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    dense = offloaded(tmp_path).export_expert("c")
+    with torch.no_grad():
+        found, expected = dense(**batch()), model(**batch(), task="c")
+    assert torch.equal(found.last_hidden_state, expected.last_hidden_state)
+
+
+def test_state_dict_and_average_see_all_experts(tmp_path: Path) -> None:
+    expected, model = saved(tmp_path), offloaded(tmp_path)
+    found = model.state_dict()
+    assert list(found) == list(expected.state_dict())
+    assert all(torch.equal(found[key], weight) for key, weight in expected.state_dict().items())
+    one, other = average_experts(model).state_dict(), average_experts(expected).state_dict()
+    assert all(torch.equal(one[key], weight) for key, weight in other.items())
+    assert model.offloading.resident == ["a"]
+    assert experts_in(model) == 1
+
+
+def test_compressed_experts(tmp_path: Path) -> None:
+    from mote.experts.compression import compress_experts
+
+    for name, settings in {"rank": {"rank": 4}, "bits": {"bits": 8}}.items():
+        model = compress_experts(trained_mote("bert", experts=FOUR), **settings)
+        model.save_pretrained(tmp_path / name)
+        assert_same(outputs(offloaded(tmp_path / name), FOUR), outputs(model, FOUR))
+        restored = offloaded(tmp_path / name)
+        restored.restore_experts()
+        assert_same(outputs(restored, FOUR), outputs(model, FOUR))
+
+
+def test_remote_code(tmp_path: Path) -> None:
+    expected = outputs(saved(tmp_path), FOUR)
+    for kwargs in ({}, {"experts": ["b", "c"]}):
+        model = AutoModel.from_pretrained(tmp_path, trust_remote_code=True, offload_experts="disk", **kwargs)
+        assert type(model) is not MoTEModel
+        assert_same(outputs(model, ["b", "c"]), expected[1:3])
+        assert len(model.offloading.resident) == 1
+
+
+def test_sentence_transformers(tmp_path: Path) -> None:
+    upcycle(str(ROOT / "examples" / "small-encoder"), tmp_path / "mote")
+    expected = trusted(tmp_path / "mote")
+    arguments: dict[str, Any] = {"trust_remote_code": True, "model_kwargs": {"offload_experts": "disk"}}
+    model = SentenceTransformer(str(tmp_path / "mote"), **arguments)
+    for task in ("search_query", "clustering", "search_document"):
+        assert (model.encode(["one", "two"], task=task) == expected.encode(["one", "two"], task=task)).all()
+    assert model[0].model.offloading.resident == ["search_document"]
+    model.save(str(tmp_path / "again"))
+    first, second = (tmp_path / name / "model.safetensors" for name in ("mote", "again"))
+    assert first.read_bytes() == second.read_bytes()
+    model.half().encode(["one"], task="clustering")
+
+
+def test_in_memory_to_disk_only_as_in_the_file(tmp_path: Path) -> None:
+    expected = outputs(saved(tmp_path), FOUR)
+    model = MoTEModel.from_pretrained(tmp_path)
+    model.offload_experts("disk", keep=2)
+    assert_same(outputs(model, FOUR), expected)
+    model.restore_experts()
+    with torch.no_grad():
+        next(model.blocks[1].experts["c"].parameters()).add_(1)
+    before = outputs(model, FOUR)
+    with pytest.raises(ValueError, match=r"experts\.c\..*save it with save_pretrained"):
+        model.offload_experts("disk")
+    assert_same(outputs(model, FOUR), before)
+    with pytest.raises(ValueError, match="save it with save_pretrained"):
+        fresh_mote("bert").offload_experts("disk")
+    with pytest.raises(ValueError, match="on the device `meta`"):
+        MoTEModel.from_pretrained(tmp_path, device_map="meta").offload_experts("disk")
+
+
+def test_a_pickled_checkpoint_has_no_file_to_read_from(tmp_path: Path) -> None:
+    from helpers.checkpoints import to_bin
+
+    saved(tmp_path)
+    to_bin(tmp_path)
+    with pytest.raises(ValueError, match="safetensors"):
+        MoTEModel.from_pretrained(tmp_path, offload_experts="disk")
+
+
+def test_weights_changed_meanwhile_are_not_lost(tmp_path: Path) -> None:
+    saved(tmp_path)
+    model = offloaded(tmp_path)
+    with torch.no_grad():
+        next(model.blocks[0].experts["a"].parameters()).add_(1)
+    changed = outputs(model, ["a"])
+    with pytest.raises(ValueError, match="restore_experts"):
+        outputs(model, ["b"])
+    assert_same(outputs(model, ["a"]), changed)
+    model.restore_experts()
+    assert_same(outputs(model, ["a"]), changed)
+
+
+def test_modules_replaced_meanwhile_are_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    saved(tmp_path)
+    model = offloaded(tmp_path)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["output.dense"]))
+    with pytest.raises(ValueError, match="were replaced"), torch.no_grad():
+        adapted(**batch(), task="b")
+    with pytest.raises(ValueError, match="adapters"):
+        peft.get_peft_model(
+            MoTEModel.from_pretrained(tmp_path), peft.LoraConfig(target_modules=["output.dense"])
+        ).base_model.model.offload_experts("disk")
+
+
+def touch(folder: Path) -> None:
+    edit_weights(folder, **{"backbone__embeddings__LayerNorm__bias": torch.ones(16)})
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 3000)
+
+
+def delete(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "error", "message"),
+    [
+        (touch, ValueError, "was changed since"),
+        (delete, FileNotFoundError, "is gone"),
+    ],
+)
+def test_a_file_harmed_under_a_running_model(harm: Any, error: type, message: str, tmp_path: Path) -> None:
+    expected = outputs(saved(tmp_path / "one"), FOUR)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    model = offloaded(tmp_path / "one")
+    harm(tmp_path / "one")
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            outputs(model, ["b"])
+    assert_same(outputs(model, ["a"]), expected[:1])  # the one in memory is still there
+    with pytest.raises(error, match=message):
+        model.restore_experts()
+    assert model.offloading.resident == ["a"]
+
+
+def test_a_file_cut_short_is_an_error_at_the_next_fetch(tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = tmp_path / "model.safetensors"
+    store, key = DiskStore([str(path)]), "backbone.encoder.layer.0.experts.a.output.dense.weight"
+    truncate(tmp_path)
+    for read in (lambda: store.read([key]), lambda: store.write_to({key: torch.empty(16, 32)})):
+        with pytest.raises(ValueError, match="was changed since"):
+            read()
+    store.states[path] = _state_of(path)  # as if it were cut after the check, while it is read
+    with pytest.raises(ValueError, match="was changed since"):
+        store.write_to({key: torch.empty(16, 32)})
+
+
+def test_copies_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    model = offloaded(tmp_path)
+    for act in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ValueError, match="neither copied nor pickled"):
+            act(model)
+
+
+def test_changes_of_experts_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    model = offloaded(tmp_path)
+    for act in (
+        lambda: model.add_expert("e"),
+        lambda: model.remove_expert("a"),
+        lambda: model.rename_expert("a", "e"),
+        lambda: model.expert_weights("a"),
+        lambda: model.offload_experts("disk"),
+    ):
+        with pytest.raises(ValueError, match="restore_experts"):
+            act()
+
+
+def test_settings_out_of_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = saved(tmp_path)
+    for keep in (0, 5, True, "1", 1.0):
+        with pytest.raises(ValueError, match="keep must be a whole number from 1 to 4"):
+            model.offload_experts("disk", keep=keep)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Did you mean 'disk'"):
+        model.offload_experts("disc")
+    for wrong in (True, 7, {"keep": 2}, {"to": "disk", "kepp": 1}):
+        with pytest.raises(ValueError, match="offload_experts must be"):
+            OffloadSettings.read(wrong)
+    with pytest.raises(ValueError, match="token router"):
+        fresh_mote("bert", router="token").offload_experts("disk")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="there is none here: offload to 'disk'"):
+        MoTEModel.from_pretrained(tmp_path, offload_experts="cpu")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="The model is on the CPU"):
+        model.offload_experts("cpu")
+
+
+PEAK = """
+import sys
+import torch
+from transformers import AutoModel
+from modeling_mote import MoTEModel
+def peak():  # ru_maxrss would begin with that of the process which started this one
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+AutoModel.from_pretrained(sys.argv[2])  # what the first load of any model costs is not ours
+before = peak()
+if sys.argv[1] == "dense":
+    model = AutoModel.from_pretrained(sys.argv[3])
+    arguments = {}
+else:
+    kwargs = {"offload_experts": "disk"} if sys.argv[1] == "disk" else {}
+    model = MoTEModel.from_pretrained(sys.argv[3], **kwargs)
+    arguments = {"task": "search_query"}
+with torch.no_grad():
+    ids = torch.full((1, 8), 7)
+    model(input_ids=ids, attention_mask=torch.ones_like(ids), **arguments)
+    sum(float(p.sum()) for p in model.parameters())  # read all that is there
+print(peak() - before)
+"""
+
+
+def peak_of(kind: str, small: Path, folder: Path) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, kind, str(small), str(folder)],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return int(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux to tell the peak of a process")
+def test_loading_takes_no_more_memory_than_the_dense_model(tmp_path: Path) -> None:
+    from modeling_mote import MoTEConfig
+
+    dense_model("bert").save_pretrained(tmp_path / "small")
+    sizes = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 6, "num_attention_heads": 4}
+    dense = dense_model("bert", **sizes)
+    dense.pooler = None
+    dense.save_pretrained(tmp_path / "dense")
+    size = (tmp_path / "dense" / "model.safetensors").stat().st_size
+    MoTEModel(MoTEConfig(backbone_config=dense.config), dense).save_pretrained(tmp_path / "mote")
+    found = {
+        kind: peak_of(kind, tmp_path / "small", tmp_path / ("dense" if kind == "dense" else "mote"))
+        for kind in ("dense", "disk", "whole")
+    }
+    assert found["whole"] > 2 * size, found  # so the measure sees what is loaded
+    assert found["dense"] > 0.8 * size, found
+    assert found["disk"] <= 1.1 * found["dense"] + 2**20, found
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+@pytest.mark.parametrize("keep", [1, 2])
+def test_on_a_gpu_equal_under_threads(to: str, keep: int, tmp_path: Path) -> None:
+    expected_of = saved(tmp_path).cuda()
+    model = MoTEModel.from_pretrained(tmp_path, offload_experts={"to": to, "keep": keep}).cuda()
+    inputs = {name: value.cuda() for name, value in batch().items()}
+    with torch.no_grad():
+        expected = {task: expected_of(**inputs, task=task).pooler_output for task in FOUR}
+    wrong: list[Any] = []
+
+    def serve(thread: int) -> None:
+        order = random.Random(thread)
+        stream = torch.cuda.Stream() if thread % 2 else torch.cuda.default_stream()
+        with torch.no_grad(), torch.cuda.stream(stream):
+            for _ in range(50):
+                task = order.choice(FOUR)
+                found = model(**inputs, task=task).pooler_output
+                stream.synchronize()
+                if not torch.equal(found, expected[task]):
+                    wrong.append((thread, task))
+
+    torch.cuda.synchronize()
+    in_threads(8, serve)
+    assert wrong == []
+    model.restore_experts()
+    with torch.no_grad():
+        for task in FOUR:
+            assert torch.equal(model(**inputs, task=task).pooler_output, expected[task])
+
+
+@needs_gpu
+def test_on_a_gpu_copies_are_pinned_and_leave_the_device(tmp_path: Path) -> None:
+    model = saved(tmp_path).cuda()
+    before = torch.cuda.memory_allocated()
+    size = sum(t.nbytes for block in model.blocks for t in block.experts["a"].parameters())
+    model.offload_experts("cpu")
+    assert before - torch.cuda.memory_allocated() >= 3 * size
+    assert all(weight.is_pinned() for weight in model.offloading.store.weights.values())
+    kept = torch.cuda.memory_allocated()
+    inputs = {name: value.cuda() for name, value in batch().items()}
+    with torch.no_grad():
+        for task in FOUR:
+            model(**inputs, task=task)
+            assert model.offloading.places[0].ready is not None
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - kept < size
+    model.half().float().cpu()  # moves what is there, and goes on
+    with torch.no_grad():
+        model(**batch(), task="a")

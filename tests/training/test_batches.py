@@ -1,0 +1,108 @@
+"""Which rows make up a batch, for one process and for several."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset
+
+from mote.training.batches import EvenBatchSampler, TaskBatchSampler
+
+SIZES = [1000, 377, 64, 5]
+
+
+class Rows(Dataset):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def sampler_of(sizes: list[int] = SIZES, batch_size: int = 128, processes: int = 1, seed: int = 0) -> TaskBatchSampler:
+    generator = torch.Generator()
+    sets = [Rows(size) for size in sizes]
+    samplers = [EvenBatchSampler(rows, batch_size, processes, generator=generator, seed=seed) for rows in sets]
+    return TaskBatchSampler(ConcatDataset(sets), batch_samplers=samplers, generator=generator, seed=seed)
+
+
+def set_of(row: int, sizes: list[int] = SIZES) -> int:
+    for index, size in enumerate(sizes):
+        if row < size:
+            return index
+        row -= size
+    raise IndexError(row)
+
+
+def test_every_row_once_and_every_batch_of_one_set() -> None:
+    batches = list(sampler_of())
+    assert Counter(row for batch in batches for row in batch) == Counter(range(sum(SIZES)))
+    assert all(len({set_of(row) for row in batch}) == 1 for batch in batches)
+    assert len(batches) == len(sampler_of()) == 8 + 3 + 1 + 1
+
+
+def test_sets_are_drawn_in_random_order_in_proportion_to_their_batches() -> None:
+    order = [set_of(batch[0]) for batch in sampler_of()]
+    assert Counter(order) == {0: 8, 1: 3, 2: 1, 3: 1}
+    assert order != sorted(order)
+
+
+def test_batches_of_a_set_are_nearly_equal() -> None:
+    sizes = [len(batch) for batch in sampler_of([1377], 1000)]
+    assert sizes == [689, 688]
+    assert max(len(batch) for batch in sampler_of()) <= 128
+
+
+def test_the_order_depends_on_seed_and_epoch_alone() -> None:
+    def order(seed: int, epoch: int) -> list[list[int]]:
+        sampler = sampler_of(seed=seed)
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
+    assert order(0, 0) == order(0, 0)
+    assert order(0, 0) != order(1, 0)
+    assert order(0, 0) != order(0, 1)
+    used = sampler_of()
+    list(used)
+    used.set_epoch(1)
+    assert list(used) == order(0, 1)  # whatever was drawn before
+
+
+def test_processes_get_parts_of_the_same_batches_as_one_process() -> None:
+    whole = list(sampler_of())
+    parts = list(sampler_of(processes=2))
+    pairs = [parts[i] + parts[i + 1] for i in range(0, len(parts), 2)]
+    assert len(pairs) == len(whole)
+    assert all(len(parts[i]) == len(parts[i + 1]) for i in range(0, len(parts), 2))
+    assert Counter(set_of(batch[0]) for batch in pairs) == Counter(set_of(batch[0]) for batch in whole)
+    # where sizes are even the rows are the same ones
+    assert sorted(map(tuple, sampler_of([512, 64]))) == sorted(
+        tuple(first + second) for first, second in zip(*[iter(sampler_of([512, 64], processes=2))] * 2, strict=True)
+    )
+
+
+def test_what_the_processes_cannot_share_is_left_out_and_counted() -> None:
+    sampler = EvenBatchSampler(Rows(1003), 500, 4)
+    assert sampler.sizes == [500, 500]
+    assert sampler.left_out == 3
+    assert EvenBatchSampler(Rows(1023), 500, 4).sizes == [340, 340, 340]
+    assert EvenBatchSampler(Rows(3), 500, 4).sizes == []
+    assert EvenBatchSampler(Rows(3), 500, 4).left_out == 3
+    assert EvenBatchSampler(Rows(1003), 500, 1).left_out == 0
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_accelerate_deals_every_process_its_part(processes: int) -> None:
+    from accelerate.data_loader import BatchSamplerShard
+
+    dealt = [
+        list(BatchSamplerShard(sampler_of(processes=processes), processes, index, even_batches=False))
+        for index in range(processes)
+    ]
+    expected = list(sampler_of(processes=processes))
+    assert [batch for step in zip(*dealt, strict=True) for batch in step] == expected
+    for step in zip(*dealt, strict=True):
+        assert len({set_of(batch[0]) for batch in step}) == 1

@@ -1,0 +1,203 @@
+"""Several processes that train together, each with a part of every batch, against one process."""
+
+import gzip
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from helpers.checkpoints import dense_checkpoint
+from helpers.paths import ROOT, SMALL_ENCODER
+from helpers.runs import overrides, weights
+
+from mote.training.model import build_model
+from mote.training.progress import read_log
+from mote.training.recipe import load_recipe
+
+EXAMPLES = ROOT / "examples" / "data"
+SETTINGS = (
+    "training.max_steps=5",
+    "training.save_every=2",
+    "training.learning_rate=1e-4",
+    "data.limit=null",
+    "validation.share=0",
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real texts, in numbers that one process and two cut into the same batches."""
+    folder = tmp_path_factory.mktemp("data")
+    for name in ("retrieval/arxiv", "classification/banking77", "clustering/arxiv_titles"):
+        text = gzip.decompress((EXAMPLES / name / "train.jsonl.gz").read_bytes()).decode()
+        rows = [json.loads(line) for line in text.splitlines()]
+        if "label" in rows[0]:
+            frequent = Counter(row["label"] for row in rows).most_common(4)
+            rows = [row for label, _ in frequent for row in [r for r in rows if r["label"] == label][:8]]
+        (folder / name).mkdir(parents=True)
+        (folder / name / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:32]))
+    return folder
+
+
+def launch(
+    processes: int, data: Path, out: Path, *more: str, recipe: str = "mote", script: Sequence[str] = ("-m", "mote")
+) -> tuple[list[str], dict[str, str]]:
+    """Make the command and the environment of `mote train` under as many processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={port}"]
+    command = [*launcher, *script, "train", recipe, *overrides(SMALL_ENCODER, data, out, *SETTINGS, *more)]
+    return command, {**os.environ, "HF_MODULES_CACHE": str(out.parent / "modules"), "OMP_NUM_THREADS": "1"}
+
+
+def train(
+    processes: int,
+    data: Path,
+    out: Path,
+    *more: str,
+    recipe: str = "mote",
+    check: bool = True,
+    cache: Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run it."""
+    command, environment = launch(processes, data, out, *more, recipe=recipe)
+    environment = {**environment, "MOTE_CACHE": str(cache or out.parent / "cache")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    if check:
+        assert done.returncode == 0, done.stderr[-4000:]
+    return done
+
+
+@pytest.mark.parametrize("recipe", ["mote", "tlr"])
+def test_two_processes_learn_what_one_does(recipe: str, data: Path, tmp_path: Path) -> None:
+    """SGD with a learning rate of 1, so that a step is the gradient itself: Adam would hide its size."""
+    settings = (
+        "training.optimizer=sgd",
+        "training.learning_rate=1",
+        "training.schedule=constant",
+        "training.weight_decay=0",
+        "training.max_grad_norm=1e-3",
+        "model.load_balancing=0",
+    )
+    for processes in (1, 2):
+        train(processes, data, tmp_path / str(processes) / "run", *settings, recipe=recipe)
+    one, two = (weights(tmp_path / name / "run" / "model") for name in "12")
+    logs = [read_log(tmp_path / name / "run") for name in "12"]
+    assert [(line["step"], line["set"], line["rows"]) for line in logs[0]] == [
+        (line["step"], line["set"], line["rows"]) for line in logs[1]
+    ]
+    assert len({line["task"] for line in logs[0]}) == 3
+    for first, second in zip(*logs, strict=True):
+        assert first["loss"] == pytest.approx(second["loss"], abs=1e-5)
+        assert first["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-4)
+    settings = overrides(SMALL_ENCODER, data, tmp_path / "unused", *SETTINGS)
+    start = build_model(load_recipe(recipe, settings), tmp_path)[0][0].model.state_dict()
+    moved = 0.0
+    for key in one:  # the norm of all steps together is at most 5e-3
+        assert (one[key] - two[key]).abs().max().item() <= 1e-7, key
+        moved = max(moved, (one[key] - start[key]).abs().max().item())
+    assert moved > 1e-4
+    records = [json.loads((tmp_path / name / "run" / "model" / "training.json").read_text()) for name in "12"]
+    assert [record["processes"] for record in records] == [1, 2]
+    assert records[0]["tasks"] == records[1]["tasks"]  # texts and tokens, over all processes
+    assert records[0]["experts"] == records[1]["experts"]
+
+
+def test_two_processes_that_were_killed_go_on(data: Path, tmp_path: Path) -> None:
+    """With the recipe's own optimiser; the same bit for bit as two that were not."""
+    settings = ("training.max_steps=null", "training.epochs=2")
+    train(2, data, tmp_path / "whole" / "run", *settings)
+    out = tmp_path / "killed" / "run"
+    command, environment = launch(2, data, out, *settings)
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 240
+    while not (out / "checkpoints" / "checkpoint-4" / "checkpoint.json").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for one_of_them in [*psutil.Process(process.pid).children(recursive=True), process]:
+        one_of_them.kill()
+    process.wait()
+    assert not (out / "model").exists()
+    train(2, data, out, *settings)
+    one, two = (weights(tmp_path / name / "run" / "model") for name in ("whole", "killed"))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+@pytest.mark.slow
+def test_fsdp_keeps_and_goes_on(data: Path, tmp_path: Path) -> None:
+    """Checkpoints in parts, from which a run goes on bit for bit; a whole model in the end, that of two replicas."""
+    wrapping = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "MoTEBlock"}
+    fsdp = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+        **wrapping,
+    }
+    script = (str(ROOT / "tests" / "helpers" / "fsdp_on_cpu.py"),)
+    settings = ("training.optimizer=sgd", "training.learning_rate=1", "training.max_grad_norm=1e-3")
+    for name, changes, code in (
+        ("full", {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}, 1),
+        ("whole", {}, 0),
+        ("killed", {"DIE_AT_STEP": "4"}, 1),
+        ("killed", {}, 0),
+    ):
+        command, environment = launch(2, data, tmp_path / name / "run", *settings, script=script)
+        done = subprocess.run(
+            command, env={**environment, **fsdp, **changes}, capture_output=True, text=True, timeout=400
+        )
+        assert done.returncode == code, done.stderr[-4000:]
+        assert ("SHARDED_STATE_DICT" in done.stderr) == (name == "full")
+    train(2, data, tmp_path / "replicas" / "run", *settings)
+    whole, killed, replicas = (weights(tmp_path / name / "run" / "model") for name in ("whole", "killed", "replicas"))
+    assert whole.keys() == replicas.keys()
+    for key in whole:
+        assert torch.equal(whole[key], killed[key]), key
+        assert (whole[key] - replicas[key]).abs().max().item() <= 1e-6, key
+    record = json.loads((tmp_path / "killed" / "run" / "model" / "training.json").read_text())
+    assert record["went_on_from_step"] == 2
+
+
+def test_the_weights_of_a_loss_are_one_for_all_processes(data: Path, tmp_path: Path) -> None:
+    """A projection to a teacher's width, which DDP does not know of: its gradient goes into the model's."""
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    source = dense_checkpoint(tmp_path / "tiny", sentence_transformers={"max_seq_length": 24}, **still)
+    settings = (
+        f"model.source={source}",
+        "tasks={retrieval: {anchor: search_query, batches: homogeneous, loss: EmbedDistillLoss, "
+        f"teacher: {{source: {SMALL_ENCODER}}}, datasets: [retrieval/arxiv]}}}}",
+        "training.optimizer=sgd",
+        "training.learning_rate=1",
+        "training.max_grad_norm=0",
+    )
+    for processes in (1, 2):
+        train(processes, data, tmp_path / str(processes) / "run", *settings, cache=tmp_path / "cache")
+    one, two = (weights(tmp_path / name / "run" / "model") for name in "12")
+    assert max((one[key] - two[key]).abs().max().item() for key in one) <= 1e-5
+
+
+def test_a_loss_that_is_not_cached_needs_one_expert(data: Path, tmp_path: Path) -> None:
+    """DDP would stop in the first step: "Expected to mark a variable ready only once"."""
+    loss = (
+        "tasks={retrieval: {anchor: search_query, positive: search_document, batches: homogeneous, loss: TripletLoss, "
+        "datasets: [retrieval/arxiv]}}"
+    )
+    done = train(2, data, tmp_path / "run", loss, check=False)
+    assert done.returncode != 0
+    assert "TripletLoss cannot send the columns of a row through 2 experts" in done.stderr
+    assert "Traceback" not in done.stderr.split("torch/distributed")[0]
+
+
+def test_a_batch_that_cannot_be_shared_out(data: Path, tmp_path: Path) -> None:
+    done = train(2, data, tmp_path / "run", "training.batch_size=15", check=False)
+    assert done.returncode != 0
+    assert "15 cannot be shared out among 2" in done.stderr

@@ -1,0 +1,88 @@
+"""One expert is trained, all else stays as it is: one line of a recipe."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.checkpoints import dense_checkpoint
+from helpers.paths import ROOT
+from safetensors.torch import load_file
+
+from mote import add_expert, list_experts, upcycle
+from mote.training.train import plan, train
+
+DATA = ROOT / "examples" / "data"
+LEGAL = "legal: {anchor: legal, batches: homogeneous, datasets: [retrieval/tldr_pages]}"
+BOTH_SIDES = "legal: {anchor: legal, positive: search_document, batches: homogeneous, datasets: [retrieval/tldr_pages]}"
+OTHER = "topics: {anchor: clustering, batches: homogeneous, datasets: [retrieval/tldr_pages]}"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny MoTE with an expert more."""
+    folder = tmp_path_factory.mktemp("source")
+    dense = dense_checkpoint(folder / "tiny", sentence_transformers={"normalize": True, "max_seq_length": 24})
+    mote = upcycle(str(dense), folder / "mote")
+    return add_expert(str(mote), "mean", folder / "legal", name="legal", instruction="legal: ")
+
+
+def settings(source: Path, out: Path, *more: str, tasks: str = LEGAL) -> list[str]:
+    return [
+        f"model.source={source}",
+        f"data.folder={DATA}",
+        f"output={out}",
+        f"tasks={{{tasks}}}",
+        "training.only_experts=[legal]",
+        "data.limit=40",
+        "training.batch_size=16",
+        "training.max_steps=3",
+        "training.learning_rate=1e-2",
+        "training.weight_decay=0.5",
+        "validation.limit=8",
+        *more,
+    ]
+
+
+@pytest.mark.parametrize("tasks", [LEGAL, BOTH_SIDES])
+@pytest.mark.parametrize("how", ["training.mini_batch_size=8", "training.gradient_checkpointing=true"])
+def test_only_the_new_expert_moves(tasks: str, how: str, source: Path, tmp_path: Path) -> None:
+    model = train("mote", settings(source, tmp_path / "run", how, tasks=tasks))
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, model))
+    assert before.keys() == after.keys()
+    moved = {key for key, weight in after.items() if not torch.equal(weight, before[key])}
+    of_legal = {key for key in after if ".experts.legal." in key}
+    assert moved <= of_legal
+    assert {key for key in of_legal if key.endswith("weight")} <= moved
+    assert list_experts(str(model)).fingerprint == list_experts(str(source)).fingerprint
+
+
+def test_without_the_line_all_of_it_moves(source: Path, tmp_path: Path) -> None:
+    model = train("mote", settings(source, tmp_path / "run", "training.only_experts=null"))
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, model))
+    assert any(".shared." in key and not torch.equal(weight, before[key]) for key, weight in after.items())
+    assert list_experts(str(model)).fingerprint != list_experts(str(source)).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.only_experts=[legl]", r"no expert 'legl'. Did you mean 'legal'\? .*`mote experts add` makes"),
+        ("training.only_experts=[]", "training.only_experts: "),
+        ("training.only_experts=legal", "training.only_experts: "),
+        (
+            "training.only_experts=[clustering]",
+            r"tldr_pages trains legal, none of .*only_experts \(clustering\)",
+        ),
+        (f"tasks={{{LEGAL}, {OTHER}}}", "tasks.topics: retrieval/tldr_pages trains clustering, none of"),
+    ],
+)
+def test_lines_that_do_not_hold(override: str, message: str, source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan("mote", settings(source, tmp_path / "run", override))
+
+
+def test_models_without_experts_for_tasks(tmp_path: Path) -> None:
+    dense = dense_checkpoint(tmp_path / "tiny")
+    for kind in ("dense", "token"):
+        with pytest.raises(ValueError, match=f"kind '{kind}' has no experts for tasks"):
+            plan("mote", settings(dense, tmp_path / "run", f"model.kind={kind}", "model.tasks={legal: clustering}"))

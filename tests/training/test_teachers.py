@@ -1,0 +1,258 @@
+"""A teacher's embeddings: right, cached, and the same after a kill as without one."""
+
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.checkpoints import dense_checkpoint
+from helpers.hub_server import HubServer
+from sentence_transformers import SentenceTransformer
+
+from mote.training import teachers
+from mote.training.data import load_data
+from mote.training.recipe import TeacherSettings, parse_recipe
+from mote.training.teachers import Teacher, default_cache, teacher_embeddings
+
+TEXTS = [f"text {'abcde'[i % 5] * (i % 7 + 1)} number {i}" for i in range(10)]
+CHUNK = 4
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a prompt of its own."""
+    folder = tmp_path_factory.mktemp("teacher") / "tiny"
+    return dense_checkpoint(folder, sentence_transformers={"prompts": {"query": "query: "}})
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teachers, "CHUNK", CHUNK)
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of all chunks that a teacher encodes."""
+    sizes: list[int] = []
+    original = Teacher._encode
+
+    def encode(self: Teacher, texts: Sequence[str], prompt: str | None) -> np.ndarray:
+        sizes.append(len(texts))
+        return original(self, texts, prompt)
+
+    monkeypatch.setattr(Teacher, "_encode", encode)
+    return sizes
+
+
+def embed(folder: Path, cache: Path, texts: Sequence[str] = TEXTS, prompt: str | None = None) -> np.ndarray:
+    return teacher_embeddings(texts, TeacherSettings(source=str(folder)), prompt, cache)
+
+
+def files(cache: Path) -> list[Path]:
+    return sorted(path for path in cache.rglob("*") if path.is_file())
+
+
+def test_embeddings_are_the_teachers(teacher: Path, tmp_path: Path) -> None:
+    embeddings = embed(teacher, tmp_path)
+    assert isinstance(embeddings, np.memmap)
+    assert embeddings.dtype == np.float32
+    model = SentenceTransformer(str(teacher))
+    chunks = [model.encode(TEXTS[start : start + CHUNK]) for start in range(0, len(TEXTS), CHUNK)]
+    assert np.array_equal(embeddings, np.concatenate(chunks))
+    assert np.allclose(embed(teacher, tmp_path, prompt="query: "), model.encode(TEXTS, prompt="query: "), atol=1e-6)
+    assert not np.allclose(embeddings, embed(teacher, tmp_path, prompt="query: "), atol=1e-3)
+
+
+def test_a_second_run_takes_the_cache(teacher: Path, tmp_path: Path, encoded: list[int]) -> None:
+    first = embed(teacher, tmp_path)
+    assert encoded == [4, 4, 2]
+    assert np.array_equal(first, embed(teacher, tmp_path))
+    assert encoded == [4, 4, 2]
+    assert [path.name.partition("-")[0] for path in files(tmp_path)] == ["embeddings"]
+
+
+def test_the_cache_knows_texts_prompt_and_weights(teacher: Path, tmp_path: Path, encoded: list[int]) -> None:
+    copy = Path(shutil.copytree(teacher, tmp_path / "copy"))
+    cache = tmp_path / "cache"
+    embed(teacher, cache)
+    (copy / "README.md").write_text("another name")
+    embed(copy, cache)
+    assert len(encoded) == 3  # the same teacher in another place
+    embed(teacher, cache, TEXTS[:-1])
+    embed(teacher, cache, TEXTS, prompt="")
+    embed(teacher, cache, [TEXTS[0] + TEXTS[1], *TEXTS[2:]])
+    assert len(encoded) == 12
+    weights = copy / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    embed(copy, cache)
+    assert len(encoded) == 15
+
+
+KILLED = f"""
+import os, signal, sys
+from pathlib import Path
+from mote.training import teachers
+from mote.training.recipe import TeacherSettings
+
+teachers.CHUNK = {CHUNK}
+original = teachers.Teacher._encode
+
+def encode(self, texts, prompt):
+    if len(texts) < {CHUNK}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(self, texts, prompt)
+
+teachers.Teacher._encode = encode
+teachers.teacher_embeddings({TEXTS!r}, TeacherSettings(source=sys.argv[1]), None, Path(sys.argv[2]))
+"""
+
+
+def test_a_killed_run_goes_on_from_the_finished_chunks(teacher: Path, tmp_path: Path, encoded: list[int]) -> None:
+    command = [sys.executable, "-c", KILLED, str(teacher), str(tmp_path / "killed")]
+    killed = subprocess.run(command, check=False, capture_output=True)  # with as many threads as here
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert [path.name.partition("-")[0] for path in files(tmp_path / "killed")] == ["chunk000000", "chunk000001"]
+    resumed = embed(teacher, tmp_path / "killed")
+    assert encoded == [2]
+    np.testing.assert_array_equal(resumed, embed(teacher, tmp_path / "whole"))
+    assert len(files(tmp_path / "killed")) == 1
+
+
+def test_an_interrupt_while_writing_leaves_nothing_half(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoded: list[int]
+) -> None:
+    concatenate = np.concatenate
+
+    def interrupted(arrays: Sequence[np.ndarray], out: np.ndarray) -> None:
+        out[:1] = arrays[0][:1]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "concatenate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        embed(teacher, tmp_path, TEXTS[:CHUNK])
+    monkeypatch.setattr(np, "concatenate", concatenate)
+    resumed = embed(teacher, tmp_path, TEXTS[:CHUNK])
+    assert encoded == [4, 4]
+    assert np.array_equal(resumed, embed(teacher, tmp_path / "whole", TEXTS[:CHUNK]))
+    assert len(files(tmp_path)) == 2  # one each: the unfinished file is gone
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "empty"])
+@pytest.mark.parametrize("file", ["chunk000001", "embeddings"])
+def test_a_damaged_file_is_made_again(
+    teacher: Path, tmp_path: Path, encoded: list[int], file: str, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if file == "chunk000001":  # stop after two chunks
+        with monkeypatch.context() as patch:
+            patch.setattr(np, "isfinite", lambda array: np.array(len(array) == CHUNK))
+            with pytest.raises(ValueError, match="not finite"):
+                embed(teacher, tmp_path)
+    else:
+        embed(teacher, tmp_path)
+    encoded.clear()
+    (path,) = (path for path in files(tmp_path) if path.name.startswith(file))
+    content = path.read_bytes()
+    flipped = content[:-1] + bytes([content[-1] ^ 1])
+    path.write_bytes({"flipped": flipped, "short": content[:-1], "empty": b""}[damage])
+    lines: list[str] = []
+    mended = teacher_embeddings(TEXTS, TeacherSettings(source=str(teacher)), None, tmp_path, lines.append)
+    assert f"{path} is damaged, and is made again" in lines
+    assert encoded == ([4, 2] if file == "chunk000001" else [4, 4, 2])
+    assert np.array_equal(mended, embed(teacher, tmp_path / "whole"))
+
+
+def test_embeddings_that_are_not_finite_are_refused(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Teacher, "_encode", lambda *_: np.full((4, 3), np.nan))
+    with pytest.raises(ValueError, match="gives embeddings that are not finite"):
+        embed(teacher, tmp_path)
+    assert files(tmp_path) == []
+
+
+def test_the_place_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MOTE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert default_cache() == Path.home() / ".cache" / "mote" / "teachers"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert default_cache() == Path("/elsewhere/mote/teachers")
+    monkeypatch.setenv("MOTE_CACHE", "/mine")
+    assert default_cache() == Path("/mine/teachers")
+
+
+HUB = """
+import sys
+from pathlib import Path
+from mote.training.recipe import TeacherSettings
+from mote.training.teachers import teacher_embeddings
+
+for name in ("user/teacher", "user/missing"):
+    try:
+        print(teacher_embeddings(["a", "b"], TeacherSettings(source=name), None, Path(sys.argv[1]), print).sum())
+    except FileNotFoundError as error:
+        print(error)
+"""
+
+
+def test_a_teacher_on_the_hub(teacher: Path, tmp_path: Path) -> None:
+    def run() -> list[str]:
+        command = [sys.executable, "-c", HUB, str(tmp_path / "cache")]
+        environment = {**server.environment(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+        return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.split(
+            "\n"
+        )
+
+    with HubServer() as server:
+        server.add_repo("user/teacher", teacher)
+        loading, total, missing, *_ = run()
+    assert loading == "Loading the teacher user/teacher …"
+    assert missing.startswith("The teacher user/missing is no folder, and the Hub does not give it: 404")
+    from_cache, unreachable, *_ = run()
+    assert from_cache == total
+    assert unreachable == "The teacher user/missing is no folder, and the Hub cannot be reached"
+
+
+def distilled(folder: Path, teacher: Path, rows: str, **settings: Any) -> Any:
+    (folder / "train.jsonl").write_text(rows)
+    task = {"anchor": "search_query", "positive": "search_document", "batches": "homogeneous", "loss": "MSELoss"}
+    dataset = {"path": "train.jsonl", **settings}
+    own = {"source": str(teacher), "prompts": {"anchor": "query: "}}
+    recipe = {"model": {"source": "none"}, "tasks": {"t": {**task, "datasets": [dataset], "teacher": own}}}
+    data = load_data(parse_recipe({**recipe, "data": {"folder": str(folder)}}))
+    (training_set,) = data.sets.values()
+    return training_set
+
+
+@pytest.fixture
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("_own_cache")
+def test_labels_of_pairs_are_the_embeddings_of_both_sides(teacher: Path, tmp_path: Path) -> None:
+    lines = "".join(f'{{"query": "{text}", "positive": "about {text}"}}\n' for text in TEXTS)
+    training_set = distilled(tmp_path, teacher, lines, weight=1.5)
+    assert training_set.form == "texts"
+    assert len(training_set.rows) == 15
+    assert training_set.column_tasks == {"anchor": "search_query", "positive": "search_document"}
+    model = SentenceTransformer(str(teacher))
+    assert training_set.teacher_dimension == model.get_embedding_dimension()
+    anchors = model.encode(training_set.rows["anchor"][:], prompt="query: ")
+    positives = model.encode(training_set.rows["positive"][:])
+    assert np.allclose(training_set.rows["label"][:], np.stack([anchors, positives], axis=1), atol=1e-6)
+
+
+@pytest.mark.usefixtures("_own_cache")
+@pytest.mark.parametrize("label", ["", ', "label": "x"'])
+def test_labels_of_texts_are_their_embeddings(teacher: Path, tmp_path: Path, label: str) -> None:
+    training_set = distilled(tmp_path, teacher, "".join(f'{{"text": "{text}"{label}}}\n' for text in TEXTS))
+    assert training_set.rows.column_names == ["anchor", "label"]
+    expected = SentenceTransformer(str(teacher)).encode(training_set.rows["anchor"][:], prompt="query: ")
+    assert np.allclose(training_set.rows["label"][:], expected, atol=1e-6)

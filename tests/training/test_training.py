@@ -1,0 +1,704 @@
+"""Runs of recipes: what goes through the model, what comes out, and what a run survives."""
+
+import gzip
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoints import dense_checkpoint
+from helpers.paths import ROOT, SMALL_ENCODER
+from helpers.runs import overrides, weights
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments
+
+from mote.training import losses, progress
+from mote.training import train as run
+from mote.training.arguments import OWN_ARGUMENTS
+from mote.training.model import START_FOLDER, build_model
+from mote.training.progress import NonFiniteError, RunCallback, TrackedLoss, read_log
+from mote.training.recipe import load_recipe, shipped_recipes
+from mote.training.train import RunFolder, check_recipe, plan, prepare, train
+
+DATA = ROOT / "examples" / "data"
+SCORED = [
+    ("A plane is taking off.", "An air plane is taking off.", 5.0),
+    ("A man is playing a large flute.", "A man is playing a flute.", 3.8),
+    ("Three men are playing chess.", "Two men are playing chess.", 2.6),
+    ("A man is smoking.", "A man is skating.", 0.5),
+    ("A cat sleeps on the sofa.", "The sofa has a sleeping cat.", 4.6),
+    ("A girl is styling her hair.", "A girl is brushing her hair.", 2.5),
+    ("The stock market fell.", "Boil the pasta for ten minutes.", 0.0),
+    ("People are dancing.", "Some people dance in the street.", 4.0),
+]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny dense checkpoint that draws random numbers while it trains."""
+    folder = tmp_path_factory.mktemp("tiny") / "tiny"
+    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    return dense_checkpoint(folder, sentence_transformers={"normalize": True, "max_seq_length": 24}, **dropout)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository's data, and a few scored pairs under the names that the recipe with five experts asks for."""
+    folder = tmp_path_factory.mktemp("data")
+    for dataset in DATA.glob("*/*/"):
+        (folder / dataset.parent.name).mkdir(exist_ok=True)  # no link: what is added must not go into the repository
+        (folder / dataset.parent.name / dataset.name).symlink_to(dataset)
+    for name in ("stsbenchmark", "sts12"):
+        (folder / "sts" / name).mkdir(parents=True)
+        with gzip.open(folder / "sts" / name / "train.jsonl.gz", "wt") as file:
+            for first, second, score in SCORED:
+                for copy in range(4):
+                    row = {"sentence1": f"{first} {name} {copy}", "sentence2": second, "score": score}
+                    file.write(json.dumps(row) + "\n")
+    return folder
+
+
+# What goes through the model ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_each_shipped_recipe(name: str, tiny: Path, data: Path, tmp_path: Path) -> None:
+    model = train(name, overrides(tiny, data, tmp_path / "run"))
+    record = json.loads((model / "training.json").read_text())
+    assert record["steps"] == 2
+    recipe = load_recipe(model / "recipe.yaml")  # what lies beside the weights is a recipe
+    assert (recipe.name, recipe.training.max_steps) == (name, 2)
+    assert (model / "curves.png").read_bytes().startswith(b"\x89PNG")
+    loaded = SentenceTransformer(str(model), trust_remote_code=recipe.model.kind != "dense")
+    prompted = "search_query" if recipe.model.instructions else None
+    assert loaded.encode(["a text"], prompt_name=prompted).shape == (1, 16)
+    assert set(record["validation"]["after"]) >= {"validation_mean", *(f"validation_{task}" for task in recipe.tasks)}
+    card = (model / "README.md").read_text()
+    assert f"`{name}`" in card
+    assert all(f"| {task} |" in card for task in recipe.tasks)
+    assert "Not trained yet" not in card
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not (tmp_path / "run" / "start").exists()
+
+
+class Spy:
+    """What a model was given in training: for each forward pass the expert's task and the first text."""
+
+    def __init__(self, model: SentenceTransformer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[Any, str]] = []
+        self.experts: Counter[str] = Counter()
+        inner = model[0].model
+        forward = inner.forward
+
+        def spied(*args: Any, **kwargs: Any) -> Any:
+            if inner.training:  # not when the library embeds an example for its model card
+                self.seen.append((kwargs.get("task"), model.tokenizer.decode(kwargs["input_ids"][0])))
+            return forward(*args, **kwargs)
+
+        monkeypatch.setattr(inner, "forward", spied)
+        for name, module in inner.named_modules():
+            if name.rpartition(".")[0].endswith(".experts"):
+                module.register_forward_pre_hook(lambda _, __, name=name: self._count(inner, name.split(".")[-1]))
+
+    def _count(self, inner: torch.nn.Module, expert: str) -> None:
+        if inner.training:
+            self.experts[expert] += 1
+
+
+def test_instructions_and_experts_are_those_of_the_task(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe("mote", overrides(SMALL_ENCODER, data, tmp_path / "run", "training.max_steps=null"))
+    ready = prepare(recipe, RunFolder(tmp_path / "run"))
+    spy = Spy(ready.model, monkeypatch)
+    ready.train()
+    instructions = {
+        "search_query": "search _ query : ",
+        "search_document": "search _ document : ",
+        "classification": "classification : ",
+        "clustering": "clustering : ",
+    }
+    assert {task for task, _ in spy.seen} == instructions.keys()
+    for task, text in spy.seen:
+        assert text.startswith(f"[CLS] {instructions[task]}"), text
+    layers = 3
+    assert spy.experts == {task: layers * count for task, count in Counter(task for task, _ in spy.seen).items()}
+
+
+def test_dense_recipes_have_instructions_or_not(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, begins in (("ic", True), ("em", False)):
+        recipe = load_recipe(name, overrides(SMALL_ENCODER, data, tmp_path / name))
+        ready = prepare(recipe, RunFolder(tmp_path / name))
+        spy = Spy(ready.model, monkeypatch)
+        ready.train()
+        assert len(spy.seen) >= 8
+        told = [
+            text.split("[CLS] ")[1].startswith(("search _", "classification :", "clustering :")) for _, text in spy.seen
+        ]
+        assert set(told) == {begins}
+
+
+def test_each_batch_is_of_one_task_and_every_row_is_seen_once(data: Path, tmp_path: Path) -> None:
+    folder = train("mote", overrides(SMALL_ENCODER, data, tmp_path / "run", "training.max_steps=null"))
+    record = json.loads((folder / "training.json").read_text())
+    used: Counter[str] = Counter()
+    for dataset in record["data"]:
+        used[dataset["name"] if dataset["task"] == "retrieval" else dataset["task"]] += dataset["used"]
+    assert {name: seen["rows"] for name, seen in record["sets"].items()} == used
+    assert {"retrieval/arxiv", "retrieval/tldr_pages", "classification", "clustering"} == used.keys()
+    texts = {name: seen["texts"] for name, seen in record["experts"].items()}
+    retrieval = used["retrieval/arxiv"] + used["retrieval/tldr_pages"]
+    assert texts == {
+        "search_query": retrieval,
+        "search_document": retrieval,
+        "classification": 2 * used["classification"],
+        "clustering": 2 * used["clustering"],
+    }
+
+
+def test_static_batches_go_across_the_datasets(tiny: Path, data: Path, tmp_path: Path) -> None:
+    model = train("mote-static", overrides(tiny, data, tmp_path / "run", "training.max_steps=null"))
+    assert json.loads((model / "training.json").read_text())["sets"].keys() == {
+        "retrieval",
+        "classification",
+        "clustering",
+    }
+
+
+@pytest.mark.parametrize(("task", "temperature"), [("retrieval", 0.03), ("clustering", 0.06)])
+def test_the_first_loss_is_the_closed_form_with_the_tasks_temperature(
+    task: str, temperature: float, data: Path, tmp_path: Path
+) -> None:
+    others = [f"tasks.{name}=null" for name in ("retrieval", "classification", "clustering") if name != task]
+    dataset = {"retrieval": "retrieval/tldr_pages", "clustering": "clustering/arxiv_titles"}[task]
+    recipe = load_recipe(
+        "mote", overrides(SMALL_ENCODER, data, tmp_path / "run", *others, f"tasks.{task}.datasets=[{dataset}]")
+    )
+    ready = prepare(recipe, RunFolder(tmp_path / "run"))
+    (part,) = ready.data.sets.values()
+    first = next(iter(ready.trainer.get_train_dataloader().batch_sampler))
+    rows = part.rows.select(first)
+    anchors, positives = (
+        ready.model.encode(rows[column], prompt_name=part.column_tasks[column], convert_to_tensor=True)
+        for column in ("anchor", "positive")
+    )
+    labels = torch.tensor(rows["label"])
+    allowed = [
+        [
+            (0, j)
+            for j in range(len(first))
+            if i == j or not (labels[i, 2] == labels[j, 2] or labels[j, 1] in labels[i, :2])
+        ]
+        for i in range(len(first))
+    ]
+    expected = by_hand_at(anchors, positives, allowed, temperature)
+    ready.train()
+    assert read_log(tmp_path / "run")[0]["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def by_hand_at(anchors: torch.Tensor, positives: torch.Tensor, allowed: list, temperature: float) -> float:
+    """InfoNCE of unit vectors, row by row."""
+    scores = anchors @ positives.T / temperature
+    total = torch.zeros(())
+    for i, candidates in enumerate(allowed):
+        total -= torch.log_softmax(scores[i, [j for _, j in candidates]], dim=0)[candidates.index((0, i))]
+    return (total / len(allowed)).item()
+
+
+def test_experts_without_data_stay_as_they_were(data: Path, tmp_path: Path) -> None:
+    others = ["tasks.classification=null", "tasks.clustering=null"]
+    recipe = load_recipe("mote", overrides(SMALL_ENCODER, data, tmp_path / "run", *others))
+    start = build_model(recipe, tmp_path)[0][0].model.state_dict()
+    trained = weights(train(recipe))
+    moved = {
+        key.split(".experts.")[1].split(".")[0]
+        for key in trained
+        if ".experts." in key and not torch.equal(trained[key], start[key])
+    }
+    assert moved == {"search_query", "search_document"}
+
+
+def test_losses_of_two_steps(data: Path, tmp_path: Path) -> None:
+    """Against values stored when this was written: what changes them changes what is learned."""
+    train("mote", overrides(SMALL_ENCODER, data, tmp_path / "run"))
+    losses = [line["loss"] for line in read_log(tmp_path / "run")]
+    assert losses == pytest.approx(GOLDEN, rel=1e-3)
+
+
+GOLDEN = [1.178751, 1.235412]
+
+
+def test_the_order_does_not_depend_on_the_number_of_workers(tiny: Path, data: Path, tmp_path: Path) -> None:
+    one = weights(train("mote", overrides(tiny, data, tmp_path / "one")))
+    other = weights(train("mote", overrides(tiny, data, tmp_path / "other", "training.workers=1")))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    seed = weights(train("mote", overrides(tiny, data, tmp_path / "seed", "training.seed=1")))
+    assert not all(torch.equal(one[key], seed[key]) for key in one)
+
+
+@pytest.mark.parametrize(
+    "setting", ["training.gradient_checkpointing=true", "training.mini_batch_size=null", "training.mini_batch_size=3"]
+)
+def test_ways_to_save_memory_change_nothing(setting: str, data: Path, tmp_path: Path) -> None:
+    one = weights(train("mote", overrides(SMALL_ENCODER, data, tmp_path / "one", "training.learning_rate=1e-4")))
+    other = weights(
+        train("mote", overrides(SMALL_ENCODER, data, tmp_path / "other", "training.learning_rate=1e-4", setting))
+    )
+    losses = [[line["loss"] for line in read_log(tmp_path / name)] for name in ("one", "other")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    # Adam divides by the gradient's own size, so that of a weight whose gradient is nearly zero may go either way
+    different = sum((one[key] - other[key]).abs().gt(1e-5).sum().item() for key in one)
+    assert different < 0.001 * sum(weight.numel() for weight in one.values())
+
+
+def test_bf16(data: Path, tmp_path: Path) -> None:
+    train("mote", overrides(SMALL_ENCODER, data, tmp_path / "one"))
+    model = train("mote", overrides(SMALL_ENCODER, data, tmp_path / "other", "training.precision=bf16"))
+    losses = [[line["loss"] for line in read_log(tmp_path / name)] for name in ("one", "other")]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+    assert {weight.dtype for weight in weights(model).values()} == {torch.float32}
+
+
+@pytest.mark.slow
+def test_compiled(data: Path, tmp_path: Path) -> None:
+    train("mote", overrides(SMALL_ENCODER, data, tmp_path / "one"))
+    train("mote", overrides(SMALL_ENCODER, data, tmp_path / "other", "training.compile=true"))
+    losses = [[line["loss"] for line in read_log(tmp_path / name)] for name in ("one", "other")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_matryoshka_and_given_negatives(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "search" / "made"
+    folder.mkdir(parents=True)
+    rows = [{"query": f"q {i}", "positive": f"right {i}", "negative": f"wrong {i}"} for i in "abcdefghijklmnop"]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = overrides(
+        tiny,
+        tmp_path / "data",
+        tmp_path / "run",
+        "tasks={search: {anchor: search_query, positive: search_document, batches: homogeneous, in_batch_negatives: "
+        "false, datasets: [search/made]}}",
+        "training.matryoshka=[16, 8]",
+        "validation.share=0",
+    )
+    record = json.loads((train("mote", recipe) / "training.json").read_text())
+    assert record["tasks"]["search_document"]["texts"] == 2 * record["tasks"]["search_query"]["texts"]
+
+
+def test_a_mote_is_trained_further(data: Path, trained_folder: Path, tmp_path: Path) -> None:
+    model = train("mote", overrides(trained_folder, data, tmp_path / "run"))
+    before, after = weights(trained_folder), weights(model)
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_teacher_is_learned_from(tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTE_CACHE", str(tmp_path / "cache"))
+    settings = overrides(
+        tiny,
+        data,
+        tmp_path / "run",
+        "tasks={retrieval: {anchor: search_query, positive: search_document, batches: homogeneous, loss: "
+        f"EmbedDistillLoss, teacher: {{source: {SMALL_ENCODER}}}, datasets: [retrieval/tldr_pages]}}}}",
+        "training.max_steps=12",
+        "training.epochs=6",
+        "training.learning_rate=1e-2",
+    )
+    train("mote", settings)
+    losses = [line["loss"] for line in read_log(tmp_path / "run")]
+    assert sum(losses[-3:]) < sum(losses[:3]) - 0.05
+
+
+# What a run survives -----------------------------------------------------------------------------------------------
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "mote", "train", *arguments]
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
+
+
+LONGER = ("training.max_steps=null", "training.epochs=2", "training.save_every=3", "training.workers=0")
+
+
+@pytest.mark.parametrize("kill_after", [3, 18])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+    kill_after: int, tiny: Path, data: Path, tmp_path: Path
+) -> None:
+    """`kill -9` in the first epoch and in the second; the result is the same bit for bit."""
+    settings = overrides(tiny, data, tmp_path / "killed", *LONGER)
+    process = subprocess.Popen(command("mote", *settings), env=environment(tmp_path), stdout=subprocess.DEVNULL)
+    sealed = tmp_path / "killed" / "checkpoints" / f"checkpoint-{kill_after}" / "checkpoint.json"
+    deadline = time.monotonic() + 240
+    while not sealed.exists():
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "killed" / "model").exists()
+    again = subprocess.run(command("mote", *settings), env=environment(tmp_path), capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    subprocess.run(
+        command("mote", *overrides(tiny, data, tmp_path / "whole", *LONGER)),
+        env=environment(tmp_path),
+        check=True,
+        capture_output=True,
+    )
+    one, other = (weights(tmp_path / name / "model") for name in ("killed", "whole"))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    logs = [read_log(tmp_path / name) for name in ("killed", "whole")]
+    assert [(line["step"], line["set"], line["loss"]) for line in logs[0]] == [
+        (line["step"], line["set"], line["loss"]) for line in logs[1]
+    ]
+    records = [json.loads((tmp_path / name / "model" / "training.json").read_text()) for name in ("killed", "whole")]
+    assert records[0]["went_on_from_step"] >= kill_after
+    assert records[0]["experts"] == records[1]["experts"]
+    assert records[0]["sets"] == records[1]["sets"]
+
+
+def break_off(settings: list[str], monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Stop a run before its step `at`, as Ctrl-C does."""
+    record = run.Tracker.record
+
+    def interrupted(tracker: Any, *args: Any) -> None:
+        if tracker.step + 1 == at:
+            raise KeyboardInterrupt
+        record(tracker, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.Tracker, "record", interrupted)
+        with pytest.raises(KeyboardInterrupt, match="the same command goes on"):
+            train("mote", settings)
+
+
+def test_a_projection_of_the_loss_survives(
+    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOTE_CACHE", str(tmp_path / "cache"))
+    task = (
+        "tasks={retrieval: {anchor: search_query, positive: search_document, batches: homogeneous, loss: "
+        f"EmbedDistillLoss, teacher: {{source: {SMALL_ENCODER}}}, datasets: [retrieval/tldr_pages]}}}}"
+    )
+    for name in ("broken", "whole"):
+        settings = overrides(tiny, data, tmp_path / name, task, "training.max_steps=4")
+        if name == "broken":
+            break_off(settings, monkeypatch, at=3)
+        train("mote", settings)
+    one, other = (weights(tmp_path / name / "model") for name in ("broken", "whole"))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_a_checkpoint_that_was_cut_short_is_not_used(
+    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = overrides(tiny, data, tmp_path / "run", "training.max_steps=4")
+    break_off(settings, monkeypatch, at=4)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (checkpoints / "checkpoint-3" / "checkpoint.json").unlink()
+    (checkpoints / "checkpoint-3" / "model.safetensors").write_bytes(b"cut")
+    record = json.loads((train("mote", settings) / "training.json").read_text())
+    assert record["went_on_from_step"] == 2
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(
+    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = overrides(tiny, data, tmp_path / "run", "training.max_steps=4")
+    break_off(settings, monkeypatch, at=3)
+    with pytest.raises(
+        ValueError, match=r"of another recipe; it differs in .*training.learning_rate \(0.001 there, 0.1 here\)"
+    ):
+        train("mote", [*settings, "training.learning_rate=0.1"])
+    with pytest.raises(ValueError, match=r"of another recipe.*name.*model.kind"):
+        train("ic", settings)
+    assert (tmp_path / "run" / "checkpoints" / "checkpoint-2").exists()  # nothing was lost
+    train("mote", [*settings, "training.log_every=2", "training.keep=3"])  # these may change
+    with pytest.raises(FileExistsError, match="holds a run that has ended"):
+        train("mote", settings)
+    train("mote", [*settings, "training.learning_rate=0.1"], overwrite=True)
+
+
+def test_a_start_that_a_kill_has_left_is_not_used(tiny: Path, data: Path, fresh_folder: Path, tmp_path: Path) -> None:
+    """Killed between upcycling and loading, then started again with another source."""
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    shutil.copytree(fresh_folder, folder.path / START_FOLDER)
+    model = prepare(load_recipe("mote", overrides(tiny, data, folder.path)), folder).model
+    assert model.get_embedding_dimension() == 16
+    assert not (folder.path / START_FOLDER).exists()
+
+
+def test_overwrite_after_a_kill_while_upcycling(tiny: Path, data: Path, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    recipe = load_recipe("mote", overrides(tiny, data, folder.path))
+    (folder.path / f".{START_FOLDER}.writing-999999999").mkdir(parents=True)
+    assert folder.open(recipe, overwrite=True) is None
+
+
+def test_the_record_of_a_run_that_went_on(
+    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = overrides(tiny, data, tmp_path / "run", "training.max_steps=4")
+    break_off(settings, monkeypatch, at=4)
+    seal = tmp_path / "run" / "checkpoints" / "checkpoint-3" / "checkpoint.json"
+    content = json.loads(seal.read_text())
+    assert content["tracker"]["seconds"] > 0
+    content["tracker"]["seconds"] += 1000
+    seal.write_text(json.dumps(content))
+    record = json.loads((train("mote", settings) / "training.json").read_text())
+    whole = json.loads(
+        (train("mote", overrides(tiny, data, tmp_path / "whole", "training.max_steps=4")) / "training.json").read_text()
+    )
+    assert (record["went_on_from_step"], whole["went_on_from_step"]) == (3, None)
+    assert record["seconds"] > 1000 > whole["seconds"]  # of all steps, as `steps` counts them
+    assert record["validation"] == whole["validation"]
+    assert record["pairs_per_second"] > 0
+
+
+def test_pairs_per_second_count_the_time_of_tokenizing(tmp_path: Path) -> None:
+    tracker = run.Tracker()
+    tracker.last = {"task": "a", "loss": 1.0, "rows": 4}
+    callback = RunCallback(tracker, tmp_path, {}, {}, log_every=1, scaled=False)
+    state = SimpleNamespace(global_step=0, max_steps=2, is_world_process_zero=False)
+    callback.on_train_begin(None, state, None)
+    time.sleep(0.05)  # the trainer fetches a batch before it says that a step begins
+    callback.on_step_begin(None, state, None)
+    callback.on_step_end(None, state, None)
+    callback.on_evaluate(None, state, None)
+    assert callback.timed["rows"] == 4
+    assert 0.05 <= callback.timed["seconds"] < 1
+
+
+def test_a_checkpoint_is_sealed_when_all_processes_have_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seal = tmp_path / "checkpoint-1" / "checkpoint.json"
+    seal.parent.mkdir()
+    sealed_while_waiting = []
+    waiting = SimpleNamespace(wait_for_everyone=lambda: sealed_while_waiting.append(seal.exists()))
+    monkeypatch.setattr(progress, "processes", lambda: waiting)
+    callback = RunCallback(run.Tracker(), tmp_path, {}, {}, log_every=1, scaled=False)
+    state = SimpleNamespace(global_step=1, is_world_process_zero=True)
+    callback.on_save(SimpleNamespace(output_dir=tmp_path), state, None)
+    assert sealed_while_waiting == [False]
+    assert seal.exists()
+
+
+def test_texts_end_to_end_are_counted() -> None:
+    """As flash attention has them: no mask, and where each text begins."""
+    features = [
+        {"input_ids": torch.zeros(1, 9), "cu_seq_lens_q": torch.tensor(ends)} for ends in ([0, 4, 9], [0, 1, 9])
+    ]
+    tracker = run.Tracker()
+    loss = TrackedLoss(torch.nn.Identity(), Constant(), tracker, "set", "task", {"anchor": "a", "positive": "b"})
+    assert loss(features, None).item() == 1
+    assert tracker.tasks == {"a": {"texts": 2, "tokens": 9}, "b": {"texts": 2, "tokens": 9}}
+    assert features[0]["balance_share"] == 1 / 4
+    assert losses._sorted_by_length(features, None) == (features, None)
+
+
+class Constant(torch.nn.Module):
+    def forward(self, features: Any, labels: Any) -> torch.Tensor:
+        return torch.ones(())
+
+
+def test_other_data_are_refused(tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = tmp_path / "data" / "retrieval" / "made"
+    copy.mkdir(parents=True)
+    rows = [{"query": f"question {i}", "positive": f"answer {i}"} for i in range(64)]
+    (copy / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = "tasks={retrieval: {anchor: search_query, batches: homogeneous, datasets: [retrieval/*]}}"
+    settings = overrides(tiny, tmp_path / "data", tmp_path / "run", task, "data.limit=null", "validation.share=0")
+    break_off(settings, monkeypatch, at=2)
+    rows[7]["positive"] = "another answer"
+    (copy / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=r"data are not those .*: retrieval/made changed"):
+        train("mote", settings)
+
+
+def test_a_loss_that_is_no_number_stops_the_run(
+    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = overrides(tiny, data, tmp_path / "run", "training.max_steps=4")
+    calculate = run.build_loss
+
+    def broken(*args: Any, **kwargs: Any) -> torch.nn.Module:
+        loss = calculate(*args, **kwargs)
+        forward, calls = loss.forward, []
+
+        def forward_once_more(*inputs: Any) -> torch.Tensor:
+            calls.append(1)
+            return forward(*inputs) * (float("nan") if ready.tracker.step == 2 else 1)
+
+        monkeypatch.setattr(loss, "forward", forward_once_more)
+        return loss
+
+    monkeypatch.setattr(run, "build_loss", broken)
+    ready = prepare(load_recipe("mote", settings), RunFolder(tmp_path / "run"))
+    with pytest.raises(NonFiniteError, match=r"(?s)loss is nan at step 3, in a batch of \d+ rows of .*checkpoint-2"):
+        ready.train()
+    monkeypatch.setattr(run, "build_loss", calculate)
+    assert json.loads((train("mote", settings) / "training.json").read_text())["went_on_from_step"] == 2
+
+
+def test_a_gradient_that_is_no_number_is_not_saved(tiny: Path, data: Path, tmp_path: Path) -> None:
+    recipe = load_recipe("mote", overrides(tiny, data, tmp_path / "run", "training.max_steps=4"))
+    ready = prepare(recipe, RunFolder(tmp_path / "run"))
+    parameter = ready.model[0].model.get_input_embeddings().weight
+    parameter.register_hook(lambda gradient: gradient * float("nan") if ready.tracker.step == 2 else gradient)
+    with pytest.raises(NonFiniteError, match=r"(?s)gradient is nan at step 3.*checkpoint-2"):
+        ready.train()
+    assert not (tmp_path / "run" / "checkpoints" / "checkpoint-3").exists()
+
+
+def test_a_full_disk(tiny: Path, data: Path, tmp_path: Path) -> None:
+    """Files may not grow over 60 kB: the first checkpoint cannot be written."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+    settings = overrides(tiny, data, tmp_path / "run")
+    subprocess.run(command("smoke", *settings, "--dry-run"), env=environment(tmp_path), check=True, capture_output=True)
+    done = subprocess.run(
+        command("ic", *settings), env=environment(tmp_path), capture_output=True, text=True, preexec_fn=limit
+    )
+    assert done.returncode == 1
+    assert "error: " in done.stderr
+    assert "could not be written" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run" / "model").exists()
+    assert subprocess.run(command("ic", *settings), env=environment(tmp_path), capture_output=True).returncode == 0
+
+
+# What is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("tasks.retrieval.anchor=search_qury", r"no task 'search_qury'. Did you mean 'search_query'"),
+        ("tasks.retrieval.datasets=[{path: retrieval/arxiv, positive: documents}]", r"no task 'documents'"),
+        ("tasks.retrieval.datasets=[retrieval/arxive]", r"arxive"),
+        ("data.folder=/nowhere", r"nowhere"),
+        ("model.source=/nowhere", r"nowhere"),
+        (
+            "training.arguments={learning_rates: 1}",
+            r"the trainer has no 'learning_rates'. Did you mean 'learning_rate'",
+        ),
+        ("training.arguments={learning_rate: 1}", r"'learning_rate' cannot be set here: set training.learning_rate"),
+        ("training.arguments={gradient_accumulation_steps: 2}", r"a step is one whole batch"),
+        ("tasks.retrieval.loss=InfoNCELos", r"unknown loss 'InfoNCELos'"),
+        ("training.optimizer=adm", r"adm"),
+        ("training.schedule=straight", r"straight"),
+        ("training.arguments={adam_beta2: x}", r"'adam_beta2' is a number or true or false, not 'x'"),
+        ("model.layers=odd", r"'odd' is not 'every', 'every_other', or a list of indices"),
+        ("model.experts=[search_query]", r"no task 'search_document'"),
+    ],
+)
+def test_bad_settings(override: str, message: str, tiny: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises((ValueError, FileNotFoundError, OSError), match=message):
+        train("mote", overrides(tiny, data, tmp_path / "run", override))
+    assert not (tmp_path / "run").exists()  # a run that could not begin leaves nothing
+
+
+def test_accelerate_and_the_recipe_must_agree_on_the_precision(
+    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(ValueError, match="launched with mixed precision bf16, and the recipe says fp32"):
+        train("mote", overrides(tiny, data, tmp_path / "run"))
+    train("mote", overrides(tiny, data, tmp_path / "run", "training.precision=bf16"))
+
+
+def test_kind_and_source_must_fit(fresh_folder: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a MoTE"):
+        train("ic", overrides(fresh_folder, data, tmp_path / "run"))
+    with pytest.raises(ValueError, match="routes by task"):
+        train("tlr", overrides(fresh_folder, data, tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"not as the recipe describes it in model.layers. Its experts: .* 0, 1, 2"):
+        train("mote-every-other", overrides(fresh_folder, data, tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"not as the recipe describes it in model.experts, model.tasks"):
+        train("mote-objectives", overrides(fresh_folder, data, tmp_path / "run"))
+
+
+def test_a_folder_of_something_else_is_left_alone(tiny: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("years of work")
+    with pytest.raises(FileExistsError, match="something other than a run"):
+        train("mote", overrides(tiny, data, tmp_path / "run"), overwrite=True)
+    assert (tmp_path / "run" / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_token_router_in_fp16_is_refused() -> None:
+    with pytest.raises(ValueError, match="load-balancing loss of a token router is not scaled"):
+        check_recipe(load_recipe("tlr", ["training.precision=fp16"]))
+    check_recipe(load_recipe("tlr", ["training.precision=fp16", "model.load_balancing=0"]))
+
+
+def test_the_arguments_that_a_recipe_decides_are_all_refused() -> None:
+    known = SentenceTransformerTrainingArguments.__dataclass_fields__
+    assert {"gradient_checkpointing", "activation_checkpointing", "warmup_ratio"} >= OWN_ARGUMENTS.keys() - known
+
+
+def test_a_dataset_may_have_an_objective_of_its_own(tiny: Path, data: Path, tmp_path: Path) -> None:
+    task = (
+        "tasks.retrieval.datasets=[{path: retrieval/arxiv, temperature: 0.5}, "
+        "{path: retrieval/tldr_pages, loss: MultipleNegativesRankingLoss, loss_arguments: {scale: 7}}]"
+    )
+    ready = prepare(load_recipe("mote", overrides(tiny, data, tmp_path / "run", task)), RunFolder(tmp_path / "run"))
+    losses = {name: loss.loss for name, loss in ready.trainer.loss.items()}
+    assert losses["retrieval/arxiv"].temperature == 0.5
+    assert losses["retrieval/tldr_pages"].scale == 7
+    assert losses["clustering"].temperature == 0.06
+    ready.train()
+    with pytest.raises(ValueError, match="a batch across datasets has one loss"):
+        load_recipe("mote", ["tasks.clustering.datasets=[{path: a, temperature: 0.5}]"])
+
+
+def test_check_recipe_needs_no_model() -> None:
+    with pytest.raises(ValueError, match="no argument 'scal'"):
+        check_recipe(load_recipe("mote-objectives", ["tasks.text_matching.loss_arguments={scal: 1}"]))
+
+
+def test_the_plan_asks_no_teacher(tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTE_CACHE", str(tmp_path / "cache"))
+    task = (
+        "tasks={retrieval: {anchor: search_query, positive: search_document, batches: homogeneous, loss: "
+        "EmbedDistillLoss, teacher: {source: SOURCE}, datasets: [retrieval/tldr_pages]}}"
+    )
+    settings = overrides(tiny, data, tmp_path / "run", task.replace("SOURCE", str(SMALL_ENCODER)))
+    assert "2 steps" in plan("mote", settings)
+    assert not (tmp_path / "cache").exists()
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        plan("mote", overrides(tiny, data, tmp_path / "run", task.replace("SOURCE", "/nowhere")))
+
+
+def test_the_plan_writes_nothing(tiny: Path, data: Path, tmp_path: Path) -> None:
+    text = plan("mote", overrides(tiny, data, tmp_path / "run"))
+    assert "2 steps" in text
+    assert "retrieval/tldr_pages" in text
+    assert "temperature: 0.06" in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_chart_leaves_the_callers_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import matplotlib
+
+    monkeypatch.setitem(matplotlib.rcParams, "backend", "svg")
+    log = [{"step": step, "task": "a", "loss": 1.0, "eval_validation_mean": 50.0} for step in (1, 2)]
+    progress.draw_curves(log, tmp_path / "loss.png", "a run")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert matplotlib.rcParams["backend"] == "svg"

@@ -1,0 +1,717 @@
+"""The data of a recipe: found, checked, cleaned, and in the form that each loss wants."""
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from helpers.checkpoints import tiny_tokenizer
+from helpers.hub_server import HubServer
+from pyarrow import parquet
+from transformers import AutoTokenizer
+
+from mote.training.data import TrainingData, TrainingSet, identity, load_data
+from mote.training.recipe import Recipe, parse_recipe
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
+RETRIEVAL = {"anchor": "search_query", "positive": "search_document", "batches": "homogeneous"}
+CLASSIFICATION = {"anchor": "classification", "batches": "heterogeneous"}
+
+Rows = Sequence[dict[str, Any]]
+
+
+def write(folder: Path, name: str, rows: Rows, file: str = "train.jsonl") -> Path:
+    """Write a dataset; the ending of the file decides on its format."""
+    path = folder / name / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+        return path
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return path
+
+
+def recipe_of(folder: Path, task: str = "retrieval", settings: Any = None, **parts: Any) -> Recipe:
+    """A recipe of one task, without a validation part if none is asked for."""
+    settings = {**(RETRIEVAL if task == "retrieval" else CLASSIFICATION), **(settings or {})}
+    parts = {"tasks": {task: settings}, "validation": {"share": 0.0}, **parts}
+    data = {"folder": str(folder), **parts.pop("data", {})}
+    return parse_recipe({"model": {"source": "none"}, "data": data, **parts})
+
+
+def load(folder: Path, *datasets: Any, task: str = "retrieval", settings: Any = None, **parts: Any) -> TrainingData:
+    """Load datasets for one task."""
+    return load_data(recipe_of(folder, task, {"datasets": list(datasets), **(settings or {})}, **parts))
+
+
+def only(data: TrainingData) -> TrainingSet:
+    (training_set,) = data.sets.values()
+    return training_set
+
+
+def pairs(count: int, word: str = "text", start: int = 0) -> list[dict[str, Any]]:
+    return [{"query": f"{word} {i}", "positive": f"answer to {word} {i}"} for i in range(start, start + count)]
+
+
+def labelled(**counts: int) -> list[dict[str, Any]]:
+    return [{"text": f"{label} {i}", "label": label} for label, count in counts.items() for i in range(count)]
+
+
+# Finding datasets
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "train.jsonl",
+        "train.jsonl.gz",
+        "train.json.gz",
+        "train.parquet",
+        "train/0.parquet",
+        "train-00000-of-00001.parquet",
+    ],
+)
+def test_every_format_gives_the_same_rows(tmp_path: Path, file: str) -> None:
+    write(tmp_path, "retrieval/tiny", pairs(3), file)
+    rows = only(load(tmp_path, "retrieval/tiny")).rows
+    assert rows.column_names == ["anchor", "positive", "label"]
+    assert rows["anchor"][:] == ["text 0", "text 1", "text 2"]
+    assert rows["positive"][2] == "answer to text 2"
+
+
+def test_a_byte_order_mark_and_windows_lines(tmp_path: Path) -> None:
+    path = write(tmp_path, "retrieval/tiny", pairs(2))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert only(load(tmp_path, "retrieval/tiny", data={"max_bad_share": 0.0})).rows["anchor"][:] == ["text 0", "text 1"]
+
+
+def test_a_dataset_in_parts_is_read_in_their_order(tmp_path: Path) -> None:
+    for part in range(3):
+        write(tmp_path, "retrieval/tiny", pairs(2, start=2 * part), f"train-0000{part}-of-00003.parquet")
+    assert only(load(tmp_path, "retrieval/tiny")).rows["anchor"][:] == [f"text {i}" for i in range(6)]
+
+
+def test_a_file_a_folder_and_another_split(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/tiny", pairs(3))
+    write(tmp_path, "retrieval/tiny", pairs(2), "dev.jsonl.gz")
+    file = write(tmp_path, "", pairs(4), "loose.jsonl")
+    assert {name: len(s.rows) for name, s in load(tmp_path, "retrieval/tiny").sets.items()} == {"retrieval/tiny": 3}
+    assert len(only(load(tmp_path, {"path": "retrieval/tiny", "split": "dev"})).rows) == 2
+    assert list(load(tmp_path, "retrieval/tiny/train.jsonl").sets) == ["retrieval/tiny"]
+    assert list(load(tmp_path, "loose.jsonl").sets) == ["loose"]
+    assert len(only(load(tmp_path / "retrieval", str(file))).rows) == 4  # from outside the folder
+
+
+@pytest.mark.parametrize("path", ["retrieval/*", "retrieval"])
+def test_a_pattern_and_a_folder_of_datasets(tmp_path: Path, path: str) -> None:
+    write(tmp_path, "retrieval/a", pairs(2, "a"))
+    write(tmp_path, "retrieval/b", pairs(3, "b"))
+    write(tmp_path, "retrieval/untrained", pairs(3), "test.jsonl")
+    lines: list[str] = []
+    data = load_data(recipe_of(tmp_path, settings={"datasets": [path]}), report=lines.append)
+    assert {name: len(s.rows) for name, s in data.sets.items()} == {"retrieval/a": 2, "retrieval/b": 3}
+    assert "retrieval/untrained: no 'train' part, passed over" in lines
+    assert list(load(tmp_path, {"path": path, "exclude": ["b"]}).sets) == ["retrieval/a"]
+    assert list(load(tmp_path, {"path": path, "exclude": ["retrieval/a"]}).sets) == ["retrieval/b"]
+    with pytest.raises(ValueError, match=r"exclude: there is no dataset 'c'.*Available: 'retrieval/a', 'retrieval/b'"):
+        load(tmp_path, {"path": path, "exclude": ["c"]})
+    with pytest.raises(ValueError, match="`exclude` leaves no dataset"):
+        load(tmp_path, {"path": path, "exclude": ["*"]})
+
+
+def test_what_is_not_there_is_named_with_what_is(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/arxiv", pairs(2))
+    with pytest.raises(FileNotFoundError, match=r"no dataset .*retrieval/arxive.*Did you mean 'arxiv'"):
+        load(tmp_path, "retrieval/arxive")
+    with pytest.raises(FileNotFoundError, match=r"Nothing fits the pattern .*sts/\*"):
+        load(tmp_path, "sts/*")
+    with pytest.raises(FileNotFoundError, match=r"no 'dev' part: expected one of dev.jsonl, dev.jsonl.gz"):
+        load(tmp_path, {"path": "retrieval/arxiv", "split": "dev"})
+    write(tmp_path, "retrieval/arxiv", pairs(2), "readme.txt")
+    with pytest.raises(ValueError, match=r"readme.txt: unknown format, expected one of .jsonl"):
+        load(tmp_path, "retrieval/arxiv/readme.txt")
+
+
+def test_a_split_in_two_formats_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/tiny", pairs(2))
+    write(tmp_path, "retrieval/tiny", pairs(2), "train.parquet")
+    with pytest.raises(ValueError, match=r"in several forms \(train.jsonl, train.parquet\): name the file"):
+        load(tmp_path, "retrieval/tiny")
+    assert len(only(load(tmp_path, "retrieval/tiny/train.parquet")).rows) == 2
+
+
+def test_two_datasets_of_one_name_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "a/retrieval/tiny", pairs(2))
+    write(tmp_path, "b/retrieval/tiny", pairs(2))
+    with pytest.raises(ValueError, match=r"Two datasets are named 'retrieval/tiny': 'a/retrieval/tiny' of the task"):
+        load(tmp_path, "a/retrieval/tiny", "b/retrieval/tiny")
+
+
+def test_a_dataset_and_a_task_of_one_name_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "", pairs(2), "loose.jsonl")
+    write(tmp_path, "", labelled(a=2, b=2), "other.jsonl")
+    tasks = {
+        "retrieval": {**RETRIEVAL, "datasets": ["loose.jsonl"]},
+        "loose": {**CLASSIFICATION, "datasets": ["other.jsonl"]},
+    }
+    with pytest.raises(ValueError, match="both named 'loose': rename the task"):
+        load_data(recipe_of(tmp_path, tasks=tasks))
+
+
+HUB = """
+from mote.training.data import load_data
+from mote.training.recipe import parse_recipe
+
+for name in ("user/pairs", "user/missing"):
+    task = {"anchor": "search_query", "batches": "homogeneous", "datasets": ["hub:" + name]}
+    recipe = parse_recipe({"model": {"source": "none"}, "tasks": {"retrieval": task}, "validation": {"share": 0}})
+    try:
+        print({name: rows.rows["anchor"][:] for name, rows in load_data(recipe).sets.items()})
+    except FileNotFoundError as error:
+        print(error)
+"""
+
+
+def test_a_dataset_on_the_hub(tmp_path: Path) -> None:
+    write(tmp_path, "hub", pairs(3))
+    with HubServer() as server:
+        server.add_repo("user/pairs", tmp_path / "hub")
+        command, environment = [sys.executable, "-c", HUB], server.environment(tmp_path / "home")
+        done = subprocess.run(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
+    found, missing, *_ = done.stdout.split("\n")
+    assert found == "{'user/pairs': ['text 0', 'text 1', 'text 2']}"
+    assert missing.startswith("The dataset user/missing cannot be had from the Hub")
+
+
+def test_a_hub_dataset_that_is_also_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "user/pairs", pairs(3))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="hub:user/pairs is also a folder here"):
+        load(tmp_path, "hub:user/pairs")
+
+
+# Columns
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"anchor": "a", "positive": "b"}, {}),
+        ({"question": "a", "answer": "b", "id": 7}, {}),
+        ({"sentence1": "a", "sentence2": "b"}, {}),
+        ({"title": "a", "abstract": "b"}, {"anchor": "title", "positive": "abstract"}),
+        ({"query": "x", "question": "a", "answer": "b"}, {"anchor": "question", "positive": "answer"}),
+        ({"query": "a", "document": "b", "score": 0.5}, {"anchor": "query", "positive": "document"}),
+    ],
+)
+def test_pairs_under_many_names(tmp_path: Path, row: dict[str, Any], columns: dict[str, str]) -> None:
+    write(tmp_path, "retrieval/tiny", [row, dict.fromkeys(row, "other")])
+    rows = only(load(tmp_path, {"path": "retrieval/tiny", "columns": columns})).rows
+    assert (rows[0]["anchor"], rows[0]["positive"]) == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "message"),
+    [
+        ({"title": "a", "abstract": "b"}, {}, r"columns 'abstract', 'title' are no pairs .* say which is which"),
+        ({"query": "a", "question": "b", "answer": "c"}, {}, "'query' and 'question' mean the same"),
+        ({"query": "a", "positive": "b"}, {"anchor": "quary", "positive": "positive"}, "no column 'quary'. Did you"),
+        ({"query": "a", "positive": "b"}, {"ancor": "query"}, "unknown column 'ancor' in `columns`. Did you"),
+        ({"query": "a"}, {}, "has single texts, InfoNCE takes pairs"),
+    ],
+)
+def test_columns_that_are_missing_or_open(
+    tmp_path: Path, row: dict[str, Any], columns: dict[str, str], message: str
+) -> None:
+    write(tmp_path, "retrieval/tiny", [row])
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, {"path": "retrieval/tiny", "columns": columns})
+
+
+# Bad rows
+
+GOOD = '{"query": "a %d", "positive": "b"}'
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ('{"query": "", "positive": "b"}', "'query' is empty"),
+        ('{"query": " \\t", "positive": "b"}', "'query' is empty"),
+        ('{"query": "a", "positive": null}', "'positive' is no text but NoneType"),
+        ('{"query": 3, "positive": "b"}', "'query' is no text but int"),
+        ('{"query": "a", "positive": []}', "'positive' is an empty list"),
+        ('{"query": "a", "positive": ["b", ""]}', "'positive' is empty"),
+        ('{"query": "a"}', "there is no column 'positive'"),
+        ('{"query": "a", "positive": "\\ud800"}', "'positive' is no valid Unicode"),
+        ('{"query": "a", "posi', "no JSON"),
+        ("{}", "there is no column 'query'"),
+        ('["a", "b"]', "expected an object of columns, found list"),
+    ],
+)
+def test_a_bad_row_is_counted_and_reported_with_its_line(tmp_path: Path, line: str, fault: str) -> None:
+    path = write(tmp_path, "retrieval/tiny", [])
+    path.write_text("\n".join([GOOD % 1, "", line, GOOD % 2]))
+    lines: list[str] = []
+    recipe = recipe_of(tmp_path, settings={"datasets": ["retrieval/tiny"]}, data={"max_bad_share": 0.34})
+    data = load_data(recipe, report=lines.append)
+    (report,) = data.reports
+    assert (report.read, report.bad, report.used) == (3, 1, 2)
+    assert report.faults[0].startswith(f"{path}:3: {fault}")
+    assert any(f"{path}:3: {fault}" in reported for reported in lines)
+    assert f"{path}:3: {fault}" in str(data)
+    with pytest.raises(ValueError, match=r"tiny: 1 of 3 rows have a fault, allowed is a share of 0.33 (.|\n)*:3: "):
+        load(tmp_path, "retrieval/tiny", data={"max_bad_share": 0.33})
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ({"text": "a", "label": None}, "'label' is no text or whole number but NoneType"),
+        ({"text": "a", "label": 0.5}, "'label' is no text or whole number but float"),
+        ({"text": "a", "label": " "}, "'label' is empty"),
+        ({"text": "a"}, "there is no column 'label'"),
+    ],
+)
+def test_bad_labels(tmp_path: Path, row: dict[str, Any], fault: str) -> None:
+    write(tmp_path, "classification/tiny", [*labelled(x=2, y=2), row])
+    (report,) = load(tmp_path, "classification/tiny", task="c", data={"max_bad_share": 0.5}).reports
+    assert report.faults[0].endswith(f":5: {fault}")
+
+
+@pytest.mark.parametrize(
+    ("score", "fault"), [("3", "is no number but str"), (None, "is no number but NoneType"), (float("nan"), "is nan")]
+)
+def test_bad_scores(tmp_path: Path, score: Any, fault: str) -> None:
+    rows = [{"sentence1": f"a{i}", "sentence2": "b", "score": s} for i, s in enumerate([0.5, 1.0, score])]
+    write(tmp_path, "sts/tiny", rows)
+    data = load(tmp_path, "sts/tiny", task="s", settings={"loss": "CoSENTLoss"}, data={"max_bad_share": 0.5})
+    assert data.reports[0].faults[0].endswith(f":3: 'score' {fault}")
+
+
+def test_rows_of_parquet_are_counted(tmp_path: Path) -> None:
+    path = write(tmp_path, "retrieval/tiny", [*pairs(2), {"query": None, "positive": "b"}], "train.parquet")
+    (report,) = load(tmp_path, "retrieval/tiny", data={"max_bad_share": 0.5}).reports
+    assert report.faults == [f"{path}: row 3: 'query' is no text but NoneType"]
+
+
+@pytest.mark.parametrize("file", ["train.jsonl.gz", "train.parquet"])
+def test_a_file_cut_short_is_an_error_by_name(tmp_path: Path, file: str) -> None:
+    path = write(tmp_path, "retrieval/tiny", pairs(500), file)
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=re.escape(f"{path} is cut short or damaged")):
+        load(tmp_path, "retrieval/tiny")
+
+
+def test_a_dataset_without_rows(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/tiny", [])
+    with pytest.raises(ValueError, match="retrieval/tiny has no rows"):
+        load(tmp_path, "retrieval/tiny")
+    write(tmp_path, "retrieval/tiny", [{"query": "", "positive": ""}])
+    with pytest.raises(ValueError, match="1 of 1 rows have a fault"):
+        load(tmp_path, "retrieval/tiny", data={"max_bad_share": 1.0})
+    with pytest.raises(ValueError, match="the task has no data"):
+        load(tmp_path)
+
+
+# Forms
+
+
+def test_pairs_carry_the_identities_of_their_texts(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/tiny", [{"query": "a", "positive": "b", "negative": "c"}])
+    training_set = only(load(tmp_path, "retrieval/tiny"))
+    assert training_set.form == "pairs"
+    assert training_set.rows.column_names == ["anchor", "positive", "negative_1", "label"]
+    assert training_set.rows[0]["label"] == [identity("a"), identity("b"), identity("c"), identity("a")]
+    documents = {"positive": "search_document", "negative_1": "search_document"}
+    assert training_set.column_tasks == {"anchor": "search_query", **documents}
+    assert training_set.sources == {"retrieval/tiny": 1}
+
+
+def test_identity_is_fixed() -> None:
+    assert identity("a") == identity(" a\n") == 4681665781835383343
+    assert identity("ä") == -1131041350483206087  # as a validation part, it must never change
+
+
+def test_labelled_texts_are_each_an_anchor_and_a_positive_once(tmp_path: Path) -> None:
+    write(tmp_path, "classification/tiny", labelled(x=5, y=2, z=3))
+    training_set = only(load(tmp_path, "classification/tiny", task="c"))
+    rows = training_set.rows
+    assert training_set.name == "c"
+    assert sorted(rows["anchor"]) == sorted(rows["positive"]) == sorted(row["text"] for row in labelled(x=5, y=2, z=3))
+    for row in rows:
+        assert row["anchor"][0] == row["positive"][0]
+        assert row["anchor"] != row["positive"]
+        group = identity(f"classification/tiny\0{row['anchor'][0]}")
+        assert row["label"] == [identity(row["anchor"]), identity(row["positive"]), group]
+    following = dict(zip(rows["anchor"], rows["positive"], strict=True))
+    chain = ["x 0"]
+    while following[chain[-1]] != "x 0":
+        chain.append(following[chain[-1]])
+    assert sorted(chain) == [f"x {i}" for i in range(5)]  # one cycle, not several
+    other_seed = only(load(tmp_path, "classification/tiny", task="c", training={"seed": 1})).rows
+    assert dict(zip(other_seed["anchor"], other_seed["positive"], strict=True)) != following
+
+
+def test_a_label_with_one_example_is_left_out_by_name(tmp_path: Path) -> None:
+    write(tmp_path, "classification/tiny", labelled(x=2, lonely=1, y=2))
+    data = load(tmp_path, "classification/tiny", task="c")
+    assert "lonely 0" not in only(data).rows["anchor"][:]
+    assert data.reports[0].left_out == {"label with one example": 1}
+    assert "labels with one example: 'lonely'" in str(data)
+    write(tmp_path, "classification/tiny", labelled(x=1, y=1))
+    with pytest.raises(ValueError, match=r"no row is left to train on(.|\n)*labels with one example: 'x', 'y'"):
+        load(tmp_path, "classification/tiny", task="c")
+
+
+def test_equal_labels_of_two_datasets_are_two_groups(tmp_path: Path) -> None:
+    write(tmp_path, "classification/a", labelled(x=2))
+    write(tmp_path, "classification/b", [{"text": "other 1", "label": "x"}, {"text": "other 2", "label": "x"}])
+    training_set = only(load(tmp_path, "classification/*", task="c"))
+    assert len({label[-1] for label in training_set.rows["label"]}) == 2
+    assert training_set.sources == {"classification/a": 2, "classification/b": 2}
+    losses = {"loss": "BatchAllTripletLoss"}
+    rows = only(load(tmp_path, "classification/*", task="c", settings=losses)).rows
+    assert rows.column_names == ["anchor", "label"]
+    assert rows["label"][:] == [0, 0, 1, 1]
+
+
+def test_labels_may_be_numbers(tmp_path: Path) -> None:
+    write(tmp_path, "classification/tiny", [{"text": f"t{i}", "label": i % 2} for i in range(4)])
+    rows = only(load(tmp_path, "classification/tiny", task="c", settings={"loss": "BatchHardTripletLoss"})).rows
+    assert rows["label"][:] == [0, 1, 0, 1]
+
+
+def test_a_set_of_one_group_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "classification/tiny", labelled(x=4))
+    with pytest.raises(ValueError, match="All rows of 'c' have one label or anchor: there is nothing to tell apart"):
+        load(tmp_path, "classification/tiny", task="c")
+
+
+SCORED = [{"sentence1": f"a{i}", "sentence2": f"b{i}", "score": score} for i, score in enumerate([0.0, 2.5, 5.0])]
+
+
+def test_scores_are_brought_to_one_scale(tmp_path: Path) -> None:
+    write(tmp_path, "sts/tiny", SCORED)
+    data = load(tmp_path, "sts/tiny", task="s", settings={"loss": "CoSENTLoss"})
+    assert only(data).form == "scored"
+    assert only(data).rows["label"][:] == [0.0, 0.5, 1.0]
+    assert data.reports[0].notes == ["scores divided by their maximum, 5"]
+    write(tmp_path, "sts/tiny", [{**row, "score": row["score"] / 10} for row in SCORED])
+    data = load(tmp_path, "sts/tiny", task="s", settings={"loss": "CoSENTLoss"})
+    assert only(data).rows["label"][:] == [0.0, 0.25, 0.5]
+    assert data.reports[0].notes == []
+
+
+def test_pairs_of_zero_and_one(tmp_path: Path) -> None:
+    rows = [{"sentence1": f"a{i}", "sentence2": f"b{i}", "label": i % 2} for i in range(6)]
+    write(tmp_path, "pair/tiny", rows)
+    data = load(tmp_path, "pair/tiny", task="p")
+    assert only(data).rows["anchor"][:] == ["a1", "a3", "a5"]
+    assert only(data).column_tasks == {"anchor": "classification", "positive": "classification"}
+    assert data.reports[0].left_out == {"label is 0": 3}
+    for loss in ("OnlineContrastiveLoss", "CoSENTLoss"):
+        assert only(load(tmp_path, "pair/tiny", task="p", settings={"loss": loss})).rows["label"][:] == [0, 1] * 3
+
+
+@pytest.mark.parametrize(
+    ("rows", "loss", "message"),
+    [
+        (SCORED, "InfoNCE", "has graded scores, InfoNCE takes pairs that belong together: try the loss CoSENTLoss"),
+        (SCORED, "ContrastiveLoss", "has graded scores, ContrastiveLoss takes 0 and 1: try the loss CoSENTLoss"),
+        (SCORED, "BatchAllTripletLoss", "has pairs with scores, BatchAllTripletLoss takes texts with labels"),
+        (pairs(2), "BatchAllTripletLoss", "has no labels, which BatchAllTripletLoss needs"),
+        (pairs(2), "CoSENTLoss", "has no scores, which CoSENTLoss needs"),
+        (labelled(x=2, y=2), "CoSENTLoss", "has no scores, which CoSENTLoss needs"),
+        (pairs(2), "MSELoss", "a teacher goes with EmbedDistillLoss and MSELoss, and they with one"),
+    ],
+)
+def test_data_that_does_not_fit_its_loss(tmp_path: Path, rows: Rows, loss: str, message: str) -> None:
+    write(tmp_path, "any/tiny", rows)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, "any/tiny", task="t", settings={"loss": loss})
+
+
+def test_a_teacher_wants_a_distillation_loss(tmp_path: Path) -> None:
+    write(tmp_path, "any/tiny", pairs(2))
+    with pytest.raises(ValueError, match="has the loss InfoNCE: a teacher goes with"):
+        load(tmp_path, "any/tiny", settings={"teacher": {"source": "none"}})
+
+
+# Hard negatives
+
+RERANKING = [
+    {"query": "a", "positive": ["p1", "p2"], "negative": ["n1", "n2", "n3"]},
+    {"query": "b", "positive": ["p3"], "negative": ["n4", "n5"]},
+    {"query": "c", "positive": ["p4"], "negative": []},
+]
+
+
+def negatives_of(data: TrainingData) -> list[list[str]]:
+    rows = only(data).rows
+    columns = [column for column in rows.column_names if column.startswith("negative")]
+    return [[row[column] for column in columns] for row in rows]
+
+
+def test_lists_of_positives_and_negatives(tmp_path: Path) -> None:
+    write(tmp_path, "reranking/tiny", RERANKING)
+    data = load(tmp_path, "reranking/tiny")
+    assert only(data).rows["positive"][:] == ["p1", "p2", "p3"]
+    assert negatives_of(data) == [["n1", "n2"], ["n3", "n1"], ["n4", "n5"]]
+    assert data.reports[0].left_out == {"no hard negative": 1}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (1, [["n1"], ["n2"], ["n4"]]),
+        (3, [["n1", "n2", "n3"], ["n1", "n2", "n3"], ["n4", "n5", "n4"]]),
+        (9, [["n1", "n2", "n3"], ["n1", "n2", "n3"], ["n4", "n5", "n4"]]),
+        (0, [[], [], [], []]),
+    ],
+)
+def test_a_number_of_negatives(tmp_path: Path, wanted: int, expected: list[list[str]]) -> None:
+    write(tmp_path, "reranking/tiny", RERANKING)
+    assert negatives_of(load(tmp_path, {"path": "reranking/tiny", "negatives": wanted})) == expected
+
+
+def test_at_most_four_negatives_if_nothing_is_said(tmp_path: Path) -> None:
+    write(tmp_path, "reranking/tiny", [{"query": "a", "positive": "b", "negative": list("cdefghi")}, *pairs(0)])
+    write(tmp_path, "reranking/tiny", [{"query": q, "positive": q + "b", "negative": list("cdefghi")} for q in "xy"])
+    assert negatives_of(load(tmp_path, "reranking/tiny")) == [list("cdef")] * 2
+
+
+def test_negatives_in_columns_of_their_own(tmp_path: Path) -> None:
+    rows = [{"query": f"q{i}", "positive": "p", "negative_2": "n2", "negative_1": f"n{i}"} for i in range(2)]
+    write(tmp_path, "retrieval/tiny", [*rows, {**rows[0], "query": "q3", "negative_1": None}])
+    assert negatives_of(load(tmp_path, "retrieval/tiny")) == [["n0"], ["n1"], ["n2"]]
+    data = load(tmp_path, {"path": "retrieval/tiny", "negatives": 2})
+    assert negatives_of(data) == [["n0", "n2"], ["n1", "n2"], ["n2", "n2"]]
+    write(tmp_path, "retrieval/scored", [{**row, "score": 0.5} for row in rows])  # of some other model
+    assert negatives_of(load(tmp_path, "retrieval/scored")) == [["n0", "n2"], ["n1", "n2"]]
+    columns = {"anchor": "query", "positive": "positive", "negative": ["negative_2"]}
+    assert negatives_of(load(tmp_path, {"path": "retrieval/tiny", "columns": columns})) == [["n2"]] * 3
+
+
+def test_negatives_that_are_known_to_be_none_are_taken_out(tmp_path: Path) -> None:
+    rows = [{"query": q, "positive": ["p", q + "p"], "negative": ["n", " p", q]} for q in "ab"]
+    write(tmp_path, "retrieval/tiny", rows)
+    data = load(tmp_path, "retrieval/tiny")
+    assert negatives_of(data) == [["n"]] * 4
+    assert data.reports[0].notes == ["4 hard negatives taken out that equal the anchor or a positive"]
+
+
+def test_datasets_in_one_batch_have_the_same_columns_and_tasks(tmp_path: Path) -> None:
+    write(tmp_path, "a/with", [{"query": f"q{i}", "positive": "p", "negative": "n"} for i in range(2)])
+    write(tmp_path, "a/without", pairs(2))
+    mixed = {"batches": "heterogeneous"}
+    with pytest.raises(ValueError, match=r"unlike columns \(a/with: .*negative_1, label; a/without: .*negatives: 0"):
+        load(tmp_path, "a/*", settings=mixed)
+    assert len(only(load(tmp_path, {"path": "a/with", "negatives": 0}, "a/without", settings=mixed)).rows) == 4
+    assert len(load(tmp_path, "a/*").sets) == 2
+    unlike = {"path": "a/with", "negatives": 0, "anchor": "classification"}
+    with pytest.raises(ValueError, match=r"unlike tasks .*classification and search_document"):
+        load(tmp_path, unlike, "a/without", settings=mixed)
+    tasks = load(tmp_path, unlike, "a/without").sets["a/with"].column_tasks
+    assert tasks == {"anchor": "classification", "positive": "search_document"}
+
+
+# Repeats, the validation part, limits, weights
+
+
+def test_repeated_rows_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/tiny", [*pairs(3), {"query": "text 1 ", "positive": "answer to text 1"}, *pairs(1, "b")])
+    data = load(tmp_path, "retrieval/tiny")
+    assert only(data).rows["anchor"][:] == ["text 0", "text 1", "text 2", "b 0"]
+    assert data.reports[0].left_out == {"repeated": 1}
+    write(tmp_path, "c/tiny", [*labelled(x=3, y=2), {"text": "x 0", "label": "x"}, {"text": "x 0", "label": "y"}])
+    (report,) = load(tmp_path, "c/tiny", task="c").reports
+    assert report.left_out == {"repeated": 1, "text has several labels": 2}
+    assert report.used == 4
+    rows = [{"query": "a", "positive": "b", "negative": negative} for negative in ("c", "d", "d")]
+    write(tmp_path, "retrieval/tiny", rows)
+    assert negatives_of(load(tmp_path, "retrieval/tiny")) == [["c"], ["d"]]
+
+
+def test_the_validation_part_is_the_same_for_every_recipe(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/tiny", pairs(1000))
+    held_out = []
+    for limit, seed in ((None, 1), (100, 2), (10, 3)):
+        parts = {"validation": {"share": 0.1}, "data": {"limit": limit}, "training": {"seed": seed}}
+        data = load(tmp_path, "retrieval/tiny", **parts)
+        (validation,) = data.validation
+        held_out.append(validation.rows["anchor"][:])
+        assert not set(held_out[-1]) & set(only(data).rows["anchor"])
+    assert held_out[0] == held_out[1] == held_out[2]
+    assert 70 < len(held_out[0]) < 130
+    assert (validation.name, validation.task, validation.form) == ("retrieval/tiny", "retrieval", "pairs")
+    assert (validation.anchor, validation.positive) == ("search_query", "search_document")
+    assert validation.rows.column_names == ["anchor", "positive"]
+    fewer = load(tmp_path, "retrieval/tiny", validation={"share": 0.1, "limit": 20})
+    assert fewer.validation[0].rows["anchor"][:] == held_out[0][:20]
+    assert (fewer.reports[0].held_out, fewer.reports[0].used) == (20, 980)
+
+
+def test_texts_that_are_held_out_are_trained_nowhere(tmp_path: Path) -> None:
+    rows = pairs(200)
+    write(tmp_path, "retrieval/a", rows)
+    chosen = load(tmp_path, "retrieval/a", validation={"share": 0.1}).validation[0].rows["anchor"][:]
+    backwards = [{"query": f"new {i}", "positive": text} for i, text in enumerate(chosen)]
+    write(tmp_path, "retrieval/a", [*rows, *backwards, {"query": chosen[0], "positive": "another answer"}])
+    write(tmp_path, "retrieval/b", [*pairs(2, "other"), {"query": "unlikely", "positive": f" {chosen[1]}"}])
+    data = load(tmp_path, "retrieval/*", validation={"share": 0.1})
+    trained = {text for name in data.sets for column in ("anchor", "positive") for text in data.sets[name].rows[column]}
+    held_out = {text for validation in data.validation for text in validation.rows["anchor"]}
+    assert held_out >= set(chosen)
+    assert not {text.strip() for text in trained} & held_out
+    reports = {report.name: report for report in data.reports}
+    assert reports["retrieval/a"].left_out["has a text that is held out"] >= len(chosen) - 5
+    assert reports["retrieval/b"].left_out == {"has a text that another dataset holds out": 1}
+
+
+def test_validation_of_labelled_and_scored_sets(tmp_path: Path) -> None:
+    write(tmp_path, "c/tiny", labelled(x=100, y=100))
+    data = load(tmp_path, "c/tiny", task="c", validation={"share": 0.2})
+    (validation,) = data.validation
+    assert (validation.form, validation.rows.column_names) == ("labelled", ["text", "label"])
+    assert set(validation.rows["label"]) == {"x", "y"}
+    assert not set(validation.rows["text"]) & {*only(data).rows["anchor"], *only(data).rows["positive"]}
+    assert len(only(data).rows) + len(validation.rows) == 200
+    write(tmp_path, "pair/tiny", [{"sentence1": f"a{i}", "sentence2": f"b{i}", "label": i % 2} for i in range(100)])
+    (validation,) = load(tmp_path, "pair/tiny", task="p", validation={"share": 0.2}).validation
+    assert (validation.form, validation.rows.column_names) == ("scored", ["anchor", "positive", "score"])
+    assert set(validation.rows["score"]) == {0.0, 1.0}  # the loss takes only pairs alike, the measure takes both
+
+
+def test_a_validation_part_of_one_row_measures_nothing(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/tiny", pairs(3))
+    data = load(tmp_path, "retrieval/tiny", validation={"share": 0.001})
+    assert (data.validation, len(only(data).rows)) == ([], 3)
+
+
+def test_a_limit_takes_a_sample_of_its_own(tmp_path: Path) -> None:
+    for name in "ab":
+        write(tmp_path, f"retrieval/{name}", pairs(100, name))
+    alone = load(tmp_path, "retrieval/a", data={"limit": 20})
+    beside = load(tmp_path, {"path": "retrieval/b", "limit": 5}, "retrieval/a", data={"limit": 20})
+    sample = only(alone).rows["anchor"][:]
+    assert sample == beside.sets["retrieval/a"].rows["anchor"][:]
+    assert len(sample) == 20
+    assert sample != [f"a {i}" for i in range(20)]
+    assert len(beside.sets["retrieval/b"].rows) == 5
+    other = only(load(tmp_path, "retrieval/b", data={"limit": 20})).rows["anchor"][:]
+    assert [text.replace("b", "a") for text in other] != sample
+    assert alone.reports[0].left_out == {"over the limit": 80}
+    other_seed = only(load(tmp_path, "retrieval/a", data={"limit": 20}, training={"seed": 7}))
+    assert sample != other_seed.rows["anchor"][:]
+
+
+def test_weights_repeat_rows(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/tiny", pairs(10))
+    data = load(tmp_path, {"path": "retrieval/tiny", "weight": 1.25}, settings={"weight": 2.0})
+    counts = Counter(only(data).rows["anchor"])
+    assert sorted(counts.values()) == [2] * 5 + [3] * 5
+    assert (data.reports[0].used, only(data).sources) == (10, {"retrieval/tiny": 25})
+    half = only(load(tmp_path, {"path": "retrieval/tiny", "weight": 0.5})).rows["anchor"][:]
+    assert len(set(half)) == 5
+    assert half != [f"text {i}" for i in range(5)]
+    assert half == only(load(tmp_path, {"path": "retrieval/tiny", "weight": 0.5})).rows["anchor"][:]
+
+
+def test_a_weight_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/tiny", pairs(3))
+    with pytest.raises(ValueError, match=r"tiny: the weight 0.01 leaves no row of 3"):
+        load(tmp_path, {"path": "retrieval/tiny", "weight": 0.01})
+
+
+# Lengths
+
+
+def test_texts_are_cut_to_a_number_of_tokens(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path / "tokenizer"))
+    row = {"query": "ab, Cde fgh", "positive": "short", "negative": "ij klmnop"}  # a token for each letter
+    write(tmp_path, "retrieval/tiny", [row, {**row, "query": "other"}])
+
+    def cut(max_length: Any) -> dict[str, str]:
+        dataset = {"path": "retrieval/tiny", "max_length": max_length}
+        return only(load_data(recipe_of(tmp_path, settings={"datasets": [dataset]}), tokenizer)).rows[0]
+
+    texts = cut(6)
+    assert (texts["anchor"], texts["positive"], texts["negative_1"]) == ("ab, Cde", "short", "ij klmn")
+    assert texts["label"][2] == identity("ij klmn")  # of what is trained on
+    texts = cut({"anchor": 3, "positive": 2})
+    assert (texts["anchor"], texts["positive"], texts["negative_1"]) == ("ab,", "sh", "ij")
+    texts = cut({"negative": 1})
+    assert (texts["anchor"], texts["positive"], texts["negative_1"]) == ("ab, Cde fgh", "short", "i")
+    with pytest.raises(ValueError, match="unknown column 'querry' in `max_length`"):
+        cut({"querry": 3})
+    with pytest.raises(ValueError, match="`max_length` needs a fast tokenizer"):
+        load(tmp_path, {"path": "retrieval/tiny", "max_length": 5})
+
+
+# The table, and real data
+
+
+def test_the_table_tells_what_became_of_the_rows(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/a", [*pairs(1500), pairs(1)[0], {"query": "", "positive": ""}])
+    write(tmp_path, "retrieval/much_longer_name", pairs(2, "b"))
+    table = str(load(tmp_path, "retrieval/*", data={"limit": 1000})).splitlines()
+    assert table[0].split() == ["task", "dataset", "read", "bad", "held", "out", "left", "out", "used"]
+    assert table[1].split() == ["retrieval", "retrieval/a", "1,502", "1", "0", "501", "1,000"]
+    assert table[2].split() == ["retrieval", "retrieval/much_longer_name", "2", "0", "0", "0", "2"]
+    assert len({len(line) for line in table[:3]}) == 1
+    assert "retrieval/a: left out 1: repeated" in table
+    assert "retrieval/a: left out 500: over the limit" in table
+
+
+TASKS = {
+    "retrieval": {**RETRIEVAL, "datasets": ["retrieval/*"]},
+    "classification": {**CLASSIFICATION, "datasets": ["classification/*"]},
+    "clustering": {**CLASSIFICATION, "anchor": "clustering", "datasets": ["clustering/*"]},
+}
+
+
+def test_the_examples_can_be_trained_on() -> None:
+    data = load_data(recipe_of(EXAMPLES, tasks=TASKS, validation={"share": 0.02}))
+    assert {name: training_set.form for name, training_set in data.sets.items()} == dict.fromkeys(
+        ("retrieval/arxiv", "retrieval/tldr_pages", "classification", "clustering"), "pairs"
+    )
+    assert sum(report.read for report in data.reports) == 3700
+    assert not any(report.bad for report in data.reports)
+    assert all(report.held_out < 40 for report in data.reports)
+    assert len(data.validation) == 6
+    assert sum(file.stat().st_size for file in EXAMPLES.rglob("*.gz")) < 400_000
+
+
+@pytest.mark.slow
+def test_all_shared_data(shared: Path) -> None:
+    """Every set with a training part is read whole, and each row of it is accounted for."""
+    others = {
+        "pair": {**CLASSIFICATION, "datasets": ["pair/*"]},
+        "sts": {**CLASSIFICATION, "datasets": ["sts/*"], "loss": "CoSENTLoss"},
+        "reranking": {**RETRIEVAL, "datasets": ["reranking/*"]},
+        "beir": {**RETRIEVAL, "datasets": ["beir/*"]},
+    }
+    data = load_data(recipe_of(shared / "data", tasks={**TASKS, **others}, validation={"share": 0.02}))
+    index = json.loads((shared / "data" / "index.json").read_text())
+    expected = {f"{entry['kind']}/{entry['name']}": entry["rows"].get("train") for entry in index}
+    assert {r.name: r.read for r in data.reports} == {name: rows for name, rows in expected.items() if rows}
+    for report in data.reports:
+        assert report.bad == 0
+        accounted = report.held_out + sum(report.left_out.values()) + report.used
+        assert accounted >= report.read if report.task == "reranking" else accounted == report.read
+        assert report.held_out <= 400
+    held_out = {
+        row["anchor"] for validation in data.validation if validation.form == "pairs" for row in validation.rows
+    }
+    for training_set in data.sets.values():
+        assert not held_out & set(training_set.rows["anchor"])
+        assert not held_out & set(training_set.rows["positive"])

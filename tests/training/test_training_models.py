@@ -1,0 +1,40 @@
+"""The model that a dense recipe starts from: all its weights, whatever the format, or none."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.checkpoints import published_nomic
+from safetensors.torch import load_file, save_file
+
+from mote.checkpoints.reading import load_dense, open_source
+from mote.training.model import START_FOLDER, build_model
+from mote.training.recipe import Recipe, load_recipe
+
+
+def dense_recipe(source: Path) -> Recipe:
+    return load_recipe("ic", [f"model.source={source}", "data.folder=examples/data"])
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_nomics_published_formats_start_with_their_weights(prefix: bool, tmp_path: Path) -> None:
+    source = published_nomic(tmp_path / "nomic", prefix)
+    model, names = build_model(dense_recipe(source), tmp_path / "run")
+    expected = load_dense(open_source(str(source)))[0].state_dict()
+    weights = model[0].model.state_dict()
+    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+    assert names.instruction_of("clustering") == model.prompts["clustering"] == "clustering: "
+    assert (tmp_path / "run" / START_FOLDER).is_dir()
+
+
+def test_weights_that_are_missing_are_named(dense: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in dense.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    weights = load_file(broken / "model.safetensors")
+    gone = next(name for name in weights if name.endswith("intermediate.dense.weight"))
+    del weights[gone]
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"broken lacks weights .*intermediate\.dense\.weight"):
+        build_model(dense_recipe(broken), tmp_path / "run")
