@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 from benchmarks.performance.figures import Options
 from mote import MoTEConfig, MoTEModel
 from mote.data.rows import find_datasets, read_rows
-from mote.training.recipe import DatasetSettings
+from mote.data.settings import DatasetSettings
 
 COLUMNS = {  # task → the training sets of the data folder that have its texts, and their column
     "classification": ("classification", "text"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from configuration_mote import alternatives
-from mote.training.recipe import DatasetSettings
+from mote.data.settings import DatasetSettings
 
 Kind = Literal["pairs", "scored", "labelled", "texts"]
 

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import datasets
 import pyarrow
 from pyarrow import parquet
 
 from configuration_mote import alternatives
-from mote.training.recipe import DatasetSettings
+from mote.data.settings import DatasetSettings
 
 HUB = "hub:"
 ENDINGS = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
@@ -30,24 +30,27 @@ class Line(NamedTuple):
     fault: str = ""
 
 
+AnySettings = TypeVar("AnySettings", bound=DatasetSettings)
+
+
 @dataclass(frozen=True)
-class Location:
+class Location(Generic[AnySettings]):
     """A dataset that was found.
 
     Attributes:
         name: The last two parts of its path below the data folder, `retrieval/arxiv`; of a dataset on the Hub its id.
-        settings: The recipe's.
+        settings: The settings that it was found by.
         files: What to read; none for a dataset on the Hub.
     """
 
     name: str
-    settings: DatasetSettings
+    settings: AnySettings
     files: tuple[Path, ...] = ()
 
 
 def find_datasets(
-    settings: DatasetSettings, folder: Path, report: Callable[[str], None] = lambda line: None
-) -> list[Location]:
+    settings: AnySettings, folder: Path, report: Callable[[str], None] = lambda line: None
+) -> list[Location[AnySettings]]:
     """Find what one entry of a recipe stands for.
 
     Args:
@@ -130,7 +133,7 @@ def _name(path: Path, folder: Path, split: str) -> str:
     return "/".join(parts[-2:])
 
 
-def _without_excluded(found: list[Location], exclude: list[str]) -> list[Location]:
+def _without_excluded(found: list[Location[AnySettings]], exclude: list[str]) -> list[Location[AnySettings]]:
     names = [location.name for location in found]
     for pattern in exclude:
         if not any(_is_named(name, pattern) for name in names):
@@ -145,7 +148,7 @@ def _is_named(name: str, pattern: str) -> bool:
     return fnmatch(name, pattern) or fnmatch(name.rpartition("/")[2], pattern)
 
 
-def read_rows(location: Location) -> Iterator[Line]:
+def read_rows(location: Location[Any]) -> Iterator[Line]:
     """Read a dataset.
 
     Yields:
@@ -195,7 +198,7 @@ def _read_parquet(file: Path) -> Iterator[Line]:
         raise ValueError(f"{file} is cut short or damaged: {error}") from error
 
 
-def _from_hub(location: Location) -> Iterable[dict[str, Any]]:
+def _from_hub(location: Location[Any]) -> Iterable[dict[str, Any]]:
     settings = location.settings
     name = settings.path.removeprefix(HUB)
     if Path(name).is_dir():  # `datasets` would read it instead

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from configuration_mote import alternatives
 from mote.data.rows import Location, find_datasets, read_rows
-from mote.training.recipe import DatasetSettings
+from mote.data.settings import DatasetSettings
 
 Row = dict[str, Any]
 Judgements = dict[str, dict[str, int]]  # query → document → grade
@@ -78,7 +78,7 @@ class EvaluationSet:
         """Its place in the data folder, which names it in messages."""
         return f"{self.kind}/{self.name}"
 
-    def location(self, part: str) -> Location:
+    def location(self, part: str) -> Location[DatasetSettings]:
         """Find the file of a part.
 
         Raises:

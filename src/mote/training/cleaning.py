@@ -92,11 +92,11 @@ class Part:
         report: What became of the rows.
     """
 
-    def __init__(self, location: Location, task_name: str, task: TaskSettings) -> None:
+    def __init__(self, location: Location[DatasetSettings], task_name: str, task: TaskSettings) -> None:
         """Of the dataset at a place, for a task of the recipe."""
         self.name = location.name
         self.location = location
-        self.settings: DatasetSettings = location.settings
+        self.settings = location.settings
         self.task_name = task_name
         self.task = task.of(self.settings)
         self.form = label_form(self.task)

@@ -11,28 +11,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml  # type: ignore[import-untyped]
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+import mote.data.settings
 from configuration_mote import alternatives
+from mote.data.settings import Settings
 
 SHIPPED = files("mote") / "recipes"
 
 
-class _Settings(BaseModel):
-    """A part of a recipe, in which a mistyped key is an error that names the nearest right one."""
-
-    model_config = ConfigDict(extra="forbid", validate_default=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unknown_keys(cls, settings: Any) -> Any:
-        for key in settings if isinstance(settings, dict) else ():
-            if key not in cls.model_fields:
-                raise ValueError(f"unknown key {key!r}." + alternatives(key, cls.model_fields))
-        return settings
-
-
-class ModelSettings(_Settings):
+class ModelSettings(Settings):
     """What is trained.
 
     Attributes:
@@ -73,7 +61,7 @@ class ModelSettings(_Settings):
         return layers
 
 
-class TeacherSettings(_Settings):
+class TeacherSettings(Settings):
     """A model whose embeddings are to be learned (with a distillation loss).
 
     Attributes:
@@ -89,42 +77,28 @@ class TeacherSettings(_Settings):
     trust_remote_code: bool = False
 
 
-class DatasetSettings(_Settings):
-    """One dataset, or several of a kind.
+class DatasetSettings(mote.data.settings.DatasetSettings):
+    """A dataset of a task, or several of a kind, and how it is trained on.
 
     Attributes:
-        path: A file (`.jsonl`, `.jsonl.gz`, `.parquet`), a folder that has one of these for the split, a pattern that
-            stands for several (`retrieval/*`), all from `data.folder`; or `hub:user/name` for a dataset on the Hub.
-        split: Which part: `train` reads `train.jsonl.gz` and the like.
-        subset: Of a dataset on the Hub: its configuration.
-        revision: Of a dataset on the Hub.
-        columns: Our name of a column → the file's. Ours are `anchor`, `positive`, `negative` (one name or a list),
-            or `text` and `label`, or `sentence1`, `sentence2` and `score`. Default: found by their usual names.
         anchor: Task of the anchors. Default: that of the recipe's task.
         positive: Task of the positives and the negatives. Default: that of the recipe's task.
         weight: How often each row is seen per epoch: 2 is twice, 0.5 a seeded half of the rows.
         limit: Rows to take at most, a seeded sample.
         max_length: Tokens after which texts of this dataset are cut, one number or one for each column.
         negatives: Hard negatives per row at most, where the dataset has lists of them.
-        exclude: Of a pattern: names of datasets to leave out.
         temperature: In place of the task's; this and the following ones need homogeneous batches.
         loss: In place of the task's.
         loss_arguments: In place of the task's.
         teacher: In place of the task's.
     """
 
-    path: str
-    split: str = "train"
-    subset: str | None = None
-    revision: str | None = None
-    columns: dict[str, str | list[str]] = {}
     anchor: str | None = None
     positive: str | None = None
     weight: float = Field(default=1.0, gt=0)
     limit: int | None = Field(default=None, ge=1)
     max_length: int | dict[str, int] | None = None
     negatives: int | None = Field(default=None, ge=0)
-    exclude: list[str] = []
     temperature: float | None = Field(default=None, gt=0)
     loss: str | None = None
     loss_arguments: dict[str, Any] | None = None
@@ -137,13 +111,8 @@ class DatasetSettings(_Settings):
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return {"loss_arguments": {}, "teacher": None, **given} if "loss" in given else given
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_path(cls, settings: Any) -> Any:
-        return {"path": settings} if isinstance(settings, str) else settings
 
-
-class TaskSettings(_Settings):
+class TaskSettings(Settings):
     """One task of the training, and its part of task-aware contrastive learning (TA-CL, section 3 of the paper).
 
     Attributes:
@@ -190,7 +159,7 @@ class TaskSettings(_Settings):
         return self.model_copy(update=dataset.own_objective)
 
 
-class DataSettings(_Settings):
+class DataSettings(Settings):
     """What holds for all datasets.
 
     Attributes:
@@ -204,7 +173,7 @@ class DataSettings(_Settings):
     max_bad_share: float = Field(default=0.01, ge=0, le=1)
 
 
-class TrainingSettings(_Settings):
+class TrainingSettings(Settings):
     """Optimisation.
 
     Attributes:
@@ -256,7 +225,7 @@ class TrainingSettings(_Settings):
     arguments: dict[str, Any] = {}
 
 
-class ValidationSettings(_Settings):
+class ValidationSettings(Settings):
     """What is cut from the training parts, never trained on, and measured.
 
     Attributes:
@@ -270,7 +239,7 @@ class ValidationSettings(_Settings):
     every: int | None = Field(default=None, ge=1)
 
 
-class Recipe(_Settings):
+class Recipe(Settings):
     """A training run.
 
     Attributes:

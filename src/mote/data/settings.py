@@ -1,0 +1,48 @@
+"""Settings that name a dataset; recipes of training extend them."""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from configuration_mote import alternatives
+
+
+class Settings(BaseModel):
+    """Settings in which a mistyped key is an error that names the nearest known one."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, settings: Any) -> Any:
+        for key in settings if isinstance(settings, dict) else ():
+            if key not in cls.model_fields:
+                raise ValueError(f"unknown key {key!r}." + alternatives(key, cls.model_fields))
+        return settings
+
+
+class DatasetSettings(Settings):
+    """Where a dataset is, and what its columns mean.
+
+    Attributes:
+        path: A file (`.jsonl`, `.jsonl.gz`, `.parquet`), a folder with such a file for the split, a pattern that
+            matches several (`retrieval/*`), all relative to the data folder; or `hub:user/name`, on the Hub.
+        split: Split to read: `train` reads `train.jsonl.gz` and the like.
+        subset: Configuration of a dataset on the Hub.
+        revision: Branch, tag or commit of a dataset on the Hub.
+        columns: Our name of a column → the file's. Ours are `anchor`, `positive`, `negative` (one name or a list),
+            or `text` and `label`, or `sentence1`, `sentence2` and `score`. Default: found by their usual names.
+        exclude: Names of datasets that a pattern matches and that are left out.
+    """
+
+    path: str
+    split: str = "train"
+    subset: str | None = None
+    revision: str | None = None
+    columns: dict[str, str | list[str]] = {}
+    exclude: list[str] = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, settings: Any) -> Any:
+        return {"path": settings} if isinstance(settings, str) else settings
