@@ -7,7 +7,7 @@ from experiments import BATCHES, OF_THE_RECIPE, TASKS, TEMPERATURES, ablations
 from runs import START, Scores
 from tables import cell
 
-from mote.colours import OKABE_ITO
+from mote.reporting import COLORS
 
 
 def ablation_table(scores: Scores) -> str:
@@ -36,7 +36,7 @@ def draw_ablations(scores: Scores, start: Scores, path: Path) -> None:
         datasets = scores.every[next(iter(ablations(task)))]
         before = float(np.mean([start.every[START].get(dataset, np.nan) for dataset in datasets]))
         axis.axhline(before, color="0.6", linestyle=":", label="before training")
-        for batches, colour, marker in zip(BATCHES, OKABE_ITO, "os", strict=False):
+        for batches, colour, marker in zip(BATCHES, COLORS, "os", strict=False):
             steps = [step for step in TEMPERATURES if (batches, step) in cells]
             axis.errorbar(
                 steps,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mote.analysis.similarity import Similarity
 from mote.analysis.weight_change import Movement
-from mote.colours import OKABE_ITO
+from mote.reporting import COLORS
 
 _DPI = 120
 _PLAIN_TEXT = rc_context({"text.parse_math": False})  # a $ in a name begins no formula
@@ -88,7 +88,7 @@ def _violins(axis: Any, similarities: Mapping[str, Similarity]) -> None:
     count = len(similarities)
     pairs = list(next(iter(similarities.values())))
     for number, similarity in enumerate(similarities.values()):
-        colour = OKABE_ITO[number % len(OKABE_ITO)]
+        colour = COLORS[number % len(COLORS)]
         places = np.arange(len(pairs)) + (number - (count - 1) / 2) * 0.8 / count
         values = [np.round(similarity[pair], 6) for pair in pairs]  # no density of differences that are but rounding
         drawn = axis.violinplot(values, places, widths=0.75 / count, showmedians=True, showextrema=False)
@@ -99,7 +99,7 @@ def _violins(axis: Any, similarities: Mapping[str, Similarity]) -> None:
     axis.set_xlim(-0.6, len(pairs) - 0.4)
     axis.set_ylabel("cosine similarity of the two\nembeddings of a text (line: median)")
     axis.grid(axis="y", alpha=0.3)
-    colours = [OKABE_ITO[number % len(OKABE_ITO)] for number in range(count)]
+    colours = [COLORS[number % len(COLORS)] for number in range(count)]
     patches = [Patch(color=colour, alpha=0.6, label=label) for colour, label in zip(colours, similarities, strict=True)]
     axis.legend(handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=4)  # above, where no violin is
 
@@ -120,8 +120,8 @@ def draw_tsne(layouts: Mapping[str, NDArray[np.float64]], path: str | Path, titl
         queries, documents = np.split(points, 2)
         for pair in zip(queries, documents, strict=True):
             axis.plot(*np.transpose(pair), color="#999999", linewidth=0.5, zorder=1)
-        axis.scatter(*queries.T, s=18, color=OKABE_ITO[0], marker="o", label="query", zorder=2)
-        axis.scatter(*documents.T, s=18, color=OKABE_ITO[1], marker="^", label="document", zorder=2)
+        axis.scatter(*queries.T, s=18, color=COLORS[0], marker="o", label="query", zorder=2)
+        axis.scatter(*documents.T, s=18, color=COLORS[1], marker="^", label="document", zorder=2)
         axis.set(title=label, xticks=[], yticks=[], xlabel="t-SNE 1 (no unit)", ylabel="t-SNE 2 (no unit)")
     axes[0].plot([], [], color="#999999", linewidth=0.8, label="query and its document")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)

@@ -7,8 +7,8 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from mote.colours import OKABE_ITO
 from mote.evaluation.scores import Evaluation
+from mote.reporting import COLORS
 
 HATCHES = ("", "////", "....", "xxxx")  # each with all colours
 LEGEND_WIDTH = 100  # characters that fit beside each other
@@ -43,8 +43,8 @@ def draw_gains(evaluation: Evaluation, reference: str, path: Path) -> None:
             [place + shift for place, name in zip(places, names, strict=True) if name in of_model],
             [of_model[name] for name in names if name in of_model],
             height=thickness,
-            color=OKABE_ITO[index % len(OKABE_ITO)],
-            hatch=HATCHES[index // len(OKABE_ITO) % len(HATCHES)],
+            color=COLORS[index % len(COLORS)],
+            hatch=HATCHES[index // len(COLORS) % len(HATCHES)],
             edgecolor="white",
             linewidth=0.3,
             label=model,
