@@ -1,6 +1,6 @@
 """Serve a MoTE over HTTP, as OpenAI serves embeddings, with one more field: `task`.
 
-    pip install -e ".[serve]"
+    pip install -e . -r examples/service/requirements.txt
     python examples/service/serve.py MODEL [--port 8000] [--max-batch-size 32] [--batch-timeout 5] [--device cuda]
 
     POST /v1/embeddings   {"input": "a text" or ["…"], "model": NAME, "task": "search_query",

@@ -30,7 +30,7 @@ from sentence_transformers import SentenceTransformer
 from mote import upcycle
 
 for library in ("batched", "fastapi", "uvicorn"):
-    pytest.importorskip(library, reason="the extra `serve` is not installed")
+    pytest.importorskip(library, reason="see examples/service/requirements.txt")
 
 FOLDER = ROOT / "examples" / "service"
 TASKS = ("classification", "clustering", "search_query", "search_document", "sts", "query")
