@@ -6,14 +6,24 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests that need a hub start one, for processes of their own
-os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="mote-tests-")  # remote code goes not into the user's cache
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="mote-tests-")  # of this pytest-xdist worker alone
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny, and workers share the cores
 
 import pytest
 from helpers.checkpoints import dense_checkpoint
 from helpers.families import make_different
 from helpers.paths import SHARED, SMALL_ENCODER
+from helpers.tiers import starts_processes
 
 from mote import upcycle
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put tests that start processes into their tier."""
+    for item in items:
+        if starts_processes(item):
+            item.add_marker("processes")
 
 
 def pytest_unconfigure() -> None:

@@ -45,10 +45,17 @@ NOT_CHECKPOINTED = {"mpnet"}  # by transformers itself
 EXPERTS = ["alpha", "beta"]
 
 
+# One for each pair of layer path and shared modules in `ARCHITECTURES`; the others run in the tier `families`.
+REPRESENTATIVES = {"nomic_bert", "bert", "mpnet", "distilbert", "modernbert", "qwen3", "gemma3_text"}
+
+
 def family(name: str) -> Any:
     """One row, skipped where the installed transformers does not have the architecture yet."""
     missing = name not in CONFIG_MAPPING
-    return pytest.param(name, marks=pytest.mark.skipif(missing, reason="not in this version of transformers"))
+    marks = [pytest.mark.skipif(missing, reason="not in this version of transformers")]
+    if name not in REPRESENTATIVES:
+        marks.append(pytest.mark.families)
+    return pytest.param(name, marks=marks)
 
 
 all_families = pytest.mark.parametrize("name", [family(name) for name in FAMILIES])

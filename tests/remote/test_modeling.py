@@ -169,9 +169,11 @@ def test_bfloat16(name: str) -> None:
 
 
 def test_every_supported_architecture_is_tested() -> None:
-    from helpers.families import FAMILIES
+    from helpers.families import FAMILIES, REPRESENTATIVES
 
     assert set(FAMILIES) == set(ARCHITECTURES)
+    by_default = [ARCHITECTURES[name][:2] for name in REPRESENTATIVES]  # layer path and shared modules
+    assert sorted(by_default) == sorted({row[:2] for row in ARCHITECTURES.values()})
 
 
 def test_eight_threads_serve_four_tasks() -> None:
