@@ -88,6 +88,7 @@ class MoTEConfig(PreTrainedConfig):
     """
 
     model_type = "mote"
+    routes_by_task: ClassVar[bool] = True
     # The base class looks every name up in its `attribute_map`, which has none here. That took longer than routing.
     __getattribute__ = object.__getattribute__
     sub_configs: ClassVar[dict[str, Any]] = {"backbone_config": AutoConfig}
@@ -123,8 +124,8 @@ class MoTEConfig(PreTrainedConfig):
         self.tasks = {**own_names, **{task: others[task] for task in sorted(others, key=str)}}
         if self.instructions is None:
             self.instructions = {task: text for task, text in PAPER_INSTRUCTIONS.items() if task in own_names}
-        super().__post_init__(**kwargs)
-        self.validate_names()
+        super().__post_init__(**{name: value for name, value in kwargs.items() if name != "model_type"})
+        self.validate()
 
     @staticmethod
     def _as_backbone_config(backbone_config: PreTrainedConfig | dict | None) -> PreTrainedConfig:
@@ -161,11 +162,15 @@ class MoTEConfig(PreTrainedConfig):
                     f"Expert {name!r} is not in this checkpoint." + alternatives(name, self.available_experts)
                 )
         self.loaded_experts = [name for name in self.available_experts if name in selected]
-        self.validate_names()
+        self.validate()
 
     # What the config says of names -------------------------------------------------------------------------------
 
     def validate_names(self) -> None:
+        """Same as `validate`."""
+        self.validate()
+
+    def validate(self) -> None:
         """Check names, references between them, and layer indices; raise `ValueError` at the first that fails."""
         _validate_experts(self.experts, self.loaded_experts)
         for task, expert in self.tasks.items():
@@ -185,7 +190,8 @@ class MoTEConfig(PreTrainedConfig):
         if (self.layer_path is None) != (self.shared_modules is None):
             raise ValueError("layer_path and shared_modules describe one architecture: set both or neither")
         self._validate_router()
-        self._validate_compression()
+        if self.model_type == "mote":
+            self._validate_compression()
         self._validate_instructions()
         _ = self.mote_layer_indices
 
@@ -234,7 +240,7 @@ class MoTEConfig(PreTrainedConfig):
                 raise ValueError(f"Instruction for an unknown task {task!r}." + alternatives(task, self.tasks))
             if not isinstance(text, str):
                 raise ValueError(f"The instruction of task {task!r} must be a text, not {text!r}")  # noqa: TRY004
-        if self.router == "token":
+        if self.router == "token" or not self.routes_by_task:
             return
         expert_of_text: dict[str, str] = {}
         for task, expert in self.tasks.items():

@@ -14,10 +14,10 @@ from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
 try:
-    from .compression_mote import whole_weights  # type: ignore[import-not-found]
+    from .architectures_mote import attend_both_ways  # type: ignore[import-not-found]
     from .configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, alternatives  # type: ignore[import-not-found]
 except ImportError:  # imported as an installed top-level module rather than as remote code
-    from compression_mote import whole_weights
+    from architectures_mote import attend_both_ways
     from configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, alternatives
 
 MEAN = "mean"  # of all experts, as what a new one starts from
@@ -205,6 +205,10 @@ class SingleExperts:
             ValueError: If there is no such expert, it is not loaded, or a router picks experts token by token.
         """
         self.config.require_experts_of_tasks("exported")
+        try:
+            from .compression_mote import decompressed_weights as whole_weights  # type: ignore[import-not-found]
+        except ImportError:
+            from compression_mote import decompressed_weights as whole_weights
         expert = self.config.require_expert(name)
         key = weight_of_an_expert(self)
         weights: dict[str, torch.Tensor] = {}
@@ -362,11 +366,3 @@ def native_model(model: Any, weights: dict[str, torch.Tensor]) -> PreTrainedMode
     attend_both_ways(dense)
     dense.load_state_dict(weights, assign=True)
     return dense.to(model.device).train(model.training)
-
-
-def attend_both_ways(backbone: nn.Module) -> None:
-    """Tell the modules of a decoder what its config says: sdpa without a mask asks the module, not the config."""
-    if getattr(backbone.config, "is_causal", True) is False:
-        for module in backbone.modules():
-            if hasattr(module, "is_causal"):
-                module.is_causal = False  # type: ignore[assignment]

@@ -15,41 +15,33 @@ for Multi-task Embedding Models", Findings of ACL 2025 (arXiv:2506.17781).
 """
 
 import copy
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModel, MPNetModel, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
 
-try:
-    from .architectures_mote import Architecture, architecture_of  # type: ignore[import-not-found]
-    from .compression_mote import compress_block  # type: ignore[import-not-found]
-    from .configuration_mote import MoTEConfig  # type: ignore[import-not-found]
-    from .experts_mote import SingleExperts, attend_both_ways  # type: ignore[import-not-found]
-    from .mixed_batch_mote import groups_of  # type: ignore[import-not-found]
-    from .offloading_mote import (  # type: ignore[import-not-found]
-        OffloadedExperts,
-        OffloadSettings,
-        refuse_to_write_over,
-        require_no_gradients,
-    )
-    from .stored_experts_mote import weights_without  # type: ignore[import-not-found]
-    from .token_routing_mote import TokenRoutedBlock, TokenRouting, feed_forward_of  # type: ignore[import-not-found]
-except ImportError:  # imported as installed top-level modules rather than as remote code
-    from architectures_mote import Architecture, architecture_of
-    from compression_mote import compress_block
-    from configuration_mote import MoTEConfig
-    from experts_mote import SingleExperts, attend_both_ways
-    from mixed_batch_mote import groups_of
-    from offloading_mote import OffloadedExperts, OffloadSettings, refuse_to_write_over, require_no_gradients
-    from stored_experts_mote import weights_without
-    from token_routing_mote import TokenRoutedBlock, TokenRouting, feed_forward_of
+if TYPE_CHECKING or not __package__:  # installed, as a top-level module
+    try:  # transformers would take an import outside of `try` for a package that must be installed
+        from architectures_mote import Architecture, MPNetBackbone, architecture_of, attend_both_ways
+        from configuration_mote import MoTEConfig
+        from experts_mote import SingleExperts
+        from mixed_batch_mote import groups_of
+        from offloading_mote import OffloadedExperts, OffloadSettings
+        from stored_experts_mote import weights_without
+    finally:
+        pass
+else:  # remote code
+    from .architectures_mote import Architecture, MPNetBackbone, architecture_of, attend_both_ways
+    from .configuration_mote import MoTEConfig
+    from .experts_mote import SingleExperts
+    from .mixed_batch_mote import groups_of
+    from .offloading_mote import OffloadedExperts, OffloadSettings
+    from .stored_experts_mote import weights_without
 
 
 class SharedModule:
@@ -64,9 +56,14 @@ class SharedModule:
         self.container = container
         self.name = name
 
+    @property
+    def module(self) -> Any:
+        """The shared module."""
+        return self.container._modules[self.name]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the shared module."""
-        return self.container._modules[self.name](*args, **kwargs)  # type: ignore[misc]
+        return self.module(*args, **kwargs)
 
 
 class MoTEBlock(nn.Module):
@@ -104,7 +101,11 @@ class MoTEBlock(nn.Module):
 
     def compress(self, rank: int | None, bits: int | None) -> None:
         """Compress the experts in place: see `compress_block`."""
-        compress_block(self, rank, bits)
+        try:
+            from .compression_mote import compress_block  # type: ignore[import-not-found]
+        except ImportError:
+            from compression_mote import compress_block
+        compress_block(self, rank)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, expert: str | None = None, **kwargs: Any) -> Any:
         """Run all sequences through one expert.
@@ -123,28 +124,11 @@ class MoTEBlock(nn.Module):
         return self.experts[expert](hidden_states, *args, **kwargs)
 
 
-class MPNetBackbone(MPNetModel):
-    """MPNet, whose own forward drops the keyword arguments that its encoder would hand to the layers."""
-
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Embed, mask and encode, as in the base class."""
-        embedded = self.embeddings(input_ids=input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds)
-        mask = create_bidirectional_mask(config=self.config, inputs_embeds=embedded, attention_mask=attention_mask)
-        return self.encoder(embedded, attention_mask=mask, **kwargs, return_dict=True)
-
-
 @dataclass
 class MoTEOutput(BaseModelOutputWithPooling):
     """What a [`MoTEModel`] gives: see its `forward`."""
 
-    router_logits: tuple[torch.Tensor, ...] | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None  # goes
 
 
 class MoTEModel(SingleExperts, OffloadedExperts, PreTrainedModel):
@@ -181,22 +165,33 @@ class MoTEModel(SingleExperts, OffloadedExperts, PreTrainedModel):
         for flag in ("output_hidden_states", "output_attentions"):  # which the backbone reads off its own config
             if getattr(config, flag):
                 setattr(config.backbone_config, flag, True)
-        network = feed_forward_of(config) if config.router == "token" else None
         architecture = architecture_of(config)
         self.backbone = _adapt(AutoModel.from_config(config.backbone_config) if backbone is None else backbone)
         layers = _list_of_layers(self.backbone, architecture)
         for index, layer in enumerate(layers):
             if index not in config.mote_layer_indices:
                 layer.register_forward_pre_hook(_without_routing, with_kwargs=True)
-            elif network is not None:
-                layers[index] = TokenRoutedBlock(layer, network, config)
             else:
-                layers[index] = MoTEBlock(layer, config.available_experts, architecture.shared_modules)
+                layers[index] = self._make_block(layer)
         self.post_init()
-        if config.compression is not None:
+        if config.compression is not None and config.model_type == "mote":
             for block in self.blocks:
                 block.compress(config.expert_rank, config.expert_bits)
         self._ignore_absent_experts()  # type: ignore[operator]
+
+    def _make_block(self, layer: nn.Module) -> nn.Module:
+        if self.config.router == "token":
+            try:
+                from .token_routing_mote import TokenRoutedBlock  # type: ignore[import-not-found]
+            except ImportError:
+                from token_routing_mote import TokenRoutedBlock
+            network = self.architecture.feed_forward
+            if network is None:
+                raise ValueError("A token router does not know the feed-forward network of this architecture")
+            config: Any = self.config
+            config.num_experts_per_tok, config.norm_topk_prob = config.experts_per_token, config.normalize_router
+            return TokenRoutedBlock(layer, network, config)
+        return MoTEBlock(layer, self.config.available_experts, self.architecture.shared_modules)
 
     @property
     def architecture(self) -> Architecture:
@@ -260,17 +255,14 @@ class MoTEModel(SingleExperts, OffloadedExperts, PreTrainedModel):
             ValueError: If the task is unknown, missing, ambiguous, not one per row, or its expert is not loaded; if
                 something is asked of a router that is not there.
         """
-        given = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "token_type_ids": token_type_ids,
-            "position_ids": position_ids,
-            "inputs_embeds": inputs_embeds,
-        }
-        sequences = {name: value for name, value in given.items() if value is not None}
-        tokens = input_ids if input_ids is not None else inputs_embeds
-        if tokens is None:
-            raise ValueError("Pass input_ids or inputs_embeds")
+        sequences = present(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+        )
+        tokens = sequences["inputs_embeds" if input_ids is None else "input_ids"]
         if self.config.router == "token":
             if task is not None or task_ids is not None:
                 self._expert_of_rows(task, task_ids, tokens.shape[0])  # an unknown task is an error all the same
@@ -320,7 +312,7 @@ class MoTEModel(SingleExperts, OffloadedExperts, PreTrainedModel):
         if self.offloading is None:
             out = self.backbone(**sequences, **kwargs)
         else:
-            out = self._run_offloaded(sequences, kwargs)
+            out = self.offloading.run(self.backbone, **sequences, **kwargs)
         hidden = out.last_hidden_state  # [B, L, H]
         return MoTEOutput(
             last_hidden_state=hidden,
@@ -328,15 +320,6 @@ class MoTEModel(SingleExperts, OffloadedExperts, PreTrainedModel):
             hidden_states=out.get("hidden_states"),
             attentions=out.get("attentions"),
         )
-
-    @torch.compiler.disable  # a graph would hold the expert that was on the device when it was made
-    def _run_offloaded(self, sequences: dict[str, torch.Tensor], kwargs: dict) -> Any:
-        offloading = self.offloading
-        with nullcontext() if offloading is None else offloading.expert(kwargs["expert"]):  # restored since: none
-            out = self.backbone(**sequences, **kwargs)
-        if offloading is not None:
-            require_no_gradients(out.last_hidden_state)
-        return out
 
     def _run_routed(
         self,
@@ -349,6 +332,10 @@ class MoTEModel(SingleExperts, OffloadedExperts, PreTrainedModel):
         """Run rows whose tokens find their experts by themselves, whatever the tasks."""
         if "cu_seq_lens_q" in kwargs:  # sequences without padding, laid end to end in one row
             rows = len(kwargs["cu_seq_lens_q"]) - 1
+        try:
+            from .token_routing_mote import TokenRouting  # type: ignore[import-not-found]
+        except ImportError:
+            from token_routing_mote import TokenRouting
         mask = sequences.get("attention_mask")
         logits: list[torch.Tensor] = []
         routing = TokenRouting(
@@ -421,7 +408,7 @@ class MoTEModel(SingleExperts, OffloadedExperts, PreTrainedModel):
         }
         active_experts = 1
         if self.config.router == "token":
-            routed = [module.feed_forward for module in self.modules() if isinstance(module, TokenRoutedBlock)]
+            routed = [module.feed_forward for module in self.modules() if hasattr(module, "feed_forward")]
             in_all = sum(p.numel() for feed_forward in routed for p in feed_forward.experts.parameters())
             experts = dict.fromkeys(experts, in_all // len(experts))
             active_experts = self.config.experts_per_token
@@ -497,9 +484,17 @@ class MoTEModel(SingleExperts, OffloadedExperts, PreTrainedModel):
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Save under the names of the modules, not under those of the hub file the backbone came from."""
         kwargs.setdefault("save_original_format", False)
-        refuse_to_write_over(self, args[0] if args else kwargs["save_directory"])
+        if self.offloading is not None:
+            self.offloading.before_saving(args[0] if args else kwargs["save_directory"])
         with self.every_expert():
             super().save_pretrained(*args, **kwargs)
+
+
+def present(**inputs: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Leave out the inputs that are None; raise `ValueError` where there is nothing to embed."""
+    if inputs["input_ids"] is None and inputs["inputs_embeds"] is None:
+        raise ValueError("Pass input_ids or inputs_embeds")
+    return {name: value for name, value in inputs.items() if value is not None}
 
 
 def pool(hidden: torch.Tensor, attention_mask: torch.Tensor | None, mode: str) -> torch.Tensor:

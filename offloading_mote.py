@@ -292,6 +292,23 @@ class Offloading:
         self._attached = False  # whether the blocks have all experts
         self._show()
 
+    @torch.compiler.disable  # a graph would hold the expert that was on the device when it was made
+    def run(self, backbone: Any, *, expert: str, **inputs: Any) -> Any:
+        """Run the backbone with an expert on the device."""
+        with self.expert(expert):
+            out = backbone(expert=expert, **inputs)
+        require_no_gradients(out.last_hidden_state)
+        return out
+
+    def before_saving(self, folder: str | os.PathLike) -> None:
+        """Raise `ValueError` where a model is to be saved over the files that its experts are read from."""
+        store = self.store
+        if isinstance(store, DiskStore) and Path(folder).resolve() in {path.parent.resolve() for path in store.states}:
+            raise ValueError(
+                f"The experts that are not in memory are read from {folder}: save to another folder, or call "
+                "restore_experts() first"
+            )
+
     @property
     def resident(self) -> list[str]:
         """The experts on the device, the least recently used first."""
@@ -426,16 +443,6 @@ def require_no_gradients(hidden: torch.Tensor) -> None:
         raise ValueError(
             "Gradients cannot go through offloaded experts: compute under torch.no_grad() or torch.inference_mode(), "
             "or call restore_experts() before training"
-        )
-
-
-def refuse_to_write_over(model: Any, folder: str | os.PathLike) -> None:
-    """Raise `ValueError` where a model is to be saved over the files that its experts are read from."""
-    store = None if model.offloading is None else model.offloading.store
-    if isinstance(store, DiskStore) and Path(folder).resolve() in {path.parent.resolve() for path in store.states}:
-        raise ValueError(
-            f"The experts that are not in memory are read from {folder}: save to another folder, or call "
-            "restore_experts() first"
         )
 
 

@@ -1,97 +1,107 @@
-"""Token-level routing: the classic mixture of experts, as the baseline that task experts are compared with.
+"""Token-level routing: the classic mixture of experts, the baseline that task experts are compared with.
 
-In a routed block the dense layer stays as it is, its attention and its norms; its feed-forward network is replaced by
-experts, each at first a copy of it, and a linear router that sends each token to the best few of them.
+In a routed block the dense layer keeps its attention and its norms; its feed-forward network is replaced by experts,
+each at first a copy of it, and a linear router that sends each token to the best few of them.
 
-- Nothing is kept on the side: what one forward pass wants of its routing (`TokenRouting`) is an argument of the block.
-- The load-balancing loss is no term of anyone's loss. It gives its gradient to the router where it arises, in the
-  backward pass through the block, so that every loss and every trainer has it without knowing of it.
+- Routing is an argument of the block (`TokenRouting`), never stored as state.
+- The load-balancing loss is not added to the training loss; its gradient is injected in the block's backward pass, so
+  it works with every loss and every trainer.
 - The experts are computed by transformers (`experts_implementation="grouped_mm"`, `"batched_mm"`); `"eager"` is the
   loop below, the reference.
 
-This file is copied into saved models like `modeling_mote.py`, which imports it. Methods: Fedus et al., "Switch
+This file is copied into saved models whose `auto_map` names it, and into no others. Methods: Fedus et al., "Switch
 Transformers", 2021 (arXiv:2101.03961), section 2.2, for router and loss; Komatsuzaki et al., "Sparse Upcycling", 2022
 (arXiv:2212.05055), for copies of a dense network as experts and for normalised weights; Nussbaum and Duderstadt,
 "Training Sparse Mixture Of Experts Text Embedding Models", 2025 (arXiv:2502.07972), Nomic Embed v2, for both in a text
 encoder.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.integrations.moe import use_experts_implementation
+from transformers.utils import can_return_tuple
 
-try:
-    from .configuration_mote import MoTEConfig, alternatives  # type: ignore[import-not-found]
-except ImportError:  # imported as an installed top-level module rather than as remote code
-    from configuration_mote import MoTEConfig, alternatives
-
-
-class FeedForward(NamedTuple):
-    """Where a dense layer has its feed-forward network. All names are paths in the layer.
-
-    `module` gives way to the routed network. `up` are the projections from the hidden size, of a gated network the
-    gate's first, or both in one; `down` is the one back, which becomes the identity if it lies outside of `module`.
-    """
-
-    module: str
-    up: tuple[str, ...]
-    down: str
-    activation: str
-    inner_dropout: str | None = None
-    outer_dropout: str | None = None
+if TYPE_CHECKING or not __package__:  # installed, as a top-level module
+    try:  # transformers would take an import outside of `try` for a package that must be installed
+        from architectures_mote import FeedForward
+        from configuration_mote import MoTEConfig
+        from modeling_mote import MoTEModel, MoTEOutput, present
+    finally:
+        pass
+else:  # remote code
+    from .architectures_mote import FeedForward
+    from .configuration_mote import MoTEConfig
+    from .modeling_mote import MoTEModel, MoTEOutput, present
 
 
-_BERT = FeedForward("intermediate", ("intermediate.dense",), "output.dense", "intermediate.intermediate_act_fn")
-_GATED = FeedForward("mlp", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", "mlp.act_fn")
+class TokenRoutedConfig(MoTEConfig):
+    """Configuration of a [`TokenRoutedModel`]: that of a MoTE, and three settings named as in transformers.
 
-FEED_FORWARDS = {
-    "nomic_bert": _GATED,
-    "jina_embeddings_v3": FeedForward("mlp", ("mlp.fc1",), "mlp.fc2", "mlp.activation_fn"),
-    "gte": _GATED._replace(inner_dropout="mlp.dropout"),
-    "bert": _BERT,
-    "roberta": _BERT,
-    "xlm-roberta": _BERT,
-    "camembert": _BERT,
-    "electra": _BERT,
-    "ernie": _BERT,
-    "mpnet": _BERT,
-    "distilbert": FeedForward("ffn", ("ffn.lin1",), "ffn.lin2", "ffn.activation", outer_dropout="ffn.dropout"),
-    "modernbert": FeedForward("mlp", ("mlp.Wi",), "mlp.Wo", "mlp.act", inner_dropout="mlp.drop"),
-    "eurobert": _GATED,
-    "mistral": _GATED,
-    "qwen2": _GATED,
-    "qwen3": _GATED,
-    "llama": _GATED,
-    "gemma2": _GATED,
-    "gemma3_text": _GATED,
-}
+    The names of the experts carry no meaning here. A task decides on the instruction alone.
 
-
-def feed_forward_of(config: MoTEConfig) -> FeedForward:
-    """Look up where the layers of the backbone have their feed-forward network.
+    Args:
+        num_experts_per_tok: Number of experts that each token goes through.
+        norm_topk_prob: Scale the weights of a token's experts to sum to 1, so that a freshly upcycled model gives the
+            dense model's output. With one expert per token that weight is then always 1, and only the load-balancing
+            loss trains the router. False: the router's probabilities as they are.
+        router_aux_loss_coef: Factor of the load-balancing loss in training. 0: no such loss.
 
     Raises:
-        ValueError: If the architecture is not supported; the message says which are.
+        ValueError: As in `MoTEConfig`; or if one of the three is out of range, the config describes an architecture
+            of its own, or leaves experts out.
     """
-    model_type = config.backbone_config.model_type
-    if model_type not in FEED_FORWARDS:
+
+    model_type = "mote_token_routed"
+    routes_by_task: ClassVar[bool] = False
+
+    num_experts_per_tok: int = 2
+    norm_topk_prob: bool = True
+    router_aux_loss_coef: float = 0.01
+
+    def validate(self) -> None:
+        """Check the settings; raise `ValueError` at the first that is invalid."""
+        super().validate()
+        if self.loaded_experts is not None:
+            self.load_only(self.loaded_experts)
+        if self.layer_path is not None:
+            raise ValueError(
+                "layer_path and shared_modules describe what task experts share; they cannot describe the "
+                "feed-forward network that token routing replaces"
+            )
+        count = self.num_experts_per_tok
+        if type(count) is not int or not 1 <= count <= len(self.experts):
+            raise ValueError(
+                f"num_experts_per_tok must be an integer from 1 to {len(self.experts)}, the number of experts, got "
+                f"{count!r}"
+            )
+        factor = self.router_aux_loss_coef
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+            raise ValueError(f"router_aux_loss_coef must be a finite number, 0 or more, got {factor!r}")
+
+    def load_only(self, experts: str | Iterable[str]) -> None:
+        """Refuse: a text needs all experts.
+
+        Raises:
+            ValueError: Always.
+        """
         raise ValueError(
-            f"A token router does not know the feed-forward network of the architecture {model_type!r}."
-            + alternatives(model_type, FEED_FORWARDS)
+            "With token routing every text needs all experts: load the model without `experts=` and `loaded_experts`"
         )
-    return FEED_FORWARDS[model_type]
 
 
 class TokenRouting(NamedTuple):
-    """What a forward pass wants of its routed blocks; an argument of each.
+    """The routing settings of one forward pass, an argument of each routed block.
 
     Attributes:
-        token_mask: True for tokens, False for padding, which does not count in the loss, [B, L]. None: no padding.
+        token_mask: True for tokens, False for padding, which the loss leaves out, [B, L]. None: no padding.
         loss_weight: Factor of the load-balancing loss in this pass. 0: no such loss.
         record: Called by each block, in order, with its router's logits, [B, L, E].
     """
@@ -102,18 +112,18 @@ class TokenRouting(NamedTuple):
 
 
 def load_balancing_loss(
-    router_logits: Sequence[torch.Tensor], token_mask: torch.Tensor | None = None, experts_per_token: int = 2
+    router_logits: Sequence[torch.Tensor], token_mask: torch.Tensor | None = None, num_experts_per_tok: int = 2
 ) -> torch.Tensor:
     """Compute Σ rᵢ pᵢ over the experts i, summed over the blocks.
 
-    It is the loss of Switch Transformers, section 2.2, without its factors (`load_balancing` is ours). rᵢ is the
-    fraction of the choices (`experts_per_token` for each token) that fall on expert i, pᵢ the router's mean
+    It is the loss of Switch Transformers, section 2.2, without its factors (here: `router_aux_loss_coef`). rᵢ is the
+    fraction of the choices (`num_experts_per_tok` for each token) that fall on expert i, pᵢ the router's mean
     probability for it. A block whose experts are equally busy has 1/E; one that always takes the same has up to 1/K.
 
     Args:
-        router_logits: Of each block, [B, L, E].
+        router_logits: The router's logits in each block, [B, L, E] each.
         token_mask: 1 or True for the tokens that count, [B, L]. None: all.
-        experts_per_token: How many experts each token goes through.
+        num_experts_per_tok: Number of experts that each token goes through.
 
     Returns:
         A scalar in float32. Its gradient goes through the probabilities alone: choices have none.
@@ -121,18 +131,18 @@ def load_balancing_loss(
     losses = []
     for logits in router_logits:
         probabilities = logits.float().softmax(dim=-1)  # [B, L, E]
-        index = probabilities.topk(experts_per_token, dim=-1).indices  # [B, L, K]
+        index = probabilities.topk(num_experts_per_tok, dim=-1).indices  # [B, L, K]
         chosen = torch.zeros_like(probabilities).scatter(-1, index, 1.0)  # [B, L, E]
         mask = torch.ones_like(probabilities[..., 0]) if token_mask is None else token_mask.to(probabilities)
         share = mask.unsqueeze(-1) / mask.sum().clamp(min=1)  # [B, L, 1], of each token in the means
-        fractions = (share * chosen).flatten(0, -2).sum(dim=0) / experts_per_token  # [E]
+        fractions = (share * chosen).flatten(0, -2).sum(dim=0) / num_experts_per_tok  # [E]
         means = (share * probabilities).flatten(0, -2).sum(dim=0)  # [E]
         losses.append((fractions * means).sum())
     return torch.stack(losses).sum()
 
 
 class _AttachLoss(torch.autograd.Function):
-    """The identity on `hidden`; whatever loss is backpropagated through it, `loss` is as if added to that one."""
+    """The identity on `hidden`, whose backward pass adds the gradient of `loss` to that of any training loss."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -149,9 +159,9 @@ class _AttachLoss(torch.autograd.Function):
 class FeedForwardExperts(nn.Module):
     """The experts of a block, their weights stacked: [E, out, in], biases [E, out].
 
-    Which attributes there are is transformers' convention for experts: `gate_up_proj` (gate's rows first) of a gated
+    The attributes follow transformers' convention for experts: `gate_up_proj` (the gate's rows first) in a gated
     network, otherwise `up_proj`; `down_proj`; the same with `_bias`, both or neither. The decorator replaces `forward`
-    by what `config._experts_implementation` names, unless that is `"eager"`.
+    by the implementation that `config._experts_implementation` names, unless that is `"eager"`.
     """
 
     has_gate: bool
@@ -160,7 +170,7 @@ class FeedForwardExperts(nn.Module):
     dropout: nn.Module
 
     def __init__(self, config: MoTEConfig) -> None:
-        """Make what `copies_of` fills: the decorator would overwrite `has_gate` and `has_bias`."""
+        """Leave the rest to `copies_of`: the decorator overwrites `has_gate` and `has_bias` after `__init__`."""
         super().__init__()
         self.num_experts = len(config.experts)
 
@@ -202,11 +212,11 @@ class FeedForwardExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Run one expert after the other, each on its tokens.
+        """Run one expert after another, each on its tokens.
 
         Args:
             hidden_states: [N, H].
-            top_k_index: The experts of each token, [N, K].
+            top_k_index: Indices of each token's experts, [N, K].
             top_k_weights: Their weights, [N, K].
 
         Returns:
@@ -214,32 +224,32 @@ class FeedForwardExperts(nn.Module):
         """
         out = torch.zeros_like(hidden_states)
         for expert in range(self.num_experts):
-            token, place = torch.where(top_k_index == expert)  # [n] each, of the tokens that chose it
+            token, rank = torch.where(top_k_index == expert)  # [n] each: the tokens that chose it
             hidden = self._project(hidden_states[token], "gate_up_proj" if self.has_gate else "up_proj", expert)
             hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)  # [n, I]
             hidden = self._project(hidden, "down_proj", expert)
-            weighted = hidden * top_k_weights[token, place, None]  # [n, H]
+            weighted = hidden * top_k_weights[token, rank, None]  # [n, H]
             out = out.index_add(0, token, weighted.to(out.dtype))
         return out
 
 
 class TokenRoutedFeedForward(nn.Module):
-    """A router and experts, in the place of a dense feed-forward network.
+    """A router and experts, in place of a dense feed-forward network.
 
     Args:
         layer: The dense layer.
-        network: Where that has its feed-forward network, of which the experts are copies.
-        config: Says how many experts there are, how many a token goes through, and how they are weighted.
+        network: Its feed-forward network, of which the experts are copies.
+        config: The model's config.
     """
 
     def __init__(self, layer: nn.Module, network: FeedForward, config: MoTEConfig) -> None:
-        """Copy the dense network. The model's `post_init` gives the router its small random weights."""
         super().__init__()
-        self.experts_per_token = config.experts_per_token
-        self.normalize_router = config.normalize_router
+        self.num_experts_per_tok = config.num_experts_per_tok
+        self.norm_topk_prob = config.norm_topk_prob
         self.experts = FeedForwardExperts.copies_of(layer, network, config)
         self.dropout = _submodule_or_identity(layer, network.outer_dropout)
         like: Any = self.experts.down_proj  # [E, H, I]
+        # The model's post_init gives the router small random weights.
         self.router = nn.Linear(like.shape[1], like.shape[0], bias=False, device=like.device, dtype=like.dtype)
 
     def forward(self, hidden_states: torch.Tensor, routing: TokenRouting) -> torch.Tensor:
@@ -247,39 +257,38 @@ class TokenRoutedFeedForward(nn.Module):
 
         Args:
             hidden_states: [B, L, H].
-            routing: Of this forward pass.
+            routing: The settings of this forward pass.
 
         Returns:
             [B, L, H].
         """
         logits = self.router(hidden_states)  # [B, L, E]
-        weights, index = logits.float().softmax(dim=-1).topk(self.experts_per_token, dim=-1)  # [B, L, K]
-        if self.normalize_router:
+        weights, index = logits.float().softmax(dim=-1).topk(self.num_experts_per_tok, dim=-1)  # [B, L, K]
+        if self.norm_topk_prob:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         out = self.experts(hidden_states.flatten(0, -2), index.flatten(0, -2), weights.flatten(0, -2))  # [B L, H]
         out = self.dropout(out.view_as(hidden_states))
         if routing.record is not None:
             routing.record(logits)
         if routing.loss_weight and self.training and torch.is_grad_enabled():
-            loss = load_balancing_loss([logits], routing.token_mask, self.experts_per_token)
+            loss = load_balancing_loss([logits], routing.token_mask, self.num_experts_per_tok)
             out = _AttachLoss.apply(out, routing.loss_weight * loss)
         return out
 
 
 class TokenRoutedBlock(nn.Module):
-    """One block: the dense layer, shared by all tokens, around experts in the place of its feed-forward network.
+    """One block: the dense layer, shared by all tokens, with experts in place of its feed-forward network.
 
     Args:
         layer: The dense layer of the backbone, taken over.
-        network: Where it has its feed-forward network.
-        config: Of the model.
+        network: Where that layer has its feed-forward network.
+        config: The model's config.
     """
 
     def __init__(self, layer: nn.Module, network: FeedForward, config: MoTEConfig) -> None:
-        """Turn a dense layer into a routed one."""
         super().__init__()
         self.feed_forward = TokenRoutedFeedForward(layer, network, config)
-        self.place = network.module
+        self.replaced = network.module
         delattr(layer, network.module)
         if not network.down.startswith(network.module + "."):
             layer.set_submodule(network.down, nn.Identity())
@@ -295,26 +304,119 @@ class TokenRoutedBlock(nn.Module):
         """Run the layer.
 
         The layer calls its feed-forward network with hidden states alone, so each call has a layer of its own: a
-        shallow copy whose feed-forward network has the routing of this call bound to it. That is also what gradient
-        checkpointing calls again, and threads do not meet.
+        shallow copy whose feed-forward network has the routing of this call bound to it. Gradient checkpointing
+        calls the same copy again, and threads cannot interfere.
 
         Args:
             hidden_states: [B, L, H].
-            *args: What the dense layer takes.
-            routing: Of this forward pass.
-            **kwargs: What the dense layer takes.
+            *args: Arguments of the dense layer.
+            routing: The settings of this forward pass.
+            **kwargs: Arguments of the dense layer.
 
         Returns:
-            What the dense layer gives: [B, L, H], in some architectures inside a tuple.
+            The dense layer's output: [B, L, H], in some architectures inside a tuple.
         """
         if routing is None:
             raise RuntimeError("The block was not told its routing: the backbone does not hand keyword arguments down")
         layer = object.__new__(type(self.shared))  # copy.copy in steps that torch.compile can follow
         layer.__dict__.update(self.shared.__dict__)
-        layer.__dict__.pop("forward", None)  # of accelerate, bound to the original, whose devices are this block's
-        layer.__dict__[self.place] = partial(self.feed_forward, routing=routing)
+        layer.__dict__.pop("forward", None)  # set by accelerate, bound to the original
+        layer.__dict__[self.replaced] = partial(self.feed_forward, routing=routing)
         return layer(hidden_states, *args, **kwargs)
 
 
 def _submodule_or_identity(layer: nn.Module, path: str | None) -> nn.Module:
     return nn.Identity() if path is None else layer.get_submodule(path)
+
+
+@dataclass
+class TokenRoutedOutput(MoTEOutput):
+    """Output of a [`TokenRoutedModel`]: see its `forward`."""
+
+    router_logits: tuple[torch.Tensor, ...] | None = None
+
+
+class TokenRoutedModel(MoTEModel):
+    """A dense encoder in whose blocks each token goes through the experts that a router picks.
+
+    Args:
+        config: Backbone, experts, tasks, routing.
+        backbone: As in `MoTEModel`.
+    """
+
+    config: TokenRoutedConfig
+    config_class = TokenRoutedConfig
+    routing_argument = "routing"
+    _no_split_modules = ["TokenRoutedBlock"]
+
+    def __init__(self, config: TokenRoutedConfig, backbone: PreTrainedModel | None = None) -> None:
+        if backbone is None:  # `experts_implementation=` has set it there as well, where a dense model refuses it
+            config.backbone_config._experts_implementation = None
+        super().__init__(config, backbone)
+
+    def _make_block(self, layer: nn.Module) -> nn.Module:
+        network = self.architecture.feed_forward
+        assert network is not None, "the config's validation refuses architectures that are described by hand"
+        return TokenRoutedBlock(layer, network, self.config)
+
+    @can_return_tuple
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        task: str | list[str] | None = None,
+        task_ids: torch.Tensor | None = None,
+        output_router_logits: bool = False,
+        balance_share: float | None = None,
+        **kwargs: Any,
+    ) -> TokenRoutedOutput:
+        """Embed a batch, each token through the experts that the routers pick.
+
+        Args:
+            input_ids: Tokens, [B, L].
+            attention_mask: 1 for tokens, 0 for padding, [B, L].
+            token_type_ids: Segments, [B, L], where the backbone has them.
+            position_ids: Positions, [B, L] or [1, L].
+            inputs_embeds: Token embeddings instead of `input_ids`, [B, L, H].
+            task: Not needed; an unknown task is an error all the same.
+            task_ids: Not needed; checked like `task`.
+            output_router_logits: Return the logits of each block's router.
+            balance_share: In training, the share of one row in a training step, 1 / all its rows, so that the
+                load-balancing losses of the step's forward passes add up to one. None: this pass counts as a whole
+                step.
+            **kwargs: Arguments of the backbone (`output_hidden_states`, `output_attentions` …).
+
+        Returns:
+            As `MoTEModel.forward`, and `router_logits`, [B, L, E] for each routed block, if requested.
+
+        Raises:
+            ValueError: If a task is unknown, or there is not one per row.
+        """
+        sequences = present(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+        )
+        rows = sequences["inputs_embeds" if input_ids is None else "input_ids"].shape[0]
+        if task is not None or task_ids is not None:
+            self._expert_of_rows(task, task_ids, rows)
+        if "cu_seq_lens_q" in kwargs:  # sequences without padding, laid end to end in one row
+            rows = len(kwargs["cu_seq_lens_q"]) - 1
+        mask = sequences.get("attention_mask")
+        logits: list[torch.Tensor] = []
+        routing = TokenRouting(
+            token_mask=mask.bool() if mask is not None and mask.dim() == 2 else None,
+            loss_weight=self.config.router_aux_loss_coef * (1.0 if balance_share is None else rows * balance_share),
+            record=logits.append if output_router_logits else None,
+        )
+        out = self._run(sequences, {**kwargs, "routing": routing})
+        return TokenRoutedOutput(**out, router_logits=tuple(logits) if output_router_logits else None)
+
+
+TokenRoutedConfig.register_for_auto_class()
+TokenRoutedModel.register_for_auto_class("AutoModel")

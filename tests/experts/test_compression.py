@@ -98,7 +98,7 @@ def test_no_difference_of_that_rank_is_nearer(name: str, rank: int) -> None:
             module = compressed.get_submodule(f"{block}.experts.{expert}.{path}")
             assert isinstance(module, LowRankLinear)
             assert module.down.weight.shape[0] == module.up.weight.shape[1] == rank
-            error = module.whole().weight.double() - (difference + weights.mean(dim=0))
+            error = module.to_linear().weight.double() - (difference + weights.mean(dim=0))
             tail = torch.linalg.svdvals(difference)[rank:].square().sum().sqrt()
             assert float(error.norm()) == pytest.approx(float(tail), rel=1e-4, abs=1e-6)
             squares += float(error.square().sum())
@@ -115,7 +115,7 @@ def test_eight_bits_are_at_most_half_a_step_off(name: str) -> None:
             module = compressed.get_submodule(f"{block}.experts.{expert}.{path}")
             assert isinstance(module, Int8Linear)
             assert module.weight.dtype == torch.int8
-            error = (module.whole().weight - linear.weight).abs()
+            error = (module.to_linear().weight - linear.weight).abs()
             assert (error <= 0.5001 * module.scale[:, None]).all()
             assert module.weight.abs().amax(dim=1).eq(127).all()  # the whole range is used
     found, expected = hidden(compressed, task="beta"), hidden(whole, task="beta")
@@ -126,7 +126,7 @@ def test_a_row_of_zeros_stays_one() -> None:
     linear = nn.Linear(4, 3)
     with torch.no_grad():
         linear.weight[1] = 0
-    assert Int8Linear(linear).whole().weight[1].eq(0).all()
+    assert Int8Linear(linear).to_linear().weight[1].eq(0).all()
 
 
 @both_ways

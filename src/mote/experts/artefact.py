@@ -277,7 +277,7 @@ def _essentials(config: MoTEConfig) -> dict[str, Any]:
         },
         "layers": config.mote_layer_indices,
         "pooling": config.pooling,
-        "architecture": list(architecture_of(config)),
+        "architecture": list(architecture_of(config)[:2]),
     }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from compression_mote import whole_weights
+from compression_mote import decompressed_weights as whole_weights
 from configuration_mote import MoTEConfig
 from modeling_mote import MoTEModel
 from mote.checkpoints.reading import load_mote

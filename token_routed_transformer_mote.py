@@ -1,0 +1,70 @@
+"""The Sentence-Transformers module of a token-routed model, which needs no task.
+
+`modules.json` of a saved token-routed model names `TokenRoutedTransformer`, and only such a model carries this file.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from sentence_transformers.base.modules import Transformer
+
+if TYPE_CHECKING or not __package__:  # installed, as a top-level module
+    try:  # transformers would take an import outside of `try` for a package that must be installed
+        from configuration_mote import ROLE_HINTS
+        from sentence_transformer_mote import MoTETransformer
+    finally:
+        pass
+else:  # remote code
+    from .configuration_mote import ROLE_HINTS
+    from .sentence_transformer_mote import MoTETransformer
+
+
+class TokenRoutedTransformer(MoTETransformer):
+    """A `Transformer` module whose model routes tokens.
+
+    An instruction is a prompt as in any dense model, and a text need not reveal its task. An optional feature
+    `balance_share`, a number, is passed to the model (see `TokenRoutedModel.forward`).
+    """
+
+    def preprocess(
+        self,
+        inputs: Any,
+        prompt: str | None = None,
+        processing_kwargs: Any = None,
+        task: str | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Tokenize.
+
+        Args:
+            inputs: Texts.
+            prompt: Put in front of each text.
+            processing_kwargs: See the base class.
+            task: Checked, then ignored: a task of the config, or the hints "query" and "document".
+            **kwargs: See the base class.
+
+        Returns:
+            The features of the base class.
+
+        Raises:
+            ValueError: If the task is unknown.
+        """
+        if not inputs:
+            return {}
+        if task is not None and task not in ROLE_HINTS:
+            self.config.expert_of(task)
+        return Transformer.preprocess(self, inputs, prompt, processing_kwargs, task=task, **kwargs)
+
+    def forward(self, features: dict[str, Any], task: str | None = None, **kwargs: Any) -> dict[str, Any]:
+        """Run the model.
+
+        Args:
+            features: The output of `preprocess`, possibly with `balance_share`.
+            task: Ignored.
+            **kwargs: See the base class.
+
+        Returns:
+            The features, with `token_embeddings` [B, L, H].
+        """
+        inputs = {name: value for name, value in features.items() if name != "balance_share"}
+        share = features.get("balance_share")
+        return Transformer.forward(self, inputs, task=None, balance_share=share, **kwargs)
