@@ -44,7 +44,9 @@ class CompressedConfig(MoTEConfig):
     @property
     def compression(self) -> str | None:
         """How the experts are compressed, in words."""
-        return "8-bit integers" if self.expert_rank is None else f"differences of rank {self.expert_rank} from their mean"
+        return (
+            "8-bit integers" if self.expert_rank is None else f"differences of rank {self.expert_rank} from their mean"
+        )
 
     def validate(self) -> None:
         """Check the settings; raise `ValueError` at the first that is invalid."""

@@ -177,7 +177,7 @@ class MoTEModel(SingleExperts, OffloadedExperts, PreTrainedModel):
         if config.compression is not None and config.model_type == "mote":
             for block in self.blocks:
                 block.compress(config.expert_rank, config.expert_bits)
-        self._ignore_absent_experts()  # type: ignore[operator]
+        self._ignore_absent_experts()
 
     def _make_block(self, layer: nn.Module) -> nn.Module:
         if self.config.router == "token":
@@ -333,7 +333,7 @@ class MoTEModel(SingleExperts, OffloadedExperts, PreTrainedModel):
         if "cu_seq_lens_q" in kwargs:  # sequences without padding, laid end to end in one row
             rows = len(kwargs["cu_seq_lens_q"]) - 1
         try:
-            from .token_routing_mote import TokenRouting  # type: ignore[import-not-found]
+            from .token_routing_mote import TokenRouting
         except ImportError:
             from token_routing_mote import TokenRouting
         mask = sequences.get("attention_mask")
@@ -408,7 +408,9 @@ class MoTEModel(SingleExperts, OffloadedExperts, PreTrainedModel):
         }
         active_experts = 1
         if self.config.router == "token":
-            routed = [module.feed_forward for module in self.modules() if hasattr(module, "feed_forward")]
+            routed: Any = [
+                module.feed_forward for module in self.modules() if type(module).__name__ == "TokenRoutedBlock"
+            ]
             in_all = sum(p.numel() for feed_forward in routed for p in feed_forward.experts.parameters())
             experts = dict.fromkeys(experts, in_all // len(experts))
             active_experts = self.config.experts_per_token

@@ -242,7 +242,7 @@ class TokenRoutedFeedForward(nn.Module):
         config: The model's config.
     """
 
-    def __init__(self, layer: nn.Module, network: FeedForward, config: MoTEConfig) -> None:
+    def __init__(self, layer: nn.Module, network: FeedForward, config: TokenRoutedConfig) -> None:
         super().__init__()
         self.num_experts_per_tok = config.num_experts_per_tok
         self.norm_topk_prob = config.norm_topk_prob
@@ -285,7 +285,7 @@ class TokenRoutedBlock(nn.Module):
         config: The model's config.
     """
 
-    def __init__(self, layer: nn.Module, network: FeedForward, config: MoTEConfig) -> None:
+    def __init__(self, layer: nn.Module, network: FeedForward, config: TokenRoutedConfig) -> None:
         super().__init__()
         self.feed_forward = TokenRoutedFeedForward(layer, network, config)
         self.replaced = network.module
@@ -360,7 +360,7 @@ class TokenRoutedModel(MoTEModel):
         return TokenRoutedBlock(layer, network, self.config)
 
     @can_return_tuple
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,

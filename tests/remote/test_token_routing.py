@@ -29,7 +29,6 @@ from modeling_mote import MoTEModel
 from mote import plan_upcycling, upcycle
 from mote.cli import main
 from token_routing_mote import (
-    FEED_FORWARDS,
     TokenRoutedBlock,
     TokenRoutedFeedForward,
     TokenRouting,
@@ -223,7 +222,7 @@ def test_a_token_gets_the_weighted_sum_of_its_best_experts(normalized: bool, imp
     config = MoTEConfig(
         experts=["a", "b", "c"], router="token", normalize_router=normalized, experts_implementation=implementation
     )
-    feed_forward = TokenRoutedFeedForward(IdentityLayer(), FEED_FORWARDS["jina_embeddings_v3"], config)
+    feed_forward = TokenRoutedFeedForward(IdentityLayer(), ARCHITECTURES["jina_embeddings_v3"].feed_forward, config)
     with torch.no_grad():
         feed_forward.experts.down_proj.mul_(torch.tensor([1.0, 10.0, 100.0])[:, None, None])  # experts multiply
         # The first coordinate of a token is the logit of expert a, the second that of b; c always has 0.
@@ -616,7 +615,7 @@ def test_an_architecture_without_a_row() -> None:
 
 
 def test_every_supported_architecture_has_a_row() -> None:
-    assert list(FEED_FORWARDS) == list(ARCHITECTURES)
+    assert all(row.feed_forward for row in ARCHITECTURES.values())
 
 
 def test_experts_cannot_be_selected(tmp_path: Path) -> None:
