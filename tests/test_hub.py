@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers.checkpoints import dense_checkpoint, published_nomic, tiny_tokenizer
-from helpers.hub_server import HubServer
+from hub.hub_server import HubServer
 
 ROOT = Path(__file__).parents[1]
 

@@ -1,7 +1,6 @@
 """Whatever goes wrong: a message, and an output folder that is whole or not there."""
 
 import errno
-import json
 import os
 import random
 import re
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.checkpoints import contents
+from helpers.kills import stop_everywhere
 
 from mote import upcycle
 from mote.checkpoints import streaming
@@ -29,10 +30,6 @@ ROOT = Path(__file__).parents[2]
 def other(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another MoTE of the same name."""
     return upcycle(str(dense), tmp_path_factory.mktemp("other") / "tiny-mote", experts=["x", "y"])
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def run(source: Path, out: Path, *options: Any) -> int:
@@ -313,162 +310,48 @@ def test_a_replaced_model_stays_until_its_successor_is_there(other: Path, tmp_pa
 
 # Real processes ------------------------------------------------------------------------------------------------------
 
-# Imports once, then forks a process for every moment at which it touches the disk, and stops it there.
-FORKS = """
-import json, os, resource, shutil, signal, sys
-from pathlib import Path
 
-import mote.upcycling  # before the processes are forked: its imports are not what is stopped
-from mote.cli import main
-
-source, hows, out, old, new = *sys.argv[1:3], *map(Path, sys.argv[3:])
-command = ["upcycle", "--src", source, "--out", str(out), *(["--overwrite"] if str(old) != "-" else [])]
+def upcycle_command(dense: Path, out: Path, *options: str) -> list[str]:
+    return ["upcycle", "--src", str(dense), "--out", str(out), *options]
 
 
-def contents(folder):
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "upcycling.json")
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
-def state_of(folder):
-    if not folder.exists():
-        return "absent"
-    if not (folder / "upcycling.json").is_file():
-        return "broken"
-    json.loads((folder / "upcycling.json").read_text())
-    found = contents(folder)
-    return "new" if found == contents(new) else "old" if str(old) != "-" and found == contents(old) else "broken"
-
-
-def stop_at(moment, with_signal):
-    count = 0
-
-    def hook(event, arguments):
-        nonlocal count
-        if event == "open":
-            writes = isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-            counts = writes and str(arguments[0]).startswith(str(out.parent))
-        else:
-            counts = event in ("os.mkdir", "os.rename", "os.rmdir", "os.remove")
-        count += bool(counts)
-        if counts and count == moment:
-            os.kill(os.getpid(), with_signal)
-
-    sys.addaudithook(hook)
-
-
-def fork(prepare):
-    reading, writing = os.pipe()
-    process = os.fork()
-    if process == 0:
-        os.dup2(writing, 1)
-        os.dup2(writing, 2)
-        prepare()
-        status = main(command)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    os.close(writing)
-    with open(reading, errors="replace") as pipe:
-        printed = pipe.read()
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), printed
-
-
-def reset():
-    if str(old) != "-":
-        shutil.rmtree(out, ignore_errors=True)
-        shutil.copytree(old, out)
-    elif out.exists():
-        shutil.rmtree(out)
-
-
-def tell(how, status, printed):
-    names = sorted(path.name for path in out.parent.iterdir())
-    replaced = [state_of(path) for path in out.parent.glob(".*.replaced-*")] if status == -9 else []
-    left = [name for name in names if name != out.name]
-    told = {"how": how, "status": status, "printed": printed[-300:], "out": state_of(out)}
-    print(json.dumps({**told, "left": left, "replaced": replaced}), flush=True)
-
-
-for how in hows.split(","):
-    if how == "file size":
-        for limit in (0, 400, 5_000, 15_000, 40_000):
-            reset()
-            tell(how, *fork(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))))
-    else:
-        moment, status = 0, None
-        while status != 0:
-            moment += 1
-            reset()
-            status, printed = fork(lambda: stop_at(moment, getattr(signal, how)))
-            if status != 0:
-                tell(how, status, printed)
-    reset()
-    tell(how + ", after", *fork(lambda: None))
-"""
-
-
-def run_forks(hows: str, source: Path, place: Path, old: Path | None, new: Path) -> dict[str, list[dict[str, Any]]]:
-    """Stop processes in several ways; tell what each left, and what a last one did that was not stopped."""
-    command = [sys.executable, "-c", FORKS, str(source), hows, str(place / "tiny-mote"), str(old or "-"), str(new)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    told: dict[str, list[dict[str, Any]]] = {}
-    for result in map(json.loads, done.stdout.splitlines()):
-        told.setdefault(result.pop("how"), []).append(result)
-    return told
-
-
-def assert_whole(told: list[dict[str, Any]]) -> None:
-    assert [(result["status"], result["out"], result["left"]) for result in told] == [(0, "new", [])]
-
-
-@pytest.fixture(scope="module")
-def stopped(dense: Path, upcycled: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    return run_forks("SIGKILL,file size", dense, tmp_path_factory.mktemp("place"), None, upcycled)
-
-
-def test_killed_at_any_moment(stopped: dict[str, list[dict[str, Any]]]) -> None:
-    killed = stopped["SIGKILL"]
+def test_killed_at_any_moment(dense: Path, tmp_path: Path) -> None:
+    out = tmp_path / "place" / "tiny-mote"
+    killed = stop_everywhere(out, *upcycle_command(dense, out))
     assert len(killed) > 15
-    assert {result["status"] for result in killed} == {-signal.SIGKILL}
-    assert {result["out"] for result in killed} == {"absent"}  # taking its place is the last that it does
-    assert any(result["left"] for result in killed)
-    assert_whole(stopped["SIGKILL, after"])
+    assert {result.status for result in killed} == {-signal.SIGKILL}
+    assert {result.out for result in killed} == {"absent"}  # the last step puts it in its place
+    assert any(result.left for result in killed)
 
 
-def test_files_that_cannot_grow(stopped: dict[str, list[dict[str, Any]]]) -> None:
-    limited = stopped["file size"]
+def test_files_that_cannot_grow(dense: Path, tmp_path: Path) -> None:
+    out = tmp_path / "place" / "tiny-mote"
+    limited = stop_everywhere(out, *upcycle_command(dense, out), how="file size")
     assert len(limited) == 5
     for result in limited:
-        assert (result["status"], result["out"], result["left"]) == (1, "absent", [])
-        assert re.search("error: .*tiny-mote could not be written, nothing was left behind: ", result["printed"])
-    assert any("File too large" in result["printed"] for result in limited)
-    assert_whole(stopped["file size, after"])
+        assert (result.status, result.out, result.left) == (1, "absent", [])
+        assert re.search("error: .*tiny-mote could not be written, nothing was left behind: ", result.printed)
+    assert any("File too large" in result.printed for result in limited)
 
 
 @pytest.mark.slow
 def test_killed_at_any_moment_of_replacing_a_model(dense: Path, other: Path, tmp_path: Path) -> None:
-    new = upcycle(str(dense), tmp_path / "new" / "tiny-mote", overwrite=True)  # which the card tells
-    (tmp_path / "place").mkdir()
-    told = run_forks("SIGKILL", dense, tmp_path / "place", other, new)
-    killed = told["SIGKILL"]
-    assert {result["status"] for result in killed} == {-signal.SIGKILL}
-    assert {result["out"] for result in killed} == {"old", "absent", "new"}
-    between_two_renames = [result["replaced"] for result in killed if result["out"] == "absent"]
+    out = tmp_path / "place" / "tiny-mote"
+    killed = stop_everywhere(out, *upcycle_command(dense, out, "--overwrite"), old=other)
+    assert {result.status for result in killed} == {-signal.SIGKILL}
+    assert {result.out for result in killed} == {"old", "absent", "new"}
+    between_two_renames = [result.replaced for result in killed if result.out == "absent"]
     assert between_two_renames == [["old"]]
-    assert_whole(told["SIGKILL, after"])
 
 
 @pytest.mark.slow
-def test_interrupted_at_any_moment(dense: Path, upcycled: Path, tmp_path: Path) -> None:
-    told = run_forks("SIGINT", dense, tmp_path, None, upcycled)
-    assert len(told["SIGINT"]) > 15
-    for result in told["SIGINT"]:
-        assert (result["status"], result["out"], result["left"]) == (130, "absent", [])
-        assert result["printed"].endswith("interrupted: nothing was left behind\n")
-    assert_whole(told["SIGINT, after"])
+def test_interrupted_at_any_moment(dense: Path, tmp_path: Path) -> None:
+    out = tmp_path / "place" / "tiny-mote"
+    interrupted = stop_everywhere(out, *upcycle_command(dense, out), how="SIGINT")
+    assert len(interrupted) > 15
+    for result in interrupted:
+        assert (result.status, result.out, result.left) == (130, "absent", [])
+        assert result.printed.endswith("interrupted: nothing was left behind\n")
 
 
 @pytest.mark.slow

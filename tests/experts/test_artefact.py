@@ -1,7 +1,6 @@
 """One expert in files of its own, and MoTEs on disk with one expert more, less, or under another name."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -12,9 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import dense_checkpoint, edit_json, edit_weights, files_in, read_json, tiny_tokenizer, trusted
+from helpers.checkpoints import (
+    contents,
+    dense_checkpoint,
+    edit_json,
+    edit_weights,
+    files_in,
+    read_json,
+    tiny_tokenizer,
+    trusted,
+)
 from helpers.families import all_families, batch, make_different, trained_mote
-from helpers.hub_server import HubServer
+from helpers.kills import stop_everywhere
+from hub.hub_server import HubServer
 from safetensors.torch import load_file, save_file
 
 from modeling_mote import MoTEModel
@@ -72,10 +81,6 @@ def fingerprint(folder: Path) -> str:
 def hidden(folder: Path, task: str) -> torch.Tensor:
     with torch.no_grad():
         return MoTEModel.from_pretrained(folder)(**batch(), task=task).last_hidden_state
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 # Into files, and back ------------------------------------------------------------------------------------------------
@@ -531,106 +536,22 @@ def test_weights_that_are_no_safetensors(trained: Path, tmp_path: Path) -> None:
 
 # Killed --------------------------------------------------------------------------------------------------------------
 
-# Imports once, then forks a process for every moment at which it touches the disk, and kills it there.
-KILLS = """
-import json, os, shutil, signal, sys
-from pathlib import Path
-
-import mote.experts.life  # before the processes are forked: its imports are not what is killed
-from mote.cli import main
-
-out, old, command = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
-
-
-def contents(folder):
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in ("experts.json", "expert.json"))
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
-def kill_at(moment):
-    count = 0
-
-    def hook(event, arguments):
-        nonlocal count
-        if event == "open":
-            writes = isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-            counts = writes and str(arguments[0]).startswith(str(out.parent))
-        else:
-            counts = event in ("os.mkdir", "os.rename", "os.rmdir", "os.remove", "os.link")
-        count += bool(counts)
-        if counts and count == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
-
-
-def fork(moment):
-    process = os.fork()
-    if process == 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.dup2(1, 2)
-        kill_at(moment)
-        os._exit(main(command))
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-
-
-def reset():
-    shutil.rmtree(out, ignore_errors=True)
-    if old:
-        shutil.copytree(old, out)
-
-
-reset()
-assert fork(0) == 0
-new = contents(out)
-moment, status = 0, None
-while status != 0:
-    moment += 1
-    reset()
-    status = fork(moment)
-    replaced = [path for path in out.parent.glob(".*.replaced-*")]
-    found = contents(out) if out.exists() else None
-    state = "absent" if found is None else "new" if found == new else "broken"
-    if old and found == contents(Path(old)):
-        state = "old"
-    beside = old and any(contents(path) == contents(Path(old)) for path in replaced)
-    left = sorted(path.name for path in out.parent.iterdir() if path != out)
-    print(json.dumps({"status": status, "out": state, "beside": bool(beside), "left": left}), flush=True)
-"""
-
-
-def kill(out: Path, old: Path | None, *command: Any) -> list[dict[str, Any]]:
-    """Kill a command at every moment; tell what each left, the last one was not killed."""
-    done = subprocess.run(
-        [sys.executable, "-c", KILLS, str(out), str(old or ""), *map(str, command)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    *killed, whole = map(json.loads, done.stdout.splitlines())
-    assert {result["status"] for result in killed} == {-signal.SIGKILL}
-    assert (whole["status"], whole["out"], whole["left"]) == (0, "new", [])
-    return killed
-
 
 def test_killed_while_an_expert_is_extracted(trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "place" / "clustering"
-    out.parent.mkdir()
-    killed = kill(out, None, "experts", "extract", trained, "clustering", "--out", out)
+    command = ["experts", "extract", trained, "clustering", "--out", out]
+    killed = stop_everywhere(out, *command)
     assert len(killed) >= 4
-    assert {result["out"] for result in killed} == {"absent"}
+    assert {(result.status, result.out) for result in killed} == {(-signal.SIGKILL, "absent")}
 
 
 @pytest.mark.slow
 def test_killed_while_a_mote_is_written(trained: Path, legal: Path, tmp_path: Path) -> None:
     out = tmp_path / "place" / "out"
-    out.parent.mkdir()
     before = contents(trained)
-    killed = kill(out, None, "experts", "add", trained, legal, "--out", out)
+    killed = stop_everywhere(out, "experts", "add", trained, legal, "--out", out)
     assert len(killed) > 15
-    assert {result["out"] for result in killed} == {"absent"}
+    assert {(result.status, result.out) for result in killed} == {(-signal.SIGKILL, "absent")}
     assert contents(trained) == before
 
 
@@ -639,10 +560,11 @@ def test_killed_while_a_mote_is_changed_in_its_place(with_legal: Path, tmp_path:
     old = shutil.copytree(with_legal, tmp_path / "old")
     (old / "notes.txt").write_text("mine")
     out = tmp_path / "place" / "mote"
-    out.parent.mkdir()
-    killed = kill(out, old, "experts", "rename", out, "legal", "law", "--overwrite")
-    assert {result["out"] for result in killed} == {"old", "absent", "new"}
-    assert [result["beside"] for result in killed if result["out"] == "absent"] == [True]
+    command = ["experts", "rename", out, "legal", "law", "--overwrite"]
+    killed = stop_everywhere(out, *command, old=old)
+    assert {result.status for result in killed} == {-signal.SIGKILL}
+    assert {result.out for result in killed} == {"old", "absent", "new"}
+    assert [result.replaced for result in killed if result.out == "absent"] == [["old"]]
 
 
 # The Hub -------------------------------------------------------------------------------------------------------------

@@ -123,6 +123,13 @@ def files_in(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
+def contents(folder: Path | str) -> dict[str, bytes]:
+    """All files below a folder, by path."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()
+    }
+
+
 def read_json(path: Path) -> Any:
     """What a JSON file holds."""
     return json.loads(path.read_text())

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-from helpers.hub_server import Account, HubServer
+from helpers.checkpoints import contents
+from hub.hub_server import Account, HubServer
 
 pytest.importorskip("huggingface_hub")
 
@@ -68,11 +69,6 @@ def client(server: HubServer, folder: Path, tmp_path: Path) -> Client:
         return json.loads(done.stdout.splitlines()[-1])
 
     return run
-
-
-def contents(folder: Path | str) -> dict[str, bytes]:
-    root = Path(folder)
-    return {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
 
 
 def endpoints(server: HubServer) -> list[str]:

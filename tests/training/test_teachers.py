@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.checkpoints import dense_checkpoint
-from helpers.hub_server import HubServer
+from hub.hub_server import HubServer
 from sentence_transformers import SentenceTransformer
 
 from mote.training import teachers

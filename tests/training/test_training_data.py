@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow
 import pytest
 from helpers.checkpoints import tiny_tokenizer
-from helpers.hub_server import HubServer
+from hub.hub_server import HubServer
 from pyarrow import parquet
 from transformers import AutoTokenizer
 

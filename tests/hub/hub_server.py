@@ -1,7 +1,11 @@
-"""A loopback server that speaks the Hugging Face Hub's HTTP protocol, so that tests can push models and download.
+"""A loopback server that speaks the part of the Hugging Face Hub's HTTP protocol that this project's tests need.
 
-Real clients (huggingface_hub, transformers, sentence-transformers) run in processes of their own and find the server by
-``HF_ENDPOINT``; `HubServer.environment` gives such a process its whole environment. Everything is kept in memory.
+Real clients (huggingface_hub, transformers, sentence-transformers) run in processes of their own and find the server
+through ``HF_ENDPOINT``; `HubServer.environment` builds their whole environment. Everything is kept in memory.
+
+Scope: pushing and downloading models, reading datasets, tokens with and without write access, and injected faults.
+Not supported: spaces, pull requests, tags, file copies, .gitignore, multi-part uploads, paging, renaming and deleting
+repositories, and names without a namespace. Extend it only where a test of this project needs it.
 
 The protocol was read off what huggingface_hub (1.5 to 2.4) sends and expects back, and off the git-lfs batch API. The
 endpoints, by the names that the request log and `HubServer.fail` use:
@@ -21,17 +25,13 @@ endpoints, by the names that the request log and `HubServer.fail` use:
     download       GET  /storage/{repo}/{oid}
 
 GET endpoints answer HEAD too, and files answer Range requests. The storage goes by another host name (``localhost``
-instead of ``127.0.0.1``), so that clients treat it as foreign: they send no token, and it wants but a signed URL.
+instead of ``127.0.0.1``), so that clients treat it as foreign: they send no token, only the signed URL.
 
 Clients need ``HF_HUB_DISABLE_XET=1`` (`HubServer.environment` sets it): where hf_xet is installed, huggingface_hub 2.4
-uploads through Xet without asking the server. Downloads do without the variable, and so does huggingface_hub 1.5,
-which asks first, because this server never offers Xet.
+uploads through Xet without asking the server. Downloads do not need it, nor does huggingface_hub 1.5, which asks first.
 
-Datasets can be read: a repository answers under `/datasets/{repo}` and `/api/datasets/{repo}` too, as one of its name.
-
-Unlike the Hub, which answers 401, a missing or hidden repository is 404 for anonymous clients too. Not supported:
-spaces, pull requests, tags, file copies, .gitignore, multi-part uploads, paging, renaming and deleting repositories,
-and names without a namespace.
+Every repository can also be read as a dataset, under `/datasets/{repo}` and `/api/datasets/{repo}`. Unlike on the Hub,
+which answers 401, a missing or hidden repository is 404 for anonymous clients too.
 """
 
 from __future__ import annotations
@@ -67,20 +67,20 @@ _FOREIGN_SETTINGS = re.compile(r"(HF|HUGGINGFACE|HUGGING_FACE|TRANSFORMERS|SENTE
 
 @dataclass(frozen=True)
 class Account:
-    """Whom a token stands for, and what it may do."""
+    """The account behind a token, and its rights."""
 
     name: str
     can_write: bool = True
     organizations: tuple[str, ...] = ()
 
     def owns(self, repo_id: str) -> bool:
-        """Whether the repository lies in a namespace of this account."""
+        """Whether the repository is in one of this account's namespaces."""
         return repo_id.split("/")[0] in (self.name, *self.organizations)
 
 
 @dataclass
 class Request:
-    """An entry of the log. `status` stays None where the connection was cut."""
+    """An entry of the request log. `status` is None if the connection was cut."""
 
     endpoint: str
     method: str
@@ -91,7 +91,7 @@ class Request:
 
 @dataclass
 class Fault:
-    """A fault to inject: a status or, for None, a connection that is cut."""
+    """An injected fault: a status, or a cut connection if `status` is None."""
 
     status: int | None
     message: str
@@ -108,18 +108,18 @@ class Blob:
 
     @cached_property
     def sha256(self) -> str:
-        """The name of the content in LFS."""
+        """The content's LFS object id."""
         return hashlib.sha256(self.content).hexdigest()
 
     @cached_property
     def pointer(self) -> bytes:
-        """What git stores: the content, or for an LFS file the pointer to it."""
+        """What git stores: the content, or the pointer of an LFS file."""
         lines = f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\nsize {len(self.content)}\n"
         return lines.encode() if self.lfs else self.content
 
     @cached_property
     def git_oid(self) -> str:
-        """Git's name of what it stores."""
+        """The blob's git object id."""
         return hashlib.sha1(b"blob %d\0" % len(self.pointer) + self.pointer).hexdigest()
 
 
@@ -173,7 +173,7 @@ class Repo:
         return commit
 
     def add(self, branch: str, files: Mapping[str, Blob], author: str, title: str, message: str = "") -> Commit:
-        """Commits a whole state of the files to a branch."""
+        """Commits a complete set of files to a branch."""
         parent, date = self.branches.get(branch), time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime())
         listing = sorted((path, blob.git_oid) for path, blob in files.items())
         identity = repr((self.id, len(self.commits), parent and parent.id, title, message, author, date, listing))
@@ -204,10 +204,10 @@ def answer(value: object, status: int = 200) -> Response:
 
 
 class HubError(Exception):
-    """An error to answer with, in the form in which huggingface_hub reads it."""
+    """An error response in the form that huggingface_hub expects."""
 
     def __init__(self, status: int, message: str, code: str | None = None, commit: Commit | None = None) -> None:
-        """Takes the status, the text, the Hub's name of the error, and the commit that was looked at."""
+        """Takes the status, the message, the Hub's error code, and the commit that was requested."""
         super().__init__(message)
         headers = {"X-Error-Message": message, "X-Error-Code": code, "X-Repo-Commit": commit and commit.id}
         self.response = answer({"error": message}, status)
@@ -215,10 +215,10 @@ class HubError(Exception):
 
 
 class HubServer:
-    """The server: a context manager that serves from threads of the test's process.
+    """The server: a context manager that serves from threads of the test process.
 
     Args:
-        accounts: what each token stands for. By default ``hf_write`` and ``hf_read`` belong to the account ``user``
+        accounts: the account of each token. By default ``hf_write`` and ``hf_read`` belong to the account ``user``
             and ``hf_other`` to the account ``other``. Any other token is refused with 401.
 
     Attributes:
@@ -228,7 +228,7 @@ class HubServer:
     """
 
     def __init__(self, accounts: Mapping[str, Account] | None = None) -> None:
-        """Claims a port; the server answers once the context is entered."""
+        """Binds a port; requests are answered once the context is entered."""
         user, reader, other = Account("user"), Account("user", can_write=False), Account("other")
         self.accounts = dict(accounts or {"hf_write": user, "hf_read": reader, "hf_other": other})
         self.requests: list[Request] = []
@@ -241,19 +241,19 @@ class HubServer:
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> HubServer:
-        """Starts to serve."""
+        """Starts serving."""
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        """Stops to serve. A mistake of the server itself surfaces here, unless the test has failed already."""
+        """Stops serving. Errors inside the server are raised here, unless the test has already failed."""
         self._server.shutdown()
         self._server.server_close()
         if self.errors and kind is None:
             raise RuntimeError("HubServer failed to answer:\n" + "\n".join(self.errors))
 
     def environment(self, home: Path | str, token: str | None = None) -> dict[str, str]:
-        """The environment of a client process: the current one, cleared of every other Hub setting.
+        """The environment of a client process: the current one without any other Hub setting.
 
         Args:
             home: the client's HF_HOME, under which it keeps its cache and everything else.
@@ -271,7 +271,7 @@ class HubServer:
         return repo
 
     def add_repo(self, repo_id: str, folder: Path | str, private: bool = False) -> str:
-        """Makes `main` hold a folder's files, in a new repository or by a new commit; returns the commit's hash."""
+        """Commits a folder's files to `main`, creating the repository if needed; returns the commit's hash."""
         contents = {p.relative_to(folder).as_posix(): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
         with self.lock:
             repo = self.repos.get(repo_id) or self.create_repo(repo_id, private)
@@ -297,7 +297,7 @@ class HubServer:
         after: int | None = None,
         times: int | None = None,
     ) -> None:
-        """Makes an endpoint fail: with a status, or by breaking the connection in the middle of a body.
+        """Makes an endpoint fail: with an error status, or by cutting the connection in the middle of a body.
 
         huggingface_hub repeats most requests (not `commit`) up to five times, over some 23 seconds, after 429, 500,
         502, 503 and 504; version 2 also after 408 and a broken connection, where version 1.5 mostly gives up at once.
@@ -318,11 +318,11 @@ class HubServer:
         self._faults[endpoint] = Fault(status, message, after, times)
 
     def heal(self) -> None:
-        """Takes back every fault."""
+        """Removes all faults."""
         self._faults.clear()
 
     def take_fault(self, endpoint: str) -> Fault | None:
-        """The fault that the next request to an endpoint meets."""
+        """Returns the fault for the next request to an endpoint, and counts it."""
         with self.lock:
             fault = self._faults.get(endpoint)
             if fault is not None and fault.times is not None:
@@ -343,7 +343,7 @@ _ROUTES: list[tuple[str, re.Pattern[str], _Endpoint]] = []
 
 
 def _route(method: str, template: str) -> Callable[[_Endpoint], _Endpoint]:
-    """Registers a method of `_Handler` as an endpoint; the {names} of its path become arguments."""
+    """Registers a method of `_Handler` as an endpoint; the {names} in its path become arguments."""
     pattern = template.replace("{repo}", "(?P<repo>(?:[^/]+/)?[^/]+)").replace("{path}", "(?P<path>.+)")
     pattern = re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", pattern)
 
@@ -389,13 +389,13 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_PUT = do_DELETE = do_GET  # noqa: N815
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Says nothing: `HubServer.requests` is the log."""
+        """Prints nothing: `HubServer.requests` is the log."""
 
     def _read_body(self, fault: Fault | None) -> None:
         length = int(self.headers.get("Content-Length", 0))
         if fault and fault.status is None and length:
             self.rfile.read(length // 2 if fault.after is None else min(fault.after, length))
-            # by a reset, so that the client meets it at once, whether it still sends or waits for the response
+            # reset the connection, so that the client notices at once, whether it is sending or waiting
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             socket.close(self.connection.detach())
             raise ConnectionAbortedError
@@ -542,7 +542,7 @@ class _Handler(BaseHTTPRequestHandler):
         for file in json.loads(self.body)["files"]:
             path, old = file["path"], stored.get(file["path"])
             mode = "lfs" if found.is_lfs(revision, path, file["size"]) else "regular"
-            # by the oid the client sees which files have not changed
+            # the oid lets the client skip files that have not changed
             oid = {"oid": old.sha256 if old.lfs else old.git_oid} if old else {}
             modes.append({"path": path, "uploadMode": mode, "shouldIgnore": False, **oid})
         return answer({"files": modes, "commitOid": found.at(revision).id})
@@ -552,7 +552,7 @@ class _Handler(BaseHTTPRequestHandler):
         found = self._writable_repo(repo)
         objects = [{"oid": wish["oid"], "size": wish["size"]} for wish in json.loads(self.body)["objects"]]
         for entry in objects:
-            if entry["oid"] not in found.objects:  # what is stored already needs no action
+            if entry["oid"] not in found.objects:  # objects that are already stored need no action
                 entry["actions"] = {"upload": {"href": self.hub.sign("PUT", repo, entry["oid"])}}
         return answer({"transfer": "basic", "objects": objects})
 
