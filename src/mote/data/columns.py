@@ -1,4 +1,4 @@
-"""Tell what the columns of a dataset are, and check its rows."""
+"""What the columns of a dataset mean, and what its rows must hold."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from configuration_mote import alternatives
 from mote.data.settings import DatasetSettings
 
-Kind = Literal["pairs", "scored", "labelled", "texts"]
+RowType = Literal["pairs", "scored", "labelled", "texts"]
 
 ANCHORS = ("anchor", "query", "question", "sentence1", "sentence_1", "text1", "premise")
 POSITIVES = ("positive", "document", "answer", "passage", "sentence2", "sentence_2", "text2", "hypothesis")
@@ -18,26 +18,34 @@ TEXTS = ("text", "sentence")
 SCORES = ("score", "similarity", "similarity_score", "label")
 LABELS = ("label",)
 
-_NUMBERED_NEGATIVE = re.compile(r"negative_?\d+")
 OURS = {"sentence1": "anchor", "sentence2": "positive", "text": "anchor", "score": "label"}
 KNOWN = ("anchor", "positive", "negative", "text", "label", "sentence1", "sentence2", "score")
+
+_NUMBERED_NEGATIVE = re.compile(r"negative_?\d+")
+_ROW_TYPES: dict[frozenset[str], RowType] = {
+    frozenset({"anchor", "positive"}): "pairs",
+    frozenset({"anchor", "positive", "negative"}): "pairs",
+    frozenset({"anchor", "positive", "label"}): "scored",
+    frozenset({"anchor", "label"}): "labelled",
+    frozenset({"anchor"}): "texts",
+}
 
 
 @dataclass(frozen=True)
 class Columns:
-    """What a dataset holds, and in which of its columns.
+    """What the rows of a dataset hold, and in which columns.
 
     Attributes:
-        kind: `pairs` (with or without hard negatives), `scored` pairs, `labelled` texts, or just `texts`.
-        names: Of `anchor`, `positive`, `negative` and `label`: the dataset's columns. A text alone is an anchor.
+        row_type: `pairs` (with or without hard negatives), `scored` pairs, `labelled` texts, or single `texts`.
+        names: `anchor`, `positive`, `negative` and `label` → the dataset's columns. A single text is an anchor.
     """
 
-    kind: Kind
+    row_type: RowType
     names: dict[str, tuple[str, ...]]
 
 
 class Example(NamedTuple):
-    """A checked row: every text of it, and its label or score."""
+    """A valid row: its texts, and its label or score."""
 
     anchor: str
     positives: tuple[str, ...] = ()
@@ -46,28 +54,28 @@ class Example(NamedTuple):
 
 
 def find_columns(settings: DatasetSettings, present: Iterable[str], name: str) -> Columns:
-    """Decide what the columns of a dataset are: what the recipe says, or else by their usual names.
+    """Find out what the columns of a dataset mean: from its settings, or else by their usual names.
 
     Args:
-        settings: The recipe's.
+        settings: The dataset's settings.
         present: The dataset's columns.
-        name: The dataset's, for messages.
+        name: The dataset's name, for errors.
 
     Raises:
-        ValueError: If a column is missing, or the names leave it open.
+        ValueError: If a column is missing, or the names are ambiguous.
     """
     present = list(present)
-    names = _given(settings.columns, present, name) if settings.columns else _usual(present, name)
-    kind = _kind(names)
-    if kind is None:
+    names = _from_settings(settings.columns, present, name) if settings.columns else _usual(present, name)
+    row_type = _ROW_TYPES.get(frozenset(names))
+    if row_type is None:
         raise ValueError(
-            f"{name}: its columns {', '.join(map(repr, sorted(present)))} are no pairs (anchor, positive), no labelled "
-            "texts (text, label) and no scored pairs (sentence1, sentence2, score): say which is which with `columns`"
+            f"{name}: its columns {', '.join(map(repr, sorted(present)))} are neither pairs (anchor, positive) nor "
+            "labelled texts (text, label) nor scored pairs (sentence1, sentence2, score): name them with `columns`"
         )
-    return Columns(kind, names)
+    return Columns(row_type, names)
 
 
-def _given(columns: dict[str, str | list[str]], present: list[str], name: str) -> dict[str, tuple[str, ...]]:
+def _from_settings(columns: dict[str, str | list[str]], present: list[str], name: str) -> dict[str, tuple[str, ...]]:
     names = {}
     for ours, theirs in columns.items():
         if ours not in KNOWN:
@@ -98,40 +106,32 @@ def _usual(present: list[str], name: str) -> dict[str, tuple[str, ...]]:
 def _one_of(usual: tuple[str, ...], present: list[str], name: str) -> tuple[str, ...]:
     found = tuple(column for column in usual if column in present)
     if len(found) > 1:
-        raise ValueError(f"{name}: {' and '.join(map(repr, found))} mean the same: say which to take with `columns`")
+        raise ValueError(f"{name}: {' and '.join(map(repr, found))} mean the same: choose one with `columns`")
     return found
 
 
-def _kind(names: dict[str, tuple[str, ...]]) -> Kind | None:
-    kinds: dict[frozenset[str], Kind] = {
-        frozenset({"anchor", "positive"}): "pairs",
-        frozenset({"anchor", "positive", "negative"}): "pairs",
-        frozenset({"anchor", "positive", "label"}): "scored",
-        frozenset({"anchor", "label"}): "labelled",
-        frozenset({"anchor"}): "texts",
-    }
-    return kinds.get(frozenset(names))
-
-
 def check_row(row: dict[str, Any], columns: Columns) -> Example:
-    """Take a row's texts and its label.
+    """Take the texts and the label of a row.
 
     Raises:
-        ValueError: That says what is wrong with the row.
+        ValueError: If the row is invalid; the message says why.
     """
     names = columns.names
-    anchor = _checked(_value(row, names["anchor"][0]), names["anchor"][0])
-    if columns.kind == "texts":
+    anchor = _text(_value(row, names["anchor"][0]), names["anchor"][0])
+    if columns.row_type == "texts":
         return Example(anchor)
-    if columns.kind == "labelled":
+    if columns.row_type == "labelled":
         return Example(anchor, label=_label(_value(row, names["label"][0]), names["label"][0]))
     positive = _value(row, names["positive"][0])
-    if columns.kind == "scored":
+    if columns.row_type == "scored":
         score = _score(_value(row, names["label"][0]), names["label"][0])
-        return Example(anchor, (_checked(positive, names["positive"][0]),), label=score)
+        return Example(anchor, (_text(positive, names["positive"][0]),), label=score)
     given = ((row.get(column), column) for column in names.get("negative", ()))  # a row may have fewer than others
-    negatives = tuple(text for value, column in given if value is not None for text in _texts(value, column, least=0))
-    return Example(anchor, tuple(_texts(positive, names["positive"][0])), negatives)
+    negatives = tuple(text for value, column in given if value is not None for text in _texts(value, column))
+    positives = tuple(_texts(positive, names["positive"][0]))
+    if not positives:
+        raise ValueError(f"{names['positive'][0]!r} is an empty list")
+    return Example(anchor, positives, negatives)
 
 
 def _value(row: dict[str, Any], column: str) -> Any:
@@ -140,28 +140,25 @@ def _value(row: dict[str, Any], column: str) -> Any:
     return row[column]
 
 
-def _texts(value: Any, column: str, least: int = 1) -> list[str]:
-    texts = value if isinstance(value, list) else [value]
-    if len(texts) < least:
-        raise ValueError(f"{column!r} is an empty list")
-    return [_checked(text, column) for text in texts]
+def _texts(value: Any, column: str) -> list[str]:
+    return [_text(text, column) for text in (value if isinstance(value, list) else [value])]
 
 
-def _checked(text: Any, column: str) -> str:
+def _text(text: Any, column: str) -> str:
     if not isinstance(text, str):
-        raise ValueError(f"{column!r} is no text but {type(text).__name__}")  # noqa: TRY004
+        raise ValueError(f"{column!r} must be a string, got {type(text).__name__}")  # noqa: TRY004
     if not text.strip():
         raise ValueError(f"{column!r} is empty")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{column!r} is no valid Unicode: it has half of a surrogate pair") from None
+        raise ValueError(f"{column!r} is invalid Unicode: it has half of a surrogate pair") from None
     return text
 
 
 def _label(label: Any, column: str) -> str:
     if not isinstance(label, str | int):
-        raise ValueError(f"{column!r} is no text or whole number but {type(label).__name__}")  # noqa: TRY004
+        raise ValueError(f"{column!r} must be a string or an integer, got {type(label).__name__}")  # noqa: TRY004
     if not str(label).strip():
         raise ValueError(f"{column!r} is empty")
     return str(label).strip()
@@ -169,7 +166,7 @@ def _label(label: Any, column: str) -> str:
 
 def _score(score: Any, column: str) -> float:
     if not isinstance(score, int | float):
-        raise ValueError(f"{column!r} is no number but {type(score).__name__}")  # noqa: TRY004
+        raise ValueError(f"{column!r} must be a number, got {type(score).__name__}")  # noqa: TRY004
     if not math.isfinite(score):
-        raise ValueError(f"{column!r} is {score}")
+        raise ValueError(f"{column!r} must be finite, got {score}")
     return float(score)

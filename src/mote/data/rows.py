@@ -1,46 +1,153 @@
-"""Find the datasets of a recipe, and read their rows one by one, with the place of each."""
+"""The one reader of text data: it finds the files of a dataset, and reads its rows, each with its place.
+
+Datasets of the Hub are read by `datasets.load_dataset`. Files are read here instead, because the library's JSON reader
+fails on a whole file where one row is invalid (or holds a number where another holds a string), knows no line numbers,
+and writes a copy of the data into the user's cache. Here rows come one by one, and an invalid one is an invalid row.
+"""
 
 import codecs
 import gzip
 import json
+import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import chain
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
-
-import datasets
-import pyarrow
-from pyarrow import parquet
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from configuration_mote import alternatives
-from mote.data.settings import DatasetSettings
+
+if TYPE_CHECKING:
+    from mote.data.settings import DatasetSettings
 
 HUB = "hub:"
 ENDINGS = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
-_WILDCARDS = set("*?[")
+MAX_LINE = 2**26
+"""Length of a line at most, in bytes: longer ones come from damaged files and compression bombs."""
+
+logger = logging.getLogger(__name__)
 
 
-class Line(NamedTuple):
-    """A row as it was read: its place, and its content or what is wrong with it."""
+# Rows of files -------------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """A row as it was read: its place (`file:line` or `file: row n`), and its columns or what is wrong with it."""
 
     where: str
     content: dict[str, Any]
     fault: str = ""
 
 
-AnySettings = TypeVar("AnySettings", bound=DatasetSettings)
+def has_columns(file: Path) -> bool:
+    """Whether a file holds rows with columns, by its name; else it may be plain text."""
+    return file.name.endswith(ENDINGS)
+
+
+def read_files(files: Iterable[Path]) -> Iterator[Row]:
+    """Read JSON lines (packed or not) and parquet files, one after another.
+
+    Raises:
+        FileNotFoundError: If a file does not exist.
+        ValueError: If a file is of another format, truncated or damaged, or has a line longer than `MAX_LINE`.
+    """
+    for file in files:
+        if file.suffix == ".parquet":
+            yield from _read_parquet(file)
+        elif has_columns(file):
+            yield from (_parse(where, line) for where, line in _read_lines(file))
+        else:
+            raise ValueError(f"{file}: unknown format, expected one of {', '.join(ENDINGS)}")
+
+
+def require_valid(rows: Iterable[Row]) -> Iterator[Row]:
+    """Pass rows on up to the first invalid one.
+
+    Raises:
+        ValueError: If a row is invalid.
+    """
+    for row in rows:
+        if row.fault:
+            raise ValueError(f"{row.where}: {row.fault}")
+        yield row
+
+
+def read_text_lines(file: Path) -> Iterator[tuple[str, str]]:
+    """Read a text file, packed or not: the place of each line that is not blank, and the line without its end.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is not UTF-8, truncated or damaged, or has a line longer than `MAX_LINE`.
+    """
+    for where, line in _read_lines(file):
+        try:
+            yield where, line.decode().rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where}: not a text in UTF-8 ({error})") from error
+
+
+def _read_lines(file: Path) -> Iterator[tuple[str, bytes]]:
+    _require_regular(file)
+    with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
+        try:
+            for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), b""), start=1):
+                if len(line) > MAX_LINE:
+                    raise ValueError(f"{file}:{number}: the line is longer than {MAX_LINE:,} bytes, expected one row")
+                if line.strip():
+                    yield f"{file}:{number}", line.removeprefix(codecs.BOM_UTF8)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{file} is truncated or damaged: {error}") from error
+
+
+def _require_regular(file: Path) -> None:
+    if not file.exists():
+        raise FileNotFoundError(f"There is no file {file}")
+    if not file.is_file():
+        raise ValueError(f"{file} is a folder, a pipe or a device, expected a file")
+
+
+def _parse(where: str, line: bytes) -> Row:
+    try:
+        content = json.loads(line.decode())
+    except (ValueError, RecursionError) as error:
+        return Row(where, {}, f"invalid JSON ({error})")
+    if not isinstance(content, dict):
+        return Row(where, {}, f"expected a JSON object, got {type(content).__name__}")
+    return Row(where, content)
+
+
+def _read_parquet(file: Path) -> Iterator[Row]:
+    import pyarrow
+    from pyarrow import parquet
+
+    _require_regular(file)
+    try:
+        with parquet.ParquetFile(file) as table:
+            rows = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches())
+            yield from _numbered(str(file), rows)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{file} is truncated or damaged: {error}") from error
+
+
+def _numbered(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[Row]:
+    return (Row(f"{name}: row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+# Datasets ------------------------------------------------------------------------------------------------------------
+
+AnySettings = TypeVar("AnySettings", bound="DatasetSettings")
 
 
 @dataclass(frozen=True)
 class Location(Generic[AnySettings]):
-    """A dataset that was found.
+    """Where a dataset was found.
 
     Attributes:
         name: The last two parts of its path below the data folder, `retrieval/arxiv`; of a dataset on the Hub its id.
         settings: The settings that it was found by.
-        files: What to read; none for a dataset on the Hub.
+        files: The files of the split; none for a dataset on the Hub.
     """
 
     name: str
@@ -48,84 +155,100 @@ class Location(Generic[AnySettings]):
     files: tuple[Path, ...] = ()
 
 
-def find_datasets(
-    settings: AnySettings, folder: Path, report: Callable[[str], None] = lambda line: None
-) -> list[Location[AnySettings]]:
-    """Find what one entry of a recipe stands for.
+def find_datasets(settings: AnySettings, folder: Path) -> list[Location[AnySettings]]:
+    """Find the datasets that an entry of a recipe stands for.
 
     Args:
-        settings: The entry: its path is a file, a folder with a file for the split, a folder of such folders, a
-            pattern, or `hub:user/name`.
-        folder: Where relative paths begin.
-        report: Called with each folder that a pattern or a folder of folders passes over.
+        settings: The entry. Its path is a file, or a folder with files for the split; or a pattern that matches some
+            of these; or `hub:user/name`.
+        folder: Data folder, where relative paths begin.
 
     Returns:
         The datasets, sorted by path.
 
     Raises:
-        FileNotFoundError: If nothing is there, or nothing for the split.
+        FileNotFoundError: If there is no such dataset, or no such split.
         ValueError: If the split is there in more than one format, or `exclude` names what is not there.
     """
     if settings.path.startswith(HUB):
         name = settings.path.removeprefix(HUB)
         return [Location(f"{name}/{settings.subset}" if settings.subset else name, settings)]
     found = []
-    for path in _matches(settings.path, folder, settings.split):
-        files = _files_of(path, settings.split)
-        if files:
-            found.append(Location(_name(path, folder, settings.split), settings, files))
-        elif path.is_dir():
-            report(f"{_name(path, folder, settings.split)}: no {settings.split!r} part, passed over")
+    for path in _matches(settings.path, folder):
+        name = _name(path, folder, settings.split)
+        if files := split_files(path, settings.split):
+            found.append(Location(name, settings, files))
+        else:
+            logger.info("%s: no %r split, skipped", name, settings.split)
     if not found:
-        endings = ", ".join(settings.split + ending for ending in ENDINGS)
-        raise FileNotFoundError(f"{folder / settings.path} holds no {settings.split!r} part: expected one of {endings}")
+        endings, target = ", ".join(settings.split + ending for ending in ENDINGS), folder / settings.path
+        hint = f". For all datasets in it: {settings.path.rstrip('/')}/*" if any(target.glob("*/")) else ""
+        raise FileNotFoundError(f"{target} has no {settings.split!r} split: expected one of {endings}{hint}")
     return _without_excluded(found, settings.exclude)
 
 
-def _matches(path: str, folder: Path, split: str) -> list[Path]:
-    """The files and folders that a path stands for: itself, what fits the pattern, or the folders in a folder."""
+def split_files(path: Path, split: str) -> tuple[Path, ...]:
+    """Find the files of a split in a folder: `train.jsonl`, `train-00000-of-00002.parquet`, `train/0.parquet`.
+
+    A path to a file stands for itself, whatever the split is. Without a file for the split there are none.
+
+    Raises:
+        ValueError: If the split is there in more than one form, or the path leads to a file of another format.
+    """
+    if not path.is_dir():
+        if not has_columns(path):
+            raise ValueError(f"{path}: unknown format, expected one of {', '.join(ENDINGS)}")
+        return (path,)
+    patterns = (split, f"{split}-[0-9]*", f"{split}/*")
+    found = {file: ending for ending in ENDINGS for pattern in patterns for file in path.glob(pattern + ending)}
+    if len({(file.parent, ending, file.name == split + ending) for file, ending in found.items()}) > 1:
+        names = ", ".join(str(file.relative_to(path)) for file in sorted(found))
+        raise ValueError(f"{path} has its {split!r} split in several forms ({names}): name the file to read")
+    return tuple(sorted(found))
+
+
+def read_rows(location: Location[Any]) -> Iterator[Row]:
+    """Read a dataset, with invalid rows.
+
+    Raises:
+        FileNotFoundError: If there is no such dataset on the Hub.
+        ValueError: If a file is truncated or damaged, or the dataset on the Hub has no such split.
+    """
+    yield from read_files(location.files) if location.files else _numbered(location.name, _from_hub(location.settings))
+
+
+def _from_hub(settings: "DatasetSettings") -> Iterable[dict[str, Any]]:
+    import datasets
+
+    name = settings.path.removeprefix(HUB)
+    if Path(name).is_dir():  # `datasets` would read it instead
+        raise ValueError(f"{settings.path} is also a folder here: leave out `{HUB}`, or run elsewhere")
+    try:
+        return datasets.load_dataset(name, name=settings.subset, split=settings.split, revision=settings.revision)
+    except OSError as error:  # missing, no connection, and other answers of the Hub
+        raise FileNotFoundError(f"The dataset {name} cannot be loaded from the Hub: {error}") from error
+
+
+def _matches(path: str, folder: Path) -> list[Path]:
+    """The files and folders that a path stands for: itself, or what matches the pattern."""
     target = folder / path
     if not folder.is_dir() and not Path(path).is_absolute():
         raise FileNotFoundError(f"There is no folder {folder} (data.folder)")
     if target.exists():
-        is_dataset = target.is_file() or _files_of(target, split) or any(_ending(file) for file in target.iterdir())
-        return [target] if is_dataset else sorted(inside for inside in target.iterdir() if inside.is_dir())
-    if _WILDCARDS & set(path):
+        return [target]
+    if set("*?[") & set(path):
         matches = sorted(Path(target.anchor or ".").glob(str(target.relative_to(target.anchor))))
         if matches:
             return matches
-        raise FileNotFoundError(f"Nothing fits the pattern {path} in {folder} (data.folder)")
+        raise FileNotFoundError(f"Nothing matches the pattern {path} in {folder} (data.folder)")
     nearest = next(parent for parent in target.parents if parent.exists())
     inside = [child.name for child in sorted(nearest.iterdir()) if not child.name.startswith(".")]
     missing = target.relative_to(nearest).parts[0]
     raise FileNotFoundError(f"There is no dataset {target}. In {nearest}:" + alternatives(missing, inside))
 
 
-def _in_folder(folder: Path, split: str) -> Iterator[Path]:
-    """The files of a split, also in parts: `train.jsonl`, `train-00000-of-00002.parquet`, `train/0.parquet`."""
-    for ending in ENDINGS:
-        for pattern in (split, f"{split}-[0-9]*", f"{split}/*"):
-            yield from folder.glob(pattern + ending)
-
-
-def _files_of(path: Path, split: str) -> tuple[Path, ...]:
-    if path.is_file():
-        if _ending(path):
-            return (path,)
-        raise ValueError(f"{path}: unknown format, expected one of {', '.join(ENDINGS)}")
-    files = sorted(set(_in_folder(path, split)))
-    if len({(file.parent, _ending(file), file.name == split + _ending(file)) for file in files}) > 1:
-        names = ", ".join(str(file.relative_to(path)) for file in files)
-        raise ValueError(f"{path} has its {split!r} part in several forms ({names}): name the file to read")
-    return tuple(files)
-
-
-def _ending(path: Path) -> str:
-    return next((ending for ending in ENDINGS if path.name.endswith(ending)), "")
-
-
 def _name(path: Path, folder: Path, split: str) -> str:
-    stem = path.name.removesuffix(_ending(path))
+    stem = path.name.removesuffix(next((ending for ending in ENDINGS if path.name.endswith(ending)), ""))
     path = path.parent if path.is_file() and stem == split else path.with_name(stem)
     path = path.resolve()
     inside = path.is_relative_to(folder.resolve()) and path != folder.resolve()
@@ -134,76 +257,13 @@ def _name(path: Path, folder: Path, split: str) -> str:
 
 
 def _without_excluded(found: list[Location[AnySettings]], exclude: list[str]) -> list[Location[AnySettings]]:
-    names = [location.name for location in found]
+    names = {location.name for location in found}
+    excluded: set[str] = set()
     for pattern in exclude:
-        if not any(_is_named(name, pattern) for name in names):
-            raise ValueError(f"exclude: there is no dataset {pattern!r}." + alternatives(pattern, names))
-    kept = [location for location in found if not any(_is_named(location.name, pattern) for pattern in exclude)]
-    if not kept:
+        matching = {name for name in names if fnmatch(name, pattern) or fnmatch(name.rpartition("/")[2], pattern)}
+        if not matching:
+            raise ValueError(f"exclude: there is no dataset {pattern!r}." + alternatives(pattern, sorted(names)))
+        excluded |= matching
+    if names == excluded:
         raise ValueError(f"{found[0].settings.path}: `exclude` leaves no dataset")
-    return kept
-
-
-def _is_named(name: str, pattern: str) -> bool:
-    return fnmatch(name, pattern) or fnmatch(name.rpartition("/")[2], pattern)
-
-
-def read_rows(location: Location[Any]) -> Iterator[Line]:
-    """Read a dataset.
-
-    Yields:
-        Every row with its place, `file:line` or `file:row n`. What is no row at all carries its fault.
-
-    Raises:
-        FileNotFoundError: If there is no such dataset on the Hub.
-        ValueError: If a file is cut short or damaged, or the dataset on the Hub has no such part.
-    """
-    if not location.files:
-        yield from _numbered(location.name, _from_hub(location))
-    for file in location.files:
-        yield from _read_parquet(file) if file.suffix == ".parquet" else _read_lines(file)
-
-
-def _numbered(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[Line]:
-    for number, row in enumerate(rows, start=1):
-        yield Line(f"{name}: row {number}", row)
-
-
-def _read_lines(file: Path) -> Iterator[Line]:
-    with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
-        try:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _parsed(f"{file}:{number}", line)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(f"{file} is cut short or damaged: {error}") from error
-
-
-def _parsed(where: str, line: bytes) -> Line:
-    try:
-        content = json.loads(line.removeprefix(codecs.BOM_UTF8).decode())
-    except (ValueError, RecursionError) as error:
-        return Line(where, {}, f"no JSON ({error})")
-    if not isinstance(content, dict):
-        return Line(where, {}, f"expected an object of columns, found {type(content).__name__}")
-    return Line(where, content)
-
-
-def _read_parquet(file: Path) -> Iterator[Line]:
-    try:
-        with parquet.ParquetFile(file) as table:
-            rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
-            yield from _numbered(str(file), rows)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{file} is cut short or damaged: {error}") from error
-
-
-def _from_hub(location: Location[Any]) -> Iterable[dict[str, Any]]:
-    settings = location.settings
-    name = settings.path.removeprefix(HUB)
-    if Path(name).is_dir():  # `datasets` would read it instead
-        raise ValueError(f"{settings.path} is also a folder here: leave out `{HUB}`, or run elsewhere")
-    try:
-        return datasets.load_dataset(name, name=settings.subset, split=settings.split, revision=settings.revision)
-    except OSError as error:  # not there, no connection, and what else the Hub answers
-        raise FileNotFoundError(f"The dataset {name} cannot be had from the Hub: {error}") from error
+    return [location for location in found if location.name not in excluded]

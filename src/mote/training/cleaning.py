@@ -10,7 +10,7 @@ from itertools import islice
 from transformers import PreTrainedTokenizerBase
 
 from configuration_mote import alternatives
-from mote.data.columns import KNOWN, OURS, Example, Kind, check_row, find_columns
+from mote.data.columns import KNOWN, OURS, Example, RowType, check_row, find_columns
 from mote.data.rows import Location, read_rows
 from mote.training.recipe import DatasetSettings, TaskSettings, ValidationSettings
 
@@ -86,7 +86,7 @@ class Part:
 
     Attributes:
         name: Of the dataset.
-        kind: What its columns hold.
+        row_type: What its rows hold.
         rows: Examples with one positive each; labelled texts and texts alone have none.
         held_out: The validation part.
         report: What became of the rows.
@@ -100,7 +100,7 @@ class Part:
         self.task_name = task_name
         self.task = task.of(self.settings)
         self.form = label_form(self.task)
-        self.kind: Kind = "texts"
+        self.row_type: RowType = "texts"
         self.rows: list[Example] = []
         self.held_out: list[Example] = []
         self.report = DatasetReport(location.name, task_name)
@@ -129,7 +129,7 @@ class Part:
                 self.rows.append(check_row(line.content, columns))
             except ValueError as fault:
                 faults.append(f"{line.where}: {fault}")
-        self.kind = columns.kind if columns is not None else "texts"
+        self.row_type = columns.row_type if columns is not None else "texts"
         self.report.read, self.report.bad, self.report.faults = len(lines), len(faults), faults[:SHOWN_FAULTS]
         if len(faults) > max_bad_share * len(lines) or not self.rows:
             raise ValueError(
@@ -143,18 +143,18 @@ class Part:
         Raises:
             ValueError: If there is no way to.
         """
-        if self.kind == "scored":
+        if self.row_type == "scored":
             self._fit_scores()
         elif self.form == "scored":
             raise ValueError(f"{self.name} has no scores, which {self.task.loss} needs; InfoNCE goes without")
-        elif self.form == "labelled" and self.kind != "labelled":
+        elif self.form == "labelled" and self.row_type != "labelled":
             raise ValueError(f"{self.name} has no labels, which {self.task.loss} needs; InfoNCE goes without")
-        elif self.form == "pairs" and self.kind == "texts":
+        elif self.form == "pairs" and self.row_type == "texts":
             raise ValueError(
                 f"{self.name} has single texts, {self.task.loss} takes pairs or texts with labels. Name columns that "
                 "were not found with `columns`"
             )
-        elif self.kind == "pairs":
+        elif self.row_type == "pairs":
             self._make_pairs()
 
     def _fit_scores(self) -> None:
@@ -199,19 +199,19 @@ class Part:
         """Leave out rows that equal an earlier one, and texts with several labels, which are in nobody's group."""
         unlike: dict[tuple[str, ...], Example] = {}
         for row in self.rows:
-            label = str(row.label) if self.kind == "labelled" else ""
+            label = str(row.label) if self.row_type == "labelled" else ""
             texts = (row.anchor, *row.positives, *row.negatives)
             unlike.setdefault((label, *(text.strip() for text in texts)), row)
         self.report.leave_out("repeated", len(self.rows) - len(unlike))
         self.rows = list(unlike.values())
-        if self.kind == "labelled" and self.form != "texts":
+        if self.row_type == "labelled" and self.form != "texts":
             labels = Counter(row.anchor.strip() for row in self.rows)
             self.rows = [row for row in self.rows if labels[row.anchor.strip()] == 1]
             self.report.leave_out("text has several labels", len(unlike) - len(self.rows))
 
     def hold_out(self, settings: ValidationSettings) -> None:
         """Cut off the validation part, by a hash of the anchor: it is the same for every recipe and seed."""
-        if self.kind == "texts":  # nothing could be measured on them
+        if self.row_type == "texts":  # nothing could be measured on them
             return
         places = [(identity(row.anchor) + 2**63) / 2**64 for row in self.rows]
         inside = sorted((place, number) for number, place in enumerate(places) if place < settings.share)
@@ -232,7 +232,7 @@ class Part:
 
     def drop_unlike_pairs(self) -> None:
         """Of pairs with 0 or 1, keep those that belong together, where the loss takes nothing else."""
-        if self.kind == "scored" and self.form == "pairs":
+        if self.row_type == "scored" and self.form == "pairs":
             kept = [row for row in self.rows if row.label == 1]
             self.report.leave_out("label is 0", len(self.rows) - len(kept))
             self.rows = kept
@@ -246,7 +246,7 @@ class Part:
 
     def drop_lonely(self) -> None:
         """Leave out texts whose label no other text has."""
-        if self.kind != "labelled" or self.form == "texts":
+        if self.row_type != "labelled" or self.form == "texts":
             return
         counts = Counter(str(row.label) for row in self.rows)
         lonely = sorted(label for label, count in counts.items() if count == 1)

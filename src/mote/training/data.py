@@ -136,7 +136,7 @@ def load_data(
         ValueError: If a dataset has too many rows with a fault, lacks a column, or does not fit its task's loss.
     """
     _check_teachers(recipe)
-    parts = _find_parts(recipe, report)
+    parts = _find_parts(recipe)
     for part in parts:
         part.read(recipe.data.max_bad_share)
         part.fit_to_loss()
@@ -166,11 +166,11 @@ def _check_teachers(recipe: Recipe) -> None:
                 )
 
 
-def _find_parts(recipe: Recipe, report: Report) -> list[Part]:
+def _find_parts(recipe: Recipe) -> list[Part]:
     parts: dict[str, Part] = {}
     for name, task in recipe.tasks.items():
         for settings in task.datasets:
-            for location in find_datasets(settings, Path(recipe.data.folder), report):
+            for location in find_datasets(settings, Path(recipe.data.folder)):
                 other = parts.setdefault(location.name, Part(location, name, task))
                 if other.location is not location:
                     raise ValueError(
@@ -238,7 +238,9 @@ def _refuse_one_group(name: str, parts: list[Part]) -> None:
     """Make sure that there are rows that are negatives of one another."""
     if parts[0].form in ("scored", "texts") or parts[0].rows[0].negatives:
         return
-    groups = {(part.name, row.label) if part.kind == "labelled" else row.anchor for part in parts for row in part.rows}
+    groups = {
+        (part.name, row.label) if part.row_type == "labelled" else row.anchor for part in parts for row in part.rows
+    }
     if len(groups) == 1:
         raise ValueError(f"All rows of {name!r} have one label or anchor: there is nothing to tell apart")
 
@@ -253,7 +255,7 @@ def _table(part: Part, seed: int, labels: dict[tuple[str, Any], int], teacher: T
     if part.form == "labelled":
         numbers = [labels.setdefault((part.name, row.label), len(labels)) for row in part.rows]
         return _dataset(_text_columns(part.rows), pyarrow.array(numbers, pyarrow.int64()))
-    if part.kind == "labelled":
+    if part.row_type == "labelled":
         rows = _paired_by_label(part.rows, f"{seed} pairs {part.name}")
         groups = [identity(f"{part.name}\0{row.label}") for row in rows]
     else:
@@ -305,8 +307,8 @@ def _weighted(rows: Dataset, part: Part, seed: int) -> Dataset:
 def _validation_set(part: Part) -> ValidationSet:
     anchors = [row.anchor for row in part.held_out]
     columns: dict[str, list[Any]] = {"anchor": anchors, "positive": [p for row in part.held_out for p in row.positives]}
-    if part.kind == "labelled":
+    if part.row_type == "labelled":
         columns = {"text": anchors, "label": [row.label for row in part.held_out]}
-    elif part.kind == "scored":
+    elif part.row_type == "scored":
         columns["score"] = [row.label for row in part.held_out]
-    return ValidationSet(part.name, part.task_name, part.kind, Dataset(pyarrow.table(columns)), *part.tasks)
+    return ValidationSet(part.name, part.task_name, part.row_type, Dataset(pyarrow.table(columns)), *part.tasks)

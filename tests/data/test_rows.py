@@ -1,0 +1,250 @@
+"""Datasets are found by path, and their rows are read with file and line."""
+
+import gzip
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from hub.hub_server import HubServer
+from pyarrow import parquet
+
+from mote.data import rows as rows_module
+from mote.data.rows import find_datasets, read_files, read_rows, read_text_lines, require_valid
+from mote.data.settings import DatasetSettings
+
+ROWS = [{"query": f"text {i}", "positive": f"answer to text {i}"} for i in range(3)]
+
+
+def write(folder: Path, name: str, rows: Sequence[dict[str, Any]], file: str = "train.jsonl") -> Path:
+    """Write a dataset; the ending of the file decides on its format."""
+    path = folder / name / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+        return path
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return path
+
+
+def find(folder: Path, path: str, **settings: Any) -> dict[str, list[dict[str, Any]]]:
+    """The datasets that a path stands for, by name, and their rows."""
+    found = find_datasets(DatasetSettings(path=path, **settings), folder)
+    return {location.name: [row.content for row in read_rows(location)] for location in found}
+
+
+# Finding -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "train.jsonl",
+        "train.jsonl.gz",
+        "train.json.gz",
+        "train.parquet",
+        "train/0.parquet",
+        "train-00000-of-00001.parquet",
+    ],
+)
+def test_every_format_gives_the_same_rows(tmp_path: Path, file: str) -> None:
+    write(tmp_path, "retrieval/tiny", ROWS, file)
+    assert find(tmp_path, "retrieval/tiny") == {"retrieval/tiny": ROWS}
+
+
+def test_files_of_a_split_are_read_in_order(tmp_path: Path) -> None:
+    for part in range(3):
+        write(tmp_path, "retrieval/tiny", [ROWS[part]], f"train-0000{part}-of-00003.parquet")
+    assert find(tmp_path, "retrieval/tiny") == {"retrieval/tiny": ROWS}
+
+
+def test_a_file_a_folder_and_another_split(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/tiny", ROWS)
+    write(tmp_path, "retrieval/tiny", ROWS[:2], "dev.jsonl.gz")
+    file = write(tmp_path, "", ROWS[:1], "loose.jsonl")
+    assert find(tmp_path, "retrieval/tiny") == {"retrieval/tiny": ROWS}
+    assert find(tmp_path, "retrieval/tiny", split="dev") == {"retrieval/tiny": ROWS[:2]}
+    assert find(tmp_path, "retrieval/tiny/train.jsonl") == {"retrieval/tiny": ROWS}
+    assert find(tmp_path, "loose.jsonl") == {"loose": ROWS[:1]}
+    assert list(find(tmp_path / "retrieval", str(file)).values()) == [ROWS[:1]]  # from outside the folder
+
+
+def test_a_pattern_takes_several_datasets(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, "retrieval/a", ROWS[:1])
+    write(tmp_path, "retrieval/b", ROWS)
+    write(tmp_path, "retrieval/untrained", ROWS, "test.jsonl")
+    with caplog.at_level(logging.INFO, "mote"):
+        assert find(tmp_path, "retrieval/*") == {"retrieval/a": ROWS[:1], "retrieval/b": ROWS}
+    assert caplog.messages == ["retrieval/untrained: no 'train' split, skipped"]
+    assert list(find(tmp_path, "retrieval/*", exclude=["b"])) == ["retrieval/a"]
+    assert list(find(tmp_path, "retrieval/*", exclude=["retrieval/a"])) == ["retrieval/b"]
+    with pytest.raises(ValueError, match=r"exclude: there is no dataset 'c'.*Available: 'retrieval/a', 'retrieval/b'"):
+        find(tmp_path, "retrieval/*", exclude=["c"])
+    with pytest.raises(ValueError, match="`exclude` leaves no dataset"):
+        find(tmp_path, "retrieval/*", exclude=["*"])
+
+
+def test_missing_datasets_are_named_with_what_is_there(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/arxiv", ROWS)
+    with pytest.raises(FileNotFoundError, match=r"no dataset .*retrieval/arxive.*Did you mean 'arxiv'"):
+        find(tmp_path, "retrieval/arxive")
+    with pytest.raises(FileNotFoundError, match=r"Nothing matches the pattern sts/\*"):
+        find(tmp_path, "sts/*")
+    with pytest.raises(FileNotFoundError, match=r"no 'dev' split: expected one of dev.jsonl, dev.jsonl.gz.*parquet$"):
+        find(tmp_path, "retrieval/arxiv", split="dev")
+    with pytest.raises(FileNotFoundError, match=r"no 'train' split.* For all datasets in it: retrieval/\*"):
+        find(tmp_path, "retrieval")
+    with pytest.raises(FileNotFoundError, match=r"There is no folder .*nowhere \(data.folder\)"):
+        find(tmp_path / "nowhere", "retrieval")
+    write(tmp_path, "retrieval/arxiv", ROWS, "readme.txt")
+    with pytest.raises(ValueError, match=r"readme.txt: unknown format, expected one of .jsonl"):
+        find(tmp_path, "retrieval/arxiv/readme.txt")
+
+
+def test_a_split_in_two_formats_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/tiny", ROWS)
+    write(tmp_path, "retrieval/tiny", ROWS, "train.parquet")
+    with pytest.raises(ValueError, match=r"in several forms \(train.jsonl, train.parquet\): name the file"):
+        find(tmp_path, "retrieval/tiny")
+    assert find(tmp_path, "retrieval/tiny/train.parquet") == {"retrieval/tiny": ROWS}
+
+
+HUB = """
+from pathlib import Path
+
+from mote.data.rows import find_datasets, read_rows
+from mote.data.settings import DatasetSettings
+
+for name in ("user/pairs", "user/missing"):
+    (location,) = find_datasets(DatasetSettings(path="hub:" + name), Path())
+    try:
+        print(location.name, [(row.where, row.content["query"]) for row in read_rows(location)])
+    except FileNotFoundError as error:
+        print(error)
+"""
+
+
+@pytest.mark.processes
+def test_a_dataset_on_the_hub(tmp_path: Path) -> None:
+    write(tmp_path, "hub", ROWS)
+    with HubServer() as server:
+        server.add_repo("user/pairs", tmp_path / "hub")
+        command, environment = [sys.executable, "-c", HUB], server.environment(tmp_path / "home")
+        done = subprocess.run(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
+    found, missing, *_ = done.stdout.split("\n")
+    assert found == f"user/pairs {[(f'user/pairs: row {i}', f'text {i - 1}') for i in (1, 2, 3)]}"
+    assert missing.startswith("The dataset user/missing cannot be loaded from the Hub")
+
+
+def test_a_hub_dataset_that_is_also_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "user/pairs", ROWS)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="hub:user/pairs is also a folder here"):
+        find(tmp_path, "hub:user/pairs")
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_byte_order_mark_blank_lines_and_windows_lines(tmp_path: Path) -> None:
+    path = write(tmp_path, "", ROWS)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n\r\n"))
+    read = list(read_files([path]))
+    assert [row.content for row in read] == ROWS
+    assert [row.where for row in read] == [f"{path}:{line}" for line in (1, 3, 5)]
+    assert [text for _, text in read_text_lines(path)] == [json.dumps(row) for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ('{"query": "a", "posi', "invalid JSON (Unterminated string"),
+        ('["a", "b"]', "expected a JSON object, got list"),
+        ("[" * 100_000, "invalid JSON (maximum recursion depth"),
+        (b'{"query": "\xff"}', "invalid JSON ('utf-8' codec can't decode"),
+    ],
+)
+def test_an_invalid_row_is_a_row_with_its_line(tmp_path: Path, line: str | bytes, fault: str) -> None:
+    path = tmp_path / "train.jsonl"
+    line = line if isinstance(line, bytes) else line.encode()
+    path.write_bytes(b'{"query": "a"}\n\n' + line + b'\n{"query": "b"}')
+    first, invalid, last = read_files([path])
+    assert (first.content, last.content) == ({"query": "a"}, {"query": "b"})
+    assert (first.fault, invalid.content, last.fault) == ("", {}, "")
+    assert f"{invalid.where}: {invalid.fault}".startswith(f"{path}:3: {fault}")
+    with pytest.raises(ValueError, match=re.escape(f"{path}:3: {fault}")):
+        list(require_valid(read_files([path])))
+
+
+def test_rows_of_one_column_may_differ_in_type(tmp_path: Path) -> None:
+    path = write(tmp_path, "", [{"label": 1}, {"label": "one"}, {"label": None}])
+    assert [row.content["label"] for row in read_files([path])] == [1, "one", None]
+
+
+def test_rows_of_parquet_are_counted(tmp_path: Path) -> None:
+    path = write(tmp_path, "", ROWS, "train.parquet")
+    assert [row.where for row in read_files([path])] == [f"{path}: row {number}" for number in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("file", ["train.jsonl.gz", "train.parquet"])
+def test_a_truncated_file_is_an_error_by_name(tmp_path: Path, file: str) -> None:
+    path = write(tmp_path, "", ROWS * 200, file)
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=re.escape(f"{path} is truncated or damaged")):
+        list(read_files([path]))
+
+
+def test_plain_text_that_is_not_utf_8(tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_bytes("one\nzwölf\n".encode("latin-1"))
+    lines = read_text_lines(tmp_path / "texts.txt")
+    assert next(lines) == (f"{tmp_path / 'texts.txt'}:1", "one")
+    with pytest.raises(ValueError, match=r"texts.txt:2: not a text in UTF-8"):
+        next(lines)
+
+
+def test_a_line_that_unpacks_to_gigabytes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl.gz"
+    packer = zlib.compressobj(9, wbits=31)
+    with path.open("wb") as file:
+        file.write(packer.compress(b'{"query": "a"}\n{"query": "'))
+        for _ in range(1024):
+            file.write(packer.compress(b"a" * 2**20))
+        file.write(packer.flush())
+    assert path.stat().st_size < 2**21
+    lines = read_files([path])
+    assert next(lines).content == {"query": "a"}
+    with pytest.raises(ValueError, match=r"train.jsonl.gz:2: the line is longer than 67,108,864 bytes"):
+        next(lines)
+
+
+def test_a_line_may_have_the_greatest_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, "", [{"query": "a" * 100}])
+    monkeypatch.setattr(rows_module, "MAX_LINE", path.stat().st_size)
+    assert len(list(read_files([path]))) == 1
+    monkeypatch.setattr(rows_module, "MAX_LINE", path.stat().st_size - 1)
+    with pytest.raises(ValueError, match="the line is longer than"):
+        list(read_files([path]))
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.jsonl.gz", "train.parquet"])
+def test_a_named_pipe_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "tiny").mkdir()
+    os.mkfifo(tmp_path / "tiny" / name)
+    for path in ("tiny", f"tiny/{name}"):
+        with pytest.raises(ValueError, match=re.escape(f"{name} is a folder, a pipe or a device, expected a file")):
+            find(tmp_path, path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    for name in ("missing.jsonl", "missing.parquet"):
+        with pytest.raises(FileNotFoundError, match=f"There is no file .*{name}"):
+            list(read_files([tmp_path / name]))
