@@ -211,15 +211,15 @@ def test_plain_text_that_is_not_utf_8(tmp_path: Path) -> None:
         next(lines)
 
 
-def test_a_line_that_unpacks_to_gigabytes_is_refused(tmp_path: Path) -> None:
+def test_a_line_that_unpacks_to_much_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl.gz"
     packer = zlib.compressobj(9, wbits=31)
     with path.open("wb") as file:
         file.write(packer.compress(b'{"query": "a"}\n{"query": "'))
-        for _ in range(1024):
+        for _ in range(128):
             file.write(packer.compress(b"a" * 2**20))
         file.write(packer.flush())
-    assert path.stat().st_size < 2**21
+    assert path.stat().st_size < 2**18
     lines = read_files([path])
     assert next(lines).content == {"query": "a"}
     with pytest.raises(ValueError, match=r"train.jsonl.gz:2: the line is longer than 67,108,864 bytes"):

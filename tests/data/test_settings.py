@@ -15,7 +15,7 @@ def test_a_path_alone_is_enough() -> None:
 
 
 def test_a_mistyped_key_names_the_nearest() -> None:
-    with pytest.raises(ValidationError, match="unknown key 'splitt'. Did you mean 'split'"):
+    with pytest.raises(ValidationError, match=r"unknown key 'splitt'\. Did you mean 'split'"):
         DatasetSettings.model_validate({"path": "a", "splitt": "dev"})
 
 

@@ -431,7 +431,7 @@ BAD = {  # kind → rows of the test part, and what the error must say
     "no text": ("sts", [{**PAIR, "sentence1": None, "score": 1}], "'sentence1' must be a text, found null"),
     "equal scores": ("sts", [{**PAIR, "score": 1}] * 2, "all scores are 1"),
     "no rows": ("sts", [], "the 'test' part has no rows"),
-    "no object": ("sts", [[1, 2]], ":1: expected an object of columns, found list"),
+    "no object": ("sts", [[1, 2]], ":1: expected a JSON object, got list"),
     "another label": ("pair", [{**PAIR, "label": 2}], "'label' must be 1 (the same meaning) or 0 (not), found 2"),
     "no label": ("pair", [PAIR], "no column 'label'"),
     "one label": ("pair", [{**PAIR, "label": 1}] * 2, "all pairs have the label 1, expected 1 and 0"),
@@ -486,13 +486,13 @@ def damaged(folder: Path) -> str:
     write(folder, "sts/bad/test.jsonl.gz", [{**PAIR, "score": score} for score in range(100)])
     file = folder / "sts/bad/test.jsonl.gz"
     file.write_bytes(file.read_bytes()[:-20])
-    return "test.jsonl.gz is cut short or damaged"
+    return "test.jsonl.gz is truncated or damaged"
 
 
 def no_json(folder: Path) -> str:
     (folder / "sts/bad").mkdir(parents=True)
     (folder / "sts/bad/test.jsonl").write_text(json.dumps({**PAIR, "score": 1}) + "\n{half a li\n")
-    return "test.jsonl:2: no JSON"
+    return "test.jsonl:2: invalid JSON"
 
 
 @pytest.mark.parametrize("damage", [damaged, no_json])
@@ -507,7 +507,7 @@ def test_labels_of_test_must_be_trained_on(tmp_path: Path) -> None:
         "classification/bad/test.jsonl.gz",
         [{"text": "a", "label": "old"}] + [{"text": "b", "label": "new"}] * 2,
     )
-    assert "no 'train' part" in fault(tmp_path, "classification/bad")
+    assert "no 'train' split" in fault(tmp_path, "classification/bad")
     write(
         tmp_path, "classification/bad/train.jsonl.gz", [{"text": "a", "label": "old"}, {"text": "b", "label": "news"}]
     )

@@ -83,7 +83,7 @@ def read_text_lines(file: Path) -> Iterator[tuple[str, str]]:
     """
     for where, line in _read_lines(file):
         try:
-            yield where, line.decode().rstrip("\r\n")
+            yield where, line.decode()
         except UnicodeDecodeError as error:
             raise ValueError(f"{where}: not a text in UTF-8 ({error})") from error
 
@@ -96,7 +96,7 @@ def _read_lines(file: Path) -> Iterator[tuple[str, bytes]]:
                 if len(line) > MAX_LINE:
                     raise ValueError(f"{file}:{number}: the line is longer than {MAX_LINE:,} bytes, expected one row")
                 if line.strip():
-                    yield f"{file}:{number}", line.removeprefix(codecs.BOM_UTF8)
+                    yield f"{file}:{number}", line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n")
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"{file} is truncated or damaged: {error}") from error
 
