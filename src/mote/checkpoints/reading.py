@@ -96,6 +96,10 @@ class Source:
         path = self.folder / name
         return read_json(path, kind) if path.is_file() else kind()
 
+    def provenance(self) -> dict[str, Any]:
+        """Describe the checkpoint for `mote.json`; reads its weights whole, for their hashes."""
+        return {"name": self.public_name, "revision": self.revision, "weights": self.sha256_of_weights()}
+
     def sha256_of_weights(self) -> dict[str, str]:
         """Fingerprint each file with weights."""
         sums = {}

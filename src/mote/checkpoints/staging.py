@@ -1,27 +1,55 @@
-"""Write folders whole or not at all."""
+"""Atomic folders: a result takes its place whole or not at all, and nothing else is lost."""
 
+import fnmatch
+import glob
 import json
 import os
 import re
 import shutil
-import sys
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from safetensors import SafetensorError
 
-MERGING_RECORD = "merging.json"  # marks a dense model that was made of a MoTE here
-EXPERT_FILE = "expert.json"  # marks an expert in files of its own
+from mote.checkpoints.provenance import RECORD_FILE, read_steps, recorded_files
+
+try:
+    import fcntl
+except ImportError:  # Windows, where a file that is open cannot be removed: that is the lock
+    fcntl = None  # type: ignore[assignment]
+
+EXPERT_FILE = "expert.json"
+
+# What an earlier model left under these names goes when it is replaced; all other files are somebody else's.
+_WEIGHTS = (
+    "model*.safetensors",
+    "model*.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model*.bin.index.json",
+)
+_CODE = ("*_mote.py",)
+_MODEL_FILES = (
+    *_WEIGHTS,
+    *_CODE,
+    *("config.json", "generation_config.json", "modules.json", "README.md", RECORD_FILE),
+    *("config_sentence_transformers.json", "sentence_bert_config.json", "[0-9]*_*/*"),
+    *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.txt", "vocab.json", "merges.txt", "sentencepiece*.model", "spiece.model"),
+    *("onnx/*", "openvino/*", EXPERT_FILE, "expert.safetensors"),
+)
 
 
 def refuse_occupied(out: Path, overwrite: bool = False) -> None:
     """Make sure that a new model may be written to `out`.
 
     Raises:
-        FileExistsError: If something is there; with `overwrite`, if it is something other than a MoTE, or a
-            dense model or an expert that was made of one.
-        NotADirectoryError: If it would be in something that is no folder.
+        FileExistsError: If something is there; with `overwrite`, if it is something other than a model or an expert
+            of this package.
+        NotADirectoryError: If a file is in the place of one of its parents.
     """
     parent = _nearest(out.absolute().parent)
     if not parent.is_dir():
@@ -30,14 +58,26 @@ def refuse_occupied(out: Path, overwrite: bool = False) -> None:
         return
     if not overwrite:
         raise FileExistsError(f"{out} is in use: choose another folder, or replace the model there with `--overwrite`")
-    if any((out / mark).is_file() for mark in (MERGING_RECORD, EXPERT_FILE)):
-        return
-    try:
-        settings = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        settings = None
-    if not isinstance(settings, dict) or settings.get("model_type") != "mote":
+    if not (out.is_dir() and _is_ours(out)):
         raise FileExistsError(f"{out} holds something other than a MoTE: it is not overwritten, choose another folder")
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder holds a model or an expert of this package, by the content of its files."""
+    with suppress(OSError, ValueError):
+        if read_steps(folder) or (folder / "merging.json").is_file():  # the second until nobody writes it any more
+            return True
+    config, expert = (_read_object(folder / name) for name in ("config.json", EXPERT_FILE))
+    is_mote = str(config.get("model_type", "")).startswith("mote") and isinstance(config.get("backbone_config"), dict)
+    return (is_mote and isinstance(config.get("experts"), list)) or {"format", "name", "base", "weights"} <= set(expert)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def refuse_source(out: Path, source: Path) -> None:
@@ -62,37 +102,52 @@ def require_space(out: Path, size: int) -> None:
 
 
 def _nearest(path: Path) -> Path:
-    """Find what there is of a path that is yet to be made."""
+    """Return the path itself if it exists, else its nearest parent that does."""
     return next(place for place in (path, *path.parents) if place.exists())
 
 
 def require_shard_size(size: str) -> None:
-    """Raise `ValueError` where this is no size of files, which the library would take for the smallest one."""
+    """Raise `ValueError` for an invalid size of files, which the library would take for the smallest one."""
     if not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?[KMGT]B", str(size), re.IGNORECASE):
-        raise ValueError(f"max_shard_size {size!r} is no size as in '5GB': expected a number, and KB, MB, GB or TB")
+        raise ValueError(f"max_shard_size {size!r} is invalid: expected a number with KB, MB, GB or TB, as in '5GB'")
 
 
 class Staging:
-    """A folder to write into, beside its final place, which it takes at the end.
+    """A folder to write into, which takes its final place at the end.
 
     If the block raises, nothing stays behind. If the process is killed, the final place holds what it held before,
-    and the next writer removes the leftover. Only between two renames, when a model is replaced, can a kill leave
-    the place empty; the replaced model is then still beside it.
+    and the next writer to the same place removes the leftover. Only between two renames, when a model is replaced, can
+    a kill leave the place empty; the replaced model is then in `.NAME.writing-…/replaced` beside it until another one
+    is written.
+
+    Each writer has a folder of its own with a random name, and a lock in it for as long as it runs; writers in other
+    threads, processes, containers or hosts leave it alone. If several write to one place, the first one takes it and
+    the others fail, or with `overwrite` each replaces the one before.
+
+    Args:
+        out: Final place: free, or, with `overwrite`, a model.
+        overwrite: Replace a model that is there. Files in its folder that are not part of it are kept.
+        in_place: The new model is a change of the one that is there: keep all of its other files, too.
     """
 
-    def __init__(self, out: Path, overwrite: bool = False) -> None:
-        """Stage for `out`, which must be free or, with `overwrite`, hold a model."""
+    def __init__(self, out: Path, overwrite: bool = False, in_place: bool = False) -> None:
         self.out = out.resolve()  # a link to a folder cannot be replaced by a folder, what it points to can
         self.overwrite = overwrite
-        self.folder = self.out.parent / f".{self.out.name}.writing-{os.getpid()}"
-        self.replaced = self.out.parent / f".{self.out.name}.replaced-{os.getpid()}"
+        self.replaced_files = (*_WEIGHTS, *_CODE) if in_place else _MODEL_FILES
+        self.keeps_recorded = in_place
 
     def __enter__(self) -> Path:
         """Create the folder."""
         self.new_parents = [parent for parent in self.out.parents if not parent.exists()]
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        self._remove_leftovers("writing")
-        self.folder.mkdir()
+        self._remove_leftovers(with_replaced=False)
+        self.lock: int | None = None
+        while self.lock is None:  # another writer may take a folder that is not locked yet for a leftover
+            self.work = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self.out.parent))
+            self.lock = _try_lock(self.work, ours=True)
+        self.folder, self.replaced = self.work / "new", self.work / "replaced"
+        self.folder.mkdir()  # with the usual permissions, which the folder around it has not
+        self.identity = _identity(self.folder)
         return self.folder
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -101,52 +156,142 @@ class Staging:
             if kind is None:
                 self._move_into_place()
         finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            if self.out.exists() or not self.replaced.exists():
+                _remove(self.work)
+            os.close(self.lock)  # type: ignore[arg-type]
         if kind is not None:
-            self._remove_new_parents()
-        if isinstance(error, OSError | SafetensorError):  # what safetensors raises on a full disk
+            with suppress(OSError):  # others have put something there meanwhile
+                for parent in self.new_parents:
+                    parent.rmdir()
+        if isinstance(error, OSError | SafetensorError):  # safetensors' error for a full disk
             raise OSError(f"{self.out} could not be written, nothing was left behind: {error}") from error
 
     def _move_into_place(self) -> None:
-        refuse_occupied(self.out, self.overwrite)
-        if self.out.is_dir() and any(self.out.iterdir()):
-            self._remove_leftovers("replaced")
-            self.out.rename(self.replaced)
-            try:
+        with _one_at_a_time(self.out.parent):
+            self._last_look()
+            refuse_occupied(self.out, self.overwrite)
+            if self.out.is_dir() and any(self.out.iterdir()):
+                self._keep_other_files()
+                self.out.rename(self.replaced)
+                try:
+                    self.folder.rename(self.out)
+                except OSError:
+                    self.replaced.rename(self.out)
+                    raise
+            else:
+                if self.out.is_dir():
+                    self.out.rmdir()  # empty, and Windows does not replace it
                 self.folder.rename(self.out)
-            except OSError:
-                self.replaced.rename(self.out)
-                raise
-        else:
-            if self.out.is_dir():
-                self.out.rmdir()  # empty, and Windows does not replace it
-            self.folder.rename(self.out)
-        self._remove_leftovers("replaced")  # the model just replaced, and those of writers that were killed
+            shutil.rmtree(self.replaced, ignore_errors=True)
+        self._remove_leftovers(with_replaced=True)
 
-    def _remove_new_parents(self) -> None:
-        with suppress(OSError):  # somebody else has put something there meanwhile
-            for parent in self.new_parents:
-                parent.rmdir()
+    def _last_look(self) -> None:
+        """Raise `OSError` unless the folder is the one that was made, with all files that `mote.json` lists."""
+        missing = [name for name in recorded_files(self.folder) if not (self.folder / name).is_file()]
+        if missing or _identity(self.folder) != self.identity:
+            raise OSError(
+                f"{self.out} was not written: another process removed "
+                f"{', '.join(missing) or 'the folder'} while it was being written. Run it again"
+            )
 
-    def _remove_leftovers(self, kind: str) -> None:
-        """Remove what writers to the same place left when they were killed."""
-        prefix = f".{self.out.name}.{kind}-"
-        for path in self.out.parent.iterdir():
-            process = path.name.removeprefix(prefix)
-            if path.name.startswith(prefix) and process.isdigit() and path.is_dir() and not _is_another(int(process)):
-                shutil.rmtree(path)
+    def _keep_other_files(self) -> None:
+        """Link files of the folder that is replaced into the new one, unless they belong to the model that goes."""
+        recorded: set[str] = set()
+        with suppress(ValueError):
+            recorded = set() if self.keeps_recorded else set(recorded_files(self.out))
+        for path in self.out.rglob("*"):
+            name = path.relative_to(self.out)
+            target = self.folder / name
+            if path.is_dir() and not path.is_symlink():
+                if not any(path.iterdir()) and not _matches(name, ("[0-9]*_*",)):  # git needs empty folders
+                    target.mkdir(parents=True, exist_ok=True)
+            elif not (name.as_posix() in recorded or _matches(name, self.replaced_files) or os.path.lexists(target)):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    os.link(path, target, follow_symlinks=False)
+                except (OSError, NotImplementedError):  # of a file system, or a system, without such links
+                    shutil.copy2(path, target, follow_symlinks=False)
+
+    @property
+    def _prefix(self) -> str:
+        return f".{self.out.name}.writing-"
+
+    def _remove_leftovers(self, with_replaced: bool) -> None:
+        """Remove what killed writers to the same place left; a model that was being replaced only `with_replaced`."""
+        for path in self.out.parent.glob(f"{glob.escape(self._prefix)}*"):
+            content = {child.name for child in path.iterdir()} if path.is_dir() else {"a file"}
+            if content <= {"lock", "new", "replaced"} and (with_replaced or "replaced" not in content):
+                lock = _try_lock(path)
+                if lock is not None:
+                    _remove(path)
+                    os.close(lock)
 
 
-def _is_another(process: int) -> bool:
-    """Whether a process is running that is not this one; in a container, a killed one may have had our number."""
-    if process == os.getpid():
-        return False
-    if sys.platform == "win32":  # where the signal 0 is not a question, but Ctrl-C
-        return True
+def _remove(work: Path) -> None:
+    for path in (work / "new", work / "replaced", work):  # the lock last
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _try_lock(work: Path, ours: bool = False) -> int | None:
+    """Lock the folder of a writer until the returned file descriptor is closed.
+
+    Args:
+        work: The folder.
+        ours: The folder is our own, so that a file system without locks does not matter.
+
+    Returns:
+        The file descriptor; None if another writer has the lock, or, unless it is `ours`, may have it.
+    """
+    path = work / "lock"
+    if fcntl is None and not ours:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:  # another writer has it open
+            return None
+        return os.open(os.devnull, os.O_RDONLY)
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        lock = os.open(path, os.O_RDWR | os.O_CREAT)
+    except OSError:
+        return None
+    try:
+        if fcntl is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(lock), path.stat()):  # else it was removed between these lines
+            return lock
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:  # a file system without locks
+        if ours:
+            return lock
+    os.close(lock)
+    return None
+
+
+def _matches(name: Path, patterns: Iterable[str]) -> bool:
+    """Whether a path is of one of these patterns, part by part."""
+    return any(
+        len(name.parts) == len(parts) and all(map(fnmatch.fnmatchcase, name.parts, parts))
+        for parts in (pattern.split("/") for pattern in patterns)
+    )
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Let one writer at a time move its result into a folder, where the file system can lock folders."""
+    lock = None
+    with suppress(OSError, AttributeError):
+        lock = os.open(folder, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

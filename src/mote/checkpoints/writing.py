@@ -1,162 +1,193 @@
-"""Write a complete model repository: what Transformers, Sentence-Transformers, MTEB and people look for in one."""
+"""Write a model repository: the one way in which a model of this package reaches the disk and the Hub."""
 
 import json
+import logging
 import platform
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
-from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import yaml  # type: ignore[import-untyped]
-from huggingface_hub import ModelCard, ModelCardData, metadata_load
-from torch import nn
 from transformers import PreTrainedModel
 
-from configuration_mote import ROLE_HINTS, MoTEConfig
+from configuration_mote import MoTEConfig
 from modeling_mote import MoTEModel
+from mote import hub
+from mote.checkpoints import cards
+from mote.checkpoints.cards import card_data, escaped, millions  # noqa: F401
+from mote.checkpoints.provenance import Described, read_steps, write_steps
 from mote.checkpoints.reading import Source, quiet_transformers
-from mote.checkpoints.staging import MERGING_RECORD, require_shard_size
+from mote.checkpoints.sentence_transformers import (  # noqa: F401
+    MTEB_PROMPTS,
+    OUR_TRANSFORMER,
+    POOLING,
+    POOLING_FLAGS,
+    POOLING_NAMES,
+    TRANSFORMER,
+    max_seq_length,
+    prompts_of,
+    prompts_of_expert,
+    source_modules,
+    source_pooling,
+    source_prompts,
+    write_sentence_transformer,
+)
+from mote.checkpoints.staging import (
+    Staging,
+    refuse_occupied,
+    refuse_source,
+    require_shard_size,
+    require_space,
+)
 
-RECORD_FILE = "upcycling.json"
-EXPERTS_RECORD = "experts.json"
-RECORDS = (RECORD_FILE, "training.json", MERGING_RECORD, EXPERTS_RECORD)  # of how a model was made, step by step
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
 
-# MTEB looks for a prompt under the task's type, for asymmetric tasks with the role, or under the role alone. These
-# are its names of the seven task types; the roles `query` and `document` are tasks of ours already.
-MTEB_PROMPTS = {
-    "Classification": "classification",
-    "MultilabelClassification": "classification",
-    "Clustering": "clustering",
-    "PairClassification": "pair_classification",
-    "STS": "sts",
-    "Summarization": "summarization",
-    "Retrieval-query": "query",
-    "Retrieval-document": "document",
-    "Reranking-query": "query",
-    "Reranking-document": "document",
-}
-
-# Sentence-Transformers' names of the poolings that MoTEConfig knows, and the flags that stood for them before 5.0.
-POOLING_NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
-POOLING_FLAGS = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "lasttoken",
-}
-
-# Where the classes of modules are. They are named, not imported, because that takes longer than upcycling.
-OUR_TRANSFORMER = "sentence_transformer_mote.MoTETransformer"
-TRANSFORMER = "sentence_transformers.base.modules.transformer.Transformer"
-POOLING = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
+logger = logging.getLogger(__name__)
 
 
-def source_modules(source: Source) -> list[dict[str, Any]]:
-    """Read the module list of a Sentence-Transformers source; empty for a plain Transformers one.
+@dataclass(kw_only=True)
+class WriteOptions:
+    """How a result is written.
 
-    Raises:
-        ValueError: If it is not a Transformer followed by modules of the library's own.
+    Attributes:
+        overwrite: Replace what `out` holds, if it is a model or an expert that this package wrote; other files in that
+            folder are kept.
+        max_shard_size: Largest size of a file with weights, as in `"5GB"`.
+        push: Push the result to the Hub.
+        repo_id: Repository to push to. Default: the name of `out`, under the user of the token.
+        private: Make a new repository on the Hub private.
     """
-    modules = source.read_json("modules.json", list)
-    for index, module in enumerate(modules):
-        if not isinstance(module, dict) or not {"type", "path"} <= module.keys():
-            raise ValueError(
-                f"{source.name} has a modules.json that is not in Sentence-Transformers' format: {module!r}"
-            )
-        path = Path(module["path"])
-        if path.is_absolute() or ".." in path.parts or (index > 0 and not path.parts):
-            raise ValueError(f"{source.name} has a module that is not in a folder of its own: {str(path)!r}")
-        if not module["type"].startswith("sentence_transformers.") and not _is_ours(module, index):
-            raise ValueError(f"{source.name} has a module of its own code, {module['type']}, which cannot carry over")
-    if modules and modules[0]["type"].rsplit(".", 1)[-1] != "Transformer" and not _is_ours(modules[0]):
-        raise ValueError(f"{source.name} begins with the module {modules[0]['type']}: expected a Transformer")
-    return modules
+
+    overwrite: bool = False
+    max_shard_size: str = "5GB"
+    push: bool = False
+    repo_id: str | None = None
+    private: bool = False
 
 
-def _is_ours(module: dict[str, Any], index: int = 0) -> bool:
-    return index == 0 and module["type"].rsplit(".", 1)[-1] == OUR_TRANSFORMER.rsplit(".", 1)[-1]
-
-
-def source_pooling(source: Source) -> str | None:
-    """Name the pooling of a Sentence-Transformers source as MoTEConfig does.
-
-    Raises:
-        ValueError: If MoTEConfig does not know it.
-    """
-    for module in source_modules(source):
-        if module["type"].endswith(".Pooling"):
-            mode = _pooling_in(source, module)
-            if mode not in POOLING_NAMES.values():
-                raise ValueError(
-                    f"{source.name} pools by {mode!r}; MoTE knows {', '.join(POOLING_NAMES)}. Another pooling can be "
-                    "chosen with `--pooling`, but the embeddings would no longer be the source's."
-                )
-            return mode
-    return None
-
-
-def _pooling_in(source: Source, module: dict[str, Any]) -> str:
-    """Name the pooling of a module as MoTEConfig does, or as the library does where MoTEConfig does not know it."""
-    settings = source.read_json(f"{module['path']}/config.json")
-    flags = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value]
-    mode = settings.get("pooling_mode", POOLING_FLAGS.get(flags[0]) if len(flags) == 1 else None)
-    if not isinstance(mode, str) or mode not in POOLING_NAMES:  # what several mean, or none, the library decides
-        from sentence_transformers.sentence_transformer.modules import Pooling
-
-        mode = str(Pooling.load(str(source.folder), subfolder=module["path"]).pooling_mode)
-    return POOLING_NAMES.get(mode, mode)
-
-
-def source_prompts(source: Source) -> dict[str, str]:
-    """Read the prompts of a Sentence-Transformers source, if it has any.
-
-    An empty prompt beside others says that such texts get none; where all are empty, they are the library's defaults.
-    """
-    prompts = source.read_json("config_sentence_transformers.json").get("prompts") or {}
-    return {name: text or "" for name, text in prompts.items()} if any(prompts.values()) else {}
-
-
-def prompts_of(config: MoTEConfig, carried_over: dict[str, str] | None = None) -> dict[str, str]:
-    """Make Sentence-Transformers' `prompts`: the instruction of every task, also under MTEB's names.
+def require_writable(out: Path, options: WriteOptions, source: Path | None = None) -> str:
+    """Make sure, before any work, that a result can be written, and pushed if it is to be.
 
     Args:
-        config: Of the model.
-        carried_over: Prompts of the source under other names, which stay available.
+        out: Folder of the result.
+        options: How it will be written.
+        source: Folder that must not be replaced by it.
+
+    Returns:
+        The name under which readers will load the result: the repository on the Hub, or the name of `out`.
+
+    Raises:
+        FileExistsError: If `out` is in use.
+        PermissionError: If the Hub would refuse the push.
+        ConnectionError: If it cannot be reached.
+        ValueError: If `out` is the source or holds it, or a size or name is invalid.
     """
-    prompts = {task: config.instruction_of(task) for task in config.tasks}
-    mteb = {name: prompts[task] for name, task in MTEB_PROMPTS.items() if task in prompts}
-    return {**(carried_over or {}), **mteb, **prompts}
+    require_shard_size(options.max_shard_size)
+    refuse_occupied(out, options.overwrite)
+    if source is not None:
+        refuse_source(out, source)
+    name = out.resolve().name
+    return hub.check_before_push(options.repo_id or name) if options.push else name
 
 
-def prompts_of_expert(config: MoTEConfig, expert: str, carried_over: dict[str, str] | None = None) -> dict[str, str]:
-    """Make the prompts of a model that is one expert: those of the tasks that it serves.
+def write_repository(
+    out: Path,
+    model: "PreTrainedModel | SentenceTransformer",
+    *,
+    step: dict[str, Any],
+    sources: Sequence[Described],
+    write_card: Callable[[Path, dict[str, Any]], None],
+    source: Source | None = None,
+    tokenizer: Any = None,
+    of_mote: MoTEConfig | None = None,
+    expert: str | None = None,
+    earlier: Sequence[dict[str, Any]] | None = None,
+    write_weights: Callable[[Path], None] | None = None,
+    weights_size: int | None = None,
+    after: Callable[[Path], dict[str, Any]] | None = None,
+    options: WriteOptions | None = None,
+    repo_id: str | None = None,
+    in_place: bool = False,
+) -> Path:
+    """Write a model with all that a model repository carries, whole or not at all, and push it if asked to.
 
-    `encode_query` and `encode_document` would put nothing in front where there is no prompt for them: a role that
-    the expert does not serve has its instruction, which is what the expert knows.
+    That is weights, config, code, tokenizer, Sentence-Transformers' files, model card and `mote.json`.
 
     Args:
-        config: Of the MoTE.
-        expert: Its name.
-        carried_over: As in `prompts_of`.
+        out: Folder to write; check it with `require_writable` before any work.
+        model: The model. A `SentenceTransformer` brings its modules, prompts and tokenizer; any other model takes
+            them from `source` and `tokenizer`.
+        step: How it was made, as from `new_step`. Hashes of `sources` are added, and what `after` returns.
+        sources: What it was made of, the model first.
+        write_card: Writes README.md into the folder, given the finished step.
+        source: The checkpoint whose modules, prompts and length limit the model keeps.
+        tokenizer: Its tokenizer.
+        of_mote: If the model is dense: config of the MoTE whose pooling and prompts it keeps.
+        expert: If it is a single expert of that MoTE: its name. Its instruction becomes the default prompt.
+        earlier: Steps by which the first source was made. Default: as its `mote.json` says.
+        write_weights: If the model has no weights (on the meta device): writes them into a folder.
+        weights_size: Bytes of the weights. Default: those of the model's tensors.
+        after: Runs on the folder before it takes its place: adds files, returns details for the step.
+        options: How it is written.
+        repo_id: Repository to push to, as from `require_writable`.
+        in_place: The model is a change of the one in `out`, whose other files stay.
+
+    Returns:
+        `out`.
+
+    Raises:
+        FileExistsError: If `out` is in use.
+        OSError: If it cannot be written, as on a full disk; nothing is left behind.
+        PermissionError: If the Hub refuses the push; the folder stays.
+        ConnectionError: If the connection breaks during the push; the folder stays.
     """
-    served = [task for task, name in config.tasks.items() if name == expert]
-    texts = {config.instruction_of(task) for task in served} - {""}  # of no other expert
-    kept = {
-        name: text
-        for name, text in prompts_of(config, carried_over).items()
-        if text in texts or MTEB_PROMPTS.get(name, name) in served
-    }
-    return {**dict.fromkeys(ROLE_HINTS, config.instruction_of(expert)), **kept}
+    options = options or WriteOptions()
+    size = weights_size or sum(tensor.nbytes for tensor in model.state_dict().values())
+    require_space(out, size)
+    with ThreadPoolExecutor(1) as thread, Staging(out, options.overwrite, in_place) as folder:
+        described = thread.submit(lambda: [one.provenance() for one in sources])  # reads them whole, for their hashes
+        logger.info("Writing %s …", megabytes(size))
+        if isinstance(model, PreTrainedModel):
+            if source is None:
+                raise ValueError("write_repository needs the source of a model that is not a SentenceTransformer")
+            write_model(model, tokenizer, source, folder, options.max_shard_size, write_weights)
+            write_sentence_transformer(model, source, folder, of_mote, expert)
+        else:
+            model.save(str(folder), create_model_card=False)
+        details = after(folder) if after else {}
+        step = {**step, "sources": described.result(), **details}
+        if earlier is None:
+            earlier = read_steps(source.folder) if source is not None else []
+        write_card(folder, step)
+        write_steps([*earlier, step], folder)
+    logger.info("Wrote %s", out)
+    if options.push:
+        repo_id = repo_id or hub.check_before_push(options.repo_id or out.resolve().name)
+        logger.info("Pushing to %s …", repo_id)
+        logger.info("Pushed: %s", hub.push(out, repo_id, private=options.private))
+    return out
 
 
-def _carried_over(source: Source) -> dict[str, str]:
-    """Read the prompts of a source that stay, whatever becomes of its tasks: those of a MoTE's own tasks do not."""
-    prompts = source_prompts(source)
-    own = prompts_of(source.config) if isinstance(source.config, MoTEConfig) else {}
-    return {name: text for name, text in prompts.items() if name not in own}
+def megabytes(size: int) -> str:
+    """Format a number of bytes: `175.4 MB`."""
+    return f"{size / 1e6:,.1f} MB"
+
+
+def how_to_load(path: str, config: Any) -> str:
+    """Return two lines of Python that use a model: with Transformers, with Sentence-Transformers."""
+    if not config.model_type.startswith("mote"):
+        return f'AutoModel.from_pretrained("{path}")\nSentenceTransformer("{path}").encode(texts)'
+    task = "search_query" if "search_query" in config.tasks else config.experts[0]
+    argument = "prompt_name" if config.instruction_of(task) else "task"  # a prompt without text tells no task
+    routed = "" if config.router == "token" else f', task="{task}"'
+    return (
+        f'AutoModel.from_pretrained("{path}", trust_remote_code=True)(**batch{routed}).pooler_output\n'
+        f'SentenceTransformer("{path}", trust_remote_code=True).encode(texts, {argument}="{task}")'
+    )
 
 
 def write_model(
@@ -188,88 +219,12 @@ def write_model(
     tokenizer.save_pretrained(folder)
 
 
-def max_seq_length(model: PreTrainedModel, source: Source) -> int | None:
-    """Count the tokens after which texts are cut: what the source's settings say, else what the model can take."""
-    if source_modules(source):
-        return source.read_json("sentence_bert_config.json").get("max_seq_length")
-    return _longest_sequence(model)
+# The old way of writing, for callers that move to `write_repository` ------------------------------------------------
 
-
-def write_sentence_transformer(
-    model: PreTrainedModel,
-    source: Source,
-    folder: Path,
-    of_mote: MoTEConfig | None = None,
-    expert: str | None = None,
-) -> None:
-    """Write what `SentenceTransformer(folder)` reads, with the source's modules and settings where it has any.
-
-    Args:
-        model: The new model.
-        source: What it was made of.
-        folder: Where to write.
-        of_mote: Where the model is dense: the config of the MoTE whose pooling and prompts it keeps.
-        expert: Where it is one expert of that MoTE: its name. Its instruction becomes the default prompt.
-    """
-    transformer = OUR_TRANSFORMER if of_mote is None else TRANSFORMER
-    config: MoTEConfig = of_mote or model.config  # type: ignore[assignment]
-    modules = source_modules(source)
-    if modules:
-        for module in modules[1:]:
-            _copy_files(source.folder / module["path"], folder / module["path"])
-            if module["type"].endswith(".Pooling") and config.pooling != _pooling_in(source, module):
-                _write_pooling(config, folder / module["path"])
-        settings = source.read_json("sentence_bert_config.json")
-    else:
-        pooling = {"idx": 1, "name": "1", "path": "1_Pooling", "type": POOLING}
-        modules = [{"idx": 0, "name": "0", "path": ""}, pooling]
-        _write_pooling(config, folder / "1_Pooling")
-        settings = {"max_seq_length": max_seq_length(model, source), "do_lower_case": False}
-    modules[0]["type"] = transformer
-    if of_mote is None:
-        code = find_spec(OUR_TRANSFORMER.partition(".")[0])
-        shutil.copy(code.origin, folder)  # type: ignore[union-attr, arg-type]  # it is installed with this package
-    _write_json(folder / "modules.json", modules)
-    _write_json(folder / "sentence_bert_config.json", settings)
-    _write_json(
-        folder / "config_sentence_transformers.json",
-        {
-            "similarity_fn_name": "cosine",
-            **source.read_json("config_sentence_transformers.json"),
-            "__version__": {
-                "sentence_transformers": version("sentence-transformers"),  # compared by it, under its own name
-                "transformers": version("transformers"),
-                "pytorch": version("torch"),
-            },
-            **_prompts_and_default(config, source, expert),
-        },
-    )
-
-
-def _prompts_and_default(config: MoTEConfig, source: Source, expert: str | None) -> dict[str, Any]:
-    if expert is None:
-        return {"prompts": prompts_of(config, _carried_over(source))}
-    default = expert if config.instruction_of(expert) else None
-    return {"prompts": prompts_of_expert(config, expert, _carried_over(source)), "default_prompt_name": default}
-
-
-def _write_pooling(config: MoTEConfig, folder: Path) -> None:
-    names = {ours: theirs for theirs, ours in POOLING_NAMES.items()}
-    folder.mkdir(exist_ok=True)
-    mode = names[config.pooling]
-    settings = {"embedding_dimension": config.hidden_size, "pooling_mode": mode, "include_prompt": True}
-    _write_json(folder / "config.json", settings)
-
-
-def _longest_sequence(model: PreTrainedModel) -> int | None:
-    """Count the tokens that a sequence may have: RoBERTa and its kin number positions from after the padding's."""
-    tables = [getattr(module, "position_embeddings", None) for module in model.modules()]
-    limits = [
-        table.num_embeddings - table.padding_idx - 1
-        for table in tables
-        if isinstance(table, nn.Embedding) and table.padding_idx is not None
-    ]
-    return min(limits, default=getattr(model.config, "max_position_embeddings", None))
+RECORD_FILE = "upcycling.json"
+MERGING_RECORD = "merging.json"
+EXPERTS_RECORD = "experts.json"
+RECORDS = (RECORD_FILE, "training.json", MERGING_RECORD, EXPERTS_RECORD)  # of how a model was made, step by step
 
 
 def write_record(record: dict[str, Any], folder: Path, name: str = RECORD_FILE) -> None:
@@ -321,49 +276,12 @@ def write_card(
     fresh: bool = True,
     record_file: str = RECORD_FILE,
 ) -> None:
-    """Render the model card.
-
-    Args:
-        model: The new model.
-        source: What it was made of.
-        folder: Where to write README.md.
-        repo_id: Name under which readers load the model.
-        command: That made the model.
-        made: What was done to the source.
-        fresh: Whether the experts are copies of one another still.
-        record_file: What says how the model was made.
-    """
-    config, counts = model.config, model.parameter_counts()
-    example = "search_query" if "search_query" in config.tasks else config.experts[0]
-    card = ModelCard.from_template(
-        card_data(source, "finetune" if fresh else "merge", ("mote", "mixture-of-experts", "custom_code")),
-        template_path=str(files("mote.hub_card") / "model_card.md"),
-        model_name=repo_id.rsplit("/", 1)[-1],
-        source=source.public_name,
-        source_link=_link(source),
-        made=made,
-        fresh=fresh,
-        experts=config.experts,
-        experts_per_token=config.experts_per_token if config.router == "token" else None,
-        compression=config.compression,
-        normalize_router=config.normalize_router,
-        active_parameters=millions(counts["active"]),
-        total_parameters=millions(counts["total"]),
-        tasks=[
-            (task, expert, escaped(config.instruction_of(task)).replace("|", r"\|"))
-            for task, expert in config.tasks.items()
-        ],
-        default_task=config.default_task,
-        repo_id=repo_id,
-        example_task=example,
-        example_instruction=escaped(config.instruction_of(example)),
-        has_roles={"query", "document"} <= set(config.tasks),
-        pooling=config.pooling,
-        normalized=any(module["type"].endswith(".Normalize") for module in source_modules(source)),
-        record_file=record_file,
-        command=command,
+    """Render the model card."""
+    normalized = any(module["type"].endswith(".Normalize") for module in source_modules(source))
+    counts = model.parameter_counts()
+    cards.write_mote_card(
+        folder, repo_id, model.config, counts, source, command, made=made, fresh=fresh, normalized=normalized
     )
-    card.save(folder / "README.md")
 
 
 def write_dense_card(
@@ -377,81 +295,11 @@ def write_dense_card(
     expert: str | None = None,
     converted: dict[str, Any] | None = None,
 ) -> None:
-    """Render the model card of a dense model made of a MoTE.
-
-    Args:
-        model: The new model.
-        config: Of the MoTE.
-        source: The MoTE.
-        folder: Where to write README.md.
-        repo_id: Name under which readers load the model.
-        command: That made the model.
-        made: What the model is, as in "the mean of the experts of".
-        expert: Where it is one of the experts: its name.
-        converted: Where it is also there in the format of a runtime: what `runtimes.convert` says of that.
-    """
-    tasks = [task for task in config.tasks if expert in (None, config.tasks[task])]
-    card = ModelCard.from_template(
-        card_data(source, "merge"),
-        template_path=str(files("mote.hub_card") / "dense_card.md"),
-        model_name=repo_id.rsplit("/", 1)[-1],
-        source=source.public_name,
-        source_link=_link(source),
-        made=made,
-        experts=config.experts,
-        parameters=millions(sum(parameter.numel() for parameter in model.parameters())),
-        prompts=[(task, escaped(config.instruction_of(task)).replace("|", r"\|")) for task in tasks],
-        repo_id=repo_id,
-        expert=expert,
-        instruction=escaped(config.instruction_of(expert)) if expert else "",
-        converted=converted,
-        example_task=None if expert else next((task for task in tasks if config.instruction_of(task)), None),
-        pooling=config.pooling,
-        record_file=MERGING_RECORD,
-        command=command,
+    """Render the model card of a dense model made of a MoTE."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    cards.write_dense_card(
+        folder, repo_id, config, parameters, source, command, made=made, expert=expert, converted=converted
     )
-    card.save(folder / "README.md")
-
-
-def _link(source: Source) -> str:
-    return "#how-it-was-made" if source.is_local else f"https://huggingface.co/{source.name}"
-
-
-def card_data(source: Source, relation: str, tags: tuple[str, ...] = ()) -> ModelCardData:
-    """Make a card's metadata: what was made of what, with the source's language and licence."""
-    readme = source.folder / "README.md"
-    try:
-        of_source = (metadata_load(readme) if readme.is_file() else None) or {}
-    except (yaml.YAMLError, ValueError):  # a card that nothing can read says nothing of language and licence
-        of_source = {}
-    return ModelCardData(
-        base_model=source.public_name,
-        base_model_relation=relation,
-        language=of_source.get("language"),
-        license=of_source.get("license"),
-        library_name="sentence-transformers",
-        pipeline_tag="sentence-similarity",
-        tags=["sentence-transformers", "feature-extraction", *tags],
-    )
-
-
-def millions(count: int) -> str:
-    """Write a number of parameters for people: `22.6 M`."""
-    return f"{count / 1e6:,.1f} M"
-
-
-def escaped(text: str) -> str:
-    """Write a text as between the quotes of a string in Python, on one line."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _copy_files(source: Path, target: Path) -> None:
-    """Copy contents alone: a source may be read-only, its copy must not be."""
-    for path in source.rglob("*") if source.is_dir() else ():
-        if path.is_file():
-            copy = target / path.relative_to(source)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)
 
 
 def _write_json(path: Path, content: Any) -> None:

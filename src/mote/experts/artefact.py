@@ -8,12 +8,10 @@ import json
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import ModelCard
 from huggingface_hub.utils.sha import sha_fileobj
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -23,6 +21,7 @@ from architectures_mote import architecture_of
 from configuration_mote import MoTEConfig
 from experts_mote import weight_of_an_expert
 from modeling_mote import MoTEModel
+from mote.checkpoints import cards
 from mote.checkpoints import writing as repository
 from mote.checkpoints.reading import Source, fetch, read_json
 from mote.checkpoints.staging import EXPERT_FILE
@@ -183,7 +182,7 @@ def write_expert(source: Source, name: str, folder: Path, repo_id: str, command:
         sha256 = sha_fileobj(file).hex()
     tasks = [task for task, expert in config.tasks.items() if expert == name]
     parameters = sum(weight.numel() for weight in weights.values())
-    settings = {
+    settings: dict[str, Any] = {
         "format": FORMAT,
         "name": name,
         "tasks": tasks,
@@ -198,21 +197,8 @@ def write_expert(source: Source, name: str, folder: Path, repo_id: str, command:
         },
     }
     repository.write_record(settings, folder, EXPERT_FILE)
-    data = repository.card_data(source, "adapter")
-    data.library_name, data.pipeline_tag, data.tags = "mote", None, ["mote", "mixture-of-experts", "task-expert"]
-    card = ModelCard.from_template(
-        data,
-        template_path=str(files("mote.hub_card") / "expert_card.md"),
-        model_name=repo_id.rsplit("/", 1)[-1],
-        name=name,
-        source=source.public_name,
-        tasks=[(task, repository.escaped(config.instruction_of(task)).replace("|", r"\|")) for task in tasks],
-        base=settings["base"],
-        parameters=repository.millions(parameters),
-        repo_id=repo_id,
-        command=command,
-    )
-    card.save(folder / "README.md")
+    texts = {task: config.instruction_of(task) for task in tasks}
+    cards.write_expert_card(folder, repo_id, name, texts, settings["base"], parameters, source, command)
 
 
 def describe_base(source: Source) -> dict[str, Any]:

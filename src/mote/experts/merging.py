@@ -14,7 +14,8 @@ from experts_mote import mean_of, native_model, require_all_experts, weight_of_a
 from modeling_mote import MoTEModel
 from mote.checkpoints import writing as repository
 from mote.checkpoints.reading import Source, load_mote, load_tokenizer, open_mote
-from mote.checkpoints.staging import MERGING_RECORD, Staging, refuse_occupied, refuse_source
+from mote.checkpoints.staging import Staging, refuse_occupied, refuse_source
+from mote.checkpoints.writing import MERGING_RECORD
 
 Report = Callable[[str], None]
 

@@ -1,0 +1,167 @@
+"""How a model was made: `mote.json`, a list of steps, and the command lines in it."""
+
+import json
+import os
+import platform
+import shlex
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+RECORD_FILE = "mote.json"
+FORMAT = 1  # readers refuse later ones
+
+
+class Described(Protocol):
+    """What a step can name as a source: a checkpoint, an expert artefact."""
+
+    @property
+    def public_name(self) -> str:
+        """Hub id, or the folder's name without its place."""
+        ...
+
+    def provenance(self) -> dict[str, Any]:
+        """Return `name`, `revision` and hashes; may read all of its files."""
+        ...
+
+
+def new_step(
+    step: str,
+    *,
+    command: str | None = None,
+    sources: Iterable[dict[str, Any]] = (),
+    settings: Mapping[str, Any] | None = None,
+    **details: Any,
+) -> dict[str, Any]:
+    """Describe one step, made now with the installed versions.
+
+    Args:
+        step: What was done: "upcycle", "train", "average" …
+        command: Command line that does it again.
+        sources: What it was made of, as from `Checkpoint.provenance`.
+        settings: Settings, without those left at their defaults.
+        **details: Anything else worth knowing, as JSON.
+    """
+    libraries = ("mote-embeddings", "torch", "transformers", "sentence-transformers")
+    return {
+        "step": step,
+        **({"command": command} if command else {}),
+        "sources": list(sources),
+        "settings": plain(dict(settings or {})),
+        **plain(details),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in libraries}},
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def read_steps(folder: Path) -> list[dict[str, Any]]:
+    """Read the steps by which the model in a folder was made, oldest first; none if there is no `mote.json`.
+
+    Raises:
+        ValueError: If the file is damaged or of a later format.
+    """
+    return _read(folder)["steps"]
+
+
+def recorded_files(folder: Path) -> list[str]:
+    """Read the names of the files that were written with a folder's `mote.json`; errors as from `read_steps`."""
+    return _read(folder)["files"]
+
+
+def write_steps(steps: list[dict[str, Any]], folder: Path) -> None:
+    """Write `mote.json`, which lists the files in the folder, so it comes last."""
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    record = {"format": FORMAT, "steps": steps, "files": sorted({*names, RECORD_FILE})}
+    (folder / RECORD_FILE).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def origin_of(steps: list[dict[str, Any]]) -> str | None:
+    """Return the name of the dense model that a model was upcycled from, if its steps tell."""
+    upcycled = [step for step in steps if step["step"] == "upcycle" and step["sources"]]
+    return upcycled[0]["sources"][0].get("name") if upcycled else None
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    path = folder / RECORD_FILE
+    if not path.is_file():
+        return {"steps": [], "files": []}
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    found = record.get("format") if isinstance(record, dict) else None
+    if isinstance(found, int) and found > FORMAT:
+        raise ValueError(f"{path} has format {found}; this version of mote reads up to {FORMAT}: update mote")
+    if found != FORMAT or not _is_record(record):
+        raise ValueError(f'{path} is damaged: expected {{"format": {FORMAT}, "steps": […]}}, each step with its name')
+    return {"files": [], **record}
+
+
+def _is_record(record: dict[str, Any]) -> bool:
+    steps, names = record.get("steps"), record.get("files", [])
+    return (
+        isinstance(steps, list)
+        and all(
+            isinstance(step, dict)
+            and isinstance(step.get("step"), str)
+            and isinstance(step.get("sources"), list)
+            and all(isinstance(source, dict) for source in step["sources"])
+            for step in steps
+        )
+        and isinstance(names, list)
+        and all(isinstance(name, str) for name in names)
+    )
+
+
+# Command lines -------------------------------------------------------------------------------------------------------
+
+
+def command_line(*words: str, **options: Any) -> str:
+    """Build a command line of `mote`, without the paths of this machine.
+
+    Args:
+        *words: The verb and its arguments.
+        **options: Value by option. A list or dict becomes a repeated option in the singular (`tasks={"a": "b"}`:
+            `--task a=b`), a bool a flag; None is left out.
+    """
+    line = ["mote", *map(_word, words)]
+    for name, value in options.items():
+        option = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            line.append(option if value else option.replace("--", "--no-", 1))
+        elif isinstance(value, Mapping):
+            pairs = [f"{_word(key)}={_word(one)}" for key, one in value.items()]
+            line += [word for pair in pairs for word in (option.removesuffix("s"), pair)]
+        elif isinstance(value, list | tuple):
+            line += [word for one in value for word in (option.removesuffix("s"), _word(one))]
+        elif value is not None:
+            line += [option, _word(value)]
+    return shlex.join(line)
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(plain(value)) if value is not None else ""
+
+
+def plain(value: Any) -> Any:
+    """Turn a value into JSON that names no path of this machine: folders by their names, objects by their public ones.
+
+    Tensors by name (the weights of an expert) become the word "weights".
+    """
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str | Path):
+        is_path = isinstance(value, Path) or ("/" in value and os.path.exists(value))  # noqa: PTH110  # texts, too
+        return Path(value).resolve().name if is_path else value
+    if hasattr(value, "public_name"):
+        return value.public_name
+    if isinstance(value, Mapping):
+        named = {str(plain(key)): plain(one) for key, one in value.items()}
+        return "weights" if any(hasattr(one, "dtype") for one in value.values()) else named
+    if isinstance(value, Iterable):
+        return [plain(one) for one in value]
+    return str(value)

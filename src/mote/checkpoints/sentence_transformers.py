@@ -1,0 +1,256 @@
+"""Sentence-Transformers' files of a model repository: modules, pooling, prompts, and MTEB's names of these."""
+
+import json
+import shutil
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from configuration_mote import ROLE_HINTS, MoTEConfig
+from mote.checkpoints.reading import Source
+
+# MTEB looks for a prompt under the task's type, for asymmetric tasks with the role, or under the role alone. These
+# are its names of the seven task types; the roles `query` and `document` are tasks of ours already.
+MTEB_PROMPTS = {
+    "Classification": "classification",
+    "MultilabelClassification": "classification",
+    "Clustering": "clustering",
+    "PairClassification": "pair_classification",
+    "STS": "sts",
+    "Summarization": "summarization",
+    "Retrieval-query": "query",
+    "Retrieval-document": "document",
+    "Reranking-query": "query",
+    "Reranking-document": "document",
+}
+
+# Sentence-Transformers' names of the poolings that MoTEConfig knows, and the flags that stood for them before 5.0.
+POOLING_NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
+POOLING_FLAGS = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+
+# Where the classes of modules are. They are named, not imported, because that takes longer than upcycling.
+OUR_TRANSFORMER = "sentence_transformer_mote.MoTETransformer"
+TRANSFORMER = "sentence_transformers.base.modules.transformer.Transformer"
+POOLING = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
+
+
+def source_modules(source: Source) -> list[dict[str, Any]]:
+    """Read the module list of a Sentence-Transformers source; empty for a plain Transformers one.
+
+    Raises:
+        ValueError: If it is not a Transformer followed by modules of the library's own.
+    """
+    modules = source.read_json("modules.json", list)
+    for index, module in enumerate(modules):
+        if not isinstance(module, dict) or not {"type", "path"} <= module.keys():
+            raise ValueError(
+                f"{source.name} has a modules.json that is not in Sentence-Transformers' format: {module!r}"
+            )
+        path = Path(module["path"])
+        if path.is_absolute() or ".." in path.parts or (index > 0 and not path.parts):
+            raise ValueError(f"{source.name} has a module that is not in a folder of its own: {str(path)!r}")
+        if not module["type"].startswith("sentence_transformers.") and not _is_ours(module, index):
+            raise ValueError(f"{source.name} has a module of its own code, {module['type']}, which cannot carry over")
+    if modules and modules[0]["type"].rsplit(".", 1)[-1] != "Transformer" and not _is_ours(modules[0]):
+        raise ValueError(f"{source.name} begins with the module {modules[0]['type']}: expected a Transformer")
+    return modules
+
+
+def _is_ours(module: dict[str, Any], index: int = 0) -> bool:
+    return index == 0 and module["type"].rsplit(".", 1)[-1] == OUR_TRANSFORMER.rsplit(".", 1)[-1]
+
+
+def source_pooling(source: Source) -> str | None:
+    """Name the pooling of a Sentence-Transformers source as MoTEConfig does.
+
+    Raises:
+        ValueError: If MoTEConfig does not know it.
+    """
+    for module in source_modules(source):
+        if module["type"].endswith(".Pooling"):
+            mode = _pooling_in(source, module)
+            if mode not in POOLING_NAMES.values():
+                raise ValueError(
+                    f"{source.name} pools by {mode!r}; MoTE knows {', '.join(POOLING_NAMES)}. Another pooling can be "
+                    "chosen with `--pooling`, but the embeddings would no longer be the source's."
+                )
+            return mode
+    return None
+
+
+def _pooling_in(source: Source, module: dict[str, Any]) -> str:
+    """Name the pooling of a module as MoTEConfig does, or as the library does where MoTEConfig does not know it."""
+    settings = source.read_json(f"{module['path']}/config.json")
+    flags = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value]
+    mode = settings.get("pooling_mode", POOLING_FLAGS.get(flags[0]) if len(flags) == 1 else None)
+    if not isinstance(mode, str) or mode not in POOLING_NAMES:  # what several mean, or none, the library decides
+        from sentence_transformers.sentence_transformer.modules import Pooling
+
+        mode = str(Pooling.load(str(source.folder), subfolder=module["path"]).pooling_mode)
+    return POOLING_NAMES.get(mode, mode)
+
+
+def source_prompts(source: Source) -> dict[str, str]:
+    """Read the prompts of a Sentence-Transformers source, if it has any.
+
+    An empty prompt beside others says that such texts get none; where all are empty, they are the library's defaults.
+    """
+    prompts = source.read_json("config_sentence_transformers.json").get("prompts") or {}
+    return {name: text or "" for name, text in prompts.items()} if any(prompts.values()) else {}
+
+
+def prompts_of(config: MoTEConfig, carried_over: dict[str, str] | None = None) -> dict[str, str]:
+    """Make Sentence-Transformers' `prompts`: the instruction of every task, also under MTEB's names.
+
+    Args:
+        config: Of the model.
+        carried_over: Prompts of the source under other names, which stay available.
+    """
+    prompts = {task: config.instruction_of(task) for task in config.tasks}
+    mteb = {name: prompts[task] for name, task in MTEB_PROMPTS.items() if task in prompts}
+    return {**(carried_over or {}), **mteb, **prompts}
+
+
+def prompts_of_expert(config: MoTEConfig, expert: str, carried_over: dict[str, str] | None = None) -> dict[str, str]:
+    """Make the prompts of a model that is one expert: those of the tasks that it serves.
+
+    `encode_query` and `encode_document` would put nothing in front where there is no prompt for them: a role that
+    the expert does not serve has its instruction, which is what the expert knows.
+
+    Args:
+        config: Of the MoTE.
+        expert: Its name.
+        carried_over: As in `prompts_of`.
+    """
+    served = [task for task, name in config.tasks.items() if name == expert]
+    texts = {config.instruction_of(task) for task in served} - {""}  # of no other expert
+    kept = {
+        name: text
+        for name, text in prompts_of(config, carried_over).items()
+        if text in texts or MTEB_PROMPTS.get(name, name) in served
+    }
+    return {**dict.fromkeys(ROLE_HINTS, config.instruction_of(expert)), **kept}
+
+
+def _carried_over(source: Source) -> dict[str, str]:
+    """Read the prompts of a source that stay, whatever becomes of its tasks: those of a MoTE's own tasks do not."""
+    prompts = source_prompts(source)
+    own = prompts_of(source.config) if isinstance(source.config, MoTEConfig) else {}
+    return {name: text for name, text in prompts.items() if name not in own}
+
+
+def max_seq_length(model: PreTrainedModel, source: Source) -> int | None:
+    """Count the tokens after which texts are cut: what the source's settings say, else what the model can take."""
+    if source_modules(source):
+        return source.read_json("sentence_bert_config.json").get("max_seq_length")
+    return _longest_sequence(model)
+
+
+def write_sentence_transformer(
+    model: PreTrainedModel,
+    source: Source,
+    folder: Path,
+    of_mote: MoTEConfig | None = None,
+    expert: str | None = None,
+) -> None:
+    """Write what `SentenceTransformer(folder)` reads, with the source's modules and settings where it has any.
+
+    Args:
+        model: The new model.
+        source: What it was made of.
+        folder: Where to write.
+        of_mote: Where the model is dense: the config of the MoTE whose pooling and prompts it keeps.
+        expert: Where it is one expert of that MoTE: its name. Its instruction becomes the default prompt.
+    """
+    transformer = OUR_TRANSFORMER if of_mote is None else TRANSFORMER
+    config: MoTEConfig = of_mote or model.config  # type: ignore[assignment]
+    modules = source_modules(source)
+    if modules:
+        for module in modules[1:]:
+            _copy_files(source, module["path"], folder)
+            if module["type"].endswith(".Pooling") and config.pooling != _pooling_in(source, module):
+                _write_pooling(config, folder / module["path"])
+        settings = source.read_json("sentence_bert_config.json")
+    else:
+        pooling = {"idx": 1, "name": "1", "path": "1_Pooling", "type": POOLING}
+        modules = [{"idx": 0, "name": "0", "path": ""}, pooling]
+        _write_pooling(config, folder / "1_Pooling")
+        settings = {"max_seq_length": max_seq_length(model, source), "do_lower_case": False}
+    modules[0]["type"] = transformer
+    if of_mote is None:
+        code = find_spec(OUR_TRANSFORMER.partition(".")[0])
+        shutil.copy(code.origin, folder)  # type: ignore[union-attr, arg-type]  # it is installed with this package
+    _write_json(folder / "modules.json", modules)
+    _write_json(folder / "sentence_bert_config.json", settings)
+    _write_json(
+        folder / "config_sentence_transformers.json",
+        {
+            "similarity_fn_name": "cosine",
+            **source.read_json("config_sentence_transformers.json"),
+            "__version__": {
+                "sentence_transformers": version("sentence-transformers"),  # compared by it, under its own name
+                "transformers": version("transformers"),
+                "pytorch": version("torch"),
+            },
+            **_prompts_and_default(config, source, expert),
+        },
+    )
+
+
+def _prompts_and_default(config: MoTEConfig, source: Source, expert: str | None) -> dict[str, Any]:
+    if expert is None:
+        return {"prompts": prompts_of(config, _carried_over(source))}
+    default = expert if config.instruction_of(expert) else None
+    return {"prompts": prompts_of_expert(config, expert, _carried_over(source)), "default_prompt_name": default}
+
+
+def _write_pooling(config: MoTEConfig, folder: Path) -> None:
+    names = {ours: theirs for theirs, ours in POOLING_NAMES.items()}
+    folder.mkdir(exist_ok=True)
+    mode = names[config.pooling]
+    settings = {"embedding_dimension": config.hidden_size, "pooling_mode": mode, "include_prompt": True}
+    _write_json(folder / "config.json", settings)
+
+
+def _longest_sequence(model: PreTrainedModel) -> int | None:
+    """Count the tokens that a sequence may have: RoBERTa and its kin number positions from after the padding's."""
+    tables = [getattr(module, "position_embeddings", None) for module in model.modules()]
+    limits = [
+        table.num_embeddings - table.padding_idx - 1
+        for table in tables
+        if isinstance(table, nn.Embedding) and table.padding_idx is not None
+    ]
+    return min(limits, default=getattr(model.config, "max_position_embeddings", None))
+
+
+def _copy_files(source: Source, name: str, target: Path) -> None:
+    """Copy the contents of a module's folder; the copy is writable even if the source is read-only.
+
+    Raises:
+        ValueError: If a file is a link that leads out of the source.
+    """
+    root = source.folder.resolve()
+    inside = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]  # the Hub's cache
+    for path in (source.folder / name).rglob("*"):
+        if path.is_file():
+            resolved = path.resolve()
+            if not any(resolved.is_relative_to(folder) for folder in inside):
+                raise ValueError(
+                    f"{path} is a link to a file outside of {source.name} ({resolved}), which is not copied: put the "
+                    "file itself there, or remove the link"
+                )
+            copy = target / name / path.relative_to(source.folder / name)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,227 @@
+"""Verbs on disk: a MoTE is opened, changed by a function in memory, and written with a record of that."""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from modeling_mote import MoTEModel
+from mote.checkpoints import cards
+from mote.checkpoints.provenance import command_line, new_step, plain
+from mote.checkpoints.reading import Source, load_mote, load_tokenizer, open_mote
+from mote.checkpoints.sentence_transformers import source_modules
+from mote.checkpoints.tensors import parameter_counts
+from mote.checkpoints.writing import WriteOptions, how_to_load, require_writable, write_repository
+
+logger = logging.getLogger(__name__)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Verb:
+    """What `transform` has to know of a function, beside what it does.
+
+    Attributes:
+        words: Its verb on the command line, as in "experts add".
+        made: For the card, what was done to the source or what the result is: "made by adding the expert {name} to".
+            A format string over the function's arguments and `config`, that of the result.
+        positional: Arguments that follow the source on the command line.
+        options: Argument → option, where the two have different names.
+        loads: Argument that names the only expert to load; a dense result is then that expert.
+    """
+
+    words: str
+    made: str
+    positional: tuple[str, ...] = ()
+    options: Mapping[str, str] | None = None
+    loads: str | None = None
+
+
+def verb(
+    words: str,
+    made: str,
+    *,
+    positional: tuple[str, ...] = (),
+    options: Mapping[str, str] | None = None,
+    loads: str | None = None,
+) -> Callable[[Function], Function]:
+    """Decorate a function over a model with its `Verb`; it stays an ordinary function."""
+
+    def decorate(function: Function) -> Function:
+        function.verb = Verb(words, made, positional, options, loads)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def transform(
+    src: str | Path,
+    out: str | Path | None,
+    function: Callable[..., PreTrainedModel | None],
+    /,
+    *args: Any,
+    revision: str | None = None,
+    options: WriteOptions | None = None,
+    after: Callable[[Path], dict[str, Any]] | None = None,
+    recorded: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Path:
+    """Apply a function to a MoTE on disk: open, check, load, call `function(model, *args, **kwargs)`, write, record.
+
+    Args:
+        src: A MoTE: a folder or an id on the Hub.
+        out: Folder to write. None: the source itself, with `overwrite`.
+        function: Returns a MoTE or a dense model, or None if it has changed the model in place. Those of
+            `mote.experts` say by `verb` how they are called on the command line.
+        *args: Its arguments after the model.
+        revision: Branch, tag or commit of a source on the Hub.
+        options: How the result is written.
+        after: Runs on the new folder before it takes its place: adds files, returns details for `mote.json`.
+        recorded: Settings of `after`, for `mote.json` and the command line there.
+        **kwargs: Keyword arguments of the function.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileNotFoundError: If the source does not exist or has no weights.
+        FileExistsError: If `out` is in use.
+        OSError: If the result cannot be written; nothing is left behind.
+        ValueError: If the source is not a MoTE, `out` is missing or holds the source, or as the function raises.
+        PermissionError: If the Hub refuses the push.
+    """
+    options = options or WriteOptions()
+    said = getattr(function, "verb", None) or Verb(function.__name__, f"made by `{function.__name__}` of")
+    arguments = _arguments(function, args, kwargs)
+    source = open_mote(str(src), revision)
+    target = _target(source, out, options)
+    in_place = target.resolve() == source.folder.resolve()
+    repo_id = require_writable(target, options, None if in_place else source.folder)
+    tokenizer = load_tokenizer(source)
+    expert = arguments[said.loads] if said.loads else None
+    model = load_mote(source, None if expert is None else [expert])
+    were_copies = _are_copies(model)
+    changed = function(model, *args, **kwargs)
+    result: Any = model if changed is None else changed
+    is_mote = result.config.model_type.startswith("mote")
+    fresh = is_mote and were_copies and _are_copies(result)
+    settings = {**arguments, **(recorded or {})}
+    named = {(said.options or {}).get(name, name): value for name, value in settings.items()}
+    words = [*said.words.split(), source.public_name]
+    for name in said.positional:
+        words += _words(named.pop((said.options or {}).get(name, name), None))
+    place = {"overwrite": True} if in_place else {"out": target.resolve()}
+    command = command_line(*words, **named, **place)
+    shown = {name: _shown(value) for name, value in arguments.items()}
+    made = said.made.format(**shown, config=result.config)
+
+    def write_card(folder: Path, step: dict[str, Any]) -> None:
+        if is_mote:
+            counts = parameter_counts(result)
+            normalized = any(module["type"].endswith(".Normalize") for module in source_modules(source))
+            cards.write_mote_card(
+                folder, repo_id, result.config, counts, source, command, made=made, fresh=fresh, normalized=normalized
+            )
+        else:
+            cards.write_dense_card(
+                folder,
+                repo_id,
+                source.config,  # type: ignore[arg-type]
+                result.num_parameters(),
+                source,
+                command,
+                made=made,
+                expert=expert,
+                converted=step.get("converted"),
+            )
+
+    details: dict[str, Any] = {"parameters": result.num_parameters()}
+    if is_mote:
+        details["experts"] = _tasks_by_expert(result.config)
+    write_repository(
+        target,
+        result,
+        step=new_step(said.words.split()[-1], command=command, settings=settings, **details),
+        sources=[source, *_sources_in([*arguments.values()])],
+        write_card=write_card,
+        source=source,
+        tokenizer=tokenizer,
+        of_mote=None if is_mote else source.config,  # type: ignore[arg-type]
+        expert=expert,
+        after=after,
+        options=options,
+        repo_id=repo_id,
+        in_place=in_place,
+    )
+    logger.info("%s", how_to_load(repo_id if options.push else str(target), result.config))
+    return target
+
+
+def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Name the function's arguments after the model, without those at their defaults."""
+    signature = inspect.signature(function)
+    bound = signature.bind(None, *args, **kwargs).arguments
+    first = next(iter(signature.parameters))
+    named = {name: value for name, value in bound.items() if name != first}
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named |= named.pop(parameter.name, {})
+    return named
+
+
+def _target(source: Source, out: str | Path | None, options: WriteOptions) -> Path:
+    if out is not None:
+        return Path(out)
+    if options.overwrite and source.is_local:
+        return source.folder
+    raise ValueError(
+        "Name the folder to write with `--out`"
+        + (f", or use `--overwrite` to change {source.name} itself" if source.is_local else "")
+    )
+
+
+def _tasks_by_expert(config: Any) -> dict[str, list[str]]:
+    return {name: [task for task, expert in config.tasks.items() if expert == name] for name in config.experts}
+
+
+def _words(value: Any) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, Mapping):
+        return [f"{plain(key)}={one:g}" for key, one in value.items()]
+    return [str(plain(one)) for one in (value if isinstance(value, list | tuple) else [value])]
+
+
+def _shown(value: Any) -> str:
+    """Format an argument for the card."""
+    return ", ".join(f"`{word}`" for word in _words(value)) if isinstance(value, Mapping | list) else str(plain(value))
+
+
+def _sources_in(values: Iterable[Any]) -> Iterator[Any]:
+    """Find what else a result was made of (expert artefacts), among the arguments."""
+    for value in values:
+        if hasattr(value, "provenance"):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _sources_in([*value.keys(), *value.values()])
+        elif isinstance(value, list | tuple):
+            yield from _sources_in(value)
+
+
+def _are_copies(model: PreTrainedModel) -> bool:
+    """Whether a MoTE's experts are still copies of one another, as after upcycling."""
+    if not isinstance(model, MoTEModel) or model.config.compression is not None:
+        return False
+    if len(model.config.available_experts) < 2 or not model.blocks:
+        return False
+    for block in model.blocks:
+        first, *others = (expert.state_dict() for expert in block.experts.values())
+        if not all(torch.equal(weight, other[key]) for other in others for key, weight in first.items()):
+            return False
+    return True
