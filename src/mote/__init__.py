@@ -7,7 +7,9 @@ if TYPE_CHECKING:
     from configuration_mote import MoTEConfig
     from modeling_mote import MoTEModel
     from mote.analysis.analyze import Analysis, analyze
-    from mote.checkpoints.writing import prompts_of
+    from mote.checkpoints.sentence_transformers import prompts_of
+    from mote.checkpoints.transform import transform
+    from mote.checkpoints.writing import WriteOptions
     from mote.evaluation.evaluate import evaluate
     from mote.evaluation.scores import Evaluation
     from mote.experts.compression import compress, compress_experts
@@ -36,6 +38,7 @@ __all__ = [
     "MoTEConfig",
     "MoTEModel",
     "UpcyclingPlan",
+    "WriteOptions",
     "add_expert",
     "analyze",
     "average",
@@ -57,6 +60,7 @@ __all__ = [
     "remove_expert",
     "rename_expert",
     "train",
+    "transform",
     "upcycle",
 ]
 
@@ -85,7 +89,9 @@ _HOMES = {
     "evaluate": "mote.evaluation.evaluate",
     "export": "mote.experts.exporting",
     "load_exported": "mote.inference.runtimes",
-    "prompts_of": "mote.checkpoints.writing",
+    "WriteOptions": "mote.checkpoints.writing",
+    "prompts_of": "mote.checkpoints.sentence_transformers",
+    "transform": "mote.checkpoints.transform",
     "train": "mote.training.train",
 }
 
