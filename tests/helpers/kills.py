@@ -138,7 +138,9 @@ def _run() -> None:
         return "new" if found == new else "old" if found == before else "broken"
 
     def tell(status: int, printed: str) -> None:
-        replaced = [state(path) for path in out.parent.glob(".*.writing-*/replaced")] if status == -signal.SIGKILL else []
+        replaced = (
+            [state(path) for path in out.parent.glob(".*.writing-*/replaced")] if status == -signal.SIGKILL else []
+        )
         left = sorted(path.name for path in out.parent.iterdir() if path != out)
         print(json.dumps(Outcome(status, printed[-300:], state(out), left, replaced)._asdict()), flush=True)  # noqa: T201
 
