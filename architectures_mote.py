@@ -112,7 +112,7 @@ def architecture_of(config: MoTEConfig) -> Architecture:
             f"MoTE does not know the architecture {model_type!r}." + alternatives(model_type, ARCHITECTURES) + " For "
             "another one, set both of these in MoTEConfig: layer_path (where its list of layers is, as in "
             f"{_BERT.layer_path!r}) and shared_modules (the submodules of a layer that make up its attention, as in "
-            f"{list(_BERT.shared_modules)!r}); `mote upcycle` takes them as --layer-path and --shared-modules."
+            f"{list(_BERT.shared_modules)!r}); `mote upcycle` takes them as --layer-path and --shared-module."
         )
     return ARCHITECTURES[model_type]
 

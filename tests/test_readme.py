@@ -4,28 +4,11 @@ import re
 import subprocess
 import sys
 
-import pytest
 from helpers.paths import ROOT
 
 from architectures_mote import ARCHITECTURES
-from mote.cli import main
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def test_the_options_of_upcycle(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["upcycle", "--help"])
-    usage = README.split("mote upcycle --src", 1)[1].split("```", 1)[0]
-    of_readme = set(re.findall(r"--[a-z-]+", "--src" + usage))
-    assert of_readme == set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
-
-
-def test_the_options_of_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["evaluate", "--help"])
-    usage = README.split("mote evaluate MODEL", 1)[1].split("```", 1)[0]
-    assert set(re.findall(r"--[a-z-]+", usage)) == set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
 
 
 def test_the_architectures() -> None:

@@ -356,7 +356,7 @@ def test_layers(argument: str, layers: str | list[int], with_experts: set[int], 
 
 
 def test_tasks_instructions_and_a_default(dense: Path, tmp_path: Path) -> None:
-    options = ["--experts", "find", "sort", "--default-task", "topics", "--pooling", "last_token"]
+    options = ["--expert", "find", "--expert", "sort", "--default-task", "topics", "--pooling", "last_token"]
     options += ["--task", "topics=sort", "--task", "mail=sort", "--instruction", "find=Find = it: "]
     options += ["--instruction", "topics=Topic: ", "--instruction", "sort="]
     assert main(["upcycle", "--src", str(dense), "--out", str(tmp_path / "out"), *options]) == 0

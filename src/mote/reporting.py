@@ -80,12 +80,11 @@ def console_logging(debug: bool = False) -> logging.Handler:
         debug: Print debug messages too.
 
     Returns:
-        The handler, to remove it from the logger `mote`. A second call replaces the first one's.
+        The handler, to remove it from the logger `mote`. A second call returns the same one.
     """
     logger = logging.getLogger("mote")
-    for handler in [handler for handler in logger.handlers if isinstance(handler, _Console)]:
-        logger.removeHandler(handler)
-    console = _Console(logging.WARNING if os.environ.get("RANK", "0") != "0" else logging.NOTSET)
-    logger.addHandler(console)
+    console = next((handler for handler in logger.handlers if isinstance(handler, _Console)), None) or _Console()
+    console.setLevel(logging.WARNING if os.environ.get("RANK", "0") != "0" else logging.NOTSET)
+    logger.addHandler(console)  # a logger takes a handler once
     logger.setLevel(logging.DEBUG if debug else logging.INFO)
     return console

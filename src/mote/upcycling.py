@@ -355,17 +355,30 @@ def _arguments_to_tell(arguments: dict[str, Any], plan: UpcyclingPlan) -> dict[s
     return told
 
 
+# Where the command line calls an argument otherwise.
+_OPTIONS = {
+    "tasks": "task",
+    "instructions": "instruction",
+    "experts": "expert",
+    "shared_modules": "shared-module",
+    "router": "routing",
+    "experts_per_token": "num-experts-per-tok",
+    "normalize_router": "norm-topk-prob",
+    "load_balancing": "router-aux-loss-coef",
+}
+
+
 def _command(arguments: dict[str, Any]) -> str:
     """Write the arguments of `upcycle` as a command line."""
     words = ["mote", "upcycle"]
     for name, value in arguments.items():
-        option = {"tasks": "--task", "instructions": "--instruction"}.get(name, "--" + name.replace("_", "-"))
+        option = "--" + _OPTIONS.get(name, name).replace("_", "-")
         if isinstance(value, dict):
             words += [word for key, text in value.items() for word in (option, f"{key}={text}")]
         elif name == "layers" and isinstance(value, list):
             words += [option, ",".join(map(str, value))]
         elif isinstance(value, list):
-            words += [option, *value]
+            words += [word for item in value for word in (option, item)]
         elif value is True:
             words.append(option)
         elif value is False:

@@ -111,7 +111,7 @@ def test_tasks_can_be_chosen_and_others_are_refused(trained_folder: Path, prompt
 
 
 def test_a_dense_model_without_prompts_is_refused_with_what_would_work() -> None:
-    with pytest.raises(ValueError, match=r"small-encoder cannot .* What works: a MoTE.*`mote train ic`.*`--tasks`"):
+    with pytest.raises(ValueError, match=r"small-encoder cannot .* What works: a MoTE.*`mote train ic`.*`--task`"):
         analysis.analyze([SMALL_ENCODER], texts=TEXTS)
 
 
@@ -430,7 +430,10 @@ def test_errors_of_the_command_are_one_line(
         ([str(shallow)], f"error: {shallow} lacks weights that its config asks for"),
         ([str(tmp_path / "no-model")], f"error: {tmp_path}/no-model is neither a folder nor an id on the Hub"),
         ([str(fresh_folder), "--texts", str(tmp_path / "no.txt")], "error: There is no file"),
-        ([str(fresh_folder), "--tasks", "nonsense", "sts"], "error: small-mote does not know the task 'nonsense'."),
+        (
+            [str(fresh_folder), "--task", "nonsense", "--task", "sts"],
+            "error: small-mote does not know the task 'nonsense'.",
+        ),
     ):
         assert main(["analyze", *words]) == 1
         error = capsys.readouterr().err
@@ -444,7 +447,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["analyze", "anything"]) == 1
-    assert 'pip install -e ".[evaluate]"' in capsys.readouterr().err
+    assert 'pip install "mote-embeddings[evaluate]"' in capsys.readouterr().err
 
 
 def test_a_damaged_model_is_named(trained_folder: Path, tmp_path: Path) -> None:

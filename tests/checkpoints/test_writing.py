@@ -132,7 +132,7 @@ def test_the_record(dense: Path, tmp_path: Path) -> None:
     digest = hashlib.sha256((dense / "model.safetensors").read_bytes()).hexdigest()
     assert record["weights"] == {"model.safetensors": digest}
     assert record["arguments"] == {"src": "tiny", "out": "out", **options}
-    command = """mote upcycle --src tiny --out out --experts a b --layers 1 --instruction 'a=it'"'"'s a: '"""
+    command = """mote upcycle --src tiny --out out --expert a --expert b --layers 1 --instruction 'a=it'"'"'s a: '"""
     assert record["command"] == command
     assert set(record["versions"]) == {"python", "mote", "torch", "transformers", "sentence-transformers"}
     assert datetime.fromisoformat(record["date"]).tzinfo is not None

@@ -440,7 +440,19 @@ def test_a_model_that_gives_equal_similarities_is_told_so(data: Path, tmp_path: 
 def test_the_command_writes_tables_scores_and_a_chart(fresh_folder: Path, tmp_path: Path) -> None:
     models, data = [str(SMALL_ENCODER), str(fresh_folder)], str(ROOT / "examples" / "data")
     models[0] = f"dense={models[0]}"
-    command = [sys.executable, "-m", "mote", "evaluate", *models, "--data", data, "--tasks", "sts/*", "summarization/*"]
+    command = [
+        sys.executable,
+        "-m",
+        "mote",
+        "evaluate",
+        *models,
+        "--data",
+        data,
+        "--task",
+        "sts/*",
+        "--task",
+        "summarization/*",
+    ]
     options = ["--reference", "dense", "--out", str(tmp_path), "--limit", "30"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -489,13 +501,13 @@ def test_an_interrupted_run_says_how_to_go_on(data: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "give --data FOLDER, --benchmark NAME, or --tasks"),
+        ([], "give --data FOLDER, --benchmark NAME, or --task"),
         (["--data", "DATA", "--benchmark", "MTEB(eng, v1)"], "--data and --benchmark say two things"),
         (["--benchmark", "MTEB(english, v1)"], "MTEB has no benchmark 'MTEB(english, v1)'; the nearest are "),
-        (["--tasks", "NFCorpuss"], "MTEB has no task 'NFCorpuss'; the nearest are NFCorpus"),
-        (["--benchmark", "MTEB(eng, v1)", "--tasks", "Bank?"], "No task of MTEB(eng, v1) is called 'Bank?'"),
-        (["--tasks", "STS12", "--limit", "5"], "--limit cuts sets of --data alone"),
-        (["--data", "DATA", "--tasks", "sts/part9"], "sts/part9"),
+        (["--task", "NFCorpuss"], "MTEB has no task 'NFCorpuss'; the nearest are NFCorpus"),
+        (["--benchmark", "MTEB(eng, v1)", "--task", "Bank?"], "No task of MTEB(eng, v1) is called 'Bank?'"),
+        (["--task", "STS12", "--limit", "5"], "--limit cuts sets of --data alone"),
+        (["--data", "DATA", "--task", "sts/part9"], "sts/part9"),
         (["--data", "nowhere"], "nowhere"),
         (["--data", "DATA", "--reference", "gpt"], "The reference gpt is none of the models: small-encoder"),
         (["--data", "DATA", "--device", "cuda:99"], "There is no device 'cuda:99' here, but cpu"),
@@ -547,4 +559,4 @@ def test_without_mteb_the_command_says_what_to_install(
     monkeypatch.delattr(mote.evaluation, "run", raising=False)
     monkeypatch.setitem(sys.modules, "mteb", None)
     assert main(["evaluate", str(SMALL_ENCODER), "--data", "x"]) == 1
-    assert 'pip install -e ".[evaluate]"' in capsys.readouterr().err
+    assert 'pip install "mote-embeddings[evaluate]"' in capsys.readouterr().err

@@ -161,7 +161,7 @@ def test_tasks_that_another_expert_has_stay_there(trained: Path, tmp_path: Path)
     )
     tasks = MoTEModel.from_pretrained(out).config.tasks
     assert (tasks["sts"], tasks["summarization"]) == ("second", "classification")
-    assert "The task summarization stays with classification: `--tasks summarization` sends it to second" in said
+    assert "The task summarization stays with classification: `--task summarization` sends it to second" in said
     with pytest.raises(ValueError, match=r"instruction 'classification: ' .* already stands for"):
         add_expert(str(trained), str(files), tmp_path / "twice", name="third")
     assert not (tmp_path / "twice").exists()
@@ -445,8 +445,8 @@ def test_damaged_files(
         ),
         (["merge", "{}", "clustering=nan", "--name", "x"], "is nan"),
         (["merge", "{}", "clustering=1e308", "classification=1.5e308", "--name", "x"], "too large for their sum"),
-        (["merge", "{}", "clustering=much", "--name", "x"], "'clustering=much': expected EXPERT or EXPERT=WEIGHT"),
-        (["merge", "{}", "clustering", "clustering=2", "--name", "x"], "and each expert once"),
+        (["merge", "{}", "clustering=much", "--name", "x"], "'clustering=much': expected NAME=NUMBER"),
+        (["merge", "{}", "clustering", "clustering=2", "--name", "x"], "each name once"),
         (["remove", "{}", "clusterin"], "Unknown expert 'clusterin'"),
         (["remove", "{}", "search_query"], "(`--task query=classification`), or None (`--task query=`)"),
         (["rename", "{}", "clustering", "sts"], "'sts' is a task already"),
@@ -458,7 +458,7 @@ def test_words_that_do_not_hold(
     words: list[str], message: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["experts", *(word.format(trained) for word in words), "--out", str(tmp_path / "out")]
-    assert main(command) == 1
+    assert main(command) in (1, 2)
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error

@@ -644,7 +644,7 @@ TEXTS = ["how do whales breathe", "Whales come up for air.", "a recipe for bread
 @pytest.fixture(scope="module")
 def upcycled_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("token") / "small-token"
-    main(["upcycle", "--src", str(SMALL_ENCODER), "--out", str(folder), "--router", "token"])
+    main(["upcycle", "--src", str(SMALL_ENCODER), "--out", str(folder), "--routing", "token"])
     return folder
 
 
@@ -682,7 +682,7 @@ def test_the_folder_of_an_upcycled_encoder(upcycled_folder: Path) -> None:
     assert "token_routing_mote.py" in files_in(upcycled_folder)
     record = read_json(upcycled_folder / "upcycling.json")
     assert record["arguments"]["router"] == "token"
-    assert record["command"].endswith("--router token")
+    assert record["command"].endswith("--routing token")
     card = (upcycled_folder / "README.md").read_text(encoding="utf-8")
     assert "sends each token through 2 of them" in card
     assert "A text gets the embedding that the dense model gives it" in card
@@ -822,7 +822,7 @@ def test_the_command_written_down_makes_the_same_model(tmp_path: Path) -> None:
 
 
 def test_a_wrong_setting_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["upcycle", "--src", str(SMALL_ENCODER), "--out", str(tmp_path / "out"), "--router", "token"]
-    assert main([*words, "--experts-per-token", "9"]) == 1
+    words = ["upcycle", "--src", str(SMALL_ENCODER), "--out", str(tmp_path / "out"), "--routing", "token"]
+    assert main([*words, "--num-experts-per-tok", "9"]) == 1
     assert "from 1 to 4, the number of experts, not 9" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -206,8 +206,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], fresh_folder: Any) -> N
     names = ["weights", "gradients", "optimizer", "communication", "activations", "embeddings", "loss", "total"]
     assert [line.split()[0] for line in lines] == names
     assert main(["memory", str(SMALL_ENCODER), *options]) == 0
-    assert main(["memory", str(SMALL_ENCODER), *options, "--experts", "a", "b"]) == 0
-    assert main(["memory", str(fresh_folder), *options, "--experts", "a", "b"]) == 1
+    assert main(["memory", str(SMALL_ENCODER), *options, "--expert", "a", "--expert", "b"]) == 0
+    assert main(["memory", str(fresh_folder), *options, "--expert", "a", "--expert", "b"]) == 1
     assert "is a MoTE already" in capsys.readouterr().err
 
 

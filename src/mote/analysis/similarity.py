@@ -86,7 +86,7 @@ def check_tasks(model: SentenceTransformer, tasks: Sequence[str], name: str = "T
         raise ValueError(
             f"{name} cannot be compared over tasks: that takes two tasks with an expert or a prompt of their own (its "
             f"prompts: {told}). What works: a MoTE, a model trained with instructions (`mote train ic`), or one with "
-            "`prompts` in its config_sentence_transformers.json; `--tasks` chooses among them"
+            "`prompts` in its config_sentence_transformers.json; `--task` chooses among them"
         )
 
 

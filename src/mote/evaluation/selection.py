@@ -27,12 +27,12 @@ def choose_tasks(
     if limit is not None:
         raise ValueError(
             "--limit cuts sets of --data alone: the sets of MTEB are scored whole, else their scores would be no MTEB "
-            "scores. Choose some of them with --tasks instead"
+            "scores. Choose some of them with --task instead"
         )
     if benchmark is not None:
         return _of_benchmark(benchmark, names)
     if not names:
-        raise ValueError("Nothing to evaluate on: give --data FOLDER, --benchmark NAME, or --tasks with names of MTEB")
+        raise ValueError("Nothing to evaluate on: give --data FOLDER, --benchmark NAME, or --task with a name of MTEB")
     return [_task(name) for name in dict.fromkeys(names)]
 
 

@@ -157,7 +157,7 @@ def add_expert(
     change = Change(src, out, revision, overwrite, "added")
     given = _find(change, expert)
     tasks = list(tasks)
-    words = [*_option("name", name), *_option("instruction", instruction), *_option("tasks", *tasks)]
+    words = [*_option("name", name), *_option("instruction", instruction), *_option("task", *tasks)]
     if isinstance(given, str):
         if name is None:
             raise ValueError(
@@ -225,7 +225,7 @@ def merge_experts(
     change.model.add_expert(name, merged, instruction=instruction, tasks=tasks)
     shown = [each if isinstance(each, str) else each.public_name for each in found]
     parts = [f"{each}={weight:g}" for each, weight in zip(shown, experts.values(), strict=True)]
-    words = [*_option("name", name), *_option("instruction", instruction), *_option("tasks", *tasks)]
+    words = [*_option("name", name), *_option("instruction", instruction), *_option("task", *tasks)]
     made = f"made by merging {', '.join(f'`{part}`' for part in parts)} into the expert `{name}`, of"
     return change.write(["merge", *parts], words, made, max_shard_size, report)
 
@@ -330,7 +330,7 @@ def _of_files(
     """Tell with which instructions and tasks an expert in files comes into a MoTE, perhaps under another name."""
     stay = [task for task in expert.tasks if task in config.tasks and task not in (expert.name, name, *wanted)]
     for task in stay:
-        report(f"The task {task} stays with {config.tasks[task]}: `--tasks {task}` sends it to {name}")
+        report(f"The task {task} stays with {config.tasks[task]}: `--task {task}` sends it to {name}")
     brought = [task for task in expert.tasks if task not in (expert.name, name, *stay, *wanted)]
     tasks = [*brought, *wanted]
     own = {name if task == expert.name else task: text for task, text in expert.instructions.items()}
@@ -340,4 +340,4 @@ def _of_files(
 
 def _option(name: str, *values: str | None) -> list[str]:
     given = [value for value in values if value is not None]
-    return ["--" + name, *given] if given else []
+    return [word for each in given for word in ("--" + name, each)]

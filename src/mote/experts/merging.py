@@ -276,5 +276,6 @@ def _command(verb: str, source: Source, out: Path, arguments: dict[str, Any]) ->
     words = ["mote", verb, source.public_name, "--out", out.resolve().name]
     for name, value in arguments.items():
         values = [f"{key}={number:g}" for key, number in value.items()] if isinstance(value, dict) else [str(value)]
-        words += ["--" + name.replace("_", "-"), *values]
+        option = "--weight" if name == "to_mean" else "--" + name.replace("_", "-")
+        words += [word for each in values for word in (option, each)]
     return shlex.join(words)

@@ -1,0 +1,113 @@
+"""The command line itself: help, exit statuses, errors, signals. What the verbs do is tested with what they call."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers.paths import SMALL_ENCODER
+
+from mote.cli import main
+
+VERBS = ["upcycle", "train", "evaluate", "analyze", "average", "interpolate", "export", "compress", "memory"]
+EXPERT_VERBS = ["list", "add", "extract", "merge", "remove", "rename"]
+
+
+@pytest.mark.parametrize("words", [[], *([verb] for verb in VERBS), *(["experts", verb] for verb in EXPERT_VERBS)])
+def test_every_verb_has_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(" ".join(["Usage: mote", *words]))
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == "mote 0.1.0\n"
+
+
+@pytest.mark.processes
+def test_help_imports_neither_torch_nor_transformers() -> None:
+    code = """
+import sys
+from mote.cli import main
+assert main(["--help"]) == main(["upcycle", "--help"]) == 0
+assert not {"torch", "transformers", "numpy", "datasets"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "Missing command."),
+        (["upcycl"], "No such command 'upcycl'. Did you mean 'upcycle'?"),
+        (["upcycle", "--srx", "x"], "No such option: --srx"),
+        (["upcycle"], "Missing option '--src'."),
+        (["average", "x"], "Missing option '--out'."),
+        (["experts", "lst"], "No such command 'lst'. Did you mean 'list'?"),
+        (["memory", "x", "--batch-size", "many", "--length", "1"], "Invalid value for '--batch-size'"),
+        (["experts", "rename", "a", "b"], "Missing argument 'NEW_NAME'"),
+        (["average", "a", "b", "--out", "c"], "unexpected extra argument"),
+    ],
+)
+def test_usage_errors_have_status_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("error: ")
+    assert error.endswith("--help`)\n")
+    assert error.count("\n") == 1
+
+
+def test_unexpected_errors_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("two\nlines")
+
+    monkeypatch.setattr("mote.training.memory.config_of", fail)
+    words = ["memory", "x", "--batch-size", "1", "--length", "1"]
+    assert main(words) == 1
+    assert capsys.readouterr().err == "error: RuntimeError: two lines (`mote --debug …` prints the traceback)\n"
+    assert main(["--debug", *words]) == 1
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+    monkeypatch.setenv("MOTE_DEBUG", "1")
+    assert main(words) == 1
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_nothing_stays_behind_in_the_process() -> None:
+    logger, before = logging.getLogger("mote"), signal.getsignal(signal.SIGTERM)
+    main(["--debug", "experts", "list", "/nowhere"])
+    assert logger.handlers == []
+    assert logger.level == logging.NOTSET
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_clean_up(number: signal.Signals, status: int, tmp_path: Path) -> None:
+    code = """
+import sys, time
+from mote import cli
+from mote.checkpoints import writing
+def wait(*_, **__):
+    print("writing", flush=True)
+    time.sleep(60)
+writing.write_card = wait
+sys.exit(cli.main())
+"""
+    command = [sys.executable, "-c", code, "upcycle", "--src", str(SMALL_ENCODER), "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    while process.stdout.readline() != "writing\n":
+        assert process.poll() is None
+    time.sleep(0.1)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert errors.splitlines()[-1] == "interrupted: nothing was left behind"
+    assert "Traceback" not in errors
+    assert os.listdir(tmp_path) == []  # noqa: PTH208
