@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint, edit_json, edit_weights, trusted
-from helpers.paths import ROOT, SMALL_ENCODER
+from helpers.paths import SMALL_ENCODER
 from safetensors.torch import load_file
 from scipy.spatial.distance import jensenshannon
 from scipy.special import rel_entr, softmax
@@ -279,79 +279,6 @@ def test_another_architecture_is_no_start(upcycled: Path, tmp_path: Path) -> Non
         analysis.movement_of(str(upcycled), str(wide))
     with pytest.raises(FileNotFoundError, match="no-model"):
         analysis.movement_of(str(upcycled), str(tmp_path / "no-model"))
-
-
-# Texts ---------------------------------------------------------------------------------------------------------------
-
-
-def test_texts_come_with_mote() -> None:
-    texts = analysis.find_texts()
-    assert len(set(texts.texts)) == 128
-    rows = [json.loads(line) for line in (ROOT / "src/mote/analysis/texts.jsonl").read_text().splitlines()]
-    assert all("(CC" in row["source"] for row in rows)
-    few = analysis.find_texts(limit=10, seed=3)
-    assert few == analysis.find_texts(limit=10, seed=3) != analysis.find_texts(limit=10, seed=4)
-    assert set(few.texts) < set(texts.texts)
-
-
-def test_texts_of_files(tmp_path: Path) -> None:
-    plain = tmp_path / "texts.txt"
-    plain.write_text("one\n\n two \none\nthree\n")
-    assert analysis.find_texts(plain).texts == ("one", "two", "three")
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"text": "one"}\n{"text": "two"}\n')
-    assert analysis.find_texts(rows).texts == ("one", "two")
-
-
-def test_texts_and_pairs_of_a_folder_are_of_all_its_datasets() -> None:
-    folder = ROOT / "examples" / "data"
-    texts = analysis.find_texts(folder=folder, limit=12, seed=1)
-    assert len(set(texts.texts)) == 12
-    assert texts == analysis.find_texts(folder=folder, limit=12, seed=1)
-    kinds = ("retrieval", "classification", "clustering")
-    assert f"{sum(1 for kind in kinds for _ in (folder / kind).iterdir())} datasets" in texts.source
-    pairs = analysis.find_pairs(folder=folder, limit=9)
-    assert pairs is not None
-    assert len(pairs.queries) == len(pairs.documents) == 9
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "has 0 texts: a distribution takes two at least; give one with `--texts FILE`"),
-        ('{"text": "one"}', "has 1 texts"),
-        ('{"text": "one"}\n{"title": "two"}', r":2 has the columns title: expected one of text, query"),
-        ('{"text": ["one"]}\n{"text": 3}', r":2 has no text in 'text', but 3"),
-        ('{"text": "one"}\n{"tex', r":2 is no JSON"),
-        ("[1]", "holds a list: expected an object"),
-    ],
-)
-def test_bad_texts_are_named(content: str, message: str, tmp_path: Path) -> None:
-    file = tmp_path / "texts.jsonl"
-    file.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        analysis.find_texts(file)
-
-
-def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"There is no file .*texts\.txt"):
-        analysis.find_texts(tmp_path / "texts.txt")
-    with pytest.raises(FileNotFoundError, match="holds no dataset: expected retrieval or classification"):
-        analysis.find_texts(folder=tmp_path)
-    with pytest.raises(FileNotFoundError, match="There is no folder"):
-        analysis.find_texts(folder=tmp_path / "data")
-    with pytest.raises(ValueError, match="give one of them"):
-        analysis.find_texts(tmp_path / "a", tmp_path)
-    with pytest.raises(ValueError, match="limit 1"):
-        analysis.find_texts(limit=1)
-    packed = tmp_path / "texts.jsonl.gz"
-    packed.write_bytes(gzip.compress(b'{"text": "one"}\n' * 999)[:30])
-    with pytest.raises(ValueError, match="is damaged"):
-        analysis.find_texts(packed)
-    pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text('{"query": "one", "text": "two"}')
-    with pytest.raises(ValueError, match=r":1 has the columns query, text: expected one of positive"):
-        analysis.find_pairs(pairs)
 
 
 # All of it -----------------------------------------------------------------------------------------------------------

@@ -217,9 +217,9 @@ def refusals(dense: Path, trained: Path, tmp_path: Path) -> dict[str, tuple[Path
         "Unknown quantization 'int4'": (trained, ["--quantize", "int4"]),
         "quantize is for the backends 'onnx' and 'openvino'": (trained, ["--quantize", "int8"]),
         "texts are for the backends 'onnx' and 'openvino'": (trained, ["--texts", str(SMALL_ENCODER / "README.md")]),
-        "no-such-file is no file: expected one": (trained, ["--texts", str(tmp_path / "no-such-file")]),
+        "There is no file": (trained, ["--texts", str(tmp_path / "no-such-file")]),
         "has no texts: expected one per line": (trained, ["--texts", str(empty)]),
-        "is not a text file in UTF-8": (trained, ["--texts", str(picture)]),
+        "not a text in UTF-8": (trained, ["--texts", str(picture)]),
     }
 
 

@@ -4,9 +4,7 @@ Files are where Sentence-Transformers' own backends look for them. Those are opt
 transformers that MoTE does; so the conversion is torch's own export, and the runtimes are called directly.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
-from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +15,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 from configuration_mote import alternatives
+from mote.data.texts import read_texts as read_texts  # for its callers
 from mote.inference.loading import first_line, load_model
 
 if TYPE_CHECKING:
@@ -60,27 +59,6 @@ def require(backend: str, quantize: str | None = None, *, packages: dict[str, tu
             f"The backend {backend} needs {', '.join(missing)}, which {'are' if len(missing) > 1 else 'is'} not "
             f'installed: pip install -e ".[{backend}]"'
         )
-
-
-def read_texts(file: str | Path | None = None) -> list[str]:
-    """Read texts, one per line; those that come with MoTE where no file is named.
-
-    Raises:
-        FileNotFoundError: If the file is not there.
-        ValueError: If it has no text, or is not UTF-8.
-    """
-    if file is None:
-        lines = (files("mote.data") / "texts.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line)["text"] for line in lines]
-    if not Path(file).is_file():
-        raise FileNotFoundError(f"{file} is no file: expected one with a text per line")
-    try:
-        texts = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not a text file in UTF-8: expected one text per line") from error
-    if not texts:
-        raise ValueError(f"{file} has no texts: expected one per line")
-    return texts
 
 
 # Conversion ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,104 @@
+"""Texts and pairs from files, data folders, and the package."""
+
+import gzip
+import json
+from importlib.resources import files
+from pathlib import Path
+
+import pyarrow
+import pytest
+from helpers.paths import ROOT
+from pyarrow import parquet
+
+from mote.data.texts import FOLDERS, find_pairs, find_texts, read_texts
+
+EXAMPLES = ROOT / "examples" / "data"
+
+
+def test_texts_come_with_mote() -> None:
+    texts = find_texts()
+    assert len(set(texts.texts)) == 128
+    assert set(texts.texts) == set(read_texts())
+    rows = [json.loads(line) for line in (files("mote.data") / "texts.jsonl").read_text().splitlines()]
+    assert all("(CC" in row["source"] for row in rows)
+    few = find_texts(limit=10, seed=3)
+    assert few == find_texts(limit=10, seed=3) != find_texts(limit=10, seed=4)
+    assert set(few.texts) < set(texts.texts)
+
+
+def test_texts_of_files(tmp_path: Path) -> None:
+    plain, packed, rows = (tmp_path / name for name in ("texts.txt", "texts.txt.gz", "rows.jsonl"))
+    plain.write_text("one\n\n two \none\nthree\n")
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    for file in (plain, packed):
+        assert read_texts(file) == ["one", "two", "one", "three"]
+        assert find_texts(file).texts == ("one", "two", "three")
+    rows.write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert find_texts(rows).texts == ("one", "two")
+    parquet.write_table(pyarrow.table({"sentence": ["one", "two"]}), tmp_path / "rows.parquet")
+    assert find_texts(tmp_path / "rows.parquet").texts == ("one", "two")
+
+
+def test_pairs_of_files(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text('{"query": "a", "positive": ["b", "c"]}\n{"question": "d", "answer": "e"}\n')
+    pairs = find_pairs(file)
+    assert pairs is not None
+    assert (pairs.queries, pairs.documents, pairs.source) == (("a", "d"), ("b", "e"), "pairs.jsonl")
+    file.write_text('{"query": "a", "positive": "b"}\n')
+    with pytest.raises(ValueError, match=r"pairs\.jsonl has 1 pairs: expected two"):
+        find_pairs(file)
+    assert find_pairs() is None
+
+
+def test_texts_and_pairs_of_a_folder_are_of_all_its_datasets() -> None:
+    texts = find_texts(folder=EXAMPLES, limit=12, seed=1)
+    assert len(set(texts.texts)) == 12
+    assert texts == find_texts(folder=EXAMPLES, limit=12, seed=1)
+    assert f"{sum(1 for name in FOLDERS for _ in (EXAMPLES / name).iterdir())} datasets" in texts.source
+    pairs = find_pairs(folder=EXAMPLES, limit=9)
+    assert pairs is not None
+    assert len(pairs.queries) == len(pairs.documents) == 9
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "has no texts: expected one per line"),
+        ('{"text": "one"}', "has 1 texts: a distribution takes two at least; give one with `--texts FILE`"),
+        ('{"text": "one"}\n{"title": "two"}', r":2 has the columns title: expected one of text, query"),
+        ('{"text": ["one"]}\n{"text": 3}', r":2: 'text' must be a text that is not empty, got 3"),
+        ('{"text": " "}', r":1: 'text' must be a text that is not empty, got ' '"),
+        ('{"text": "one"}\n{"tex', r":2: invalid JSON"),
+        ("[1]", ":1: expected a JSON object, got list"),
+    ],
+)
+def test_invalid_texts_are_named(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "texts.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        find_texts(file)
+
+
+def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"There is no file .*texts\.txt"):
+        find_texts(tmp_path / "texts.txt")
+    with pytest.raises(FileNotFoundError, match="holds no dataset: expected retrieval or classification"):
+        find_texts(folder=tmp_path)
+    with pytest.raises(FileNotFoundError, match="There is no folder"):
+        find_texts(folder=tmp_path / "data")
+    with pytest.raises(ValueError, match="give one of them"):
+        find_texts(tmp_path / "a", tmp_path)
+    with pytest.raises(ValueError, match="limit 1"):
+        find_texts(limit=1)
+    packed = tmp_path / "texts.jsonl.gz"
+    packed.write_bytes(gzip.compress(b'{"text": "one"}\n' * 999)[:30])
+    with pytest.raises(ValueError, match="is truncated or damaged"):
+        find_texts(packed)
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
+    with pytest.raises(ValueError, match=r"picture\.png:1: not a text in UTF-8"):
+        read_texts(tmp_path / "picture.png")
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"query": "one", "text": "two"}')
+    with pytest.raises(ValueError, match=r":1 has the columns query, text: expected one of positive"):
+        find_pairs(pairs)
