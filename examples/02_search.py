@@ -49,7 +49,9 @@ def search(model: SentenceTransformer) -> None:
 
     lines = (DATA / "qrels" / "test.tsv").read_text(encoding="utf-8").splitlines()[1:]
     relevant = dict(line.split("\t")[:2] for line in lines)
-    first = sum(document_ids[hits[0]["corpus_id"]] == relevant[query] for query, hits in zip(queries, found, strict=True))
+    first = sum(
+        document_ids[hits[0]["corpus_id"]] == relevant[query] for query, hits in zip(queries, found, strict=True)
+    )
     print(f"\nThe right abstract comes first for {first} of {len(queries)} titles.")
 
 

@@ -13,7 +13,7 @@ sentence-transformers' own distillation examples (https://sbert.net/examples/sen
 Run it (a few minutes on a GPU; for a trial on a CPU add `--limit 2000 --epochs 1 --batch-size 32`, ten minutes of
 which nine measure the teacher)::
 
-    python examples/distill_small_encoder.py --teacher checkpoints/all-MiniLM-L6-v2 --data data \
+    python scripts/distill_small_encoder.py --teacher checkpoints/all-MiniLM-L6-v2 --data data \
         --out examples/small-encoder --work-dir /tmp/distill-small-encoder
 
 `--teacher` is a sentence-transformers folder with a BERT model, `--data` holds `<set>/train.jsonl.gz` for every set in
@@ -553,7 +553,7 @@ def shown_command(options: argparse.Namespace) -> str:
     shown = [f"--teacher {options.teacher.name} --data {options.data.name} --out {options.out.name}"]
     shown += [f"--epochs {options.epochs} --batch-size {options.batch_size} --learning-rate {options.learning_rate}"]
     shown += [f"--seed {options.seed}" + (f" --limit {options.limit}" if options.limit else "")]
-    return "python examples/distill_small_encoder.py " + " \\\n    ".join(shown)
+    return "python scripts/distill_small_encoder.py " + " \\\n    ".join(shown)
 
 
 @dataclass(frozen=True)

@@ -1,35 +1,56 @@
-"""What the README says is so."""
+"""The README's commands and code run, and print what it shows."""
 
+import contextlib
+import io
 import re
-import subprocess
-import sys
+from pathlib import Path
 
+import pytest
 from helpers.paths import ROOT
 
-from architectures_mote import ARCHITECTURES
-
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+NUMBER = re.compile(r"-?\d+\.\d+")
 
 
-def test_the_architectures() -> None:
-    listed = README.split("Architectures: ", 1)[1].split(". Others", 1)[0]
-    assert re.findall(r"`([\w-]+)`", listed) == list(ARCHITECTURES)
-
-
-def test_the_first_screen_has_two_commands_that_do_all() -> None:
-    commands = [line for line in README.splitlines()[:15] if line.startswith("python3 -m venv .venv && ")]
-    assert [command.rsplit(" && ", 1)[1] for command in commands] == [
-        ".venv/bin/python examples/quickstart.py",
-        ".venv/bin/python -m pytest",
+def test_the_first_screen_has_two_commands_in_short_lines() -> None:
+    block = re.search(r"```bash\n(.*?)```", README, re.DOTALL)
+    assert block is not None
+    assert max(map(len, block[1].splitlines())) <= 100
+    commands = re.findall(r"^python3 -m venv .*?(?:&&\n.*?)*$", block[1], re.MULTILINE)
+    assert [re.split(r"&&\s+", command)[-1] for command in commands] == [
+        ".venv/bin/python examples/01_encode.py",
+        ".venv/bin/python -m pytest -n 2",
     ]
 
 
-def test_the_quickstart_finds_what_is_asked_for() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "quickstart.py")], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = done.stdout.split("how do whales get oxygen\n", 1)[1].splitlines()
-    assert "Whales are mammals" in found[0]
-    assert "Inflation" in done.stdout.split("why does everything cost more than last year\n", 1)[1].splitlines()[0]
-    assert "largest difference 0.0e+00" in done.stdout
+def test_the_python_lines_print_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", README, re.DOTALL)
+    assert block is not None
+    code, shown = block.groups()
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(compile(code, "README.md", "exec"), {})
+    printed = output.getvalue()
+    assert NUMBER.sub("", printed) == NUMBER.sub("", shown)
+    assert [*map(float, NUMBER.findall(printed))] == pytest.approx([*map(float, NUMBER.findall(shown))], abs=5e-3)
+
+
+def test_the_scores_are_those_of_the_results() -> None:
+    """Rows that a table of docs/results/small.md has too hold the same numbers."""
+    small = (ROOT / "docs" / "results" / "small.md").read_text(encoding="utf-8")
+    seen, unseen = (small.split(f"## {table}:", 1)[1].split("\n## ", 1)[0] for table in ("table2", "table3"))
+    places = [(seen, "Retrieval"), (seen, "Classification"), (seen, "Clustering"), (unseen, "mean over all")]
+    for (table, name), of_readme in zip(places, ("retrieval", "classification", "clustering", "all"), strict=True):
+        row = re.search(rf"^\| {name} \(\d+\) \|(.*)\|$", table, re.MULTILINE)
+        shown = re.search(rf"^\| {of_readme} \(\d+\) \|(.*)\|$", README, re.MULTILINE)
+        assert row is not None
+        assert shown is not None
+        scores = [NUMBER.findall(cell)[0] for cell in row[1].split("|")]
+        columns = [0, 1, 3, 4] if table is seen else [0, 1, 2, 3]
+        assert NUMBER.findall(shown[1]) == [scores[column] for column in columns]
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#]+)", README))))
+def test_links_lead_somewhere(link: str) -> None:
+    assert link.startswith("https://") or (ROOT / link).exists()

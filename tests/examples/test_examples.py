@@ -1,0 +1,70 @@
+"""The numbered examples run and show what they promise."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.paths import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+
+def run(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *options: str) -> str:
+    """Run an example in this process; return what it prints."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sys, "argv", [name, *options])
+    capsys.readouterr()
+    module.main()
+    return capsys.readouterr().out
+
+
+def test_every_example_is_listed() -> None:
+    listed = re.findall(r"\((\d\d_\w+\.py)\)", (EXAMPLES / "README.md").read_text(encoding="utf-8"))
+    assert listed == sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+def test_encode(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = run("01_encode", capsys, monkeypatch)
+    assert re.search(r"sts +→ classification +\('classification: '\)", shown)
+    assert shown.count("(3, 256)") == 4
+    assert "largest difference from the dense model: 0.0e+00" in shown
+    assert "a batch of three tasks: [3, 256]" in shown
+    assert "all experts: 6.1 M parameters, one: 3.7 M" in shown
+
+
+def test_search(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = run("02_search", capsys, monkeypatch)
+    best = shown.split("Multitaper Spectral Estimation HDP-HMMs for EEG Sleep Inference\n", 1)[1].splitlines()[0]
+    assert "Electroencephalographic (EEG) monitoring" in best
+    found = re.search(r"comes first for (\d+) of 40 titles", shown)
+    assert found is not None
+    assert int(found[1]) >= 35
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of other libraries: pinned memory without a GPU
+def test_upcycle_and_train(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    shown = run("03_upcycle_and_train", capsys, monkeypatch, "--steps", "8", "--out", str(tmp_path / "trained"))
+    assert re.search(r"search, right command first: +0\.\d+ → 0\.\d+", shown)
+    assert re.search(r"clustering +0\.0e\+00$", shown, re.MULTILINE)
+    changes = {name: float(change) for name, change in re.findall(r"^  (\w+) +(\d\.\d+e[+-]\d+)$", shown, re.MULTILINE)}
+    assert all(change > 0 for name, change in changes.items() if name != "clustering")
+    assert len(changes) == 4
+    assert (tmp_path / "trained" / "modeling_mote.py").exists()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_langchain_and_llamaindex(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("langchain_huggingface", reason="the extra `examples` is not installed")
+    pytest.importorskip("llama_index.embeddings.huggingface", reason="the extra `examples` is not installed")
+    shown = run("06_langchain_and_llamaindex", capsys, monkeypatch)
+    answers = re.findall(r"^(\w+): +(0\.\d\d)  Inflation means", shown, re.MULTILINE)
+    assert [library for library, _ in answers] == ["LangChain", "LlamaIndex"]
+    assert answers[0][1] == answers[1][1]  # the same experts
