@@ -2,10 +2,11 @@
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from mote.reporting import console_logging, markdown_table, megabytes, millions, table
+from mote.reporting import console_logging, markdown_table, megabytes, millions, name_models, table
 
 
 @pytest.fixture
@@ -72,3 +73,37 @@ def test_only_the_first_process_prints_progress(
     logger.info("step 1")
     logger.warning("odd")
     assert capsys.readouterr() == ("", "warning: odd\n")
+
+
+@pytest.mark.parametrize(
+    ("places", "labels"),
+    [
+        (["a/run1/model", "a/run2/model", "other", "user/model"], ["run1", "run2", "other", "user/model"]),
+        (["a/run/model", "b/run/model", "b/run"], ["a/run", "model", "b/run"]),
+        (["a/one", "b/one", "x=b/two", "y=b/two"], ["a/one", "b/one", "x", "y"]),
+        (["lr=0.1/model", "best=lr=0.1/model", "=lr=0.1"], ["model", "best", "lr=0.1"]),
+        (["best=user/name", "user/name"], ["best", "user/name"]),
+    ],
+)
+def test_models_are_called_by_the_ends_of_their_paths_or_by_labels(
+    places: list[str], labels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place in ("a/run1/model", "a/run2/model", "a/run/model", "b/run/model", "a/one", "b/one", "b/two", "other"):
+        Path(place).mkdir(parents=True)
+    Path("lr=0.1/model").mkdir(parents=True)
+    named = name_models(places)
+    assert list(named) == labels
+    assert all(place.endswith(model) for place, model in zip(places, named.values(), strict=True))
+
+
+def test_labels_that_do_not_tell_models_apart(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    one = str(tmp_path / "one")
+    for words, said in (
+        ([one, one], "one is given twice"),
+        ([one, "one=user/name"], r"Two models have the same label \(one, one\): choose others, as in LABEL=MODEL"),
+        (["one="], "'one=' names no model: expected MODEL or LABEL=MODEL"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            name_models(words)

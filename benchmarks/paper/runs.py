@@ -11,7 +11,7 @@ from filelock import FileLock
 
 import mote
 from mote import Evaluation
-from mote.checkpoints.identity import fingerprint
+from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.reading import open_any
 from mote.training.model import native_folder
 from mote.training.recipe import parse_recipe
@@ -50,7 +50,7 @@ class Runs:
         folder = self.out / "models" / f"{name}-seed{seed}"
         if variant.to_mean is not None and variant.made_of is not None:
             trained = self.model(variant.made_of, seed)
-            made_of = fingerprint(trained)[:8]  # so that of a model that is trained anew another one is made
+            made_of = folder_hash(trained)[:8]  # so that of a model that is trained anew another one is made
             folder = folder.with_name(f"{folder.name}-{made_of}")
             with self._alone(folder):
                 if not folder.exists() and variant.to_mean == 1:

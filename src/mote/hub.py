@@ -1,10 +1,53 @@
-"""Push a model repository to the Hugging Face Hub."""
+"""Models on the Hugging Face Hub: their commits, and pushing them."""
 
 from pathlib import Path
 
-from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
+from huggingface_hub import HfApi, get_token, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
+
+
+def newest_commit(name: str) -> str:
+    """Find the newest commit of a model on the Hub or, without a connection, the one that was downloaded.
+
+    Raises:
+        FileNotFoundError: If there is none.
+    """
+    try:
+        return str(HfApi().model_info(name).sha)
+    except HfHubHTTPError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise FileNotFoundError(f"{name} is neither a folder nor available on the Hub: {reason}") from error
+    except HFValidationError as error:
+        raise FileNotFoundError(f"{name} is neither a folder nor an id on the Hub (user/name)") from error
+    except (HTTPError, OSError, OfflineModeIsEnabled) as error:
+        file = try_to_load_from_cache(name, "config.json")
+        if isinstance(file, str):
+            return Path(file).parent.name
+        raise FileNotFoundError(f"{name} is not a folder, and the Hub cannot be reached") from error
+
+
+def commit_of(model: str) -> str | None:
+    """Make sure that a model exists; find its newest commit on the Hub.
+
+    Returns:
+        The commit; None for a folder.
+
+    Raises:
+        FileNotFoundError: If it is neither a folder with a model nor on the Hub.
+        ValueError: If the folder holds an adapter, so that most weights are elsewhere and may change there.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return newest_commit(model)
+    if any(file for place in (".", "0_*") for file in folder.glob(f"{place}/adapter_config.json")):
+        raise ValueError(
+            f"{model} holds an adapter (adapter_config.json), not the model that it adapts: merge the two first, with "
+            "PEFT's `merge_and_unload`, and save the result"
+        )
+    if not (folder / "config.json").is_file() and not (folder / "modules.json").is_file():
+        raise FileNotFoundError(f"{model} has neither config.json nor modules.json: it is not a model")
+    return None
 
 
 def check_before_push(repo_id: str) -> str:

@@ -4,6 +4,8 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import count
+from pathlib import Path
 
 from rich.cells import cell_len
 
@@ -54,6 +56,48 @@ def megabytes(size: int) -> str:
 def millions(count: int) -> str:
     """Format a number of parameters: `22.6 M`."""
     return f"{count / 1e6:,.1f} M"
+
+
+def name_models(words: Sequence[str]) -> dict[str, str]:
+    """Label models for tables, from words such as `MODEL` or `LABEL=MODEL`.
+
+    Without a label, a folder is named by as many of the last parts of its path as tell it apart, and a folder
+    `RUN/model` of a training run by `RUN`; a model on the Hub by its id.
+
+    Returns:
+        Label → model, in their order.
+
+    Raises:
+        ValueError: If a model is given twice without a label, two have the same label, or a label has no model.
+    """
+    pairs = [("", word) if "=" not in word or Path(word).exists() else _label_and_model(word) for word in words]
+    names = iter(_last_parts([model for label, model in pairs if not label]))
+    named = [(label or next(names), model) for label, model in pairs]
+    labels = [label for label, _ in named]
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"Two models have the same label ({', '.join(labels)}): choose others, as in LABEL=MODEL")
+    return dict(named)
+
+
+def _label_and_model(word: str) -> tuple[str, str]:
+    label, _, model = word.partition("=")
+    if not model:
+        raise ValueError(f"{word!r} names no model: expected MODEL or LABEL=MODEL")
+    return label, model
+
+
+def _last_parts(models: Sequence[str]) -> list[str]:
+    """Name folders by as many of the last parts of their paths as tell them apart, and other models by themselves."""
+    parts = [Path(model).resolve().parts if Path(model).is_dir() else (model,) for model in models]
+    for index, one in enumerate(parts):
+        if one in parts[:index]:
+            raise ValueError(f"{models[index]} is given twice")
+    of_runs = [len(one) > 2 and one[-1] == "model" and one[:-1] not in parts for one in parts]
+    parts = [one[:-1] if of_run else one for one, of_run in zip(parts, of_runs, strict=True)]
+    return [
+        "/".join(next(one[-n:] for n in count(1) if sum(other[-n:] == one[-n:] for other in parts) == 1))
+        for one in parts
+    ]
 
 
 class _Console(logging.Handler):

@@ -321,7 +321,7 @@ def test_names_are_resolved_before_anything_is_loaded(
 
     monkeypatch.setattr(PreTrainedConfig, "get_config_dict", no_more)
     assert main(["analyze", str(trained_folder), "no/such"]) == 1
-    assert capsys.readouterr().err == "error: no/such is no folder, and the Hub cannot be reached\n"
+    assert capsys.readouterr().err == "error: no/such is not a folder, and the Hub cannot be reached\n"
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:

@@ -22,7 +22,6 @@ from scipy import stats
 
 import mote
 from mote import Evaluation, evaluate
-from mote.checkpoints.identity import name_models, revision_of
 from mote.cli import main
 from mote.evaluation.charts import draw_gains
 from mote.evaluation.evaluate import write
@@ -304,51 +303,6 @@ def test_what_a_score_depends_on_is_not_mixed_up(data: Path, changed_encoder: Pa
     assert evaluate([models[1]], **one).scores["small-encoder"] != second
 
 
-def test_a_card_or_a_picture_is_no_part_of_a_model(tmp_path: Path) -> None:
-    folder = shutil.copytree(SMALL_ENCODER, tmp_path / "model")
-    before = revision_of(str(folder))
-    (folder / "README.md").write_text("another card")
-    (folder / ".git").mkdir()
-    (folder / ".git" / "HEAD").write_text("main")
-    assert revision_of(str(folder)) == before
-    (folder / "modeling.py").write_text("")
-    assert revision_of(str(folder)) != before
-
-
-@pytest.mark.parametrize(
-    ("places", "labels"),
-    [
-        (["a/run1/model", "a/run2/model", "other", "user/model"], ["run1", "run2", "other", "user/model"]),
-        (["a/run/model", "b/run/model", "b/run"], ["a/run", "model", "b/run"]),
-        (["a/one", "b/one", "x=b/two", "y=b/two"], ["a/one", "b/one", "x", "y"]),
-        (["lr=0.1/model", "best=lr=0.1/model", "=lr=0.1"], ["model", "best", "lr=0.1"]),
-        (["best=user/name", "user/name"], ["best", "user/name"]),
-    ],
-)
-def test_models_are_called_by_the_ends_of_their_paths_or_by_labels(
-    places: list[str], labels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for place in ("a/run1/model", "a/run2/model", "a/run/model", "b/run/model", "a/one", "b/one", "b/two", "other"):
-        Path(place).mkdir(parents=True)
-    Path("lr=0.1/model").mkdir(parents=True)
-    named = name_models(places)
-    assert list(named) == labels
-    assert all(place.endswith(model) for place, model in zip(places, named.values(), strict=True))
-
-
-def test_names_that_do_not_tell_models_apart(tmp_path: Path) -> None:
-    (tmp_path / "one").mkdir()
-    one = str(tmp_path / "one")
-    for words, said in (
-        ([one, one], "one is given twice"),
-        ([one, "one=user/name"], r"Two models have one name \(one, one\): give them labels, as in LABEL=MODEL"),
-        (["one="], "'one=' names no model: expected MODEL or LABEL=MODEL"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            name_models(words)
-
-
 def test_two_runs_into_one_folder_do_not_share_unfinished_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -541,7 +495,7 @@ def test_models_that_are_none(data: Path, tmp_path: Path, capsys: pytest.Capture
         ): f"{deeper} lacks weights that its config asks for, and random ones would take their place: encoder",
         str(adapter): f"{adapter} holds an adapter (adapter_config.json), not the model that it adapts: merge",
         str(adapted): f"{adapted} holds an adapter",
-        "nobody/nothing": "nobody/nothing is no folder, and the Hub cannot be reached",
+        "nobody/nothing": "nobody/nothing is not a folder, and the Hub cannot be reached",
         "no such/folder/here": "is neither a folder nor an id on the Hub",
     }.items():
         out = tmp_path / "out"

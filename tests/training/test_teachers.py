@@ -213,10 +213,10 @@ def test_a_teacher_on_the_hub(teacher: Path, tmp_path: Path) -> None:
         server.add_repo("user/teacher", teacher)
         loading, total, missing, *_ = run()
     assert loading == "Loading the teacher user/teacher …"
-    assert missing.startswith("The teacher user/missing is no folder, and the Hub does not give it: 404")
+    assert missing.startswith("The teacher user/missing is neither a folder nor available on the Hub: 404")
     from_cache, unreachable, *_ = run()
     assert from_cache == total
-    assert unreachable == "The teacher user/missing is no folder, and the Hub cannot be reached"
+    assert unreachable == "The teacher user/missing is not a folder, and the Hub cannot be reached"
 
 
 def distilled(folder: Path, teacher: Path, rows: str, **settings: Any) -> Any:

@@ -29,8 +29,9 @@ from mote.analysis.similarity import (
     welch_tests,
 )
 from mote.analysis.weight_change import Movement, find_start, movement_of
-from mote.checkpoints.identity import commit_of, name_models
 from mote.data.texts import Pairs, Texts, find_pairs, find_texts
+from mote.hub import commit_of
+from mote.reporting import name_models
 
 Report = Callable[[str], None]
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 
 from configuration_mote import PAPER_INSTRUCTIONS, alternatives
-from mote.checkpoints.identity import commit_of
+from mote.hub import commit_of
 from mote.inference.loading import check_device, load_model
 
 Similarity = dict[tuple[str, str], NDArray[np.float64]]

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mote.checkpoints.identity import name_models, revision_of
+from mote.checkpoints.hashing import folder_hash
+from mote.hub import commit_of
 from mote.inference.loading import load_model
+from mote.reporting import name_models
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -76,6 +78,11 @@ class Candidate:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def revision_of(model: str) -> str:
+    """Return the commit of a model on the Hub, or the hash of a folder's files; errors are those of `commit_of`."""
+    return commit_of(model) or folder_hash(Path(model))
 
 
 def find_candidates(models: Sequence[str] | Mapping[str, str], **settings: Any) -> list[Candidate]:

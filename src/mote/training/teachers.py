@@ -15,7 +15,8 @@ import pyarrow
 from sentence_transformers import SentenceTransformer
 from tqdm import tqdm
 
-from mote.checkpoints.identity import fingerprint, newest_commit
+from mote.checkpoints.hashing import folder_hash
+from mote.hub import newest_commit
 from mote.inference.loading import all_weights
 from mote.training.recipe import TeacherSettings
 
@@ -140,7 +141,7 @@ def _lists(values: np.ndarray, size: int) -> pyarrow.Array:
 
 def _identity(source: str) -> str:
     if Path(source).is_dir():
-        return fingerprint(Path(source))
+        return folder_hash(Path(source))
     try:
         return f"{source}@{newest_commit(source)}"
     except FileNotFoundError as error:
