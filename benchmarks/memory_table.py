@@ -1,6 +1,6 @@
 """The table of docs/scale.md: memory of a training step on each GPU, by size of model and number of GPUs.
 
-    python benchmarks/memory_table.py
+    python -m benchmarks.memory_table
 
 Takes seconds and no GPU: nothing is computed but shapes.
 """

@@ -1,4 +1,4 @@
-"""Compare running times side by side: these machines are noisy, so only ratios of paired runs are worth reading."""
+"""Compare running times by paired runs: on noisy machines only ratios of paired runs are meaningful."""
 
 import statistics
 import time
@@ -12,7 +12,7 @@ class Comparison(NamedTuple):
     Attributes:
         baseline: Seconds.
         candidate: Seconds.
-        ratio: The median of candidate / baseline, pair by pair.
+        ratio: Median of candidate / baseline over the pairs.
     """
 
     baseline: float
@@ -27,16 +27,13 @@ def compare(
     seconds: float = 6.0,
     synchronize: Callable[[], None] = lambda: None,
 ) -> Comparison:
-    """Run two functions in turn, which one first changing from pair to pair, and compare their times.
+    """Time two functions in turn, swapping their order from pair to pair.
 
     Args:
-        baseline: What to compare with.
-        candidate: What to compare.
-        seconds: How long to go on, for both together; at least 7 pairs are run.
+        baseline: Reference.
+        candidate: Function to compare with it.
+        seconds: Measuring time of both together; at least 7 pairs are run.
         synchronize: Waits for a GPU.
-
-    Returns:
-        Medians.
     """
     for _ in range(3):
         baseline()

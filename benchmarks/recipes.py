@@ -1,6 +1,6 @@
 """Train every shipped recipe under the same conditions, with the same sweep of the learning rate, and compare.
 
-    python benchmarks/recipes.py mote em ic … [KEY=VALUE …] --model MODEL --data DATA --out RUNS
+    python -m benchmarks.recipes mote em ic … [KEY=VALUE …] --model MODEL --data DATA --out RUNS
 
 The learning rate of each recipe is chosen by its mean score on validation texts, which are cut from the training parts
 and are the same for all. A run that has ended is not run again; one that was broken off goes on. At the end: a table,

@@ -1,8 +1,8 @@
 """What training costs: pairs per second beside the dense model, memory of a large batch, start-up time.
 
-    python benchmarks/training.py speed [--model MODEL] [--seconds N] [--steps N]
-    python benchmarks/training.py memory [--model MODEL] [--batch-size N]
-    python benchmarks/training.py start
+    python -m benchmarks.training speed [--model MODEL] [--seconds N] [--steps N]
+    python -m benchmarks.training memory [--model MODEL] [--batch-size N]
+    python -m benchmarks.training start
 
 `speed` trains MoTE by turns with the dense model (with instructions) and with token routing, on the same batches, with
 the same trainer. `memory` takes one step in a process of
@@ -21,7 +21,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from pairing import compare
+from benchmarks.pairing import compare
 
 ROOT = Path(__file__).parents[1]
 SMALL_ENCODER = ROOT / "examples" / "small-encoder"

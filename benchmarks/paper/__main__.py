@@ -1,12 +1,12 @@
-"""The tables and figures of the MoTE paper, made anew.
+"""Reproduce the tables and figures of the MoTE paper.
 
-    python benchmarks/paper all --scale smoke --out RUNS                                       # minutes, no downloads
-    python benchmarks/paper table2 --scale small --data DATA --out RUNS [--source MODEL]       # hours on a CPU
-    python benchmarks/paper all --scale full --data DATA --out RUNS                            # one GPU, whole data
+    python -m benchmarks.paper all --scale smoke --out RUNS                                  # minutes, no downloads
+    python -m benchmarks.paper table2 --scale small --data DATA --out RUNS [--source MODEL]  # hours on a CPU
+    python -m benchmarks.paper all --scale full --data DATA --out RUNS                       # one GPU, all data
 
-What is missing is trained and scored, what is there is used again, and the same command goes on after it was broken
-off. Several commands may share RUNS: a model is trained by one of them. Written to RUNS/SCALE: `NAME.md` for each table
-or figure, `NAME.json` with the scores of each table, the pictures, and, by `all`, `results.md`.
+Models and scores that exist are reused, and an interrupted command resumes when it is run again. Several commands may
+share RUNS: each model is trained by one of them. RUNS/SCALE holds `NAME.md` for each table or figure, `NAME.json` with
+the scores of each table, the plots, and, after `all`, `results.md`.
 """
 
 import argparse
@@ -17,32 +17,31 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from beyond import INTERPOLATED, TRAINED, validation_scores, validation_table
-from claims import RATES, TABLES, Claim, Table
-from experiments import SCALES, TASKS, ablations
-from figures import ablation_table, draw_ablations
-from runs import START, Runs, Scores
-from tables import claims_of, table_of
-
 import mote
+from benchmarks.paper.beyond import INTERPOLATED, TRAINED, validation_scores, validation_table
+from benchmarks.paper.claims import RATES, TABLES, Claim, Table
+from benchmarks.paper.experiments import SCALES, TASKS, ablations
+from benchmarks.paper.figures import ablation_table, draw_ablations
+from benchmarks.paper.runs import START, Runs, Scores
+from benchmarks.paper.tables import claims_of, table_of
 
 NAMES = (*TABLES, "figure1", "figure3", "figures4to7", "rates", "beyond")
 
 
 def main() -> None:
-    """Make one of them, or all."""
+    """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=[*NAMES, "all"])
-    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="settings of every run, over the scale's")
+    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="settings of every run")
     parser.add_argument("--scale", choices=list(SCALES), required=True)
-    parser.add_argument("--source", help="the dense checkpoint that all start from (default: the scale's)")
-    parser.add_argument("--data", help="folder of the data (default: the scale's, if it has one)")
-    parser.add_argument("--out", type=Path, required=True, help="where models and scores are kept")
+    parser.add_argument("--source", help="dense checkpoint that all variants start from (default: the scale's)")
+    parser.add_argument("--data", help="data folder (default: the scale's, if it has one)")
+    parser.add_argument("--out", type=Path, required=True, help="folder for models and scores")
     arguments = parser.parse_intermixed_args()
     scale = SCALES[arguments.scale]
     data = arguments.data or scale.data
     if data is None:
-        parser.error(f"--scale {arguments.scale} needs --data: the scale has no data of its own")
+        parser.error(f"--scale {arguments.scale} needs --data")
     out = arguments.out / arguments.scale
     runs = Runs(scale, arguments.source or scale.source, data, out, tuple(arguments.changes), _say)
     parts = []
@@ -92,7 +91,7 @@ def _similarity(name: str, title: str, variants: tuple[str, ...], runs: Runs) ->
     mote.analyze(models, out=runs.out / name, data=runs.data, start=runs.source, report=runs.report)
     analysis = (runs.out / name / "analysis.md").read_text(encoding="utf-8")
     below = re.sub(r"^#", "####", analysis.partition("\n")[2].strip(), flags=re.MULTILINE)
-    below = below.replace("](", f"]({name}/")  # its pictures
+    below = below.replace("](", f"]({name}/")  # links to its plots
     return f"### {name}: {title}\n\n{below}"
 
 
@@ -119,7 +118,7 @@ def _several_rates(runs: Runs) -> bool:
 
 def _rates(runs: Runs) -> str:
     if not _several_rates(runs):
-        return "### rates: at this scale there is one learning rate"
+        return "### rates: this scale has only one learning rate"
     return _table("rates", RATES, runs)
 
 
@@ -133,9 +132,9 @@ def _beyond(runs: Runs) -> str:
     scores = runs.scores(table.variants)
     _keep("beyond", scores, runs)
     lines = [
-        "### beyond: experts moved towards their mean, one expert for two tasks, learning rates of experts",
+        "### beyond: experts interpolated towards their mean, one expert for two tasks, learning rates per expert",
         validation_table(on_validation),
-        f"Of the interpolations, {chosen} is best on validation texts. On the test parts:",
+        f"Of the interpolations, {chosen} is best on validation texts. On the test splits:",
         table_of(table, scores),
         claims_of(table, scores),
     ]
@@ -146,8 +145,8 @@ def _heading(scale: str, runs: Runs) -> str:
     limits = "; ".join(f"{', '.join(sets)}: {limit or 'all'}" for sets, limit in runs.scale.limits.items())
     return (
         f"## Scale {scale}\n\nFrom {Path(runs.source).name}; seeds {', '.join(map(str, runs.scale.seeds))}; "
-        f"{', '.join([*runs.scale.changes, *runs.changes]) or 'the recipes as they are'}. Test rows or queries of each "
-        f"set: {limits}; embedded in {runs.scale.dtype or 'the dtype of the weights'}."
+        f"{', '.join([*runs.scale.changes, *runs.changes]) or 'recipes unchanged'}. Test rows or queries of each "
+        f"dataset: {limits}; embedded in {runs.scale.dtype or 'the dtype of the weights'}."
     )
 
 

@@ -1,4 +1,4 @@
-"""Beyond the paper: variants that may beat MoTE. Validation texts choose how far experts are interpolated."""
+"""Variants beyond the paper. How far experts are interpolated is chosen on validation texts."""
 
 import json
 from functools import lru_cache
@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from experiments import VARIANTS
-from runs import Runs
 from sentence_transformers import SentenceTransformer
 
+from benchmarks.paper.experiments import VARIANTS
+from benchmarks.paper.runs import Runs
 from mote.checkpoints.reading import load_tokenizer, open_any, open_mote
 from mote.training.data import ValidationSet, load_data
 from mote.training.model import encodings
@@ -21,7 +21,7 @@ TRAINED = ("mote-expert-rates", "mote-shared", "mote-homogeneous")
 
 
 def validation_scores(runs: Runs, name: str) -> dict[str, float]:
-    """Score a variant on the texts that are cut from the training parts: means over its tasks and over the seeds."""
+    """Score a variant on texts held out from the training splits: means over tasks and seeds."""
     of_seeds = [_of_model(runs, name, seed) for seed in runs.seeds_of(name)]
     return {key: float(np.mean([scores[key] for scores in of_seeds])) for key in of_seeds[0] if "/" not in key}
 
@@ -29,13 +29,13 @@ def validation_scores(runs: Runs, name: str) -> dict[str, float]:
 def _of_model(runs: Runs, name: str, seed: int) -> dict[str, float]:
     folder = runs.model(name, seed)
     record = folder / "training.json"
-    if record.is_file():  # a trained model was scored when its training ended
+    if record.is_file():  # training ends with these scores
         return json.loads(record.read_text(encoding="utf-8"))["validation"]["after"]  # type: ignore[no-any-return]
-    kept = runs.out / "validation" / f"{folder.name}.json"  # which tells what the model was made of
+    kept = runs.out / "validation" / f"{folder.name}.json"  # its name contains the hash of the source
     if not kept.is_file():
         trained = runs.model("mote", seed)
         names: Any = open_mote(str(trained)).config
-        routed = VARIANTS[name].to_mean != 1  # else it is dense
+        routed = VARIANTS[name].weight != 1  # 1: a dense model
         model = SentenceTransformer(str(folder), trust_remote_code=routed)
         scores = Validation(_held_out(trained / "recipe.yaml"), encodings(names, routed))(model)
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -43,14 +43,14 @@ def _of_model(runs: Runs, name: str, seed: int) -> dict[str, float]:
     return json.loads(kept.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
-@lru_cache  # variants take turns with the seeds, and reading the data takes longer than scoring
+@lru_cache  # reading the data takes longer than scoring
 def _held_out(recipe_file: Path) -> list[ValidationSet]:
     recipe = load_recipe(recipe_file)
     return load_data(recipe, load_tokenizer(open_any(recipe.model.source)), with_teachers=False).validation
 
 
 def validation_table(scores: dict[str, dict[str, float]]) -> str:
-    """Write what the choice is made by, the best mean in bold."""
+    """Format the validation scores, the best mean in bold."""
     keys = list(next(iter(scores.values())))
     best = max(scores, key=lambda name: scores[name]["validation_mean"])
     header = ["on validation texts", *(key.removeprefix("validation_") for key in keys)]

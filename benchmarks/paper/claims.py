@@ -1,8 +1,8 @@
-"""What the paper states, as far as it is known here, and how each statement is measured on our scores.
+"""Claims of the paper, and how each is measured on our scores.
 
 Source: Romero et al., "Beyond instruction-conditioning, MoTE: Mixture of Task Experts for Multi-task Embedding Models",
-Findings of ACL 2025, arXiv 2506.17781. The gains are from its abstract; +1.33, +0.41 and the place of Expert Averaging
-from Tables 5, 4 and 7. Absolute scores of its tables are not repeated: they are of another model and other data.
+Findings of ACL 2025, arXiv 2506.17781. The gains are from its abstract; +1.33, +0.41 and the rank of Expert Averaging
+from Tables 5, 4 and 7. Absolute scores are not repeated: they belong to another model and other data.
 """
 
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement: how much better one variant is than another, over a group of datasets.
+    """A claim that one variant is better than another over a group of datasets.
 
     Attributes:
-        better: The variant that the paper finds better.
-        other: What it is compared with.
-        over: Task type (mteb's), or `all`.
-        gain: The paper's difference of the mean scores, x 100; none where it is not known.
-        relative_to: Variant above which the gains of both are put in proportion, if the paper does so.
-        relative: The paper's proportion, as in 0.59 for "59 % higher gain".
+        better: Variant that the paper finds better.
+        other: Variant it is compared with.
+        over: Task type of MTEB, or `all`.
+        gain: Difference of mean scores in the paper, x 100; None: unknown.
+        relative_to: Variant from which relative gains are computed, if the paper states any.
+        relative: Relative gain in the paper: 0.59 for "59 % higher gain".
     """
 
     better: str
@@ -36,11 +36,11 @@ class Table:
     """A table of the paper.
 
     Attributes:
-        title: What it shows.
-        variants: Its columns.
-        reference: The column above which gains are stated.
-        types: Task types of its rows; none: all.
-        claims: What the paper concludes.
+        title: Title.
+        variants: Columns.
+        reference: Column from which gains are computed.
+        types: Task types of the rows; empty: all.
+        claims: Conclusions of the paper.
     """
 
     title: str
@@ -104,7 +104,7 @@ TABLES = {
 }
 
 
-# What the paper does not ask: whether the learning rate decides.
+# Not in the paper: how much depends on the learning rate.
 RATES = Table(
     "The same variants at another learning rate",
     tuple(f"{name}{rate}" for name in ("em", "ic", "mote-every-other", "mote") for rate in ("", "-high-rate")),

@@ -1,4 +1,4 @@
-"""What is trained for the paper's tables and figures, and at which scale."""
+"""Variants trained for the tables and figures of the paper, and scales to train them at."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ TASKS = ("retrieval", "classification", "clustering")
 KIND_OF_TASK = {"retrieval": "beir/*", "classification": "classification/*", "clustering": "clustering/*"}
 SEARCH = ("beir/*", "reranking/*")
 OTHERS = ("classification/*", "clustering/*", "pair/*", "sts/*", "summarization/*")
-EVERY_SET = (*SEARCH, *OTHERS)
+ALL_DATASETS = (*SEARCH, *OTHERS)
 TEMPERATURES = (0.01, 0.03, 0.06)
 BATCHES = ("homogeneous", "heterogeneous")
 OF_THE_RECIPE = {
@@ -17,35 +17,35 @@ OF_THE_RECIPE = {
     "classification": ("heterogeneous", 0.03),
     "clustering": ("heterogeneous", 0.06),
 }
-"""The batches and the temperature that the paper's recipe has for each task."""
+"""Batches and temperature of each task in the paper's recipe."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A model of the comparison: a shipped recipe and what is changed in it.
+    """A model of the comparison: a shipped recipe with changes.
 
     Attributes:
         recipe: Name of the shipped recipe.
-        changes: `key=value` over the recipe.
-        sets: Patterns of the sets on which it is scored.
-        few_seeds: Whether it is one of many, and trained with the scale's `few_seeds`.
-        made_of: Of a variant that is not trained: the one that it is made of, by averaging or interpolation.
-        to_mean: How far its experts are moved to their mean; 1 is Expert Averaging, as a dense model.
+        changes: `key=value` overrides.
+        datasets: Patterns of the datasets it is evaluated on.
+        few_seeds: Whether it is trained with the scale's `few_seeds` only.
+        made_of: Source of a variant that is averaged or interpolated instead of trained.
+        weight: Interpolation weight of the experts' mean; 1 is Expert Averaging, a dense model.
     """
 
     recipe: str
     changes: tuple[str, ...] = ()
-    sets: tuple[str, ...] = EVERY_SET
+    datasets: tuple[str, ...] = ALL_DATASETS
     few_seeds: bool = False
     made_of: str | None = None
-    to_mean: float | None = None
+    weight: float | None = None
 
 
 def ablations(task: str) -> dict[str, tuple[str, float]]:
-    """Name the runs of Figures 4 to 7: the recipe's batches at each temperature, the other ones at the recipe's.
+    """Runs of Figures 4 to 7: the recipe's batches at each temperature, the other batches at the recipe's temperature.
 
     Returns:
-        Variant → batches and temperature. Each is a dense model with instructions, trained on this task alone.
+        Variant → batches and temperature. Each is a dense model with instructions, trained on this task only.
     """
     batches, temperature = OF_THE_RECIPE[task]
     pairs = [(batches, step) for step in TEMPERATURES] + [(other, temperature) for other in BATCHES if other != batches]
@@ -54,7 +54,7 @@ def ablations(task: str) -> dict[str, tuple[str, float]]:
 
 def _ablation(task: str, batches: str, temperature: float) -> Variant:
     changes = (f"tasks.{task}.batches={batches}", f"tasks.{task}.temperature={temperature}")
-    return Variant(f"sem-{task}", changes, sets=(KIND_OF_TASK[task],), few_seeds=True)
+    return Variant(f"sem-{task}", changes, datasets=(KIND_OF_TASK[task],), few_seeds=True)
 
 
 SHARED_EXPERT = (
@@ -67,13 +67,13 @@ EXPERT_RATES = "training.arguments={learning_rate_mapping: {'experts\\.(classifi
 VARIANTS: dict[str, Variant] = {
     "em": Variant("em"),
     "ic": Variant("ic"),
-    **{f"sem-{task}": Variant(f"sem-{task}", sets=(KIND_OF_TASK[task],)) for task in TASKS},
+    **{f"sem-{task}": Variant(f"sem-{task}", datasets=(KIND_OF_TASK[task],)) for task in TASKS},
     "mote": Variant("mote"),
     "mote-static": Variant("mote-static"),
     "mote-every-other": Variant("mote-every-other", few_seeds=True),
     "tlr": Variant("tlr", few_seeds=True),
-    "mote-average": Variant("mote", made_of="mote", to_mean=1.0),
-    **{f"mote-to-mean-{part:g}": Variant("mote", made_of="mote", to_mean=part) for part in (0.25, 0.5, 0.75)},
+    "mote-average": Variant("mote", made_of="mote", weight=1.0),
+    **{f"mote-to-mean-{part:g}": Variant("mote", made_of="mote", weight=part) for part in (0.25, 0.5, 0.75)},
     "mote-shared": Variant("mote", SHARED_EXPERT, few_seeds=True),
     "mote-expert-rates": Variant("mote", (EXPERT_RATES,), few_seeds=True),
     "mote-homogeneous": Variant("mote", HOMOGENEOUS, few_seeds=True),
@@ -84,18 +84,18 @@ VARIANTS: dict[str, Variant] = {
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is trained and scored.
+    """Amount of training and evaluation.
 
     Attributes:
         source: Dense checkpoint that all variants start from.
-        data: Folder of the data; none: must be given.
+        data: Data folder; None: `--data` is required.
         changes: Settings of every run.
-        learning_rates: Variant → learning rate; "" is that of all others.
-        seeds: Of the runs of the tables.
-        few_seeds: Of the variants that are trained with fewer.
-        limits: Patterns of sets, with the test rows or queries of each set; none: all. Searching costs most, because
-            all documents are embedded.
-        dtype: In which texts are embedded.
+        learning_rates: Variant → learning rate; "": all others.
+        seeds: Seeds of most variants.
+        few_seeds: Seeds of variants with `few_seeds`.
+        limits: Patterns of datasets → test rows or queries of each; None: all. Retrieval costs most, as all
+            documents are embedded.
+        dtype: Dtype for evaluation.
     """
 
     source: str

@@ -3,15 +3,15 @@
 from pathlib import Path
 
 import numpy as np
-from experiments import BATCHES, OF_THE_RECIPE, TASKS, TEMPERATURES, ablations
-from runs import START, Scores
-from tables import cell
 
+from benchmarks.paper.experiments import BATCHES, OF_THE_RECIPE, TASKS, TEMPERATURES, ablations
+from benchmarks.paper.runs import START, Scores
+from benchmarks.paper.tables import cell
 from mote.reporting import COLORS
 
 
 def ablation_table(scores: Scores) -> str:
-    """Write the scores, the best of each task in bold."""
+    """Format the scores, the best of each task in bold."""
     lines = [
         "| task | batches | " + " | ".join(f"temperature {step:g}" for step in TEMPERATURES) + " |",
         "| --- " * (len(TEMPERATURES) + 2) + "|",
@@ -27,7 +27,7 @@ def ablation_table(scores: Scores) -> str:
 
 
 def draw_ablations(scores: Scores, start: Scores, path: Path) -> None:
-    """Draw score over temperature, a panel for each task; the recipe's batches as a line, the other ones as a point."""
+    """Plot score over temperature, one panel per task; the recipe's batches as a line, the others as a point."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, len(TASKS), figsize=(4 * len(TASKS), 3.6), layout="constrained")
@@ -54,7 +54,7 @@ def draw_ablations(scores: Scores, start: Scores, path: Path) -> None:
             title=f"{task} ({len(datasets)} datasets)", xlabel=f"temperature (the recipe's: {OF_THE_RECIPE[task][1]:g})"
         )
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("mean score on the test parts, x 100")
+    axes[0].set_ylabel("mean score on the test splits, x 100")
     axes[-1].legend(fontsize="small")
     figure.suptitle("Dense models with instructions, each trained on one task: batches and temperature")
     figure.savefig(path, dpi=120)

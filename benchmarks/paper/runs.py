@@ -1,4 +1,4 @@
-"""Models and their scores: what is missing is trained, made or scored; what is there is used again."""
+"""Train and evaluate the variants; existing models and scores are reused."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from experiments import EVERY_SET, VARIANTS, Scale, recipe_of
 from filelock import FileLock
 
 import mote
+from benchmarks.paper.experiments import ALL_DATASETS, VARIANTS, Scale, recipe_of
 from mote import Evaluation
 from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.reading import open_any
@@ -22,14 +22,14 @@ START = "start"  # the dense checkpoint, before any training
 
 @dataclass(frozen=True)
 class Runs:
-    """All runs of one scale.
+    """Models and scores of one scale.
 
     Attributes:
-        scale: How much is trained and scored.
-        source: Dense checkpoint that all start from.
-        data: Folder of the data.
-        out: Where models and scores are kept.
-        changes: `key=value` over the settings of every run.
+        scale: Scale.
+        source: Dense checkpoint that all variants start from.
+        data: Data folder.
+        out: Folder for models and scores.
+        changes: `key=value` overrides of every run.
         report: Called with each line of progress.
     """
 
@@ -41,22 +41,22 @@ class Runs:
     report: Callable[[str], None] = print
 
     def model(self, name: str, seed: int) -> Path:
-        """Return the folder of a model, which is trained or made first if it is not there.
+        """Return the folder of a model; train or make it first if it does not exist.
 
         Raises:
-            ValueError: If the folder holds a model that was trained with other settings.
+            ValueError: If the folder holds a model trained with other settings.
         """
         variant = VARIANTS[name]
         folder = self.out / "models" / f"{name}-seed{seed}"
-        if variant.to_mean is not None and variant.made_of is not None:
+        if variant.weight is not None and variant.made_of is not None:
             trained = self.model(variant.made_of, seed)
-            made_of = folder_hash(trained)[:8]  # so that of a model that is trained anew another one is made
+            made_of = folder_hash(trained)[:8]  # a retrained source gives another folder
             folder = folder.with_name(f"{folder.name}-{made_of}")
             with self._alone(folder):
-                if not folder.exists() and variant.to_mean == 1:
+                if not folder.exists() and variant.weight == 1:
                     mote.average(str(trained), folder)
                 elif not folder.exists():
-                    mote.interpolate(str(trained), folder, to_mean=variant.to_mean)
+                    mote.interpolate(str(trained), folder, to_mean=variant.weight)
             return folder
         recipe = recipe_of(name, self.scale, self.source, self.data, seed, [*self.changes, f"output={folder}"])
         with self._alone(folder):
@@ -74,21 +74,21 @@ class Runs:
         return folder / "model"
 
     def seeds_of(self, name: str) -> tuple[int, ...]:
-        """Return the seeds with which a variant is trained."""
+        """Seeds of a variant."""
         if name == START:
             return self.scale.seeds[:1]
         return self.scale.few_seeds if VARIANTS[name].few_seeds else self.scale.seeds
 
     def start(self) -> Path:
-        """Return the folder of the checkpoint that all start from, in a format that every library reads."""
+        """Return the dense checkpoint that all variants start from, in Transformers' format."""
         folder = self.out / "models" / START
         with self._alone(folder):
             return native_folder(open_any(self.source), folder)
 
     def scores(self, names: Iterable[str]) -> "Scores":
-        """Score models, each with all its seeds; `start` is the checkpoint that all start from.
+        """Evaluate variants with all their seeds; `start` is the dense checkpoint before training.
 
-        A dataset on which a variant failed with any seed is left out of that variant's scores, and reported.
+        A dataset on which a variant failed with any seed is dropped from its scores and reported.
         """
         every: dict[str, dict[str, list[float]]] = {}
         types: dict[str, str] = {}
@@ -99,21 +99,23 @@ class Runs:
         return Scores(every, types)
 
     def _score(self, name: str, seed: int, types: dict[str, str]) -> dict[str, float]:
-        """Return the score on each dataset, and add the datasets' types."""
+        """Return the score on each dataset; add the task types to `types`."""
         label = name if name == START else f"{name}-seed{seed}"
         path = self.start() if name == START else self.model(name, seed)
         scores: dict[str, float] = {}
-        for evaluation in self._evaluations(label, str(path), EVERY_SET if name == START else VARIANTS[name].sets):
+        for evaluation in self._evaluations(
+            label, str(path), ALL_DATASETS if name == START else VARIANTS[name].datasets
+        ):
             types |= evaluation.types
             scores |= evaluation.scores[label]
             for failure in evaluation.failed():
-                self.report(f"FAILED, and in no mean of {name}: {failure}")
+                self.report(f"FAILED, excluded from all means of {name}: {failure}")
         return scores
 
-    def _evaluations(self, label: str, path: str, sets: tuple[str, ...]) -> Iterator[Evaluation]:
-        """Score one model; what `mote evaluate` keeps is used again."""
+    def _evaluations(self, label: str, path: str, datasets: tuple[str, ...]) -> Iterator[Evaluation]:
+        """Evaluate one model; cached scores are reused."""
         for patterns, limit in self.scale.limits.items():
-            chosen = [pattern for pattern in patterns if pattern in sets]
+            chosen = [pattern for pattern in patterns if pattern in datasets]
             with self._alone(self.out / "scores" / label):
                 if chosen:
                     yield mote.evaluate(
@@ -128,7 +130,7 @@ class Runs:
 
     @contextmanager
     def _alone(self, folder: Path) -> Iterator[None]:
-        """Let one process at a time make a folder, so that several commands can share the work."""
+        """Lock a folder, so that several commands can share the work."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             yield
@@ -139,7 +141,7 @@ class Scores:
     """Scores of several variants.
 
     Attributes:
-        every: Variant → dataset → its score with each seed, x 100.
+        every: Variant → dataset → score with each seed, x 100.
         types: Dataset → task type.
     """
 
@@ -147,7 +149,7 @@ class Scores:
     types: dict[str, str]
 
     def joined(self, name: str, parts: Iterable[str]) -> "Scores":
-        """Lay models of one task each side by side as if they were one."""
+        """Combine models of one task each into one column."""
         parts = list(parts)
         whole = {dataset: values for part in parts for dataset, values in self.every[part].items()}
         rest = {other: values for other, values in self.every.items() if other not in parts}

@@ -1,46 +1,46 @@
-"""Our tables, and the paper's statements beside ours."""
+"""Tables of our scores, and the paper's claims compared with them."""
 
 from dataclasses import dataclass
 
 import numpy as np
-from claims import ALL, Claim, Table
-from runs import Scores
 
+from benchmarks.paper.claims import ALL, Claim, Table
+from benchmarks.paper.runs import Scores
 from mote.evaluation.scores import TASK_TYPES
 from mote.evaluation.statistics import Comparison, compare_scores
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A mean score and how it spreads over the seeds.
+    """A mean score and its spread over the seeds.
 
     Attributes:
-        mean: Over the datasets of a group, then over the seeds.
-        spread: Standard deviation over the seeds; none with one seed.
+        mean: Mean over the datasets of a group and over the seeds.
+        spread: Standard deviation over the seeds; None: one seed.
     """
 
     mean: float
     spread: float | None
 
     def __str__(self) -> str:
-        """Write both, as in `58.81 ± 0.12`."""
+        """Format as `58.81 ± 0.12`."""
         return f"{self.mean:.2f}" + ("" if self.spread is None else f" ± {self.spread:.2f}")
 
 
 def datasets_of(scores: Scores, types: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
-    """Name the datasets of some task types (none: all) that all of these variants have scores for."""
+    """Datasets of some task types (empty: all) that all these variants have scores on."""
     of_types = [dataset for dataset, kind in scores.types.items() if not types or kind in types]
     return [dataset for dataset in of_types if all(dataset in scores.every[name] for name in names)]
 
 
 def cell(scores: Scores, name: str, datasets: list[str]) -> Cell:
-    """Average a variant's scores over datasets, for each seed, and then over the seeds."""
+    """Average a variant's scores over datasets, then over seeds."""
     of_seeds = np.mean([scores.every[name][dataset] for dataset in datasets], axis=0)
     return Cell(float(of_seeds.mean()), float(of_seeds.std(ddof=1)) if len(of_seeds) > 1 else None)
 
 
 def table_of(table: Table, scores: Scores) -> str:
-    """Write one of the paper's tables with our scores."""
+    """Format one of the paper's tables with our scores."""
     names = table.variants
     datasets = datasets_of(scores, table.types, names)
     types = table.types or TASK_TYPES
@@ -61,11 +61,11 @@ def table_of(table: Table, scores: Scores) -> str:
 
 
 def compared(claim: Claim, table: Table, scores: Scores) -> tuple[Comparison, float | None]:
-    """Measure a statement on our scores, each the mean over the seeds.
+    """Measure a claim on our scores, each averaged over the seeds.
 
     Returns:
-        The tests over datasets; and the gain of the better one relative to that of the other, less 1 (none where the
-        other has no gain, or nothing is put in relation).
+        Tests over the datasets, and the relative gain: the gain of `better` over that of `other`, minus 1 (None if
+        `other` has no gain or the claim states no relative gain).
     """
     names = (claim.better, claim.other, *([claim.relative_to] if claim.relative_to else []))
     datasets = datasets_of(scores, table.types if claim.over == ALL else (claim.over,), names)
@@ -78,9 +78,9 @@ def compared(claim: Claim, table: Table, scores: Scores) -> tuple[Comparison, fl
 
 
 def claims_of(table: Table, scores: Scores) -> str:
-    """Lay the paper's statements beside what we measured."""
+    """Format the paper's claims next to our measurements."""
     lines = [
-        "| statement | over | paper | here | one-sided p: Welch | paired t | Wilcoxon | higher on | verdict |",
+        "| claim | over | paper | here | one-sided p: Welch | paired t | Wilcoxon | higher on | verdict |",
         "| --- " * 9 + "|",
     ]
     for claim in table.claims:
@@ -100,12 +100,12 @@ def claims_of(table: Table, scores: Scores) -> str:
 
 
 def p_value(value: float | None) -> str:
-    """Write a p-value; none where the test says nothing."""
+    """Format a p-value; "none" if the test is undefined."""
     return "none" if value is None else f"{value:.2g}"
 
 
 def verdict(tests: Comparison) -> str:
-    """Say whether the direction is the paper's, by the paired t-test over datasets at 5 %; sizes are for the reader."""
+    """Whether the direction agrees with the paper, by a paired t-test over datasets at 5 %; sizes are not judged."""
     if tests.paired_t is None:
         return "not tested"
     if tests.gain > 0:

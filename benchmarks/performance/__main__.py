@@ -1,12 +1,12 @@
-"""Speed and memory of MoTE beside the dense model: every figure of docs/performance.md by one command.
+"""Speed and memory of MoTE compared with the dense model: the benchmarks of docs/performance.md.
 
-    python -m benchmarks.performance --quick                                       # minutes: does every figure run?
+    python -m benchmarks.performance --quick                                       # minutes: only checks that all run
     python -m benchmarks.performance --checkpoint FOLDER --data FOLDER --out DIR   # an hour on a CPU
     python -m benchmarks.performance forward mixed --checkpoint FOLDER             # some of them
 
-Each figure is measured in a process of its own, one after the other, its ratios by paired runs within that process.
-A bar that is missed is said so and does not stop the rest; a figure that cannot be measured makes the exit status 1.
-With `--out`, each is kept as NAME.json, and `performance.md` is written from all that are there.
+Each benchmark runs in a process of its own, one after the other; its ratios come from paired runs within that process.
+A missed target is reported and does not stop the others; the exit status is 1 if a benchmark fails to run. With --out,
+each result is written to NAME.json, and all results of that folder to `performance.md`.
 """
 
 import argparse
@@ -19,20 +19,21 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.performance.figures import Bar, Figure, Options, measure
+from benchmarks.performance.benchmark import Benchmark, Options, Target, measure
+from mote.reporting import markdown_table
 
-FIGURES = {
-    "forward": "forward of one task beside the dense native model",
-    "mixed": "a batch of four tasks beside the dense model on the same rows",
-    "token_routing": "beside a token-routed mixture of the same size",
-    "many_experts": "forward with 1 to 64 experts",
+BENCHMARKS = {
+    "forward": "forward pass of one task compared with the native dense model",
+    "mixed": "a batch of four tasks compared with the dense model on the same rows",
+    "token_routing": "compared with a token-routed model of the same size",
+    "many_experts": "forward pass with 1 to 64 experts",
     "loading": "loading one expert",
     "residency": "device memory with one of four experts resident",
     "switching": "switching experts from the CPU and from disk",
-    "upcycling": "upcycling beside a copy of the result",
-    "exported": "encode of an exported expert by every CPU path",
-    "task_lora": "beside one LoRA adapter per task",
-    "bulk": "batches of equal tokens for bulk encoding",
+    "upcycling": "upcycling compared with copying the result",
+    "exported": "encode with an exported expert, all CPU runtimes",
+    "task_lora": "compared with one LoRA adapter per task",
+    "batch_size": "batch size of encode",
     "compiled": "torch.compile",
     "compression": "experts as low-rank differences, or in 8 bits",
     "service": "the HTTP service under load",
@@ -40,74 +41,79 @@ FIGURES = {
 
 
 def main() -> int:
-    """Measure what was asked for, and print it."""
+    """Run the chosen benchmarks and print their results."""
     options, out, names = _arguments()
     failures = 0
     for name in names:
-        print(f"… {name}: {FIGURES[name]}", file=sys.stderr, flush=True)
-        try:  # a fresh process, so that no figure meets the memory, caches or threads of another
+        print(f"… {name}: {BENCHMARKS[name]}", file=sys.stderr, flush=True)
+        try:  # in a fresh process: memory, caches and threads of one benchmark do not affect the next
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-                figure = process.submit(measure, name, options).result()
-        except Exception as error:  # whatever stops one figure, the others are still worth having
+                benchmark = process.submit(measure, name, options).result()
+        except Exception as error:  # the others still run
             failures += 1
-            print(f"{name} could not be measured: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             continue
-        print(f"{figure}\n", flush=True)
+        print(f"{benchmark}\n", flush=True)
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-            (out / f"{name}.json").write_text(json.dumps(asdict(figure), indent=2, ensure_ascii=False) + "\n")
+            (out / f"{name}.json").write_text(json.dumps(asdict(benchmark), indent=2, ensure_ascii=False) + "\n")
     if out is not None:
-        (out / "performance.md").write_text(report([figure for name in FIGURES if (figure := _kept(out, name))]))
+        results = [result for name in BENCHMARKS if (result := _read(out / f"{name}.json"))]
+        (out / "performance.md").write_text(report(results))
     return 1 if failures else 0
 
 
-def report(figures: list[Figure]) -> str:
-    """Lay out the bars of all figures in one table, then each figure."""
-    bars = [
-        f"| {figure.title} | {bar.what} | {bar.value:.3f} | {'≥' if bar.at_least else '≤'} {bar.limit:g} | "
-        f"{'yes' if bar.holds else '**no**'} |"
-        for figure in figures
-        for bar in figure.bars
+def report(benchmarks: list[Benchmark]) -> str:
+    """Format a table of all targets, then each benchmark."""
+    rows = [
+        [
+            benchmark.title,
+            target.what,
+            f"{target.value:.3f}",
+            f"{'≥' if target.at_least else '≤'} {target.limit:g}",
+            "yes" if target.met else "**no**",
+        ]
+        for benchmark in benchmarks
+        for target in benchmark.targets
     ]
-    table = ["| figure | of | measured | bar | holds |", "| --- | --- | --- | --- | --- |", *bars]
-    return "\n".join(table) + "\n\n" + "\n\n".join(map(str, figures)) + "\n"
+    targets = markdown_table(["benchmark", "measure", "value", "target", "met"], rows, align="llrrl")
+    return "\n\n".join([targets, *map(str, benchmarks)]) + "\n"
 
 
 def _arguments() -> tuple[Options, Path | None, list[str]]:
     defaults = Options()
-    listing = "\n".join(f"  {name:<14} {what}" for name, what in FIGURES.items())
+    listing = "\n".join(f"  {name:<14} {what}" for name, what in BENCHMARKS.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.performance",
         description=__doc__,
-        epilog=f"figures:\n{listing}",
+        epilog=f"benchmarks:\n{listing}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("names", nargs="*", metavar="FIGURE", help="which figures (default: all)")
+    add("names", nargs="*", metavar="BENCHMARK", help="which benchmarks (default: all)")
     add("--checkpoint", type=Path, default=defaults.checkpoint, help="dense model (default: the repository's)")
     add("--data", type=Path, default=defaults.data, help="texts (default: the repository's)")
     add("--device", default=defaults.device)
     add("--dtype", default="float32", help="float32 (default) or bfloat16")
-    add("--seconds", type=float, default=defaults.seconds, help="for one ratio (default: %(default)s)")
-    add("--quick", action="store_true", help="small and few: shows that it runs, its numbers mean little")
-    add("--out", type=Path, metavar="DIR", help="keep the figures there")
+    add("--seconds", type=float, default=defaults.seconds, help="measuring time per ratio (default: %(default)s)")
+    add("--quick", action="store_true", help="few repeats and small inputs, to check that it runs")
+    add("--out", type=Path, metavar="DIR", help="folder for the results")
     words = parser.parse_args()
-    unknown = [name for name in words.names if name not in FIGURES]
+    unknown = [name for name in words.names if name not in BENCHMARKS]
     if unknown:
-        parser.error(f"unknown figure {unknown[0]!r}; there are {', '.join(FIGURES)}")
+        parser.error(f"unknown benchmark {unknown[0]!r}; available: {', '.join(BENCHMARKS)}")
     if not (words.checkpoint / "config.json").is_file():
-        parser.error(f"{words.checkpoint} is no checkpoint: it has no config.json")
+        parser.error(f"{words.checkpoint} has no config.json: expected a dense checkpoint")
     settings = {field.name: getattr(words, field.name) for field in fields(Options)}
     settings["dtype"] = getattr(torch, words.dtype)
-    return Options(**settings), words.out, words.names or list(FIGURES)
+    return Options(**settings), words.out, words.names or list(BENCHMARKS)
 
 
-def _kept(out: Path, name: str) -> Figure | None:
-    path = out / f"{name}.json"
+def _read(path: Path) -> Benchmark | None:
     if not path.is_file():
         return None
     content = json.loads(path.read_text())
-    return Figure(**{**content, "bars": [Bar(**bar) for bar in content["bars"]]})
+    return Benchmark(**{**content, "targets": [Target(**target) for target in content["targets"]]})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from benchmarks.pairing import compare
-from benchmarks.performance.figures import Figure, Options
+from benchmarks.performance.benchmark import Benchmark, Options
 from benchmarks.performance.models import TASKS, load_dense, made_up, make_mote, milliseconds, seconds, waiting
 from modeling_mote import MoTEModel
 
@@ -15,7 +15,7 @@ LENGTHS = (16, 24, 48, 96, 128)
 ROWS = (1, 8, 32)
 
 
-def measure(options: Options) -> Figure:
+def measure(options: Options) -> Benchmark:
     """Compare the model that is not compiled with its layers compiled, and with the backbone compiled as a whole."""
     mote = make_mote(load_dense(options))
     ways = {"layers: model.compile()": lambda model: model.compile()}
@@ -42,7 +42,7 @@ def measure(options: Options) -> Figure:
                 rows.append([name, str(graphs), f"{first:.0f}", f"{batch} x 96", *times, f"{1 / found.ratio:.3f}"])
     columns = ["compiled", "graphs", "first calls, s", "rows x length", "not compiled, ms", "compiled, ms", "speed-up"]
     notes = [f"Graphs after {len(TASKS)} tasks x {len(LENGTHS)} lengths x rows {', '.join(map(str, ROWS))}."]
-    return Figure("compiled", "torch.compile", columns, rows, [], notes)
+    return Benchmark("compiled", "torch.compile", columns, rows, [], notes)
 
 
 def visit(model: MoTEModel) -> None:

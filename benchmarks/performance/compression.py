@@ -10,7 +10,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 
 from benchmarks.pairing import compare
-from benchmarks.performance.figures import Figure, Options
+from benchmarks.performance.benchmark import Benchmark, Options
 from mote import average, compress, evaluate, train
 from mote.analysis.similarity import cosines, embed
 from mote.analysis.weight_change import find_start
@@ -27,7 +27,7 @@ LIMIT = 500  # texts, or queries, of each set
 WHOLE, AVERAGE, DENSE = "uncompressed", "Expert Averaging", "the dense source"
 
 
-def measure(options: Options) -> Figure:
+def measure(options: Options) -> Benchmark:
     """Measure a MoTE that is trained; of a dense checkpoint, one is trained from it on the data, for a few steps."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -46,13 +46,14 @@ def measure(options: Options) -> Figure:
         types = list(scores.means(WHOLE))
         rows = list(_rows(models, scores, options))
         trained = mote == options.checkpoint
-    return Figure(
+    return Benchmark(
         "compression",
         "compressed experts: memory, speed, and quality",
         ["experts", "experts, MB", "of whole", "model, MB", "encode / whole", "cosine", *types, "mean"],
         rows,
         notes=[
-            "MoTE: " + ("the checkpoint." if trained else "trained from the checkpoint for a moment, for this figure."),
+            "MoTE: "
+            + ("the checkpoint." if trained else "trained from the checkpoint for a moment, for this benchmark."),
             f"quality: main scores of MTEB on {', '.join(sets)}, at most about {limit} texts of each; mean over types.",
             "cosine: to the embeddings of the uncompressed model, mean over the bundled 128 texts under each expert.",
             "encode: 64 of these texts for one task, ratio of medians of paired runs.",

@@ -17,7 +17,7 @@ from sentence_transformers import SentenceTransformer
 
 import mote
 from benchmarks.pairing import compare
-from benchmarks.performance.figures import Bar, Figure, Options
+from benchmarks.performance.benchmark import Benchmark, Options, Target
 from mote.analysis import find_texts
 from mote.inference.runtimes import FILES
 
@@ -28,7 +28,7 @@ COLUMNS = ["path", "texts/s", "times default", "mean cosine", "least cosine", "M
 Way = tuple[str, Callable[[], SentenceTransformer], Path]
 
 
-def measure(options: Options) -> Figure:
+def measure(options: Options) -> Benchmark:
     """Measure texts per second and cosines, path by path."""
     texts = list(find_texts(folder=options.data, limit=32 if options.quick else 512).texts)
     default = SentenceTransformer(str(options.checkpoint), device="cpu")
@@ -53,8 +53,8 @@ def measure(options: Options) -> Figure:
                 best = max(best, (faster, name, mean, least))
     faster, name, mean, least = best
     notes.append(f"fastest with a mean cosine of {LEAST_COSINE} or more: {name}, mean {mean:.5f}, least {least:.5f}")
-    bar = Bar(f"encode by {name}, times the speed of the default", faster, 2.0, at_least=True)
-    return Figure("exported", "Encoding by an exported expert, on a CPU", COLUMNS, rows, [bar], notes)
+    target = Target(f"encode by {name}, times the speed of the default", faster, 2.0, at_least=True)
+    return Benchmark("exported", "Encoding by an exported expert, on a CPU", COLUMNS, rows, [target], notes)
 
 
 def _paths(options: Options, folder: Path, notes: list[str]) -> Iterator[Way]:
@@ -70,7 +70,7 @@ def _paths(options: Options, folder: Path, notes: list[str]) -> Iterator[Way]:
         for quantize in (None, "int8"):
             out = folder / f"{backend}-{quantize}"
             try:
-                with redirect_stdout(StringIO()):  # bars of NNCF
+                with redirect_stdout(StringIO()):  # progress bars of NNCF
                     mote.export(moted, out, expert=EXPERT, backend=backend, quantize=quantize)
             except (OSError, ValueError) as error:
                 notes.append(f"{title}{', int8' if quantize else ''} was not measured: {error}")

@@ -5,18 +5,18 @@ import copy
 import torch
 
 from benchmarks.pairing import compare
-from benchmarks.performance.figures import Bar, Figure, Options
+from benchmarks.performance.benchmark import Benchmark, Options, Target
 from benchmarks.performance.models import load_dense, made_up, make_mote, milliseconds, seconds, waiting
 from modeling_mote import pool
 
 
-def measure(options: Options) -> Figure:
+def measure(options: Options) -> Benchmark:
     """Compare both as `AutoModel` gives them, the dense one also with pooling, and with a copy of itself."""
     dense = load_dense(options)
     mote, twin = make_mote(dense), copy.deepcopy(dense)
     without_pooler = copy.deepcopy(dense)
     without_pooler.pooler = None
-    mode, rows, bars = mote.config.pooling, [], []
+    mode, rows, targets = mote.config.pooling, [], []
     for batch, length in [(batch, length) for batch in (1, 32) for length in (16, 128, 512)]:
         if length > getattr(dense.config, "max_position_embeddings", length) or (options.quick and length > 128):
             continue
@@ -44,7 +44,7 @@ def measure(options: Options) -> Figure:
         times = [milliseconds(time) for time in (found.baseline, pooled.baseline, found.candidate)]
         ratios = [f"{ratio:.3f}" for ratio in (found.ratio, pooled.ratio, noise.ratio)]
         rows.append([f"{batch} x {length}", *times, *ratios])
-        bars.append(Bar(f"forward, {batch} x {length}", found.ratio, 1.01))
+        targets.append(Target(f"forward, {batch} x {length}", found.ratio, 1.01))
     columns = ["rows x length", "dense, ms", "dense and pooling, ms", "MoTE, ms", "MoTE / dense"]
     columns += ["MoTE / dense and pooling", "dense / dense"]
     notes = [
@@ -53,4 +53,4 @@ def measure(options: Options) -> Figure:
         "`dense / dense` is the dense model beside a copy of itself: how far from 1 noise takes a ratio.",
         f"{options.device}, {str(options.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads.",
     ]
-    return Figure("forward", "Forward of one task beside the dense native model", columns, rows, bars, notes)
+    return Benchmark("forward", "Forward of one task beside the dense native model", columns, rows, targets, notes)

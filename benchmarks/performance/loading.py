@@ -11,7 +11,7 @@ from transformers import AutoModel
 from transformers.utils import logging
 
 from benchmarks.pairing import compare
-from benchmarks.performance.figures import SMALL_ENCODER, Bar, Figure, Options
+from benchmarks.performance.benchmark import SMALL_ENCODER, Benchmark, Options, Target
 from benchmarks.performance.models import load_dense, milliseconds, seconds, waiting
 from benchmarks.performance.processes import Memory, memory_of
 from mote import MoTEConfig, MoTEModel, upcycle
@@ -28,22 +28,22 @@ LOADS = {
 }
 
 
-def measure(options: Options) -> Figure:
+def measure(options: Options) -> Benchmark:
     """Measure, with files in the page cache."""
     logging.disable_progress_bar()
     with TemporaryDirectory() as name:
         folder = Path(name)
         _write(options, folder)
-        rows, bars = _times(options, folder)
+        rows, targets = _times(options, folder)
         if options.device == "cpu":
-            more_rows, more_bars = _memory(options, folder)
-            rows, bars = rows + more_rows, bars + more_bars
-    return Figure(
+            more_rows, more_targets = _memory(options, folder)
+            rows, targets = rows + more_rows, targets + more_targets
+    return Benchmark(
         "loading",
         f"Loading one expert of {options.checkpoint.name}, {options.device}",
         ["", "baseline", "measured", "ratio"],
         rows,
-        bars,
+        targets,
         [
             "Time: `from_pretrained` of the installed classes, in one process, after the imports, files in the page "
             "cache. With `trust_remote_code=True`, transformers also compares and imports the model's code.",
@@ -75,7 +75,7 @@ def _loader(options: Options, path: Path) -> Callable[[], object]:
     return lambda: MoTEModel.from_pretrained(path, experts=[FIRST], **arguments)
 
 
-def _times(options: Options, folder: Path) -> tuple[list[list[str]], list[Bar]]:
+def _times(options: Options, folder: Path) -> tuple[list[list[str]], list[Target]]:
     most = 8 if options.quick else 64
     arguments = {"dtype": options.dtype, "device_map": options.device}
     dense, one, four, many = (_loader(options, folder / name) for name in ("dense", "mote1", "mote4", f"mote{most}"))
@@ -95,14 +95,14 @@ def _times(options: Options, folder: Path) -> tuple[list[list[str]], list[Bar]]:
         "dense / dense": (dense, dense, None),
         "with the first text, one of 4 / dense": (lambda: _embed(dense()), lambda: _embed(four(), task=FIRST), None),
     }
-    rows, bars = [], []
+    rows, targets = [], []
     for what, (baseline, candidate, limit) in pairs.items():
         found = compare(baseline, candidate, seconds=seconds(options), synchronize=waiting(options))
         row = [milliseconds(found.baseline) + " ms", milliseconds(found.candidate) + " ms", f"{found.ratio:.3f}"]
         rows.append([f"time, {what}", *row])
         if limit is not None:
-            bars.append(Bar(f"time, {what}", found.ratio, limit))
-    return rows, bars
+            targets.append(Target(f"time, {what}", found.ratio, limit))
+    return rows, targets
 
 
 def _embed(model: Any, **task: str) -> None:
@@ -111,22 +111,22 @@ def _embed(model: Any, **task: str) -> None:
         model(input_ids=torch.arange(5, 21, device=model.device)[None], **task)
 
 
-def _memory(options: Options, folder: Path) -> tuple[list[list[str]], list[Bar]]:
+def _memory(options: Options, folder: Path) -> tuple[list[list[str]], list[Target]]:
     warm_up = (SMALL_ENCODER, folder / "small")
     found: dict[str, Memory] = {}
     for kind, code in LOADS.items():
         path = folder / ("dense" if kind == "dense" else "mote4")
         runs = [memory_of(code, warm_up, path) for _ in range(1 if options.quick else 5)]
         found[kind] = Memory(*(int(statistics.median(values)) for values in zip(*runs, strict=True)))
-    rows, bars = [], []
+    rows, targets = [], []
     for kind in list(LOADS)[1:]:
         ratio = found[kind].peak / found["dense"].peak
         rows.append(
             [f"peak memory, {kind} / dense", _megabytes(found["dense"]), _megabytes(found[kind]), f"{ratio:.3f}"]
         )
         if kind != "all experts":
-            bars.append(Bar(f"peak memory, {kind} / dense", ratio, 1.02))
-    return rows, bars
+            targets.append(Target(f"peak memory, {kind} / dense", ratio, 1.02))
+    return rows, targets
 
 
 def _megabytes(memory: Memory) -> str:

@@ -3,15 +3,15 @@
 import torch
 
 from benchmarks.pairing import compare
-from benchmarks.performance.figures import Bar, Figure, Options
+from benchmarks.performance.benchmark import Benchmark, Options, Target
 from benchmarks.performance.models import load_dense, made_up, make_mote, milliseconds, seconds, waiting
 
 
-def measure(options: Options) -> Figure:
+def measure(options: Options) -> Benchmark:
     """Compare each number of experts with one."""
     dense = load_dense(options)
     one = make_mote(dense, ["task0"])
-    rows, bars = [], []
+    rows, targets = [], []
     for count in (4, 64) if options.quick else (4, 16, 64):
         many = make_mote(dense, [f"task{number}" for number in range(count)])
         for batch, length in ((1, 128), (32, 128)):
@@ -26,7 +26,7 @@ def measure(options: Options) -> Figure:
             times = [milliseconds(found.baseline), milliseconds(found.candidate)]
             rows.append([str(count), f"{batch} x {length}", *times, f"{found.ratio:.3f}"])
             if count == 64:
-                bars.append(Bar(f"64 experts / 1, {batch} x {length}", found.ratio, 1.02))
+                targets.append(Target(f"64 experts / 1, {batch} x {length}", found.ratio, 1.02))
     columns = ["experts", "rows x length", "one expert, ms", "as many, ms", "as many / one"]
     notes = ["All batches of one task, which goes through the last expert."]
-    return Figure("many_experts", "Forward with 1 to 64 experts", columns, rows, bars, notes)
+    return Benchmark("many_experts", "Forward with 1 to 64 experts", columns, rows, targets, notes)

@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks.pairing import compare
-from benchmarks.performance.figures import Bar, Figure, Options
+from benchmarks.performance.benchmark import Benchmark, Options, Target
 from benchmarks.performance.models import (
     TASKS,
     load_dense,
@@ -20,7 +20,7 @@ ROWS = 64
 SHORT = "rows of 16 tokens"
 
 
-def measure(options: Options) -> Figure:
+def measure(options: Options) -> Benchmark:
     """Compare, on rows of equal length and on real texts that are padded to the longest."""
     dense = load_dense(options)
     mote = make_mote(dense)
@@ -33,7 +33,7 @@ def measure(options: Options) -> Figure:
         "real texts": (tokenize(options, [text for row in zip(*texts.values(), strict=True) for text in row]), tasks),
         "real texts of one length": (_sorted_slice(options), tasks),
     }
-    rows, bars = [], []
+    rows, targets = [], []
     for name, (inputs, of_rows) in batches.items():
         with torch.inference_mode():
             _check(dense, mote, inputs, of_rows)
@@ -54,15 +54,17 @@ def measure(options: Options) -> Figure:
             ]
         )
         if name != SHORT:
-            bars.append(Bar(f"64 rows of four tasks, {name}", found.ratio, 1.05))
+            targets.append(Target(f"64 rows of four tasks, {name}", found.ratio, 1.05))
     columns = ["batch", "tokens, without padding", "dense, ms", "MoTE, ms", "MoTE / dense"]
     notes = [
-        f"There is no bar for {SHORT}: four passes through a small model are then Python for the most part.",
+        f"There is no target for {SHORT}: four passes through a small model are then Python for the most part.",
         "The dense model computes the batch as it is, with its padding; the MoTE's time includes its pooling.",
         "Real texts: 16 of each task, in turn; those of one length are 64 neighbours of 1,024 sorted by length, which "
         "is what `SentenceTransformer.encode` makes batches of.",
     ]
-    return Figure("mixed", "64 rows of four tasks, beside the dense model on the same rows", columns, rows, bars, notes)
+    return Benchmark(
+        "mixed", "64 rows of four tasks, beside the dense model on the same rows", columns, rows, targets, notes
+    )
 
 
 def _sorted_slice(options: Options) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What several figures measure: a dense model, the MoTE of its copies, and real texts of four tasks."""
+"""What several benchmarks measure: a dense model, the MoTE of its copies, and real texts of four tasks."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from itertools import islice
 import torch
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
-from benchmarks.performance.figures import Options
+from benchmarks.performance.benchmark import Options
 from mote import MoTEConfig, MoTEModel
 from mote.data.rows import find_datasets, read_rows
 from mote.data.settings import DatasetSettings

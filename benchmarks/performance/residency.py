@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from transformers import AutoModel
 
-from benchmarks.performance.figures import SMALL_ENCODER, Bar, Figure, Options
+from benchmarks.performance.benchmark import SMALL_ENCODER, Benchmark, Options, Target
 from benchmarks.performance.loading import LOADS
 from benchmarks.performance.models import TASKS, load_dense, made_up, make_mote
 from benchmarks.performance.processes import memory_of
 from mote import MoTEModel, upcycle
 
 
-def measure(options: Options) -> Figure:
+def measure(options: Options) -> Benchmark:
     """Measure bytes of weights, what the GPU's allocator has given out, and on a CPU the memory of processes."""
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -43,7 +43,7 @@ def measure(options: Options) -> Figure:
             _add_processes(found, folder)
     columns = list(found["dense"])
     ratios = {kind: [found[kind][what] / found["dense"][what] for what in columns] for kind in found}
-    return Figure(
+    return Benchmark(
         "residency",
         f"Memory with one of four experts of {options.checkpoint.name} on the device, {options.device}",
         ["", *(f"{what}, MB (/ dense)" for what in columns)],
@@ -52,7 +52,7 @@ def measure(options: Options) -> Figure:
             for kind in found
         ],
         [
-            Bar(f"{what}, {kind} / dense", ratios[kind][i], 1.02)
+            Target(f"{what}, {kind} / dense", ratios[kind][i], 1.02)
             for kind in found
             if "to=" in kind
             for i, what in enumerate(columns)

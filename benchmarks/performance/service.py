@@ -12,7 +12,7 @@ from pathlib import Path
 from sentence_transformers import SentenceTransformer
 
 from benchmarks.pairing import compare
-from benchmarks.performance.figures import ROOT, Figure, Options
+from benchmarks.performance.benchmark import ROOT, Benchmark, Options
 from benchmarks.performance.models import TASKS, milliseconds, real_texts, seconds
 from mote import upcycle
 
@@ -24,7 +24,7 @@ CLIENTS = 16
 BATCH = 32
 
 
-def measure(options: Options) -> Figure:
+def measure(options: Options) -> Benchmark:
     """Ask for one text after the other, of four tasks in turn: `encode` itself, and the service in three ways."""
     texts = real_texts(options, 4 if options.quick else 64)
     rows = zip(*(texts[task] for task in TASKS), strict=True)
@@ -44,7 +44,7 @@ def measure(options: Options) -> Figure:
             }
             table = _table(ways, len(requests), seconds(options))
             batch = _mean_batch(batching, requests)
-    return Figure(
+    return Benchmark(
         name="service",
         title="The HTTP service under load",
         columns=["way", "texts/s", "times `encode`", "median, ms", "95 % below, ms"],

@@ -11,14 +11,14 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from benchmarks.performance.figures import Figure, Options
+from benchmarks.performance.benchmark import Benchmark, Options
 from benchmarks.performance.models import TASKS, load_dense, made_up, make_mote, milliseconds, waiting
 from mote import MoTEModel
 from offloading_mote import Offloading, _weights_of_experts
 from stored_experts_mote import CpuStore
 
 
-def measure(options: Options) -> Figure:
+def measure(options: Options) -> Benchmark:
     """Measure fetching one expert after the other, each of which has to make room for the next."""
     repeats = 5 if options.quick else 40
     with TemporaryDirectory() as name:
@@ -40,7 +40,7 @@ def measure(options: Options) -> Figure:
             rows.append(_row("from disk, not cached", options, from_disk, repeats, _reading(file, size), size, cold))
         if options.device.startswith("cuda"):
             rows.append(_hidden(options, whole, repeats))
-    return Figure(
+    return Benchmark(
         "switching",
         f"Switching experts of {options.checkpoint.name} ({size / 1e6:.1f} MB each), {options.device}",
         ["", "switch, ms", "bytes alone, ms", "ratio", "GB/s of the bytes alone"],

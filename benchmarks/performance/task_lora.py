@@ -6,14 +6,14 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from benchmarks.pairing import compare
-from benchmarks.performance.figures import Figure, Options
+from benchmarks.performance.benchmark import Benchmark, Options
 from benchmarks.performance.models import TASKS, load_dense, make_mote, milliseconds, real_texts, seconds, waiting
 from modeling_mote import pool
 
 ROWS = 64
 
 
-def measure(options: Options) -> Figure:
+def measure(options: Options) -> Benchmark:
     """Compare on real texts of four tasks, in one batch, and task by task."""
     dense = load_dense(options)
     mote = make_mote(dense)
@@ -62,7 +62,7 @@ def measure(options: Options) -> Figure:
         "mixed batch tells peft the adapter of each row (`adapter_names`), a batch of one task has it set active.",
         "In a mixed batch MoTE also computes less padding, since each group of rows ends with its longest.",
     ]
-    return Figure("task_lora", "Encoding beside one LoRA adapter per task", columns, rows, [], notes)
+    return Benchmark("task_lora", "Encoding beside one LoRA adapter per task", columns, rows, [], notes)
 
 
 def with_adapters(dense: nn.Module, rank: int) -> nn.Module:

@@ -3,13 +3,13 @@
 import torch
 
 from benchmarks.pairing import compare
-from benchmarks.performance.figures import Bar, Figure, Options
+from benchmarks.performance.benchmark import Benchmark, Options, Target
 from benchmarks.performance.models import TASKS, load_dense, made_up, make_mote, milliseconds, seconds, waiting
 
 SHAPES = ((1, 128), (32, 128))
 
 
-def measure(options: Options) -> Figure:
+def measure(options: Options) -> Benchmark:
     """Compare, with both of the ways in which transformers computes routed experts."""
     dense = load_dense(options)
     mote = make_mote(dense)
@@ -18,7 +18,7 @@ def measure(options: Options) -> Figure:
         for name, parameter in routed.named_parameters():
             if name.endswith("router.weight"):
                 parameter.normal_(generator=torch.Generator(options.device).manual_seed(0))
-    rows, bars = [], []
+    rows, targets = [], []
     for implementation in ("eager", "grouped_mm"):
         routed.set_experts_implementation(implementation)
         for batch, length in SHAPES[:1] if options.quick else SHAPES:
@@ -32,12 +32,14 @@ def measure(options: Options) -> Figure:
                 )
             times = [milliseconds(found.candidate), milliseconds(found.baseline)]
             rows.append([implementation, f"{batch} x {length}", *times, f"{found.ratio:.3f}"])
-            bars.append(Bar(f"{implementation}, {batch} x {length}: token routing / MoTE", found.ratio, 1.3, True))
+            targets.append(
+                Target(f"{implementation}, {batch} x {length}: token routing / MoTE", found.ratio, 1.3, True)
+            )
     columns = ["experts computed by", "rows x length", "token routing, ms", "MoTE, ms", "token routing / MoTE"]
     notes = [
         f"Both have {len(TASKS)} experts in each block; the router picks one of them per token, so that a token passes "
         "as many weights as in MoTE. Its weights are random: it uses all experts."
     ]
-    return Figure(
-        "token_routing", "Token routing of the same size, top 1 of 4, beside MoTE", columns, rows, bars, notes
+    return Benchmark(
+        "token_routing", "Token routing of the same size, top 1 of 4, beside MoTE", columns, rows, targets, notes
     )

@@ -16,7 +16,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from transformers import AutoModel, BertConfig
 
-from benchmarks.performance.figures import SMALL_ENCODER, Bar, Figure, Options
+from benchmarks.performance.benchmark import SMALL_ENCODER, Benchmark, Options, Target
 
 SHARD = 500_000_000  # bytes, of the large model's files
 BASE = 200_000_000  # bytes, that upcycling may take beside one shard of the source and one of the result
@@ -50,9 +50,9 @@ class Run:
     copy: float
 
 
-def measure(options: Options) -> Figure:
+def measure(options: Options) -> Benchmark:
     """Measure the checkpoint, and a large model of random weights: 200 MB when quick, otherwise 4 GB."""
-    rows, bars = [], []
+    rows, targets = [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         large = write_large_model(folder / "large", *((512, 10) if options.quick else (2048, 13)))
@@ -63,19 +63,21 @@ def measure(options: Options) -> Figure:
             rows.append(_row(label, written, runs))
             peak = max(run.peak for run in runs) / (sum(sizes) + BASE)
             beyond = max(run.peak - run.imported for run in runs) / (sum(sizes) + BASE)
-            bars.append(Bar(f"{label}: memory beyond the imports / (shard + shard + 200 MB)", beyond, 1.0))
+            targets.append(Target(f"{label}: memory beyond the imports / (shard + shard + 200 MB)", beyond, 1.0))
             if source is large:
-                bars.append(Bar("large: peak memory, imports included / (shard + shard + 200 MB)", peak, 1.0))
-                bars.append(Bar("large: whole process / cp", _median(runs, lambda run: run.whole / run.copy), 1.3))
-            bars.append(
-                Bar(f"{label}: work after the imports / cp", _median(runs, lambda run: run.work / run.copy), 1.3)
+                targets.append(Target("large: peak memory, imports included / (shard + shard + 200 MB)", peak, 1.0))
+                targets.append(
+                    Target("large: whole process / cp", _median(runs, lambda run: run.whole / run.copy), 1.3)
+                )
+            targets.append(
+                Target(f"{label}: work after the imports / cp", _median(runs, lambda run: run.work / run.copy), 1.3)
             )
-    return Figure(
+    return Benchmark(
         "upcycling",
         "Upcycling beside a copy of its result",
         ["model", "written, MB", "whole, s", "imports, s", "work, s", "cp, s", "whole / cp", "work / cp", "peak, MB"],
         rows,
-        bars,
+        targets,
         [
             "`mote upcycle` and `cp -r` of its result, in turn, each a process of its own; sources are in the page "
             "cache, nothing waits for the disk at the end of a run, and what is still to be written to it is written "

@@ -1,32 +1,22 @@
-"""benchmarks/paper: what is trained, and how scores become tables and verdicts."""
+"""benchmarks.paper: the variants, and how scores become tables and verdicts."""
 
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from helpers.paths import ROOT
 
-PAPER = ROOT / "benchmarks" / "paper"
+from benchmarks.paper import claims, experiments, runs, tables
 
 
-@pytest.fixture
-def paper(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    """The modules of the folder, which are imported as its command imports them."""
-    monkeypatch.syspath_prepend(PAPER)
-    return {name: import_module(name) for name in ("experiments", "claims", "runs", "tables")}
-
-
-def scores_of(paper: dict[str, ModuleType], **every: dict[str, list[float]]) -> object:
+def scores_of(**every: dict[str, list[float]]) -> object:
     kinds = {"r": "Retrieval", "c": "Classification"}
     types = {name: kinds[name[0]] for of in every.values() for name in of}
-    return paper["runs"].Scores(every, types)
+    return runs.Scores(every, types)
 
 
-def test_every_variant_is_a_valid_recipe_at_every_scale(paper: dict[str, ModuleType]) -> None:
-    experiments = paper["experiments"]
+def test_every_variant_is_a_valid_recipe_at_every_scale() -> None:
     for scale in experiments.SCALES.values():
         for name, variant in experiments.VARIANTS.items():
             recipe = experiments.recipe_of(name, scale, "SOURCE", "DATA", 7)
@@ -36,8 +26,7 @@ def test_every_variant_is_a_valid_recipe_at_every_scale(paper: dict[str, ModuleT
             assert variant.made_of is None or variant.made_of in experiments.VARIANTS
 
 
-def test_what_variants_are(paper: dict[str, ModuleType]) -> None:
-    experiments = paper["experiments"]
+def test_settings_of_variants() -> None:
 
     def recipe(name: str) -> object:
         return experiments.recipe_of(name, experiments.SCALES["small"], "S", "D", 42)
@@ -51,23 +40,22 @@ def test_what_variants_are(paper: dict[str, ModuleType]) -> None:
     assert list(recipe("mote-expert-rates").training.arguments["learning_rate_mapping"].values()) == [5e-4]
 
 
-def test_every_column_of_a_table_is_trained_or_put_together(paper: dict[str, ModuleType]) -> None:
-    known = {*paper["experiments"].VARIANTS, "start", "sem"}
-    for table in (*paper["claims"].TABLES.values(), paper["claims"].RATES):
+def test_every_column_of_a_table_is_a_known_variant() -> None:
+    known = {*experiments.VARIANTS, "start", "sem"}
+    for table in (*claims.TABLES.values(), claims.RATES):
         assert known.issuperset(table.variants)
         assert table.reference in table.variants
         for claim in table.claims:
             assert {claim.better, claim.other}.issubset(table.variants)
 
 
-def test_means_spread_gains_and_the_best(paper: dict[str, ModuleType]) -> None:
+def test_table_shows_means_spread_gains_and_the_best() -> None:
     scores = scores_of(
-        paper,
         em={"r1": [50.0], "r2": [60.0], "c1": [70.0]},
         mote={"r1": [51.0, 53.0], "r2": [62.0, 64.0], "c1": [69.0, 69.0]},
     )
-    table = paper["claims"].Table("", ("em", "mote"), "em")
-    lines = paper["tables"].table_of(table, scores).splitlines()[2:]
+    table = claims.Table("", ("em", "mote"), "em")
+    lines = tables.table_of(table, scores).splitlines()[2:]
     assert lines == [
         "| Retrieval (2) | 55.00 | **57.50 ± 1.41** (+2.50) |",
         "| Classification (1) | **70.00** | 69.00 ± 0.00 (-1.00) |",
@@ -75,20 +63,19 @@ def test_means_spread_gains_and_the_best(paper: dict[str, ModuleType]) -> None:
     ]
 
 
-def test_a_dataset_that_a_variant_lacks_is_in_no_mean(paper: dict[str, ModuleType]) -> None:
-    scores = scores_of(paper, em={"r1": [50.0], "r2": [60.0]}, mote={"r1": [52.0]})
-    assert paper["tables"].datasets_of(scores, (), ("em", "mote")) == ["r1"]
+def test_a_dataset_without_scores_of_a_variant_is_excluded() -> None:
+    scores = scores_of(em={"r1": [50.0], "r2": [60.0]}, mote={"r1": [52.0]})
+    assert tables.datasets_of(scores, (), ("em", "mote")) == ["r1"]
 
 
-def test_a_relative_gain_and_its_verdict(paper: dict[str, ModuleType]) -> None:
-    claims, tables = paper["claims"], paper["tables"]
+def test_a_relative_gain_and_its_verdict() -> None:
     base = [40.0, 50.0, 60.0, 70.0]
     names = ["r1", "r2", "r3", "r4"]
 
     def model(*gains: float) -> dict[str, list[float]]:
         return {name: [score + gain] for name, score, gain in zip(names, base, gains, strict=True)}
 
-    scores = scores_of(paper, em=model(0, 0, 0, 0), ic=model(2, 2.2, 1.8, 2), mote=model(3, 3.3, 2.7, 3))
+    scores = scores_of(em=model(0, 0, 0, 0), ic=model(2, 2.2, 1.8, 2), mote=model(3, 3.3, 2.7, 3))
     table = claims.Table("", ("em", "ic", "mote"), "em")
     claim = claims.Claim("mote", "ic", relative_to="em", relative=0.59)
     tests, relative = tables.compared(claim, table, scores)
@@ -97,37 +84,34 @@ def test_a_relative_gain_and_its_verdict(paper: dict[str, ModuleType]) -> None:
     assert tables.verdict(tests) == "same direction"
     against, relative = tables.compared(claims.Claim("ic", "mote", relative_to="mote", relative=1.0), table, scores)
     assert (tables.verdict(against), relative) == ("**disagrees**", None)
-    unsure, _ = tables.compared(
-        claims.Claim("a", "b"), table, scores_of(paper, a=model(5, -4, 3, -3), b=model(0, 0, 0, 0))
-    )
+    unsure, _ = tables.compared(claims.Claim("a", "b"), table, scores_of(a=model(5, -4, 3, -3), b=model(0, 0, 0, 0)))
     assert tables.verdict(unsure) == "same direction, not significant"
 
 
-def test_models_of_one_task_each_make_one_column(paper: dict[str, ModuleType]) -> None:
-    scores = scores_of(paper, a={"r1": [1.0]}, b={"c1": [2.0]}, em={"r1": [0.0], "c1": [0.0]})
+def test_models_of_one_task_each_form_one_column() -> None:
+    scores = scores_of(a={"r1": [1.0]}, b={"c1": [2.0]}, em={"r1": [0.0], "c1": [0.0]})
     joined = scores.joined("sem", ["a", "b"])
     assert joined.every == {"em": {"r1": [0.0], "c1": [0.0]}, "sem": {"r1": [1.0], "c1": [2.0]}}
 
 
-def test_a_model_of_other_settings_is_not_taken_for_ours(paper: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_a_model_trained_with_other_settings_is_refused(tmp_path: Path) -> None:
     from mote.training.run_folder import as_yaml
 
-    experiments = paper["experiments"]
     scale = experiments.SCALES["smoke"]
     folder = tmp_path / "models" / "mote-seed42"
     (folder / "model").mkdir(parents=True)
     recipe = experiments.recipe_of("mote", scale, "SOURCE", "DATA", 42, ["training.weight_decay=0.5"])
     (folder / "recipe.yaml").write_text(as_yaml(recipe))
-    runs = paper["runs"].Runs(scale, "SOURCE", "DATA", tmp_path)
+    models = runs.Runs(scale, "SOURCE", "DATA", tmp_path)
     with pytest.raises(ValueError, match=r"training\.weight_decay \(0\.5 there, 0\.1 here\)"):
-        runs.model("mote", 42)
+        models.model("mote", 42)
     (folder / "recipe.yaml").write_text(as_yaml(experiments.recipe_of("mote", scale, "SOURCE", "DATA", 42)))
-    assert runs.model("mote", 42) == folder / "model"
+    assert models.model("mote", 42) == folder / "model"
 
 
 @pytest.mark.slow
-def test_all_of_it_in_minutes(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/paper", "all", "training.max_steps=1", "--scale", "smoke"]
+def test_all_tables_and_figures(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.paper", "all", "training.max_steps=1", "--scale", "smoke"]
     done = subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     results = (tmp_path / "smoke" / "results.md").read_text()

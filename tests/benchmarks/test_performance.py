@@ -1,4 +1,4 @@
-"""benchmarks/performance: that every figure can be measured, and that a missed bar is said."""
+"""benchmarks.performance: every benchmark runs, and missed targets are reported."""
 
 import subprocess
 import sys
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from helpers.paths import ROOT
 
-from benchmarks.performance.__main__ import FIGURES, report
-from benchmarks.performance.figures import Bar, Figure
+from benchmarks.performance.__main__ import BENCHMARKS, report
+from benchmarks.performance.benchmark import Benchmark, Target
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -16,40 +16,45 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_bars_are_judged_on_their_side() -> None:
-    assert Bar("slower", 1.010, 1.01).holds
-    assert not Bar("slower", 1.011, 1.01).holds
-    assert Bar("faster", 2.0, 2, at_least=True).holds
-    assert not Bar("faster", 1.9, 2, at_least=True).holds
+def test_targets_are_upper_or_lower_limits() -> None:
+    assert Target("slower", 1.010, 1.01).met
+    assert not Target("slower", 1.011, 1.01).met
+    assert Target("faster", 2.0, 2, at_least=True).met
+    assert not Target("faster", 1.9, 2, at_least=True).met
 
 
-def test_the_report_names_every_bar_and_says_which_are_missed() -> None:
-    bars = [Bar("batch 1", 1.001, 1.01), Bar("batch 32", 1.02, 1.01)]
-    figure = Figure("forward", "Forward", ["batch", "ratio"], [["1", "1.001"], ["32", "1.020"]], bars, ["One thread."])
-    text = report([figure])
+def test_the_report_lists_met_and_missed_targets() -> None:
+    targets = [Target("batch 1", 1.001, 1.01), Target("batch 32", 1.02, 1.01)]
+    benchmark = Benchmark(
+        "forward", "Forward", ["batch", "ratio"], [["1", "1.001"], ["32", "1.020"]], targets, ["One thread."]
+    )
+    text = report([benchmark])
     assert "| Forward | batch 1 | 1.001 | ≤ 1.01 | yes |" in text
     assert "| Forward | batch 32 | 1.020 | ≤ 1.01 | **no** |" in text
-    assert "- batch 32: 1.020 (≤ 1.01) MISSED\n- One thread." in text
+    assert "- batch 32: 1.020 (≤ 1.01), MISSED\n- One thread." in text
 
 
-def test_every_figure_has_a_module_of_its_name() -> None:
+def test_every_benchmark_has_a_module() -> None:
     modules = {path.stem for path in (ROOT / "benchmarks" / "performance").glob("*.py")}
-    assert modules >= FIGURES.keys()
+    assert modules >= BENCHMARKS.keys()
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["forwards"], "unknown figure 'forwards'; there are forward, mixed,"), (["--checkpoint", "none"], "config.json")],
+    [
+        (["forwards"], "unknown benchmark 'forwards'; available: forward, mixed,"),
+        (["--checkpoint", "none"], "config.json"),
+    ],
 )
-def test_what_cannot_be_measured_is_named(words: list[str], said: str) -> None:
+def test_invalid_arguments(words: list[str], said: str) -> None:
     done = run(*words)
     assert done.returncode == 2
     assert said in done.stderr
 
 
 @pytest.mark.slow
-def test_every_figure_can_be_measured(tmp_path: Path) -> None:
+def test_every_benchmark_runs(tmp_path: Path) -> None:
     done = run("--quick", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert {path.stem for path in tmp_path.glob("*.json")} == set(FIGURES)
-    assert (tmp_path / "performance.md").read_text().count("### ") == len(FIGURES)
+    assert {path.stem for path in tmp_path.glob("*.json")} == set(BENCHMARKS)
+    assert (tmp_path / "performance.md").read_text().count("### ") == len(BENCHMARKS)
