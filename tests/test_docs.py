@@ -1,18 +1,68 @@
-"""The table of settings in docs/training.md is that of the code."""
+"""What the documentation says is so: commands, options, settings, architectures, pages."""
 
 import json
 import re
 from collections.abc import Iterator
 from typing import Any, get_args
 
+import typer
 from helpers.paths import ROOT
 from pydantic import BaseModel
 
 import mote
+from architectures_mote import ARCHITECTURES
+from mote.cli import app
 from mote.training.recipe import Recipe, shipped_recipes
 from mote.training.train import train
 
 GUIDE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+
+
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "examples").rglob("README.md")),
+    *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in ("lab.md", "changelog.md")),
+]
+
+
+def documented_commands() -> Iterator[tuple[str, str]]:
+    """Find page and text of every `mote …` in code, continued lines and alternatives in brackets included."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for code in [*re.findall(r"```\w*\n(.*?)```", text, re.DOTALL), *re.findall(r"`(mote [^`\n]+)`", text)]:
+            for command in re.findall(r"(?:^|\| )((?:python -m )?mote .*(?:\n +\S.*)*)", code, re.MULTILINE):
+                yield page.name, re.sub(r"\s#\s.*", "", command)
+
+
+def test_documented_commands_exist_with_their_options() -> None:
+    commands = list(documented_commands())
+    assert len(commands) > 20
+    for page, text in commands:
+        command: Any = typer.main.get_command(app)
+        known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        words = text.removeprefix("python -m ").split()[1:]
+        while words and (below := getattr(command, "commands", {}).get(words[0])):
+            command, words = below, words[1:]
+            known |= {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        assert words == [] or words[0] == "…" or not hasattr(command, "commands") or words[0].startswith("--"), (
+            page,
+            text,
+        )
+        options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", " ".join(words)))
+        assert options <= known | {"--help"}, (page, text, options - known)
+
+
+def test_every_architecture_is_listed() -> None:
+    page = (ROOT / "docs" / "upcycling.md").read_text(encoding="utf-8")
+    listed = page.split("## Architectures", 1)[1].split("Others", 1)[0]
+    assert re.findall(r"`([\w-]+)`", listed) == list(ARCHITECTURES)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:", 1)[1]
+    assert set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)) == pages
 
 
 def settings_in(annotation: Any) -> type[BaseModel] | None:
