@@ -19,7 +19,7 @@ from mote.data.test_sets import find_sets
 from mote.data.texts import find_texts
 from mote.evaluation.scores import Evaluation
 from mote.experts.compression import expert_bytes
-from mote.inference.loading import load_model
+from mote.inference.loading import load_encoder
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128)
 SETS = ("beir/cranfield", "classification/tweet_emotion4", "clustering/twenty_newsgroups", "sts/stsbenchmark")
@@ -85,12 +85,12 @@ def _made_of(mote: Path, folder: Path, quick: bool) -> Iterator[tuple[str, str]]
 
 def _rows(models: dict[str, str], scores: Evaluation, options: Options) -> Iterator[list[str]]:
     texts = find_texts().texts
-    whole = load_model(models[WHOLE], device=options.device, trust_remote_code=True)
+    whole = load_encoder(models[WHOLE], device=options.device, trust_remote_code=True)
     experts: list[str] = whole[0].config.experts
     expected = {task: embed(whole, texts, task) for task in experts}
     of_whole = expert_bytes(load_mote(open_mote(models[WHOLE])))
     for name, path in models.items():
-        model = load_model(path, device=options.device, trust_remote_code=True)
+        model = load_encoder(path, device=options.device, trust_remote_code=True)
         is_dense = name in (AVERAGE, DENSE)
         size = of_whole // len(experts) if is_dense else expert_bytes(load_mote(open_mote(path)))
         found = [] if name == DENSE else [cosines(embed(model, texts, task), expected[task]) for task in experts]

@@ -14,14 +14,14 @@ from benchmarks.pairing import compare
 from benchmarks.performance.benchmark import SMALL_ENCODER, Benchmark, Options, Target
 from benchmarks.performance.models import load_dense, milliseconds, seconds, waiting
 from benchmarks.performance.processes import Memory, memory_of
-from mote import MoTEConfig, MoTEModel, upcycle
+from mote import MoTEConfig, MoTEModel, load, upcycle
 
 FIRST = "search_query"
 LOADS = {
     "dense": "use(AutoModel.from_pretrained(sys.argv[3], add_pooling_layer=False))",
     "one expert": f"use(MoTEModel.from_pretrained(sys.argv[3], experts=[{FIRST!r}]), task={FIRST!r})",
     "offloaded to disk": (
-        "model = MoTEModel.from_pretrained(sys.argv[3], offload_experts='disk')\n"
+        "model = mote.load(sys.argv[3], offload='disk')\n"
         "for task in model.config.available_experts: use(model, task=task)"
     ),
     "all experts": f"use(MoTEModel.from_pretrained(sys.argv[3]), task={FIRST!r})",
@@ -84,7 +84,7 @@ def _times(options: Options, folder: Path) -> tuple[list[list[str]], list[Target
         f"one of {most} experts / one of 1": (one, many, 1.05),
         "offloaded to disk / dense": (
             dense,
-            lambda: MoTEModel.from_pretrained(folder / "mote4", offload_experts="disk", **arguments),
+            lambda: load(folder / "mote4", offload="disk", **arguments),
             None,
         ),
         "by remote code, one of 4 / dense": (

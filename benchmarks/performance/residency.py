@@ -14,7 +14,7 @@ from benchmarks.performance.benchmark import SMALL_ENCODER, Benchmark, Options, 
 from benchmarks.performance.loading import LOADS
 from benchmarks.performance.models import TASKS, load_dense, made_up, make_mote
 from benchmarks.performance.processes import memory_of
-from mote import MoTEModel, upcycle
+from mote import MoTEModel, load, upcycle
 
 
 def measure(options: Options) -> Benchmark:
@@ -33,7 +33,7 @@ def measure(options: Options) -> Benchmark:
         arguments = {"dtype": options.dtype, "device_map": options.device}
 
         def _offloaded(path: Path, to: str) -> MoTEModel:
-            return MoTEModel.from_pretrained(path, offload_experts=to, **arguments)
+            return load(path, offload=to, **arguments)
 
         if options.device != "cpu":
             kinds["MoTE, to='cpu'"] = lambda: _offloaded(folder / "mote", "cpu")

@@ -13,9 +13,9 @@ import torch
 
 from benchmarks.performance.benchmark import Benchmark, Options
 from benchmarks.performance.models import TASKS, load_dense, made_up, make_mote, milliseconds, waiting
-from mote import MoTEModel
-from offloading_mote import Offloading, _weights_of_experts
-from stored_experts_mote import CpuStore
+from mote import MoTEModel, offload
+from mote.inference.offloading import Offloading, weights_of_experts
+from mote.inference.stores import CpuStore
 
 
 def measure(options: Options) -> Benchmark:
@@ -28,8 +28,8 @@ def measure(options: Options) -> Benchmark:
         file = folder / "model.safetensors"
         from_cpu, from_disk = copy.deepcopy(whole), MoTEModel.from_pretrained(folder).to(options.device)
         # Where the model is on the CPU as well, users are told that this saves nothing; its time is of interest.
-        from_cpu.offloading = Offloading(from_cpu, CpuStore(_weights_of_experts(from_cpu).items()))
-        from_disk.offload_experts("disk")
+        from_cpu.offloading = Offloading(from_cpu, CpuStore(weights_of_experts(from_cpu).items()))
+        offload(from_disk, "disk")
         size = sum(t.nbytes for block in whole.blocks for t in block.experts[TASKS[0]].state_dict().values())
         rows = [
             _row("from the CPU", options, from_cpu, repeats, _copying(options, from_cpu), size),
@@ -137,7 +137,7 @@ def _cold(file: Path) -> Callable[[], None] | None:
 def _hidden(options: Options, whole: MoTEModel, repeats: int) -> list[str]:
     """How much of a switch is hidden behind the compute of the call before, with room for two experts."""
     model = copy.deepcopy(whole)
-    model.offloading = Offloading(model, CpuStore(_weights_of_experts(model).items()), 2)
+    model.offloading = Offloading(model, CpuStore(weights_of_experts(model).items()), 2)
     inputs, wait = made_up(whole, 64, 256), waiting(options)
 
     def calls(network: MoTEModel, tasks: list[str]) -> float:

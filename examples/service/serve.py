@@ -40,7 +40,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from configuration_mote import alternatives
 from mote.checkpoints.reading import open_mote
-from mote.inference.loading import check_device, load_model
+from mote.inference.loading import check_device, load_encoder
 
 PATHS = "POST /v1/embeddings, GET /v1/models, GET /health, GET /metrics"
 
@@ -380,7 +380,7 @@ def main() -> None:
         check_device(options.device)
         source = open_mote(options.model, options.revision)
         with listen(options.host, options.port) as listener:
-            model = load_model(str(source.folder), device=options.device, dtype=options.dtype, trust_remote_code=True)
+            model = load_encoder(str(source.folder), device=options.device, dtype=options.dtype, trust_remote_code=True)
             name = options.name or source.short_name
             app = Service(Embedder(model), name, options).application()
             config = uvicorn.Config(

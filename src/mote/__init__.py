@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from configuration_mote import MoTEConfig
     from modeling_mote import MoTEModel
+    from mote import experts
     from mote.analysis.analyze import Analysis, analyze
     from mote.checkpoints.sentence_transformers import prompts_of
     from mote.checkpoints.transform import transform
     from mote.checkpoints.writing import WriteOptions
     from mote.evaluation.evaluate import evaluate
     from mote.evaluation.scores import Evaluation
-    from mote.experts.compression import compress, compress_experts
-    from mote.experts.exporting import export
     from mote.experts.life import (
         ExpertList,
         add_expert,
@@ -23,8 +22,10 @@ if TYPE_CHECKING:
         remove_expert,
         rename_expert,
     )
-    from mote.experts.merging import average, average_experts, interpolate, interpolate_experts
+    from mote.experts.on_disk import average, compress, export, interpolate
     from mote.inference.bulk import encode
+    from mote.inference.loading import load, load_encoder
+    from mote.inference.offloading import offload, restore
     from mote.inference.runtimes import load_exported
     from mote.training.memory import MemoryEstimate, estimate_memory
     from mote.training.train import train
@@ -42,23 +43,25 @@ __all__ = [
     "add_expert",
     "analyze",
     "average",
-    "average_experts",
     "compress",
-    "compress_experts",
     "encode",
     "estimate_memory",
     "evaluate",
+    "experts",
     "export",
     "extract_expert",
     "interpolate",
-    "interpolate_experts",
     "list_experts",
+    "load",
+    "load_encoder",
     "load_exported",
     "merge_experts",
+    "offload",
     "plan_upcycling",
     "prompts_of",
     "remove_expert",
     "rename_expert",
+    "restore",
     "train",
     "transform",
     "upcycle",
@@ -69,8 +72,7 @@ _HOMES = {
     "MoTEConfig": "configuration_mote",
     "MoTEModel": "modeling_mote",
     **dict.fromkeys(["Analysis", "analyze"], "mote.analysis.analyze"),
-    **dict.fromkeys(["average", "average_experts", "interpolate", "interpolate_experts"], "mote.experts.merging"),
-    **dict.fromkeys(["compress", "compress_experts"], "mote.experts.compression"),
+    **dict.fromkeys(["average", "compress", "export", "interpolate"], "mote.experts.on_disk"),
     **dict.fromkeys(
         [
             "ExpertList",
@@ -87,7 +89,8 @@ _HOMES = {
     "Evaluation": "mote.evaluation.scores",
     "encode": "mote.inference.bulk",
     "evaluate": "mote.evaluation.evaluate",
-    "export": "mote.experts.exporting",
+    **dict.fromkeys(["load", "load_encoder"], "mote.inference.loading"),
+    **dict.fromkeys(["offload", "restore"], "mote.inference.offloading"),
     "load_exported": "mote.inference.runtimes",
     "WriteOptions": "mote.checkpoints.writing",
     "prompts_of": "mote.checkpoints.sentence_transformers",
@@ -99,4 +102,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "experts":
+        return import_module("mote.experts")
     return getattr(import_module(_HOMES.get(name, "mote.upcycling")), name)

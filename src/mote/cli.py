@@ -457,9 +457,9 @@ def average(
 
     It loads without the code of this package.
     """
-    from mote.experts import merging
+    from mote.experts import on_disk
 
-    merging.average(src, out, revision=revision, max_shard_size=max_shard_size, overwrite=overwrite, report=logger.info)
+    on_disk.average(src, out, revision=revision, max_shard_size=max_shard_size, overwrite=overwrite, report=logger.info)
 
 
 @app.command()
@@ -477,12 +477,12 @@ def interpolate(
     overwrite: Overwrite = False,
 ) -> None:
     """Move experts towards their mean."""
-    from mote.experts import merging
+    from mote.experts import on_disk
 
     weights = _weights(weight, "--weight")
     if "" in weights and len(weights) > 1:
         raise typer.BadParameter("expected one number, or NAME=W for each expert", param_hint="--weight")
-    merging.interpolate(
+    on_disk.interpolate(
         src,
         out,
         to_mean=weights.get("", weights),
@@ -516,9 +516,9 @@ def export(
 
     It loads without the code of this package.
     """
-    from mote.experts import exporting
+    from mote.experts import on_disk
 
-    exporting.export(
+    on_disk.export(
         src,
         out,
         expert=expert,
@@ -550,9 +550,9 @@ def compress(
     """
     if (rank is None) == (bits is None):
         raise typer.BadParameter("expected either --rank or --bits", param_hint="--rank")
-    from mote.experts import compression
+    from mote.experts import on_disk
 
-    compression.compress(
+    on_disk.compress(
         src,
         out,
         rank=rank,

@@ -25,6 +25,7 @@ from mote.checkpoints.reading import (
 )
 from mote.checkpoints.staging import Staging, refuse_occupied, refuse_source, require_shard_size, require_space
 from mote.checkpoints.streaming import DenseWeights, can_stream, write_weights
+from mote.checkpoints.tensors import parameter_counts
 
 Report = Callable[[str], None]
 
@@ -37,7 +38,7 @@ class UpcyclingPlan:
         source: The dense checkpoint.
         config: Of the MoTE.
         out: Folder of the result.
-        counts: As from `MoTEModel.parameter_counts`.
+        counts: As from `parameter_counts`.
         file_sizes: In bytes, of each file with weights.
         notes: What the user should know.
     """
@@ -252,7 +253,7 @@ def plan_upcycling(
         source=source,
         config=config,
         out=Path(out) if out is not None else default_out(src),
-        counts=model.parameter_counts(),
+        counts=parameter_counts(model),
         file_sizes=_file_sizes(model.state_dict(), max_shard_size),
         notes=[
             f"note: the source's prompt {name!r} stands for no task; route it with `--task {name}=EXPERT`"

@@ -19,17 +19,15 @@ from helpers.families import NOT_CHECKPOINTED, all_families, batch, fresh_mote, 
 from helpers.paths import SMALL_ENCODER
 from torch import nn
 
+import mote
 from compression_mote import Int8Linear, LowRankLinear
 from configuration_mote import MoTEConfig
 from modeling_mote import MoTEModel
 from mote import (
     average,
-    average_experts,
     compress,
-    compress_experts,
     estimate_memory,
     interpolate,
-    interpolate_experts,
 )
 from mote.analysis.weight_change import movement_of
 from mote.checkpoints import writing as repository
@@ -78,10 +76,10 @@ def trained(upcycled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @all_families
 def test_full_rank_loses_nothing(name: str) -> None:
     whole = three_experts(name)
-    compressed = compress_experts(whole, rank=FULL)
+    compressed = mote.experts.compress(whole, rank=FULL)
     for task in (*EXPERTS, ["beta", "alpha", "beta", "gamma"]):
         assert (hidden(compressed, task=task) - hidden(whole, task=task)).abs().max() <= 1e-5
-    assert (hidden(compress_experts(whole, rank=3), task="beta") - hidden(whole, task="beta")).abs().max() > 1e-3
+    assert (hidden(mote.experts.compress(whole, rank=3), task="beta") - hidden(whole, task="beta")).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("rank", [1, 5, FULL])
@@ -90,7 +88,7 @@ def test_full_rank_loses_nothing(name: str) -> None:
 def test_no_difference_of_that_rank_is_nearer(name: str, rank: int) -> None:
     """The error is the tail of the singular values (Eckart and Young)."""
     whole = three_experts(name)
-    compressed = compress_experts(whole, rank=rank)
+    compressed = mote.experts.compress(whole, rank=rank)
     squares = 0.0
     for block, path, linears in matrices(whole):
         weights = torch.stack([linear.weight.double() for linear in linears])
@@ -109,7 +107,7 @@ def test_no_difference_of_that_rank_is_nearer(name: str, rank: int) -> None:
 @all_families
 def test_eight_bits_are_at_most_half_a_step_off(name: str) -> None:
     whole = three_experts(name)
-    compressed = compress_experts(whole, bits=8)
+    compressed = mote.experts.compress(whole, bits=8)
     for block, path, linears in matrices(whole):
         for expert, linear in zip(EXPERTS, linears, strict=True):
             module = compressed.get_submodule(f"{block}.experts.{expert}.{path}")
@@ -132,7 +130,7 @@ def test_a_row_of_zeros_stays_one() -> None:
 @both_ways
 def test_copies_stay_copies(way: dict[str, int]) -> None:
     whole = fresh_mote("bert", experts=EXPERTS)
-    compressed = compress_experts(whole, **way)
+    compressed = mote.experts.compress(whole, **way)
     assert hidden(compressed, task="alpha").equal(hidden(compressed, task="gamma"))
     if "rank" in way:  # they do not differ from their mean
         assert hidden(compressed, task="beta").equal(hidden(whole, task="beta"))
@@ -142,7 +140,7 @@ def test_copies_stay_copies(way: dict[str, int]) -> None:
 def test_the_model_stays_as_it_is(way: dict[str, int]) -> None:
     whole = three_experts().train()
     before = {key: value.clone() for key, value in whole.state_dict().items()}
-    compressed = compress_experts(whole, **way)
+    compressed = mote.experts.compress(whole, **way)
     assert all(module.training for module in compressed.modules())
     with torch.no_grad():
         for parameter in compressed.parameters():
@@ -155,7 +153,7 @@ def test_the_model_stays_as_it_is(way: dict[str, int]) -> None:
 @all_families
 @both_ways
 def test_saved_and_loaded(name: str, way: dict[str, int], tmp_path: Path) -> None:
-    compressed = compress_experts(three_experts(name), **way)
+    compressed = mote.experts.compress(three_experts(name), **way)
     compressed.save_pretrained(tmp_path)
     attention = compressed.backbone.config._attn_implementation
     loaded, info = MoTEModel.from_pretrained(tmp_path, attn_implementation=attention, output_loading_info=True)
@@ -170,7 +168,7 @@ def test_saved_and_loaded(name: str, way: dict[str, int], tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_integers_survive_every_change_of_type(dtype: torch.dtype, tmp_path: Path) -> None:
-    compressed = compress_experts(three_experts(), bits=8)
+    compressed = mote.experts.compress(three_experts(), bits=8)
     compressed.save_pretrained(tmp_path)
     expected = hidden(compressed, task="beta")
     for model in (MoTEModel.from_pretrained(tmp_path, dtype=dtype), copy.deepcopy(compressed).to(dtype)):
@@ -179,13 +177,13 @@ def test_integers_survive_every_change_of_type(dtype: torch.dtype, tmp_path: Pat
         assert len(integers) == sum(isinstance(module, Int8Linear) for module in model.modules())
         assert all(model.state_dict()[key].equal(compressed.state_dict()[key]) for key in integers)
         assert (hidden(model, task="beta").float() - expected).abs().max() < 0.1
-    halved = compress_experts(three_experts().to(dtype), bits=8)
+    halved = mote.experts.compress(three_experts().to(dtype), bits=8)
     assert {weight.dtype for weight in halved.state_dict().values()} == {dtype, torch.int8}
 
 
 @both_ways
 def test_under_autocast_and_compile(way: dict[str, int]) -> None:
-    compressed = compress_experts(three_experts(), **way)
+    compressed = mote.experts.compress(three_experts(), **way)
     expected = hidden(compressed, task="beta")
     with torch.autocast("cpu", torch.bfloat16):
         assert (hidden(compressed, task="beta").float() - expected).abs().max() < 0.1
@@ -195,7 +193,7 @@ def test_under_autocast_and_compile(way: dict[str, int]) -> None:
 
 @both_ways
 def test_threads_with_other_tasks(way: dict[str, int]) -> None:
-    compressed = compress_experts(three_experts(), **way)
+    compressed = mote.experts.compress(three_experts(), **way)
     expected = {task: hidden(compressed, task=task) for task in EXPERTS}
     wrong: list[str] = []
 
@@ -212,9 +210,9 @@ def test_threads_with_other_tasks(way: dict[str, int]) -> None:
 @all_families
 @both_ways
 def test_an_exported_expert_is_whole(name: str, way: dict[str, int]) -> None:
-    compressed = compress_experts(three_experts(name), **way)
+    compressed = mote.experts.compress(three_experts(name), **way)
     for expert in EXPERTS:
-        dense = compressed.export_expert(expert)
+        dense = mote.experts.export(compressed, expert)
         assert (hidden(dense) - hidden(compressed, task=expert)).abs().max() <= 1e-5
 
 
@@ -222,8 +220,8 @@ def test_an_exported_expert_is_whole(name: str, way: dict[str, int]) -> None:
 def test_parameters_and_bytes_are_counted(mote_layers: str) -> None:
     whole = three_experts(mote_layers=mote_layers)
     blocks = len(whole.blocks)
-    low, small = compress_experts(whole, rank=3), compress_experts(whole, bits=8)
-    before, after = whole.parameter_counts(), low.parameter_counts()
+    low, small = mote.experts.compress(whole, rank=3), mote.experts.compress(whole, bits=8)
+    before, after = mote.experts.parameter_counts(whole), mote.experts.parameter_counts(low)
     saved, added = 2 * 16 * 32, 2 * 3 * (16 + 32)  # of an expert in each block: two matrices
     assert after["shared"] == before["shared"] + blocks * saved
     assert after["experts"]["beta"] == before["experts"]["beta"] + blocks * (added - saved)
@@ -236,7 +234,7 @@ def test_parameters_and_bytes_are_counted(mote_layers: str) -> None:
 
 
 def test_a_low_rank_model_is_trained_further() -> None:
-    compressed = compress_experts(three_experts(), rank=3).train()
+    compressed = mote.experts.compress(three_experts(), rank=3).train()
     compressed.gradient_checkpointing_enable()
     optimizer = torch.optim.SGD(compressed.parameters(), lr=0.1)
     before = {key: weight.clone() for key, weight in compressed.state_dict().items()}
@@ -251,10 +249,8 @@ def test_a_low_rank_model_is_trained_further() -> None:
 
 @all_families
 def test_eight_bits_are_not_trained(name: str) -> None:
-    compressed = compress_experts(three_experts(name), bits=8).train()
-    with pytest.raises(
-        ValueError, match=r"cannot be trained: their weights are whole numbers\. Train the model as it was"
-    ):
+    compressed = mote.experts.compress(three_experts(name), bits=8).train()
+    with pytest.raises(ValueError, match=r"cannot be trained: their weights are integers\. Train the model as it was"):
         compressed(**batch(), task="beta")
     hidden(compressed, task="beta")  # without gradients
     for block in compressed.blocks:
@@ -272,7 +268,7 @@ def test_eight_bits_are_not_trained(name: str) -> None:
     [
         ({}, "Pass either rank, as in rank=16, or bits=8"),
         ({"rank": 2, "bits": 8}, "Pass either rank"),
-        ({"rank": 0}, "expert_rank must be from 1 to 16, the full rank of the experts' matrices, not 0"),
+        ({"rank": 0}, "expert_rank must be from 1 to 16, the full rank of the experts' matrices, got 0"),
         ({"rank": -1}, "must be from 1 to 16"),
         ({"rank": 17}, "must be from 1 to 16"),
         ({"rank": 2.0}, "must be from 1 to 16, the full rank of the experts' matrices, not 2.0"),
@@ -282,7 +278,7 @@ def test_eight_bits_are_not_trained(name: str) -> None:
 )
 def test_ranks_and_bits_that_do_not_hold(way: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        compress_experts(three_experts(), **way)
+        mote.experts.compress(three_experts(), **way)
 
 
 def test_configs_that_do_not_hold() -> None:
@@ -304,22 +300,19 @@ def test_a_config_that_asks_for_it_builds_it() -> None:
     whole = three_experts()
     for way in ({"expert_rank": FULL}, {"expert_bits": 8}):
         config = MoTEConfig(backbone_config=whole.config.backbone_config, experts=EXPERTS, **way)
-        dense = whole.export_expert("beta")
+        dense = mote.experts.export(whole, "beta")
         built = MoTEModel(config, copy.deepcopy(dense)).eval()
         assert (hidden(built, task="gamma") - hidden(dense)).abs().max() <= (1e-5 if "expert_rank" in way else 0.05)
 
 
 @both_ways
 def test_what_takes_whole_experts_refuses_others(way: dict[str, int]) -> None:
-    compressed = compress_experts(three_experts(), **way)
+    compressed = mote.experts.compress(three_experts(), **way)
     for change in (
-        average_experts,
-        lambda model: interpolate_experts(model, 0.5),
-        lambda model: compress_experts(model, rank=1),
+        lambda model: mote.experts.interpolate(model, 0.5),
+        lambda model: mote.experts.compress(model, rank=1),
     ):
-        with pytest.raises(
-            ValueError, match=r"are compressed .* with the model that it was made of, before `mote comp"
-        ):
+        with pytest.raises(ValueError, match=r"are compressed .* use the model that it was made of, before `mote comp"):
             change(compressed)
 
 
@@ -329,17 +322,17 @@ def test_what_is_no_number_is_not_compressed(value: float, way: dict[str, int]) 
     broken = three_experts()
     with torch.no_grad():
         broken.blocks[1].experts["beta"].output.dense.weight[2, 3] = value
-    with pytest.raises(ValueError, match=r"beta\.output\.dense\.weight holds infinite values, or such as are not numb"):
-        compress_experts(broken, **way)
+    with pytest.raises(ValueError, match=r"beta\.output\.dense\.weight holds non-finite values"):
+        mote.experts.compress(broken, **way)
 
 
 def test_models_that_cannot_be_compressed(upcycled: Path) -> None:
     with pytest.raises(ValueError, match="are not loaded"):
-        compress_experts(MoTEModel.from_pretrained(upcycled, experts=["clustering"]), rank=1)
+        mote.experts.compress(MoTEModel.from_pretrained(upcycled, experts=["clustering"]), rank=1)
     routed = three_experts()
     routed.config.router = "token"
-    with pytest.raises(ValueError, match=r"token router .* not compressed"):
-        compress_experts(routed, rank=1)
+    with pytest.raises(ValueError, match=r"token-routed"):
+        mote.experts.compress(routed, rank=1)
 
 
 # Folders -------------------------------------------------------------------------------------------------------------
@@ -369,23 +362,20 @@ def test_the_folder_is_a_whole_mote(way: dict[str, int], trained_folder: Path, t
     assert "The experts are compressed" not in (trained_folder / "README.md").read_text()
 
 
-def test_full_rank_embeds_as_before(trained_folder: Path, tmp_path: Path) -> None:
-    lines: list[str] = []
-    out = compress(str(trained_folder), tmp_path / "out", rank=256, report=lines.append)
-    assert "note: this takes no less memory than whole experts; ranks up to 127 do" in lines
+def test_full_rank_embeds_as_before(trained_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    out = compress(str(trained_folder), tmp_path / "out", rank=256)
+    assert "note: this takes no less memory than uncompressed experts; ranks up to 127 do" in caplog.messages
     before, after = trusted(trained_folder), trusted(out)
     for expert in before[0].config.experts:
         found, expected = (model.encode(TEXTS, prompt_name=expert) for model in (after, before))
         assert np.abs(found - expected).max() <= 1e-5
 
 
-def test_the_note_knows_which_ranks_save(trained: Path, tmp_path: Path) -> None:
-    """The largest that it names does, the next does not."""
+def test_the_note_names_the_largest_rank_that_saves_memory(trained: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole = MoTEModel.from_pretrained(trained)
-    lines: list[str] = []
-    compress(str(trained), tmp_path / "out", rank=FULL, report=lines.append)
-    largest = int(next(line for line in lines if line.startswith("note")).split("up to ")[1].split()[0])
-    sizes = [expert_bytes(compress_experts(whole, rank=rank)) for rank in (largest, largest + 1)]
+    mote.experts.compress(whole, rank=FULL)
+    largest = int(next(line for line in caplog.messages if line.startswith("note")).split("up to ")[1].split()[0])
+    sizes = [expert_bytes(mote.experts.compress(whole, rank=rank)) for rank in (largest, largest + 1)]
     assert sizes[0] < expert_bytes(whole) <= sizes[1]
 
 
@@ -418,7 +408,7 @@ def test_it_loads_where_nothing_of_ours_is_installed(trained: Path, tmp_path: Pa
                 found[folder] = {{
                     "all": model(**batch, task="clustering").last_hidden_state,
                     "one": one(**batch, task="clustering").last_hidden_state.float(),
-                    "exported": model.export_expert("clustering")(**batch).last_hidden_state,
+                    "exported": mote.experts.export(model, "clustering")(**batch).last_hidden_state,
                     "encoded": torch.tensor(encoder.encode(["bread"], prompt_name="clustering")),
                 }}
         torch.save(found, "found.pt")
@@ -443,12 +433,9 @@ def test_models_in_memory_with_code_of_their_own(
     before = loaded.encode(TEXTS, prompt_name="clustering")
     model: Any = loaded[0].model
     assert not isinstance(model, MoTEModel)
-    loaded[0].model = compress_experts(model, rank=256)
+    loaded[0].model = mote.experts.compress(model, rank=256)
     loaded.save(str(tmp_path / "out"))
     assert np.abs(trusted(tmp_path / "out").encode(TEXTS, prompt_name="clustering") - before).max() <= 1e-5
-    monkeypatch.delattr(type(model.config), "compression")
-    with pytest.raises(ValueError, match="runs code of an earlier version"):
-        compress_experts(model, rank=1)
 
 
 @both_ways
@@ -487,7 +474,7 @@ def test_what_is_refused(dense: Path, trained: Path, tmp_path: Path, capsys: pyt
         lambda: average(str(tmp_path / "low"), out),
         lambda: interpolate(str(tmp_path / "low"), out, to_mean=1),
     ):
-        with pytest.raises(ValueError, match=r"they are not merged\. Do it with the model that it was made of"):
+        with pytest.raises(ValueError, match=r"use the model that it was made of"):
             change()
     assert {path.name for path in tmp_path.iterdir()} == {"low", "partial"}
 
@@ -554,6 +541,6 @@ def test_a_real_model_at_small_ranks(shared: Path, tmp_path: Path) -> None:
     train("smoke", [*settings, "training.max_steps=12"])
     whole = MoTEModel.from_pretrained(tmp_path / "run" / "model")
     ranks = (1, 4, 16, 64, 384)
-    errors = [relative_error(whole, compress_experts(whole, rank=rank)) for rank in ranks]
+    errors = [relative_error(whole, mote.experts.compress(whole, rank=rank)) for rank in ranks]
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 1e-7 < errors[-2]

@@ -10,9 +10,10 @@ from helpers.families import all_families, batch, fresh_mote, in_threads, make_d
 from helpers.paths import SMALL_ENCODER
 from sentence_transformers import SentenceTransformer
 
+import mote
 from configuration_mote import MoTEConfig
 from modeling_mote import MoTEModel
-from mote import average_experts, prompts_of, upcycle
+from mote import prompts_of, upcycle
 
 THREE = ["alpha", "beta", "gamma"]
 PAPER = ["classification", "clustering", "search_query", "search_document"]
@@ -55,11 +56,11 @@ def assert_round_trip(model: MoTEModel, folder: Path) -> None:
 def test_a_copy_is_a_model_of_its_own(name: str, mote_layers: str, tmp_path: Path) -> None:
     model = trained_mote(name, mote_layers=mote_layers)
     before = {expert: hidden(model, expert) for expert in ("alpha", "beta")}
-    shared = model.parameter_counts()["shared"]
-    model.add_expert("gamma", "beta")
+    shared = mote.experts.parameter_counts(model)["shared"]
+    mote.experts.add(model, "gamma", "beta")
     assert model.config.experts == THREE
     assert hidden(model, "gamma").equal(before["beta"])
-    assert model.parameter_counts()["shared"] == shared  # the attention was not copied
+    assert mote.experts.parameter_counts(model)["shared"] == shared  # the attention was not copied
     with torch.no_grad():
         for parameter in model.blocks[0].experts["gamma"].parameters():
             parameter.add_(0.1)
@@ -82,8 +83,8 @@ def test_a_copy_is_a_model_of_its_own(name: str, mote_layers: str, tmp_path: Pat
 @all_families
 def test_the_mean_is_that_of_averaging(name: str, tmp_path: Path) -> None:
     model = trained_mote(name, experts=THREE)
-    averaged = average_experts(model)
-    model.add_expert("middle")
+    averaged = mote.experts.average(model)
+    mote.experts.add(model, "middle")
     with torch.no_grad():
         expected = averaged(**batch()).last_hidden_state
     assert hidden(model, "middle").equal(expected)
@@ -94,8 +95,8 @@ def test_the_mean_is_that_of_averaging(name: str, tmp_path: Path) -> None:
 def test_removing_and_renaming(name: str, tmp_path: Path) -> None:
     model = trained_mote(name, experts=THREE)
     before = {expert: hidden(model, expert) for expert in THREE}
-    model.remove_expert("alpha")
-    model.rename_expert("beta", "delta")
+    mote.experts.remove(model, "alpha")
+    mote.experts.rename(model, "beta", "delta")
     assert (model.config.experts, list(model.blocks[0].experts)) == (["delta", "gamma"], ["delta", "gamma"])
     assert hidden(model, "delta").equal(before["beta"])
     assert hidden(model, "gamma").equal(before["gamma"])
@@ -107,10 +108,10 @@ def test_removing_and_renaming(name: str, tmp_path: Path) -> None:
 def test_taken_out_and_put_back_it_is_the_same(tmp_path: Path) -> None:
     model = trained_mote("modernbert", experts=THREE)
     before = {expert: hidden(model, expert) for expert in THREE}
-    weights = {key: weight.clone() for key, weight in model.expert_weights("beta").items()}
+    weights = {key: weight.clone() for key, weight in mote.experts.weights(model, "beta").items()}
     assert all("beta" not in key for key in weights)
-    model.remove_expert("beta")
-    model.add_expert("beta", weights)
+    mote.experts.remove(model, "beta")
+    mote.experts.add(model, "beta", weights)
     assert model.config.experts == ["alpha", "gamma", "beta"]
     assert all(hidden(model, expert).equal(output) for expert, output in before.items())
     assert_round_trip(model, tmp_path)
@@ -121,22 +122,22 @@ def test_type_and_what_is_trained_are_kept(dtype: torch.dtype) -> None:
     model = trained_mote("nomic_bert", experts=THREE).to(dtype)
     for block in model.blocks:
         block.experts["alpha"].requires_grad_(False)
-    model.add_expert("frozen", "alpha")
-    model.add_expert("free", "beta")
-    model.add_expert("middle")
+    mote.experts.add(model, "frozen", "alpha")
+    mote.experts.add(model, "free", "beta")
+    mote.experts.add(model, "middle")
     for block in model.blocks:
         for name, trained in (("frozen", False), ("free", True)):
             assert {parameter.requires_grad for parameter in block.experts[name].parameters()} == {trained}
         for name in ("frozen", "free", "middle"):
             assert {parameter.dtype for parameter in block.experts[name].parameters()} == {dtype}
     model.train()
-    model.add_expert("in_training", "free")
+    mote.experts.add(model, "in_training", "free")
     assert all(block.experts["in_training"].training for block in model.blocks)
 
 
 def test_training_one_expert_leaves_its_origin_alone() -> None:
     model = trained_mote("bert")
-    model.add_expert("gamma", "alpha")
+    mote.experts.add(model, "gamma", "alpha")
     before = state_of(model)[1]
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -150,7 +151,7 @@ def test_training_one_expert_leaves_its_origin_alone() -> None:
 
 def test_checkpointing_and_threads_reach_a_new_expert() -> None:
     model = trained_mote("bert")
-    model.add_expert("gamma", "alpha")
+    mote.experts.add(model, "gamma", "alpha")
     make_different(model)
     alone = {task: hidden(model, task) for task in THREE}
     failures: list[str] = []
@@ -177,7 +178,7 @@ def paper_mote(**settings: Any) -> MoTEModel:
 
 def test_a_new_expert_takes_tasks_over(tmp_path: Path) -> None:
     model = paper_mote()
-    model.add_expert("sts", "classification", instruction="sts: ", tasks=["pair_classification", "paraphrase"])
+    mote.experts.add(model, "sts", "classification", instruction="sts: ", tasks=["pair_classification", "paraphrase"])
     tasks = model.config.tasks
     assert [task for task, expert in tasks.items() if expert == "sts"] == ["sts", "pair_classification", "paraphrase"]
     assert tasks["summarization"] == "classification"
@@ -188,22 +189,22 @@ def test_a_new_expert_takes_tasks_over(tmp_path: Path) -> None:
 
 def test_instructions_of_a_new_expert() -> None:
     model = paper_mote(instructions={"sts": "similar: "})
-    model.add_expert("none")
+    mote.experts.add(model, "none")
     assert model.config.instruction_of("none") == ""
-    model.add_expert("several", instruction={"several": "one: ", "other": "two: "}, tasks="other")
+    mote.experts.add(model, "several", instruction={"several": "one: ", "other": "two: "}, tasks="other")
     assert (model.config.instruction_of("several"), model.config.instruction_of("other")) == ("one: ", "two: ")
-    model.add_expert("sts", tasks=["summarization"])  # what the config says of the task stays
+    mote.experts.add(model, "sts", tasks=["summarization"])  # what the config says of the task stays
     assert model.config.instruction_of("summarization") == "similar: "
     other = trained_mote("bert")
-    other.add_expert("clustering", "alpha")
+    mote.experts.add(other, "clustering", "alpha")
     assert other.config.instruction_of("clustering") == "clustering: "
 
 
 def test_an_expert_that_brings_unseen_tasks(tmp_path: Path) -> None:
     model = trained_mote("bert")
-    model.add_expert("classification", "alpha")
+    mote.experts.add(model, "classification", "alpha")
     assert model.config.tasks["sts"] == "classification"  # as in any MoTE that has it
-    model.rename_expert("beta", "search_query")
+    mote.experts.rename(model, "beta", "search_query")
     assert model.config.tasks["query"] == "search_query"
     assert_round_trip(model, tmp_path)
 
@@ -211,10 +212,11 @@ def test_an_expert_that_brings_unseen_tasks(tmp_path: Path) -> None:
 def test_the_tasks_of_an_expert_that_goes(tmp_path: Path) -> None:
     model = paper_mote(default_task="sts")
     state = state_of(model)
-    with pytest.raises(ValueError, match=r"'pair_classification', 'sts', 'summarization' go to the .*tasks=\{'pair_c"):
-        model.remove_expert("classification")
+    with pytest.raises(ValueError, match=r"'pair_classification', 'sts', 'summarization': name the .*tasks=\{'pair_c"):
+        mote.experts.remove(model, "classification")
     assert_unchanged(model, state)
-    model.remove_expert(
+    mote.experts.remove(
+        model,
         "classification",
         tasks={"sts": "clustering", "pair_classification": "search_query", "summarization": None},
     )
@@ -226,14 +228,14 @@ def test_the_tasks_of_an_expert_that_goes(tmp_path: Path) -> None:
 
 def test_a_task_outlives_the_expert_of_its_name(tmp_path: Path) -> None:
     model = trained_mote("bert", default_task="alpha")
-    model.remove_expert("alpha", tasks={"alpha": "beta"})
+    mote.experts.remove(model, "alpha", tasks={"alpha": "beta"})
     assert hidden(model, "alpha").equal(hidden(model, "beta"))
     assert_round_trip(model, tmp_path)
 
 
 def test_renaming_keeps_the_order_and_what_belongs_to_it(tmp_path: Path) -> None:
     model = paper_mote(default_task="search_query", instructions={"search_query": "q: ", "query": "Query: "})
-    model.rename_expert("search_query", "questions")
+    mote.experts.rename(model, "search_query", "questions")
     config = model.config
     assert config.experts == ["classification", "clustering", "questions", "search_document"]
     assert (config.default_task, config.tasks["query"]) == ("questions", "questions")
@@ -258,7 +260,7 @@ def test_what_cannot_be_added(arguments: tuple[Any, ...], message: str) -> None:
     model = paper_mote()
     state = state_of(model)
     with pytest.raises(ValueError, match=message):
-        model.add_expert(*arguments)
+        mote.experts.add(model, *arguments)
     assert_unchanged(model, state)
 
 
@@ -276,7 +278,7 @@ def test_names_that_do_not_hold(settings: dict[str, Any], message: str) -> None:
     model = paper_mote()
     state = state_of(model)
     with pytest.raises(ValueError, match=message):
-        model.add_expert("new", **settings)
+        mote.experts.add(model, "new", **settings)
     assert_unchanged(model, state)
 
 
@@ -285,7 +287,7 @@ def test_names_that_do_not_hold(settings: dict[str, Any], message: str) -> None:
     [
         ("clusterin", {}, "Unknown expert 'clusterin'. Did you mean 'clustering'"),
         ("sts", {}, "Unknown expert 'sts'"),
-        ("clustering", {"tasks": {"sts": "search_query"}}, "'sts' is no task of the expert 'clustering'"),
+        ("clustering", {"tasks": {"sts": "search_query"}}, "'sts' is not a task of the expert 'clustering'"),
         ("search_query", {"tasks": {"query": "serch_document"}}, "Did you mean 'search_document'"),
         ("search_query", {"tasks": {"query": "search_query"}}, "Task 'query' names the expert 'search_query'"),
         ("search_document", {"tasks": {"document": None}}, "'document' is the default_task"),
@@ -295,22 +297,22 @@ def test_what_cannot_be_removed(name: str, settings: dict[str, Any], message: st
     model = paper_mote(default_task="document")
     state = state_of(model)
     with pytest.raises(ValueError, match=message):
-        model.remove_expert(name, **settings)
+        mote.experts.remove(model, name, **settings)
     assert_unchanged(model, state)
 
 
 def test_the_last_expert_stays() -> None:
     model = fresh_mote("bert", experts=["alpha"])
     with pytest.raises(ValueError, match=r"'alpha' is the last expert: .* Add another one first"):
-        model.remove_expert("alpha")
+        mote.experts.remove(model, "alpha")
 
 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
         (("clusterin", "x"), "Did you mean 'clustering'"),
-        (("clustering", "sts"), "'sts' is a task already, of the expert 'classification'"),
-        (("clustering", "clustering"), "is a task already"),
+        (("clustering", "sts"), "'sts' is already a task, of the expert 'classification'"),
+        (("clustering", "clustering"), "is already a task"),
         (("clustering", "a b"), "must be one word"),
         (("clustering", "keys"), "taken by torch's ModuleDict"),
     ],
@@ -319,7 +321,7 @@ def test_what_cannot_be_renamed(names: tuple[str, str], message: str) -> None:
     model = paper_mote()
     state = state_of(model)
     with pytest.raises(ValueError, match=message):
-        model.rename_expert(*names)
+        mote.experts.rename(model, *names)
     assert_unchanged(model, state)
 
 
@@ -328,7 +330,7 @@ def test_what_cannot_be_renamed(names: tuple[str, str], message: str) -> None:
 
 def test_an_expert_called_mean() -> None:
     model = trained_mote("bert", experts=["alpha", "mean"])
-    model.add_expert("gamma", "mean")
+    mote.experts.add(model, "gamma", "mean")
     assert hidden(model, "gamma").equal(hidden(model, "mean"))
 
 
@@ -336,44 +338,43 @@ def test_some_experts_alone(tmp_path: Path) -> None:
     trained_mote("bert", experts=THREE).save_pretrained(tmp_path / "whole")
     model = MoTEModel.from_pretrained(tmp_path / "whole", experts=["beta"])
     with pytest.raises(ValueError, match="'alpha', 'gamma' are not loaded"):
-        model.add_expert("delta")
+        mote.experts.add(model, "delta")
     with pytest.raises(ValueError, match="'alpha' was not loaded"):
-        model.add_expert("delta", "alpha")
+        mote.experts.add(model, "delta", "alpha")
     with pytest.raises(ValueError, match="'beta' is the last expert"):
-        model.remove_expert("beta")
-    model.add_expert("delta", "beta")
+        mote.experts.remove(model, "beta")
+    mote.experts.add(model, "delta", "beta")
     assert model.config.loaded_experts == ["beta", "delta"]
     assert_round_trip(model, tmp_path / "with delta")
-    model.rename_expert("beta", "epsilon")
-    model.rename_expert("alpha", "other")
+    mote.experts.rename(model, "beta", "epsilon")
+    mote.experts.rename(model, "alpha", "other")
     assert (model.config.experts, model.config.loaded_experts) == (
         ["other", "epsilon", "gamma", "delta"],
         ["epsilon", "delta"],
     )
-    model.remove_expert("other")
-    model.remove_expert("gamma")
+    mote.experts.remove(model, "other")
+    mote.experts.remove(model, "gamma")
     assert (model.config.experts, model.config.loaded_experts) == (["epsilon", "delta"], None)
-    assert not model._keys_to_ignore_on_load_unexpected
     assert_round_trip(model, tmp_path / "complete")
 
 
 def test_a_token_router_is_refused() -> None:
     model = MoTEModel(MoTEConfig(backbone_config=fresh_mote("bert").config.backbone_config, router="token"))
     for change in (
-        lambda: model.add_expert("new"),
-        lambda: model.remove_expert("clustering"),
-        lambda: model.rename_expert("clustering", "new"),
-        lambda: model.expert_weights("clustering"),
+        lambda: mote.experts.add(model, "new"),
+        lambda: mote.experts.remove(model, "clustering"),
+        lambda: mote.experts.rename(model, "clustering", "new"),
+        lambda: mote.experts.weights(model, "clustering"),
     ):
-        with pytest.raises(ValueError, match="token router"):
+        with pytest.raises(ValueError, match="token-routed"):
             change()
 
 
 def test_weights_that_are_elsewhere() -> None:
     with torch.device("meta"):
         model = MoTEModel(fresh_mote("bert").config)
-    with pytest.raises(ValueError, match=r"not in memory, .* Load the model with its weights"):
-        model.add_expert("new", "alpha")
+    with pytest.raises(ValueError, match=r"on the meta device: load the model with its weights"):
+        mote.experts.add(model, "new", "alpha")
 
 
 # Sentence-Transformers -----------------------------------------------------------------------------------------------
@@ -382,7 +383,7 @@ def test_weights_that_are_elsewhere() -> None:
 def test_prompts_follow(tmp_path: Path) -> None:
     folder = upcycle(str(SMALL_ENCODER), tmp_path / "small")
     model = SentenceTransformer(str(folder), trust_remote_code=True)
-    model[0].model.add_expert("legal", "search_query", instruction="legal: ")
+    mote.experts.add(model[0].model, "legal", "search_query", instruction="legal: ")
     make_different(model[0].model)
     by_task = model.encode(["legal: a contract"], task="legal")
     assert (model.encode(["a contract"], prompt="legal: ") == by_task).all()

@@ -18,6 +18,7 @@ from helpers.paths import SMALL_ENCODER
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
+import mote
 from configuration_mote import PAPER_INSTRUCTIONS
 from modeling_mote import MoTEModel
 from mote import average, export, load_exported, upcycle
@@ -366,7 +367,7 @@ def test_a_runtime_in_threads(backend: str, converted: Callable[..., Path]) -> N
 @all_families
 def test_every_family_is_converted(name: str, backend: str, tmp_path: Path) -> None:
     need(backend)
-    model = trained_mote(name).export_expert("alpha")
+    model = mote.experts.export(trained_mote(name), "alpha")
     example = batch(3, 8)
     file = tmp_path / Path(runtimes.FILES[backend]).name
     write = runtimes._write_onnx if backend == "onnx" else runtimes._write_openvino

@@ -17,8 +17,9 @@ from helpers.paths import SMALL_ENCODER
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 
+import mote
 from modeling_mote import MoTEModel
-from mote import average, average_experts, interpolate, interpolate_experts
+from mote import average, interpolate
 from mote.checkpoints import writing as repository
 from mote.cli import main
 
@@ -64,8 +65,8 @@ def trained(upcycled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_average_of_copies_is_the_dense_model(name: str) -> None:
     dense = dense_model(name)
     expected = hidden(dense)
-    mote = MoTEModel(mote_config(dense, experts=["alpha", "beta", "gamma"]), copy.deepcopy(dense)).eval()
-    averaged = average_experts(mote)
+    model = MoTEModel(mote_config(dense, experts=["alpha", "beta", "gamma"]), copy.deepcopy(dense)).eval()
+    averaged = mote.experts.average(model)
     assert type(averaged) is type(dense)
     assert hidden(averaged).equal(expected)
 
@@ -73,9 +74,9 @@ def test_the_average_of_copies_is_the_dense_model(name: str) -> None:
 @all_families
 @pytest.mark.parametrize("mote_layers", ["every", "every_other"])
 def test_the_average_of_different_experts(name: str, mote_layers: str) -> None:
-    mote = three_experts(name, mote_layers=mote_layers)
+    model = three_experts(name, mote_layers=mote_layers)
     by_hand = fresh_mote(name, experts=["alpha"], mote_layers=mote_layers)  # one expert: the mean, put there by hand
-    weights = mote.state_dict()
+    weights = model.state_dict()
     means = by_hand.state_dict()
     for key in means:
         if ".experts.alpha." in key:
@@ -83,40 +84,40 @@ def test_the_average_of_different_experts(name: str, mote_layers: str) -> None:
             means[key] = (sum(of_all) / 3).float()  # type: ignore[arg-type]
     by_hand.load_state_dict(means)
     expected = hidden(by_hand, task="alpha")
-    averaged = average_experts(mote)
+    averaged = mote.experts.average(model)
     assert (hidden(averaged) - expected).abs().max() <= 1e-6
-    assert (hidden(averaged) - hidden(mote, task="alpha")).abs().max() > 1e-3
-    whole = interpolate_experts(mote, 1)
+    assert (hidden(averaged) - hidden(model, task="alpha")).abs().max() > 1e-3
+    whole = mote.experts.interpolate(model, 1)
     for expert in ("alpha", "beta", "gamma"):
         assert hidden(whole, task=expert).equal(hidden(averaged))
 
 
 def test_nothing_is_shared_with_the_mote() -> None:
-    mote = three_experts("bert")
-    before = {key: value.clone() for key, value in mote.state_dict().items()}
-    for other in (average_experts(mote), interpolate_experts(mote, 0.5)):
+    model = three_experts("bert")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    for other in (mote.experts.average(model), mote.experts.interpolate(model, 0.5)):
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.add_(1.0)
-    assert all(value.equal(before[key]) for key, value in mote.state_dict().items())
+    assert all(value.equal(before[key]) for key, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_type_keeps_copies_as_they_are(dtype: torch.dtype) -> None:
-    mote = fresh_mote("modernbert", experts=["alpha", "beta", "gamma"]).to(dtype)
-    averaged = average_experts(mote)
+    model = fresh_mote("modernbert", experts=["alpha", "beta", "gamma"]).to(dtype)
+    averaged = mote.experts.average(model)
     assert {parameter.dtype for parameter in averaged.parameters()} == {dtype}
-    moved = interpolate_experts(mote, 0.3)
-    assert all(value.equal(moved.state_dict()[key]) for key, value in mote.state_dict().items())
+    moved = mote.experts.interpolate(model, 0.3)
+    assert all(value.equal(moved.state_dict()[key]) for key, value in model.state_dict().items())
 
 
 def test_a_decoder_that_attends_both_ways_stays_one() -> None:
     dense = dense_model("qwen3", is_causal=False)
-    mote = make_different(MoTEModel(mote_config(dense), dense).eval())
+    model = make_different(MoTEModel(mote_config(dense), dense).eval())
     rows = torch.randint(5, 60, (2, 6))
     changed = rows.clone()
     changed[:, -1] = 7
-    averaged, whole = average_experts(mote), interpolate_experts(mote, 1.0)
+    averaged, whole = mote.experts.average(model), mote.experts.interpolate(model, 1.0)
     with torch.no_grad():
         assert (averaged(rows).last_hidden_state[:, 0] != averaged(changed).last_hidden_state[:, 0]).any()
         assert averaged(rows).last_hidden_state.equal(whole(rows, task="beta").last_hidden_state)
@@ -124,17 +125,17 @@ def test_a_decoder_that_attends_both_ways_stays_one() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_distance_of_zero_changes_no_bit(dtype: torch.dtype) -> None:
-    mote = three_experts("nomic_bert").to(dtype)
+    model = three_experts("nomic_bert").to(dtype)
     for to_mean in (0, 0.0, {}, {"beta": 0}):
-        moved = interpolate_experts(mote, to_mean)
-        assert all(value.equal(moved.state_dict()[key]) for key, value in mote.state_dict().items())
+        moved = mote.experts.interpolate(model, to_mean)
+        assert all(value.equal(moved.state_dict()[key]) for key, value in model.state_dict().items())
 
 
 def test_each_expert_at_its_own_distance() -> None:
-    mote = three_experts("nomic_bert")
-    moved = interpolate_experts(mote, {"alpha": 0.25, "gamma": 1})
-    before, after = mote.state_dict(), moved.state_dict()
-    mean = average_experts(mote).state_dict()
+    model = three_experts("nomic_bert")
+    moved = mote.experts.interpolate(model, {"alpha": 0.25, "gamma": 1})
+    before, after = model.state_dict(), moved.state_dict()
+    mean = mote.experts.average(model).state_dict()
     for key, value in after.items():
         if ".experts.alpha." in key:
             dense = mean[key.replace("experts.alpha.", "").removeprefix("backbone.")]
@@ -147,21 +148,21 @@ def test_each_expert_at_its_own_distance() -> None:
 @pytest.mark.parametrize(
     ("to_mean", "message"),
     [
-        (-0.1, "to_mean of 'alpha' is -0.1: expected a number from 0"),
+        (-0.1, "weight of 'alpha' is -0.1: expected a number from 0"),
         (1.5, "is 1.5"),
         (float("nan"), "is nan"),
-        ({"beta": 2}, "to_mean of 'beta' is 2"),
+        ({"beta": 2}, "weight of 'beta' is 2"),
         ({"bta": 0.5}, "Unknown expert 'bta'. Did you mean 'beta'?"),
     ],
 )
 def test_distances_that_do_not_hold(to_mean: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        interpolate_experts(trained_mote("bert"), to_mean)
+        mote.experts.interpolate(trained_mote("bert"), to_mean)
 
 
 def test_a_model_without_all_its_experts_is_refused(trained: Path) -> None:
     model = MoTEModel.from_pretrained(trained, experts=["clustering"])
-    for merge in (average_experts, lambda model: interpolate_experts(model, 0.5)):
+    for merge in (mote.experts.average, lambda model: mote.experts.interpolate(model, 0.5)):
         with pytest.raises(ValueError, match=r"The experts 'classification', .* are not loaded"):
             merge(model)
 
@@ -169,8 +170,8 @@ def test_a_model_without_all_its_experts_is_refused(trained: Path) -> None:
 def test_a_token_router_is_refused() -> None:
     model = trained_mote("bert")
     model.config.router = "token"
-    for merge in (average_experts, lambda model: interpolate_experts(model, 0.5)):
-        with pytest.raises(ValueError, match="token router"):
+    for merge in (mote.experts.average, lambda model: mote.experts.interpolate(model, 0.5)):
+        with pytest.raises(ValueError, match="token-routed"):
             merge(model)
 
 
@@ -185,27 +186,27 @@ def test_the_averaged_folder_is_a_plain_dense_model(trained: Path, tmp_path: Pat
     assert (config["model_type"], config["architectures"]) == ("bert", ["BertModel"])
     assert "auto_map" not in config
     assert read_json(out / "modules.json")[0]["type"].startswith("sentence_transformers.")
-    mote = MoTEModel.from_pretrained(trained)
+    model = MoTEModel.from_pretrained(trained)
     tokens = AutoTokenizer.from_pretrained(out)(TEXTS, padding=True, return_tensors="pt")
     dense, info = AutoModel.from_pretrained(out, output_loading_info=True)
     assert not info["unexpected_keys"]
     assert all(key.startswith("pooler.") for key in info["missing_keys"])
     with torch.no_grad():
-        expected = interpolate_experts(mote, 1)(**tokens, task="clustering").last_hidden_state
+        expected = mote.experts.interpolate(model, 1)(**tokens, task="clustering").last_hidden_state
         assert dense(**tokens).last_hidden_state.equal(expected)
 
 
 @all_families
 def test_the_average_loads_without_code_of_ours(name: str, tmp_path: Path) -> None:
-    mote = trained_mote(name)
-    mote.save_pretrained(tmp_path / "mote")
+    model = trained_mote(name)
+    model.save_pretrained(tmp_path / "mote")
     (tmp_path / "tokenizer").mkdir()
     dense_checkpoint(tmp_path / "tokenizer")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tmp_path / "tokenizer" / file, tmp_path / "mote" / file)
     out = average(str(tmp_path / "mote"), tmp_path / "out")
-    dense = AutoModel.from_pretrained(out, attn_implementation=mote.backbone.config._attn_implementation).eval()
-    assert hidden(dense).equal(hidden(average_experts(mote)))
+    dense = AutoModel.from_pretrained(out, attn_implementation=model.backbone.config._attn_implementation).eval()
+    assert hidden(dense).equal(hidden(mote.experts.average(model)))
 
 
 def test_sentence_transformers_embeds_as_the_mote_at_the_mean(trained_folder: Path, tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ import pytest
 import torch
 from helpers.checkpoints import edit_weights, trusted
 from helpers.families import all_families, batch, dense_model, fresh_mote, in_threads, trained_mote
-from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
+import mote
 from modeling_mote import MoTEModel
-from mote import average_experts, upcycle
-from offloading_mote import Offloading, OffloadSettings, _weights_of_experts
-from stored_experts_mote import CpuStore, DiskStore, _state_of
+from mote import upcycle
+from mote.inference.offloading import Offloading, weights_of_experts
+from mote.inference.stores import CpuStore, DiskStore, _state_of
 
 FOUR = ["a", "b", "c", "d"]
 ROOT = Path(__file__).parents[2]
@@ -37,9 +37,9 @@ def saved(folder: Path, name: str = "bert", shards: bool = False, **settings: An
 def offloaded(folder: Path, to: str = "disk", keep: int = 1, **kwargs: Any) -> MoTEModel:
     """Load it with experts offloaded; to the CPU on machines without a GPU, too, where users get an error."""
     if to == "disk" or torch.accelerator.is_available():
-        return MoTEModel.from_pretrained(folder, offload_experts={"to": to, "keep": keep}, **kwargs)
+        return mote.load(folder, offload=to, keep=keep, **kwargs)
     model = MoTEModel.from_pretrained(folder, **kwargs)
-    model.offloading = Offloading(model, CpuStore(_weights_of_experts(model).items()), keep)
+    model.offloading = Offloading(model, CpuStore(weights_of_experts(model).items()), keep)
     return model
 
 
@@ -55,7 +55,7 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
 
 def experts_in(model: MoTEModel) -> int:
     """How many experts' worth of weights the model's blocks hold."""
-    one = max(model.parameter_counts()["experts"].values()) // len(model.blocks)
+    one = max(mote.experts.parameter_counts(model)["experts"].values()) // len(model.blocks)
     return max(sum(p.numel() for p in block.experts.parameters()) for block in model.blocks) // one
 
 
@@ -67,7 +67,7 @@ def test_equal_to_the_model_in_memory(name: str, to: str, tmp_path: Path) -> Non
     found = offloaded(tmp_path, to, attn_implementation=model.config._attn_implementation)
     assert_same(outputs(found, tasks), outputs(model, tasks))
     assert experts_in(found) == 1
-    assert found.parameter_counts() == model.parameter_counts()
+    assert mote.experts.parameter_counts(found) == mote.experts.parameter_counts(model)
 
 
 def test_the_least_recently_used_leaves(tmp_path: Path) -> None:
@@ -76,8 +76,8 @@ def test_the_least_recently_used_leaves(tmp_path: Path) -> None:
     resident = []
     for task in "abacbd":
         outputs(model, [task])
-        resident.append("".join(model.offloading.resident))
-        assert set(model.blocks[0].experts) == set(model.offloading.resident)
+        resident.append("".join(model.offloading.on_device))
+        assert set(model.blocks[0].experts) == set(model.offloading.on_device)
         assert experts_in(model) == 2
     assert resident == ["ba", "ab", "ba", "ac", "cb", "bd"]
 
@@ -92,8 +92,8 @@ def test_eight_threads(to: str, keep: int, tmp_path: Path) -> None:
 
     def watch() -> None:
         nonlocal most
-        shared = model.parameter_counts()["shared"]
-        one = max(expected_of.parameter_counts()["experts"].values())
+        shared = mote.experts.parameter_counts(model)["shared"]
+        one = max(mote.experts.parameter_counts(expected_of)["experts"].values())
         while not done.is_set():
             most = max(most, -(-(sum(p.numel() for p in model.parameters()) - shared) // one))
 
@@ -114,7 +114,7 @@ def test_eight_threads(to: str, keep: int, tmp_path: Path) -> None:
     watcher.join()
     assert wrong == []
     assert 1 <= most <= keep
-    assert not any(place.users for place in model.offloading.places)
+    assert not any(slot.users for slot in model.offloading.slots)
 
 
 def test_an_expert_in_use_stays_and_others_wait(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_an_expert_in_use_stays_and_others_wait(tmp_path: Path) -> None:
         thread.start()
         thread.join(0.3)
         assert thread.is_alive()
-        assert model.offloading.resident == ["a"]
+        assert model.offloading.on_device == ["a"]
     thread.join()
     assert_same(found, expected)
 
@@ -169,7 +169,7 @@ def test_calls_go_on_while_experts_are_restored(tmp_path: Path) -> None:
         threads = [threading.Thread(target=serve, args=[model, thread]) for thread in range(4)]
         for thread in threads:
             thread.start()
-        model.restore_experts()
+        mote.restore(model)
         for thread in threads:
             thread.join()
     assert wrong == []
@@ -180,14 +180,12 @@ def test_a_call_that_saw_experts_offloaded_runs_after_they_are_restored(tmp_path
     expected = outputs(saved(tmp_path), ["b"])
     model = offloaded(tmp_path)
     waited = model.offloading
-    model.restore_experts()
+    mote.restore(model)
     with waited.expert("b"):
         assert_same(outputs(model, ["b"]), expected)
     with torch.no_grad():
-        assert torch.equal(
-            model._run_offloaded(batch(), {"expert": "b"}).last_hidden_state[:, 0],
-            model(**batch(), task="b").last_hidden_state[:, 0],
-        )
+        found = waited.run(model.backbone, **batch(), expert="b").last_hidden_state
+        assert torch.equal(found, model(**batch(), task="b").last_hidden_state)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["torch.compile(model)", "model.compile()"])
@@ -214,9 +212,9 @@ def test_an_error_within_a_call_lets_go_of_the_expert(tmp_path: Path) -> None:
 def test_gradients_are_refused_and_restored_experts_train(tmp_path: Path) -> None:
     saved(tmp_path)
     model = offloaded(tmp_path)
-    with pytest.raises(ValueError, match=r"torch\.no_grad\(\).*restore_experts\(\)"):
+    with pytest.raises(ValueError, match=r"torch\.no_grad\(\).*mote\.restore\(model\)"):
         model(**batch(), task="a")
-    model.restore_experts()
+    mote.restore(model)
     model(**batch(), task="b").pooler_output.sum().backward()
 
 
@@ -225,14 +223,14 @@ def test_restored_is_as_before(to: str, tmp_path: Path) -> None:
     expected = saved(tmp_path)
     model = offloaded(tmp_path, to)
     outputs(model, ["c"])
-    model.restore_experts()
+    mote.restore(model)
     assert model.offloading is None
     assert list(model.state_dict()) == list(expected.state_dict())
     assert all(torch.equal(t, expected.state_dict()[key]) for key, t in model.state_dict().items())
     assert_same(outputs(model, FOUR), outputs(expected, FOUR))
-    model.restore_experts()  # once more changes nothing
-    model.offload_experts("disk", keep=4)
-    assert model.offloading.resident == FOUR
+    mote.restore(model)  # once more changes nothing
+    mote.offload(model, "disk", keep=4)
+    assert model.offloading.on_device == FOUR
 
 
 def test_frozen_experts_come_back_frozen(tmp_path: Path) -> None:
@@ -242,7 +240,7 @@ def test_frozen_experts_come_back_frozen(tmp_path: Path) -> None:
     before = {key: weight.requires_grad for key, weight in model.named_parameters()}
     model.offloading = Offloading(model, DiskStore([str(tmp_path / "model.safetensors")]))
     outputs(model, ["c"])
-    model.restore_experts()
+    mote.restore(model)
     assert {key: weight.requires_grad for key, weight in model.named_parameters()} == before
 
 
@@ -260,7 +258,7 @@ def test_saved_again_it_is_the_same_file_by_file(to: str, shards: bool, tmp_path
             assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
     one, two = (MoTEModel.from_pretrained(tmp_path / name).config.to_diff_dict() for name in ("one", "two"))
     assert one | {"_name_or_path": None} == two | {"_name_or_path": None}
-    assert model.offloading.resident == ["d"]
+    assert model.offloading.on_device == ["d"]
 
 
 def test_it_is_not_saved_over_the_files_it_reads(tmp_path: Path) -> None:
@@ -279,7 +277,7 @@ def test_to_another_type(tmp_path: Path) -> None:
         assert_same(outputs(model, FOUR), expected)
         model.save_pretrained(tmp_path / to)
         assert_same(outputs(MoTEModel.from_pretrained(tmp_path / to), FOUR), expected)
-        model.restore_experts()
+        mote.restore(model)
         assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
 
 
@@ -293,18 +291,18 @@ def test_under_inference_mode_and_after_it(tmp_path: Path) -> None:
 
 def test_chosen_experts_alone(tmp_path: Path) -> None:
     expected = outputs(saved(tmp_path), ["b", "d"])
-    model = MoTEModel.from_pretrained(tmp_path, experts=["d", "b"], offload_experts="disk")
+    model = mote.load(tmp_path, experts=["d", "b"], offload="disk")
     assert model.config.available_experts == ["b", "d"]
     assert_same(outputs(model, ["b", "d"]), expected)
     with pytest.raises(ValueError, match="was not loaded"):
         outputs(model, ["a"])
     with pytest.raises(ValueError, match="from 1 to 2"):
-        MoTEModel.from_pretrained(tmp_path, experts=["d", "b"], offload_experts={"to": "disk", "keep": 3})
+        mote.load(tmp_path, experts=["d", "b"], offload="disk", keep=3)
 
 
 def test_export(tmp_path: Path) -> None:
     model = saved(tmp_path)
-    dense = offloaded(tmp_path).export_expert("c")
+    dense = mote.experts.export(offloaded(tmp_path), "c")
     with torch.no_grad():
         found, expected = dense(**batch()), model(**batch(), task="c")
     assert torch.equal(found.last_hidden_state, expected.last_hidden_state)
@@ -315,41 +313,41 @@ def test_state_dict_and_average_see_all_experts(tmp_path: Path) -> None:
     found = model.state_dict()
     assert list(found) == list(expected.state_dict())
     assert all(torch.equal(found[key], weight) for key, weight in expected.state_dict().items())
-    one, other = average_experts(model).state_dict(), average_experts(expected).state_dict()
+    one, other = mote.experts.average(model).state_dict(), mote.experts.average(expected).state_dict()
     assert all(torch.equal(one[key], weight) for key, weight in other.items())
-    assert model.offloading.resident == ["a"]
+    assert model.offloading.on_device == ["a"]
     assert experts_in(model) == 1
 
 
 def test_compressed_experts(tmp_path: Path) -> None:
-    from mote.experts.compression import compress_experts
 
     for name, settings in {"rank": {"rank": 4}, "bits": {"bits": 8}}.items():
-        model = compress_experts(trained_mote("bert", experts=FOUR), **settings)
+        model = mote.experts.compress(trained_mote("bert", experts=FOUR), **settings)
         model.save_pretrained(tmp_path / name)
         assert_same(outputs(offloaded(tmp_path / name), FOUR), outputs(model, FOUR))
         restored = offloaded(tmp_path / name)
-        restored.restore_experts()
+        mote.restore(restored)
         assert_same(outputs(restored, FOUR), outputs(model, FOUR))
 
 
 def test_remote_code(tmp_path: Path) -> None:
     expected = outputs(saved(tmp_path), FOUR)
-    for kwargs in ({}, {"experts": ["b", "c"]}):
-        model = AutoModel.from_pretrained(tmp_path, trust_remote_code=True, offload_experts="disk", **kwargs)
-        assert type(model) is not MoTEModel
-        assert_same(outputs(model, ["b", "c"]), expected[1:3])
-        assert len(model.offloading.resident) == 1
+    model = AutoModel.from_pretrained(tmp_path, trust_remote_code=True)
+    assert type(model) is not MoTEModel
+    mote.offload(model, "disk")
+    assert_same(outputs(model, ["b", "c"]), expected[1:3])
+    assert len(model.offloading.on_device) == 1
+    mote.restore(model)
+    assert_same(outputs(model, FOUR), expected)
 
 
 def test_sentence_transformers(tmp_path: Path) -> None:
     upcycle(str(ROOT / "examples" / "small-encoder"), tmp_path / "mote")
     expected = trusted(tmp_path / "mote")
-    arguments: dict[str, Any] = {"trust_remote_code": True, "model_kwargs": {"offload_experts": "disk"}}
-    model = SentenceTransformer(str(tmp_path / "mote"), **arguments)
+    model: Any = mote.load_encoder(tmp_path / "mote", offload="disk", trust_remote_code=True)
     for task in ("search_query", "clustering", "search_document"):
         assert (model.encode(["one", "two"], task=task) == expected.encode(["one", "two"], task=task)).all()
-    assert model[0].model.offloading.resident == ["search_document"]
+    assert model[0].model.offloading.on_device == ["search_document"]
     model.save(str(tmp_path / "again"))
     first, second = (tmp_path / name / "model.safetensors" for name in ("mote", "again"))
     assert first.read_bytes() == second.read_bytes()
@@ -359,19 +357,19 @@ def test_sentence_transformers(tmp_path: Path) -> None:
 def test_in_memory_to_disk_only_as_in_the_file(tmp_path: Path) -> None:
     expected = outputs(saved(tmp_path), FOUR)
     model = MoTEModel.from_pretrained(tmp_path)
-    model.offload_experts("disk", keep=2)
+    mote.offload(model, "disk", keep=2)
     assert_same(outputs(model, FOUR), expected)
-    model.restore_experts()
+    mote.restore(model)
     with torch.no_grad():
         next(model.blocks[1].experts["c"].parameters()).add_(1)
     before = outputs(model, FOUR)
     with pytest.raises(ValueError, match=r"experts\.c\..*save it with save_pretrained"):
-        model.offload_experts("disk")
+        mote.offload(model, "disk")
     assert_same(outputs(model, FOUR), before)
     with pytest.raises(ValueError, match="save it with save_pretrained"):
-        fresh_mote("bert").offload_experts("disk")
-    with pytest.raises(ValueError, match="on the device `meta`"):
-        MoTEModel.from_pretrained(tmp_path, device_map="meta").offload_experts("disk")
+        mote.offload(fresh_mote("bert"), "disk")
+    with pytest.raises(ValueError, match="on the meta device"):
+        mote.offload(MoTEModel.from_pretrained(tmp_path, device_map="meta"), "disk")
 
 
 def test_a_pickled_checkpoint_has_no_file_to_read_from(tmp_path: Path) -> None:
@@ -380,7 +378,7 @@ def test_a_pickled_checkpoint_has_no_file_to_read_from(tmp_path: Path) -> None:
     saved(tmp_path)
     to_bin(tmp_path)
     with pytest.raises(ValueError, match="safetensors"):
-        MoTEModel.from_pretrained(tmp_path, offload_experts="disk")
+        mote.load(tmp_path, offload="disk")
 
 
 def test_weights_changed_meanwhile_are_not_lost(tmp_path: Path) -> None:
@@ -389,10 +387,10 @@ def test_weights_changed_meanwhile_are_not_lost(tmp_path: Path) -> None:
     with torch.no_grad():
         next(model.blocks[0].experts["a"].parameters()).add_(1)
     changed = outputs(model, ["a"])
-    with pytest.raises(ValueError, match="restore_experts"):
+    with pytest.raises(ValueError, match=r"mote\.restore"):
         outputs(model, ["b"])
     assert_same(outputs(model, ["a"]), changed)
-    model.restore_experts()
+    mote.restore(model)
     assert_same(outputs(model, ["a"]), changed)
 
 
@@ -404,10 +402,9 @@ def test_modules_replaced_meanwhile_are_refused(tmp_path: Path) -> None:
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["output.dense"]))
     with pytest.raises(ValueError, match="were replaced"), torch.no_grad():
         adapted(**batch(), task="b")
+    adapted = peft.get_peft_model(MoTEModel.from_pretrained(tmp_path), peft.LoraConfig(target_modules=["output.dense"]))
     with pytest.raises(ValueError, match="adapters"):
-        peft.get_peft_model(
-            MoTEModel.from_pretrained(tmp_path), peft.LoraConfig(target_modules=["output.dense"])
-        ).base_model.model.offload_experts("disk")
+        mote.offload(adapted.base_model.model, "disk")
 
 
 def touch(folder: Path) -> None:
@@ -425,7 +422,7 @@ def delete(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "error", "message"),
     [
-        (touch, ValueError, "was changed since"),
+        (touch, ValueError, "has changed since"),
         (delete, FileNotFoundError, "is gone"),
     ],
 )
@@ -439,8 +436,8 @@ def test_a_file_harmed_under_a_running_model(harm: Any, error: type, message: st
             outputs(model, ["b"])
     assert_same(outputs(model, ["a"]), expected[:1])  # the one in memory is still there
     with pytest.raises(error, match=message):
-        model.restore_experts()
-    assert model.offloading.resident == ["a"]
+        mote.restore(model)
+    assert model.offloading.on_device == ["a"]
 
 
 def test_a_file_cut_short_is_an_error_at_the_next_fetch(tmp_path: Path) -> None:
@@ -449,10 +446,10 @@ def test_a_file_cut_short_is_an_error_at_the_next_fetch(tmp_path: Path) -> None:
     store, key = DiskStore([str(path)]), "backbone.encoder.layer.0.experts.a.output.dense.weight"
     truncate(tmp_path)
     for read in (lambda: store.read([key]), lambda: store.write_to({key: torch.empty(16, 32)})):
-        with pytest.raises(ValueError, match="was changed since"):
+        with pytest.raises(ValueError, match="has changed since"):
             read()
     store.states[path] = _state_of(path)  # as if it were cut after the check, while it is read
-    with pytest.raises(ValueError, match="was changed since"):
+    with pytest.raises(ValueError, match="has changed since"):
         store.write_to({key: torch.empty(16, 32)})
 
 
@@ -468,41 +465,38 @@ def test_changes_of_experts_are_refused(tmp_path: Path) -> None:
     saved(tmp_path)
     model = offloaded(tmp_path)
     for act in (
-        lambda: model.add_expert("e"),
-        lambda: model.remove_expert("a"),
-        lambda: model.rename_expert("a", "e"),
-        lambda: model.expert_weights("a"),
-        lambda: model.offload_experts("disk"),
+        lambda: mote.experts.add(model, "e"),
+        lambda: mote.experts.remove(model, "a"),
+        lambda: mote.experts.rename(model, "a", "e"),
+        lambda: mote.experts.weights(model, "a"),
+        lambda: mote.offload(model, "disk"),
     ):
-        with pytest.raises(ValueError, match="restore_experts"):
+        with pytest.raises(ValueError, match=r"mote\.restore"):
             act()
 
 
 def test_settings_out_of_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = saved(tmp_path)
     for keep in (0, 5, True, "1", 1.0):
-        with pytest.raises(ValueError, match="keep must be a whole number from 1 to 4"):
-            model.offload_experts("disk", keep=keep)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="keep must be an integer from 1 to 4"):
+            mote.offload(model, "disk", keep=keep)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Did you mean 'disk'"):
-        model.offload_experts("disc")
-    for wrong in (True, 7, {"keep": 2}, {"to": "disk", "kepp": 1}):
-        with pytest.raises(ValueError, match="offload_experts must be"):
-            OffloadSettings.read(wrong)
-    with pytest.raises(ValueError, match="token router"):
-        fresh_mote("bert", router="token").offload_experts("disk")
+        mote.offload(model, "disc")
+    with pytest.raises(ValueError, match="token-routed"):
+        mote.offload(fresh_mote("bert", router="token"), "disk")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(ValueError, match="there is none here: offload to 'disk'"):
-        MoTEModel.from_pretrained(tmp_path, offload_experts="cpu")
+        mote.load(tmp_path, offload="cpu")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     with pytest.raises(ValueError, match="The model is on the CPU"):
-        model.offload_experts("cpu")
+        mote.offload(model, "cpu")
 
 
 PEAK = """
 import sys
 import torch
 from transformers import AutoModel
-from modeling_mote import MoTEModel
+import mote
 def peak():  # ru_maxrss would begin with that of the process which started this one
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
@@ -512,8 +506,7 @@ if sys.argv[1] == "dense":
     model = AutoModel.from_pretrained(sys.argv[3])
     arguments = {}
 else:
-    kwargs = {"offload_experts": "disk"} if sys.argv[1] == "disk" else {}
-    model = MoTEModel.from_pretrained(sys.argv[3], **kwargs)
+    model = mote.load(sys.argv[3], offload="disk" if sys.argv[1] == "disk" else None)
     arguments = {"task": "search_query"}
 with torch.no_grad():
     ids = torch.full((1, 8), 7)
@@ -563,7 +556,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 @pytest.mark.parametrize("keep", [1, 2])
 def test_on_a_gpu_equal_under_threads(to: str, keep: int, tmp_path: Path) -> None:
     expected_of = saved(tmp_path).cuda()
-    model = MoTEModel.from_pretrained(tmp_path, offload_experts={"to": to, "keep": keep}).cuda()
+    model = mote.load(tmp_path, offload=to, keep=keep).cuda()
     inputs = {name: value.cuda() for name, value in batch().items()}
     with torch.no_grad():
         expected = {task: expected_of(**inputs, task=task).pooler_output for task in FOUR}
@@ -583,7 +576,7 @@ def test_on_a_gpu_equal_under_threads(to: str, keep: int, tmp_path: Path) -> Non
     torch.cuda.synchronize()
     in_threads(8, serve)
     assert wrong == []
-    model.restore_experts()
+    mote.restore(model)
     with torch.no_grad():
         for task in FOUR:
             assert torch.equal(model(**inputs, task=task).pooler_output, expected[task])
@@ -594,7 +587,7 @@ def test_on_a_gpu_copies_are_pinned_and_leave_the_device(tmp_path: Path) -> None
     model = saved(tmp_path).cuda()
     before = torch.cuda.memory_allocated()
     size = sum(t.nbytes for block in model.blocks for t in block.experts["a"].parameters())
-    model.offload_experts("cpu")
+    mote.offload(model, "cpu")
     assert before - torch.cuda.memory_allocated() >= 3 * size
     assert all(weight.is_pinned() for weight in model.offloading.store.weights.values())
     kept = torch.cuda.memory_allocated()
@@ -602,7 +595,7 @@ def test_on_a_gpu_copies_are_pinned_and_leave_the_device(tmp_path: Path) -> None
     with torch.no_grad():
         for task in FOUR:
             model(**inputs, task=task)
-            assert model.offloading.places[0].ready is not None
+            assert model.offloading.slots[0].ready is not None
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() - kept < size
     model.half().float().cpu()  # moves what is there, and goes on

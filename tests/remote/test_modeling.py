@@ -23,6 +23,7 @@ from helpers.families import (
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig
 
+import mote
 from architectures_mote import ARCHITECTURES
 from configuration_mote import MoTEConfig
 from modeling_mote import MoTEBlock, MoTEModel, pool
@@ -153,7 +154,7 @@ def test_parameter_counts(name: str) -> None:
     dense = dense_model(name)
     in_dense = sum(p.numel() for key, p in dense.named_parameters() if not key.startswith("pooler."))
     model = MoTEModel(mote_config(dense, experts=["a", "b", "c"]), dense)
-    counts = model.parameter_counts()
+    counts = mote.experts.parameter_counts(model)
     assert counts["active"] == in_dense
     assert counts["total"] == sum(p.numel() for p in model.parameters())
     assert counts["total"] == counts["shared"] + sum(counts["experts"].values())

@@ -8,6 +8,7 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 
+import mote
 from modeling_mote import MoTEModel
 
 TEXTS = [
@@ -109,7 +110,7 @@ def test_default_task(trained_folder: Path, expected: dict) -> None:
 @pytest.mark.parametrize("kwargs", ["config_kwargs", "model_kwargs"])
 def test_one_expert_alone(trained_folder: Path, expected: dict, kwargs: str) -> None:
     model = SentenceTransformer(str(trained_folder), trust_remote_code=True, **{kwargs: {"experts": ["search_query"]}})
-    assert list(model[0].model.parameter_counts()["experts"]) == ["search_query"]
+    assert list(mote.experts.parameter_counts(model[0].model)["experts"]) == ["search_query"]
     assert np.abs(model.encode_query(TEXTS) - expected["search_query", "search_query: "]).max() <= 1e-6
     with pytest.raises(ValueError, match="needs the expert 'search_document', which was not loaded"):
         model.encode_document(TEXTS)

@@ -13,7 +13,7 @@ from sentence_transformers import SentenceTransformer
 
 from configuration_mote import PAPER_INSTRUCTIONS, alternatives
 from mote.hub import commit_of
-from mote.inference.loading import check_device, load_model
+from mote.inference.loading import check_device, load_encoder
 
 Similarity = dict[tuple[str, str], NDArray[np.float64]]
 
@@ -37,7 +37,7 @@ def load(
     """
     check_device(device)
     trusted = trust_remote_code or Path(model).is_dir()
-    return load_model(model, revision=commit, device=device, trust_remote_code=trusted)
+    return load_encoder(model, revision=commit, device=device, trust_remote_code=trusted)
 
 
 def mote_config(model: SentenceTransformer) -> Any | None:

@@ -24,7 +24,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from experts_mote import weight_of_an_expert
+from architectures_mote import weight_name
 from modeling_mote import MoTEModel
 from mote.checkpoints.reading import DenseSource, load_pickle, read_on_meta
 
@@ -144,12 +144,7 @@ def _offsets(path: Path) -> dict[str, int]:
 
 def names_in_dense(model: MoTEModel) -> dict[str, str]:
     """Tell for each weight of a MoTE which weight of the dense model it is, or was, a copy of."""
-    of_block = weight_of_an_expert(model)
-    found = {name: of_block.fullmatch(name) for name in model.state_dict()}
-    return {
-        name: match["layer"] + match["weight"] if match else name.removeprefix("backbone.")
-        for name, match in found.items()
-    }
+    return {name: weight_name(name, model.config).dense for name in model.state_dict()}
 
 
 def can_stream(model: MoTEModel, dense: DenseWeights) -> bool:

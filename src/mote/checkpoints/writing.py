@@ -42,6 +42,7 @@ from mote.checkpoints.staging import (
     require_shard_size,
     require_space,
 )
+from mote.checkpoints.tensors import parameter_counts
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -278,7 +279,7 @@ def write_card(
 ) -> None:
     """Render the model card."""
     normalized = any(module["type"].endswith(".Normalize") for module in source_modules(source))
-    counts = model.parameter_counts()
+    counts = parameter_counts(model)
     cards.write_mote_card(
         folder, repo_id, model.config, counts, source, command, made=made, fresh=fresh, normalized=normalized
     )

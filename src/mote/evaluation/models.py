@@ -8,7 +8,7 @@ from typing import Any
 
 from mote.checkpoints.hashing import folder_hash
 from mote.hub import commit_of
-from mote.inference.loading import load_model
+from mote.inference.loading import load_encoder
 from mote.reporting import name_models
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -61,7 +61,7 @@ class Candidate:
             ValueError: If it does not load, or lacks weights.
         """
         if self._model is None:
-            self._model = load_model(
+            self._model = load_encoder(
                 self.path,
                 revision=None if self.is_local else self.revision,
                 device=self.device,

@@ -17,9 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
-from architectures_mote import architecture_of
+from architectures_mote import architecture_of, weight_name
 from configuration_mote import MoTEConfig
-from experts_mote import weight_of_an_expert
 from modeling_mote import MoTEModel
 from mote.checkpoints import cards
 from mote.checkpoints import writing as repository
@@ -234,13 +233,11 @@ def fingerprint_of_base(source: Source) -> str:
         ValueError: If the weights cannot be read, or are not in safetensors.
     """
     config: MoTEConfig = source.config  # type: ignore[assignment]
-    key_of_expert = weight_of_an_expert(without_weights(source))
     digest = blake2b(json.dumps(_essentials(config), sort_keys=True, default=str).encode(), digest_size=16)
     with ExitStack() as stack:
         place_of = _open_weights(source, stack)
         for key in sorted(place_of):
-            found = key_of_expert.fullmatch(key)
-            if found is not None and found["expert"] is not None:
+            if weight_name(key, config).expert is not None:
                 continue
             weight = place_of[key].get_tensor(key)
             digest.update(f"\0{key} {weight.dtype} {list(weight.shape)}\0".encode())
@@ -275,10 +272,8 @@ def read_expert(source: Source, name: str) -> dict[str, torch.Tensor]:
     """
     config: MoTEConfig = source.config  # type: ignore[assignment]
     config.require_expert(name)
-    empty = without_weights(source)
-    key_of_expert = weight_of_an_expert(empty)
-    found = {key: key_of_expert.fullmatch(key) for key in empty.state_dict()}
-    names = {key: match["layer"] + match["weight"] for key, match in found.items() if match and match["expert"] == name}
+    found = {key: weight_name(key, config) for key in without_weights(source).state_dict()}
+    names = {key: parsed.dense for key, parsed in found.items() if parsed.expert == name}
     with ExitStack() as stack:
         place_of = _open_weights(source, stack)
         missing = sorted(names.keys() - place_of.keys())

@@ -12,6 +12,7 @@ import torch
 from mote.checkpoints import writing as repository
 from mote.checkpoints.reading import Source, load_mote, load_tokenizer, open_mote
 from mote.checkpoints.staging import Staging, refuse_occupied, refuse_source
+from mote.experts.editing import require_task_experts, weights
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in one piece
 
@@ -47,7 +48,7 @@ class Change:
         self.in_place = self.out.resolve() == self.source.folder.resolve()
         if not self.in_place:
             refuse_source(self.out, self.source.folder)
-        self.source.config.require_experts_of_tasks(done)
+        require_task_experts(self.source.config)
         self.model: Any = load_mote(self.source)
         self.were_copies = _are_copies(self.model) and len(self.model.config.available_experts) > 1
 
@@ -93,7 +94,7 @@ def _are_copies(model: Any) -> bool:
     """Whether all experts are copies of one another still."""
     if model.config.compression is not None:
         return False
-    first, *others = [model.expert_weights(name) for name in model.config.available_experts]
+    first, *others = [weights(model, name) for name in model.config.available_experts]
     return all(torch.equal(weight, other[key]) for other in others for key, weight in first.items())
 
 

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configuration_mote import MoTEConfig, alternatives
-from experts_mote import MEAN, mean_of_experts
+from mote import experts as in_memory
 from mote import hub
 from mote.checkpoints import writing as repository
 from mote.checkpoints.reading import Source, open_mote
 from mote.checkpoints.staging import Staging, refuse_occupied, refuse_source
 from mote.experts.artefact import ExpertFiles, fingerprint_of_base, open_expert, without_weights, write_expert
 from mote.experts.change import Change, Report
+from mote.experts.editing import MEAN, require_task_experts, require_uncompressed
+from mote.experts.means import mean_of_experts
 
 
 @dataclass
@@ -55,8 +57,10 @@ def list_experts(src: str, *, revision: str | None = None) -> ExpertList:
         ValueError: If it is no MoTE, or a router picks its experts token by token.
     """
     source = open_mote(src, revision)
-    source.config.require_experts_of_tasks("listed")
-    return ExpertList(source, fingerprint_of_base(source), without_weights(source).parameter_counts()["experts"])
+    require_task_experts(source.config)
+    return ExpertList(
+        source, fingerprint_of_base(source), in_memory.parameter_counts(without_weights(source))["experts"]
+    )
 
 
 def extract_expert(
@@ -102,8 +106,8 @@ def extract_expert(
     source = open_mote(src, revision)
     refuse_source(out, source.folder)
     config: MoTEConfig = source.config  # type: ignore[assignment]
-    config.require_experts_of_tasks("extracted")
-    config.require_whole_experts("extracted")
+    require_task_experts(config)
+    require_uncompressed(config)
     config.require_expert(name)
     report(f"Extracting the expert {name} …")
     command = shlex.join(["mote", "experts", "extract", source.public_name, name, "--out", out.resolve().name])
@@ -163,12 +167,12 @@ def add_expert(
             raise ValueError(
                 f"The new expert, a copy of {expert!r}, needs a name of its own: give it one with `--name`"
             )
-        change.model.add_expert(name, given, instruction=instruction, tasks=tasks)
+        in_memory.add(change.model, name, given, instruction=instruction, tasks=tasks)
     else:
         name = name or given.name
         texts, brought = _of_files(given, name, change.model.config, tasks, report)
         texts = texts if instruction is None else {**texts, name: instruction}
-        change.model.add_expert(name, given.load_weights(), instruction=texts, tasks=brought)
+        in_memory.add(change.model, name, given.load_weights(), instruction=texts, tasks=brought)
     shown = given if isinstance(given, str) else given.public_name
     made = f"made by adding the expert `{name}` to"
     return change.write(["add", shown], words, made, max_shard_size, report)
@@ -220,9 +224,11 @@ def merge_experts(
     change = Change(src, out, revision, overwrite, "merged")
     tasks = list(tasks)
     found = [_find(change, word) for word in experts]
-    weights = [change.model.expert_weights(each) if isinstance(each, str) else each.load_weights() for each in found]
+    weights = [
+        in_memory.weights(change.model, each) if isinstance(each, str) else each.load_weights() for each in found
+    ]
     merged = mean_of_experts(weights, list(experts.values()))
-    change.model.add_expert(name, merged, instruction=instruction, tasks=tasks)
+    in_memory.add(change.model, name, merged, instruction=instruction, tasks=tasks)
     shown = [each if isinstance(each, str) else each.public_name for each in found]
     parts = [f"{each}={weight:g}" for each, weight in zip(shown, experts.values(), strict=True)]
     words = [*_option("name", name), *_option("instruction", instruction), *_option("task", *tasks)]
@@ -262,7 +268,7 @@ def remove_expert(
         ValueError: As in `MoTEModel.remove_expert`.
     """
     change = Change(src, out, revision, overwrite, "removed")
-    change.model.remove_expert(name, tasks=tasks)
+    in_memory.remove(change.model, name, tasks=tasks)
     moved = [f"{task}={expert or ''}" for task, expert in (tasks or {}).items()]
     made = f"made by removing the expert `{name}` from"
     words = [word for task in moved for word in _option("task", task)]
@@ -301,7 +307,7 @@ def rename_expert(
         ValueError: As in `MoTEModel.rename_expert`.
     """
     change = Change(src, out, revision, overwrite, "renamed")
-    change.model.rename_expert(name, new_name)
+    in_memory.rename(change.model, name, new_name)
     made = f"made by renaming the expert `{name}` to `{new_name}` in"
     return change.write(["rename", name, new_name], [], made, max_shard_size, report)
 

@@ -1,13 +1,16 @@
 """Models are loaded with all their weights: transformers draws missing ones at random, and only reports it."""
 
 import logging
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
+
+    from modeling_mote import MoTEModel
 
 # A row of transformers' report. What is like in several layers is one row: `encoder.layer.{0, 1}.output.dense.bias`.
 _ROW = re.compile(r"^(?P<key>\S.*?) +\| (?:\x1b\[[0-9;]*m)?(?:MISSING|MISMATCH)\b", re.MULTILINE)
@@ -65,9 +68,46 @@ def _message(model: str, missing: list[str]) -> str:
     )
 
 
-def load_model(
-    path: str,
+def load(
+    path: str | os.PathLike,
     *,
+    experts: str | Iterable[str] | None = None,
+    offload: str | None = None,
+    keep: int = 1,
+    **kwargs: Any,
+) -> "MoTEModel":
+    """Load a MoTE, with the installed code rather than that in its folder.
+
+    Args:
+        path: A folder, or an id on the Hub.
+        experts: Experts to load; the others are known by name only. Default: all.
+        offload: `"disk"` or `"cpu"`: at most `keep` experts are ever in memory, or on the device; see `offload`.
+        keep: Number of experts on the device, with `offload`.
+        **kwargs: Arguments of `from_pretrained`: `revision`, `dtype`, `device_map`, `attn_implementation` …
+
+    Raises:
+        ValueError: If weights are missing, left over, of another shape or unreadable, or an expert is unknown; as
+            `offload`.
+    """
+    from configuration_mote import MoTEConfig
+    from modeling_mote import MoTEModel
+    from mote.inference.offloading import check_settings, start_offloaded
+
+    if offload is None:
+        return MoTEModel.from_pretrained(path, **({} if experts is None else {"experts": experts}), **kwargs)
+    hub = {name: kwargs[name] for name in ("revision", "token", "cache_dir", "subfolder") if name in kwargs}
+    config: MoTEConfig = MoTEConfig.from_pretrained(path, experts=experts, **hub)
+    check_settings(config, offload, keep)
+    model = MoTEModel.from_pretrained(path, experts=config.available_experts[:keep], **kwargs)
+    start_offloaded(model, config.loaded_experts, offload, keep)
+    return model
+
+
+def load_encoder(
+    path: str | os.PathLike,
+    *,
+    offload: str | None = None,
+    keep: int = 1,
     revision: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
@@ -77,27 +117,37 @@ def load_model(
 
     Args:
         path: A folder, or an id on the Hub.
-        revision: Commit on the Hub. Default: the newest.
-        device: Where it runs. Default: what Sentence-Transformers picks.
-        dtype: Of its weights. Default: that in which they are stored.
-        trust_remote_code: Run code that it brings.
+        offload: For a MoTE, `"disk"` or `"cpu"`: at most `keep` experts are ever in memory, or on the device.
+        keep: Number of experts on the device, with `offload`.
+        revision: Branch, tag or commit on the Hub. Default: the newest.
+        device: Device that it runs on. Default: Sentence-Transformers' choice.
+        dtype: Dtype of its weights. Default: the stored one.
+        trust_remote_code: Run the code in its repository.
 
     Raises:
-        ValueError: If it does not load, or lacks weights.
+        ValueError: If it does not load, lacks weights, or cannot be offloaded.
     """
     from sentence_transformers import SentenceTransformer
 
+    path = os.fspath(path)
+    model_kwargs: dict[str, Any] = {"dtype": dtype} if dtype else {}
+    if offload is not None:
+        from configuration_mote import MoTEConfig
+        from mote.inference.offloading import check_settings, start_offloaded
+
+        config = MoTEConfig.from_pretrained(path, revision=revision)
+        check_settings(config, offload, keep)
+        model_kwargs["experts"] = config.available_experts[:keep]
     with all_weights(path):
         try:
-            return SentenceTransformer(
-                path,
-                device=device,
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-                model_kwargs={"dtype": dtype} if dtype else None,
+            encoder = SentenceTransformer(
+                path, device=device, revision=revision, trust_remote_code=trust_remote_code, model_kwargs=model_kwargs
             ).eval()
         except Exception as error:  # whatever a library or the model's own code raises
             raise ValueError(f"{path} does not load in Sentence-Transformers: {first_line(error)}") from error
+    if offload is not None:
+        start_offloaded(encoder[0].model, config.loaded_experts, offload, keep)
+    return encoder
 
 
 def check_device(device: str | None) -> None:

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from configuration_mote import alternatives
 from mote.data.texts import read_texts as read_texts  # for its callers
-from mote.inference.loading import first_line, load_model
+from mote.inference.loading import first_line, load_encoder
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -90,7 +90,7 @@ def convert(
         ValueError: If the architecture cannot be converted, or the result does not embed as it should.
     """
     report(f"Converting to {FILES[backend]} …")
-    encoder = load_model(str(folder), device="cpu", dtype="float32")
+    encoder = load_encoder(str(folder), device="cpu", dtype="float32")
     transformer: Any = encoder[0]
     expected = encoder.encode(list(texts), convert_to_tensor=True)
     features = list(_batches(encoder, texts))
@@ -234,11 +234,11 @@ def load_exported(
     if not (folder / "modules.json").is_file():
         raise FileNotFoundError(f"{folder} is not a folder with an exported model: `mote export` writes one")
     if backend == "torch":
-        return load_model(str(folder))
+        return load_encoder(str(folder))
     file = folder / FILES[backend]
     if not file.is_file():
         raise FileNotFoundError(f"{folder} has no {FILES[backend]}: `mote export … --backend {backend}` writes it")
-    encoder = load_model(str(folder), device="cpu")
+    encoder = load_encoder(str(folder), device="cpu")
     transformer: Any = encoder[0]
     config = transformer.model.config
     transformer.model = OnnxEncoder(file, config) if backend == "onnx" else OpenVinoEncoder(file, config, ov_config)

@@ -1,0 +1,298 @@
+"""Single experts of a model in memory: add, remove, rename, read.
+
+The functions also work on a model loaded as remote code, whose classes are not the installed ones.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from architectures_mote import weight_name
+from configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, alternatives
+from mote.experts.means import mean_of_experts
+
+if TYPE_CHECKING:
+    from modeling_mote import MoTEBlock, MoTEModel
+
+MEAN = "mean"  # of all experts, as what a new one starts from
+
+_NAME_FIELDS = ("experts", "tasks", "instructions", "default_task", "loaded_experts")
+
+
+def add(
+    model: "MoTEModel",
+    name: str,
+    start: str | Mapping[str, torch.Tensor] = MEAN,
+    *,
+    instruction: str | Mapping[str, str] | None = None,
+    tasks: str | Iterable[str] = (),
+) -> None:
+    """Add an expert, and the task of its name. An existing task of that name is reassigned to the new expert.
+
+    The new weights are copies, of the dtype and on the device of the model's other experts. A compiled model must be
+    compiled again.
+
+    Args:
+        model: A MoTE in memory; changed in place.
+        name: Name of the expert.
+        start: Its initial weights: those of an expert, the `"mean"` of all experts (unless an expert has that name),
+            or the weights themselves, named and shaped as `weights` returns them.
+        instruction: Text in front of its inputs; or task → text, where its tasks differ. Default: the config's
+            instruction of that task, else the paper's, else none; then only `task=` selects the expert.
+        tasks: Further tasks to assign to it, new ones or other experts'.
+
+    Raises:
+        ValueError: If the name is taken or invalid, the start is unknown or does not fit, a task bears the name of
+            another expert, an instruction belongs to another expert, or the model's experts are token-routed,
+            compressed, offloaded or not loaded. The model is then unchanged.
+    """
+    require_editable(model)
+    require_uncompressed(model.config)
+    names = _with_expert(model.config, name, instruction, [tasks] if isinstance(tasks, str) else list(tasks))
+    available = model.config.available_experts
+    like = start if isinstance(start, str) and start in available else available[0]
+    copies = _copies(model, like, _initial_weights(model, start))
+    for block, expert in zip(model.blocks, copies, strict=True):
+        set_experts(block, {**dict(block.experts.items()), name: expert})
+    _take_names(model, names)
+
+
+def remove(model: "MoTEModel", name: str, *, tasks: Mapping[str, str | None] | None = None) -> None:
+    """Remove an expert, and the task of its name.
+
+    Args:
+        model: A MoTE in memory; changed in place.
+        name: Name of the expert.
+        tasks: New expert of each of its tasks, or None to remove the task as well. Required for all its tasks but the
+            one of its own name.
+
+    Raises:
+        ValueError: If there is no such expert, it is the last one, one of its tasks is not given, the default task
+            would be removed, or the model's experts are token-routed, offloaded or not loaded. The model is then
+            unchanged.
+    """
+    require_editable(model)
+    names = _without_expert(model.config, name, tasks or {})
+    for block in model.blocks:
+        set_experts(block, {key: expert for key, expert in block.experts.items() if key != name})
+    _take_names(model, names)
+
+
+def rename(model: "MoTEModel", name: str, new_name: str) -> None:
+    """Rename an expert, and the task of its name; its other tasks keep their names.
+
+    Args:
+        model: A MoTE in memory; changed in place.
+        name: Present name.
+        new_name: New name.
+
+    Raises:
+        ValueError: If there is no such expert, the new name is taken or invalid, or the model's experts are
+            token-routed, offloaded or not loaded. The model is then unchanged.
+    """
+    require_editable(model)
+    names = _with_new_name(model.config, name, new_name)
+    for block in model.blocks:
+        set_experts(block, {new_name if key == name else key: expert for key, expert in block.experts.items()})
+    _take_names(model, names)
+
+
+def weights(model: "MoTEModel", name: str) -> dict[str, torch.Tensor]:
+    """Return the weights of one expert under their names in the dense model.
+
+    Args:
+        model: A MoTE in memory.
+        name: Name of the expert.
+
+    Returns:
+        The model's own tensors, detached: `encoder.layer.0.output.dense.weight` → [H, I] and so on.
+
+    Raises:
+        ValueError: If there is no such expert, or the model's experts are token-routed, compressed, offloaded or not
+            loaded.
+    """
+    require_editable(model)
+    require_uncompressed(model.config)
+    model.config.require_expert(name)
+    named = ((weight_name(key, model.config), weight) for key, weight in model.state_dict().items())
+    return {found.dense: weight for found, weight in named if found.expert == name}
+
+
+def routes_by_task(config: MoTEConfig) -> bool:
+    """Whether the task of a text selects its expert, rather than a router for each token."""
+    return config.routes_by_task and getattr(config, "router", "task") == "task"
+
+
+def require_task_experts(config: MoTEConfig) -> None:
+    """Raise `ValueError` for a token-routed model."""
+    if not routes_by_task(config):
+        raise ValueError("A token-routed model has no experts for tasks: this works for task MoTE models only")
+
+
+def require_uncompressed(config: MoTEConfig) -> None:
+    """Raise `ValueError` if the experts are compressed."""
+    if config.compression is not None:
+        raise ValueError(
+            f"The experts of this model are compressed ({config.compression}): use the model that it was made of, "
+            "before `mote compress`"
+        )
+
+
+def require_all_experts(config: MoTEConfig) -> None:
+    """Raise `ValueError` unless all experts are loaded."""
+    absent = [name for name in config.experts if name not in config.available_experts]
+    if absent:
+        raise ValueError(
+            f"The experts {', '.join(map(repr, absent))} are not loaded (loaded: "
+            f"{', '.join(map(repr, config.available_experts))}): their mean takes all of them"
+        )
+
+
+def require_editable(model: "MoTEModel") -> None:
+    """Raise `ValueError` if single experts cannot be edited: token-routed, offloaded or without weights."""
+    require_task_experts(model.config)
+    if model.offloading is not None:
+        raise ValueError("Offloaded experts cannot be edited or read one by one: call mote.restore(model) first")
+    if any(weight.is_meta for block in model.blocks for weight in block.experts.parameters()):
+        raise ValueError("Weights of experts are on the meta device: load the model with its weights")
+
+
+def set_experts(block: "MoTEBlock", experts: Mapping[str, nn.Module]) -> None:
+    """Give a block its experts, in a new dict: threads that iterate over the old one are not disturbed."""
+    new = nn.ModuleDict(experts)
+    new.training = block.training
+    block.experts = new
+
+
+def _initial_weights(model: "MoTEModel", start: str | Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    available = model.config.available_experts
+    if not isinstance(start, str):
+        expected = {key: tuple(weight.shape) for key, weight in weights(model, available[0]).items()}
+        given = {key: tuple(weight.shape) for key, weight in start.items()}
+        wrong = sorted(key for key in expected.keys() | given.keys() if expected.get(key) != given.get(key))
+        if wrong:
+            raise ValueError(
+                f"The weights do not fit: {len(wrong)} are missing, unknown or of another shape, such as {wrong[0]!r} "
+                f"({given.get(wrong[0], 'missing')}, expected {expected.get(wrong[0], 'none')})"
+            )
+        return start
+    if start == MEAN and MEAN not in model.config.experts:
+        require_all_experts(model.config)
+        return mean_of_experts([weights(model, expert) for expert in available])
+    if start not in model.config.experts:
+        raise ValueError(f"Unknown start {start!r}." + alternatives(start, [*available, MEAN]))
+    return weights(model, start)
+
+
+def _copies(model: "MoTEModel", like: str, new_weights: Mapping[str, torch.Tensor]) -> list[nn.Module]:
+    """Copy an expert of each block, with other weights, but with the block's shared modules."""
+    copies = []
+    for index, block in zip(model.config.mote_layer_indices, model.blocks, strict=True):
+        shared: dict[int, Any] = {id(module): module for module in block.shared.modules()}  # targets of `SharedModule`
+        expert = copy.deepcopy(block.experts[like], shared)
+        prefix = f"{model.architecture.layer_path}.{index}."
+        expert.load_state_dict(
+            {key.removeprefix(prefix): weight for key, weight in new_weights.items() if key.startswith(prefix)}
+        )
+        copies.append(expert)
+    return copies
+
+
+# The config's side ---------------------------------------------------------------------------------------------------
+
+
+def _take_names(model: "MoTEModel", names: MoTEConfig) -> None:
+    for field in _NAME_FIELDS:
+        setattr(model.config, field, getattr(names, field))
+
+
+def _with_expert(
+    config: MoTEConfig, name: str, instruction: str | Mapping[str, str] | None, tasks: list[str]
+) -> MoTEConfig:
+    """Return the config with one more expert, validated."""
+    if name in config.experts:
+        raise ValueError(
+            f"There is an expert {name!r} already (experts: {', '.join(map(repr, config.experts))}): choose another "
+            "name, or rename or remove that one first"
+        )
+    if instruction is None:
+        instruction = {}
+    texts = instruction if isinstance(instruction, Mapping) else {name: instruction}
+    others = [task for task in texts if task not in (name, *tasks)]
+    if others:
+        raise ValueError(f"An instruction is given for {others[0]!r}." + alternatives(others[0], [name, *tasks]))
+    paper = {name: PAPER_INSTRUCTIONS[name]} if name in PAPER_INSTRUCTIONS else {}
+    loaded = config.loaded_experts
+    return _replaced(
+        config,
+        experts=[*config.experts, name],
+        tasks={**config.tasks, **dict.fromkeys([name, *tasks], name)},
+        instructions={**paper, **config.instructions, **texts},
+        loaded_experts=None if loaded is None else [*loaded, name],
+    )
+
+
+def _without_expert(config: MoTEConfig, name: str, moved: Mapping[str, str | None]) -> MoTEConfig:
+    """Return the config with one expert less, validated."""
+    if name not in config.experts:
+        raise ValueError(f"Unknown expert {name!r}." + alternatives(name, config.experts))
+    if config.available_experts == [name]:
+        raise ValueError(f"{name!r} is the last expert: a MoTE has at least one. Add another one first")
+    own = [task for task, expert in config.tasks.items() if expert == name]
+    unknown = [task for task in moved if task not in own]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is not a task of the expert {name!r}." + alternatives(unknown[0], own))
+    missing = [task for task in own if task not in moved and task != name]
+    if missing:
+        other = next(expert for expert in config.experts if expert != name)
+        raise ValueError(
+            f"The expert {name!r} serves the tasks {', '.join(map(repr, missing))}: name the new expert of each, as in "
+            f"tasks={{{missing[0]!r}: {other!r}}} (`--task {missing[0]}={other}`), or None (`--task {missing[0]}=`) to "
+            "remove the task as well"
+        )
+    removed = [task for task in own if moved.get(task) is None]
+    if config.default_task in removed:
+        raise ValueError(
+            f"{config.default_task!r} is the default_task of the config: assign it to another expert by `tasks`, or "
+            "set config.default_task to another task or None first"
+        )
+    experts = [expert for expert in config.experts if expert != name]
+    loaded = None if config.loaded_experts is None else [other for other in config.loaded_experts if other != name]
+    return _replaced(
+        config,
+        experts=experts,
+        tasks={task: moved.get(task, expert) for task, expert in config.tasks.items() if task not in removed},
+        instructions={task: text for task, text in config.instructions.items() if task not in removed},
+        loaded_experts=None if loaded == experts else loaded,
+    )
+
+
+def _with_new_name(config: MoTEConfig, name: str, new_name: str) -> MoTEConfig:
+    """Return the config with an expert renamed, validated."""
+    if name not in config.experts:
+        raise ValueError(f"Unknown expert {name!r}." + alternatives(name, config.experts))
+    if new_name in config.tasks:
+        raise ValueError(
+            f"{new_name!r} is already a task, of the expert {config.tasks[new_name]!r}: choose another name (tasks: "
+            f"{', '.join(map(repr, config.tasks))})"
+        )
+
+    def renamed(names: Iterable[str]) -> list[str]:
+        return [new_name if each == name else each for each in names]
+
+    return _replaced(
+        config,
+        experts=renamed(config.experts),
+        tasks=dict(zip(renamed(config.tasks), renamed(config.tasks.values()), strict=True)),
+        instructions=dict(zip(renamed(config.instructions), config.instructions.values(), strict=True)),
+        default_task=new_name if config.default_task == name else config.default_task,
+        loaded_experts=None if config.loaded_experts is None else renamed(config.loaded_experts),
+    )
+
+
+def _replaced(config: MoTEConfig, **names: Any) -> MoTEConfig:
+    """Return a new config with other names, completed and validated as any new one is."""
+    return type(config).from_dict({**config.to_dict(), **names})

@@ -1,0 +1,28 @@
+"""Means of weights, in float64."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+
+def mean(weights: Sequence[torch.Tensor], shares: Sequence[float] | None = None) -> torch.Tensor:
+    """Average tensors in float64, in which the mean of equal float32 weights is these weights again.
+
+    Args:
+        weights: Tensors of one shape.
+        shares: Share of each tensor in the mean, scaled to sum to 1. Default: equal shares.
+
+    Returns:
+        The mean, in float64 on the CPU.
+    """
+    stacked = torch.stack([weight.to("cpu", torch.float64) for weight in weights])
+    if shares is None or len(set(shares)) == 1:
+        return stacked.mean(dim=0)
+    return torch.tensordot(torch.tensor(shares, dtype=torch.float64) / sum(shares), stacked, dims=1)
+
+
+def mean_of_experts(
+    experts: Sequence[Mapping[str, torch.Tensor]], shares: Sequence[float] | None = None
+) -> dict[str, torch.Tensor]:
+    """Average the weights of several experts, in the dtype of the first; see `mean`."""
+    return {key: mean([expert[key] for expert in experts], shares).to(first) for key, first in experts[0].items()}

@@ -1,0 +1,460 @@
+"""Offloading: experts that are not in use leave the device, for the CPU's memory or their checkpoint's files.
+
+As many experts as may be on the device at once have a slot there, which is one layer per block. To fetch an expert is
+to copy its weights into the slot of the least recently used one: nothing is allocated or freed, and at no moment are
+more experts on the device. The `experts` of a block are those on the device, so that `.to()`, `.half()` and
+`parameters()` see these and no others.
+
+Accelerate's hooks do not fit. `AlignDevicesHook` (behind `cpu_offload`, `disk_offload`, `device_map`) copies the
+weights of a module before each of its calls and drops them right after: nothing is kept for the next text of the same
+task; under threads, the first to leave the module takes the weights from the others; and from disk, it opens the file
+and parses its header for each weight.
+"""
+
+import copy
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from configuration_mote import MoTEConfig, alternatives
+from mote.experts.editing import require_task_experts, set_experts
+from mote.inference.stores import SAVE_FIRST, CpuStore, DiskStore, Store
+
+if TYPE_CHECKING:
+    from modeling_mote import MoTEBlock, MoTEModel
+
+PLACES = ("cpu", "disk")
+
+
+def offload(model: "MoTEModel", to: str = "cpu", keep: int = 1) -> None:
+    """Take the experts off the device, all but `keep`; each comes back when a text of its task does.
+
+    For inference: the weights cannot be trained, or changed otherwise, until `restore`. `mote.load(path, offload=…)`
+    starts like this and never holds more in memory. No call of the model may run meanwhile.
+
+    Args:
+        model: A MoTE in memory, installed or remote code; changed in place.
+        to: `"cpu"`, the CPU's memory (pinned, and copied asynchronously on a separate stream, if the device is a GPU),
+            or `"disk"`: experts are read from the safetensors files that the model was loaded from.
+        keep: Number of experts on the device, the most recently used ones. A call that needs another one waits while
+            all of them are in use.
+
+    Raises:
+        ValueError: If a setting is out of range, the model is token-routed, quantised, spread over several devices or
+            has adapters, or its weights differ from those in its files (`"disk"`).
+    """
+    check_settings(model.config, to, keep)
+    _require_offloadable(model)
+    if to == "cpu" and model.device.type == "cpu":
+        raise ValueError(
+            "The model is on the CPU, where experts offloaded to 'cpu' take as much memory as before: move the model "
+            "to its device first, or offload to 'disk'"
+        )
+    weights = weights_of_experts(model)
+    store: Store = CpuStore(weights.items()) if to == "cpu" else DiskStore(model.weight_files)
+    if to == "disk":
+        _require_equal(weights, store)
+    model.offloading = Offloading(model, store, keep)
+
+
+def restore(model: "MoTEModel") -> None:
+    """Bring all experts back to the device. No effect on a model whose experts are not offloaded."""
+    offloading = model.offloading
+    if offloading is not None:
+        offloading.restore()
+        model.offloading = None
+
+
+def start_offloaded(model: "MoTEModel", loaded_experts: list[str] | None, to: str, keep: int) -> None:
+    """Offload a model that was loaded with its first `keep` experts only; the others come from its files.
+
+    Args:
+        model: The model.
+        loaded_experts: `loaded_experts` of its config from now on.
+        to: As in `offload`.
+        keep: As in `offload`.
+
+    Raises:
+        ValueError: As `offload`.
+    """
+    _require_offloadable(model)
+    model.config.loaded_experts = loaded_experts
+    store: Store = DiskStore(model.weight_files)
+    if to == "cpu":
+        store = CpuStore(_in_dtypes_of(model, store))
+    model.offloading = Offloading(model, store, keep)
+
+
+def check_settings(config: MoTEConfig, to: str, keep: int) -> None:
+    """Raise `ValueError` if these settings are invalid for a model of this config."""
+    require_task_experts(config)
+    if to not in PLACES:
+        raise ValueError(f"Experts cannot be offloaded to {to!r}." + alternatives(to, PLACES))
+    if to == "cpu" and not torch.accelerator.is_available():
+        raise ValueError(
+            "Experts offloaded to 'cpu' leave a GPU or another accelerator, and there is none here: offload to 'disk'"
+        )
+    count = len(config.available_experts)
+    if not isinstance(keep, int) or isinstance(keep, bool) or not 1 <= keep <= count:
+        raise ValueError(f"keep must be an integer from 1 to {count}, the number of experts, got {keep!r}")
+
+
+def _require_offloadable(model: "MoTEModel") -> None:
+    if model.offloading is not None:
+        raise ValueError(f"Experts are already offloaded ({model.offloading!r}): call mote.restore(model) first")
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError("Experts of a quantised model cannot be offloaded: load it without quantisation")
+    if any(type(module).__module__.startswith("peft.") for module in model.modules()):
+        raise ValueError("Experts with adapters cannot be offloaded: merge the adapters and save the model first")
+    if any(weight.is_meta for weight in model.parameters()):
+        raise ValueError("Weights of the model are on the meta device: load it with its weights")
+    if len({weight.device for weight in model.parameters()}) > 1 or hasattr(model, "_hf_hook"):
+        raise ValueError("The model is spread over several devices: load it on one, with device_map='cuda:0'")
+
+
+class Slot:
+    """A device slot holding the weights of one expert.
+
+    Args:
+        layers: Layers of the expert that is there, one per block. Their weights will be overwritten.
+        expert: Its name.
+    """
+
+    def __init__(self, layers: list[nn.Module], expert: str) -> None:
+        self.layers = layers
+        self.expert: str | None = expert
+        self.users = 0
+        self.ready: torch.cuda.Event | None = None  # on a GPU, recorded after the copy to here
+        self.read: dict[torch.cuda.Stream, torch.cuda.Event] = {}  # recorded when a stream has read the weights
+        self.modules = self._module_ids()
+        # Looked up again at each use, because `.to()` replaces tensors.
+        self.owners = [
+            (index, key, layer.get_submodule(key.rpartition(".")[0]), key.rpartition(".")[2])
+            for index, layer in enumerate(layers)
+            for key in layer.state_dict()
+        ]
+        self.written = self._versions()
+
+    def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """Iterate over the weights: block, key within its layer, and tensor."""
+        for index, key, module, name in self.owners:
+            yield index, key, getattr(module, name)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return next(tensor.device for _, _, tensor in self.tensors())
+
+    def fill(self, store: Store, keys: list[str], copying: torch.cuda.Stream | None = None) -> None:
+        """Overwrite the weights by those of another expert.
+
+        Args:
+            store: Holds the new weights.
+            keys: Key of each weight in the store, in the order of `tensors`.
+            copying: On a GPU, the stream for the copy, while others compute.
+        """
+        tensors = dict(zip(keys, (tensor for _, _, tensor in self.tensors()), strict=True))
+        if copying is not None:
+            if self.ready is None or self._moved():  # written by `.to()`, on the stream that computes
+                copying.wait_stream(torch.cuda.current_stream(copying.device))
+            for event in self.read.values():
+                copying.wait_event(event)
+        with torch.inference_mode(), nullcontext() if copying is None else torch.cuda.stream(copying):
+            store.write_to(tensors)
+            if copying is not None:
+                for tensor in tensors.values():
+                    tensor.record_stream(copying)
+        self.ready = None if copying is None else copying.record_event()
+        self.read.clear()
+        self.written = self._versions()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """On a GPU, make computation in the block wait for the copy to here, and the next copy wait for it."""
+        device = self.device
+        if device.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.current_stream(device)
+        if self.ready is not None:
+            stream.wait_event(self.ready)
+        try:
+            yield
+        finally:
+            self.read[stream] = stream.record_event()
+
+    def require_unchanged(self) -> None:
+        """Raise `ValueError` if evicting the expert would lose changes or apply them to another one."""
+        if self.expert is None:
+            return
+        if self._module_ids() != self.modules:
+            raise ValueError(
+                f"Modules of the expert {self.expert!r} were replaced while experts are offloaded, which does not "
+                "reach the others: call mote.restore(model) before adding adapters or quantising"
+            )
+        if not self._moved() and self._versions() != self.written:
+            raise ValueError(
+                f"The weights of the expert {self.expert!r} were changed while experts are offloaded, and would be "
+                "lost if it left the device: mote.restore(model) keeps them"
+            )
+
+    def _module_ids(self) -> list[int]:
+        return [id(module) for layer in self.layers for module in layer.modules()]
+
+    def _moved(self) -> bool:
+        return any(now != then for (now, _), (then, _) in zip(self._versions(), self.written, strict=True))
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """Address of each tensor, and how often it was written to."""
+        return [(t.data_ptr(), 0 if t.is_inference() else t._version) for _, _, t in self.tensors()]
+
+
+class Offloading:
+    """Keeps the experts of a model in a store, and those in use on the device. Thread-safe.
+
+    Args:
+        model: A MoTE. Its first `keep` experts must be on the device, and stay; others are dropped.
+        store: Holds the weights of all experts of the model's config.
+        keep: Number of experts on the device.
+    """
+
+    def __init__(self, model: "MoTEModel", store: Store, keep: int = 1) -> None:
+        self.store = store
+        self.keep = keep
+        self.names: list[str] = list(model.config.available_experts)
+        self.blocks: list[MoTEBlock] = model.blocks
+        self.prefixes = _prefixes(model)
+        self.trainable = {
+            prefix + key: weight.requires_grad
+            for prefix, block in zip(self.prefixes, self.blocks, strict=True)
+            for key, weight in block.experts.named_parameters()
+        }
+        # The least recently used comes first.
+        self.slots = [Slot([block.experts[name] for block in self.blocks], name) for name in self.names[:keep]]
+        self._turn = threading.RLock()  # fair queue: serialises fetches, so that waiting calls are not starved
+        self._left = threading.Condition()  # notified when a call has left its slot
+        self._copying: torch.cuda.Stream | None = None
+        self._attached = False  # whether the blocks hold all experts
+        self._show()
+        self._hooks = [
+            model.register_state_dict_pre_hook(self._before_state_dict),
+            model.register_state_dict_post_hook(partial(self._after_state_dict)),
+        ]
+        self._open: list[Any] = []  # contexts of state dicts that are being collected
+
+    @property
+    def on_device(self) -> list[str]:
+        """The experts on the device, the least recently used first."""
+        return [slot.expert for slot in self.slots if slot.expert is not None]
+
+    @torch.compiler.disable  # a graph would hold the expert that was on the device when it was traced
+    def run(self, backbone: nn.Module, *, expert: str, **inputs: Any) -> Any:
+        """Run the backbone with an expert on the device.
+
+        Args:
+            backbone: The backbone of the model.
+            expert: Name of the expert.
+            **inputs: Further arguments of the backbone.
+
+        Raises:
+            ValueError: If gradients were recorded; as `expert`.
+        """
+        with self.expert(expert):
+            out = backbone(**inputs, expert=expert)
+        if out.last_hidden_state.requires_grad and not self._attached:
+            raise ValueError(
+                "Gradients cannot flow through offloaded experts, whose weights may be overwritten: compute under "
+                "torch.no_grad() or torch.inference_mode(), or call mote.restore(model) before training"
+            )
+        return out
+
+    @contextmanager
+    def expert(self, name: str) -> Iterator[None]:
+        """Keep an expert on the device within the block. Waits while all slots are in use by other experts.
+
+        Args:
+            name: Name of the expert.
+
+        Raises:
+            ValueError: If the file with the expert was changed, or the weights that it would replace were.
+            FileNotFoundError: If the file is gone.
+        """
+        with self._turn:
+            slot = None if self._attached else self._slot_of(name)  # None: restored while this call waited
+        if slot is None:
+            yield
+            return
+        try:
+            with slot.reading():
+                yield
+        finally:
+            with self._left:
+                slot.users -= 1
+                self._left.notify_all()
+
+    @contextmanager
+    def all_experts(self) -> Iterator[None]:
+        """Attach all experts within the block, those of the store on the CPU. Calls of the model wait meanwhile."""
+        with self._alone():
+            if self._attached:  # by this thread, further up
+                yield
+                return
+            try:
+                self._attach()
+                yield
+            finally:
+                self._show()
+                self._attached = False
+
+    def before_saving(self, folder: str | os.PathLike) -> None:
+        """Raise `ValueError` if a model would be saved over the files that its experts are read from."""
+        files = self.store.states if isinstance(self.store, DiskStore) else ()
+        if Path(folder).resolve() in {path.parent.resolve() for path in files}:
+            raise ValueError(
+                f"The offloaded experts are read from {folder}: save to another folder, or call mote.restore(model) "
+                "first"
+            )
+
+    def restore(self) -> None:
+        """Put all experts into the model for good."""
+        with self._alone():
+            self._attach(self.slots[0].device)
+            for prefix, block in zip(self.prefixes, self.blocks, strict=True):
+                for key, weight in block.experts.named_parameters():
+                    weight.requires_grad_(self.trainable.get(prefix + key, weight.requires_grad))
+            for hook in self._hooks:
+                hook.remove()
+
+    def _before_state_dict(self, *_: Any) -> None:
+        context = self.all_experts()
+        context.__enter__()
+        self._open.append(context)
+
+    def _after_state_dict(self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
+        context = self._open.pop()
+        try:
+            for slot in self.slots:  # copies: the next fetch overwrites what is in the slot
+                for index, key, _tensor in slot.tensors():
+                    name = f"{prefix}{self.prefixes[index]}{slot.expert}.{key}"
+                    state[name] = state[name].clone()
+        finally:
+            context.__exit__(None, None, None)
+
+    def _slot_of(self, name: str) -> Slot:
+        """Find or fetch an expert, and register one more user of it."""
+        slot = next((slot for slot in self.slots if slot.expert == name), None) or self._fetch(name)
+        self.slots.remove(slot)
+        self.slots.append(slot)
+        with self._left:
+            slot.users += 1
+        return slot
+
+    def _fetch(self, name: str) -> Slot:
+        keys = [f"{self.prefixes[index]}{name}.{key}" for index, key, _ in self.slots[0].tensors()]
+        self.store.require(keys)  # fail on missing keys before evicting anything
+        with self._left:
+            self._left.wait_for(lambda: not all(slot.users for slot in self.slots))
+            slot = next(slot for slot in self.slots if not slot.users)
+        slot.require_unchanged()
+        slot.expert = None
+        self._show()
+        slot.fill(self.store, keys, self._copy_stream(slot.device))
+        slot.expert = name
+        self._show()
+        return slot
+
+    def _copy_stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        if device.type != "cuda":
+            return None
+        if self._copying is None or self._copying.device != device:
+            self._copying = torch.cuda.Stream(device)
+        return self._copying
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Wait until no call runs, and let none start within the block."""
+        with self._turn, self._left:
+            self._left.wait_for(lambda: not any(slot.users for slot in self.slots))
+            if self._copying is not None:
+                self._copying.synchronize()
+            yield
+
+    def _show(self) -> None:
+        """Expose the experts on the device in the blocks."""
+        slots = {slot.expert: slot for slot in self.slots}
+        for index, block in enumerate(self.blocks):
+            set_experts(block, {name: slots[name].layers[index] for name in self.names if name in slots})
+
+    def _attach(self, device: torch.device | None = None) -> None:
+        """Expose all experts in the blocks: those of the store on the CPU, or on a device."""
+        attached = []
+        for prefix, block, like in zip(self.prefixes, self.blocks, self.slots[0].layers, strict=True):
+            layers = dict(block.experts.items())
+            for name in self.names:
+                if name not in layers:
+                    layers[name] = self._layer(f"{prefix}{name}.", like, block).to(device)
+            attached.append({name: layers[name] for name in self.names})
+        for block, layers in zip(self.blocks, attached, strict=True):
+            set_experts(block, layers)
+        self._attached = True
+
+    def _layer(self, prefix: str, like: nn.Module, block: "MoTEBlock") -> nn.Module:
+        """Build a layer of an expert in the store, like one that is there, with the same shared modules."""
+        memo: dict[int, Any] = {id(module): module for module in block.shared.modules()}
+        for weight in like.parameters():
+            memo[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
+        layer = copy.deepcopy(like, memo)
+        types = {key: weight.dtype for key, weight in layer.state_dict().items()}
+        weights = self.store.read(prefix + key for key in types)
+        layer.load_state_dict({key: weights[prefix + key].to(types[key]) for key in types}, assign=True)
+        return layer
+
+    def __repr__(self) -> str:
+        return f"Offloading(to={self.store.name!r}, keep={self.keep}, on_device={self.on_device})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(
+            "A model with offloaded experts can be neither copied nor pickled: call mote.restore(model) first, or load "
+            "it once more"
+        )
+
+
+def weights_of_experts(model: "MoTEModel") -> dict[str, torch.Tensor]:
+    """Collect the weights of all experts that are in the model, by their keys in its state dict."""
+    return {
+        prefix + key: weight
+        for prefix, block in zip(_prefixes(model), model.blocks, strict=True)
+        for key, weight in block.experts.state_dict().items()
+    }
+
+
+def _prefixes(model: "MoTEModel") -> list[str]:
+    """Prefix of the keys of each block's experts."""
+    blocks = {id(block) for block in model.blocks}
+    return [path + ".experts." for path, module in model.named_modules() if id(module) in blocks]
+
+
+def _in_dtypes_of(model: "MoTEModel", store: Store) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read the weights of all experts, one by one, in the dtypes of those that are in the model."""
+    for prefix, block in zip(_prefixes(model), model.blocks, strict=True):
+        like = next(iter(block.experts.values())).state_dict()
+        for name in model.config.available_experts:
+            weights = store.read(f"{prefix}{name}.{key}" for key in like)
+            yield from ((f"{prefix}{name}.{key}", weights[f"{prefix}{name}.{key}"].to(like[key].dtype)) for key in like)
+
+
+def _require_equal(weights: dict[str, torch.Tensor], store: Store) -> None:
+    stored = store.read(weights)
+    for key, weight in weights.items():
+        if not torch.equal(stored[key].to(weight.dtype), weight.cpu()):
+            raise ValueError(
+                f"{key} differs from the file that the model was loaded from, and would be lost if it left the memory: "
+                + SAVE_FIRST
+            )
