@@ -440,7 +440,6 @@ def analyze(
         device=device,
         seed=seed,
         trust_remote_code=trust_remote_code,
-        report=logger.info,
     )
     typer.echo(f"\n{analysis}")
 

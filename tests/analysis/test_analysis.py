@@ -1,4 +1,4 @@
-"""`mote analyze`: similarity between tasks, divergence, movement of the experts."""
+"""`mote analyze`: similarity between tasks, divergence, weight change of the experts."""
 
 import gzip
 import json
@@ -7,6 +7,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers import PreTrainedConfig
 
 import mote
 from mote import analysis, upcycle
+from mote.checkpoints.provenance import new_step, write_steps
 from mote.cli import main
 
 TEXTS = [
@@ -35,6 +37,9 @@ TEXTS = [
     "the bank was closed",
 ]
 TASKS = ["classification", "clustering", "search_query", "search_document"]
+
+analyze = partial(analysis.analyze, trust_remote_code=True)
+inter_task_similarity = partial(analysis.inter_task_similarity, trust_remote_code=True)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +55,7 @@ def prompted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(trained_folder: Path, prompted: Path) -> analysis.Analysis:
     models = {"trained": trained_folder, "dense": prompted}
-    return analysis.analyze(models, texts=TEXTS, start=str(SMALL_ENCODER))
+    return analyze(models, texts=TEXTS, start=str(SMALL_ENCODER))
 
 
 def pixels(path: Path) -> tuple[int, int]:
@@ -65,7 +70,7 @@ def pixels(path: Path) -> tuple[int, int]:
 
 def test_the_similarity_of_tasks_is_the_cosine_of_what_encode_gives(trained_folder: Path) -> None:
     model = trusted(trained_folder)
-    similarity = analysis.inter_task_similarity(model, TEXTS)
+    similarity = inter_task_similarity(model, TEXTS)
     assert next(iter(similarity)) == ("classification", "clustering")
     assert len(similarity) == 6
     for (a, b), values in similarity.items():
@@ -76,7 +81,7 @@ def test_the_similarity_of_tasks_is_the_cosine_of_what_encode_gives(trained_fold
 
 
 def test_a_dense_model_is_compared_over_its_prompts(prompted: Path) -> None:
-    similarity = analysis.inter_task_similarity(str(prompted), TEXTS)
+    similarity = inter_task_similarity(str(prompted), TEXTS)
     model = SentenceTransformer(str(SMALL_ENCODER))
     first, second = (
         model.encode([f"{role}: {text}" for text in TEXTS]) for role in ("search_query", "search_document")
@@ -87,8 +92,8 @@ def test_a_dense_model_is_compared_over_its_prompts(prompted: Path) -> None:
 
 def test_a_fresh_mote_without_instructions_does_not_tell_tasks_apart(tmp_path: Path) -> None:
     folder = upcycle(str(SMALL_ENCODER), tmp_path / "bare", instructions=dict.fromkeys(TASKS, ""))
-    found = analysis.analyze([folder], texts=TEXTS, start=str(SMALL_ENCODER), out=tmp_path / "out")
-    assert (tmp_path / "out" / "movement.png").is_file()  # nothing moved, nothing varies: drawn all the same
+    found = analyze([folder], texts=TEXTS, start=str(SMALL_ENCODER), out=tmp_path / "out")
+    assert (tmp_path / "out" / "weight_change.png").is_file()  # no change, no variance: drawn all the same
     similarity = found.models[0].similarity
     assert len(similarity) == 6
     assert all((values == 1.0).all() for values in similarity.values())
@@ -98,24 +103,24 @@ def test_a_fresh_mote_without_instructions_does_not_tell_tasks_apart(tmp_path: P
 
 
 def test_tasks_can_be_chosen_and_others_are_refused(trained_folder: Path, prompted: Path) -> None:
-    similarity = analysis.inter_task_similarity(trained_folder, TEXTS, ["sts", "query"])
+    similarity = inter_task_similarity(trained_folder, TEXTS, ["sts", "query"])
     assert list(similarity) == [("sts", "query")]
     with pytest.raises(ValueError, match=r"does not know the task 'quer'\. Did you mean 'query'\? Available: .*'sts'"):
-        analysis.inter_task_similarity(trained_folder, TEXTS, ["quer", "sts"])
+        inter_task_similarity(trained_folder, TEXTS, ["quer", "sts"])
     with pytest.raises(ValueError, match="small-ic does not know the task 'clustering'"):
-        analysis.analyze([trained_folder, prompted], texts=TEXTS, tasks=["clustering", "search_query"])
-    with pytest.raises(ValueError, match="named twice"):
-        analysis.inter_task_similarity(trained_folder, TEXTS, ["sts", "sts"])
-    with pytest.raises(ValueError, match="takes two tasks"):
-        analysis.inter_task_similarity(trained_folder, TEXTS, ["sts"])
+        analyze([trained_folder, prompted], texts=TEXTS, tasks=["clustering", "search_query"])
+    with pytest.raises(ValueError, match="is repeated"):
+        inter_task_similarity(trained_folder, TEXTS, ["sts", "sts"])
+    with pytest.raises(ValueError, match="needs two tasks"):
+        inter_task_similarity(trained_folder, TEXTS, ["sts"])
 
 
 def test_a_dense_model_without_prompts_is_refused_with_what_would_work() -> None:
     with pytest.raises(ValueError, match=r"small-encoder cannot .* What works: a MoTE.*`mote train ic`.*`--task`"):
-        analysis.analyze([SMALL_ENCODER], texts=TEXTS)
+        analyze([SMALL_ENCODER], texts=TEXTS)
 
 
-def test_welchs_test_is_that_of_scipy() -> None:
+def test_welchs_test_equals_scipy_s() -> None:
     generator = np.random.default_rng(0)
     first, second = ({("a", "b"): generator.normal(m, s, 9), ("a", "c"): generator.normal(m, s, 9)} for m, s in
                      ((0.6, 0.2), (0.8, 0.05)))  # fmt: skip
@@ -135,7 +140,7 @@ def test_welchs_test_is_that_of_scipy() -> None:
 # Divergence ----------------------------------------------------------------------------------------------------------
 
 
-def test_divergences_are_those_of_scipy() -> None:
+def test_divergences_equal_scipy_s() -> None:
     generator = np.random.default_rng(1)
     queries, documents = generator.normal(size=(2, 5, 16))
     p, q = (softmax(4 * x / np.linalg.norm(x, axis=1, keepdims=True), axis=1) for x in (queries, documents))
@@ -154,7 +159,7 @@ def test_pairs_take_their_own_roles(trained_folder: Path, tmp_path: Path) -> Non
     rows = [{"query": text, "positive": [f"{text}, said at length", "another"]} for text in TEXTS]
     with gzip.open(file, "wt", encoding="utf-8") as lines:
         lines.writelines(json.dumps(row) + "\n" for row in rows)
-    found = analysis.analyze([trained_folder], texts=TEXTS, pairs=file)
+    found = analyze([trained_folder], texts=TEXTS, pairs=file)
     divergence, layout = found.models[0].divergence, found.models[0].layout
     assert divergence is not None
     assert layout is not None
@@ -167,45 +172,45 @@ def test_pairs_take_their_own_roles(trained_folder: Path, tmp_path: Path) -> Non
     assert not any("same texts" in note for note in found.models[0].notes)
 
 
-# Movement ------------------------------------------------------------------------------------------------------------
+# Weight change -------------------------------------------------------------------------------------------------------
 
 
-def test_a_fresh_mote_has_not_moved(fresh_folder: Path) -> None:
-    movement = analysis.movement_of(str(fresh_folder), str(SMALL_ENCODER))
-    assert movement.from_start
-    layers = len(movement.shared)
-    assert movement.experts == dict.fromkeys(TASKS, [0.0] * layers)
-    assert movement.shared == [0.0] * layers
-    assert movement.outside == 0.0
-    assert set(movement.overall_cosines.values()) == {None}
+def test_a_fresh_mote_has_not_changed(fresh_folder: Path) -> None:
+    change = analysis.weight_change_of(str(fresh_folder), str(SMALL_ENCODER))
+    assert change.from_start
+    layers = len(change.shared)
+    assert change.experts == dict.fromkeys(TASKS, [0.0] * layers)
+    assert change.shared == [0.0] * layers
+    assert change.outside == 0.0
+    assert set(change.overall_cosines.values()) == {None}
 
 
 def test_a_known_change_is_measured(upcycled: Path, dense: Path, tmp_path: Path) -> None:
-    folder = copied(upcycled, tmp_path / "moved")
+    folder = copied(upcycled, tmp_path / "changed")
     weights = load_file(folder / "model.safetensors")
-    layer, moved = "backbone.encoder.layer.1.", {}
+    layer, changed = "backbone.encoder.layer.1.", {}
     for expert, factor in (("clustering", 1.0), ("search_query", -2.0)):
         key = f"{layer}experts.{expert}.intermediate.dense.weight"
-        moved[key] = weights[key] + factor * 0.5
+        changed[key] = weights[key] + factor * 0.5
     key = f"{layer}shared.attention.self.query.weight"
-    moved[key] = weights[key] * 1.25
-    edit_weights(folder, **moved)
-    movement = analysis.movement_of(str(folder), str(dense))
+    changed[key] = weights[key] * 1.25
+    edit_weights(folder, **changed)
+    change = analysis.weight_change_of(str(folder), str(dense))
 
     def norm(prefix: str) -> float:
         return math.sqrt(sum(float((w.double() ** 2).sum()) for name, w in weights.items() if name.startswith(prefix)))
 
     of_layer = norm(f"{layer}experts.clustering.")
     added = 0.5 * math.sqrt(weights[f"{layer}experts.clustering.intermediate.dense.weight"].numel())
-    assert movement.experts["clustering"] == pytest.approx([0.0, added / of_layer], rel=1e-5)
-    assert movement.experts["search_query"][1] == pytest.approx(2 * added / of_layer, rel=1e-5)
-    assert movement.experts["classification"] == [0.0, 0.0]
+    assert change.experts["clustering"] == pytest.approx([0.0, added / of_layer], rel=1e-5)
+    assert change.experts["search_query"][1] == pytest.approx(2 * added / of_layer, rel=1e-5)
+    assert change.experts["classification"] == [0.0, 0.0]
     both = math.hypot(of_layer, norm("backbone.encoder.layer.0.experts.clustering."))
-    assert movement.overall["clustering"] == pytest.approx(added / both, rel=1e-5)
-    assert movement.cosines["clustering", "search_query"] == [None, pytest.approx(-1.0, rel=1e-5)]
-    assert movement.overall_cosines["classification", "clustering"] is None
-    assert movement.shared == pytest.approx([0.0, 0.25 * norm(key) / norm(f"{layer}shared.")], rel=1e-5)
-    assert analysis.movement_of(str(folder), str(upcycled)).experts == movement.experts
+    assert change.overall["clustering"] == pytest.approx(added / both, rel=1e-5)
+    assert change.cosines["clustering", "search_query"] == [None, pytest.approx(-1.0, rel=1e-5)]
+    assert change.overall_cosines["classification", "clustering"] is None
+    assert change.shared == pytest.approx([0.0, 0.25 * norm(key) / norm(f"{layer}shared.")], rel=1e-5)
+    assert analysis.weight_change_of(str(folder), str(upcycled)).experts == change.experts
 
 
 def copied(source: Path, target: Path) -> Path:
@@ -218,10 +223,10 @@ def copied(source: Path, target: Path) -> Path:
 
 
 def test_without_a_start_experts_are_compared_with_their_mean(trained_folder: Path) -> None:
-    (model,) = analysis.analyze([trained_folder], texts=TEXTS[:2]).models
-    assert model.movement is not None
-    assert not model.movement.from_start
-    assert model.movement.shared == []
+    (model,) = analyze([trained_folder], texts=TEXTS[:2]).models
+    assert model.weight_change is not None
+    assert not model.weight_change.from_start
+    assert model.weight_change.shared == []
     assert "does not record where it comes from" in model.notes[-1]
     assert "`--start MODEL`" in model.notes[-1]
     weights = load_file(trained_folder / "model.safetensors")
@@ -232,11 +237,12 @@ def test_without_a_start_experts_are_compared_with_their_mean(trained_folder: Pa
     }
     mean = torch.stack(list(rows.values())).mean(dim=0)
     expected = float((rows["clustering"] - mean).norm() / mean.norm())
-    assert model.movement.experts["clustering"][0] == pytest.approx(expected, rel=1e-9)
+    assert model.weight_change.experts["clustering"][0] == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_start_is_found_by_what_a_folder_records(upcycled: Path, dense: Path, tmp_path: Path) -> None:
     folder = copied(upcycled, tmp_path / "trained")
+    write_steps([new_step("upcycle", sources=[{"name": "tiny"}])], folder)
     with pytest.raises(ValueError, match="comes from tiny, which is not here"):
         analysis.find_start(str(folder))
     (folder / "recipe.yaml").write_text(f"model:\n  source: {dense}\n")
@@ -248,46 +254,46 @@ def test_the_start_is_found_by_what_a_folder_records(upcycled: Path, dense: Path
         analysis.find_start(str(folder))
 
 
-def test_a_dense_model_moves_as_one_expert(dense: Path, tmp_path: Path) -> None:
+def test_a_dense_model_changes_as_one_expert(dense: Path, tmp_path: Path) -> None:
     folder = copied(dense, tmp_path / "tuned")
     weights = load_file(folder / "model.safetensors")
     key = "embeddings.word_embeddings.weight"
     edit_weights(folder, **{key: weights[key] * 2})
-    movement = analysis.movement_of(str(folder), str(dense))
-    assert movement.experts == {"feed-forward": [0.0, 0.0]}
+    change = analysis.weight_change_of(str(folder), str(dense))
+    assert change.experts == {"feed-forward": [0.0, 0.0]}
     outside = [w.double().flatten() for name, w in weights.items() if name.startswith("embeddings.")]
     expected = float(weights[key].double().norm() / torch.cat(outside).norm())
-    assert movement.outside == pytest.approx(expected, rel=1e-9)
+    assert change.outside == pytest.approx(expected, rel=1e-9)
 
 
 def test_experts_in_some_layers_and_of_a_token_router(dense: Path, tmp_path: Path) -> None:
     every_other = upcycle(str(dense), tmp_path / "other", layers="every_other")
-    movement = analysis.movement_of(str(every_other), str(dense))
-    assert movement.experts["clustering"] == [None, 0.0]
-    assert movement.shared == [0.0, 0.0]
+    change = analysis.weight_change_of(str(every_other), str(dense))
+    assert change.experts["clustering"] == [None, 0.0]
+    assert change.shared == [0.0, 0.0]
     routed = upcycle(str(dense), tmp_path / "routed", router="token")
-    movement = analysis.movement_of(str(routed), str(dense))
-    assert movement.experts == {f"expert {number}": [0.0, 0.0] for number in (1, 2, 3, 4)}
+    change = analysis.weight_change_of(str(routed), str(dense))
+    assert change.experts == {f"expert {number}": [0.0, 0.0] for number in (1, 2, 3, 4)}
 
 
-def test_another_architecture_is_no_start(upcycled: Path, tmp_path: Path) -> None:
+def test_a_start_of_another_architecture_is_refused(upcycled: Path, tmp_path: Path) -> None:
     other = dense_checkpoint(tmp_path / "other", "distilbert")
-    with pytest.raises(ValueError, match=r"is no start of .*: its architecture is 'distilbert', expected 'bert'"):
-        analysis.movement_of(str(upcycled), str(other))
+    with pytest.raises(ValueError, match=r"is not the start of .*: its architecture is 'distilbert', not 'bert'"):
+        analysis.weight_change_of(str(upcycled), str(other))
     wide = dense_checkpoint(tmp_path / "wide", "bert", intermediate_size=48)
-    with pytest.raises(ValueError, match=r"is no start of .* of another shape .*\(32.*in the start \(48.*What works"):
-        analysis.movement_of(str(upcycled), str(wide))
+    with pytest.raises(ValueError, match=r"not the start of .* of another shape .*\(32.*in the start \(48.*What works"):
+        analysis.weight_change_of(str(upcycled), str(wide))
     with pytest.raises(FileNotFoundError, match="no-model"):
-        analysis.movement_of(str(upcycled), str(tmp_path / "no-model"))
+        analysis.weight_change_of(str(upcycled), str(tmp_path / "no-model"))
 
 
 # All of it -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_analysis_is_written_for_people_and_programs(found: analysis.Analysis, tmp_path: Path) -> None:
+def test_an_analysis_is_written_as_tables_json_and_charts(found: analysis.Analysis, tmp_path: Path) -> None:
     assert mote.analyze is analysis.analyze
     folder = found.save(tmp_path / "deep" / "out")
-    for name in ("similarity.png", "tsne.png", "movement.png"):
+    for name in ("similarity.png", "tsne.png", "weight_change.png"):
         width, height = pixels(folder / name)
         assert 600 < width < 3000
         assert 300 < height < 2500
@@ -299,17 +305,22 @@ def test_an_analysis_is_written_for_people_and_programs(found: analysis.Analysis
     np.testing.assert_array_equal(trained["similarity"][pair], found.models[0].similarity[tuple(pair.split(" / "))])
     assert trained["experts"] == {task: task for task in pair.split(" / ")}
     assert dense["experts"] == {}
-    assert len(trained["movement"]["experts"]) == 4
+    assert len(trained["weight_change"]["experts"]) == 4
     assert len(content["tests"]) == 2
     text = (folder / "analysis.md").read_text()
-    for said in ("| tasks | trained | dense |", "Is trained less similar", "![movement.png]", "expert search_query"):
+    for said in (
+        "| tasks | trained | dense |",
+        "Is trained less similar",
+        "![weight_change.png]",
+        "expert search_query",
+    ):
         assert said in text
     assert str(tmp_path) not in text
     assert str(tmp_path.parent.parent) not in json.dumps(content)
 
 
 def test_the_same_analysis_twice_is_the_same(found: analysis.Analysis, trained_folder: Path, prompted: Path) -> None:
-    again = analysis.analyze({"trained": trained_folder, "dense": prompted}, texts=TEXTS, start=str(SMALL_ENCODER))
+    again = analyze({"trained": trained_folder, "dense": prompted}, texts=TEXTS, start=str(SMALL_ENCODER))
     assert json.dumps(again.to_dict()) == json.dumps(found.to_dict())
 
 
@@ -324,8 +335,14 @@ def test_names_are_resolved_before_anything_is_loaded(
     assert capsys.readouterr().err == "error: no/such is not a folder, and the Hub cannot be reached\n"
 
 
+def test_code_of_a_folder_runs_only_if_trusted(trained_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["analyze", str(trained_folder)]) == 1
+    expected = f"error: {trained_folder} brings code of its own: if you trust it, `--trust-remote-code` runs it\n"
+    assert capsys.readouterr().err == expected
+
+
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mote", "analyze", *words]
+    command = [sys.executable, "-m", "mote", "analyze", "--trust-remote-code", *words]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -362,7 +379,7 @@ def test_errors_of_the_command_are_one_line(
             "error: small-mote does not know the task 'nonsense'.",
         ),
     ):
-        assert main(["analyze", *words]) == 1
+        assert main(["analyze", "--trust-remote-code", *words]) == 1
         error = capsys.readouterr().err
         assert error.startswith(message)
         assert error.count("\n") == 1
@@ -384,7 +401,7 @@ def test_a_damaged_model_is_named(trained_folder: Path, tmp_path: Path) -> None:
         next(model.parameters()).fill_(float("nan"))
     model.save(str(folder))
     with pytest.raises(ValueError, match="not finite"):
-        analysis.analyze([folder], texts=TEXTS)
+        analyze([folder], texts=TEXTS)
     edit_json(folder / "config.json", experts=["one", "two", "three", "four"], tasks={})
     with pytest.raises(ValueError, match="does not load"):
-        analysis.analyze([folder], texts=TEXTS)
+        analyze([folder], texts=TEXTS)

@@ -2,33 +2,33 @@
 
 from mote.analysis.analyze import Analysis, ModelAnalysis, analyze
 from mote.analysis.divergence import Divergence, as_distributions, divergence_of, js_divergence, kl_divergence, tsne
-from mote.analysis.plots import draw_movement, draw_similarity, draw_tsne
+from mote.analysis.plots import draw_similarity, draw_tsne, draw_weight_change
 from mote.analysis.similarity import Similarity, WelchTest, inter_task_similarity, welch_tests
-from mote.analysis.weight_change import Movement, find_start, movement_of
+from mote.analysis.weight_change import WeightChange, find_start, weight_change_of
 from mote.data.texts import Pairs, Texts, find_pairs, find_texts
 
 __all__ = [
     "Analysis",
     "Divergence",
     "ModelAnalysis",
-    "Movement",
     "Pairs",
     "Similarity",
     "Texts",
+    "WeightChange",
     "WelchTest",
     "analyze",
     "as_distributions",
     "divergence_of",
-    "draw_movement",
     "draw_similarity",
     "draw_tsne",
+    "draw_weight_change",
     "find_pairs",
     "find_start",
     "find_texts",
     "inter_task_similarity",
     "js_divergence",
     "kl_divergence",
-    "movement_of",
     "tsne",
+    "weight_change_of",
     "welch_tests",
 ]

@@ -1,9 +1,10 @@
-"""How far apart queries and documents lie: KL and JS divergence, and t-SNE, the measures of the CoT-MoTE paper."""
+"""Distance between queries and documents: KL and JS divergence, and t-SNE, the measures of the CoT-MoTE paper."""
 
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import rel_entr, softmax
 
 
 @dataclass(frozen=True)
@@ -19,14 +20,14 @@ class Divergence:
     """Divergences between query and document embeddings, in nats.
 
     Attributes:
-        roles: The tasks under which queries and documents were embedded.
+        roles: Tasks under which queries and documents were embedded.
         kl_query_document: KL(query ‖ document) of each pair.
         kl_document_query: KL(document ‖ query) of each pair.
         js: Jensen-Shannon divergence of each pair; at most ln 2.
-        sets_kl_query_document: KL of the mean distribution of all queries from that of all documents.
-        sets_kl_document_query: The other way round.
+        sets_kl_query_document: KL(mean distribution of all queries ‖ that of all documents).
+        sets_kl_document_query: KL in the other direction.
         sets_js: Jensen-Shannon divergence of the two means.
-        cosine: Similarity of each pair.
+        cosine: Cosine similarity of each pair.
     """
 
     roles: tuple[str, str]
@@ -42,22 +43,23 @@ class Divergence:
 def as_distributions(embeddings: NDArray[np.float64]) -> NDArray[np.float64]:
     """Turn embeddings [N, H] into distributions over the H dimensions: softmax(√H · e / ‖e‖).
 
-    The scale makes the mean square of each embedding's numbers 1, so that models of other widths, and with or without
-    normalisation, can be compared; the softmax of a plain unit vector is all but uniform.
+    The scale makes the mean square of each embedding's components 1, so that models of different widths, normalised
+    or not, can be compared; the softmax of a plain unit vector is nearly uniform.
     """
     lengths = np.linalg.norm(embeddings, axis=1, keepdims=True)
-    scaled = embeddings / np.where(lengths > 0, lengths, 1.0) * np.sqrt(embeddings.shape[1])
-    powers = np.exp(scaled - scaled.max(axis=1, keepdims=True))
-    return powers / powers.sum(axis=1, keepdims=True)
+    return softmax(embeddings / np.where(lengths > 0, lengths, 1.0) * np.sqrt(embeddings.shape[1]), axis=1)
 
 
 def kl_divergence(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
     """Σ p ln(p / q) over the last axis, in nats."""
-    return (p * np.log(p / q)).sum(axis=-1)
+    return rel_entr(p, q).sum(axis=-1)
 
 
 def js_divergence(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
-    """½ KL(p ‖ m) + ½ KL(q ‖ m) with m = ½ (p + q), in nats: symmetric, and at most ln 2."""
+    """½ KL(p ‖ m) + ½ KL(q ‖ m) with m = ½ (p + q), in nats: symmetric, and at most ln 2.
+
+    The square of `scipy.spatial.distance.jensenshannon`, whose root is NaN where rounding makes it negative.
+    """
     middle = (p + q) / 2
     return (kl_divergence(p, middle) + kl_divergence(q, middle)) / 2
 
@@ -65,7 +67,14 @@ def js_divergence(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.
 def divergence_of(
     queries: NDArray[np.float64], documents: NDArray[np.float64], roles: tuple[str, str], cosine: NDArray[np.float64]
 ) -> Divergence:
-    """Measure how far the embeddings of queries and of their documents, [N, H] each, lie apart."""
+    """Measure the divergence between queries and their documents.
+
+    Args:
+        queries: Their embeddings, [N, H].
+        documents: Embeddings of the document of each query, [N, H].
+        roles: Tasks under which they were embedded.
+        cosine: Cosine similarity of each pair, [N].
+    """
     p, q = as_distributions(queries), as_distributions(documents)
     mean_p, mean_q = p.mean(axis=0), q.mean(axis=0)
     return Divergence(
@@ -81,7 +90,7 @@ def divergence_of(
 
 
 def tsne(queries: NDArray[np.float64], documents: NDArray[np.float64], seed: int = 0) -> NDArray[np.float64]:
-    """Lay the embeddings of queries and documents, [N, H] each, out in a plane by t-SNE over cosine distances.
+    """Project the embeddings of queries and documents, [N, H] each, onto a plane by t-SNE over cosine distances.
 
     Returns:
         [2 N, 2]: the queries first.

@@ -1,4 +1,4 @@
-"""The charts of an analysis, in colours that people who are colour-blind tell apart (Okabe and Ito; viridis)."""
+"""Charts of an analysis, in palettes that readers with any color vision can tell apart."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,22 +11,22 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from mote.analysis.similarity import Similarity
-from mote.analysis.weight_change import Movement
+from mote.analysis.weight_change import WeightChange
 from mote.reporting import COLORS
 
 _DPI = 120
 _PLAIN_TEXT = rc_context({"text.parse_math": False})  # a $ in a name begins no formula
-_CHANGE = "Frobenius norm of the change, % of the start's (grey: no experts)"
+_CHANGE = "Frobenius norm of the change, % of the start's (gray: no experts)"
 
 
 @_PLAIN_TEXT
 def draw_similarity(similarities: Mapping[str, Similarity], path: str | Path, title: str = "") -> None:
-    """Draw the similarity between tasks: above a heat map of means for each model, below the distributions.
+    """Draw the similarity between tasks: a heat map of means for each model, and below the distributions.
 
     Args:
-        similarities: Label of a model → what `inter_task_similarity` gives, over the same pairs of tasks.
-        path: Of the PNG.
-        title: Above all. Default: what is shown.
+        similarities: Label of a model → result of `inter_task_similarity`, over the same pairs of tasks.
+        path: PNG to write.
+        title: Title of the figure. Default: a description.
     """
     first = next(iter(similarities.values()))
     tasks = list(dict.fromkeys(task for pair in first for task in pair))
@@ -41,12 +41,12 @@ def draw_similarity(similarities: Mapping[str, Similarity], path: str | Path, ti
 
 
 def _split(figure: Figure, shape: tuple[int, int], **ratios: Any) -> Any:
-    """Split into parts; matplotlib's types do not say that there are several."""
+    """Split into several parts; matplotlib's types promise one."""
     return figure.subfigures(*shape, **ratios)
 
 
 def _heat_maps(figure: Any, similarities: Mapping[str, Similarity], tasks: list[str]) -> None:
-    """Draw the mean of each pair; all models on one scale."""
+    """Draw the mean of each pair, all models on one scale."""
     matrices = [_matrix(similarity, tasks) for similarity in similarities.values()]
     lowest = min(np.nanmin(matrix) for matrix in matrices)
     scale = {"vmin": min(lowest, 0.99), "vmax": 1.0, "cmap": "viridis"}
@@ -62,7 +62,7 @@ def _heat_maps(figure: Any, similarities: Mapping[str, Similarity], tasks: list[
 def _heat_map(
     axis: Any, matrix: NDArray[np.float64], rows: Sequence[str], columns: Sequence[str], scale: dict, form: str
 ) -> Any:
-    """Draw a matrix with its numbers in it; cells without a number stay grey."""
+    """Draw a matrix with its numbers; cells without a number stay gray."""
     axis.set_facecolor("#D9D9D9")
     image = axis.imshow(matrix, aspect="auto", **scale)
     axis.set_xticks(range(len(columns)), columns, rotation=30 if max(map(len, columns)) > 4 else 0, ha="right")
@@ -75,7 +75,7 @@ def _heat_map(
 
 
 def _matrix(similarity: Similarity, tasks: list[str]) -> NDArray[np.float64]:
-    """Lay means out as a symmetric matrix; a task with itself is 1 by definition, and left out."""
+    """Arrange means as a symmetric matrix, without the diagonal, which is 1 by definition."""
     matrix = np.full((len(tasks), len(tasks)), np.nan)
     for (a, b), values in similarity.items():
         row, column = tasks.index(a), tasks.index(b)
@@ -84,34 +84,34 @@ def _matrix(similarity: Similarity, tasks: list[str]) -> NDArray[np.float64]:
 
 
 def _violins(axis: Any, similarities: Mapping[str, Similarity]) -> None:
-    """Draw the distribution over the texts for each pair, the models beside each other."""
+    """Draw the distribution over the texts for each pair, the models side by side."""
     count = len(similarities)
     pairs = list(next(iter(similarities.values())))
     for number, similarity in enumerate(similarities.values()):
-        colour = COLORS[number % len(COLORS)]
+        color = COLORS[number % len(COLORS)]
         places = np.arange(len(pairs)) + (number - (count - 1) / 2) * 0.8 / count
-        values = [np.round(similarity[pair], 6) for pair in pairs]  # no density of differences that are but rounding
+        values = [np.round(similarity[pair], 6) for pair in pairs]  # no density of rounding errors
         drawn = axis.violinplot(values, places, widths=0.75 / count, showmedians=True, showextrema=False)
         for body in drawn["bodies"]:
-            body.set(facecolor=colour, edgecolor=colour, alpha=0.6)
+            body.set(facecolor=color, edgecolor=color, alpha=0.6)
         drawn["cmedians"].set(color="black", linewidth=1.5)
     axis.set_xticks(range(len(pairs)), [f"{a}\n{b}" for a, b in pairs], fontsize=9)
     axis.set_xlim(-0.6, len(pairs) - 0.4)
     axis.set_ylabel("cosine similarity of the two\nembeddings of a text (line: median)")
     axis.grid(axis="y", alpha=0.3)
-    colours = [COLORS[number % len(COLORS)] for number in range(count)]
-    patches = [Patch(color=colour, alpha=0.6, label=label) for colour, label in zip(colours, similarities, strict=True)]
+    colors = [COLORS[number % len(COLORS)] for number in range(count)]
+    patches = [Patch(color=color, alpha=0.6, label=label) for color, label in zip(colors, similarities, strict=True)]
     axis.legend(handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=4)  # above, where no violin is
 
 
 @_PLAIN_TEXT
 def draw_tsne(layouts: Mapping[str, NDArray[np.float64]], path: str | Path, title: str = "") -> None:
-    """Draw where queries and documents lie, a panel for each model; a line joins what belongs together.
+    """Draw the t-SNE of queries and documents, a panel for each model; a line joins a query and its document.
 
     Args:
         layouts: Label of a model → points [2 N, 2], the queries first, as `tsne` gives them.
-        path: Of the PNG.
-        title: Above all. Default: what is shown.
+        path: PNG to write.
+        title: Title of the figure. Default: a description.
     """
     figure = Figure(figsize=(0.8 + 4.6 * len(layouts), 5.2), layout="constrained")
     figure.suptitle(title or "Queries and documents (t-SNE of the embeddings, cosine distance)")
@@ -129,20 +129,20 @@ def draw_tsne(layouts: Mapping[str, NDArray[np.float64]], path: str | Path, titl
 
 
 @_PLAIN_TEXT
-def draw_movement(movements: Mapping[str, Movement], path: str | Path, title: str = "") -> None:
-    """Draw how far each expert moved in each layer, and the cosines between their movements; a row for each model.
+def draw_weight_change(changes: Mapping[str, WeightChange], path: str | Path, title: str = "") -> None:
+    """Draw the weight change of each expert in each layer, and the cosines between them; a row for each model.
 
     Args:
-        movements: Label of a model → what `movement_of` gives.
-        path: Of the PNG.
-        title: Above all. Default: what is shown.
+        changes: Label of a model → result of `weight_change_of`.
+        path: PNG to write.
+        title: Title of the figure. Default: a description.
     """
-    tables = {label: _table(movement) for label, movement in movements.items()}
+    tables = {label: _table(change) for label, change in changes.items()}
     heights = [1.9 + 0.42 * len(rows) for rows, _ in tables.values()]
     layers = max(matrix.shape[1] for _, matrix in tables.values())
     wide = max(6.0, 2.5 + 0.6 * layers)
     figure = Figure(figsize=(wide + 6.0, sum(heights) + 1.2), layout="constrained")
-    figure.suptitle(title or "How far the experts moved: relative change of their weights")
+    figure.suptitle(title or "Relative weight change of the experts")
     highest = max(np.nanmax(matrix) for _, matrix in tables.values())
     left, right = _split(figure, (1, 2), width_ratios=[wide, 6.0])
     grids = [side.subplots(len(tables), 1, squeeze=False, height_ratios=heights)[:, 0] for side in (left, right)]
@@ -151,31 +151,29 @@ def draw_movement(movements: Mapping[str, Movement], path: str | Path, title: st
     for axis, beside, (label, (rows, matrix)) in zip(*grids, tables.items(), strict=True):
         columns = [str(layer) for layer in range(matrix.shape[1])]
         image = _heat_map(axis, matrix, rows, columns, scale, "{:.1f}" if layers > 12 else "{:.2f}")
-        axis.set(title=f"{label}, from {movements[label].start}", xlabel="layer")
-        directions += _directions(beside, label, movements[label])
+        axis.set(title=f"{label}, from {changes[label].start}", xlabel="layer")
+        directions += _directions(beside, label, changes[label])
     left.colorbar(image, ax=list(grids[0]), location="bottom", label=_CHANGE)
     if directions:
-        right.colorbar(
-            directions[0], ax=list(grids[1]), location="bottom", label="cosine between movements, all layers"
-        )
+        right.colorbar(directions[0], ax=list(grids[1]), location="bottom", label="cosine between changes, all layers")
     figure.savefig(path, dpi=_DPI)
 
 
-def _table(movement: Movement) -> tuple[list[str], NDArray[np.float64]]:
-    """Lay movements out, in percent, experts below each other and what they share last."""
-    rows = {**movement.experts, **({"shared": movement.shared} if movement.shared else {})}
-    return list(rows), 100 * np.array(list(rows.values()), dtype=np.float64)  # None becomes no number
+def _table(change: WeightChange) -> tuple[list[str], NDArray[np.float64]]:
+    """Arrange changes in percent: a row for each expert, the shared weights last."""
+    rows = {**change.experts, **({"shared": change.shared} if change.shared else {})}
+    return list(rows), 100 * np.array(list(rows.values()), dtype=np.float64)  # None becomes NaN
 
 
-def _directions(axis: Any, label: str, movement: Movement) -> list[Any]:
-    """Draw the cosine between the movements of each two experts; without two, leave the place empty."""
-    experts = list(movement.experts)
+def _directions(axis: Any, label: str, change: WeightChange) -> list[Any]:
+    """Draw the cosine between the changes of each two experts; with a single expert, draw nothing."""
+    experts = list(change.experts)
     matrix = np.full((len(experts), len(experts)), np.nan)
-    for (a, b), cosine in movement.overall_cosines.items():
+    for (a, b), cosine in change.overall_cosines.items():
         row, column = experts.index(a), experts.index(b)
         matrix[row, column] = matrix[column, row] = np.nan if cosine is None else cosine
     if len(experts) < 2:
         axis.axis("off")
         return []
-    axis.set_title(f"{label}: do they move the same way?")
+    axis.set_title(f"{label}: do they change the same way?")
     return [_heat_map(axis, matrix, experts, experts, {"vmin": -1.0, "vmax": 1.0, "cmap": "PuOr"}, "{:.2f}")]

@@ -1,6 +1,5 @@
 """Inter-task similarity: the same texts embedded under each task, as in Figures 1 and 3 of the MoTE paper."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -9,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import ttest_ind
 from sentence_transformers import SentenceTransformer
 
 from configuration_mote import PAPER_INSTRUCTIONS, alternatives
@@ -24,30 +24,34 @@ ROLES = (("search_query", "search_document"), ("query", "passage"), ("query", "d
 def load(
     model: str, commit: str | None, device: str | None = None, trust_remote_code: bool = False
 ) -> SentenceTransformer:
-    """Load any Sentence-Transformers model. Code in a folder is run, that of a model on the Hub only if it is trusted.
+    """Load any Sentence-Transformers model.
 
     Args:
-        model: A folder, or an id on the Hub.
-        commit: Its commit there, as `commit_of` finds it.
-        device: Where it runs. Default: what Sentence-Transformers picks.
-        trust_remote_code: Run code of a model on the Hub.
+        model: Folder or Hub id.
+        commit: Commit on the Hub, as from `commit_of`.
+        device: Device to run on. Default: Sentence-Transformers' choice.
+        trust_remote_code: Run the code in its repository.
 
     Raises:
-        ValueError: If there is no such device, or the model cannot be loaded, or lacks weights.
+        ValueError: If the device does not exist, or the model does not load or lacks weights.
     """
     check_device(device)
-    trusted = trust_remote_code or Path(model).is_dir()
-    return load_encoder(model, revision=commit, device=device, trust_remote_code=trusted)
+    try:
+        return load_encoder(model, revision=commit, device=device, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        if trust_remote_code or "trust_remote_code" not in str(error.__cause__):
+            raise
+        raise ValueError(f"{model} brings code of its own: if you trust it, `--trust-remote-code` runs it") from error
 
 
 def mote_config(model: SentenceTransformer) -> Any | None:
-    """Return the config of a MoTE, none of any other model."""
+    """Return the config of a MoTE, None for any other model."""
     config: Any = getattr(model[0], "config", None)
-    return config if getattr(config, "model_type", None) == "mote" else None
+    return config if getattr(config, "model_type", "").startswith("mote") else None
 
 
 def instructions_of(model: SentenceTransformer) -> dict[str, str]:
-    """Tell the tasks that a model knows, with the text that each puts in front."""
+    """Return the tasks that a model knows, each with its prompt."""
     config = mote_config(model)
     if config is None:
         return {task: text or "" for task, text in model.prompts.items()}
@@ -55,7 +59,7 @@ def instructions_of(model: SentenceTransformer) -> dict[str, str]:
 
 
 def default_tasks(model: SentenceTransformer) -> list[str]:
-    """Choose the tasks to compare: the experts of a MoTE; of another model the paper's four, else all its prompts."""
+    """Choose the tasks to compare: a MoTE's experts; for another model the paper's four tasks, else all its prompts."""
     config = mote_config(model)
     if config is not None:
         return list(config.available_experts)
@@ -69,22 +73,22 @@ def default_tasks(model: SentenceTransformer) -> list[str]:
 
 
 def check_tasks(model: SentenceTransformer, tasks: Sequence[str], name: str = "The model") -> None:
-    """Make sure that a model can embed for some tasks, and tells two of them apart at least.
+    """Check that a model knows all tasks and distinguishes at least two of them.
 
     Raises:
-        ValueError: If a task is unknown, named twice, or there are fewer than two.
+        ValueError: If a task is unknown or repeated, or there are fewer than two.
     """
     known = instructions_of(model)
     for task in tasks:
         if task not in known:
             raise ValueError(f"{name} does not know the task {task!r}." + alternatives(task, known))
     if len(set(tasks)) != len(tasks):
-        raise ValueError(f"A task is named twice: {', '.join(tasks)}")
+        raise ValueError(f"A task is repeated: {', '.join(tasks)}")
     same = len({known[task] for task in tasks}) < 2 and mote_config(model) is None
     if len(tasks) < 2 or same:
         told = ", ".join(f"{task} {text!r}" for task, text in known.items()) or "none"
         raise ValueError(
-            f"{name} cannot be compared over tasks: that takes two tasks with an expert or a prompt of their own (its "
+            f"{name} cannot be compared over tasks: that needs two tasks with an expert or a prompt of their own (its "
             f"prompts: {told}). What works: a MoTE, a model trained with instructions (`mote train ic`), or one with "
             "`prompts` in its config_sentence_transformers.json; `--task` chooses among them"
         )
@@ -109,12 +113,12 @@ def embed(
     )
     result = np.asarray(embeddings, dtype=np.float64)
     if not np.isfinite(result).all():
-        raise ValueError(f"The model gives embeddings for the task {task!r} that are not finite: it is damaged")
+        raise ValueError(f"The model's embeddings for the task {task!r} are not finite: it is damaged")
     return result
 
 
 def cosines(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Compare embeddings row by row: [N, H] and [N, H] to [N]. Of equal rows it is 1 to the last bit."""
+    """Compute the cosine similarity row by row, [N, H] and [N, H] to [N]; of equal rows it is exactly 1."""
     lengths = np.sqrt((first * first).sum(axis=1) * (second * second).sum(axis=1))
     return (first * second).sum(axis=1) / np.where(lengths > 0, lengths, 1.0)
 
@@ -135,24 +139,26 @@ def inter_task_similarity(
     *,
     batch_size: int = 32,
     device: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Similarity:
     """Embed the same texts under each task, and compare (Figures 1 and 3 of the MoTE paper).
 
     Args:
-        model: A Sentence-Transformers model, or where to load one from.
-        texts: N of them.
-        tasks: To compare. Default: see `default_tasks`.
-        batch_size: Texts at once.
-        device: Of a model that is to be loaded.
+        model: A Sentence-Transformers model, or its folder or Hub id.
+        texts: N texts.
+        tasks: Tasks to compare. Default: see `default_tasks`.
+        batch_size: Batch size of `encode`.
+        device: Device of a model that is to be loaded.
+        trust_remote_code: Run the code in the repository of such a model.
 
     Returns:
         For each pair of tasks, in their order, the cosine similarity of the two embeddings of each text, [N].
 
     Raises:
-        ValueError: If the model does not know a task, or has no two.
+        ValueError: If the model does not know a task, or distinguishes fewer than two.
     """
     if not isinstance(model, SentenceTransformer):
-        model = load(str(model), commit_of(str(model)), device)
+        model = load(str(model), commit_of(str(model)), device, trust_remote_code)
     tasks = default_tasks(model) if tasks is None else list(tasks)
     check_tasks(model, tasks)
     return similarity_of({task: embed(model, texts, task, batch_size) for task in tasks})
@@ -164,13 +170,13 @@ class WelchTest:
 
     Attributes:
         first: Label of the first model.
-        second: Of the other.
-        tasks: The pair of tasks; none for the mean over all pairs, text by text.
+        second: Label of the second model.
+        tasks: Pair of tasks; None for the mean over all pairs, text by text.
         mean_first: Mean similarity of the first model.
-        mean_second: Of the other.
-        t: The statistic, negative where the first model's mean is lower. None where neither model varies.
-        degrees_of_freedom: By Welch and Satterthwaite.
-        p: Probability of such a difference or a larger one if the first model's mean were not lower.
+        mean_second: Mean similarity of the second model.
+        t: Test statistic, negative if the first model's mean is lower. None if neither model varies.
+        degrees_of_freedom: Welch-Satterthwaite degrees of freedom.
+        p: Probability of at least this difference if the first model's mean were not lower.
     """
 
     first: str
@@ -184,13 +190,13 @@ class WelchTest:
 
 
 def welch_tests(first: str, similarity: Similarity, second: str, other: Similarity) -> list[WelchTest]:
-    """Test for each pair of tasks, and over all, whether the first model's similarity is lower: more specialised.
+    """Test for each pair of tasks, and over all, whether the first model is less similar: more specialised.
 
     Args:
         first: Label of the first model.
-        similarity: Of it.
-        second: Label of the other.
-        other: Its similarity, over the same pairs of tasks.
+        similarity: Its similarity.
+        second: Label of the second model.
+        other: Similarity of the second model, over the same pairs of tasks.
     """
     over_all = (None, np.mean(list(similarity.values()), axis=0), np.mean(list(other.values()), axis=0))
     rows = [(pair, values, other[pair]) for pair, values in similarity.items()]
@@ -200,12 +206,8 @@ def welch_tests(first: str, similarity: Similarity, second: str, other: Similari
 def _welch(
     first: str, second: str, tasks: tuple[str, str] | None, a: NDArray[np.float64], b: NDArray[np.float64]
 ) -> WelchTest:
-    from scipy.stats import t as student
-
-    squares = np.array([values.var(ddof=1) / len(values) for values in (a, b)])  # squared standard errors
     means = float(a.mean()), float(b.mean())
-    if not squares.any():
+    if not a.var() and not b.var():
         return WelchTest(first, second, tasks, *means, None, None, None)
-    statistic = (means[0] - means[1]) / math.sqrt(squares.sum())
-    freedom = squares.sum() ** 2 / (squares**2 / [len(a) - 1, len(b) - 1]).sum()
-    return WelchTest(first, second, tasks, *means, statistic, float(freedom), float(student.cdf(statistic, freedom)))
+    found = ttest_ind(a, b, equal_var=False, alternative="less")
+    return WelchTest(first, second, tasks, *means, float(found.statistic), float(found.df), float(found.pvalue))

@@ -1,5 +1,6 @@
-"""How far each expert moved from its start, layer by layer."""
+"""How much the weights of each expert changed in training, layer by layer."""
 
+import copy
 import math
 import re
 from collections import Counter
@@ -7,37 +8,37 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import yaml  # type: ignore[import-untyped]
 
-from architectures_mote import architecture_of
+from architectures_mote import architecture_of, weight_name
 from configuration_mote import MoTEConfig
 from modeling_mote import MoTEModel
+from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import DenseSource, Source, load_dense, load_mote, open_any
-from mote.checkpoints.writing import RECORD_FILE
 
-DENSE = "feed-forward"  # what stands where a MoTE has experts, in a model that has none
+DENSE = "feed-forward"  # stands for the experts in a dense model
 
-Weights = dict[tuple[str, int | None], list[torch.Tensor]]  # (part, layer) → its weights
+Weights = dict[tuple[str, int | None], list[torch.Tensor]]  # (expert, or "" if shared; layer) → weights
 
 
 @dataclass(frozen=True)
-class Movement:
-    """How far the parts of a model moved.
+class WeightChange:
+    """Relative change of a model's weights.
 
     Attributes:
-        start: What they are compared with, for people.
-        from_start: Whether that is the start; otherwise it is the mean of the experts.
-        experts: Expert → for each layer the Frobenius norm of the difference of its weights, relative to that of the
-            start's; None in a layer without experts. The layer's attention is not among them. In a dense model
-            there is one "expert", the `DENSE` part of each layer.
-        shared: The same for what all experts share in each layer: the attention, or the whole of a layer without
-            experts. Empty where the start is not known.
-        outside: The same for what is in no layer, such as the token embeddings. None where the start is not known.
+        start: Name of the model they are compared with.
+        from_start: True if that is the start of training; False if it is the mean of the experts.
+        experts: Expert → in each layer the Frobenius norm of the change of its weights, relative to that of the
+            start's weights; None in a layer without experts. The layer's attention is not included. A dense model has
+            one "expert", the `DENSE` part of each layer.
+        shared: The same for the weights that all experts share: the attention, or the whole of a layer without
+            experts. Empty if the start is unknown.
+        outside: The same for weights outside of the layers, such as token embeddings. None if the start is unknown.
         overall: The same for each expert over all layers.
-        cosines: Pair of experts → cosine between their movements, in each layer; None where one did not move.
+        cosines: Pair of experts → in each layer the cosine between their changes; None if one did not change.
         overall_cosines: The same over all layers.
     """
 
@@ -51,37 +52,37 @@ class Movement:
     overall_cosines: dict[tuple[str, str], float | None]
 
 
-def movement_of(model: str, start: str | None = None) -> Movement:
-    """Measure how far a model moved from its start.
+def weight_change_of(model: str, start: str | None = None) -> WeightChange:
+    """Measure how much the weights of a model changed in training.
 
     Args:
-        model: A MoTE or a dense model: a folder, or an id on the Hub.
-        start: The same, before training: a dense model stands for the MoTE upcycled from it. Default: the mean of the
-            model's experts takes the place of the start.
+        model: A MoTE or a dense model: a folder or Hub id.
+        start: The model before training; a dense model stands for the MoTE upcycled from it. Default: the mean of the
+            model's experts.
 
     Raises:
-        FileNotFoundError: If one of the two is not there.
-        ValueError: If the two are of different architectures or shapes; or without a start, if the model has no
+        FileNotFoundError: If one of the two does not exist.
+        ValueError: If the two differ in architecture or shapes, or if there is no start and the model has fewer than
             two experts.
     """
     trained = _load(open_any(model))
     if start is None:
         return _from_mean(trained)
     source = open_any(start)
-    begun = _load(source, trained.config)
+    begun = _load(source, trained)
     _refuse_mismatch(trained, begun, model, start)
     return _compare(_weights(trained), _weights(begun), source.public_name, True, trained.config)
 
 
 def find_start(model: str) -> str:
-    """Find what a model was trained from, by what its folder records: `recipe.yaml`, or `upcycling.json`.
+    """Find what a model was trained from in its folder's `recipe.yaml` or `mote.json`.
 
     Returns:
-        A folder, or an id on the Hub.
+        A folder or Hub id.
 
     Raises:
-        FileNotFoundError: If there is no such model.
-        ValueError: If its folder records nothing, or what it names is not there.
+        FileNotFoundError: If the model does not exist.
+        ValueError: If its folder records no start, or one that does not exist here.
     """
     recorded = _recorded_start(open_any(model).folder)
     if recorded is None:
@@ -92,80 +93,81 @@ def find_start(model: str) -> str:
 
 
 def _recorded_start(folder: Path) -> str | None:
-    recipe, record = folder / "recipe.yaml", folder / RECORD_FILE
-    try:
-        if recipe.is_file():
+    recipe = folder / "recipe.yaml"
+    if recipe.is_file():
+        try:
             return str(yaml.safe_load(recipe.read_text(encoding="utf-8"))["model"]["source"])
-        if record.is_file():
-            return str(yaml.safe_load(record.read_text(encoding="utf-8"))["source"])  # JSON is YAML
-    except (yaml.YAMLError, KeyError, TypeError) as error:
-        raise ValueError(f"its record of where it comes from cannot be read ({error})") from error
-    return None
+        except (yaml.YAMLError, KeyError, TypeError) as error:
+            raise ValueError(f"its record of where it comes from cannot be read ({error})") from error
+    started = [step for step in read_steps(folder) if step["step"] in ("upcycle", "train") and step["sources"]]
+    return started[-1]["sources"][0].get("name") if started else None
 
 
-def _load(source: Source, like: MoTEConfig | None = None) -> MoTEModel:
+def _load(source: Source, like: MoTEModel | None = None) -> MoTEModel:
     """Load a MoTE; or a dense model as a MoTE, of the layout of another one or with a single expert."""
     if not isinstance(source, DenseSource):
-        source.config.require_whole_experts("compared weight by weight")
+        if source.config.compression is not None:
+            raise ValueError(
+                f"The experts of {source.name} are compressed ({source.config.compression}): their weights cannot be "
+                "compared. Use the model before compression"
+            )
         return load_mote(source)
     dense, _ = load_dense(source, torch.float32)
-    layout = (
-        {"experts": [DENSE]}
-        if like is None
-        else {name: getattr(like, name) for name in ("experts", "layer_path", "shared_modules", "router")}
-        | {"mote_layers": like.mote_layer_indices, "experts_per_token": like.experts_per_token}
-    )
-    return MoTEModel(MoTEConfig(backbone_config=dense.config, **layout), dense)
+    if like is None:
+        return MoTEModel(MoTEConfig(backbone_config=dense.config, experts=[DENSE]), dense)
+    config: Any = copy.deepcopy(like.config)
+    if config.backbone_config.model_type == dense.config.model_type:
+        config.mote_layers = config.mote_layer_indices
+    config.backbone_config = dense.config
+    return type(like)(config, dense)
 
 
 def _refuse_mismatch(trained: MoTEModel, begun: MoTEModel, model: str, start: str) -> None:
     kinds = [found.config.backbone_config.model_type for found in (trained, begun)]
     if kinds[0] != kinds[1]:
-        raise ValueError(f"{start} is no start of {model}: its architecture is {kinds[1]!r}, expected {kinds[0]!r}")
+        raise ValueError(f"{start} is not the start of {model}: its architecture is {kinds[1]!r}, not {kinds[0]!r}")
     shapes = [{key: tuple(weight.shape) for key, weight in found.state_dict().items()} for found in (trained, begun)]
     wrong = sorted(key for key in shapes[0].keys() | shapes[1].keys() if shapes[0].get(key) != shapes[1].get(key))
     if wrong:
         raise ValueError(
-            f"{start} is no start of {model}: {len(wrong)} weights are absent or of another shape in one of them, as "
-            f"{wrong[0]} ({shapes[0].get(wrong[0], 'absent')}, in the start {shapes[1].get(wrong[0], 'absent')}). "
-            "What works: the dense model that it was upcycled from, or the MoTE as it was before training"
+            f"{start} is not the start of {model}: {len(wrong)} weights are missing or of another shape in one of "
+            f"them, as {wrong[0]} ({shapes[0].get(wrong[0], 'missing')}, in the start "
+            f"{shapes[1].get(wrong[0], 'missing')}). What works: the dense model that it was upcycled from, or the "
+            "MoTE as it was before training"
         )
 
 
 def _weights(model: MoTEModel) -> Weights:
-    """Sort the weights by expert and layer: the shared part of a layer is "", what is in no layer has none."""
+    """Group the weights by expert and layer; those outside of the layers have None as theirs."""
     weights: Weights = {}
     for key, weight in model.state_dict().items():
-        for part, layer, piece in _parts(model.config, key, weight):
-            weights.setdefault((part, layer), []).append(piece)
+        for expert, layer, part in _parts(model.config, key, weight):
+            weights.setdefault((expert, layer), []).append(part)
     return weights
 
 
 def _parts(config: MoTEConfig, key: str, weight: torch.Tensor) -> Iterator[tuple[str, int | None, torch.Tensor]]:
-    """Tell of which part, and of which layer, a weight is."""
-    layers = re.escape(architecture_of(config).layer_path)
-    found = re.match(rf"backbone\.{layers}\.(?P<layer>\d+)\.(?:experts\.(?P<expert>[^.]+)\.|(?P<rest>.*))", key)
-    if found is None:
-        yield "", None, weight
-    elif found["expert"] is not None:
-        yield found["expert"], int(found["layer"]), weight
-    elif found["rest"].startswith("feed_forward.experts."):  # of a token router, stacked
+    expert, layer, dense = weight_name(key, config)
+    found = re.match(rf"{re.escape(architecture_of(config).layer_path)}\.(\d+)\.(.+)", dense)
+    if expert is not None or found is None:
+        yield expert or "", layer, weight
+    elif found[2].startswith("feed_forward.experts."):  # stacked, in a token-routed model
         for number, of_expert in enumerate(weight, start=1):
-            yield f"expert {number}", int(found["layer"]), of_expert
-    elif not found["rest"].startswith("feed_forward.router."):  # which a dense start does not have
-        yield "", int(found["layer"]), weight
+            yield f"expert {number}", int(found[1]), of_expert
+    elif not found[2].startswith("feed_forward.router."):  # which a dense start does not have
+        yield "", int(found[1]), weight
 
 
-def _compare(trained: Weights, begun: Weights, start: str, from_start: bool, config: MoTEConfig) -> Movement:
+def _compare(trained: Weights, begun: Weights, start: str, from_start: bool, config: MoTEConfig) -> WeightChange:
     layers = range(config.num_hidden_layers)
     by_layer = [_products(trained, begun, layer) for layer in layers]
     in_all = _Products(Counter(), Counter())
     for products in by_layer:
-        in_all.moved.update(products.moved)  # of a counter: adds
+        in_all.changes.update(products.changes)  # a counter adds
         in_all.start.update(products.start)
-    experts = list(dict.fromkeys(part for part, _ in trained if part))
+    experts = list(dict.fromkeys(expert for expert, _ in trained if expert))
     pairs = list(combinations(experts, 2))
-    return Movement(
+    return WeightChange(
         start=start,
         from_start=from_start,
         experts={expert: [products.relative(expert) for products in by_layer] for expert in experts},
@@ -178,50 +180,50 @@ def _compare(trained: Weights, begun: Weights, start: str, from_start: bool, con
 
 
 class _Products(NamedTuple):
-    """Inner products in one layer: of movements with each other, and of starts with themselves.
+    """Inner products in one layer: of the changes with each other, and of the starts with themselves.
 
-    They are all that norms and cosines take, and those of several layers add up.
+    Norms and cosines follow from them, and those of several layers add up.
     """
 
-    moved: Counter[tuple[str, str]]
+    changes: Counter[tuple[str, str]]
     start: Counter[str]
 
-    def relative(self, part: str) -> float | None:
-        return math.sqrt(self.moved[part, part] / self.start[part]) if self.start[part] else None
+    def relative(self, expert: str) -> float | None:
+        return math.sqrt(self.changes[expert, expert] / self.start[expert]) if self.start[expert] else None
 
     def cosine(self, a: str, b: str) -> float | None:
-        lengths = math.sqrt(self.moved[a, a] * self.moved[b, b])
-        return self.moved[a, b] / lengths if lengths else None
+        lengths = math.sqrt(self.changes[a, a] * self.changes[b, b])
+        return self.changes[a, b] / lengths if lengths else None
 
 
 def _products(trained: Weights, begun: Weights, layer: int | None) -> _Products:
-    """Multiply in float64, one layer at a time: a large model is not held in it as a whole."""
+    """Multiply in float64, one layer at a time, so that no large model is held in float64."""
     found = _Products(Counter(), Counter())
-    moved = {}
-    for part in (part for part, place in trained if place == layer and (part, place) in begun):
-        start = _vector(begun[part, layer])
-        moved[part] = _vector(trained[part, layer]) - start
-        found.start[part] = float(start @ start)  # type: ignore[assignment]  # a counter counts in any number
-        found.moved[part, part] = float(moved[part] @ moved[part])  # type: ignore[assignment]
-    for a, b in combinations([part for part in moved if part], 2):
-        found.moved[a, b] = float(moved[a] @ moved[b])  # type: ignore[assignment]
+    changes = {}
+    for expert in (expert for expert, place in trained if place == layer and (expert, place) in begun):
+        start = _vector(begun[expert, layer])
+        changes[expert] = _vector(trained[expert, layer]) - start
+        found.start[expert] = float(start @ start)  # type: ignore[assignment]  # a counter counts in any number
+        found.changes[expert, expert] = float(changes[expert] @ changes[expert])  # type: ignore[assignment]
+    for a, b in combinations([expert for expert in changes if expert], 2):
+        found.changes[a, b] = float(changes[a] @ changes[b])  # type: ignore[assignment]
     return found
 
 
-def _vector(pieces: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([piece.detach().to("cpu", torch.float64).flatten() for piece in pieces])
+def _vector(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([part.detach().to("cpu", torch.float64).flatten() for part in parts])
 
 
-def _from_mean(model: MoTEModel) -> Movement:
-    """Compare each expert with the mean of them all."""
-    weights = {name: pieces for name, pieces in _weights(model).items() if name[0]}
+def _from_mean(model: MoTEModel) -> WeightChange:
+    """Compare each expert with the mean of all."""
+    weights = {name: parts for name, parts in _weights(model).items() if name[0]}
     of_layers: dict[int | None, list[list[torch.Tensor]]] = {}
-    for (_, layer), pieces in weights.items():
-        of_layers.setdefault(layer, []).append(pieces)
+    for (_, layer), parts in weights.items():
+        of_layers.setdefault(layer, []).append(parts)
     if min(map(len, of_layers.values())) < 2:
-        raise ValueError("it has no two experts, whose mean could take the place of the start")
+        raise ValueError("it has fewer than two experts, whose mean could take the place of the start")
     means = {
-        layer: [torch.stack([piece.double() for piece in same]).mean(dim=0) for same in zip(*experts, strict=True)]
+        layer: [torch.stack([part.double() for part in same]).mean(dim=0) for same in zip(*experts, strict=True)]
         for layer, experts in of_layers.items()
     }
     begun = {name: means[name[1]] for name in weights}
