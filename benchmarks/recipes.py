@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from mote.reporting import console_logging
 from mote.training.train import train
 
 KEPT = ("recipe.yaml", "training.json", "curves.png", "README.md")
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[5e-5, 1.5e-4, 5e-4])
     arguments = parser.parse_args()
+    console_logging()
     recipes = [name for name in arguments.recipes if "=" not in name]
     overrides = [name for name in arguments.recipes if "=" in name]
     overrides += [f"model.source={arguments.model}", f"data.folder={arguments.data}"]
@@ -36,7 +38,7 @@ def main() -> None:
             folder = arguments.out / f"{recipe}-{rate:g}"
             if not (folder / "model").exists():
                 print(f"== {recipe}, learning rate {rate:g}", flush=True)
-                train(recipe, [*overrides, f"training.learning_rate={rate}", f"output={folder}"], report=print)
+                train(recipe, [*overrides, f"training.learning_rate={rate}", f"output={folder}"])
             records[recipe, rate] = json.loads((folder / "model" / "training.json").read_text())
     compare(records, arguments.out)
 

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 SMALL_ENCODER = ROOT / "examples" / "small-encoder"
 DATA = ROOT / "examples" / "data"
 LABELS = {"ic": "dense", "tlr": "token routing"}
-COMMON = (f"data.folder={DATA}", "validation.share=0", "training.arguments={save_strategy: 'no'}")
+COMMON = (f"data.folder={DATA}", "validation.share=0", "training.save_strategy='no'")
 
 
 def main() -> None:
@@ -46,15 +46,16 @@ def main() -> None:
 def speed(options: argparse.Namespace) -> None:
     """Print pairs per second and ratios."""
     from mote.training.recipe import load_recipe
-    from mote.training.train import Run, RunFolder, prepare
+    from mote.training.run_folder import RunFolder
+    from mote.training.train import TrainingRun, prepare
 
-    def ready(name: str, folder: str) -> Run:
+    def ready(name: str, folder: str) -> TrainingRun:
         out = Path(folder) / name
         settings = [*COMMON, f"model.source={options.model}", f"output={out}", "training.batch_size=64"]
         settings += ["training.mini_batch_size=32", "model.max_length=64", f"training.max_steps={options.steps}"]
         return prepare(load_recipe(name, settings), RunFolder(out))
 
-    def train(run: Run) -> None:
+    def train(run: TrainingRun) -> None:
         with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):  # the bars
             run.trainer.train()
 
@@ -65,7 +66,9 @@ def speed(options: argparse.Namespace) -> None:
         runs = {name: ready(name, folder) for name in ("mote", "ic", "tlr")}
         for name in ("ic", "tlr"):
             train(runs[name])
-            rows = sum(of_set["rows"] for of_set in runs[name].tracker.sets.values())  # the same in all: same seed
+            rows = sum(
+                of_set["rows"] for of_set in runs[name].tracker.training_sets.values()
+            )  # the same in all: same seed
             measured = compare(partial(train, runs[name]), partial(train, runs["mote"]), seconds=options.seconds)
             cells = (f"{rows / measured.baseline:.1f}", f"{rows / measured.candidate:.1f}", f"{1 / measured.ratio:.3f}")
             print(f"| {LABELS[name]} | {' | '.join(cells)} |", flush=True)
@@ -95,7 +98,8 @@ def one_step(options: argparse.Namespace) -> None:
     import random
 
     from mote.training.recipe import load_recipe
-    from mote.training.train import RunFolder, prepare
+    from mote.training.run_folder import RunFolder
+    from mote.training.train import prepare
 
     draw = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -127,7 +131,7 @@ def start(options: argparse.Namespace) -> None:
     for _ in range(3):
         with tempfile.TemporaryDirectory() as folder:
             settings = [*COMMON, f"output={folder}/run", f"model.source={options.model}", "training.max_steps=1"]
-            command = [sys.executable, "-m", "mote", "train", "smoke", *settings, "validation.every=null"]
+            command = [sys.executable, "-m", "mote", "train", "smoke", *settings, "training.eval_steps=null"]
             began = time.perf_counter()
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             log = Path(folder) / "run" / "log.jsonl"

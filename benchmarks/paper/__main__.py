@@ -24,6 +24,7 @@ from benchmarks.paper.experiments import SCALES, TASKS, ablations
 from benchmarks.paper.figures import ablation_table, draw_ablations
 from benchmarks.paper.runs import START, Runs, Scores
 from benchmarks.paper.tables import claims_of, table_of
+from mote.reporting import console_logging
 
 NAMES = (*TABLES, "figure1", "figure3", "figures4to7", "rates", "beyond")
 
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--data", help="data folder (default: the scale's, if it has one)")
     parser.add_argument("--out", type=Path, required=True, help="folder for models and scores")
     arguments = parser.parse_intermixed_args()
+    console_logging()
     scale = SCALES[arguments.scale]
     data = arguments.data or scale.data
     if data is None:

@@ -35,9 +35,9 @@ def _of_model(runs: Runs, name: str, seed: int) -> dict[str, float]:
     if not kept.is_file():
         trained = runs.model("mote", seed)
         names: Any = open_mote(str(trained)).config
-        routed = VARIANTS[name].weight != 1  # 1: a dense model
-        model = SentenceTransformer(str(folder), trust_remote_code=routed)
-        scores = Validation(_held_out(trained / "recipe.yaml"), encodings(names, routed))(model)
+        kind = "dense" if VARIANTS[name].weight == 1 else "mote"
+        model = SentenceTransformer(str(folder), trust_remote_code=kind == "mote")
+        scores = Validation(_held_out(trained / "recipe.yaml"), encodings(names, kind))(model)
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
     return json.loads(kept.read_text(encoding="utf-8"))  # type: ignore[no-any-return]

@@ -62,7 +62,7 @@ SHARED_EXPERT = (
     "model.tasks={clustering: search_document}",
 )
 HOMOGENEOUS = ("tasks.classification.batches=homogeneous", "tasks.clustering.batches=homogeneous")
-EXPERT_RATES = "training.arguments={learning_rate_mapping: {'experts\\.(classification|clustering)\\.': 5.0e-4}}"
+EXPERT_RATES = "training.learning_rate_mapping={'experts\\.(classification|clustering)\\.': 5.0e-4}"
 
 VARIANTS: dict[str, Variant] = {
     "em": Variant("em"),
@@ -130,7 +130,7 @@ SCALES = {
             "data.limit=200",
             "training.batch_size=128",
             "training.mini_batch_size=16",
-            "training.precision=bf16",
+            "training.bf16=true",
             "model.max_length=64",
             "validation.limit=40",
         ),
@@ -145,7 +145,7 @@ SCALES = {
     "full": Scale(
         source="nomic-ai/nomic-bert-2048",
         data=None,
-        changes=("training.precision=bf16", "model.max_length=512"),
+        changes=("training.bf16=true", "model.max_length=512"),
         learning_rates={"": 5e-6},
         seeds=(42, 43, 44),
     ),

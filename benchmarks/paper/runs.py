@@ -70,7 +70,7 @@ class Runs:
                     )
             else:
                 self.report(f"== training {folder.name}")
-                mote.train(recipe, report=self.report)
+                mote.train(recipe)
         return folder / "model"
 
     def seeds_of(self, name: str) -> tuple[int, ...]:

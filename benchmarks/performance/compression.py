@@ -66,7 +66,7 @@ def _trained(options: Options, folder: Path) -> Path:
     if open_any(str(options.checkpoint)).config.model_type == "mote":
         return options.checkpoint
     settings = [f"model.source={options.checkpoint}", f"data.folder={options.data}", f"output={folder / 'run'}"]
-    settings += ["training.max_steps=3", "validation.share=0", "validation.every=null"] if options.quick else []
+    settings += ["training.max_steps=3", "validation.share=0", "training.eval_steps=null"] if options.quick else []
     train("smoke", settings)
     return folder / "run" / "model"
 

@@ -323,7 +323,7 @@ def train(
         typer.echo(training.plan(recipe, overrides or []))
         typer.echo("Dry run: nothing was trained.")
     else:
-        training.train(recipe, overrides or [], overwrite=overwrite, report=logger.info)
+        training.train(recipe, overrides or [], overwrite=overwrite)
 
 
 @app.command()

@@ -10,6 +10,7 @@ from accelerate.utils import DistributedType
 from sentence_transformers import SentenceTransformerTrainingArguments
 
 from mote.cli import main
+from mote.training import arguments
 from mote.training import train as run
 
 
@@ -19,7 +20,7 @@ class _ArgumentsForGpu(SentenceTransformerTrainingArguments):
 
 
 def die_at_step(step: int) -> None:
-    """Leave as a killed process does."""
+    """Die at a step as a killed process does."""
     record = run.Tracker.record
 
     def dying(tracker: Any, *args: Any) -> None:
@@ -33,6 +34,6 @@ def die_at_step(step: int) -> None:
 torch.distributed.init_process_group("gloo")
 PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
 PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
-run.SentenceTransformerTrainingArguments = _ArgumentsForGpu  # type: ignore[misc]
+arguments.SentenceTransformerTrainingArguments = _ArgumentsForGpu  # type: ignore[misc]
 die_at_step(int(os.environ.get("DIE_AT_STEP", "0")))
 sys.exit(main(sys.argv[1:]))

@@ -17,10 +17,11 @@ def overrides(source: Path, data: Path, out: Path, *more: str) -> list[str]:
         "training.mini_batch_size=8",
         "training.max_steps=2",
         "training.learning_rate=1e-3",
-        "training.save_every=1",
+        "training.warmup_steps=0",
+        "training.save_steps=1",
         "validation.share=0.1",
         "validation.limit=8",
-        "validation.every=null",
+        "training.eval_steps=null",
         *more,
     ]
 

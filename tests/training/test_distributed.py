@@ -25,7 +25,7 @@ from mote.training.recipe import load_recipe
 EXAMPLES = ROOT / "examples" / "data"
 SETTINGS = (
     "training.max_steps=5",
-    "training.save_every=2",
+    "training.save_steps=2",
     "training.learning_rate=1e-4",
     "data.limit=null",
     "validation.share=0",
@@ -81,19 +81,19 @@ def train(
 def test_two_processes_learn_what_one_does(recipe: str, data: Path, tmp_path: Path) -> None:
     """SGD with a learning rate of 1, so that a step is the gradient itself: Adam would hide its size."""
     settings = (
-        "training.optimizer=sgd",
+        "training.optim=sgd",
         "training.learning_rate=1",
-        "training.schedule=constant",
+        "training.lr_scheduler_type=constant",
         "training.weight_decay=0",
         "training.max_grad_norm=1e-3",
-        "model.load_balancing=0",
+        "model.router_aux_loss_coef=0",
     )
     for processes in (1, 2):
         train(processes, data, tmp_path / str(processes) / "run", *settings, recipe=recipe)
     one, two = (weights(tmp_path / name / "run" / "model") for name in "12")
     logs = [read_log(tmp_path / name / "run") for name in "12"]
-    assert [(line["step"], line["set"], line["rows"]) for line in logs[0]] == [
-        (line["step"], line["set"], line["rows"]) for line in logs[1]
+    assert [(line["step"], line["training_set"], line["rows"]) for line in logs[0]] == [
+        (line["step"], line["training_set"], line["rows"]) for line in logs[1]
     ]
     assert len({line["task"] for line in logs[0]}) == 3
     for first, second in zip(*logs, strict=True):
@@ -114,7 +114,7 @@ def test_two_processes_learn_what_one_does(recipe: str, data: Path, tmp_path: Pa
 
 def test_two_processes_that_were_killed_go_on(data: Path, tmp_path: Path) -> None:
     """With the recipe's own optimiser; the same bit for bit as two that were not."""
-    settings = ("training.max_steps=null", "training.epochs=2")
+    settings = ("training.max_steps=-1", "training.num_train_epochs=2")
     train(2, data, tmp_path / "whole" / "run", *settings)
     out = tmp_path / "killed" / "run"
     command, environment = launch(2, data, out, *settings)
@@ -144,7 +144,7 @@ def test_fsdp_keeps_and_goes_on(data: Path, tmp_path: Path) -> None:
         **wrapping,
     }
     script = (str(ROOT / "tests" / "helpers" / "fsdp_on_cpu.py"),)
-    settings = ("training.optimizer=sgd", "training.learning_rate=1", "training.max_grad_norm=1e-3")
+    settings = ("training.optim=sgd", "training.learning_rate=1", "training.max_grad_norm=1e-3")
     for name, changes, code in (
         ("full", {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}, 1),
         ("whole", {}, 0),
@@ -164,7 +164,7 @@ def test_fsdp_keeps_and_goes_on(data: Path, tmp_path: Path) -> None:
         assert torch.equal(whole[key], killed[key]), key
         assert (whole[key] - replicas[key]).abs().max().item() <= 1e-6, key
     record = json.loads((tmp_path / "killed" / "run" / "model" / "training.json").read_text())
-    assert record["went_on_from_step"] == 2
+    assert record["resumed_from_step"] == 2
 
 
 def test_the_weights_of_a_loss_are_one_for_all_processes(data: Path, tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_the_weights_of_a_loss_are_one_for_all_processes(data: Path, tmp_path: P
         f"model.source={source}",
         "tasks={retrieval: {anchor: search_query, batches: homogeneous, loss: EmbedDistillLoss, "
         f"teacher: {{source: {SMALL_ENCODER}}}, datasets: [retrieval/arxiv]}}}}",
-        "training.optimizer=sgd",
+        "training.optim=sgd",
         "training.learning_rate=1",
         "training.max_grad_norm=0",
     )

@@ -61,8 +61,13 @@ def test_the_papers_settings() -> None:
     assert (recipe.tasks["retrieval"].anchor, recipe.tasks["retrieval"].positive) == ("search_query", "search_document")
     assert (recipe.tasks["clustering"].anchor, recipe.tasks["clustering"].positive) == ("clustering", "clustering")
     training = recipe.training
-    assert (training.batch_size, training.learning_rate, training.weight_decay, training.epochs) == (6144, 5e-6, 0.1, 1)
-    assert training.optimizer == "adamw_torch"
+    assert (training.batch_size, training.learning_rate, training.weight_decay, training.num_train_epochs) == (
+        6144,
+        5e-6,
+        0.1,
+        1,
+    )
+    assert training.optim == "adamw_torch"
 
 
 def test_recipes_differ_in_what_the_paper_varies() -> None:
@@ -107,7 +112,7 @@ def test_a_file_extends_one_beside_it_before_a_shipped_one(tmp_path: Path) -> No
     (tmp_path / "mine.yaml").write_text("extends: mote\nname: mine\ntraining: {seed: 7}\n")
     (tmp_path / "longer.yaml").write_text("extends: mine\nname: longer\ntraining: {epochs: 3}\n")
     recipe = load_recipe(tmp_path / "longer.yaml")
-    assert (recipe.name, recipe.training.seed, recipe.training.epochs) == ("longer", 7, 3)
+    assert (recipe.name, recipe.training.seed, recipe.training.num_train_epochs) == ("longer", 7, 3)
     assert recipe.training.batch_size == 6144
 
 
@@ -122,7 +127,7 @@ def test_a_file_extends_one_beside_it_before_a_shipped_one(tmp_path: Path) -> No
         ("tasks.retrieval.datasets=[]", r"tasks.retrieval: the task has no data"),
         ("tasks.retrieval.datasets=[{path: a, colums: {}}]", r"unknown key 'colums'. Did you mean 'columns'"),
         ("model.kind=sparse", r"model.kind: Input should be 'mote', 'token' or 'dense'"),
-        ("training.epochs=many", r"training.epochs"),
+        ("training.num_train_epochs=many", r"training.num_train_epochs"),
         ("tasks={}", None),
         ("training.batch_size", r"expected key=value"),
         ("model.source={", r"no YAML"),

@@ -239,7 +239,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_labels_of_pairs_are_the_embeddings_of_both_sides(teacher: Path, tmp_path: Path) -> None:
     lines = "".join(f'{{"query": "{text}", "positive": "about {text}"}}\n' for text in TEXTS)
     training_set = distilled(tmp_path, teacher, lines, weight=1.5)
-    assert training_set.form == "texts"
+    assert training_set.row_type == "texts"
     assert len(training_set.rows) == 15
     assert training_set.column_tasks == {"anchor": "search_query", "positive": "search_document"}
     model = SentenceTransformer(str(teacher))

@@ -21,13 +21,14 @@ from helpers.paths import ROOT, SMALL_ENCODER
 from helpers.runs import overrides, weights
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments
 
+from mote.checkpoints.reading import open_any
 from mote.training import losses, progress
 from mote.training import train as run
-from mote.training.arguments import OWN_ARGUMENTS
-from mote.training.model import START_FOLDER, build_model
+from mote.training.model import build_model
 from mote.training.progress import NonFiniteError, RunCallback, TrackedLoss, read_log
 from mote.training.recipe import load_recipe, shipped_recipes
-from mote.training.train import RunFolder, check_recipe, plan, prepare, train
+from mote.training.run_folder import START_FOLDER, RunFolder
+from mote.training.train import check_recipe, plan, prepare, train
 
 DATA = ROOT / "examples" / "data"
 SCORED = [
@@ -117,7 +118,7 @@ class Spy:
 def test_instructions_and_experts_are_those_of_the_task(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = load_recipe("mote", overrides(SMALL_ENCODER, data, tmp_path / "run", "training.max_steps=null"))
+    recipe = load_recipe("mote", overrides(SMALL_ENCODER, data, tmp_path / "run", "training.max_steps=-1"))
     ready = prepare(recipe, RunFolder(tmp_path / "run"))
     spy = Spy(ready.model, monkeypatch)
     ready.train()
@@ -148,12 +149,12 @@ def test_dense_recipes_have_instructions_or_not(data: Path, tmp_path: Path, monk
 
 
 def test_each_batch_is_of_one_task_and_every_row_is_seen_once(data: Path, tmp_path: Path) -> None:
-    folder = train("mote", overrides(SMALL_ENCODER, data, tmp_path / "run", "training.max_steps=null"))
+    folder = train("mote", overrides(SMALL_ENCODER, data, tmp_path / "run", "training.max_steps=-1"))
     record = json.loads((folder / "training.json").read_text())
     used: Counter[str] = Counter()
     for dataset in record["data"]:
         used[dataset["name"] if dataset["task"] == "retrieval" else dataset["task"]] += dataset["used"]
-    assert {name: seen["rows"] for name, seen in record["sets"].items()} == used
+    assert {name: seen["rows"] for name, seen in record["training_sets"].items()} == used
     assert {"retrieval/arxiv", "retrieval/tldr_pages", "classification", "clustering"} == used.keys()
     texts = {name: seen["texts"] for name, seen in record["experts"].items()}
     retrieval = used["retrieval/arxiv"] + used["retrieval/tldr_pages"]
@@ -166,8 +167,8 @@ def test_each_batch_is_of_one_task_and_every_row_is_seen_once(data: Path, tmp_pa
 
 
 def test_static_batches_go_across_the_datasets(tiny: Path, data: Path, tmp_path: Path) -> None:
-    model = train("mote-static", overrides(tiny, data, tmp_path / "run", "training.max_steps=null"))
-    assert json.loads((model / "training.json").read_text())["sets"].keys() == {
+    model = train("mote-static", overrides(tiny, data, tmp_path / "run", "training.max_steps=-1"))
+    assert json.loads((model / "training.json").read_text())["training_sets"].keys() == {
         "retrieval",
         "classification",
         "clustering",
@@ -184,11 +185,11 @@ def test_the_first_loss_is_the_closed_form_with_the_tasks_temperature(
         "mote", overrides(SMALL_ENCODER, data, tmp_path / "run", *others, f"tasks.{task}.datasets=[{dataset}]")
     )
     ready = prepare(recipe, RunFolder(tmp_path / "run"))
-    (part,) = ready.data.sets.values()
+    (training_set,) = ready.data.sets.values()
     first = next(iter(ready.trainer.get_train_dataloader().batch_sampler))
-    rows = part.rows.select(first)
+    rows = training_set.rows.select(first)
     anchors, positives = (
-        ready.model.encode(rows[column], prompt_name=part.column_tasks[column], convert_to_tensor=True)
+        ready.model.encode(rows[column], prompt_name=training_set.column_tasks[column], convert_to_tensor=True)
         for column in ("anchor", "positive")
     )
     labels = torch.tensor(rows["label"])
@@ -217,7 +218,7 @@ def by_hand_at(anchors: torch.Tensor, positives: torch.Tensor, allowed: list, te
 def test_experts_without_data_stay_as_they_were(data: Path, tmp_path: Path) -> None:
     others = ["tasks.classification=null", "tasks.clustering=null"]
     recipe = load_recipe("mote", overrides(SMALL_ENCODER, data, tmp_path / "run", *others))
-    start = build_model(recipe, tmp_path)[0][0].model.state_dict()
+    start = build_model(recipe, open_any(recipe.model.source), tmp_path)[0][0].model.state_dict()
     trained = weights(train(recipe))
     moved = {
         key.split(".experts.")[1].split(".")[0]
@@ -239,7 +240,7 @@ GOLDEN = [1.178751, 1.235412]
 
 def test_the_order_does_not_depend_on_the_number_of_workers(tiny: Path, data: Path, tmp_path: Path) -> None:
     one = weights(train("mote", overrides(tiny, data, tmp_path / "one")))
-    other = weights(train("mote", overrides(tiny, data, tmp_path / "other", "training.workers=1")))
+    other = weights(train("mote", overrides(tiny, data, tmp_path / "other", "training.dataloader_num_workers=1")))
     assert all(torch.equal(one[key], other[key]) for key in one)
     seed = weights(train("mote", overrides(tiny, data, tmp_path / "seed", "training.seed=1")))
     assert not all(torch.equal(one[key], seed[key]) for key in one)
@@ -262,7 +263,7 @@ def test_ways_to_save_memory_change_nothing(setting: str, data: Path, tmp_path: 
 
 def test_bf16(data: Path, tmp_path: Path) -> None:
     train("mote", overrides(SMALL_ENCODER, data, tmp_path / "one"))
-    model = train("mote", overrides(SMALL_ENCODER, data, tmp_path / "other", "training.precision=bf16"))
+    model = train("mote", overrides(SMALL_ENCODER, data, tmp_path / "other", "training.bf16=true"))
     losses = [[line["loss"] for line in read_log(tmp_path / name)] for name in ("one", "other")]
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=0.05)
@@ -272,7 +273,7 @@ def test_bf16(data: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_compiled(data: Path, tmp_path: Path) -> None:
     train("mote", overrides(SMALL_ENCODER, data, tmp_path / "one"))
-    train("mote", overrides(SMALL_ENCODER, data, tmp_path / "other", "training.compile=true"))
+    train("mote", overrides(SMALL_ENCODER, data, tmp_path / "other", "training.torch_compile=true"))
     losses = [[line["loss"] for line in read_log(tmp_path / name)] for name in ("one", "other")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
@@ -311,7 +312,7 @@ def test_a_teacher_is_learned_from(tiny: Path, data: Path, tmp_path: Path, monke
         "tasks={retrieval: {anchor: search_query, positive: search_document, batches: homogeneous, loss: "
         f"EmbedDistillLoss, teacher: {{source: {SMALL_ENCODER}}}, datasets: [retrieval/tldr_pages]}}}}",
         "training.max_steps=12",
-        "training.epochs=6",
+        "training.num_train_epochs=6",
         "training.learning_rate=1e-2",
     )
     train("mote", settings)
@@ -330,7 +331,12 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
 
 
-LONGER = ("training.max_steps=null", "training.epochs=2", "training.save_every=3", "training.workers=0")
+LONGER = (
+    "training.max_steps=-1",
+    "training.num_train_epochs=2",
+    "training.save_steps=3",
+    "training.dataloader_num_workers=0",
+)
 
 
 @pytest.mark.parametrize("kill_after", [3, 18])
@@ -360,13 +366,13 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     one, other = (weights(tmp_path / name / "model") for name in ("killed", "whole"))
     assert all(torch.equal(one[key], other[key]) for key in one)
     logs = [read_log(tmp_path / name) for name in ("killed", "whole")]
-    assert [(line["step"], line["set"], line["loss"]) for line in logs[0]] == [
-        (line["step"], line["set"], line["loss"]) for line in logs[1]
+    assert [(line["step"], line["training_set"], line["loss"]) for line in logs[0]] == [
+        (line["step"], line["training_set"], line["loss"]) for line in logs[1]
     ]
     records = [json.loads((tmp_path / name / "model" / "training.json").read_text()) for name in ("killed", "whole")]
-    assert records[0]["went_on_from_step"] >= kill_after
+    assert records[0]["resumed_from_step"] >= kill_after
     assert records[0]["experts"] == records[1]["experts"]
-    assert records[0]["sets"] == records[1]["sets"]
+    assert records[0]["training_sets"] == records[1]["training_sets"]
 
 
 def break_off(settings: list[str], monkeypatch: pytest.MonkeyPatch, at: int) -> None:
@@ -380,7 +386,7 @@ def break_off(settings: list[str], monkeypatch: pytest.MonkeyPatch, at: int) -> 
 
     with monkeypatch.context() as patched:
         patched.setattr(run.Tracker, "record", interrupted)
-        with pytest.raises(KeyboardInterrupt, match="the same command goes on"):
+        with pytest.raises(KeyboardInterrupt, match="the same command resumes"):
             train("mote", settings)
 
 
@@ -410,7 +416,7 @@ def test_a_checkpoint_that_was_cut_short_is_not_used(
     (checkpoints / "checkpoint-3" / "checkpoint.json").unlink()
     (checkpoints / "checkpoint-3" / "model.safetensors").write_bytes(b"cut")
     record = json.loads((train("mote", settings) / "training.json").read_text())
-    assert record["went_on_from_step"] == 2
+    assert record["resumed_from_step"] == 2
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(
@@ -419,14 +425,15 @@ def test_a_checkpoint_of_another_recipe_is_refused(
     settings = overrides(tiny, data, tmp_path / "run", "training.max_steps=4")
     break_off(settings, monkeypatch, at=3)
     with pytest.raises(
-        ValueError, match=r"of another recipe; it differs in .*training.learning_rate \(0.001 there, 0.1 here\)"
+        ValueError,
+        match=r"belongs to another recipe, which differs in .*training.learning_rate \(0.001 there, 0.1 here\)",
     ):
         train("mote", [*settings, "training.learning_rate=0.1"])
-    with pytest.raises(ValueError, match=r"of another recipe.*name.*model.kind"):
+    with pytest.raises(ValueError, match=r"belongs to another recipe.*name.*model.kind"):
         train("ic", settings)
     assert (tmp_path / "run" / "checkpoints" / "checkpoint-2").exists()  # nothing was lost
-    train("mote", [*settings, "training.log_every=2", "training.keep=3"])  # these may change
-    with pytest.raises(FileExistsError, match="holds a run that has ended"):
+    train("mote", [*settings, "training.logging_steps=2", "training.save_total_limit=3"])  # these may change
+    with pytest.raises(FileExistsError, match="holds a finished run"):
         train("mote", settings)
     train("mote", [*settings, "training.learning_rate=0.1"], overwrite=True)
 
@@ -462,7 +469,7 @@ def test_the_record_of_a_run_that_went_on(
     whole = json.loads(
         (train("mote", overrides(tiny, data, tmp_path / "whole", "training.max_steps=4")) / "training.json").read_text()
     )
-    assert (record["went_on_from_step"], whole["went_on_from_step"]) == (3, None)
+    assert (record["resumed_from_step"], whole["resumed_from_step"]) == (3, None)
     assert record["seconds"] > 1000 > whole["seconds"]  # of all steps, as `steps` counts them
     assert record["validation"] == whole["validation"]
     assert record["pairs_per_second"] > 0
@@ -471,7 +478,7 @@ def test_the_record_of_a_run_that_went_on(
 def test_pairs_per_second_count_the_time_of_tokenizing(tmp_path: Path) -> None:
     tracker = run.Tracker()
     tracker.last = {"task": "a", "loss": 1.0, "rows": 4}
-    callback = RunCallback(tracker, tmp_path, {}, {}, log_every=1, scaled=False)
+    callback = RunCallback(tracker, tmp_path, {}, {}, scaled=False)
     state = SimpleNamespace(global_step=0, max_steps=2, is_world_process_zero=False)
     callback.on_train_begin(None, state, None)
     time.sleep(0.05)  # the trainer fetches a batch before it says that a step begins
@@ -488,9 +495,11 @@ def test_a_checkpoint_is_sealed_when_all_processes_have_written(
     seal = tmp_path / "checkpoint-1" / "checkpoint.json"
     seal.parent.mkdir()
     sealed_while_waiting = []
-    waiting = SimpleNamespace(wait_for_everyone=lambda: sealed_while_waiting.append(seal.exists()))
+    waiting = SimpleNamespace(
+        device="cpu", num_processes=1, wait_for_everyone=lambda: sealed_while_waiting.append(seal.exists())
+    )
     monkeypatch.setattr(progress, "processes", lambda: waiting)
-    callback = RunCallback(run.Tracker(), tmp_path, {}, {}, log_every=1, scaled=False)
+    callback = RunCallback(run.Tracker(), tmp_path, {}, {}, scaled=False)
     state = SimpleNamespace(global_step=1, is_world_process_zero=True)
     callback.on_save(SimpleNamespace(output_dir=tmp_path), state, None)
     assert sealed_while_waiting == [False]
@@ -506,6 +515,7 @@ def test_texts_end_to_end_are_counted() -> None:
     loss = TrackedLoss(torch.nn.Identity(), Constant(), tracker, "set", "task", {"anchor": "a", "positive": "b"})
     assert loss(features, None).item() == 1
     assert tracker.tasks == {"a": {"texts": 2, "tokens": 9}, "b": {"texts": 2, "tokens": 9}}
+    assert losses.LoadBalancedLoss(Constant())(features, None).item() == 1
     assert features[0]["balance_share"] == 1 / 4
     assert losses._sorted_by_length(features, None) == (features, None)
 
@@ -525,7 +535,7 @@ def test_other_data_are_refused(tiny: Path, data: Path, tmp_path: Path, monkeypa
     break_off(settings, monkeypatch, at=2)
     rows[7]["positive"] = "another answer"
     (copy / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ValueError, match=r"data are not those .*: retrieval/made changed"):
+    with pytest.raises(ValueError, match=r"data differ from those .*: retrieval/made changed"):
         train("mote", settings)
 
 
@@ -551,7 +561,7 @@ def test_a_loss_that_is_no_number_stops_the_run(
     with pytest.raises(NonFiniteError, match=r"(?s)loss is nan at step 3, in a batch of \d+ rows of .*checkpoint-2"):
         ready.train()
     monkeypatch.setattr(run, "build_loss", calculate)
-    assert json.loads((train("mote", settings) / "training.json").read_text())["went_on_from_step"] == 2
+    assert json.loads((train("mote", settings) / "training.json").read_text())["resumed_from_step"] == 2
 
 
 def test_a_gradient_that_is_no_number_is_not_saved(tiny: Path, data: Path, tmp_path: Path) -> None:
@@ -595,16 +605,15 @@ def test_a_full_disk(tiny: Path, data: Path, tmp_path: Path) -> None:
         ("data.folder=/nowhere", r"nowhere"),
         ("model.source=/nowhere", r"nowhere"),
         (
-            "training.arguments={learning_rates: 1}",
-            r"the trainer has no 'learning_rates'. Did you mean 'learning_rate'",
+            "training.learning_rates=1",
+            r"unknown key 'learning_rates'. Did you mean 'learning_rate'",
         ),
-        ("training.arguments={learning_rate: 1}", r"'learning_rate' cannot be set here: set training.learning_rate"),
-        ("training.arguments={gradient_accumulation_steps: 2}", r"a step is one whole batch"),
+        ("training.gradient_accumulation_steps=2", r"a step is one whole batch"),
         ("tasks.retrieval.loss=InfoNCELos", r"unknown loss 'InfoNCELos'"),
-        ("training.optimizer=adm", r"adm"),
-        ("training.schedule=straight", r"straight"),
-        ("training.arguments={adam_beta2: x}", r"'adam_beta2' is a number or true or false, not 'x'"),
-        ("model.layers=odd", r"'odd' is not 'every', 'every_other', or a list of indices"),
+        ("training.optim=adm", r"adm"),
+        ("training.lr_scheduler_type=straight", r"straight"),
+        ("training.adam_beta2=x", r"adam_beta2: Input should be a valid number, .*, found 'x'"),
+        ("model.layers=odd", r"expected 'every', 'every_other', or a list of indices, got 'odd'"),
         ("model.experts=[search_query]", r"no task 'search_document'"),
     ],
 )
@@ -618,9 +627,9 @@ def test_accelerate_and_the_recipe_must_agree_on_the_precision(
     tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    with pytest.raises(ValueError, match="launched with mixed precision bf16, and the recipe says fp32"):
+    with pytest.raises(ValueError, match="launched with mixed precision bf16, but the recipe says no"):
         train("mote", overrides(tiny, data, tmp_path / "run"))
-    train("mote", overrides(tiny, data, tmp_path / "run", "training.precision=bf16"))
+    train("mote", overrides(tiny, data, tmp_path / "run", "training.bf16=true"))
 
 
 def test_kind_and_source_must_fit(fresh_folder: Path, data: Path, tmp_path: Path) -> None:
@@ -644,8 +653,8 @@ def test_a_folder_of_something_else_is_left_alone(tiny: Path, data: Path, tmp_pa
 
 def test_a_token_router_in_fp16_is_refused() -> None:
     with pytest.raises(ValueError, match="load-balancing loss of a token router is not scaled"):
-        check_recipe(load_recipe("tlr", ["training.precision=fp16"]))
-    check_recipe(load_recipe("tlr", ["training.precision=fp16", "model.load_balancing=0"]))
+        check_recipe(load_recipe("tlr", ["training.fp16=true"]))
+    check_recipe(load_recipe("tlr", ["training.fp16=true", "model.router_aux_loss_coef=0"]))
 
 
 def test_the_arguments_that_a_recipe_decides_are_all_refused() -> None:

@@ -13,7 +13,8 @@ from helpers.checkpoints import tiny_tokenizer
 from pyarrow import parquet
 from transformers import AutoTokenizer
 
-from mote.training.data import TrainingData, TrainingSet, identity, load_data
+from mote.training.cleaning import text_id
+from mote.training.data import TrainingData, TrainingSet, load_data
 from mote.training.recipe import Recipe, parse_recipe
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
@@ -95,15 +96,15 @@ def test_an_invalid_row_is_counted_and_reported_with_its_line(tmp_path: Path, li
     path = write(tmp_path, "retrieval/tiny", [])
     path.write_text("\n".join([VALID % 1, "", line, VALID % 2]))
     lines: list[str] = []
-    recipe = recipe_of(tmp_path, settings={"datasets": ["retrieval/tiny"]}, data={"max_bad_share": 0.34})
+    recipe = recipe_of(tmp_path, settings={"datasets": ["retrieval/tiny"]}, data={"max_invalid_fraction": 0.34})
     data = load_data(recipe, report=lines.append)
     (report,) = data.reports
-    assert (report.read, report.bad, report.used) == (3, 1, 2)
-    assert report.faults[0].startswith(f"{path}:3: {fault}")
+    assert (report.read, report.invalid, report.used) == (3, 1, 2)
+    assert report.errors[0].startswith(f"{path}:3: {fault}")
     assert any(f"{path}:3: {fault}" in reported for reported in lines)
     assert f"{path}:3: {fault}" in str(data)
     with pytest.raises(ValueError, match=r"tiny: 1 of 3 rows have a fault, allowed is a share of 0.33 (.|\n)*:3: "):
-        load(tmp_path, "retrieval/tiny", data={"max_bad_share": 0.33})
+        load(tmp_path, "retrieval/tiny", data={"max_invalid_fraction": 0.33})
 
 
 def test_a_dataset_without_rows(tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ def test_a_dataset_without_rows(tmp_path: Path) -> None:
         load(tmp_path, "retrieval/tiny")
     write(tmp_path, "retrieval/tiny", [{"query": "", "positive": ""}])
     with pytest.raises(ValueError, match="1 of 1 rows have a fault"):
-        load(tmp_path, "retrieval/tiny", data={"max_bad_share": 1.0})
+        load(tmp_path, "retrieval/tiny", data={"max_invalid_fraction": 1.0})
     with pytest.raises(ValueError, match="the task has no data"):
         load(tmp_path)
 
@@ -123,17 +124,17 @@ def test_a_dataset_without_rows(tmp_path: Path) -> None:
 def test_pairs_carry_the_identities_of_their_texts(tmp_path: Path) -> None:
     write(tmp_path, "retrieval/tiny", [{"query": "a", "positive": "b", "negative": "c"}])
     training_set = only(load(tmp_path, "retrieval/tiny"))
-    assert training_set.form == "pairs"
+    assert training_set.row_type == "pairs"
     assert training_set.rows.column_names == ["anchor", "positive", "negative_1", "label"]
-    assert training_set.rows[0]["label"] == [identity("a"), identity("b"), identity("c"), identity("a")]
+    assert training_set.rows[0]["label"] == [text_id("a"), text_id("b"), text_id("c"), text_id("a")]
     documents = {"positive": "search_document", "negative_1": "search_document"}
     assert training_set.column_tasks == {"anchor": "search_query", **documents}
     assert training_set.sources == {"retrieval/tiny": 1}
 
 
 def test_identity_is_fixed() -> None:
-    assert identity("a") == identity(" a\n") == 4681665781835383343
-    assert identity("ä") == -1131041350483206087  # as a validation part, it must never change
+    assert text_id("a") == text_id(" a\n") == 4681665781835383343
+    assert text_id("ä") == -1131041350483206087  # as a validation part, it must never change
 
 
 def test_labelled_texts_are_each_an_anchor_and_a_positive_once(tmp_path: Path) -> None:
@@ -145,8 +146,8 @@ def test_labelled_texts_are_each_an_anchor_and_a_positive_once(tmp_path: Path) -
     for row in rows:
         assert row["anchor"][0] == row["positive"][0]
         assert row["anchor"] != row["positive"]
-        group = identity(f"classification/tiny\0{row['anchor'][0]}")
-        assert row["label"] == [identity(row["anchor"]), identity(row["positive"]), group]
+        group = text_id(f"classification/tiny\0{row['anchor'][0]}")
+        assert row["label"] == [text_id(row["anchor"]), text_id(row["positive"]), group]
     following = dict(zip(rows["anchor"], rows["positive"], strict=True))
     chain = ["x 0"]
     while following[chain[-1]] != "x 0":
@@ -156,11 +157,11 @@ def test_labelled_texts_are_each_an_anchor_and_a_positive_once(tmp_path: Path) -
     assert dict(zip(other_seed["anchor"], other_seed["positive"], strict=True)) != following
 
 
-def test_a_label_with_one_example_is_left_out_by_name(tmp_path: Path) -> None:
+def test_a_label_with_one_example_is_dropped_by_name(tmp_path: Path) -> None:
     write(tmp_path, "classification/tiny", labelled(x=2, lonely=1, y=2))
     data = load(tmp_path, "classification/tiny", task="c")
     assert "lonely 0" not in only(data).rows["anchor"][:]
-    assert data.reports[0].left_out == {"label with one example": 1}
+    assert data.reports[0].dropped == {"label with one example": 1}
     assert "labels with one example: 'lonely'" in str(data)
     write(tmp_path, "classification/tiny", labelled(x=1, y=1))
     with pytest.raises(ValueError, match=r"no row is left to train on(.|\n)*labels with one example: 'x', 'y'"):
@@ -197,7 +198,7 @@ SCORED = [{"sentence1": f"a{i}", "sentence2": f"b{i}", "score": score} for i, sc
 def test_scores_are_brought_to_one_scale(tmp_path: Path) -> None:
     write(tmp_path, "sts/tiny", SCORED)
     data = load(tmp_path, "sts/tiny", task="s", settings={"loss": "CoSENTLoss"})
-    assert only(data).form == "scored"
+    assert only(data).row_type == "scored"
     assert only(data).rows["label"][:] == [0.0, 0.5, 1.0]
     assert data.reports[0].notes == ["scores divided by their maximum, 5"]
     write(tmp_path, "sts/tiny", [{**row, "score": row["score"] / 10} for row in SCORED])
@@ -212,7 +213,7 @@ def test_pairs_of_zero_and_one(tmp_path: Path) -> None:
     data = load(tmp_path, "pair/tiny", task="p")
     assert only(data).rows["anchor"][:] == ["a1", "a3", "a5"]
     assert only(data).column_tasks == {"anchor": "classification", "positive": "classification"}
-    assert data.reports[0].left_out == {"label is 0": 3}
+    assert data.reports[0].dropped == {"label is 0": 3}
     for loss in ("OnlineContrastiveLoss", "CoSENTLoss"):
         assert only(load(tmp_path, "pair/tiny", task="p", settings={"loss": loss})).rows["label"][:] == [0, 1] * 3
 
@@ -262,7 +263,7 @@ def test_lists_of_positives_and_negatives(tmp_path: Path) -> None:
     data = load(tmp_path, "reranking/tiny")
     assert only(data).rows["positive"][:] == ["p1", "p2", "p3"]
     assert negatives_of(data) == [["n1", "n2"], ["n3", "n1"], ["n4", "n5"]]
-    assert data.reports[0].left_out == {"no hard negative": 1}
+    assert data.reports[0].dropped == {"no hard negative": 1}
 
 
 @pytest.mark.parametrize(
@@ -323,14 +324,14 @@ def test_datasets_in_one_batch_have_the_same_columns_and_tasks(tmp_path: Path) -
 # Repeats, the validation part, limits, weights
 
 
-def test_repeated_rows_are_left_out(tmp_path: Path) -> None:
+def test_repeated_rows_are_dropped(tmp_path: Path) -> None:
     write(tmp_path, "retrieval/tiny", [*pairs(3), {"query": "text 1 ", "positive": "answer to text 1"}, *pairs(1, "b")])
     data = load(tmp_path, "retrieval/tiny")
     assert only(data).rows["anchor"][:] == ["text 0", "text 1", "text 2", "b 0"]
-    assert data.reports[0].left_out == {"repeated": 1}
+    assert data.reports[0].dropped == {"repeated": 1}
     write(tmp_path, "c/tiny", [*labelled(x=3, y=2), {"text": "x 0", "label": "x"}, {"text": "x 0", "label": "y"}])
     (report,) = load(tmp_path, "c/tiny", task="c").reports
-    assert report.left_out == {"repeated": 1, "text has several labels": 2}
+    assert report.dropped == {"repeated": 1, "text has several labels": 2}
     assert report.used == 4
     rows = [{"query": "a", "positive": "b", "negative": negative} for negative in ("c", "d", "d")]
     write(tmp_path, "retrieval/tiny", rows)
@@ -348,7 +349,7 @@ def test_the_validation_part_is_the_same_for_every_recipe(tmp_path: Path) -> Non
         assert not set(held_out[-1]) & set(only(data).rows["anchor"])
     assert held_out[0] == held_out[1] == held_out[2]
     assert 70 < len(held_out[0]) < 130
-    assert (validation.name, validation.task, validation.form) == ("retrieval/tiny", "retrieval", "pairs")
+    assert (validation.name, validation.task, validation.row_type) == ("retrieval/tiny", "retrieval", "pairs")
     assert (validation.anchor, validation.positive) == ("search_query", "search_document")
     assert validation.rows.column_names == ["anchor", "positive"]
     fewer = load(tmp_path, "retrieval/tiny", validation={"share": 0.1, "limit": 20})
@@ -369,21 +370,21 @@ def test_texts_that_are_held_out_are_trained_nowhere(tmp_path: Path) -> None:
     assert held_out >= set(chosen)
     assert not {text.strip() for text in trained} & held_out
     reports = {report.name: report for report in data.reports}
-    assert reports["retrieval/a"].left_out["has a text that is held out"] >= len(chosen) - 5
-    assert reports["retrieval/b"].left_out == {"has a text that another dataset holds out": 1}
+    assert reports["retrieval/a"].dropped["has a text that is held out"] >= len(chosen) - 5
+    assert reports["retrieval/b"].dropped == {"has a text that another dataset holds out": 1}
 
 
 def test_validation_of_labelled_and_scored_sets(tmp_path: Path) -> None:
     write(tmp_path, "c/tiny", labelled(x=100, y=100))
     data = load(tmp_path, "c/tiny", task="c", validation={"share": 0.2})
     (validation,) = data.validation
-    assert (validation.form, validation.rows.column_names) == ("labelled", ["text", "label"])
+    assert (validation.row_type, validation.rows.column_names) == ("labelled", ["text", "label"])
     assert set(validation.rows["label"]) == {"x", "y"}
     assert not set(validation.rows["text"]) & {*only(data).rows["anchor"], *only(data).rows["positive"]}
     assert len(only(data).rows) + len(validation.rows) == 200
     write(tmp_path, "pair/tiny", [{"sentence1": f"a{i}", "sentence2": f"b{i}", "label": i % 2} for i in range(100)])
     (validation,) = load(tmp_path, "pair/tiny", task="p", validation={"share": 0.2}).validation
-    assert (validation.form, validation.rows.column_names) == ("scored", ["anchor", "positive", "score"])
+    assert (validation.row_type, validation.rows.column_names) == ("scored", ["anchor", "positive", "score"])
     assert set(validation.rows["score"]) == {0.0, 1.0}  # the loss takes only pairs alike, the measure takes both
 
 
@@ -405,7 +406,7 @@ def test_a_limit_takes_a_sample_of_its_own(tmp_path: Path) -> None:
     assert len(beside.sets["retrieval/b"].rows) == 5
     other = only(load(tmp_path, "retrieval/b", data={"limit": 20})).rows["anchor"][:]
     assert [text.replace("b", "a") for text in other] != sample
-    assert alone.reports[0].left_out == {"over the limit": 80}
+    assert alone.reports[0].dropped == {"over the limit": 80}
     other_seed = only(load(tmp_path, "retrieval/a", data={"limit": 20}, training={"seed": 7}))
     assert sample != other_seed.rows["anchor"][:]
 
@@ -442,7 +443,7 @@ def test_texts_are_cut_to_a_number_of_tokens(tmp_path: Path) -> None:
 
     texts = cut(6)
     assert (texts["anchor"], texts["positive"], texts["negative_1"]) == ("ab, Cde", "short", "ij klmn")
-    assert texts["label"][2] == identity("ij klmn")  # of what is trained on
+    assert texts["label"][2] == text_id("ij klmn")  # of what is trained on
     texts = cut({"anchor": 3, "positive": 2})
     assert (texts["anchor"], texts["positive"], texts["negative_1"]) == ("ab,", "sh", "ij")
     texts = cut({"negative": 1})
@@ -477,11 +478,11 @@ TASKS = {
 
 def test_the_examples_can_be_trained_on() -> None:
     data = load_data(recipe_of(EXAMPLES, tasks=TASKS, validation={"share": 0.02}))
-    assert {name: training_set.form for name, training_set in data.sets.items()} == dict.fromkeys(
+    assert {name: training_set.row_type for name, training_set in data.sets.items()} == dict.fromkeys(
         ("retrieval/arxiv", "retrieval/tldr_pages", "classification", "clustering"), "pairs"
     )
     assert sum(report.read for report in data.reports) == 3700
-    assert not any(report.bad for report in data.reports)
+    assert not any(report.invalid for report in data.reports)
     assert all(report.held_out < 40 for report in data.reports)
     assert len(data.validation) == 6
     assert sum(file.stat().st_size for file in EXAMPLES.rglob("*.gz")) < 400_000
@@ -501,12 +502,12 @@ def test_all_shared_data(shared: Path) -> None:
     expected = {f"{entry['kind']}/{entry['name']}": entry["rows"].get("train") for entry in index}
     assert {r.name: r.read for r in data.reports} == {name: rows for name, rows in expected.items() if rows}
     for report in data.reports:
-        assert report.bad == 0
-        accounted = report.held_out + sum(report.left_out.values()) + report.used
+        assert report.invalid == 0
+        accounted = report.held_out + sum(report.dropped.values()) + report.used
         assert accounted >= report.read if report.task == "reranking" else accounted == report.read
         assert report.held_out <= 400
     held_out = {
-        row["anchor"] for validation in data.validation if validation.form == "pairs" for row in validation.rows
+        row["anchor"] for validation in data.validation if validation.row_type == "pairs" for row in validation.rows
     }
     for training_set in data.sets.values():
         assert not held_out & set(training_set.rows["anchor"])

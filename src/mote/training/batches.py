@@ -1,9 +1,8 @@
-"""Which rows make up a batch: every batch from one training set, the sets in proportion to their data.
+"""Batch samplers: every batch comes from one training set, the sets in proportion to their data.
 
 A training set holds one dataset (homogeneous batches) or all datasets of a task (heterogeneous ones), so a batch is
-always of one task. Sentence-Transformers draws the sets and shuffles their rows; what is added here is that batches of
-a set are as equal in size as can be, so that no row is left over and none is seen in a batch of its own, and that
-several processes get parts of one and the same batch.
+always of one task. Sentence-Transformers draws the sets and shuffles their rows. Added here: batches of a set are of
+nearly equal size, so that there is no small last batch, and several processes get parts of the same batch.
 """
 
 from collections.abc import Iterator
@@ -18,20 +17,19 @@ class EvenBatchSampler(DefaultBatchSampler):
     """The batches of one training set: all its rows in random order, in batches of nearly equal size.
 
     1,377 rows with a batch size of 1,000 give 689 and 688, not 1,000 and 377. Rows that the processes cannot share
-    out evenly, fewer than there are processes, are left out of the epoch: `left_out` counts them.
+    out evenly, fewer than there are processes, are dropped from the epoch: `dropped` counts them.
 
     Args:
-        dataset: The set's rows.
-        batch_size: Rows of a batch, over all processes, at most.
-        processes: That share out each batch.
-        generator: Of the order.
-        seed: Of the order, together with the epoch.
+        dataset: Rows of the training set.
+        batch_size: Maximum number of rows of a batch, over all processes.
+        processes: Number of processes that share each batch.
+        generator: Generator of the order.
+        seed: Seed of the order, together with the epoch.
     """
 
     def __init__(
         self, dataset: Any, batch_size: int, processes: int, generator: torch.Generator | None = None, seed: int = 0
     ) -> None:
-        """Draw the rows in an order that the generator decides."""
         sampler = RandomSampler(dataset, generator=generator)
         super().__init__(sampler, batch_size=batch_size, drop_last=False, generator=generator, seed=seed)
         self.dataset = dataset
@@ -45,8 +43,8 @@ class EvenBatchSampler(DefaultBatchSampler):
         return [self.processes * (shares // count + (index < shares % count)) for index in range(count)]
 
     @property
-    def left_out(self) -> int:
-        """Rows that an epoch leaves out."""
+    def dropped(self) -> int:
+        """Rows dropped from each epoch."""
         return len(self.dataset) - sum(self.sizes)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -66,7 +64,6 @@ class TaskBatchSampler(ProportionalBatchSampler):
     """
 
     def __init__(self, dataset: ConcatDataset, batch_samplers: list[EvenBatchSampler], **kwargs: Any) -> None:
-        """Draw from the sets in proportion to the number of their batches."""
         super().__init__(dataset, batch_samplers=[*batch_samplers], **kwargs)
         self.processes = batch_samplers[0].processes
         self.batch_size: Any = None  # it varies; accelerate then takes every batch as it comes
@@ -83,13 +80,13 @@ class TaskBatchSampler(ProportionalBatchSampler):
 
 
 def even_batch_sampler(dataset: Any, rows_of_a_batch: int, processes: int, **settings: Any) -> EvenBatchSampler:
-    """Make the sampler of one set, as `SentenceTransformerTrainingArguments.batch_sampler` asks for it.
+    """Build the sampler of one training set; see `SentenceTransformerTrainingArguments.batch_sampler`.
 
     Args:
-        dataset: The set's rows.
-        rows_of_a_batch: Over all processes; the trainer's own `batch_size` is that of one.
-        processes: That share out each batch.
-        **settings: What the trainer passes.
+        dataset: Rows of the training set.
+        rows_of_a_batch: Rows of a batch over all processes; the trainer's own `batch_size` is that of one.
+        processes: Number of processes that share each batch.
+        **settings: Arguments of the trainer.
     """
     generator, seed = settings["generator"], settings["seed"]
     return EvenBatchSampler(dataset, rows_of_a_batch, processes, generator=generator, seed=seed)

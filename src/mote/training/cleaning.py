@@ -1,4 +1,4 @@
-"""One dataset of a recipe on its way into a training set: every row is kept, or counted under the reason why not."""
+"""Cleaning the rows of a dataset: every row is kept, or counted under the reason why it was dropped."""
 
 import random
 from collections import Counter
@@ -6,13 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
+from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from configuration_mote import alternatives
 from mote.data.columns import KNOWN, OURS, Example, RowType, check_row, find_columns
 from mote.data.rows import Location, read_rows
-from mote.training.recipe import DatasetSettings, TaskSettings, ValidationSettings
+from mote.training.recipe import DatasetSettings, Recipe, TaskSettings, ValidationSettings
 
 BINARY_LOSSES = ("ContrastiveLoss", "OnlineContrastiveLoss")
 SCORED_LOSSES = ("CoSENTLoss", "AnglELoss", "CosineSimilarityLoss", *BINARY_LOSSES)
@@ -25,7 +26,10 @@ LABELLED_LOSSES = (
 TEACHER_LOSSES = ("EmbedDistillLoss", "MSELoss")
 
 MOST_NEGATIVES = 4  # of a row, where the recipe does not say how many
-SHOWN_FAULTS = 5
+SHOWN_ERRORS = 5
+
+
+LabelType = Literal["pairs", "scored", "labelled", "embeddings"]
 
 
 @dataclass
@@ -33,73 +37,79 @@ class DatasetReport:
     """What became of a dataset's rows.
 
     Attributes:
-        name: Of the dataset.
-        task: The recipe's.
-        read: Rows.
-        bad: Of these, rows with a fault.
+        name: Dataset name.
+        task: Task of the recipe.
+        read: Rows read.
+        invalid: Invalid rows among them.
         used: Rows trained on, before the weight.
-        held_out: Rows of the validation part.
-        left_out: Reason → number of rows.
-        faults: The first, as `file:line: what`.
-        notes: What else was done.
+        held_out: Rows of the validation split.
+        dropped: Reason → number of rows.
+        errors: The first invalid rows, as `file:line: error`.
+        notes: Further remarks.
     """
 
     name: str
     task: str
     read: int = 0
-    bad: int = 0
+    invalid: int = 0
     used: int = 0
     held_out: int = 0
-    left_out: dict[str, int] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
+    dropped: dict[str, int] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def leave_out(self, reason: str, rows: int) -> None:
-        """Count rows that are not trained on."""
+    def drop(self, reason: str, rows: int) -> None:
+        """Count dropped rows."""
         if rows:
-            self.left_out[reason] = self.left_out.get(reason, 0) + rows
+            self.dropped[reason] = self.dropped.get(reason, 0) + rows
 
     def remarks(self) -> list[str]:
-        """What people should know beside the numbers, a line each."""
-        left_out = [f"{self.name}: left out {rows:,}: {reason}" for reason, rows in self.left_out.items()]
+        """List what happened to the rows, a line each."""
+        dropped = [f"{self.name}: dropped {rows:,}: {reason}" for reason, rows in self.dropped.items()]
         notes = [f"{self.name}: {note}" for note in self.notes]
-        return [*left_out, *notes, *(f"{self.name}: bad row {fault}" for fault in self.faults)]
+        return [*dropped, *notes, *(f"{self.name}: invalid row {error}" for error in self.errors)]
 
 
-def identity(text: str) -> int:
-    """The number by which a text is known: equal texts have the same one."""
+def text_id(text: str) -> int:
+    """Return the number that identifies a text; equal texts have the same number."""
     return int.from_bytes(blake2b(text.strip().encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def label_form(task: TaskSettings) -> str:
-    """What a task's loss wants as labels: `pairs`, `scored`, `labelled` or `texts` (see `TrainingSet.form`)."""
-    for losses, form in ((SCORED_LOSSES, "scored"), (LABELLED_LOSSES, "labelled"), (TEACHER_LOSSES, "texts")):
-        if task.loss in losses:
-            return form
-    return "pairs"
+def label_type_of(task: TaskSettings) -> LabelType:
+    """Return what a task's loss takes as labels (see `TrainingSet.label_type`)."""
+    if task.loss in SCORED_LOSSES:
+        return "scored"
+    if task.loss in LABELLED_LOSSES:
+        return "labelled"
+    return "embeddings" if task.loss in TEACHER_LOSSES else "pairs"
 
 
-class Part:
+class DatasetRows:
     """The rows of one dataset.
 
-    The methods are called in their order here; each leaves `rows` and `report` consistent.
+    `clean` applies the methods below in their order.
+
+    Args:
+        location: Where the dataset is.
+        task_name: Task of the recipe.
+        task: Its settings.
 
     Attributes:
-        name: Of the dataset.
-        row_type: What its rows hold.
-        rows: Examples with one positive each; labelled texts and texts alone have none.
-        held_out: The validation part.
+        name: Dataset name.
+        row_type: What its columns hold.
+        label_type: What the loss takes as labels.
+        rows: Examples with one positive each; labelled texts and single texts have none.
+        held_out: Validation rows.
         report: What became of the rows.
     """
 
     def __init__(self, location: Location[DatasetSettings], task_name: str, task: TaskSettings) -> None:
-        """Of the dataset at a place, for a task of the recipe."""
         self.name = location.name
         self.location = location
         self.settings = location.settings
         self.task_name = task_name
         self.task = task.of(self.settings)
-        self.form = label_form(self.task)
+        self.label_type = label_type_of(self.task)
         self.row_type: RowType = "texts"
         self.rows: list[Example] = []
         self.held_out: list[Example] = []
@@ -107,49 +117,63 @@ class Part:
 
     @property
     def tasks(self) -> tuple[str, str]:
-        """Tasks of the model, for anchors and for positives."""
+        """Tasks of the model for anchors and for positives."""
         return self.settings.anchor or self.task.anchor, self.settings.positive or self.task.positive
 
-    def read(self, max_bad_share: float) -> None:
+    def clean(self, recipe: Recipe) -> None:
+        """Read, check and sample the rows, and cut off the validation split.
+
+        Raises:
+            ValueError: If the dataset is invalid, or does not suit the loss.
+        """
+        self.read(recipe.data.max_invalid_fraction)
+        self.fit_to_loss()
+        self.drop_repeats()
+        self.hold_out(recipe.validation)
+        self.drop_negative_pairs()
+        self.take_sample(self.settings.limit or recipe.data.limit, recipe.training.seed)
+
+    def read(self, max_invalid_fraction: float) -> None:
         """Read and check all rows.
 
         Raises:
-            ValueError: If a column is missing, more than the share of the rows have a fault, or none is left.
+            ValueError: If a column is missing, too many rows are invalid, or none is left.
         """
         lines = list(read_rows(self.location))
         if not lines:
             raise ValueError(f"{self.name} has no rows")
         present = sorted({column for line in lines for column in line.content})
         columns = find_columns(self.settings, present, self.name) if present else None
-        faults = []
+        errors = []
         for line in lines:
             try:
                 if columns is None or line.fault:
                     raise ValueError(line.fault or "it has no columns")
                 self.rows.append(check_row(line.content, columns))
-            except ValueError as fault:
-                faults.append(f"{line.where}: {fault}")
+            except ValueError as error:
+                errors.append(f"{line.where}: {error}")
         self.row_type = columns.row_type if columns is not None else "texts"
-        self.report.read, self.report.bad, self.report.faults = len(lines), len(faults), faults[:SHOWN_FAULTS]
-        if len(faults) > max_bad_share * len(lines) or not self.rows:
+        self.report.read, self.report.invalid, self.report.errors = len(lines), len(errors), errors[:SHOWN_ERRORS]
+        if len(errors) > max_invalid_fraction * len(lines) or not self.rows:
             raise ValueError(
-                f"{self.name}: {len(faults):,} of {len(lines):,} rows have a fault, allowed is a share of "
-                f"{max_bad_share:g} (data.max_bad_share). The first ones:\n  " + "\n  ".join(self.report.faults)
+                f"{self.name}: {len(errors):,} of {len(lines):,} rows are invalid; allowed is a fraction of "
+                f"{max_invalid_fraction:g} (data.max_invalid_fraction). The first ones:\n  "
+                + "\n  ".join(self.report.errors)
             )
 
     def fit_to_loss(self) -> None:
-        """Bring the rows to what the task's loss takes.
+        """Convert the rows to what the task's loss takes.
 
         Raises:
-            ValueError: If there is no way to.
+            ValueError: If they cannot be converted.
         """
         if self.row_type == "scored":
             self._fit_scores()
-        elif self.form == "scored":
+        elif self.label_type == "scored":
             raise ValueError(f"{self.name} has no scores, which {self.task.loss} needs; InfoNCE goes without")
-        elif self.form == "labelled" and self.row_type != "labelled":
+        elif self.label_type == "labelled" and self.row_type != "labelled":
             raise ValueError(f"{self.name} has no labels, which {self.task.loss} needs; InfoNCE goes without")
-        elif self.form == "pairs" and self.row_type == "texts":
+        elif self.label_type == "pairs" and self.row_type == "texts":
             raise ValueError(
                 f"{self.name} has single texts, {self.task.loss} takes pairs or texts with labels. Name columns that "
                 "were not found with `columns`"
@@ -160,60 +184,60 @@ class Part:
     def _fit_scores(self) -> None:
         scores = [float(row.label or 0) for row in self.rows]
         graded = not set(scores) <= {0.0, 1.0}
-        if self.form == "labelled":
+        if self.label_type == "labelled":
             raise ValueError(f"{self.name} has pairs with scores, {self.task.loss} takes texts with labels")
-        if graded and (self.form == "pairs" or self.task.loss in BINARY_LOSSES):
+        if graded and (self.label_type == "pairs" or self.task.loss in BINARY_LOSSES):
             wanted = "0 and 1" if self.task.loss in BINARY_LOSSES else "pairs that belong together"
             raise ValueError(f"{self.name} has graded scores, {self.task.loss} takes {wanted}: try the loss CoSENTLoss")
         most = max(scores)
-        if self.form == "scored" and most > 1:
+        if self.label_type == "scored" and most > 1:
             self.report.notes.append(f"scores divided by their maximum, {most:g}")
             self.rows = [row._replace(label=score / most) for row, score in zip(self.rows, scores, strict=True)]
 
     def _make_pairs(self) -> None:
-        """Make a pair of each positive, all with the same number of hard negatives."""
+        """Expand each positive into a pair, all with the same number of hard negatives."""
         rows = [_without_known(row) for row in self.rows]
         known = sum(len(row.negatives) for row in self.rows) - sum(len(row.negatives) for row in rows)
         if known:
-            self.report.notes.append(f"{known:,} hard negatives taken out that equal the anchor or a positive")
+            self.report.notes.append(f"{known:,} hard negatives removed that equal the anchor or a positive")
         wanted = self._negatives_per_row(rows)
         self.rows = []
         for row in rows:
             if wanted and not row.negatives:
-                self.report.leave_out("no hard negative", len(row.positives))
+                self.report.drop("no hard negative", len(row.positives))
                 continue
             for number, positive in enumerate(row.positives):
-                taken = range(number * wanted, (number + 1) * wanted)  # each positive goes on where the last one ended
+                taken = range(number * wanted, (number + 1) * wanted)  # each positive takes the next ones
                 hard = tuple(row.negatives[i % len(row.negatives)] for i in taken)
                 self.rows.append(Example(row.anchor, (positive,), hard))
 
     def _negatives_per_row(self, rows: Sequence[Example]) -> int:
         counts = [len(row.negatives) for row in rows if row.negatives]
-        if not counts or self.form == "texts":
+        if not counts or self.label_type == "embeddings":
             return 0
         if self.settings.negatives is not None:
             return min(self.settings.negatives, max(counts))
         return min(*counts, MOST_NEGATIVES)
 
     def drop_repeats(self) -> None:
-        """Leave out rows that equal an earlier one, and texts with several labels, which are in nobody's group."""
+        """Drop rows that equal an earlier one, and texts with ambiguous labels."""
         unlike: dict[tuple[str, ...], Example] = {}
         for row in self.rows:
             label = str(row.label) if self.row_type == "labelled" else ""
             texts = (row.anchor, *row.positives, *row.negatives)
             unlike.setdefault((label, *(text.strip() for text in texts)), row)
-        self.report.leave_out("repeated", len(self.rows) - len(unlike))
+        self.report.drop("repeated", len(self.rows) - len(unlike))
         self.rows = list(unlike.values())
-        if self.row_type == "labelled" and self.form != "texts":
+        if self.row_type == "labelled" and self.label_type != "embeddings":
             labels = Counter(row.anchor.strip() for row in self.rows)
             self.rows = [row for row in self.rows if labels[row.anchor.strip()] == 1]
-            self.report.leave_out("text has several labels", len(unlike) - len(self.rows))
+            self.report.drop("text has several labels", len(unlike) - len(self.rows))
 
     def hold_out(self, settings: ValidationSettings) -> None:
-        """Cut off the validation part, by a hash of the anchor: it is the same for every recipe and seed."""
-        if self.row_type == "texts":  # nothing could be measured on them
+        """Cut off the validation split, by a hash of the anchor: it is the same for every recipe and seed."""
+        if self.row_type == "texts":  # there is nothing to measure
             return
-        places = [(identity(row.anchor) + 2**63) / 2**64 for row in self.rows]
+        places = [(text_id(row.anchor) + 2**63) / 2**64 for row in self.rows]
         inside = sorted((place, number) for number, place in enumerate(places) if place < settings.share)
         if len(inside) < 2:
             return
@@ -224,55 +248,55 @@ class Part:
         self.drop_texts((row.anchor for row in self.held_out), "has a text that is held out")
 
     def drop_texts(self, texts: Iterable[str], reason: str) -> None:
-        """Leave out rows that have one of the texts as anchor or positive."""
+        """Drop rows that have one of the texts as anchor or positive."""
         dropped = {text.strip() for text in texts}
         kept = [row for row in self.rows if not any(text.strip() in dropped for text in (row.anchor, *row.positives))]
-        self.report.leave_out(reason, len(self.rows) - len(kept))
+        self.report.drop(reason, len(self.rows) - len(kept))
         self.rows = kept
 
-    def drop_unlike_pairs(self) -> None:
-        """Of pairs with 0 or 1, keep those that belong together, where the loss takes nothing else."""
-        if self.row_type == "scored" and self.form == "pairs":
+    def drop_negative_pairs(self) -> None:
+        """Drop pairs with the label 0, where the loss takes positive pairs only."""
+        if self.row_type == "scored" and self.label_type == "pairs":
             kept = [row for row in self.rows if row.label == 1]
-            self.report.leave_out("label is 0", len(self.rows) - len(kept))
+            self.report.drop("label is 0", len(self.rows) - len(kept))
             self.rows = kept
 
     def take_sample(self, limit: int | None, seed: int) -> None:
-        """Take a sample that depends on nothing but the seed and the dataset."""
+        """Take a sample that depends only on the seed and the dataset."""
         if limit is not None and len(self.rows) > limit:
-            self.report.leave_out("over the limit", len(self.rows) - limit)
+            self.report.drop("over the limit", len(self.rows) - limit)
             sample = random.Random(f"{seed} limit {self.name}").sample(range(len(self.rows)), limit)
             self.rows = [self.rows[number] for number in sorted(sample)]
 
-    def drop_lonely(self) -> None:
-        """Leave out texts whose label no other text has."""
-        if self.row_type != "labelled" or self.form == "texts":
+    def drop_singleton_labels(self) -> None:
+        """Drop texts whose label no other text has."""
+        if self.row_type != "labelled" or self.label_type == "embeddings":
             return
         counts = Counter(str(row.label) for row in self.rows)
-        lonely = sorted(label for label, count in counts.items() if count == 1)
-        if lonely:
-            self.report.leave_out("label with one example", len(lonely))
-            named = ", ".join(map(repr, lonely[:SHOWN_FAULTS])) + (" …" if len(lonely) > SHOWN_FAULTS else "")
+        singletons = sorted(label for label, count in counts.items() if count == 1)
+        if singletons:
+            self.report.drop("label with one example", len(singletons))
+            named = ", ".join(map(repr, singletons[:SHOWN_ERRORS])) + (" …" if len(singletons) > SHOWN_ERRORS else "")
             self.report.notes.append(f"labels with one example: {named}")
             self.rows = [row for row in self.rows if counts[str(row.label)] > 1]
 
-    def cut_texts(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Cut texts to the dataset's `max_length` in tokens; instructions are not counted.
+    def truncate(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Truncate texts to the dataset's `max_length` in tokens; instructions are not counted.
 
         Raises:
-            ValueError: If the tokenizer cannot tell where its tokens end.
+            ValueError: If the tokenizer does not know the offsets of its tokens.
         """
         lengths = _max_lengths(self.settings, self.name)
         if not lengths:
             return
         if tokenizer is None or not tokenizer.is_fast:
-            raise ValueError(f"{self.name}: `max_length` needs a fast tokenizer, which tells where its tokens end")
-        anchors = _cut(tokenizer, [row.anchor for row in self.rows], lengths.get("anchor"))
+            raise ValueError(f"{self.name}: `max_length` needs a fast tokenizer, which knows the offsets of its tokens")
+        anchors = _truncated(tokenizer, [row.anchor for row in self.rows], lengths.get("anchor"))
         positives = iter(
-            _cut(tokenizer, [text for row in self.rows for text in row.positives], lengths.get("positive"))
+            _truncated(tokenizer, [text for row in self.rows for text in row.positives], lengths.get("positive"))
         )
         negatives = iter(
-            _cut(tokenizer, [text for row in self.rows for text in row.negatives], lengths.get("negative"))
+            _truncated(tokenizer, [text for row in self.rows for text in row.negatives], lengths.get("negative"))
         )
         self.rows = [
             row._replace(
@@ -285,13 +309,13 @@ class Part:
 
 
 def _without_known(row: Example) -> Example:
-    """Take out negatives that are known to be none."""
+    """Remove negatives that equal the anchor or a positive."""
     known = {text.strip() for text in (row.anchor, *row.positives)}
     return row._replace(negatives=tuple(text for text in row.negatives if text.strip() not in known))
 
 
 def _max_lengths(settings: DatasetSettings, name: str) -> dict[str, int]:
-    """Tokens at most of anchors, positives and negatives, as far as there is a limit."""
+    """Return the limits in tokens of anchors, positives and negatives, as far as there are any."""
     if settings.max_length is None:
         return {}
     if isinstance(settings.max_length, int):
@@ -306,7 +330,7 @@ def _max_lengths(settings: DatasetSettings, name: str) -> dict[str, int]:
     return lengths
 
 
-def _cut(tokenizer: PreTrainedTokenizerBase, texts: list[str], tokens: int | None) -> list[str]:
+def _truncated(tokenizer: PreTrainedTokenizerBase, texts: list[str], tokens: int | None) -> list[str]:
     if tokens is None or not texts:
         return texts
     encoded = tokenizer(

@@ -1,13 +1,14 @@
-"""The data of a recipe: checked, its validation part cut off, in the form that each task's loss wants.
+"""The data of a recipe: cleaned, with a validation split, and labels that suit each task's loss.
 
-The paper's hierarchy is task → datasets. What becomes of a dataset's rows, in this order: rows with a fault are counted
-and reported, lists of positives become pairs, repeats are left out, the validation part is cut off, the limit is
-applied, texts are cut, labelled texts are paired within their label, and the weight is applied.
+The paper's hierarchy is task → datasets. The rows of a dataset go through these steps: invalid rows are counted and
+reported, lists of positives become pairs, repeats are dropped, the validation split is cut off, the limit is applied,
+texts are truncated, labelled texts are paired within their label, and the weight is applied.
 """
 
+import logging
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -20,13 +21,12 @@ from transformers import PreTrainedTokenizerBase
 
 from mote.data.columns import Example
 from mote.data.rows import find_datasets
-from mote.training.cleaning import TEACHER_LOSSES, DatasetReport, Part, identity, label_form
-from mote.training.recipe import Recipe, TaskSettings, TeacherSettings
+from mote.reporting import table
+from mote.training.cleaning import TEACHER_LOSSES, DatasetReport, DatasetRows, LabelType, label_type_of, text_id
+from mote.training.recipe import Recipe, TaskSettings
 from mote.training.teachers import Teacher
 
-__all__ = ["DatasetReport", "TrainingData", "TrainingSet", "ValidationSet", "identity", "load_data"]
-
-Report = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -34,14 +34,14 @@ class TrainingSet:
     """Rows that are drawn into batches together.
 
     Attributes:
-        name: Of the dataset if the task's batches are homogeneous, else of the task.
-        task: The recipe's.
-        settings: The task's, as they hold for these rows.
+        name: Name of the dataset if the task's batches are homogeneous, else of the task.
+        task: Task of the recipe.
+        settings: Its settings, for these rows.
         rows: Columns `anchor`, `positive`, `negative_1` …, `label`, as far as there are any.
-        column_tasks: Column → the task of the model (instruction and expert) that its texts are for.
-        form: What `label` is. `pairs`: identities of the row's texts, and of the group whose rows are not negatives of
-            one another. `scored`: a score. `labelled`: the number of a label. `texts`: the teacher's embeddings.
-        sources: Dataset → how many of the rows are its.
+        column_tasks: Column → task of the model (instruction and expert) of its texts.
+        label_type: Content of `label`. `pairs`: ids of the row's texts, and of the group whose rows are not negatives
+            of one another. `scored`: a score. `labelled`: the number of a label. `embeddings`: the teacher's.
+        sources: Dataset → number of its rows.
     """
 
     name: str
@@ -49,11 +49,11 @@ class TrainingSet:
     settings: TaskSettings
     rows: Dataset
     column_tasks: dict[str, str]
-    form: str
+    label_type: LabelType
     sources: dict[str, int]
 
-    def fingerprint(self) -> str:
-        """Tell these rows from any others."""
+    def rows_hash(self) -> str:
+        """Return a content hash of the rows."""
         digest = blake2b(digest_size=8)
         for name in self.column_tasks:
             for text in self.rows[name]:
@@ -62,26 +62,26 @@ class TrainingSet:
 
     @property
     def teacher_dimension(self) -> int:
-        """Size of the teacher's embeddings, of form `texts`."""
+        """Width of the teacher's embeddings, for the label type `embeddings`."""
         return int(np.shape(self.rows[0]["label"])[-1])
 
 
 @dataclass
 class ValidationSet:
-    """What was cut off one dataset, and is never trained on.
+    """The validation split of one dataset, which is never trained on.
 
     Attributes:
-        name: Of the dataset.
-        task: The recipe's.
-        form: `pairs` (columns `anchor`, `positive`), `scored` (also `score`) or `labelled` (`text`, `label`).
-        rows: In the order of their hashes.
+        name: Name of the dataset.
+        task: Task of the recipe.
+        row_type: `pairs` (columns `anchor`, `positive`), `scored` (also `score`) or `labelled` (`text`, `label`).
+        rows: Rows, in the order of their hashes.
         anchor: Task of the model for anchors, and for labelled texts.
         positive: Task of the model for positives.
     """
 
     name: str
     task: str
-    form: str
+    row_type: str
     rows: Dataset
     anchor: str
     positive: str
@@ -89,184 +89,159 @@ class ValidationSet:
 
 @dataclass
 class TrainingData:
-    """All data of a recipe."""
+    """Training sets by name, validation sets, and a report for each dataset."""
 
     sets: dict[str, TrainingSet]
     validation: list[ValidationSet]
     reports: list[DatasetReport]
 
     def __str__(self) -> str:
-        """A table for people: a line for each dataset, then what they should know about it."""
-        titles = ("task", "dataset", "read", "bad", "held out", "left out", "used")
-        lines = [titles, *(_table_line(report) for report in self.reports)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
-        table = []
-        for line in lines:
-            texts = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
-            numbers = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
-            table.append("  ".join(texts + numbers))
-        return "\n".join([*table, *(remark for report in self.reports for remark in report.remarks())])
-
-
-def _table_line(report: DatasetReport) -> tuple[str, ...]:
-    counts = (report.read, report.bad, report.held_out, sum(report.left_out.values()), report.used)
-    return (report.task, report.name, *(f"{count:,}" for count in counts))
+        """A table with a line for each dataset, then the remarks."""
+        rows = [
+            (
+                report.task,
+                report.name,
+                *map("{:,}".format, (report.read, report.invalid, report.held_out)),
+                *map("{:,}".format, (sum(report.dropped.values()), report.used)),
+            )
+            for report in self.reports
+        ]
+        header = ["task", "dataset", "read", "invalid", "held out", "dropped", "used"]
+        remarks = (remark for report in self.reports for remark in report.remarks())
+        return "\n".join([table(header, rows, align="llrrrrr"), *remarks])
 
 
 def load_data(
-    recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    report: Report = lambda line: None,
-    *,
-    with_teachers: bool = True,
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None, *, with_teachers: bool = True
 ) -> TrainingData:
     """Read and prepare everything that a recipe trains on.
 
     Args:
         recipe: The recipe.
-        tokenizer: Of the model; needed where datasets have a `max_length`.
-        report: Called with each line of progress.
+        tokenizer: Tokenizer of the model, for datasets with a `max_length`.
         with_teachers: Whether teachers embed the texts, which can take hours; without, such rows have no labels.
 
-    Returns:
-        The training sets by name, the validation parts, and what became of the rows.
-
     Raises:
-        FileNotFoundError: If a dataset is not there.
-        ValueError: If a dataset has too many rows with a fault, lacks a column, or does not fit its task's loss.
+        FileNotFoundError: If a dataset does not exist.
+        ValueError: If a dataset has too many invalid rows, lacks a column, or does not suit its task's loss.
     """
-    _check_teachers(recipe)
-    parts = _find_parts(recipe)
-    for part in parts:
-        part.read(recipe.data.max_bad_share)
-        part.fit_to_loss()
-        part.drop_repeats()
-        part.hold_out(recipe.validation)
-        part.drop_unlike_pairs()
-        part.take_sample(part.settings.limit or recipe.data.limit, recipe.training.seed)
-        report(f"{part.name}: read {part.report.read:,} rows, {part.report.bad:,} of them bad")
-        for fault in part.report.faults:
-            report(f"  {fault}")
-    held_out = [row.anchor for part in parts for row in part.held_out]
-    for part in parts:  # after the samples, which should not depend on the other datasets
-        part.drop_texts(held_out, "has a text that another dataset holds out")
-        part.drop_lonely()
-        part.cut_texts(tokenizer)
-    sets = _training_sets(parts, recipe, report, with_teachers)
-    return TrainingData(sets, [_validation_set(part) for part in parts if part.held_out], [p.report for p in parts])
-
-
-def _check_teachers(recipe: Recipe) -> None:
     for name, task in recipe.tasks.items():
         for settings in (task.of(dataset) for dataset in task.datasets):
-            if (settings.teacher is not None) != (label_form(settings) == "texts"):
+            if (settings.teacher is not None) != (label_type_of(settings) == "embeddings"):
                 losses = " and ".join(TEACHER_LOSSES)
                 raise ValueError(
                     f"Task {name!r} has the loss {settings.loss}: a teacher goes with {losses}, and they with one"
                 )
+    datasets = _find_datasets(recipe)
+    for dataset in datasets:
+        dataset.clean(recipe)
+        report = dataset.report
+        logger.info("%s: read %s rows, %s of them invalid", report.name, f"{report.read:,}", f"{report.invalid:,}")
+        for error in dataset.report.errors:
+            logger.info("  %s", error)
+    held_out = [row.anchor for dataset in datasets for row in dataset.held_out]
+    for dataset in datasets:  # after the samples, which should not depend on the other datasets
+        dataset.drop_texts(held_out, "has a text that another dataset holds out")
+        dataset.drop_singleton_labels()
+        dataset.truncate(tokenizer)
+    sets = _training_sets(datasets, recipe, with_teachers)
+    return TrainingData(
+        sets, [_validation_set(dataset) for dataset in datasets if dataset.held_out], [d.report for d in datasets]
+    )
 
 
-def _find_parts(recipe: Recipe) -> list[Part]:
-    parts: dict[str, Part] = {}
+def _find_datasets(recipe: Recipe) -> list[DatasetRows]:
+    datasets: dict[str, DatasetRows] = {}
     for name, task in recipe.tasks.items():
         for settings in task.datasets:
             for location in find_datasets(settings, Path(recipe.data.folder)):
-                other = parts.setdefault(location.name, Part(location, name, task))
+                other = datasets.setdefault(location.name, DatasetRows(location, name, task))
                 if other.location is not location:
                     raise ValueError(
                         f"Two datasets are named {location.name!r}: {other.settings.path!r} of the task "
                         f"{other.task_name!r}, and {settings.path!r} of the task {name!r}"
                     )
-    return list(parts.values())
+    return list(datasets.values())
 
 
-def _training_sets(parts: list[Part], recipe: Recipe, report: Report, with_teachers: bool) -> dict[str, TrainingSet]:
+def _training_sets(datasets: list[DatasetRows], recipe: Recipe, with_teachers: bool) -> dict[str, TrainingSet]:
     sets: dict[str, TrainingSet] = {}
-    teachers: dict[str, Teacher] = {}
+    teachers: dict[str, Teacher] = {}  # several datasets may have the same one, which is loaded once
     for name, task in recipe.tasks.items():
-        own = [part for part in parts if part.task_name == name]
-        groups = {part.name: [part] for part in own} if task.batches == "homogeneous" else {name: own}
+        own = [dataset for dataset in datasets if dataset.task_name == name]
+        groups = {dataset.name: [dataset] for dataset in own} if task.batches == "homogeneous" else {name: own}
         for set_name, group in groups.items():
             if set_name in sets:
                 raise ValueError(f"A dataset and a task are both named {set_name!r}: rename the task")
-            teacher = _teacher(group[0].task.teacher, teachers, report)  # looked for in any case
+            settings, teacher = group[0].task.teacher, None
+            if settings is not None:
+                key = settings.model_dump_json()
+                teacher = teachers.get(key) or teachers.setdefault(key, Teacher(settings))
             sets[set_name] = _training_set(set_name, group, recipe.training.seed, teacher if with_teachers else None)
     return sets
 
 
-def _teacher(settings: TeacherSettings | None, known: dict[str, Teacher], report: Report) -> Teacher | None:
-    """Find a teacher; several datasets may have the same one, which is loaded once."""
-    if settings is None:
-        return None
-    key = settings.model_dump_json()
-    if key not in known:
-        known[key] = Teacher(settings, report=report)
-    return known[key]
-
-
-def _training_set(name: str, parts: list[Part], seed: int, teacher: Teacher | None) -> TrainingSet:
+def _training_set(name: str, datasets: list[DatasetRows], seed: int, teacher: Teacher | None) -> TrainingSet:
     labels: dict[tuple[str, Any], int] = {}
     tables = []
-    for part in parts:
-        part.report.used = len(part.rows)
-        if not part.rows:
-            raise ValueError("\n  ".join([f"{part.name}: no row is left to train on", *part.report.remarks()]))
-        table = _table(part, seed, labels, teacher)
-        tables.append(_weighted(table, part, seed))
-    _refuse_mixture(name, parts, tables)
-    _refuse_one_group(name, parts)
+    for dataset in datasets:
+        dataset.report.used = len(dataset.rows)
+        if not dataset.rows:
+            raise ValueError("\n  ".join([f"{dataset.name}: no row is left to train on", *dataset.report.remarks()]))
+        tables.append(_weighted(_table(dataset, seed, labels, teacher), dataset, seed))
+    _refuse_mixture(name, datasets, tables)
+    first = datasets[0]
+    if first.label_type in ("pairs", "labelled") and not first.rows[0].negatives:
+        groups = {
+            (dataset.name, row.label) if dataset.row_type == "labelled" else row.anchor
+            for dataset in datasets
+            for row in dataset.rows
+        }
+        if len(groups) == 1:
+            raise ValueError(f"All rows of {name!r} have the same label or anchor: there are no negatives")
     rows = concatenate_datasets(tables) if len(tables) > 1 else tables[0]
-    anchor, positive = parts[0].tasks
+    anchor, positive = first.tasks
     text_columns = [column for column in rows.column_names if column != "label"]
     column_tasks = {column: anchor if column == "anchor" else positive for column in text_columns}
-    sources = {part.name: len(table) for part, table in zip(parts, tables, strict=True)}
-    return TrainingSet(name, parts[0].task_name, parts[0].task, rows, column_tasks, parts[0].form, sources)
+    sources = {dataset.name: len(rows) for dataset, rows in zip(datasets, tables, strict=True)}
+    return TrainingSet(name, first.task_name, first.task, rows, column_tasks, first.label_type, sources)
 
 
-def _refuse_mixture(name: str, parts: list[Part], tables: list[Dataset]) -> None:
-    """Make sure that datasets whose rows share batches have the same columns, for the same tasks."""
-    columns = {part.name: ", ".join(table.column_names) for part, table in zip(parts, tables, strict=True)}
-    tasks = {part.name: " and ".join(part.tasks) for part in parts}
+def _refuse_mixture(name: str, datasets: list[DatasetRows], tables: list[Dataset]) -> None:
+    """Raise if datasets whose rows share batches differ in their columns or tasks."""
+    columns = {dataset.name: ", ".join(rows.column_names) for dataset, rows in zip(datasets, tables, strict=True)}
+    tasks = {dataset.name: " and ".join(dataset.tasks) for dataset in datasets}
     hint = "set `negatives: 0` for those with hard negatives, or make the task's batches homogeneous"
-    for unlike, what, way_out in ((columns, "columns", hint), (tasks, "tasks", "make its batches homogeneous")):
-        if len(set(unlike.values())) > 1:
-            listed = "; ".join(f"{dataset}: {value}" for dataset, value in unlike.items())
-            raise ValueError(f"The batches of task {name!r} mix datasets with unlike {what} ({listed}): {way_out}")
+    for values, what, remedy in ((columns, "columns", hint), (tasks, "tasks", "make its batches homogeneous")):
+        if len(set(values.values())) > 1:
+            listed = "; ".join(f"{dataset}: {value}" for dataset, value in values.items())
+            raise ValueError(f"The batches of task {name!r} mix datasets with different {what} ({listed}): {remedy}")
 
 
-def _refuse_one_group(name: str, parts: list[Part]) -> None:
-    """Make sure that there are rows that are negatives of one another."""
-    if parts[0].form in ("scored", "texts") or parts[0].rows[0].negatives:
-        return
-    groups = {
-        (part.name, row.label) if part.row_type == "labelled" else row.anchor for part in parts for row in part.rows
-    }
-    if len(groups) == 1:
-        raise ValueError(f"All rows of {name!r} have one label or anchor: there is nothing to tell apart")
-
-
-def _table(part: Part, seed: int, labels: dict[tuple[str, Any], int], teacher: Teacher | None) -> Dataset:
-    """Make the rows of one dataset, each once, in the form that the loss wants."""
-    if part.form == "texts":
-        columns = _text_columns(part.rows)
-        return _dataset(columns, pyarrow.nulls(len(part.rows)) if teacher is None else teacher.labels(columns))
-    if part.form == "scored":
-        return _dataset(_text_columns(part.rows), pyarrow.array([row.label for row in part.rows], pyarrow.float64()))
-    if part.form == "labelled":
-        numbers = [labels.setdefault((part.name, row.label), len(labels)) for row in part.rows]
-        return _dataset(_text_columns(part.rows), pyarrow.array(numbers, pyarrow.int64()))
-    if part.row_type == "labelled":
-        rows = _paired_by_label(part.rows, f"{seed} pairs {part.name}")
-        groups = [identity(f"{part.name}\0{row.label}") for row in rows]
+def _table(dataset: DatasetRows, seed: int, labels: dict[tuple[str, Any], int], teacher: Teacher | None) -> Dataset:
+    """Build the rows of one dataset, each once, with the labels that the loss takes."""
+    if dataset.label_type == "embeddings":
+        columns = _text_columns(dataset.rows)
+        return _columns(columns, pyarrow.nulls(len(dataset.rows)) if teacher is None else teacher.labels(columns))
+    if dataset.label_type == "scored":
+        return _columns(
+            _text_columns(dataset.rows), pyarrow.array([row.label for row in dataset.rows], pyarrow.float64())
+        )
+    if dataset.label_type == "labelled":
+        numbers = [labels.setdefault((dataset.name, row.label), len(labels)) for row in dataset.rows]
+        return _columns(_text_columns(dataset.rows), pyarrow.array(numbers, pyarrow.int64()))
+    if dataset.row_type == "labelled":
+        rows = _paired_by_label(dataset.rows, f"{seed} pairs {dataset.name}")
+        groups = [text_id(f"{dataset.name}\0{row.label}") for row in rows]
     else:
-        rows, groups = part.rows, [identity(row.anchor) for row in part.rows]
+        rows, groups = dataset.rows, [text_id(row.anchor) for row in dataset.rows]
     columns = _text_columns(rows)
-    identities = [[*map(identity, texts), group] for *texts, group in zip(*columns.values(), groups, strict=True)]
-    return _dataset(columns, pyarrow.array(identities, pyarrow.list_(pyarrow.int64())))
+    ids = [[*map(text_id, texts), group] for *texts, group in zip(*columns.values(), groups, strict=True)]
+    return _columns(columns, pyarrow.array(ids, pyarrow.list_(pyarrow.int64())))
 
 
 def _paired_by_label(rows: Sequence[Example], seed: str) -> list[Example]:
-    """Pair texts of the same label: each is an anchor once, and a positive once."""
+    """Pair texts of the same label: each is an anchor once and a positive once."""
     members: dict[Any, list[Example]] = defaultdict(list)
     for row in rows:
         members[row.label].append(row)
@@ -289,26 +264,27 @@ def _text_columns(rows: Sequence[Example]) -> dict[str, list[str]]:
     return {name: list(texts) for name, texts in zip(names, columns, strict=True)}
 
 
-def _dataset(columns: dict[str, list[str]], label: pyarrow.Array) -> Dataset:
+def _columns(columns: dict[str, list[str]], label: pyarrow.Array) -> Dataset:
     return Dataset(pyarrow.table({**columns, "label": label}))
 
 
-def _weighted(rows: Dataset, part: Part, seed: int) -> Dataset:
+def _weighted(rows: Dataset, dataset: DatasetRows, seed: int) -> Dataset:
     """Repeat rows: whole copies, then a sample for the fraction."""
-    weight, count = part.task.weight * part.settings.weight, len(rows)
+    weight, count = dataset.task.weight * dataset.settings.weight, len(rows)
     whole = int(weight)
-    sample = random.Random(f"{seed} weight {part.name}").sample(range(count), round((weight - whole) * count))
+    sample = random.Random(f"{seed} weight {dataset.name}").sample(range(count), round((weight - whole) * count))
     numbers = [*range(count)] * whole + sorted(sample)
     if not numbers:
-        raise ValueError(f"{part.name}: the weight {weight:g} leaves no row of {count:,}")
+        raise ValueError(f"{dataset.name}: the weight {weight:g} leaves no row of {count:,}")
     return rows if weight == 1 else rows.select(numbers)
 
 
-def _validation_set(part: Part) -> ValidationSet:
-    anchors = [row.anchor for row in part.held_out]
-    columns: dict[str, list[Any]] = {"anchor": anchors, "positive": [p for row in part.held_out for p in row.positives]}
-    if part.row_type == "labelled":
-        columns = {"text": anchors, "label": [row.label for row in part.held_out]}
-    elif part.row_type == "scored":
-        columns["score"] = [row.label for row in part.held_out]
-    return ValidationSet(part.name, part.task_name, part.row_type, Dataset(pyarrow.table(columns)), *part.tasks)
+def _validation_set(dataset: DatasetRows) -> ValidationSet:
+    anchors, labels = [row.anchor for row in dataset.held_out], [row.label for row in dataset.held_out]
+    columns: dict[str, list[Any]] = {"text": anchors, "label": labels}
+    if dataset.row_type != "labelled":
+        columns = {"anchor": anchors, "positive": [text for row in dataset.held_out for text in row.positives]}
+    if dataset.row_type == "scored":
+        columns["score"] = labels
+    rows = Dataset(pyarrow.table(columns))
+    return ValidationSet(dataset.name, dataset.task_name, dataset.row_type, rows, *dataset.tasks)

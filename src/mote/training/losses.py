@@ -20,6 +20,7 @@ from torch.nn.functional import normalize
 
 from configuration_mote import alternatives
 from mote.inference.loading import all_weights
+from mote.training.progress import count_texts
 from mote.training.recipe import TaskSettings, TrainingSettings
 
 INFO_NCE = "InfoNCE"
@@ -213,6 +214,26 @@ class _NotNegative:
 def _paired(groups: Tensor, texts: Tensor) -> Tensor:
     """Make one number of the identities of a group and a text; it wraps around, as hashes may."""
     return groups * 6364136223846793005 + texts
+
+
+class LoadBalancedLoss(nn.Module):
+    """A loss around a token-routed model: each forward pass contributes its share of a step's load-balancing loss.
+
+    Args:
+        loss: The loss.
+    """
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None) -> Any:
+        """Compute the loss of a batch; a forward pass of n rows gets n times the share of one row."""
+        features = list(sentence_features)
+        rows = sum(count_texts(column) for column in features)
+        for column in features:
+            column["balance_share"] = 1 / rows
+        return self.loss(features, labels)
 
 
 def check_loss(task: str, settings: TaskSettings) -> None:

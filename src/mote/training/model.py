@@ -10,26 +10,20 @@ from sentence_transformers import SentenceTransformer
 from configuration_mote import MoTEConfig, alternatives
 from mote import upcycling
 from mote.checkpoints import writing as repository
-from mote.checkpoints.reading import DenseSource, Source, load_dense, load_tokenizer, open_any
+from mote.checkpoints.reading import DenseSource, Source, load_dense, load_tokenizer
 from mote.checkpoints.staging import Staging
 from mote.inference.loading import all_weights
 from mote.training.processes import processes
 from mote.training.recipe import ModelSettings, Recipe
-
-START_FOLDER = "start"  # in the folder of a run: the upcycled source, until it is in memory
-
-
-def is_mote(model: SentenceTransformer) -> bool:
-    """Tell whether a model has experts; one that was loaded as remote code is of a class of its own."""
-    config: Any = getattr(model[0], "config", None)
-    return config is not None and config.model_type == "mote"
+from mote.training.run_folder import START_FOLDER
 
 
-def build_model(recipe: Recipe, scratch: Path) -> tuple[SentenceTransformer, MoTEConfig]:
+def build_model(recipe: Recipe, source: Source, scratch: Path) -> tuple[SentenceTransformer, MoTEConfig]:
     """Build the model that a recipe trains.
 
     Args:
         recipe: The recipe.
+        source: Its opened source.
         scratch: Folder for a MoTE on its way from the dense source into memory.
 
     Returns:
@@ -41,9 +35,8 @@ def build_model(recipe: Recipe, scratch: Path) -> tuple[SentenceTransformer, MoT
         ValueError: If the source does not fit the recipe, or the recipe names a task that the model does not know.
     """
     settings = recipe.model
-    names = names_of(recipe)
+    names = names_of(recipe, source)
     torch.manual_seed(recipe.training.seed)  # for new weights: those of a token router
-    source = open_any(settings.source, settings.revision)
     if settings.kind == "dense":
         with processes().main_process_first():
             folder = native_folder(source, scratch / START_FOLDER)
@@ -86,15 +79,14 @@ def native_folder(source: Source, folder: Path) -> Path:
     return folder
 
 
-def names_of(recipe: Recipe) -> MoTEConfig:
-    """Find out the tasks and instructions of the model that a recipe trains, without its weights.
+def names_of(recipe: Recipe, source: Source) -> MoTEConfig:
+    """Return the tasks and instructions of the model that a recipe trains, without its weights.
 
     Raises:
         FileNotFoundError: If the source is not there.
         ValueError: If the source does not fit the recipe, or the recipe names a task that the model does not know.
     """
     settings = recipe.model
-    source = open_any(settings.source, settings.revision)
     if source.config.model_type == "mote":
         names: Any = source.config
         _check_mote(settings, names, source.is_local)
@@ -111,7 +103,7 @@ def _check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> 
     name = settings.source
     if settings.kind == "dense":
         raise ValueError(f"{name} is a MoTE: the kind is 'mote', or average its experts first (`mote average`)")
-    if config.router != {"mote": "task", "token": "token"}[settings.kind]:
+    if config.router != {"mote": "task", "token_routed": "token"}[settings.kind]:
         raise ValueError(f"{name} routes by {config.router}: the recipe's kind {settings.kind!r} does not fit")
     if config.expert_bits is not None:
         raise ValueError(
@@ -167,11 +159,12 @@ def _upcycled(settings: ModelSettings, scratch: Path) -> Path:
     with processes().main_process_first():
         if not folder.exists():
             routing: dict[str, Any] = {}
-            if settings.kind == "token":
+            if settings.kind == "token_routed":
                 routing = {
                     "router": "token",
-                    "experts_per_token": settings.experts_per_token,
-                    "load_balancing": settings.load_balancing,
+                    "experts_per_token": settings.num_experts_per_tok,
+                    "normalize_router": settings.norm_topk_prob,
+                    "load_balancing": settings.router_aux_loss_coef,
                 }
             upcycling.upcycle(
                 settings.source,
@@ -230,17 +223,14 @@ def _freeze_all_but(model: SentenceTransformer, experts: list[str]) -> None:
             block.experts[name].requires_grad_(True)
 
 
-def encodings(names: MoTEConfig, routed: bool) -> dict[str, dict[str, Any]]:
-    """Say how the texts of each task are embedded.
+def encodings(names: MoTEConfig, kind: str) -> dict[str, dict[str, Any]]:
+    """Return the arguments of `encode` for the texts of each task.
 
     Args:
         names: Tasks and instructions.
-        routed: Whether the task also picks an expert.
-
-    Returns:
-        Task → arguments of `encode`.
+        kind: `model.kind` of the recipe.
     """
     return {
-        task: {"prompt": names.instruction_of(task) or None, **({"task": task} if routed else {})}
+        task: {"prompt": names.instruction_of(task) or None, **({"task": task} if kind == "mote" else {})}
         for task in names.tasks
     }

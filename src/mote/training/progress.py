@@ -1,4 +1,4 @@
-"""What a run shows and writes down: a progress bar, a log of every step, checkpoints that are known to be whole."""
+"""Progress of a run: progress bar, a log of its steps, and checkpoints with metadata that mark them complete."""
 
 import json
 import math
@@ -11,51 +11,51 @@ from typing import Any
 import torch
 from accelerate.utils import reduce
 from torch import Tensor, nn
-from tqdm.auto import tqdm
-from transformers import TrainerCallback
+from transformers import ProgressCallback, TrainerCallback
 
 from mote.training.processes import processes
 
 LOG_FILE = "log.jsonl"
-CHECKPOINT_FILE = "checkpoint.json"  # written last: a checkpoint without it was cut short
+CHECKPOINT_FILE = "checkpoint.json"  # written last: a checkpoint without it is incomplete
 LOSS_FILE = "loss.pt"
 
 
 class NonFiniteError(ValueError):
-    """The loss or a gradient is no number any more."""
+    """The loss, a gradient or a weight became non-finite."""
 
 
 class Tracker:
-    """What a run has seen so far, over all processes.
+    """Counts of a run so far, over all processes.
 
     Attributes:
-        step: Steps done.
-        sets: Training set → steps, rows, and the sum of its losses.
-        tasks: Task of the model → texts and tokens that went through it.
-        seconds: That they took, until the last checkpoint or the end; what a kill has undone is not in it.
-        last: Of the step at hand: set, task, loss, rows.
+        step: Completed steps.
+        training_sets: Training set → steps, rows, and the sum of its losses.
+        tasks: Task of the model → texts and tokens of it.
+        seconds: Duration up to the last checkpoint or the end, without what a kill has undone.
+        last: Training set, task, loss and rows of the current step.
     """
 
     def __init__(self) -> None:
-        """Begin at nothing."""
         self.step = 0
-        self.sets: dict[str, dict[str, float]] = {}
+        self.training_sets: dict[str, dict[str, float]] = {}
         self.tasks: dict[str, dict[str, int]] = {}
         self.seconds = 0.0
         self.last: dict[str, Any] = {}
 
-    def record(self, name: str, task: str, column_tasks: list[str], features: list[dict], loss: Tensor) -> None:
+    def record(
+        self, name: str, task: str, column_tasks: list[str], features: list[dict[str, Any]], loss: Tensor
+    ) -> None:
         """Add one batch.
 
         Args:
-            name: Of its training set.
-            task: Of the recipe.
+            name: Training set.
+            task: Task of the recipe.
             column_tasks: Task of the model of each column.
-            features: Of each column: what the tokenizer made of this process's part of the batch.
-            loss: Of this process's part, a scalar.
+            features: Tokenized texts of each column, this process's share of the batch.
+            loss: Loss of this process's share, a scalar.
 
         Raises:
-            NonFiniteError: If the loss is not finite in some process.
+            NonFiniteError: If the loss is non-finite in any process.
         """
         state = processes()
         counts = [_tokens(column) for column in features]
@@ -64,31 +64,36 @@ class Tracker:
             values = reduce(values.to(state.device), "sum")
         mean, *tokens = values.tolist()
         mean /= state.num_processes
-        rows = _texts(features[0]) * state.num_processes
+        rows = count_texts(features[0]) * state.num_processes
         if not math.isfinite(mean):
             raise NonFiniteError(f"The loss is {mean} at step {self.step + 1}, in a batch of {rows} rows of {name}")
-        of_set = self.sets.setdefault(name, {"steps": 0, "rows": 0, "loss": 0.0})
-        of_set["steps"] += 1
-        of_set["rows"] += rows
-        of_set["loss"] += mean
+        seen = self.training_sets.setdefault(name, {"steps": 0, "rows": 0, "loss": 0.0})
+        seen["steps"] += 1
+        seen["rows"] += rows
+        seen["loss"] += mean
         for column_task, count in zip(column_tasks, tokens, strict=True):
             of_task = self.tasks.setdefault(column_task, {"texts": 0, "tokens": 0})
             of_task["texts"] += rows
             of_task["tokens"] += int(count)
-        self.last = {"set": name, "task": task, "loss": mean, "rows": rows}
+        self.last = {"training_set": name, "task": task, "loss": mean, "rows": rows}
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
-        return {"step": self.step, "sets": self.sets, "tasks": self.tasks, "seconds": self.seconds}
+        """Return the state that a checkpoint keeps."""
+        return {
+            "step": self.step,
+            "training_sets": self.training_sets,
+            "tasks": self.tasks,
+            "seconds": self.seconds,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over what a checkpoint kept."""
-        self.step, self.sets, self.tasks = state["step"], state["sets"], state["tasks"]
+        """Restore the state of a checkpoint."""
+        self.step, self.training_sets, self.tasks = state["step"], state["training_sets"], state["tasks"]
         self.seconds = state["seconds"]
 
 
-def _texts(column: dict[str, Any]) -> int:
-    """Count the texts of a column; flash attention has them end to end in one row."""
+def count_texts(column: dict[str, Any]) -> int:
+    """Count the texts of a column; with flash attention they are concatenated in one row."""
     return len(column["cu_seq_lens_q"]) - 1 if "cu_seq_lens_q" in column else len(column["attention_mask"])
 
 
@@ -97,21 +102,20 @@ def _tokens(column: dict[str, Any]) -> Tensor:
 
 
 class TrackedLoss(nn.Module):
-    """The loss of one training set, which tells the tracker what it sees.
+    """The loss of one training set, recorded by the tracker.
 
     Args:
-        model: What is trained.
-        loss: Of the set.
-        tracker: Of the run.
-        name: Of the set.
-        task: Of the recipe.
+        model: Model that is trained.
+        loss: Loss of the training set.
+        tracker: Tracker of the run.
+        name: Training set.
+        task: Task of the recipe.
         column_tasks: Text column → task of the model.
     """
 
     def __init__(
         self, model: nn.Module, loss: nn.Module, tracker: Tracker, name: str, task: str, column_tasks: dict[str, str]
     ) -> None:
-        """Wrap the loss."""
         super().__init__()
         self.model = model  # where the trainer puts its wrapped model
         self.loss = loss
@@ -119,32 +123,72 @@ class TrackedLoss(nn.Module):
         self.name, self.task, self.column_tasks = name, task, list(column_tasks.values())
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None) -> Tensor:
-        """Compute the loss of a batch."""
+        """Compute the loss of a batch, and record it."""
         features = list(sentence_features)
-        rows = sum(_texts(column) for column in features)
-        for column in features:  # of a step's load-balancing loss each forward pass has its share (token routing)
-            column["balance_share"] = 1 / rows
         loss = self.loss(features, labels)
         total = torch.stack([*loss.values()]).sum() if isinstance(loss, dict) else loss
         self.tracker.record(self.name, self.task, self.column_tasks, features, total)
         return total
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the weights that belong to the loss and not to the model (of a projection, say)."""
+        """Return the weights of the loss that are not the model's (of a projection, say)."""
         of_model = {id(parameter) for parameter in self.model.parameters()}
         return {name: value for name, value in self.named_parameters() if id(value) not in of_model}
 
 
-class RunCallback(TrainerCallback):
-    """Shows and logs the run, stops it when a number is none, and seals its checkpoints.
+class AverageLossGradients(TrainerCallback):
+    """Averages the gradients of the losses' own weights over the processes; DDP does so for the model's only."""
+
+    def __init__(self, losses: dict[str, TrackedLoss]) -> None:
+        self.losses = losses
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Average the gradients."""
+        for loss in self.losses.values() if processes().num_processes > 1 else ():
+            for weight in loss.own_parameters().values():
+                if weight.grad is not None:
+                    weight.grad = reduce(weight.grad, "mean")
+
+
+class TaskProgress(ProgressCallback):
+    """The trainer's progress bar, with the smoothed loss of each task instead of a line for each log.
 
     Args:
-        tracker: Of the run.
-        folder: Of the run.
-        losses: Of the training sets.
-        seal: What every checkpoint is to say of the run that made it.
-        log_every: Steps between lines of the log.
-        scaled: Whether gradients may overflow now and then, as they do in fp16.
+        tracker: Tracker of the run.
+    """
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__()
+        self.tracker = tracker
+        self.losses: dict[str, float] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Advance the bar."""
+        super().on_step_end(args, state, control, **kwargs)
+        last = self.tracker.last
+        self.losses[last["task"]] = 0.9 * self.losses.get(last["task"], last["loss"]) + 0.1 * last["loss"]
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        """Show the losses in the bar."""
+        if self.training_bar is not None and "learning_rate" in (logs or {}):
+            losses = {task: f"{loss:.3f}" for task, loss in self.losses.items()}
+            self.training_bar.set_postfix({**losses, "lr": f"{logs['learning_rate']:.1e}"})
+
+    def close(self) -> None:
+        """Close the bar, also of a run that was stopped."""
+        if self.training_bar is not None:
+            self.training_bar.close()
+
+
+class RunCallback(TrainerCallback):
+    """Writes the log, stops on non-finite values, and completes the checkpoints.
+
+    Args:
+        tracker: Tracker of the run.
+        folder: Folder of the run.
+        losses: Training set → its loss.
+        metadata: What each checkpoint records about the run.
+        scaled: Whether gradients are scaled and may overflow now and then, as in fp16.
     """
 
     def __init__(
@@ -152,84 +196,60 @@ class RunCallback(TrainerCallback):
         tracker: Tracker,
         folder: Path,
         losses: dict[str, TrackedLoss],
-        seal: dict[str, Any],
-        log_every: int,
+        metadata: dict[str, Any],
         scaled: bool,
     ) -> None:
-        """Keep the arguments; nothing is written yet."""
-        self.tracker, self.folder, self.losses, self.seal = tracker, folder, losses, seal
-        self.log_every, self.scaled = log_every, scaled
-        self.bar: Any = None
-        self.recent: dict[str, float] = {}
+        self.tracker, self.folder, self.losses, self.metadata = tracker, folder, losses, metadata
+        self.scaled = scaled
         self.timed: dict[str, float] = defaultdict(float)
         self.started = self.begun = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Cut the log back to the step at which the run goes on, and open the bar."""
+        """Cut the log back to the step from which the run resumes."""
         self.tracker.step = state.global_step
         if state.is_world_process_zero:
             kept = [line for line in read_log(self.folder) if line.get("step", 0) <= state.global_step]
             text = "".join(json.dumps(line) + "\n" for line in kept)
             (self.folder / LOG_FILE).write_text(text, encoding="utf-8")
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True)
         self.begun = time.perf_counter()
         self.started = self.begun - self.tracker.seconds
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Average the gradients of losses' own weights: what wraps the model does it for the model's alone."""
-        for loss in self.losses.values() if processes().num_processes > 1 else ():
-            for weight in loss.own_parameters().values():
-                if weight.grad is not None:
-                    weight.grad = reduce(weight.grad, "mean")
-
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take the time of the step, in which its texts were also tokenized."""
+        """Record the duration of the step, tokenizing included."""
         self.tracker.step = state.global_step
-        last = self.tracker.last
         now = time.perf_counter()
         self.timed["seconds"] += now - self.begun
+        self.timed["rows"] += self.tracker.last["rows"]
         self.begun = now
-        self.timed["rows"] += last["rows"]
-        before = self.recent.get(last["task"], last["loss"])
-        self.recent[last["task"]] = 0.9 * before + 0.1 * last["loss"]  # smoothed, for the eye
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        """Write a line of the log; refuse to go on with a gradient that is no number."""
+        """Write a line of the log; raise `NonFiniteError` on a non-finite gradient."""
         logs = logs or {}
         if not math.isfinite(logs.get("grad_norm", 0.0)) and not self.scaled:
             raise NonFiniteError(
                 f"The gradient is {logs['grad_norm']} at step {state.global_step}, after a batch of "
-                f"{self.tracker.last['set']}"
+                f"{self.tracker.last['training_set']}"
             )
-        if not state.is_world_process_zero:
-            return
-        line: dict[str, Any] = {"step": state.global_step}
+        line: dict[str, Any] = {}
         if "grad_norm" in logs:
-            rate = self.timed["rows"] / self.timed["seconds"]
-            line |= {**self.tracker.last, "learning_rate": logs["learning_rate"], "grad_norm": logs["grad_norm"]}
-            line |= {"pairs_per_second": round(rate, 1)}
-            if self.bar is not None:
-                shown = {task: f"{loss:.3f}" for task, loss in self.recent.items()}
-                self.bar.set_postfix({**shown, "lr": f"{logs['learning_rate']:.1e}", "pairs/s": f"{rate:.0f}"})
-                self.bar.update(state.global_step - self.bar.n)
-            if state.global_step % self.log_every:
-                return
+            rate = round(self.timed["rows"] / self.timed["seconds"], 1)
+            line = {**self.tracker.last, "learning_rate": logs["learning_rate"], "grad_norm": logs["grad_norm"]}
+            line["pairs_per_second"] = rate
         else:
-            scores = {key: value for key, value in logs.items() if key.startswith("eval_validation")}
-            if not scores:
-                return
-            line |= scores
-        with (self.folder / LOG_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            line = {key: value for key, value in logs.items() if key.startswith("eval_validation")}
+        if line and state.is_world_process_zero:
+            with (self.folder / LOG_FILE).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": state.global_step, **line}) + "\n")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leave the evaluation out of the time of the next step."""
+        """Exclude the validation from the duration of the next step."""
         self.begun = time.perf_counter()
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Say that the checkpoint is whole."""
+    def on_save(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
+        """Complete the checkpoint: its metadata is written when all processes have written their parts."""
+        check_finite(model, state.global_step)
         self.tracker.seconds = time.perf_counter() - self.started
-        processes().wait_for_everyone()  # each process has its own part of it to write
+        processes().wait_for_everyone()
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             own = {name: loss.own_parameters() for name, loss in self.losses.items()}
@@ -241,24 +261,35 @@ class RunCallback(TrainerCallback):
                 },
                 folder / LOSS_FILE,
             )
-            content = json.dumps({**self.seal, "tracker": self.tracker.state()})
-            unsealed = folder / (CHECKPOINT_FILE + ".part")
-            unsealed.write_text(content, encoding="utf-8")
-            unsealed.replace(folder / CHECKPOINT_FILE)
+            content = json.dumps({**self.metadata, "tracker": self.tracker.state()})
+            unfinished = folder / (CHECKPOINT_FILE + ".part")
+            unfinished.write_text(content, encoding="utf-8")
+            unfinished.replace(folder / CHECKPOINT_FILE)
         self.begun = time.perf_counter()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take the time of the whole."""
+    def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
+        """Record the total duration, and check the trained weights."""
         self.tracker.seconds = time.perf_counter() - self.started
+        check_finite(model, state.global_step)
 
-    def close(self) -> None:
-        """Close the bar, also of a run that was stopped."""
-        if self.bar is not None:
-            self.bar.close()
+
+def check_finite(model: nn.Module | None, step: int) -> None:
+    """Raise `NonFiniteError` if a weight is non-finite in any process; all processes call this."""
+    state = processes()
+    names = [] if model is None else [name for name, weight in model.named_parameters() if not _is_finite(weight)]
+    count = torch.tensor(float(len(names)), device=state.device)
+    if (reduce(count, "sum") if state.num_processes > 1 else count).item():
+        shown = ", ".join(names[:3]) or "in another process"
+        raise NonFiniteError(f"{len(names)} weights are non-finite at step {step} ({shown})")
+
+
+def _is_finite(weight: Tensor) -> bool:
+    local = weight.to_local() if hasattr(weight, "to_local") else weight  # sharded by FSDP2
+    return bool(torch.isfinite(local).all())
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """Read a run's log; a last line that a kill cut short is left out."""
+    """Read a run's log; a last line that a kill cut short is skipped."""
     path = folder / LOG_FILE
     lines = []
     for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
@@ -270,8 +301,8 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def draw_curves(log: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw the loss of each task, and the validation scores where there are several, over the steps."""
-    from matplotlib.figure import Figure  # not pyplot, which would look for a screen
+    """Draw the loss of each task, and the validation score where there are several, over the steps."""
+    from matplotlib.figure import Figure  # pyplot selects a GUI backend
 
     by_task: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for line in log:
@@ -295,7 +326,7 @@ def draw_curves(log: list[dict[str, Any]], path: Path, title: str) -> None:
 
 
 def _smoothed(values: Iterable[float], keep: float = 0.9) -> list[float]:
-    """Smooth exponentially, without the pull of the first value."""
+    """Smooth exponentially, without bias towards the first value."""
     total, weight, result = 0.0, 0.0, []
     for value in values:
         total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)

@@ -1,17 +1,20 @@
 """Recipes: everything that decides a training run, in one short file.
 
 A recipe is YAML. It may extend another one (`extends: mote`), and then holds only what differs; on the command line,
-`key=value` changes single settings (`training.learning_rate=2e-5`). Unknown keys are refused.
+`key=value` changes single settings (`training.learning_rate=2e-5`). Unknown keys are errors.
 """
 
 import copy
+import difflib
+import functools
+import typing
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import yaml  # type: ignore[import-untyped]
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 import mote.data.settings
 from configuration_mote import alternatives
@@ -19,36 +22,43 @@ from mote.data.settings import Settings
 
 SHIPPED = files("mote") / "recipes"
 
+MAX_VALUES = 100_000  # in a recipe, with aliases counted as often as they are used
+MAX_DEPTH = 30
+
+_ANY_TYPE = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
+
 
 class ModelSettings(Settings):
-    """What is trained.
+    """The model.
 
     Attributes:
-        source: A dense checkpoint or a MoTE: a folder, or an id on the Hub.
-        kind: `mote` (an expert per task), `token` (the same experts, routed token by token), or `dense`.
+        source: Dense checkpoint or MoTE: a folder, or an id on the Hub.
+        kind: `mote` (an expert per task), `token_routed` (the same experts, routed token by token), or `dense`.
         revision: Branch, tag or commit of a source on the Hub.
-        instructions: Whether texts get the instruction of their task in front.
+        instructions: Whether texts are prefixed with the instruction of their task.
         instruction_texts: Task → instruction, over the paper's.
-        layers: Of `mote` and `token`: the blocks with experts, as for `mote upcycle`.
-        experts: Their names. Default: the paper's four.
+        layers: Blocks with experts (`every`, `every_other`, or a list of indices), for `mote` and `token_routed`.
+        experts: Expert names. Default: the paper's four.
         tasks: Further tasks → the expert that serves each.
-        experts_per_token: Of `token`: how many experts a token goes through.
-        load_balancing: Of `token`: weight of the load-balancing loss.
+        num_experts_per_tok: Experts per token, for `token_routed`.
+        norm_topk_prob: Whether the weights of a token's experts are scaled to sum to 1, for `token_routed`.
+        router_aux_loss_coef: Weight of the load-balancing loss, for `token_routed`.
         trust_remote_code: Whether to run the code that comes with a MoTE from the Hub.
-        max_length: Tokens after which texts are cut. Default: the source's.
+        max_length: Maximum length of a text in tokens. Default: the source's.
         attention: Attention implementation, as transformers names it. Default: its own choice.
     """
 
     source: str
-    kind: Literal["mote", "token", "dense"] = "mote"
+    kind: Literal["mote", "token_routed", "dense"] = "mote"
     revision: str | None = None
     instructions: bool = True
     instruction_texts: dict[str, str] = {}
     layers: str | list[int] = "every"
     experts: list[str] | None = None
     tasks: dict[str, str] = {}
-    experts_per_token: int = Field(default=2, ge=1)
-    load_balancing: float = Field(default=0.01, ge=0)
+    num_experts_per_tok: int = Field(default=2, ge=1)
+    norm_topk_prob: bool = True
+    router_aux_loss_coef: float = Field(default=0.01, ge=0)
     trust_remote_code: bool = False
     max_length: int | None = Field(default=None, ge=4)
     attention: str | None = None
@@ -57,17 +67,17 @@ class ModelSettings(Settings):
     @classmethod
     def _known(cls, layers: str | list[int]) -> str | list[int]:
         if isinstance(layers, str) and layers not in ("every", "every_other"):
-            raise ValueError(f"{layers!r} is not 'every', 'every_other', or a list of indices")
+            raise ValueError(f"expected 'every', 'every_other', or a list of indices, got {layers!r}")
         return layers
 
 
 class TeacherSettings(Settings):
-    """A model whose embeddings are to be learned (with a distillation loss).
+    """A teacher, whose embeddings a distillation loss learns.
 
     Attributes:
         source: Any Sentence-Transformers model: a folder, or an id on the Hub.
         prompts: Column (`anchor`, `positive`) → the teacher's own prompt for it.
-        batch_size: Of encoding.
+        batch_size: Batch size of the teacher.
         trust_remote_code: Whether to run code that comes with the teacher.
     """
 
@@ -78,19 +88,19 @@ class TeacherSettings(Settings):
 
 
 class DatasetSettings(mote.data.settings.DatasetSettings):
-    """A dataset of a task, or several of a kind, and how it is trained on.
+    """A dataset of a task, or all that match a pattern, and how it is trained on.
 
     Attributes:
         anchor: Task of the anchors. Default: that of the recipe's task.
-        positive: Task of the positives and the negatives. Default: that of the recipe's task.
+        positive: Task of the positives and negatives. Default: that of the recipe's task.
         weight: How often each row is seen per epoch: 2 is twice, 0.5 a seeded half of the rows.
-        limit: Rows to take at most, a seeded sample.
-        max_length: Tokens after which texts of this dataset are cut, one number or one for each column.
-        negatives: Hard negatives per row at most, where the dataset has lists of them.
-        temperature: In place of the task's; this and the following ones need homogeneous batches.
-        loss: In place of the task's.
-        loss_arguments: In place of the task's.
-        teacher: In place of the task's.
+        limit: Maximum number of rows, a seeded sample.
+        max_length: Maximum length of texts in tokens, one number or one for each column.
+        negatives: Maximum number of hard negatives per row.
+        temperature: Temperature, in place of the task's. This and the following need homogeneous batches.
+        loss: Loss, in place of the task's.
+        loss_arguments: Arguments of the loss, in place of the task's.
+        teacher: Teacher, in place of the task's.
     """
 
     anchor: str | None = None
@@ -106,27 +116,27 @@ class DatasetSettings(mote.data.settings.DatasetSettings):
 
     @property
     def own_objective(self) -> dict[str, Any]:
-        """What this dataset has in place of its task's; with a loss of its own come its own arguments and teacher."""
+        """Settings in place of the task's; a loss of its own comes with its own arguments and teacher."""
         names = ("temperature", "loss", "loss_arguments", "teacher")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return {"loss_arguments": {}, "teacher": None, **given} if "loss" in given else given
 
 
 class TaskSettings(Settings):
-    """One task of the training, and its part of task-aware contrastive learning (TA-CL, section 3 of the paper).
+    """One task of the training: its data, and its settings for task-aware contrastive learning (paper, section 3).
 
     Attributes:
-        datasets: Of the task.
+        datasets: Datasets of the task.
         anchor: Task (instruction and expert) of the first column of its pairs.
         positive: Task of the other columns. Default: that of the anchors.
-        batches: `homogeneous`, each from one dataset, or `heterogeneous`, across the task's datasets.
-        temperature: Of InfoNCE.
-        weight: Of all its datasets, multiplied with theirs.
+        batches: `homogeneous` (each from one dataset) or `heterogeneous` (across the task's datasets).
+        temperature: Temperature of InfoNCE.
+        weight: Weight of all its datasets, multiplied with theirs.
         in_batch_negatives: Whether the other rows of a batch are negatives; if not, only given ones are.
         symmetric: Whether positives also have to find their anchors.
         loss: `InfoNCE`, or the name of a loss of Sentence-Transformers.
-        loss_arguments: For a loss of Sentence-Transformers: its arguments.
-        teacher: For a distillation loss: the model to learn from.
+        loss_arguments: Arguments of a loss of Sentence-Transformers.
+        teacher: Teacher of a distillation loss.
     """
 
     datasets: list[DatasetSettings]
@@ -145,111 +155,186 @@ class TaskSettings(Settings):
     def _both_sides(self) -> "TaskSettings":
         self.positive = self.positive or self.anchor
         if not self.datasets:
-            raise ValueError("the task has no data: name at least one dataset, or leave the task out (`null`)")
+            raise ValueError("the task has no data: name at least one dataset, or remove the task (`null`)")
         own = [dataset.path for dataset in self.datasets if dataset.own_objective]
         if own and self.batches == "heterogeneous":
             raise ValueError(
-                f"{', '.join(own)}: a batch across datasets has one loss; make the task's batches homogeneous, or give "
-                "the dataset a task of its own"
+                f"{', '.join(own)}: a batch across datasets has one loss; make the task's batches homogeneous, or move "
+                "the dataset into a task of its own"
             )
         return self
 
     def of(self, dataset: DatasetSettings) -> "TaskSettings":
-        """Return the task's settings as they hold for one of its datasets."""
+        """Return the task's settings for one of its datasets."""
         return self.model_copy(update=dataset.own_objective)
 
 
 class DataSettings(Settings):
-    """What holds for all datasets.
+    """Settings of all datasets.
 
     Attributes:
-        folder: Where relative paths of datasets begin.
-        limit: Rows of each dataset at most, a seeded sample; a dataset's own limit wins.
-        max_bad_share: Share of rows with a fault (empty, wrong type, missing column) from which a dataset is refused.
+        folder: Folder in which relative paths of datasets are looked up.
+        limit: Maximum number of rows of each dataset, a seeded sample; a dataset's own limit wins.
+        max_invalid_fraction: Fraction of invalid rows (empty, wrong type, missing column) above which a dataset is
+            refused.
     """
 
     folder: str = "."
     limit: int | None = Field(default=None, ge=1)
-    max_bad_share: float = Field(default=0.01, ge=0, le=1)
+    max_invalid_fraction: float = Field(default=0.01, ge=0, le=1)
 
 
 class TrainingSettings(Settings):
-    """Optimisation.
+    """`SentenceTransformerTrainingArguments`, by their own names, and five settings of ours.
+
+    The trainer's arguments that are listed here have another default, or are checked more closely; all others are
+    accepted as well, with the trainer's default. Ours are the first five.
 
     Attributes:
         batch_size: Rows of a step, over all processes.
-        mini_batch_size: Rows of a forward pass, with gradient caching around it; none: no caching.
-        epochs: Passes over the data.
-        max_steps: Ends the run earlier.
-        learning_rate: Peak.
-        weight_decay: Of AdamW.
-        optimizer: As transformers names it.
-        schedule: Of the learning rate, as transformers names it.
-        warmup: Share of the steps in which the learning rate rises.
-        max_grad_norm: Gradients are scaled down to it; 0: never.
-        precision: Of the computation: `fp32`, `bf16` or `fp16` (mixed, weights stay in fp32).
-        gradient_checkpointing: Recompute activations in the backward pass.
-        compile: Run the model through `torch.compile`.
-        only_experts: Experts that are trained, everything else stays as it is, bit for bit. Default: all is trained.
+        mini_batch_size: Rows of a forward pass, with gradient caching. Default: no caching.
+        only_experts: Experts to train; everything else is frozen. Default: the whole model.
         cross_device_negatives: Whether the rows of all processes are negatives of one another.
-        matryoshka: Dimensions that should also work by themselves.
-        seed: Of the order of the data, new weights, and dropout.
-        workers: Processes that tokenize.
-        save_every: Steps between checkpoints. Default: a tenth of the run.
-        keep: Checkpoints to keep, at least two: the one before must be there until the new one is known to be whole.
-        log_every: Steps between lines of the log.
-        arguments: Any other of `SentenceTransformerTrainingArguments`.
+        matryoshka: Dimensions to which embeddings can be truncated.
+        num_train_epochs: Passes over the data.
+        max_steps: Number of steps, in place of the epochs; -1: as many as the epochs have.
+        learning_rate: Peak learning rate.
+        weight_decay: Weight decay of AdamW.
+        optim: Optimizer.
+        warmup_steps: Steps in which the learning rate rises; below 1 a fraction of all steps.
+        bf16: Mixed precision in bfloat16; weights stay in float32.
+        fp16: Mixed precision in float16; weights stay in float32.
+        gradient_checkpointing: Whether activations are recomputed in the backward pass.
+        seed: Seed of the order of the data, new weights, and dropout.
+        save_steps: Steps between checkpoints; below 1 a fraction of all steps.
+        save_total_limit: Checkpoints to keep, at least two: the last one must stay until the next is complete.
+        logging_steps: Steps between lines of the log; below 1 a fraction of all steps.
+        eval_steps: Steps between validations; below 1 a fraction of all steps. Default: only before and after.
     """
+
+    model_config = ConfigDict(extra="allow")
 
     batch_size: int = Field(default=6144, ge=2)
     mini_batch_size: int | None = Field(default=None, ge=1)
-    epochs: float = Field(default=1, gt=0)
-    max_steps: int | None = Field(default=None, ge=1)
-    learning_rate: float = Field(default=5e-6, gt=0)
-    weight_decay: float = Field(default=0.1, ge=0)
-    optimizer: str = "adamw_torch"
-    schedule: str = "linear"
-    warmup: float = Field(default=0.1, ge=0, lt=1)
-    max_grad_norm: float = Field(default=1.0, ge=0)
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    gradient_checkpointing: bool = False
-    compile: bool = False
     only_experts: list[str] | None = Field(default=None, min_length=1)
     cross_device_negatives: bool = True
     matryoshka: list[int] | None = None
-    seed: int = 42
-    workers: int = Field(default=0, ge=0)
-    save_every: int | None = Field(default=None, ge=1)
-    keep: int = Field(default=2, ge=2)
-    log_every: int = Field(default=1, ge=1)
-    arguments: dict[str, Any] = {}
+    num_train_epochs: float = Field(default=1, gt=0)
+    max_steps: int = Field(default=-1, ge=-1)
+    learning_rate: float = Field(default=5e-6, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    optim: str = "adamw_torch"
+    warmup_steps: float = Field(default=0.1, ge=0)
+    bf16: bool = False
+    fp16: bool = False
+    gradient_checkpointing: bool = False
+    seed: int = Field(default=42, ge=0, lt=2**32)
+    save_steps: float = Field(default=0.1, gt=0)
+    save_total_limit: int = Field(default=2, ge=2)
+    logging_steps: float = Field(default=1, gt=0)
+    eval_steps: float | None = Field(default=None, gt=0)
+
+    OURS: ClassVar[tuple[str, ...]] = (
+        "batch_size",
+        "mini_batch_size",
+        "only_experts",
+        "cross_device_negatives",
+        "matryoshka",
+    )
+    RESERVED: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(
+            ("per_device_train_batch_size", "gradient_accumulation_steps", "auto_find_batch_size"),
+            "a step is one whole batch; set training.batch_size, and training.mini_batch_size to save memory",
+        ),
+        **dict.fromkeys(("batch_sampler", "multi_dataset_batch_sampler"), "set tasks.NAME.batches"),
+        **dict.fromkeys(("logging_strategy", "logging_nan_inf_filter"), "set training.logging_steps"),
+        **dict.fromkeys(
+            ("prompts", "router_mapping"), "set model.instruction_texts, and tasks.NAME.anchor and positive"
+        ),
+        **dict.fromkeys(
+            ("resume_from_checkpoint", "save_only_model"), "the same command resumes from the last checkpoint"
+        ),
+        "warmup_ratio": "set training.warmup_steps, where a number below 1 is a fraction of all steps",
+        "eval_strategy": "set training.eval_steps",
+        "data_seed": "set training.seed",
+        "output_dir": "set output",
+    }
+    """Arguments of the trainer that the rest of the recipe decides → what to set instead."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_trainer_arguments(cls, settings: Any) -> Any:
+        """Check the arguments that are passed on to the trainer against its own types."""
+        if not isinstance(settings, dict):
+            return settings
+        checked = dict(settings)
+        for key, value in settings.items():
+            if key in cls.model_fields:
+                continue
+            if key in cls.RESERVED:
+                raise ValueError(f"{key!r} cannot be set here: {cls.RESERVED[key]}")
+            known = _trainer_types()
+            if key not in known:
+                nearest = difflib.get_close_matches(str(key), [*cls.model_fields, *known], n=1)
+                hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+                raise ValueError(
+                    f"unknown key {key!r}.{hint} Known are {', '.join(cls.OURS)}, and the arguments of "
+                    "SentenceTransformerTrainingArguments"
+                )
+            try:
+                checked[key] = TypeAdapter(known[key], config=_ANY_TYPE).validate_python(value)
+            except ValidationError as error:
+                raise ValueError(f"{key}: {error.errors()[0]['msg']}, found {value!r}") from None
+        return checked
+
+    @model_validator(mode="after")
+    def _one_precision(self) -> "TrainingSettings":
+        if self.bf16 and self.fp16:
+            raise ValueError("bf16 and fp16 exclude each other")
+        return self
+
+    @property
+    def precision(self) -> Literal["bf16", "fp16", "no"]:
+        """Mixed precision, as accelerate names it."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "no"
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        """Return the settings that are the trainer's."""
+        return {key: value for key, value in self if key not in self.OURS}
+
+
+@functools.cache
+def _trainer_types() -> dict[str, Any]:
+    """Return the trainer's arguments → their types."""
+    from sentence_transformers import SentenceTransformerTrainingArguments  # takes seconds
+
+    hints = typing.get_type_hints(SentenceTransformerTrainingArguments)
+    return {name: hints[name] for name in SentenceTransformerTrainingArguments.__dataclass_fields__}
 
 
 class ValidationSettings(Settings):
-    """What is cut from the training parts, never trained on, and measured.
+    """Held-out texts, which are never trained on.
 
     Attributes:
-        share: Of the texts of each dataset, chosen by a hash of the text: the same for all recipes.
-        limit: Texts per dataset at most.
-        every: Steps between evaluations. Default: only at the end.
+        share: Fraction of the texts of each dataset, chosen by a hash of the text: the same for all recipes.
+        limit: Maximum number of texts per dataset.
     """
 
     share: float = Field(default=0.02, ge=0, lt=1)
     limit: int = Field(default=400, ge=2)
-    every: int | None = Field(default=None, ge=1)
 
 
 class Recipe(Settings):
     """A training run.
 
     Attributes:
-        name: Of the recipe.
-        description: What it is for.
-        model: What is trained.
-        tasks: Task → its data and its settings.
-        data: What holds for all datasets.
-        training: Optimisation.
-        validation: What is held out and measured.
+        name: Recipe name.
+        description: Purpose of the recipe.
+        model: The model.
+        tasks: Task → its data and settings.
+        data: Settings of all datasets.
+        training: `SentenceTransformerTrainingArguments`, and five settings of ours.
+        validation: Held-out texts.
         output: Folder of the run.
     """
 
@@ -276,7 +361,7 @@ class Recipe(Settings):
 
 
 def shipped_recipes() -> list[str]:
-    """Name the recipes that come with the package."""
+    """List the recipes that come with the package."""
     return sorted(entry.name.removesuffix(".yaml") for entry in SHIPPED.iterdir() if entry.name.endswith(".yaml"))
 
 
@@ -284,15 +369,15 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe.
 
     Args:
-        recipe: A file, or the name of a shipped one.
-        overrides: `key=value`, with dots between the parts of the key and YAML as the value.
+        recipe: File, or name of a shipped recipe.
+        overrides: `key=value`, with a dotted key and a value in YAML.
 
     Returns:
-        The recipe, complete.
+        The complete recipe.
 
     Raises:
         FileNotFoundError: If there is no such recipe; the message lists the shipped ones.
-        ValueError: If a key is unknown or a value does not fit.
+        ValueError: If the recipe is invalid; the message lists every error.
     """
     settings = _read(str(recipe))
     for override in overrides:
@@ -304,34 +389,29 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def parse_recipe(settings: dict[str, Any], name: str = "recipe") -> Recipe:
-    """Check settings, and fill in the defaults.
+    """Validate settings, and fill in the defaults.
 
     Raises:
-        ValueError: If a key is unknown or a value does not fit; every fault is listed.
+        ValueError: If a key is unknown or a value is invalid; the message lists every error.
     """
     settings = copy.deepcopy(settings)
     settings.pop("extends", None)
-    if isinstance(settings.get("tasks"), dict):  # `null` takes out a task of the recipe that is extended
+    if isinstance(settings.get("tasks"), dict):  # `null` removes a task of the recipe that is extended
         settings["tasks"] = {task: value for task, value in settings["tasks"].items() if value is not None}
     try:
         return Recipe.model_validate(settings)
     except ValidationError as error:
-        faults = [
-            f"  {'.'.join(map(str, fault['loc'])) or 'the recipe'}: {fault['msg'].removeprefix('Value error, ')}"
-            f"{_found(fault)}"
-            for fault in error.errors()
-        ]
-        raise ValueError("\n".join([f"The recipe {name} does not hold:", *faults])) from None
-
-
-def _found(fault: Any) -> str:
-    """Name the value that does not fit, where the message does not and it is short."""
-    value = fault["input"]
-    return f", found {value!r}" if fault["type"] != "value_error" and isinstance(value, str | int | float) else ""
+        errors = []
+        for fault in error.errors():
+            message = fault["msg"].removeprefix("Value error, ")
+            if fault["type"] != "value_error" and isinstance(fault["input"], str | int | float):
+                message += f", found {fault['input']!r}"
+            errors.append(f"  {'.'.join(map(str, fault['loc'])) or 'the recipe'}: {message}")
+        raise ValueError("\n".join([f"The recipe {name} is invalid:", *errors])) from None
 
 
 def _read(recipe: str, base: Path | None = None, extended_by: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Read a recipe's settings over those that it extends, which are looked for beside it first."""
+    """Read a recipe's settings over those that it extends; that one is looked up beside it first."""
     path = Path(recipe) if base is None else base / recipe
     found = next((candidate for candidate in (path, path.with_name(path.name + ".yaml")) if candidate.is_file()), None)
     if found is not None:
@@ -342,7 +422,7 @@ def _read(recipe: str, base: Path | None = None, extended_by: tuple[str, ...] = 
         raise FileNotFoundError(f"There is no recipe {recipe!r}." + alternatives(recipe, shipped_recipes()))
     settings = _parse_yaml(text, f"recipe {recipe}")
     if not isinstance(settings, dict):
-        raise ValueError(f"The recipe {recipe} is no mapping of keys to values")  # noqa: TRY004
+        raise ValueError(f"The recipe {recipe} must be a mapping of keys to values, got {type(settings).__name__}")  # noqa: TRY004
     if "extends" in settings:
         extended = str(settings["extends"])
         if extended in extended_by:
@@ -353,13 +433,32 @@ def _read(recipe: str, base: Path | None = None, extended_by: tuple[str, ...] = 
 
 def _parse_yaml(text: str, what: str) -> Any:
     try:
+        _check_size(yaml.compose(text, yaml.SafeLoader), what)
         return _numbers(yaml.safe_load(text))
     except yaml.YAMLError as error:
-        raise ValueError(f"The {what} is no YAML: {error}") from None
+        raise ValueError(f"The {what} is invalid YAML: {error}") from None
+    except RecursionError:
+        raise ValueError(f"The {what} is nested too deeply: at most {MAX_DEPTH} levels are allowed") from None
+
+
+def _check_size(root: yaml.Node | None, what: str) -> None:
+    """Refuse YAML that aliases make enormous or infinite, before it is built."""
+    count, pending = 0, [(root, 0)]
+    while pending:
+        node, depth = pending.pop()
+        count += 1
+        if depth > MAX_DEPTH:
+            raise RecursionError
+        if count > MAX_VALUES:
+            raise ValueError(f"The {what} has more than {MAX_VALUES:,} values, aliases counted at each use")
+        if isinstance(node, yaml.MappingNode):
+            pending += [(child, depth + 1) for pair in node.value for child in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            pending += [(child, depth + 1) for child in node.value]
 
 
 def _numbers(value: Any) -> Any:
-    """Read `5e-6` as a number, which YAML 1.1 takes for a text."""
+    """Read `5e-6` as a number, which YAML 1.1 reads as a string."""
     if isinstance(value, dict):
         return {key: _numbers(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -373,7 +472,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Lay changes over a base: mappings key by key, anything else as a whole."""
+    """Merge changes into a base: mappings key by key, anything else as a whole."""
     result = dict(base)
     for key, value in changes.items():
         below = result.get(key)

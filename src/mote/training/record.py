@@ -1,94 +1,93 @@
-"""What is written down of a run that has ended, beside the weights and for people."""
+"""Record and summary of a finished run."""
 
-import json
-import platform
-import shutil
-from datetime import datetime, timezone
-from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from mote.checkpoints.staging import Staging
-from mote.training import card
-from mote.training.card import CURVES_FILE, RECIPE_FILE, RECORD_FILE
+from configuration_mote import MoTEConfig
+from mote.reporting import table
+from mote.training.data import TrainingData
 from mote.training.processes import processes
-from mote.training.progress import draw_curves, read_log
-from mote.training.run_folder import RunFolder, as_yaml, step_of
+from mote.training.progress import Tracker
+from mote.training.recipe import Recipe
 
-if TYPE_CHECKING:
-    from mote.training.train import Report, Run
+Scores = dict[str, float] | None
 
 
-def finish(run: "Run", folder: RunFolder, before: dict[str, float] | None, report: "Report") -> None:
-    """Score the model, write it with all that belongs to it, and sum the run up."""
-    after = run.validate()
-    log = read_log(folder.path)
+def build_record(
+    recipe: Recipe,
+    names: MoTEConfig,
+    data: TrainingData,
+    tracker: Tracker,
+    log: list[dict[str, Any]],
+    *,
+    resumed_from_step: int | None,
+    validation: Mapping[str, Scores],
+) -> dict[str, Any]:
+    """Build the record of a finished run, the details of its step in `mote.json`.
+
+    Args:
+        recipe: The recipe.
+        names: Tasks and instructions of the model.
+        data: Its data.
+        tracker: What it has seen.
+        log: Lines of its log.
+        resumed_from_step: Step of the checkpoint from which it was resumed last.
+        validation: Validation scores, `before` and `after`.
+    """
     rates = [line["pairs_per_second"] for line in log if "pairs_per_second" in line]
-    record = {
-        "recipe": run.recipe.name,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "steps": run.trainer.state.global_step,
-        "seconds": round(run.tracker.seconds, 1),
-        "went_on_from_step": None if run.checkpoint is None else step_of(run.checkpoint),
+    device = processes().device
+    experts: dict[str, dict[str, int]] = {}
+    if recipe.model.kind == "mote":
+        experts = {expert: {"texts": 0, "tokens": 0} for expert in names.experts}
+        for task, seen in tracker.tasks.items():
+            for key, count in seen.items():
+                experts[names.tasks[task]][key] += count
+    return {
+        "recipe": recipe.name,
+        "steps": tracker.step,
+        "seconds": round(tracker.seconds, 1),
+        "resumed_from_step": resumed_from_step,
         "pairs_per_second": rates[-1] if rates else None,
         "processes": processes().num_processes,
-        "device": _device_name(),
-        "tasks": run.tracker.tasks,
-        "sets": run.tracker.sets,
-        "experts": _texts_of_experts(run),
-        "validation": {"before": before, "after": after},
-        "data": [report_of.__dict__ for report_of in run.data.reports],
-        "versions": {
-            "python": platform.python_version(),
-            **{
-                name: version(name)
-                for name in ("mote-embeddings", "torch", "transformers", "sentence-transformers", "datasets")
-            },
-        },
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{torch.get_num_threads()} CPU threads",
+        "tasks": tracker.tasks,
+        "training_sets": tracker.training_sets,
+        "experts": experts,
+        "validation": validation,
+        "data": [report.__dict__ for report in data.reports],
     }
-    with Staging(folder.model) as staged:
-        run.model.save(str(staged), create_model_card=False)
-        (staged / RECIPE_FILE).write_text(as_yaml(run.recipe), encoding="utf-8")
-        (staged / RECORD_FILE).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        draw_curves(log, staged / CURVES_FILE, f"{run.recipe.name}: {record['steps']} steps")
-        card.write(run.recipe, run.names, record, staged)
-    shutil.rmtree(folder.checkpoints, ignore_errors=True)
-    report(summary(record))
-    report(f"Wrote {folder.model}")
-
-
-def _texts_of_experts(run: "Run") -> dict[str, dict[str, int]]:
-    """Count what each expert has seen: the texts of the tasks that go to it."""
-    if run.recipe.model.kind != "mote":
-        return {}
-    experts = {expert: {"texts": 0, "tokens": 0} for expert in run.names.experts}
-    for task, seen in run.tracker.tasks.items():
-        for key, count in seen.items():
-            experts[run.names.tasks[task]][key] += count
-    return experts
 
 
 def summary(record: dict[str, Any]) -> str:
-    """Sum a run up for people: what each expert saw, the losses, the scores before and after."""
-    lines = [f"{record['steps']} steps in {record['seconds']:,.0f} s on {record['device']}"]
-    kind = "expert" if record["experts"] else "task"
-    lines.append(f"{kind:<24}{'texts':>12}{'tokens':>14}")
-    for name, seen in (record["experts"] or record["tasks"]).items():
-        lines.append(f"{name:<24}{seen['texts']:>12,}{seen['tokens']:>14,}")
-    lines.append(f"{'training set':<40}{'steps':>8}{'rows':>10}{'mean loss':>11}")
-    for name, seen in record["sets"].items():
-        lines.append(f"{name:<40}{seen['steps']:>8,}{seen['rows']:>10,}{seen['loss'] / seen['steps']:>11.4f}")
-    before, after = record["validation"]["before"] or {}, record["validation"]["after"] or {}
-    if after:
-        lines.append(f"{'validation, x 100':<40}{'before':>9}{'after':>9}")
-        for name, value in after.items():
-            if "/" not in name:
-                shown = f"{before[name]:>9.2f}" if name in before else f"{'-':>9}"
-                lines.append(f"{name.removeprefix('validation_'):<40}{shown}{value:>9.2f}")
-    return "\n".join(lines)
+    """Summarize a run: texts of each expert, losses, validation before and after."""
+    seen = [
+        (name, f"{count['texts']:,}", f"{count['tokens']:,}")
+        for name, count in (record["experts"] or record["tasks"]).items()
+    ]
+    losses = [
+        (name, f"{count['steps']:,}", f"{count['rows']:,}", f"{count['loss'] / count['steps']:.4f}")
+        for name, count in record["training_sets"].items()
+    ]
+    parts = [
+        f"{record['steps']} steps in {record['seconds']:,.0f} s on {record['device']}",
+        table(["expert" if record["experts"] else "task", "texts", "tokens"], seen),
+        table(["training set", "steps", "rows", "mean loss"], losses),
+    ]
+    scores = scores_of_tasks(record["validation"])
+    if scores:
+        parts.append(table(["validation, x 100", "before", "after"], scores))
+    return "\n\n".join(parts)
 
 
-def _device_name() -> str:
-    device = processes().device
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+def scores_of_tasks(validation: Mapping[str, Scores]) -> list[tuple[str, str, str]]:
+    """List the mean and the tasks with their scores before and after; those of datasets are in the record."""
+    before, after = validation["before"] or {}, validation["after"] or {}
+    return [
+        (name.removeprefix("validation_"), f"{before[name]:.2f}" if name in before else "", f"{value:.2f}")
+        for name, value in after.items()
+        if "/" not in name
+    ]

@@ -1,32 +1,41 @@
-"""The folder of a run: what is in it, and whether a recipe may go on there."""
+"""The folder of a run: its files, its lock, and whether a recipe can start or resume there."""
 
+import contextlib
+import fcntl
 import json
+import os
 import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from mote.training.card import RECIPE_FILE
-from mote.training.model import START_FOLDER
-from mote.training.progress import CHECKPOINT_FILE, LOG_FILE
+from mote.training.progress import CHECKPOINT_FILE
 from mote.training.recipe import Recipe
 
-# Settings that a run may go on with when they have changed: they do not touch what is learned.
+RECIPE_FILE = "recipe.yaml"
+CURVES_FILE = "curves.png"
+LOCK_FILE = ".lock"
+START_FOLDER = "start"  # the upcycled source, until it is in memory
+
+# Settings that may change when a run is resumed: they do not affect what is learned.
 FREE_SETTINGS = (
     "output",
     "description",
-    "training.save_every",
-    "training.keep",
-    "training.log_every",
-    "training.workers",
+    "training.save_steps",
+    "training.save_total_limit",
+    "training.logging_steps",
+    "training.dataloader_num_workers",
 )
 
 
 @dataclass
 class RunFolder:
-    """The folder of a run: `checkpoints/` and `log.jsonl` while it trains, `model/` when it has ended.
+    """The folder of a run: `checkpoints/` and `log.jsonl` while it trains, `model/` when it has finished.
 
     Attributes:
         path: The folder.
@@ -36,79 +45,152 @@ class RunFolder:
 
     @property
     def model(self) -> Path:
-        """Where the trained model goes."""
+        """Folder of the trained model."""
         return self.path / "model"
 
     @property
     def checkpoints(self) -> Path:
-        """Where the checkpoints are."""
+        """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
     def last_checkpoint(self) -> Path | None:
-        """Find the newest checkpoint that is whole."""
-        whole = [folder for folder in self.checkpoints.glob("checkpoint-*") if (folder / CHECKPOINT_FILE).is_file()]
-        return max(whole, key=step_of, default=None)
+        """Return the newest complete checkpoint."""
+        complete = [folder for folder in self.checkpoints.glob("checkpoint-*") if (folder / CHECKPOINT_FILE).is_file()]
+        return max(complete, key=step_of, default=None)
 
-    def open(self, recipe: Recipe, overwrite: bool) -> Path | None:
-        """Get ready to run a recipe here.
-
-        Returns:
-            The checkpoint to go on from, if there is one.
+    def check(self, recipe: Recipe) -> None:
+        """Check that a run of the recipe may write here.
 
         Raises:
-            FileExistsError: If a run has ended here, or something else is here.
-            ValueError: If the checkpoints here are those of another recipe; the message says what differs.
+            FileExistsError: If the folder holds something other than a run.
+            ValueError: If the model's source is inside the folder.
+            OSError: If nothing can be written here.
         """
-        if overwrite:
-            self._clear()
-        if self.model.exists():
-            raise FileExistsError(
-                f"{self.path} holds a run that has ended: its model is in {self.model}. Choose another `output`, or "
-                "start again with `--overwrite`"
+        source = Path(recipe.model.source)
+        if source.exists() and source.resolve().is_relative_to(self.path.resolve()):
+            raise ValueError(
+                f"The source {source} is inside {self.path}, the folder of this run, which would replace it: choose "
+                "another `output`"
             )
-        there = [path.name for path in self.path.iterdir()] if self.path.exists() else []
-        foreign = [name for name in there if START_FOLDER not in name]  # which a kill leaves before there is a recipe
-        if foreign and RECIPE_FILE not in there:
+        present = [path.name for path in self.path.iterdir()] if self.path.exists() else []
+        foreign = [name for name in present if START_FOLDER not in name and name != LOCK_FILE]  # left by a killed run
+        if foreign and (RECIPE_FILE not in present or "modules.json" in present):  # a model, which holds its recipe
             raise FileExistsError(f"{self.path} holds something other than a run: choose another `output`")
+        existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        with tempfile.TemporaryDirectory(dir=existing):
+            pass
+
+    def open(self, recipe: Recipe, overwrite: bool) -> Path | None:
+        """Return the checkpoint from which a run of the recipe resumes here, if there is one. Changes nothing.
+
+        Args:
+            recipe: The recipe.
+            overwrite: Start again, whatever is here.
+
+        Raises:
+            FileExistsError: If a run has finished here, or the folder holds something other than a run.
+            ValueError: If the checkpoints here belong to another recipe; the message lists the differences.
+            OSError: If nothing can be written here.
+        """
+        self.check(recipe)
+        if overwrite:
+            return None
         checkpoint = self.last_checkpoint()
-        if checkpoint is not None:
-            theirs = json.loads((checkpoint / CHECKPOINT_FILE).read_text(encoding="utf-8"))["recipe"]
-            differing = differences(theirs, fixed_settings(recipe))
-            if differing:
-                raise ValueError(
-                    f"{checkpoint} is of another recipe; it differs in {', '.join(differing)}. Go on with that recipe, "
-                    "choose another `output`, or start again with `--overwrite`"
+        if checkpoint is None:
+            if self.model.exists():
+                raise FileExistsError(
+                    f"{self.path} holds a finished run: its model is in {self.model}. Choose another `output`, or "
+                    "start again with `--overwrite`"
                 )
+            return None
+        theirs = json.loads((checkpoint / CHECKPOINT_FILE).read_text(encoding="utf-8"))["recipe"]
+        differing = differences(theirs, fixed_settings(recipe))
+        if differing:
+            raise ValueError(
+                f"{checkpoint} belongs to another recipe, which differs in {', '.join(differing)}. Resume with that "
+                "recipe, choose another `output`, or start again with `--overwrite`"
+            )
         return checkpoint
 
-    def clean(self, checkpoint: Path | None) -> None:
-        """Remove what a kill has left: a model on its way, which may be of another recipe, and cut checkpoints."""
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other runs out of the folder, until this one has ended or its process has died.
+
+        Raises:
+            BlockingIOError: If a run is using the folder; the message names its host and process.
+        """
+        new = [path for path in (self.path, *self.path.absolute().parents) if not path.exists()]
+        self.path.mkdir(parents=True, exist_ok=True)
+        file = self.path / LOCK_FILE
+        descriptor = _locked(file)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            yield
+        finally:
+            file.unlink(missing_ok=True)
+            _release(descriptor)
+            with contextlib.suppress(OSError):  # a run that could not start leaves nothing
+                for path in new:
+                    path.rmdir()
+
+    def clean(self) -> None:
+        """Remove a start model that a killed run has left."""
         shutil.rmtree(self.path / START_FOLDER, ignore_errors=True)
+
+    def begin(self, recipe: Recipe, checkpoint: Path | None) -> None:
+        """Make this the folder of the recipe's run: remove checkpoints other than those it resumes from."""
+        self.path.mkdir(parents=True, exist_ok=True)
         for folder in self.checkpoints.glob("checkpoint-*"):
             if checkpoint is None or step_of(folder) > step_of(checkpoint):
                 shutil.rmtree(folder)
-
-    def write_recipe(self, recipe: Recipe) -> None:
-        """Write the recipe, which makes the folder a run's."""
-        self.path.mkdir(parents=True, exist_ok=True)
         (self.path / RECIPE_FILE).write_text(as_yaml(recipe), encoding="utf-8")
 
-    def how_to_go_on(self) -> str:
-        """Say where the last good checkpoint is."""
+    def how_to_resume(self) -> str:
+        """Name the last complete checkpoint, for the message of a run that stops."""
         checkpoint = self.last_checkpoint()
         if checkpoint is None:
             return "There is no checkpoint yet."
-        return f"The last good checkpoint is {checkpoint}; the same command goes on from there."
+        return f"The last good checkpoint is {checkpoint}; the same command resumes from it."
 
-    def _clear(self) -> None:
-        if (self.path / RECIPE_FILE).is_file():  # which stays, as the mark of a run's folder
-            for folder in (self.model, self.checkpoints):
-                shutil.rmtree(folder, ignore_errors=True)
-            (self.path / LOG_FILE).unlink(missing_ok=True)
+
+_held: set[int] = set()
+
+
+def _locked(file: Path) -> int:
+    """Open and lock a file; raise `BlockingIOError` if another process holds it."""
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
+                _held.add(descriptor)
+                return descriptor
+            os.close(descriptor)  # removed by its last holder after we opened it
+        except BlockingIOError:
+            holder = os.read(descriptor, 500).decode(errors="replace") or "another process"
+            os.close(descriptor)
+            raise BlockingIOError(
+                f"A run is using {file.parent}: {holder}. Wait until it has ended, stop it, or choose another `output`"
+            ) from None
+
+
+def _release(descriptor: int) -> None:
+    if descriptor in _held:
+        _held.remove(descriptor)
+        os.close(descriptor)
+
+
+def _release_in_child() -> None:
+    for descriptor in [*_held]:  # a worker that outlives its killed parent must not keep the lock
+        _release(descriptor)
+
+
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 def fixed_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings that a run must not change midway, flat."""
+    """Return the settings that must not change when a run is resumed, as dotted keys."""
     flat = _flat(recipe.model_dump(mode="json"))
     return {key: value for key, value in flat.items() if key not in FREE_SETTINGS}
 
@@ -123,17 +205,17 @@ def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """Name what differs, with both values where they are short."""
+    """Name the settings that differ, with both values where they are short."""
     keys = [key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)]
     shown = [f"{key} ({theirs.get(key)!r} there, {ours.get(key)!r} here)" for key in keys]
     return [text if len(text) < 120 else key for key, text in zip(keys, shown, strict=True)]
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step at which a checkpoint was written."""
+    """Return the step of a checkpoint."""
     return int(checkpoint.name.rpartition("-")[2])
 
 
 def as_yaml(recipe: Recipe) -> str:
-    """Write a recipe, complete, as a file that is one."""
+    """Return the complete recipe as YAML."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -1,12 +1,13 @@
-"""Embeddings of a teacher, cached on disk, so that a run that was killed goes on where it was.
+"""Embeddings of a teacher, cached on disk, so that a killed run resumes where it was.
 
 The folder of a list of texts is named by a hash of the teacher, the prompt and the texts. While it fills, it holds a
 file for each chunk of texts, and in the end one for all. Each file is written beside its place and renamed, and has the
 hash of its content in its name, by which a damaged one is known.
 """
 
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from mote.training.recipe import TeacherSettings
 
 CHUNK = 2048  # texts
 
-Report = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 
 def teacher_embeddings(
@@ -30,24 +31,22 @@ def teacher_embeddings(
     teacher: TeacherSettings,
     prompt: str | None = None,
     cache: Path | None = None,
-    report: Report = lambda line: None,
 ) -> np.ndarray:
-    """Embed texts with a teacher, or take its embeddings from the cache.
+    """Embed texts with a teacher, or read its embeddings from the cache.
 
     Args:
         texts: The texts.
-        teacher: The recipe's settings.
-        prompt: Text that the teacher wants in front. Default: the one that it has as its own default, or none.
+        teacher: Settings of the recipe.
+        prompt: The teacher's prompt. Default: its own default prompt, or none.
         cache: Folder of the embeddings. Default: `default_cache()`.
-        report: Called with each line of progress.
 
     Returns:
         Embeddings (texts, dimension), float32, mapped from the disk.
 
     Raises:
-        ValueError: If the teacher gives something other than finite numbers.
+        ValueError: If the teacher's embeddings are non-finite.
     """
-    return Teacher(teacher, cache, report).embed(texts, prompt)
+    return Teacher(teacher, cache).embed(texts, prompt)
 
 
 def default_cache() -> Path:
@@ -57,15 +56,16 @@ def default_cache() -> Path:
 
 
 class Teacher:
-    """A teacher, which is loaded when an embedding is missing from the cache."""
+    """A teacher, which is loaded when an embedding is missing from the cache.
 
-    def __init__(
-        self, settings: TeacherSettings, cache: Path | None = None, report: Report = lambda line: None
-    ) -> None:
-        """Of a recipe; the arguments are those of `teacher_embeddings`."""
+    Args:
+        settings: Settings of the recipe.
+        cache: Folder of the embeddings. Default: `default_cache()`.
+    """
+
+    def __init__(self, settings: TeacherSettings, cache: Path | None = None) -> None:
         self.settings = settings
         self.cache = cache or default_cache()
-        self.report = report
         self.identity = _identity(settings.source)
         self._model: SentenceTransformer | None = None
 
@@ -101,12 +101,12 @@ class Teacher:
             return found
         embeddings = np.asarray(self._encode(texts, prompt), dtype=np.float32)
         if not np.isfinite(embeddings).all():
-            raise ValueError(f"The teacher {self.settings.source} gives embeddings that are not finite")
+            raise ValueError(f"The embeddings of the teacher {self.settings.source} are non-finite")
         return _store(folder, name, [embeddings])
 
     def _encode(self, texts: Sequence[str], prompt: str | None) -> np.ndarray:
         if self._model is None:
-            self.report(f"Loading the teacher {self.settings.source} …")
+            logger.info("Loading the teacher %s …", self.settings.source)
             trust = self.settings.trust_remote_code
             with all_weights(self.settings.source):
                 self._model = SentenceTransformer(self.settings.source, trust_remote_code=trust)
@@ -117,7 +117,7 @@ class Teacher:
         for path in sorted(folder.glob(f"{name}-*.npy")):
             if path.stem == f"{name}-{_hash_of_file(path)}":
                 return path
-            self.report(f"{path} is damaged, and is made again")
+            logger.info("%s is damaged, and is computed again", path)
             path.unlink()
         return None
 

@@ -1,134 +1,144 @@
-"""Run a recipe: data, model, losses and Sentence-Transformers' own trainer; killed runs go on where they were."""
+"""Training by a recipe: data, model, losses and Sentence-Transformers' trainer; killed runs are resumed."""
 
+import contextlib
 import errno
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from sentence_transformers import (
-    SentenceTransformer,
-    SentenceTransformerTrainer,
-)
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
 from sentence_transformers.base.losses.gradcache import uses_gradient_cache
 from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
 from torch import nn
 from transformers import PrinterCallback, Trainer
 
 from configuration_mote import MoTEConfig
-from mote.checkpoints.reading import load_tokenizer, open_any
-from mote.training.arguments import Schedule, check_arguments, describe, plan_schedule, trainer_arguments
+from mote.checkpoints.reading import Source, load_tokenizer, open_any
+from mote.checkpoints.cards import write_trained_card
+from mote.checkpoints.provenance import command_line, new_step
+from mote.checkpoints.writing import WriteOptions, write_repository
+from mote.training.arguments import Schedule, describe, plan_schedule, trainer_arguments
 from mote.training.data import TrainingData, TrainingSet, load_data
-from mote.training.losses import build_loss, check_loss
-from mote.training.model import START_FOLDER, build_model, encodings, is_mote, names_of
+from mote.training.losses import INFO_NCE, LoadBalancedLoss, build_loss, check_loss
+from mote.training.model import build_model, encodings, names_of
 from mote.training.processes import deepspeed_stage, processes, replicated, with_deepspeed, with_fsdp
 from mote.training.progress import (
     CHECKPOINT_FILE,
     LOSS_FILE,
+    AverageLossGradients,
     NonFiniteError,
     RunCallback,
+    TaskProgress,
     TrackedLoss,
     Tracker,
+    draw_curves,
+    read_log,
 )
 from mote.training.recipe import Recipe, load_recipe
-from mote.training.record import finish
-from mote.training.run_folder import RunFolder, as_yaml, fixed_settings
+from mote.training.record import build_record, scores_of_tasks, summary
+from mote.training.run_folder import CURVES_FILE, RECIPE_FILE, RunFolder, as_yaml, fixed_settings, step_of
 from mote.training.validation import Validation
 
-Report = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 
-def train(
-    recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, overwrite: bool = False, report: Report | None = None
-) -> Path:
-    """Train a model as a recipe says.
+def train(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, overwrite: bool = False) -> Path:
+    """Train a model by a recipe.
 
-    Running the same recipe again after a kill goes on from the last checkpoint, as if nothing had happened. Under
-    `accelerate launch`, all processes call this together.
+    The same call resumes a killed run from its last checkpoint, with the same result. Under `accelerate launch`, all
+    processes call this together. Progress goes to the logger `mote.training`.
 
     Args:
-        recipe: A recipe, a file with one, or the name of a shipped one.
-        overrides: `key=value`, over those of the recipe.
-        overwrite: Start again where a run has ended or was broken off.
-        report: Called with each line of progress. Default: nothing is said, but for the progress bar.
+        recipe: A recipe, a recipe file, or the name of a shipped recipe.
+        overrides: `key=value`, over the settings of the recipe.
+        overwrite: Start again where a run has finished or was interrupted; its model stays until the new one replaces
+            it.
 
     Returns:
-        The folder of the trained model.
+        Folder of the trained model.
 
     Raises:
-        FileNotFoundError: If recipe, source or data are not there.
-        FileExistsError: If the run has ended already.
-        ValueError: If a setting, the data, or a checkpoint does not fit; `NonFiniteError` if the loss is no number.
-        OSError: If nothing can be written any more.
+        FileNotFoundError: If recipe, source or data do not exist.
+        FileExistsError: If the run has finished already, or its folder holds something else.
+        BlockingIOError: If another process is running in the folder.
+        ValueError: If a setting, the data, or a checkpoint is invalid; `NonFiniteError` if training diverges.
+        OSError: If the disk is full or read-only.
     """
     state = processes()
-    say: Report = report if report is not None and state.is_main_process else lambda line: None
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     folder = RunFolder(Path(recipe.output))
-    run = prepare(recipe, folder, overwrite, say)
-    before = run.validate() if state.is_main_process else None  # a checkpoint is loaded when training goes on
-    state.wait_for_everyone()
-    run.train()
-    run.gather()
-    if state.is_main_process:
-        say("Scoring, and writing the model …")
-        finish(run, folder, before, say)
-    state.wait_for_everyone()
+    check_recipe(recipe)
+    folder.check(recipe)
+    with folder.lock() if state.is_main_process else contextlib.nullcontext():
+        run = prepare(recipe, folder, overwrite)
+        before = run.validate() if state.is_main_process else None  # before a checkpoint is loaded
+        state.wait_for_everyone()
+        run.train()
+        run.gather()
+        if state.is_main_process:
+            run.finish(before)
+        state.wait_for_everyone()
     return folder.model
 
 
 def plan(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> str:
-    """Say what a run would do: its data and its steps. Raises what `train` raises for them; writes nothing."""
+    """Describe the run of a recipe: settings, data and steps. Raises what `train` would raise; writes nothing."""
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+    folder = RunFolder(Path(recipe.output))
     check_recipe(recipe)
-    names_of(recipe)
-    RunFolder(Path(recipe.output)).open(recipe, overwrite=False)
-    tokenizer = load_tokenizer(open_any(recipe.model.source, recipe.model.revision))
-    data = load_data(recipe, tokenizer, with_teachers=False)
+    folder.open(recipe, overwrite=False)
+    source = open_any(recipe.model.source, recipe.model.revision)
+    names = names_of(recipe, source)
+    data = load_data(recipe, load_tokenizer(source), with_teachers=False)
     schedule = plan_schedule(recipe, data.sets, processes().num_processes)
-    return "\n".join([as_yaml(recipe), str(data), describe(schedule, data.sets)])
+    arguments = trainer_arguments(recipe, folder, data.sets, names)
+    return "\n".join([as_yaml(recipe), str(data), "", describe(schedule, arguments, data.sets)])
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Find what does not hold in a recipe before anything is read.
+    """Check the settings of a recipe against each other, before anything is read.
 
     Raises:
-        ValueError: If a loss, or an argument of the trainer, is unknown, or settings contradict each other.
+        ValueError: If a loss is unknown, or settings contradict each other.
     """
     for name, task in recipe.tasks.items():
         for dataset in task.datasets:
             check_loss(name, task.of(dataset))
-    if recipe.model.kind == "token" and recipe.training.precision == "fp16" and recipe.model.load_balancing:
+    if recipe.model.kind == "token_routed" and recipe.training.fp16 and recipe.model.router_aux_loss_coef:
         raise ValueError(
             "The load-balancing loss of a token router is not scaled as gradients are in fp16, and would be lost: set "
-            "training.precision to bf16"
+            "training.bf16=true instead"
         )
-    check_arguments(recipe.training.arguments)
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """A run that is ready to start.
 
     Attributes:
         recipe: The recipe.
-        data: What it trains and validates on.
-        schedule: Its steps.
+        folder: Folder of the run.
+        source: Source of the model.
+        data: Training and validation data.
+        schedule: Steps.
         model: The model.
-        names: The model's tasks and their instructions.
-        tracker: What it has seen.
-        trainer: Sentence-Transformers' own.
-        validation: Scores the model.
-        checkpoint: Where it goes on from.
+        names: Tasks and instructions of the model.
+        tracker: Counts of what was trained on.
+        trainer: Sentence-Transformers' trainer.
+        validation: Evaluator on the held-out texts.
+        checkpoint: Checkpoint from which the run resumes.
     """
 
     recipe: Recipe
+    folder: RunFolder
+    source: Source
     data: TrainingData
     schedule: Schedule
     model: SentenceTransformer
@@ -139,132 +149,188 @@ class Run:
     checkpoint: Path | None
 
     def validate(self) -> dict[str, float] | None:
-        """Score the model as it is; None where nothing is held out."""
+        """Score the model on the held-out texts; None if there are none."""
         return self.validation(self.model) if self.validation is not None else None
 
     def train(self) -> None:
         """Train to the end.
 
         Raises:
-            NonFiniteError: If the loss or a gradient is no number.
-            OSError: If nothing can be written any more.
+            NonFiniteError: If the loss, a gradient or a weight becomes non-finite.
+            OSError: If a checkpoint cannot be written.
         """
-        checkpoints = RunFolder(Path(self.recipe.output))
         try:
             self.trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(checkpoints.how_to_go_on()) from None
+            raise KeyboardInterrupt(self.folder.how_to_resume()) from None
         except NonFiniteError as error:
             raise NonFiniteError(
-                f"{error}. Nothing of it was kept. {checkpoints.how_to_go_on()} Try a lower training.learning_rate "
+                f"{error}. Nothing of it was kept. {self.folder.how_to_resume()} Try a lower training.learning_rate "
                 "first."
             ) from error
         except (OSError, SafetensorError, RuntimeError) as error:
-            if not _is_about_writing(error):
+            if not _is_write_error(error):
                 raise
-            raise OSError(f"A checkpoint could not be written: {error}. {checkpoints.how_to_go_on()}") from error
+            raise OSError(f"A checkpoint could not be written: {error}. {self.folder.how_to_resume()}") from error
         finally:
             for callback in self.trainer.callback_handler.callbacks:
-                if isinstance(callback, RunCallback):
+                if isinstance(callback, TaskProgress):
                     callback.close()
 
     def gather(self) -> None:
-        """Make the trained model whole again where FSDP has cut its weights among the processes; all call this."""
+        """Gather the weights of the trained model from the processes among which FSDP shards them; all call this."""
         if not with_fsdp():
             return
         weights = self.trainer.accelerator.get_state_dict(self.trainer.model_wrapped)
-        model, _ = _build_model(self.recipe, RunFolder(Path(self.recipe.output)))
+        model, _ = _load_model(self.recipe, self.source, self.folder)
         if processes().is_main_process:
             model.load_state_dict(weights)
         self.model = model
 
+    def finish(self, before: dict[str, float] | None) -> None:
+        """Score the model, write its repository in place of an earlier one, and remove the checkpoints."""
+        logger.info("Scoring, and writing the model …")
+        log = read_log(self.folder.path)
+        record = build_record(
+            self.recipe,
+            self.names,
+            self.data,
+            self.tracker,
+            log,
+            resumed_from_step=None if self.checkpoint is None else step_of(self.checkpoint),
+            validation={"before": before, "after": self.validate()},
+        )
+
+        def add_files(folder: Path) -> dict[str, Any]:
+            (folder / RECIPE_FILE).write_text(as_yaml(self.recipe), encoding="utf-8")
+            draw_curves(log, folder / CURVES_FILE, f"{self.recipe.name}: {record['steps']} steps")
+            return {}
+
+        write_repository(
+            self.folder.model,
+            self.model,
+            step=new_step("train", command=command_line("train", RECIPE_FILE), **record),
+            sources=[self.source],
+            source=self.source,
+            write_card=self._write_card,
+            after=add_files,
+            options=WriteOptions(overwrite=True),
+        )
+        shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
+        logger.info(summary(record))
+
+    def _write_card(self, folder: Path, step: dict[str, Any]) -> None:
+        settings = ("batch_size", "learning_rate", "weight_decay", "seed")
+        recipe = {key: getattr(self.recipe.training, key) for key in settings}
+        data = [
+            (
+                name,
+                task.batches,
+                task.loss,
+                task.temperature if task.loss == INFO_NCE else "",
+                ", ".join(f"{report['name']} ({report['used']:,})" for report in step["data"] if report["task"] == name),
+            )
+            for name, task in self.recipe.tasks.items()
+        ]
+        write_trained_card(
+            folder,
+            self.folder.path.name,
+            self.names,
+            self.source,
+            kind=self.recipe.model.kind,
+            recipe={"name": self.recipe.name, "description": self.recipe.description, **recipe},
+            run=step,
+            data=data,
+            seen=step["experts"] or step["tasks"],
+            scores=scores_of_tasks(step["validation"]),
+            instructions=self.recipe.model.instructions,
+            recipe_file=RECIPE_FILE,
+            curves_file=CURVES_FILE,
+        )
+
 
 class _ShardedTrainer(SentenceTransformerTrainer):
-    """For FSDP: Sentence-Transformers (6.2) replaces how a checkpoint is loaded by what knows of whole models alone."""
+    """For FSDP: Sentence-Transformers (6.2) loads checkpoints as whole models only."""
 
     def _load_from_checkpoint(self, *args: Any) -> None:
         Trainer._load_from_checkpoint(self, *args)
 
 
-def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False, report: Report = lambda line: None) -> Run:
-    """Load everything that a run needs. Raises what `train` raises for it."""
+def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> TrainingRun:
+    """Load everything that a run needs; only then does it change its folder. Raises what `train` raises for it."""
     state = processes()
     check_recipe(recipe)
+    if os.environ.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT" and with_fsdp():
+        raise ValueError(
+            "Under FSDP, set fsdp_state_dict_type to SHARDED_STATE_DICT: whole checkpoints cannot be written"
+        )
     with state.main_process_first():
-        checkpoint = folder.open(recipe, overwrite and state.is_main_process)
+        checkpoint = folder.open(recipe, overwrite)
         if state.is_main_process:
-            folder.clean(checkpoint)
-    model, names = _build_model(recipe, folder)
-    with state.main_process_first():  # where there are teachers, the others find their embeddings in the cache
-        data = load_data(recipe, model.tokenizer, report)
-    report(str(data))
+            folder.clean()
+    source = open_any(recipe.model.source, recipe.model.revision)
+    model, names = _load_model(recipe, source, folder)
+    with state.main_process_first():  # the others find teachers' embeddings in the cache
+        data = load_data(recipe, model.tokenizer)
+    logger.info(str(data))
     schedule = plan_schedule(recipe, data.sets, state.num_processes)
-    report(describe(schedule, data.sets))
-    routed = recipe.model.kind == "mote"
+    arguments = trainer_arguments(recipe, folder, data.sets, names)
+    logger.info(describe(schedule, arguments, data.sets))
     tracker = Tracker()
     torch.manual_seed(recipe.training.seed)  # for the weights that a loss may have
-    losses = {name: _loss(recipe, model, part, tracker) for name, part in data.sets.items()}
-    validation = Validation(data.validation, encodings(names, routed)) if data.validation else None
-    seal = {
+    losses = {name: _loss(recipe, model, names, training_set, tracker) for name, training_set in data.sets.items()}
+    validation = Validation(data.validation, encodings(names, recipe.model.kind)) if data.validation else None
+    metadata = {
         "recipe": fixed_settings(recipe),
-        "data": {name: part.fingerprint() for name, part in data.sets.items()},
+        "data": {name: training_set.rows_hash() for name, training_set in data.sets.items()},
         "processes": state.num_processes,
     }
-    _restore(checkpoint, seal, tracker, losses)
-    if recipe.training.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if checkpoint is not None:
+        _restore(checkpoint, metadata, tracker, losses)
     if with_fsdp():
-        if os.environ.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT":
-            raise ValueError(
-                "Under FSDP, set fsdp_state_dict_type to SHARDED_STATE_DICT: whole checkpoints cannot be written"
-            )
-        model.base_model_prefix = "0"  # type: ignore[assignment]  # of Sentence-Transformers' modules; accelerate cannot wrap `Normalize`
+        model.base_model_prefix = "0"  # type: ignore[assignment]  # accelerate cannot wrap `Normalize`
     trainer = (_ShardedTrainer if with_fsdp() else SentenceTransformerTrainer)(
         model=model,
-        args=trainer_arguments(
-            recipe, folder, data.sets, schedule, names if recipe.model.instructions else None, routed
-        ),
-        train_dataset={name: part.rows for name, part in data.sets.items()},
+        args=arguments,
+        train_dataset={name: training_set.rows for name, training_set in data.sets.items()},
         loss=dict[str, nn.Module](losses),
-        evaluator=validation if recipe.validation.every else None,
+        evaluator=validation if recipe.training.eval_steps is not None else None,
         callbacks=[
-            RunCallback(
-                tracker, folder.path, losses, seal, recipe.training.log_every, recipe.training.precision == "fp16"
-            )
+            AverageLossGradients(losses),
+            RunCallback(tracker, folder.path, losses, metadata, scaled=recipe.training.fp16),
+            TaskProgress(tracker),
         ],
     )
-    trainer.remove_callback(PrinterCallback)  # the bar and the log say it
+    trainer.remove_callback(PrinterCallback)
     if state.is_main_process:
-        folder.write_recipe(recipe)
-    return Run(recipe, data, schedule, model, names, tracker, trainer, validation, checkpoint)
+        folder.begin(recipe, checkpoint)
+    return TrainingRun(recipe, folder, source, data, schedule, model, names, tracker, trainer, validation, checkpoint)
 
 
-def _build_model(recipe: Recipe, folder: RunFolder) -> tuple[SentenceTransformer, MoTEConfig]:
-    """Build the model, and clean up behind it when all processes have read it."""
+def _load_model(recipe: Recipe, source: Source, folder: RunFolder) -> tuple[SentenceTransformer, MoTEConfig]:
+    """Build the model, and remove the start model when all processes have read it."""
     state = processes()
     try:
-        return build_model(recipe, folder.path)
+        return build_model(recipe, source, folder.path)
     finally:
         state.wait_for_everyone()
         if state.is_main_process:
-            shutil.rmtree(folder.path / START_FOLDER, ignore_errors=True)
-            with suppress(OSError):  # a run that could not begin leaves nothing
-                folder.path.rmdir()
+            folder.clean()
 
 
-def _restore(checkpoint: Path | None, seal: dict[str, Any], tracker: Tracker, losses: dict[str, TrackedLoss]) -> None:
-    """Take over from a checkpoint what the trainer does not."""
-    if checkpoint is None:
-        return
+def _restore(checkpoint: Path, metadata: dict[str, Any], tracker: Tracker, losses: dict[str, TrackedLoss]) -> None:
+    """Restore from a checkpoint what the trainer does not."""
     kept = json.loads((checkpoint / CHECKPOINT_FILE).read_text(encoding="utf-8"))
-    if kept["processes"] != seal["processes"]:
+    if kept["processes"] != metadata["processes"]:
         raise ValueError(
-            f"{checkpoint} is of a run in {kept['processes']} processes, this one has {seal['processes']}: their "
-            "batches differ"
+            f"{checkpoint} belongs to a run of {kept['processes']} processes, this one has {metadata['processes']}: "
+            "their batches differ"
         )
-    if kept["data"] != seal["data"]:
-        differing = ", ".join(key for key in seal["data"] if kept["data"].get(key) != seal["data"][key])
-        raise ValueError(f"The data are not those that {checkpoint} was trained on: {differing or 'a set'} changed")
+    if kept["data"] != metadata["data"]:
+        differing = ", ".join(key for key in metadata["data"] if kept["data"].get(key) != metadata["data"][key])
+        raise ValueError(
+            f"The data differ from those that {checkpoint} was trained on: {differing or 'a training set'} changed"
+        )
     tracker.restore(kept["tracker"])
     for name, weights in torch.load(checkpoint / LOSS_FILE, weights_only=True).items():
         own = dict(losses[name].named_parameters())
@@ -273,34 +339,34 @@ def _restore(checkpoint: Path | None, seal: dict[str, Any], tracker: Tracker, lo
                 own[key].copy_(value)
 
 
-def _loss(recipe: Recipe, model: SentenceTransformer, part: TrainingSet, tracker: Tracker) -> TrackedLoss:
-    """Make the loss of a training set for the processes that there are."""
-    training = recipe.training
-    task = part.settings
-    label_dim = part.teacher_dimension if part.form == "texts" else None
-    loss = build_loss(model, task, training, processes().num_processes, replicated(), label_dim)
-    if with_deepspeed() and deepspeed_stage() >= 2 and _is_cached(loss):
+def _loss(
+    recipe: Recipe, model: SentenceTransformer, names: MoTEConfig, training_set: TrainingSet, tracker: Tracker
+) -> TrackedLoss:
+    """Build the loss of a training set, for the number of processes at hand."""
+    task = training_set.settings
+    label_dim = training_set.teacher_dimension if training_set.label_type == "embeddings" else None
+    loss = build_loss(model, task, recipe.training, processes().num_processes, replicated(), label_dim)
+    is_cached = uses_gradient_cache(loss.loss if isinstance(loss, MatryoshkaLoss) else loss)
+    if with_deepspeed() and deepspeed_stage() >= 2 and is_cached:
         raise ValueError(
             "DeepSpeed's stages from 2 take one backward pass per step, and gradient caching does several: set "
             "training.mini_batch_size=null, or use stage 1, DDP or FSDP2"
         )
-    config: Any = model[0].config if is_mote(model) else None
-    experts = {config.expert_of(name) for name in part.column_tasks.values()} if config is not None else set()
-    if replicated() and recipe.model.kind == "mote" and len(experts) > 1 and not _is_cached(loss):
-        raise ValueError(
-            f"{part.name}: in several processes with the whole model each (DDP), {task.loss} cannot send the columns "
-            f"of a row through {len(experts)} experts ({', '.join(sorted(experts))}). Use FSDP2, a loss that caches "
-            "gradients, or one task for anchors and positives"
-        )
-    return TrackedLoss(model, loss, tracker, part.name, part.task, part.column_tasks)
+    if recipe.model.kind == "mote":
+        experts = {names.expert_of(name) for name in training_set.column_tasks.values()}
+        if replicated() and len(experts) > 1 and not is_cached:
+            raise ValueError(
+                f"{training_set.name}: under DDP, {task.loss} cannot send the columns of a row through "
+                f"{len(experts)} experts ({', '.join(sorted(experts))}). Use FSDP2, a loss that caches gradients, or "
+                "one task for anchors and positives"
+            )
+    if recipe.model.kind == "token_routed":
+        loss = LoadBalancedLoss(loss)
+    return TrackedLoss(model, loss, tracker, training_set.name, training_set.task, training_set.column_tasks)
 
 
-def _is_cached(loss: nn.Module) -> bool:
-    return uses_gradient_cache(loss.loss if isinstance(loss, MatryoshkaLoss) else loss)
-
-
-def _is_about_writing(error: Exception) -> bool:
-    """Tell a full disk from other errors: torch and safetensors raise their own, without a number."""
+def _is_write_error(error: Exception) -> bool:
+    """Recognize a full disk: torch and safetensors raise errors of their own, without a number."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
     return "inline_container" in str(error) or "os error" in str(error).lower() or "I/O error" in str(error)

@@ -1,4 +1,4 @@
-"""Scores on texts cut from the training parts: to compare learning rates and recipes without the test parts."""
+"""Scores on held-out texts of the training splits, to compare learning rates and recipes without the test splits."""
 
 import math
 from collections import defaultdict
@@ -25,14 +25,13 @@ class Validation(BaseEvaluator):
 
     Args:
         sets: Held-out texts.
-        encodings: Task of the model → what `encode` gets for its texts (`prompt`, `task`).
-        batch_size: Of encoding.
+        encodings: Task of the model → arguments of `encode` for its texts (`prompt`, `task`).
+        batch_size: Batch size of `encode`.
     """
 
     primary_metric = "validation_mean"
 
     def __init__(self, sets: list[ValidationSet], encodings: dict[str, dict[str, Any]], batch_size: int = 64) -> None:
-        """Keep the arguments."""
         super().__init__()
         self.sets, self.encodings, self.batch_size = sets, encodings, batch_size
 
@@ -45,10 +44,10 @@ class Validation(BaseEvaluator):
             `validation_mean`, and `validation_<task>`, `validation_<task>/<dataset>` for each of them.
         """
         by_task: dict[str, dict[str, float]] = defaultdict(dict)
-        for part in self.sets:
-            score = 100 * getattr(self, f"_score_{part.form}")(model, part)
+        for held_out in self.sets:
+            score = 100 * getattr(self, f"_score_{held_out.row_type}")(model, held_out)
             if math.isfinite(score):  # scores that are all equal correlate with nothing
-                by_task[part.task][part.name] = score
+                by_task[held_out.task][held_out.name] = score
         scores = {task: float(np.mean(list(of_task.values()))) for task, of_task in by_task.items()}
         metrics = {"validation_mean": float(np.mean(list(scores.values())))} if scores else {}
         for task, score in scores.items():
@@ -56,27 +55,28 @@ class Validation(BaseEvaluator):
             metrics |= {f"validation_{_below(task, name)}": value for name, value in by_task[task].items()}
         return metrics
 
-    def _score_pairs(self, model: SentenceTransformer, part: ValidationSet) -> float:
-        positives = list(dict.fromkeys(part.rows["positive"]))
+    def _score_pairs(self, model: SentenceTransformer, held_out: ValidationSet) -> float:
+        positives = list(dict.fromkeys(held_out.rows["positive"]))
         column = {text: index for index, text in enumerate(positives)}
         scores = cosine_similarity(
-            self._embed(model, part.rows["anchor"], part.anchor), self._embed(model, positives, part.positive)
+            self._embed(model, held_out.rows["anchor"], held_out.anchor),
+            self._embed(model, positives, held_out.positive),
         )
         right = np.zeros_like(scores)
-        right[np.arange(len(scores)), [column[text] for text in part.rows["positive"]]] = 1
+        right[np.arange(len(scores)), [column[text] for text in held_out.rows["positive"]]] = 1
         return float(ndcg_score(right, scores, k=10)) if len(positives) > 1 else 1.0
 
-    def _score_labelled(self, model: SentenceTransformer, part: ValidationSet) -> float:
-        embeddings = self._embed(model, part.rows["text"], part.anchor)
+    def _score_labelled(self, model: SentenceTransformer, held_out: ValidationSet) -> float:
+        embeddings = self._embed(model, held_out.rows["text"], held_out.anchor)
         scores = cosine_similarity(embeddings)
         np.fill_diagonal(scores, -np.inf)
-        labels = np.array(part.rows["label"])
+        labels = np.array(held_out.rows["label"])
         return float(np.mean(labels[scores.argmax(axis=1)] == labels))
 
-    def _score_scored(self, model: SentenceTransformer, part: ValidationSet) -> float:
-        anchors = self._embed(model, part.rows["anchor"], part.anchor)
-        positives = self._embed(model, part.rows["positive"], part.positive)
-        return float(spearmanr(model.similarity_pairwise(anchors, positives), part.rows["score"]).statistic)
+    def _score_scored(self, model: SentenceTransformer, held_out: ValidationSet) -> float:
+        anchors = self._embed(model, held_out.rows["anchor"], held_out.anchor)
+        positives = self._embed(model, held_out.rows["positive"], held_out.positive)
+        return float(spearmanr(model.similarity_pairwise(anchors, positives), held_out.rows["score"]).statistic)
 
     def _embed(self, model: SentenceTransformer, texts: Any, task: str) -> np.ndarray:
         embeddings = model.encode(
@@ -86,5 +86,5 @@ class Validation(BaseEvaluator):
 
 
 def _below(task: str, dataset: str) -> str:
-    """Name a dataset below its task: `retrieval/arxiv` is so named already."""
+    """Return the name of a dataset below its task; `retrieval/arxiv` has one already."""
     return dataset if dataset.startswith(f"{task}/") else f"{task}/{dataset}"
