@@ -1,9 +1,12 @@
 """Small training runs."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
+
+from mote.checkpoints.provenance import read_steps
 
 
 def overrides(source: Path, data: Path, out: Path, *more: str) -> list[str]:
@@ -28,3 +31,10 @@ def overrides(source: Path, data: Path, out: Path, *more: str) -> list[str]:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
+
+
+def train_step(folder: Path) -> dict[str, Any]:
+    """The record of the run that trained a model."""
+    step = read_steps(folder)[-1]
+    assert step["step"] == "train"
+    return step

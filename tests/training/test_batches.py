@@ -84,14 +84,14 @@ def test_processes_get_parts_of_the_same_batches_as_one_process() -> None:
     )
 
 
-def test_what_the_processes_cannot_share_is_left_out_and_counted() -> None:
+def test_what_the_processes_cannot_share_is_dropped_and_counted() -> None:
     sampler = EvenBatchSampler(Rows(1003), 500, 4)
     assert sampler.sizes == [500, 500]
-    assert sampler.left_out == 3
+    assert sampler.dropped == 3
     assert EvenBatchSampler(Rows(1023), 500, 4).sizes == [340, 340, 340]
     assert EvenBatchSampler(Rows(3), 500, 4).sizes == []
-    assert EvenBatchSampler(Rows(3), 500, 4).left_out == 3
-    assert EvenBatchSampler(Rows(1003), 500, 1).left_out == 0
+    assert EvenBatchSampler(Rows(3), 500, 4).dropped == 3
+    assert EvenBatchSampler(Rows(1003), 500, 1).dropped == 0
 
 
 @pytest.mark.parametrize("processes", [2, 4])

@@ -16,8 +16,9 @@ import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint
 from helpers.paths import ROOT, SMALL_ENCODER
-from helpers.runs import overrides, weights
+from helpers.runs import overrides, train_step, weights
 
+from mote.checkpoints.reading import open_any
 from mote.training.model import build_model
 from mote.training.progress import read_log
 from mote.training.recipe import load_recipe
@@ -100,13 +101,13 @@ def test_two_processes_learn_what_one_does(recipe: str, data: Path, tmp_path: Pa
         assert first["loss"] == pytest.approx(second["loss"], abs=1e-5)
         assert first["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-4)
     settings = overrides(SMALL_ENCODER, data, tmp_path / "unused", *SETTINGS)
-    start = build_model(load_recipe(recipe, settings), tmp_path)[0][0].model.state_dict()
+    start = build_model(load_recipe(recipe, settings), open_any(str(SMALL_ENCODER)), tmp_path)[0][0].model.state_dict()
     moved = 0.0
     for key in one:  # the norm of all steps together is at most 5e-3
         assert (one[key] - two[key]).abs().max().item() <= 1e-7, key
         moved = max(moved, (one[key] - start[key]).abs().max().item())
     assert moved > 1e-4
-    records = [json.loads((tmp_path / name / "run" / "model" / "training.json").read_text()) for name in "12"]
+    records = [train_step(tmp_path / name / "run" / "model") for name in "12"]
     assert [record["processes"] for record in records] == [1, 2]
     assert records[0]["tasks"] == records[1]["tasks"]  # texts and tokens, over all processes
     assert records[0]["experts"] == records[1]["experts"]
@@ -163,7 +164,7 @@ def test_fsdp_keeps_and_goes_on(data: Path, tmp_path: Path) -> None:
     for key in whole:
         assert torch.equal(whole[key], killed[key]), key
         assert (whole[key] - replicas[key]).abs().max().item() <= 1e-6, key
-    record = json.loads((tmp_path / "killed" / "run" / "model" / "training.json").read_text())
+    record = train_step(tmp_path / "killed" / "run" / "model")
     assert record["resumed_from_step"] == 2
 
 
@@ -200,4 +201,4 @@ def test_a_loss_that_is_not_cached_needs_one_expert(data: Path, tmp_path: Path) 
 def test_a_batch_that_cannot_be_shared_out(data: Path, tmp_path: Path) -> None:
     done = train(2, data, tmp_path / "run", "training.batch_size=15", check=False)
     assert done.returncode != 0
-    assert "15 cannot be shared out among 2" in done.stderr
+    assert "15 cannot be shared evenly among 2" in done.stderr

@@ -110,7 +110,7 @@ def test_overrides() -> None:
 
 def test_a_file_extends_one_beside_it_before_a_shipped_one(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("extends: mote\nname: mine\ntraining: {seed: 7}\n")
-    (tmp_path / "longer.yaml").write_text("extends: mine\nname: longer\ntraining: {epochs: 3}\n")
+    (tmp_path / "longer.yaml").write_text("extends: mine\nname: longer\ntraining: {num_train_epochs: 3}\n")
     recipe = load_recipe(tmp_path / "longer.yaml")
     assert (recipe.name, recipe.training.seed, recipe.training.num_train_epochs) == ("longer", 7, 3)
     assert recipe.training.batch_size == 6144
@@ -126,11 +126,11 @@ def test_a_file_extends_one_beside_it_before_a_shipped_one(tmp_path: Path) -> No
         ("tasks.retrieval.batches=mixed", r"'homogeneous' or 'heterogeneous'"),
         ("tasks.retrieval.datasets=[]", r"tasks.retrieval: the task has no data"),
         ("tasks.retrieval.datasets=[{path: a, colums: {}}]", r"unknown key 'colums'. Did you mean 'columns'"),
-        ("model.kind=sparse", r"model.kind: Input should be 'mote', 'token' or 'dense'"),
+        ("model.kind=sparse", r"model.kind: Input should be 'mote', 'token_routed' or 'dense'"),
         ("training.num_train_epochs=many", r"training.num_train_epochs"),
         ("tasks={}", None),
         ("training.batch_size", r"expected key=value"),
-        ("model.source={", r"no YAML"),
+        ("model.source={", r"invalid YAML"),
     ],
 )
 def test_what_does_not_hold_is_refused(override: str, message: str | None) -> None:

@@ -147,12 +147,18 @@ def test_an_interrupt_while_writing_leaves_nothing_half(
 @pytest.mark.parametrize("damage", ["flipped", "short", "empty"])
 @pytest.mark.parametrize("file", ["chunk000001", "embeddings"])
 def test_a_damaged_file_is_made_again(
-    teacher: Path, tmp_path: Path, encoded: list[int], file: str, damage: str, monkeypatch: pytest.MonkeyPatch
+    teacher: Path,
+    tmp_path: Path,
+    encoded: list[int],
+    file: str,
+    damage: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     if file == "chunk000001":  # stop after two chunks
         with monkeypatch.context() as patch:
             patch.setattr(np, "isfinite", lambda array: np.array(len(array) == CHUNK))
-            with pytest.raises(ValueError, match="not finite"):
+            with pytest.raises(ValueError, match="are non-finite"):
                 embed(teacher, tmp_path)
     else:
         embed(teacher, tmp_path)
@@ -161,9 +167,9 @@ def test_a_damaged_file_is_made_again(
     content = path.read_bytes()
     flipped = content[:-1] + bytes([content[-1] ^ 1])
     path.write_bytes({"flipped": flipped, "short": content[:-1], "empty": b""}[damage])
-    lines: list[str] = []
-    mended = teacher_embeddings(TEXTS, TeacherSettings(source=str(teacher)), None, tmp_path, lines.append)
-    assert f"{path} is damaged, and is made again" in lines
+    caplog.set_level("INFO", "mote")
+    mended = teacher_embeddings(TEXTS, TeacherSettings(source=str(teacher)), None, tmp_path)
+    assert f"{path} is damaged, and is computed again" in caplog.text
     assert encoded == ([4, 2] if file == "chunk000001" else [4, 4, 2])
     assert np.array_equal(mended, embed(teacher, tmp_path / "whole"))
 
@@ -172,7 +178,7 @@ def test_embeddings_that_are_not_finite_are_refused(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Teacher, "_encode", lambda *_: np.full((4, 3), np.nan))
-    with pytest.raises(ValueError, match="gives embeddings that are not finite"):
+    with pytest.raises(ValueError, match="are non-finite"):
         embed(teacher, tmp_path)
     assert files(tmp_path) == []
 
@@ -190,12 +196,14 @@ def test_the_place_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 HUB = """
 import sys
 from pathlib import Path
+from mote.reporting import console_logging
 from mote.training.recipe import TeacherSettings
 from mote.training.teachers import teacher_embeddings
 
+console_logging()
 for name in ("user/teacher", "user/missing"):
     try:
-        print(teacher_embeddings(["a", "b"], TeacherSettings(source=name), None, Path(sys.argv[1]), print).sum())
+        print(teacher_embeddings(["a", "b"], TeacherSettings(source=name), None, Path(sys.argv[1])).sum())
     except FileNotFoundError as error:
         print(error)
 """
@@ -239,7 +247,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_labels_of_pairs_are_the_embeddings_of_both_sides(teacher: Path, tmp_path: Path) -> None:
     lines = "".join(f'{{"query": "{text}", "positive": "about {text}"}}\n' for text in TEXTS)
     training_set = distilled(tmp_path, teacher, lines, weight=1.5)
-    assert training_set.row_type == "texts"
+    assert training_set.label_type == "embeddings"
     assert len(training_set.rows) == 15
     assert training_set.column_tasks == {"anchor": "search_query", "positive": "search_document"}
     model = SentenceTransformer(str(teacher))

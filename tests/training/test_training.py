@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -18,7 +19,7 @@ import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint
 from helpers.paths import ROOT, SMALL_ENCODER
-from helpers.runs import overrides, weights
+from helpers.runs import overrides, train_step, weights
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments
 
 from mote.checkpoints.reading import open_any
@@ -26,7 +27,7 @@ from mote.training import losses, progress
 from mote.training import train as run
 from mote.training.model import build_model
 from mote.training.progress import NonFiniteError, RunCallback, TrackedLoss, read_log
-from mote.training.recipe import load_recipe, shipped_recipes
+from mote.training.recipe import TrainingSettings, load_recipe, shipped_recipes
 from mote.training.run_folder import START_FOLDER, RunFolder
 from mote.training.train import check_recipe, plan, prepare, train
 
@@ -74,7 +75,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_each_shipped_recipe(name: str, tiny: Path, data: Path, tmp_path: Path) -> None:
     model = train(name, overrides(tiny, data, tmp_path / "run"))
-    record = json.loads((model / "training.json").read_text())
+    record = train_step(model)
     assert record["steps"] == 2
     recipe = load_recipe(model / "recipe.yaml")  # what lies beside the weights is a recipe
     assert (recipe.name, recipe.training.max_steps) == (name, 2)
@@ -150,7 +151,7 @@ def test_dense_recipes_have_instructions_or_not(data: Path, tmp_path: Path, monk
 
 def test_each_batch_is_of_one_task_and_every_row_is_seen_once(data: Path, tmp_path: Path) -> None:
     folder = train("mote", overrides(SMALL_ENCODER, data, tmp_path / "run", "training.max_steps=-1"))
-    record = json.loads((folder / "training.json").read_text())
+    record = train_step(folder)
     used: Counter[str] = Counter()
     for dataset in record["data"]:
         used[dataset["name"] if dataset["task"] == "retrieval" else dataset["task"]] += dataset["used"]
@@ -168,7 +169,7 @@ def test_each_batch_is_of_one_task_and_every_row_is_seen_once(data: Path, tmp_pa
 
 def test_static_batches_go_across_the_datasets(tiny: Path, data: Path, tmp_path: Path) -> None:
     model = train("mote-static", overrides(tiny, data, tmp_path / "run", "training.max_steps=-1"))
-    assert json.loads((model / "training.json").read_text())["training_sets"].keys() == {
+    assert train_step(model)["training_sets"].keys() == {
         "retrieval",
         "classification",
         "clustering",
@@ -292,7 +293,7 @@ def test_matryoshka_and_given_negatives(tiny: Path, tmp_path: Path) -> None:
         "training.matryoshka=[16, 8]",
         "validation.share=0",
     )
-    record = json.loads((train("mote", recipe) / "training.json").read_text())
+    record = train_step(train("mote", recipe))
     assert record["tasks"]["search_document"]["texts"] == 2 * record["tasks"]["search_query"]["texts"]
 
 
@@ -369,7 +370,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     assert [(line["step"], line["training_set"], line["loss"]) for line in logs[0]] == [
         (line["step"], line["training_set"], line["loss"]) for line in logs[1]
     ]
-    records = [json.loads((tmp_path / name / "model" / "training.json").read_text()) for name in ("killed", "whole")]
+    records = [train_step(tmp_path / name / "model") for name in ("killed", "whole")]
     assert records[0]["resumed_from_step"] >= kill_after
     assert records[0]["experts"] == records[1]["experts"]
     assert records[0]["training_sets"] == records[1]["training_sets"]
@@ -415,7 +416,7 @@ def test_a_checkpoint_that_was_cut_short_is_not_used(
     checkpoints = tmp_path / "run" / "checkpoints"
     (checkpoints / "checkpoint-3" / "checkpoint.json").unlink()
     (checkpoints / "checkpoint-3" / "model.safetensors").write_bytes(b"cut")
-    record = json.loads((train("mote", settings) / "training.json").read_text())
+    record = train_step(train("mote", settings))
     assert record["resumed_from_step"] == 2
 
 
@@ -465,10 +466,8 @@ def test_the_record_of_a_run_that_went_on(
     assert content["tracker"]["seconds"] > 0
     content["tracker"]["seconds"] += 1000
     seal.write_text(json.dumps(content))
-    record = json.loads((train("mote", settings) / "training.json").read_text())
-    whole = json.loads(
-        (train("mote", overrides(tiny, data, tmp_path / "whole", "training.max_steps=4")) / "training.json").read_text()
-    )
+    record = train_step(train("mote", settings))
+    whole = train_step(train("mote", overrides(tiny, data, tmp_path / "whole", "training.max_steps=4")))
     assert (record["resumed_from_step"], whole["resumed_from_step"]) == (3, None)
     assert record["seconds"] > 1000 > whole["seconds"]  # of all steps, as `steps` counts them
     assert record["validation"] == whole["validation"]
@@ -561,7 +560,7 @@ def test_a_loss_that_is_no_number_stops_the_run(
     with pytest.raises(NonFiniteError, match=r"(?s)loss is nan at step 3, in a batch of \d+ rows of .*checkpoint-2"):
         ready.train()
     monkeypatch.setattr(run, "build_loss", calculate)
-    assert json.loads((train("mote", settings) / "training.json").read_text())["resumed_from_step"] == 2
+    assert train_step(train("mote", settings))["resumed_from_step"] == 2
 
 
 def test_a_gradient_that_is_no_number_is_not_saved(tiny: Path, data: Path, tmp_path: Path) -> None:
@@ -635,11 +634,11 @@ def test_accelerate_and_the_recipe_must_agree_on_the_precision(
 def test_kind_and_source_must_fit(fresh_folder: Path, data: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a MoTE"):
         train("ic", overrides(fresh_folder, data, tmp_path / "run"))
-    with pytest.raises(ValueError, match="routes by task"):
+    with pytest.raises(ValueError, match=r"of the kind 'mote', but the recipe says model.kind=token_routed"):
         train("tlr", overrides(fresh_folder, data, tmp_path / "run"))
-    with pytest.raises(ValueError, match=r"not as the recipe describes it in model.layers. Its experts: .* 0, 1, 2"):
+    with pytest.raises(ValueError, match=r"differs from the recipe in model.layers. Its experts: .* 0, 1, 2"):
         train("mote-every-other", overrides(fresh_folder, data, tmp_path / "run"))
-    with pytest.raises(ValueError, match=r"not as the recipe describes it in model.experts, model.tasks"):
+    with pytest.raises(ValueError, match=r"differs from the recipe in model.experts, model.tasks"):
         train("mote-objectives", overrides(fresh_folder, data, tmp_path / "run"))
 
 
@@ -659,7 +658,10 @@ def test_a_token_router_in_fp16_is_refused() -> None:
 
 def test_the_arguments_that_a_recipe_decides_are_all_refused() -> None:
     known = SentenceTransformerTrainingArguments.__dataclass_fields__
-    assert {"gradient_checkpointing", "activation_checkpointing", "warmup_ratio"} >= OWN_ARGUMENTS.keys() - known
+    assert TrainingSettings.RESERVED.keys() <= {*known, "warmup_ratio"}
+    for name, instead in TrainingSettings.RESERVED.items():
+        with pytest.raises(ValueError, match=f"'{name}' cannot be set here: {re.escape(instead)}"):
+            load_recipe("mote", [f"training.{name}=1"])
 
 
 def test_a_dataset_may_have_an_objective_of_its_own(tiny: Path, data: Path, tmp_path: Path) -> None:

@@ -92,18 +92,20 @@ VALID = '{"query": "a %d", "positive": "b"}'
     ("line", "fault"),
     [('{"query": "", "positive": "b"}', "'query' is empty"), ('{"query": "a", "posi', "invalid JSON")],
 )
-def test_an_invalid_row_is_counted_and_reported_with_its_line(tmp_path: Path, line: str, fault: str) -> None:
+def test_an_invalid_row_is_counted_and_reported_with_its_line(
+    tmp_path: Path, line: str, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
     path = write(tmp_path, "retrieval/tiny", [])
     path.write_text("\n".join([VALID % 1, "", line, VALID % 2]))
-    lines: list[str] = []
+    caplog.set_level("INFO", "mote")
     recipe = recipe_of(tmp_path, settings={"datasets": ["retrieval/tiny"]}, data={"max_invalid_fraction": 0.34})
-    data = load_data(recipe, report=lines.append)
+    data = load_data(recipe)
     (report,) = data.reports
     assert (report.read, report.invalid, report.used) == (3, 1, 2)
     assert report.errors[0].startswith(f"{path}:3: {fault}")
-    assert any(f"{path}:3: {fault}" in reported for reported in lines)
+    assert f"{path}:3: {fault}" in caplog.text
     assert f"{path}:3: {fault}" in str(data)
-    with pytest.raises(ValueError, match=r"tiny: 1 of 3 rows have a fault, allowed is a share of 0.33 (.|\n)*:3: "):
+    with pytest.raises(ValueError, match=r"tiny: 1 of 3 rows are invalid; allowed is a fraction of 0.33 (.|\n)*:3: "):
         load(tmp_path, "retrieval/tiny", data={"max_invalid_fraction": 0.33})
 
 
@@ -112,7 +114,7 @@ def test_a_dataset_without_rows(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="retrieval/tiny has no rows"):
         load(tmp_path, "retrieval/tiny")
     write(tmp_path, "retrieval/tiny", [{"query": "", "positive": ""}])
-    with pytest.raises(ValueError, match="1 of 1 rows have a fault"):
+    with pytest.raises(ValueError, match="1 of 1 rows are invalid"):
         load(tmp_path, "retrieval/tiny", data={"max_invalid_fraction": 1.0})
     with pytest.raises(ValueError, match="the task has no data"):
         load(tmp_path)
@@ -124,7 +126,7 @@ def test_a_dataset_without_rows(tmp_path: Path) -> None:
 def test_pairs_carry_the_identities_of_their_texts(tmp_path: Path) -> None:
     write(tmp_path, "retrieval/tiny", [{"query": "a", "positive": "b", "negative": "c"}])
     training_set = only(load(tmp_path, "retrieval/tiny"))
-    assert training_set.row_type == "pairs"
+    assert training_set.label_type == "pairs"
     assert training_set.rows.column_names == ["anchor", "positive", "negative_1", "label"]
     assert training_set.rows[0]["label"] == [text_id("a"), text_id("b"), text_id("c"), text_id("a")]
     documents = {"positive": "search_document", "negative_1": "search_document"}
@@ -188,7 +190,7 @@ def test_labels_may_be_numbers(tmp_path: Path) -> None:
 
 def test_a_set_of_one_group_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "classification/tiny", labelled(x=4))
-    with pytest.raises(ValueError, match="All rows of 'c' have one label or anchor: there is nothing to tell apart"):
+    with pytest.raises(ValueError, match="All rows of 'c' have the same label or anchor: there are no negatives"):
         load(tmp_path, "classification/tiny", task="c")
 
 
@@ -198,7 +200,7 @@ SCORED = [{"sentence1": f"a{i}", "sentence2": f"b{i}", "score": score} for i, sc
 def test_scores_are_brought_to_one_scale(tmp_path: Path) -> None:
     write(tmp_path, "sts/tiny", SCORED)
     data = load(tmp_path, "sts/tiny", task="s", settings={"loss": "CoSENTLoss"})
-    assert only(data).row_type == "scored"
+    assert only(data).label_type == "scored"
     assert only(data).rows["label"][:] == [0.0, 0.5, 1.0]
     assert data.reports[0].notes == ["scores divided by their maximum, 5"]
     write(tmp_path, "sts/tiny", [{**row, "score": row["score"] / 10} for row in SCORED])
@@ -303,19 +305,19 @@ def test_negatives_that_are_known_to_be_none_are_taken_out(tmp_path: Path) -> No
     write(tmp_path, "retrieval/tiny", rows)
     data = load(tmp_path, "retrieval/tiny")
     assert negatives_of(data) == [["n"]] * 4
-    assert data.reports[0].notes == ["4 hard negatives taken out that equal the anchor or a positive"]
+    assert data.reports[0].notes == ["4 hard negatives removed that equal the anchor or a positive"]
 
 
 def test_datasets_in_one_batch_have_the_same_columns_and_tasks(tmp_path: Path) -> None:
     write(tmp_path, "a/with", [{"query": f"q{i}", "positive": "p", "negative": "n"} for i in range(2)])
     write(tmp_path, "a/without", pairs(2))
     mixed = {"batches": "heterogeneous"}
-    with pytest.raises(ValueError, match=r"unlike columns \(a/with: .*negative_1, label; a/without: .*negatives: 0"):
+    with pytest.raises(ValueError, match=r"different columns \(a/with: .*negative_1, label; a/without: .*negatives: 0"):
         load(tmp_path, "a/*", settings=mixed)
     assert len(only(load(tmp_path, {"path": "a/with", "negatives": 0}, "a/without", settings=mixed)).rows) == 4
     assert len(load(tmp_path, "a/*").sets) == 2
     unlike = {"path": "a/with", "negatives": 0, "anchor": "classification"}
-    with pytest.raises(ValueError, match=r"unlike tasks .*classification and search_document"):
+    with pytest.raises(ValueError, match=r"different tasks .*classification and search_document"):
         load(tmp_path, unlike, "a/without", settings=mixed)
     tasks = load(tmp_path, unlike, "a/without").sets["a/with"].column_tasks
     assert tasks == {"anchor": "classification", "positive": "search_document"}
@@ -461,12 +463,12 @@ def test_the_table_tells_what_became_of_the_rows(tmp_path: Path) -> None:
     write(tmp_path, "retrieval/a", [*pairs(1500), pairs(1)[0], {"query": "", "positive": ""}])
     write(tmp_path, "retrieval/much_longer_name", pairs(2, "b"))
     table = str(load(tmp_path, "retrieval/*", data={"limit": 1000})).splitlines()
-    assert table[0].split() == ["task", "dataset", "read", "bad", "held", "out", "left", "out", "used"]
-    assert table[1].split() == ["retrieval", "retrieval/a", "1,502", "1", "0", "501", "1,000"]
-    assert table[2].split() == ["retrieval", "retrieval/much_longer_name", "2", "0", "0", "0", "2"]
-    assert len({len(line) for line in table[:3]}) == 1
-    assert "retrieval/a: left out 1: repeated" in table
-    assert "retrieval/a: left out 500: over the limit" in table
+    assert table[0].split() == ["task", "dataset", "read", "invalid", "held", "out", "dropped", "used"]
+    assert table[2].split() == ["retrieval", "retrieval/a", "1,502", "1", "0", "501", "1,000"]
+    assert table[3].split() == ["retrieval", "retrieval/much_longer_name", "2", "0", "0", "0", "2"]
+    assert len({len(line) for line in table[:4]}) == 1
+    assert "retrieval/a: dropped 1: repeated" in table
+    assert "retrieval/a: dropped 500: over the limit" in table
 
 
 TASKS = {
@@ -478,7 +480,7 @@ TASKS = {
 
 def test_the_examples_can_be_trained_on() -> None:
     data = load_data(recipe_of(EXAMPLES, tasks=TASKS, validation={"share": 0.02}))
-    assert {name: training_set.row_type for name, training_set in data.sets.items()} == dict.fromkeys(
+    assert {name: training_set.label_type for name, training_set in data.sets.items()} == dict.fromkeys(
         ("retrieval/arxiv", "retrieval/tldr_pages", "classification", "clustering"), "pairs"
     )
     assert sum(report.read for report in data.reports) == 3700

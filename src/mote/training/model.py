@@ -27,12 +27,10 @@ def build_model(recipe: Recipe, source: Source, scratch: Path) -> tuple[Sentence
         scratch: Folder for a MoTE on its way from the dense source into memory.
 
     Returns:
-        The model; and a config that knows the names of the tasks and their instructions, which is the model's own
-        where it has experts.
+        The model, and a config with its tasks and instructions (its own if it has experts).
 
     Raises:
-        FileNotFoundError: If the source is not there.
-        ValueError: If the source does not fit the recipe, or the recipe names a task that the model does not know.
+        ValueError: If the source does not suit the recipe, or the recipe names a task that the model does not know.
     """
     settings = recipe.model
     names = names_of(recipe, source)
@@ -44,7 +42,7 @@ def build_model(recipe: Recipe, source: Source, scratch: Path) -> tuple[Sentence
             model = SentenceTransformer(str(folder), **_loading(settings))
         model.prompts = {**repository.prompts_of(names)}
     else:
-        folder = source.folder if source.config.model_type == "mote" else _upcycled(settings, scratch)
+        folder = source.folder if source.config.model_type.startswith("mote") else _upcycled(settings, scratch)
         model = SentenceTransformer(str(folder), trust_remote_code=True, **_loading(settings))
         first: Any = model[0]
         names = first.config
@@ -56,12 +54,12 @@ def build_model(recipe: Recipe, source: Source, scratch: Path) -> tuple[Sentence
 
 
 def native_folder(source: Source, folder: Path) -> Path:
-    """Find a folder from which Sentence-Transformers loads a dense source with all its weights.
+    """Return a folder from which Sentence-Transformers loads a dense source with all its weights.
 
     Args:
-        source: From `open_any`.
-        folder: Written in the native format where the source is published in one that only we read (Nomic's first one),
-            unless it is there already.
+        source: The opened source.
+        folder: Folder for the native format, which is written unless it exists, where the source has a format that
+            only this package reads (Nomic's first one).
 
     Returns:
         The source's own folder, or `folder`.
@@ -73,7 +71,7 @@ def native_folder(source: Source, folder: Path) -> Path:
         config.instructions = dict.fromkeys(config.tasks, "")
         dense, _ = load_dense(source)
         with Staging(folder) as staged:
-            dense.save_pretrained(staged, save_original_format=False)  # its own names, not the source's
+            dense.save_pretrained(staged, save_original_format=False)  # native names, not the source's
             load_tokenizer(source).save_pretrained(staged)
             repository.write_sentence_transformer(dense, source, staged, config)
     return folder
@@ -83,11 +81,10 @@ def names_of(recipe: Recipe, source: Source) -> MoTEConfig:
     """Return the tasks and instructions of the model that a recipe trains, without its weights.
 
     Raises:
-        FileNotFoundError: If the source is not there.
-        ValueError: If the source does not fit the recipe, or the recipe names a task that the model does not know.
+        ValueError: If the source does not suit the recipe, or the recipe names a task that the model does not know.
     """
     settings = recipe.model
-    if source.config.model_type == "mote":
+    if source.config.model_type.startswith("mote"):
         names: Any = source.config
         _check_mote(settings, names, source.is_local)
     else:
@@ -99,13 +96,14 @@ def names_of(recipe: Recipe, source: Source) -> MoTEConfig:
 
 
 def _check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> None:
-    """Make sure that a source which is a MoTE already is the one that the recipe describes."""
+    """Check that a source that is a MoTE already is the one that the recipe describes."""
     name = settings.source
     if settings.kind == "dense":
-        raise ValueError(f"{name} is a MoTE: the kind is 'mote', or average its experts first (`mote average`)")
-    if config.router != {"mote": "task", "token_routed": "token"}[settings.kind]:
-        raise ValueError(f"{name} routes by {config.router}: the recipe's kind {settings.kind!r} does not fit")
-    if config.expert_bits is not None:
+        raise ValueError(f"{name} is a MoTE: set model.kind=mote, or average its experts first (`mote average`)")
+    found = "token_routed" if config.model_type == "mote_token_routed" else "mote"
+    if found != settings.kind:
+        raise ValueError(f"{name} is of the kind {found!r}, but the recipe says model.kind={settings.kind}")
+    if getattr(config, "expert_bits", None) is not None:
         raise ValueError(
             f"{name} has 8-bit experts, which cannot be trained: train the model as it was before `mote compress`, and "
             "compress the result"
@@ -123,30 +121,30 @@ def _check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> 
     wrong = [key for key, differs in differing.items() if differs]
     if wrong:
         raise ValueError(
-            f"{name} is a MoTE already, and not as the recipe describes it in {', '.join(wrong)}. Its experts: "
+            f"{name} is a MoTE already, and differs from the recipe in {', '.join(wrong)}. Its experts: "
             f"{', '.join(config.experts)}, in blocks {', '.join(map(str, config.mote_layer_indices))}"
         )
 
 
 def _loading(settings: ModelSettings) -> dict[str, Any]:
     attention = {} if settings.attention is None else {"attn_implementation": settings.attention}
-    return {"model_kwargs": {"dtype": torch.float32, **attention}}  # mixed precision keeps its weights in fp32
+    return {"model_kwargs": {"dtype": torch.float32, **attention}}  # also under mixed precision
 
 
 def _named(settings: ModelSettings) -> MoTEConfig:
-    """Name experts and tasks as the recipe does, the paper's by default."""
-    return MoTEConfig(experts=settings.experts, tasks=settings.tasks)  # type: ignore[arg-type]  # none: the paper's
+    """Build the config of the recipe's experts and tasks, the paper's by default."""
+    return MoTEConfig(experts=settings.experts, tasks=settings.tasks)  # type: ignore[arg-type]  # None: the paper's
 
 
 def _instructions(settings: ModelSettings) -> dict[str, str]:
-    """Return the instructions that the recipe sets itself."""
+    """Return the instructions set by the recipe."""
     if settings.instructions:
         return settings.instruction_texts
     return dict.fromkeys(_named(settings).tasks, "")
 
 
 def _names(settings: ModelSettings, prompts: dict[str, str]) -> MoTEConfig:
-    """Name tasks and instructions of a dense model as those of a MoTE made of it would be."""
+    """Build the tasks and instructions of a dense model, those of a MoTE upcycled from it."""
     config = _named(settings)
     config.instructions |= {**upcycling.instructions_from(prompts, config), **_instructions(settings)}
     config.validate_names()
@@ -154,7 +152,7 @@ def _names(settings: ModelSettings, prompts: dict[str, str]) -> MoTEConfig:
 
 
 def _upcycled(settings: ModelSettings, scratch: Path) -> Path:
-    """Upcycle the dense source; with several processes, one does."""
+    """Upcycle the dense source, in one of the processes."""
     folder = scratch / START_FOLDER
     with processes().main_process_first():
         if not folder.exists():
@@ -180,7 +178,7 @@ def _upcycled(settings: ModelSettings, scratch: Path) -> Path:
 
 
 def _check_tasks(recipe: Recipe, names: MoTEConfig) -> None:
-    """Make sure that the model knows every task that the recipe's data are for."""
+    """Check that the model knows every task of the recipe's data."""
     for name, task in recipe.tasks.items():
         for anchor, positive in [(task.anchor, task.positive), *((d.anchor, d.positive) for d in task.datasets)]:
             for model_task in (anchor, positive):
@@ -191,9 +189,9 @@ def _check_tasks(recipe: Recipe, names: MoTEConfig) -> None:
 
 
 def _check_only_experts(recipe: Recipe, names: MoTEConfig, only: list[str]) -> None:
-    """Make sure that the experts that alone are trained are there, and that all data train one of them."""
+    """Check that the experts to train exist, and that all data train one of them."""
     if recipe.model.kind != "mote":
-        raise ValueError(f"training.only_experts: a model of the kind {recipe.model.kind!r} has no experts for tasks")
+        raise ValueError(f"training.only_experts: a model of the kind {recipe.model.kind!r} has no task experts")
     for expert in only:
         if expert not in names.experts:
             raise ValueError(
@@ -210,12 +208,12 @@ def _check_only_experts(recipe: Recipe, names: MoTEConfig, only: list[str]) -> N
             if not set(trained) & set(only):
                 raise ValueError(
                     f"tasks.{name}: {dataset.path} trains {' and '.join(trained)}, none of training.only_experts "
-                    f"({', '.join(only)}): send it to one of them by `anchor`, or leave it out (`tasks.{name}=null`)"
+                    f"({', '.join(only)}): send it to one of them by `anchor`, or remove it (`tasks.{name}=null`)"
                 )
 
 
 def _freeze_all_but(model: SentenceTransformer, experts: list[str]) -> None:
-    """Have no gradients, and no weight decay either, for all but some experts."""
+    """Freeze everything but some experts: no gradients, and no weight decay either."""
     model.requires_grad_(False)
     first: Any = model[0]
     for block in first.model.blocks:

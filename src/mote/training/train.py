@@ -20,9 +20,9 @@ from torch import nn
 from transformers import PrinterCallback, Trainer
 
 from configuration_mote import MoTEConfig
-from mote.checkpoints.reading import Source, load_tokenizer, open_any
 from mote.checkpoints.cards import write_trained_card
 from mote.checkpoints.provenance import command_line, new_step
+from mote.checkpoints.reading import Source, load_tokenizer, open_any
 from mote.checkpoints.writing import WriteOptions, write_repository
 from mote.training.arguments import Schedule, describe, plan_schedule, trainer_arguments
 from mote.training.data import TrainingData, TrainingSet, load_data
@@ -228,7 +228,7 @@ class TrainingRun:
                 task.batches,
                 task.loss,
                 task.temperature if task.loss == INFO_NCE else "",
-                ", ".join(f"{report['name']} ({report['used']:,})" for report in step["data"] if report["task"] == name),
+                ", ".join(f"{one['name']} ({one['used']:,})" for one in step["data"] if one["task"] == name),
             )
             for name, task in self.recipe.tasks.items()
         ]
