@@ -13,10 +13,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from mote.checkpoints.provenance import read_steps
 from mote.reporting import console_logging
 from mote.training.train import train
 
-KEPT = ("recipe.yaml", "training.json", "curves.png", "README.md")
+KEPT = ("recipe.yaml", "mote.json", "curves.png", "README.md")
 
 
 def main() -> None:
@@ -39,7 +40,7 @@ def main() -> None:
             if not (folder / "model").exists():
                 print(f"== {recipe}, learning rate {rate:g}", flush=True)
                 train(recipe, [*overrides, f"training.learning_rate={rate}", f"output={folder}"])
-            records[recipe, rate] = json.loads((folder / "model" / "training.json").read_text())
+            records[recipe, rate] = read_steps(folder / "model")[-1]
     compare(records, arguments.out)
 
 

@@ -10,6 +10,7 @@ from sentence_transformers import SentenceTransformer
 
 from benchmarks.paper.experiments import VARIANTS
 from benchmarks.paper.runs import Runs
+from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import load_tokenizer, open_any, open_mote
 from mote.training.data import ValidationSet, load_data
 from mote.training.model import encodings
@@ -28,9 +29,9 @@ def validation_scores(runs: Runs, name: str) -> dict[str, float]:
 
 def _of_model(runs: Runs, name: str, seed: int) -> dict[str, float]:
     folder = runs.model(name, seed)
-    record = folder / "training.json"
-    if record.is_file():  # training ends with these scores
-        return json.loads(record.read_text(encoding="utf-8"))["validation"]["after"]  # type: ignore[no-any-return]
+    steps = read_steps(folder)
+    if steps and steps[-1]["step"] == "train":  # training ends with these scores
+        return steps[-1]["validation"]["after"]  # type: ignore[no-any-return]
     kept = runs.out / "validation" / f"{folder.name}.json"  # its name contains the hash of the source
     if not kept.is_file():
         trained = runs.model("mote", seed)
