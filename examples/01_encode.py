@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
+from transformers.utils import logging
 
 import mote
 
@@ -65,4 +66,6 @@ def with_transformers(folder: str) -> None:
 
 
 if __name__ == "__main__":
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     main()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.util import semantic_search
+from transformers.utils import logging
 
 import mote
 
@@ -56,4 +57,6 @@ def search(model: SentenceTransformer) -> None:
 
 
 if __name__ == "__main__":
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     main()

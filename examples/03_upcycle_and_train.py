@@ -19,6 +19,7 @@ from datasets import Dataset, load_dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from transformers import set_seed
+from transformers.utils import logging
 
 import mote
 
@@ -115,4 +116,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     main()

@@ -16,6 +16,7 @@ from langchain_huggingface import HuggingFaceEmbeddings
 from llama_index.core.schema import TextNode
 from llama_index.core.vector_stores import SimpleVectorStore, VectorStoreQuery
 from llama_index.embeddings.huggingface import HuggingFaceEmbedding
+from transformers.utils import logging
 
 import mote
 
@@ -68,4 +69,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     main()
