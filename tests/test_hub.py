@@ -91,9 +91,9 @@ def test_from_the_hub_to_the_hub_to_a_stranger(server: HubServer, tmp_path: Path
         ".gitattributes"
     }
     assert all((local / name).read_bytes() == content for name, content in pushed.items() if name != ".gitattributes")
-    assert f'"revision": "{commit}"' in pushed["upcycling.json"].decode()
+    assert f'"revision": "{commit}"' in pushed["mote.json"].decode()
     assert "base_model: nomic-ai/nomic-bert-2048" in pushed["README.md"].decode()
-    assert str(tmp_path) not in pushed["README.md"].decode() + pushed["upcycling.json"].decode()
+    assert str(tmp_path) not in pushed["README.md"].decode() + pushed["mote.json"].decode()
 
     batch = {"input_ids": torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])}
     batch["attention_mask"] = (batch["input_ids"] != 0).long()

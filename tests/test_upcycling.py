@@ -1,6 +1,7 @@
 """From a dense checkpoint to a complete MoTE repository, through the library and through the command."""
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -54,7 +55,7 @@ FILES = {
     "sentence_bert_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
-    "upcycling.json",
+    "mote.json",
 }
 TEXTS = ["whales breathe air", "a recipe for bread", "bread"]
 LONG = "a long text " * 50
@@ -125,8 +126,9 @@ def test_no_file_names_a_folder_of_this_machine(tmp_path: Path, monkeypatch: pyt
             content = (folder / name).read_text()
             for path in (tmp_path, ROOT, Path.home(), "here/", "elsewhere", "there/"):
                 assert name in CODE or str(path) not in content, name
-        told = read_json(folder / "upcycling.json")["arguments"]
-        assert (told["src"], told["out"], told["tokenizer"]) == ("tiny", "out", "tokenizer")
+        (step,) = read_json(folder / "mote.json")["steps"]
+        assert (step["sources"][0]["name"], step["settings"]["tokenizer"]) == ("tiny", "tokenizer")
+        assert step["command"] == "mote upcycle --src tiny --out out --overwrite --tokenizer tokenizer"
 
 
 # The same in a process without the project ---------------------------------------------------------------------------
@@ -274,7 +276,7 @@ def test_the_script_as_a_process(dense: Path, upcycled: Path, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Traceback" not in done.stderr
     assert files_in(tmp_path / "tiny-mote") == FILES
-    for name in FILES - {"upcycling.json"}:  # which holds the date
+    for name in FILES - {"mote.json"}:  # which holds the date
         assert (tmp_path / "tiny-mote" / name).read_bytes() == (upcycled / name).read_bytes(), name
     assert 'SentenceTransformer("tiny-mote", trust_remote_code=True)' in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny-mote"]
@@ -295,7 +297,7 @@ def test_the_plan_agrees_with_reality(dtype: str, layers: str | list[int], dense
     assert (
         plan.counts
         == parameter_counts(MoTEModel.from_pretrained(out))
-        == read_json(out / "upcycling.json")["parameters"]
+        == read_json(out / "mote.json")["steps"][0]["parameters"]
     )
     assert {tensor.dtype for tensor in tensors.values()} == {plan.config.dtype}
 
@@ -307,7 +309,7 @@ def test_the_plan_knows_the_files(dense: Path, tmp_path: Path) -> None:
     assert plan.file_sizes == written
     assert len(written) > 2
     for wrong in ("a lot", "", "0GB", "0.0MB", "-5GB", "5", "nanGB"):
-        with pytest.raises(ValueError, match=f"max_shard_size '{wrong}' is no size as in '5GB'"):
+        with pytest.raises(ValueError, match=f"max_shard_size '{wrong}' is invalid: expected a number"):
             plan_upcycling(str(dense), tmp_path / "out", max_shard_size=wrong)
     assert plan_upcycling(str(dense), tmp_path / "out", max_shard_size="0.02mb").file_sizes == written
 
@@ -332,7 +334,7 @@ def test_a_dry_run_writes_nothing(
         f"parameters: .* {plan.counts['total'] / 1e6:.1f} M in all",
         f"weights: +{sum(plan.file_sizes) / 1e6:.1f} MB \\(float16\\), in files of ",
         "out: +e5-mote",
-        "note: the source's prompt 'passage' stands for no task; route it with `--task passage=EXPERT`",
+        "note: the source's prompt 'passage' belongs to no task; route it with `--task passage=EXPERT`",
     ):
         assert re.search(line, printed), line
 
@@ -407,15 +409,17 @@ def test_a_model_named_after_its_source(dense: Path, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_a_published_nomic_becomes_a_complete_folder(prefix: bool, tmp_path: Path) -> None:
-    lines: list[str] = []
-    out = upcycle(str(published_nomic(tmp_path / "nomic", prefix)), tmp_path / "out", report=lines.append)
+def test_a_published_nomic_becomes_a_complete_folder(
+    prefix: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mote")
+    out = upcycle(str(published_nomic(tmp_path / "nomic", prefix)), tmp_path / "out")
     assert files_in(out) == FILES
     assert read_json(out / "sentence_bert_config.json")["max_seq_length"] == 64
     left_out = ["cls.predictions.decoder.weight", "cls.predictions.transform.dense.weight"] if prefix else []
-    assert read_json(out / "upcycling.json")["left_out"] == left_out
-    told = "Left out: 2 weights of pre-training heads (listed in upcycling.json)"
-    assert (told in lines) == prefix
+    assert read_json(out / "mote.json")["steps"][0]["dropped"] == left_out
+    told = "Dropped: 2 weights of pre-training heads (listed in mote.json)"
+    assert (told in caplog.messages) == prefix
 
 
 # Texts ---------------------------------------------------------------------------------------------------------------

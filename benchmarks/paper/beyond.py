@@ -11,7 +11,7 @@ from sentence_transformers import SentenceTransformer
 from benchmarks.paper.experiments import VARIANTS
 from benchmarks.paper.runs import Runs
 from mote.checkpoints.provenance import read_steps
-from mote.checkpoints.reading import load_tokenizer, open_any, open_mote
+from mote.checkpoints.reading import load_tokenizer, open_checkpoint, open_mote
 from mote.training.data import ValidationSet, load_data
 from mote.training.model import encodings
 from mote.training.recipe import load_recipe
@@ -47,7 +47,7 @@ def _of_model(runs: Runs, name: str, seed: int) -> dict[str, float]:
 @lru_cache  # reading the data takes longer than scoring
 def _held_out(recipe_file: Path) -> list[ValidationSet]:
     recipe = load_recipe(recipe_file)
-    return load_data(recipe, load_tokenizer(open_any(recipe.model.source)), with_teachers=False).validation
+    return load_data(recipe, load_tokenizer(open_checkpoint(recipe.model.source)), with_teachers=False).validation
 
 
 def validation_table(scores: dict[str, dict[str, float]]) -> str:

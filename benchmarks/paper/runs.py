@@ -12,7 +12,7 @@ import mote
 from benchmarks.paper.experiments import ALL_DATASETS, VARIANTS, Scale, recipe_of
 from mote import Evaluation
 from mote.checkpoints.hashing import folder_hash
-from mote.checkpoints.reading import open_any
+from mote.checkpoints.reading import open_checkpoint
 from mote.training.model import native_folder
 from mote.training.recipe import parse_recipe
 from mote.training.run_folder import differences, fixed_settings
@@ -83,7 +83,7 @@ class Runs:
         """Return the dense checkpoint that all variants start from, in Transformers' format."""
         folder = self.out / "models" / START
         with self._alone(folder):
-            return native_folder(open_any(self.source), folder)
+            return native_folder(open_checkpoint(self.source), folder)
 
     def scores(self, names: Iterable[str]) -> "Scores":
         """Evaluate variants with all their seeds; `start` is the dense checkpoint before training.

@@ -14,7 +14,7 @@ from benchmarks.performance.benchmark import Benchmark, Options
 from mote import average, compress, evaluate, train
 from mote.analysis.similarity import cosines, embed
 from mote.analysis.weight_change import find_start
-from mote.checkpoints.reading import load_mote, open_any, open_mote
+from mote.checkpoints.reading import load_mote, open_checkpoint, open_mote
 from mote.data.test_sets import find_sets
 from mote.data.texts import find_texts
 from mote.evaluation.scores import Evaluation
@@ -63,7 +63,7 @@ def measure(options: Options) -> Benchmark:
 
 def _trained(options: Options, folder: Path) -> Path:
     """Return the checkpoint if it is a MoTE; otherwise train one from it."""
-    if open_any(str(options.checkpoint)).config.model_type == "mote":
+    if open_checkpoint(str(options.checkpoint)).format == "mote":
         return options.checkpoint
     settings = [f"model.source={options.checkpoint}", f"data.folder={options.data}", f"output={folder / 'run'}"]
     settings += ["training.max_steps=3", "validation.share=0", "training.eval_steps=null"] if options.quick else []

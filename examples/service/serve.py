@@ -81,7 +81,7 @@ class Embedder:
 
     def item(self, text: str, task: str | None) -> Item:
         """Decide on the way of a text; raise `ValueError` if the task is unknown, or cannot be told."""
-        by_task = self.config.router == "task"
+        by_task = self.config.routes_by_task
         if task is not None:
             expert = self.config.expert_of(task)
             return Item(text, self.config.instruction_of(task), expert if by_task else None)
@@ -112,7 +112,7 @@ class Embedder:
         features = self.model.preprocess(texts, prompt=prompt, mixed_tasks=True)
         features = batch_to_device(features, self.model.device)
         tokens = features["attention_mask"].sum(dim=1)  # [B]
-        if self.config.router == "task":  # the task of each row is said, not told from the text
+        if self.config.routes_by_task:  # the task of each row is said, not told from the text
             features["route"] = torch.tensor([self.task_ids[item.expert] for item in items])
         vectors = self.model(features)["sentence_embedding"].float()  # [B, H]
         return [

@@ -273,10 +273,10 @@ def upcycle(
         "pooling": pooling,
         "layer_path": layer_path,
         "shared_modules": shared_modules,
-        "router": routing,
-        "experts_per_token": num_experts_per_tok,
-        "normalize_router": norm_topk_prob,
-        "load_balancing": router_aux_loss_coef,
+        "routing": routing,
+        "num_experts_per_tok": num_experts_per_tok,
+        "norm_topk_prob": norm_topk_prob,
+        "router_aux_loss_coef": router_aux_loss_coef,
         "dtype": dtype,
         "max_shard_size": max_shard_size,
     }
@@ -291,7 +291,6 @@ def upcycle(
             repo_id=repo_id,
             private=private,
             overwrite=overwrite,
-            report=logger.info,
         )
 
 

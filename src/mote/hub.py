@@ -1,14 +1,43 @@
-"""Models on the Hugging Face Hub: their commits, and pushing them."""
+"""The Hugging Face Hub: download, commits, push."""
 
 from pathlib import Path
 
-from huggingface_hub import HfApi, get_token, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
+from huggingface_hub import HfApi, get_token, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 from huggingface_hub.utils import validate_repo_id
 
 
+def fetch(src: str, revision: str | None, patterns: list[str]) -> Path:
+    """Download the files of a Hub repository that match a pattern, into its cache.
+
+    Raises:
+        FileNotFoundError: If the repository does not exist, is gated, or cannot be reached.
+    """
+    try:
+        return Path(snapshot_download(src, revision=revision, allow_patterns=patterns))
+    except HFValidationError as error:
+        raise FileNotFoundError(f"{src} is neither a folder nor an id on the Hub (user/name)") from error
+    except GatedRepoError as error:
+        raise FileNotFoundError(
+            f"{src} is gated: accept its terms on the Hub and log in with `hf auth login`"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise FileNotFoundError(
+            f"{src} is neither a folder nor a repository on the Hub (for a private one, log in with `hf auth login`)"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise FileNotFoundError(f"{src} is not a folder, and could not be fetched from the Hub: {error}") from error
+
+
 def newest_commit(name: str) -> str:
-    """Find the newest commit of a model on the Hub or, without a connection, the one that was downloaded.
+    """Find the newest commit of a repository on the Hub; without a connection, the one that was downloaded.
 
     Raises:
         FileNotFoundError: If there is none.
@@ -60,9 +89,9 @@ def check_before_push(repo_id: str) -> str:
         `user/name`.
 
     Raises:
-        PermissionError: If there is no token, or one that the Hub does not accept or that may only read.
+        PermissionError: If there is no token, the Hub does not accept it, or it is read-only.
         ConnectionError: If the Hub cannot be reached.
-        ValueError: If the name is not one.
+        ValueError: If the name is invalid.
     """
     if get_token() is None:
         raise PermissionError("A push needs a token of the Hub: log in with `hf auth login`, or set HF_TOKEN")
@@ -75,7 +104,7 @@ def check_before_push(repo_id: str) -> str:
         raise PermissionError(
             f"The Hub did not accept the token, log in again with `hf auth login`: {error}"
         ) from error
-    except (HTTPError, OSError) as error:  # of the client below, whose connection errors are no OSError
+    except (HTTPError, OSError) as error:  # httpx's connection errors are not OSErrors
         raise ConnectionError(f"The Hub cannot be reached for the push, nothing was begun: {error}") from error
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise PermissionError(
@@ -85,16 +114,16 @@ def check_before_push(repo_id: str) -> str:
 
 
 def refuse_whole_model(repo_id: str) -> None:
-    """Make sure that a repository, where there is one, holds no model that a push of something else would damage.
+    """Make sure that a repository does not already contain a full model.
 
     Raises:
-        ConnectionError: If the Hub does not say.
+        ConnectionError: If the Hub cannot be asked.
         ValueError: If it does.
     """
     try:
         is_model = HfApi().file_exists(repo_id, "config.json")
     except (HTTPError, OSError) as error:
-        raise ConnectionError(f"The Hub does not say what is in {repo_id}, nothing was begun: {error}") from error
+        raise ConnectionError(f"The Hub cannot be asked what is in {repo_id}, nothing was begun: {error}") from error
     if is_model:
         raise ValueError(
             f"{repo_id} holds a whole model, whose weights and card a push would replace: name another repository "
@@ -106,13 +135,13 @@ def push(folder: Path, repo_id: str, private: bool = False, what: str = "a MoTE 
     """Create or update a model repository with what is in a folder.
 
     Args:
-        folder: The model.
-        repo_id: `user/name`.
-        private: For a repository that is new.
-        what: What is in the folder, for the commit's message.
+        folder: Folder to push.
+        repo_id: Repository, `user/name`.
+        private: Make a new repository private.
+        what: Content of the folder, for the commit message.
 
     Returns:
-        The address of the commit.
+        The URL of the commit.
 
     Raises:
         PermissionError: If the Hub refuses; the folder stays as it is.

@@ -271,7 +271,7 @@ def test_experts_in_some_layers_and_of_a_token_router(dense: Path, tmp_path: Pat
     change = analysis.weight_change_of(str(every_other), str(dense))
     assert change.experts["clustering"] == [None, 0.0]
     assert change.shared == [0.0, 0.0]
-    routed = upcycle(str(dense), tmp_path / "routed", router="token")
+    routed = upcycle(str(dense), tmp_path / "routed", routing="token")
     change = analysis.weight_change_of(str(routed), str(dense))
     assert change.experts == {f"expert {number}": [0.0, 0.0] for number in (1, 2, 3, 4)}
 

@@ -17,7 +17,7 @@ from helpers.checkpoints import contents
 from helpers.kills import stop_everywhere
 
 from mote import upcycle
-from mote.checkpoints import streaming
+from mote.checkpoints import cards, streaming
 from mote.checkpoints import writing as repository
 from mote.checkpoints.staging import Staging
 from mote.cli import main
@@ -216,8 +216,8 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
     [
         (streaming, "_write_file"),
         (repository, "write_sentence_transformer"),
-        (repository, "write_card"),
-        (repository, "write_record"),
+        (cards, "write_mote_card"),
+        (repository, "write_steps"),
     ],
 )
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -263,7 +263,7 @@ def test_a_model_stays_where_its_successor_cannot_take_its_place(
     assert contents(out) == contents(other)
 
 
-@pytest.mark.parametrize("name", ["write_model", "write_card"])
+@pytest.mark.parametrize("name", ["write_model", "write_steps"])
 def test_ctrl_c(
     name: str, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -358,7 +358,7 @@ def test_the_script_killed_at_random_moments(dense: Path, upcycled: Path, tmp_pa
     started = time.monotonic()
     subprocess.run(command, check=True, capture_output=True)
     duration = time.monotonic() - started
-    expected = {name: content for name, content in contents(upcycled).items() if name != "upcycling.json"}
+    expected = {name: content for name, content in contents(upcycled).items() if name != "mote.json"}
     moments = random.Random(4)
     for _ in range(8):
         shutil.rmtree(tmp_path / "tiny-mote", ignore_errors=True)
@@ -368,7 +368,7 @@ def test_the_script_killed_at_random_moments(dense: Path, upcycled: Path, tmp_pa
         process.wait()
         if (tmp_path / "tiny-mote").exists():
             found = contents(tmp_path / "tiny-mote")
-            found.pop("upcycling.json")
+            found.pop("mote.json")
             assert found == expected
     shutil.rmtree(tmp_path / "tiny-mote", ignore_errors=True)
     subprocess.run(command, check=True, capture_output=True)

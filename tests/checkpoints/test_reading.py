@@ -26,7 +26,8 @@ from safetensors.torch import load_file, save_file
 from modeling_mote import MoTEModel
 from mote import upcycle
 from mote.checkpoints import nomic
-from mote.checkpoints.reading import HEADS, load_dense, load_tokenizer, open_source, read_shapes, stored_dtype
+from mote.checkpoints.reading import HEADS, load_dense, load_tokenizer, open_dense, stored_dtype
+from mote.checkpoints.tensors import read_shapes
 from mote.cli import main
 
 EXPERTS = ["classification", "clustering", "search_query", "search_document"]
@@ -56,7 +57,7 @@ def test_every_expert_of_a_published_nomic_computes_the_reference(prefix: bool, 
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_the_schema_of_a_published_nomic_is_translated(prefix: bool, tmp_path: Path) -> None:
-    source = open_source(str(published_nomic(tmp_path, prefix, pad_token_id=3)))
+    source = open_dense(str(published_nomic(tmp_path, prefix, pad_token_id=3)))
     config = source.config
     assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (16, 2, 2)
     assert (config.intermediate_size, config.vocab_size) == (NOMIC_WIDTH, NOMIC_EMBEDDINGS)  # off the tensors
@@ -90,7 +91,7 @@ def test_the_schema_of_a_published_nomic_is_translated(prefix: bool, tmp_path: P
 def test_what_the_native_nomic_cannot_express_is_refused(setting: str, value: Any, tmp_path: Path) -> None:
     folder = published_nomic(tmp_path / "nomic", False, **{setting: value})
     with pytest.raises(ValueError, match=f"nomic has {setting}={re.escape(repr(value))}, which the native NomicBERT"):
-        open_source(str(folder))
+        open_dense(str(folder))
 
 
 @pytest.mark.parametrize("key", ["n_layer", "n_head", "rotary_emb_base", "vocab_size"])
@@ -98,22 +99,22 @@ def test_a_nomic_whose_config_lacks_a_key(key: str, tmp_path: Path) -> None:
     folder = published_nomic(tmp_path, False)
     edit_json(folder / "config.json", **{key: None})
     with pytest.raises(ValueError, match=f"not a NomicBERT in its published format: config lacks .*'{key}'"):
-        open_source(str(folder))
+        open_dense(str(folder))
 
 
 def test_a_nomic_with_other_weights(tmp_path: Path) -> None:
     folder = published_nomic(tmp_path, False)
     edit_weights(folder, encoder__layers__1__mlp__fc11__weight=torch.zeros(32, 16))
     with pytest.raises(ValueError, match=r"1 word embeddings and feed-forward widths \[32, 48\]"):
-        open_source(str(folder))
+        open_dense(str(folder))
     edit_weights(folder, embeddings__word_embeddings__weight=None)
     with pytest.raises(ValueError, match="0 word embeddings"):
-        open_source(str(folder))
+        open_dense(str(folder))
 
 
 def test_a_nomic_without_a_tokenizer_has_that_of_bert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nomic, "TOKENIZER", str(tiny_tokenizer(tmp_path / "bert")))
-    source = open_source(str(published_nomic(tmp_path / "nomic", True, tokenizer=False)))
+    source = open_dense(str(published_nomic(tmp_path / "nomic", True, tokenizer=False)))
     assert len(load_tokenizer(source, None)) == 60
 
 
@@ -167,7 +168,7 @@ def test_every_expert_of_the_fixtures_computes_the_original(name: str, shared: P
 )
 def test_heads_are_left_out_knowingly(name: str, head: str | None, heads: set[str], tmp_path: Path) -> None:
     folder = dense_checkpoint(tmp_path, name, head, tokenizer=False)
-    model, left_out = load_dense(open_source(str(folder)))
+    model, left_out = load_dense(open_dense(str(folder)))
     if name in EAGER_ONLY:
         model.set_attn_implementation("eager")
     inputs = batch()
@@ -183,7 +184,7 @@ def test_heads_are_left_out_knowingly(name: str, head: str | None, heads: set[st
 @pytest.mark.parametrize("file_format", ["safetensors", "bin", "legacy-bin"])
 def test_file_formats(file_format: str, shards: bool, tmp_path: Path) -> None:
     folder = dense_checkpoint(tmp_path, format=file_format, shards=shards, tokenizer=False)
-    source = open_source(str(folder))
+    source = open_dense(str(folder))
     assert (len(source.weights) > 1) == shards
     model, left_out = load_dense(source)
     assert left_out == []
@@ -191,7 +192,7 @@ def test_file_formats(file_format: str, shards: bool, tmp_path: Path) -> None:
     assert all(value.equal(weights[key]) for key, value in model.state_dict().items())
     assert read_shapes(source.weights) == {key: tuple(value.shape) for key, value in weights.items()}
     edit_json(folder / "config.json", dtype=None)
-    assert stored_dtype(open_source(str(folder))) is torch.float32
+    assert stored_dtype(open_dense(str(folder))) is torch.float32
 
 
 @pytest.mark.parametrize("file_format", ["safetensors", "bin"])
@@ -204,30 +205,30 @@ def test_buffers_of_old_checkpoints(file_format: str, tmp_path: Path) -> None:
     else:
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     edit_json(folder / "config.json", dtype=None)  # as in checkpoints of that time
-    source = open_source(str(folder))
+    source = open_dense(str(folder))
     assert stored_dtype(source) is torch.float32  # not that of the buffer, which comes first
     assert load_dense(source)[1] == []
 
 
 def test_the_stored_dtype_is_kept(tmp_path: Path) -> None:
     folder = dense_checkpoint(tmp_path, dtype="bfloat16", tokenizer=False)
-    assert stored_dtype(open_source(str(folder))) is torch.bfloat16
+    assert stored_dtype(open_dense(str(folder))) is torch.bfloat16
     edit_json(folder / "config.json", dtype=None)
     weights = {key: value.half() for key, value in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    assert stored_dtype(open_source(str(folder))) is torch.float16
+    assert stored_dtype(open_dense(str(folder))) is torch.float16
 
 
 def test_safetensors_come_before_pickles(tmp_path: Path) -> None:
     folder = dense_checkpoint(tmp_path, tokenizer=False)
     (folder / "pytorch_model.bin").write_bytes(b"not even a pickle")
-    source = open_source(str(folder))
+    source = open_dense(str(folder))
     assert [path.name for path in source.weights] == ["model.safetensors"]
     load_dense(source)
 
 
 def test_no_folder_of_this_machine_stays_in_the_config(tmp_path: Path) -> None:
-    model, _ = load_dense(open_source(str(dense_checkpoint(tmp_path / "tiny", tokenizer=False))))
+    model, _ = load_dense(open_dense(str(dense_checkpoint(tmp_path / "tiny", tokenizer=False))))
     assert model.config._name_or_path == "tiny"
 
 
@@ -259,28 +260,56 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
     "config is a list": (
         {},
         lambda folder: (folder / "config.json").write_text("[]"),
-        "config.json holds a list: expected a dict",
+        "config.json must hold a dict, got a list",
     ),
     "config of a wrong type": (
         {},
         lambda folder: edit_json(folder / "config.json", hidden_size="wide"),
-        "The config of .*source does not hold: (?s:.*)hidden_size",
+        "The config of .*source is invalid: (?s:.*)hidden_size",
     ),
     "config of no layers": (
         {},
         lambda folder: edit_json(folder / "config.json", num_hidden_layers=0),
-        "BertModel is not built as described: layers at 'encoder.layer'",
+        "source is invalid: num_hidden_layers is 0, expected an integer from 1 to 39",
     ),
     "config of a wrong dtype": (
         {},
         lambda folder: edit_json(folder / "config.json", dtype="floaty"),
-        "The config of .*source does not hold: .*floaty",
+        "The config of .*source is invalid: .*floaty",
     ),
     "config with a wrong value": (
         {},
         lambda folder: edit_json(folder / "config.json", num_attention_heads=3),
         "not a multiple of the number of attention heads",
     ),
+    **{
+        f"config of {name}={value!r}": (
+            {},
+            lambda folder, name=name, value=value: edit_json(folder / "config.json", **{name: value}),
+            f"source is invalid: {name} is {value}, expected an integer from 1 to ",
+        )
+        for name, value in [
+            ("hidden_size", -1),
+            ("hidden_size", 10**9),
+            ("vocab_size", 10**12),
+            ("num_attention_heads", 0),
+            ("num_hidden_layers", 10**6),
+        ]
+    },
+    "config nested too deeply": (
+        {},
+        lambda folder: (folder / "config.json").write_text("[" * 100_000 + "]" * 100_000),
+        "config.json is nested too deeply to be read",
+    ),
+    **{
+        f"{file} of {content}": (
+            {},
+            lambda folder, file=file, content=content: (folder / file).write_text(content),
+            "The tokenizer .*source for .*source cannot be loaded: ",
+        )
+        for file in ("tokenizer.json", "tokenizer_config.json")
+        for content in ("[]", "7", "null")
+    },
     "unknown architecture": (
         {},
         lambda folder: edit_json(folder / "config.json", model_type="nope"),
@@ -336,12 +365,12 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
     "bin of a list": (
         {"format": "bin"},
         lambda folder: torch.save([torch.ones(2)], folder / "pytorch_model.bin"),
-        r"model\.bin holds no state dict: expected tensors by their names",
+        r"model\.bin must be a state dict, tensors by their names; got a list",
     ),
     "bin of numbered tensors": (
         {"format": "bin"},
         lambda folder: torch.save({1: torch.ones(2)}, folder / "pytorch_model.bin"),
-        r"model\.bin holds no state dict",
+        r"model\.bin must be a state dict",
     ),
     "cut shard": ({"shards": True}, lambda folder: cut(second_shard(folder)), "00002-of-.* cannot be read"),
     "missing shard": (
@@ -362,17 +391,17 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
     "index of a list": (
         {"shards": True},
         lambda folder: edit_json(folder / "model.safetensors.index.json", weight_map=["a"]),
-        "index.json names no files",
+        "index.json must have a weight_map of file names",
     ),
     "index of numbers": (
         {"shards": True},
         lambda folder: edit_json(folder / "model.safetensors.index.json", weight_map={"a": 1}),
-        "index.json names no files",
+        "index.json must have a weight_map of file names",
     ),
     "index of nothing": (
         {"shards": True},
         lambda folder: edit_json(folder / "model.safetensors.index.json", weight_map=None),
-        "index.json names no files",
+        "index.json must have a weight_map of file names",
     ),
     "missing key": (
         {},
@@ -423,7 +452,7 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
     "modules are no list": (
         {},
         lambda folder: (folder / "modules.json").write_text('{"0": {}}'),
-        "modules.json holds a dict: expected a list",
+        "modules.json must hold a list, got a dict",
     ),
     "a module of its own code": (
         {},
@@ -464,28 +493,28 @@ def test_cut_weights_of_a_config_without_a_dtype(file_format: str, tmp_path: Pat
     edit_json(folder / "config.json", dtype=None)
     cut(next(path for path in folder.iterdir() if "model." in path.name))
     with pytest.raises(ValueError, match=r"model\.(safetensors|bin) (cannot be read|was not opened)"):
-        stored_dtype(open_source(str(folder)))
+        stored_dtype(open_dense(str(folder)))
 
 
 @pytest.mark.parametrize("name", ["absent", "no body/at-all", "nobody/at-all", "../absent"])
 def test_a_source_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=f"^{re.escape(name)} is (neither a folder nor|not a folder)"):
-        open_source(name)
+        open_dense(name)
 
 
 def test_an_empty_folder(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=f"{tmp_path.name} has no config.json"):
-        open_source(str(tmp_path))
+        open_dense(str(tmp_path))
 
 
 def test_a_folder_has_no_revision(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a folder: it has no revision 'v2'"):
-        open_source(str(dense_checkpoint(tmp_path)), revision="v2")
+        open_dense(str(dense_checkpoint(tmp_path)), revision="v2")
 
 
 def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
-    source = open_source(str(dense_checkpoint(tmp_path / "source")))
+    source = open_dense(str(dense_checkpoint(tmp_path / "source")))
     for name in ("nobody/nothing", str(tmp_path / "absent")):
         with pytest.raises(ValueError, match=f"The tokenizer {name} for .*source cannot be loaded"):
             load_tokenizer(source, name)

@@ -3,6 +3,7 @@
 import errno
 import importlib
 import json
+import logging
 import os
 import re
 import signal
@@ -26,8 +27,15 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from modeling_mote import MoTEModel
 from mote import upcycle, upcycling
 from mote.checkpoints import streaming
-from mote.checkpoints.reading import load_dense, open_source
-from mote.checkpoints.writing import OUR_TRANSFORMER, POOLING, POOLING_FLAGS, POOLING_NAMES, TRANSFORMER, source_pooling
+from mote.checkpoints.reading import load_dense, open_dense
+from mote.checkpoints.sentence_transformers import (
+    OUR_TRANSFORMER,
+    POOLING,
+    POOLING_FLAGS,
+    POOLING_NAMES,
+    TRANSFORMER,
+    source_pooling,
+)
 from mote.cli import main
 from sentence_transformer_mote import MoTETransformer
 
@@ -104,10 +112,10 @@ def test_file_systems_that_cannot_copy(
     assert_equal(dense, tmp_path)
 
 
-def test_a_router_is_drawn_in_memory(dense: Path, tmp_path: Path) -> None:
-    lines: list[str] = []
-    upcycle(str(dense), tmp_path / "out", router="token", report=lines.append)
-    assert "Copying its blocks into 4 experts, in memory …" in lines
+def test_a_router_is_drawn_in_memory(dense: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mote")
+    upcycle(str(dense), tmp_path / "out", routing="token")
+    assert "Copying its blocks into 4 experts, in memory …" in caplog.messages
 
 
 def test_files_are_laid_out_as_the_library_does(tmp_path: Path) -> None:
@@ -150,10 +158,10 @@ def test_a_pooling_is_read_as_the_library_reads_it(settings: dict[str, Any], tmp
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(settings))
     theirs = str(Pooling.load(str(source), subfolder="1_Pooling").pooling_mode)
     if theirs in POOLING_NAMES:
-        assert source_pooling(open_source(str(source))) == POOLING_NAMES[theirs]
+        assert source_pooling(open_dense(str(source))) == POOLING_NAMES[theirs]
     else:
         with pytest.raises(ValueError, match=f"pools by {re.escape(repr(theirs))}; MoTE knows"):
-            source_pooling(open_source(str(source)))
+            source_pooling(open_dense(str(source)))
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last_token"])

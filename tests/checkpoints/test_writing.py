@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import re
 import shlex
 from datetime import datetime
@@ -17,7 +18,8 @@ from sentence_transformers import SentenceTransformer
 
 from modeling_mote import MoTEModel
 from mote import plan_upcycling, upcycle
-from mote.checkpoints.writing import prompts_of
+from mote.checkpoints.provenance import read_steps
+from mote.checkpoints.sentence_transformers import prompts_of
 from mote.cli import main
 
 TEXTS = ["whales breathe air", "a recipe for bread", "bread"]
@@ -126,16 +128,17 @@ def test_texts_longer_than_the_positions_are_cut(family: str, tmp_path: Path) ->
 def test_the_record(dense: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"experts": ["a", "b"], "layers": [1], "instructions": {"a": "it's a: "}}
     out = upcycle(str(dense), tmp_path / "out", **options)
-    record = read_json(out / "upcycling.json")
-    assert record["source"] == "tiny"
-    assert record["revision"] is None
+    record = read_json(out / "mote.json")
+    assert record["format"] == 1
+    assert set(record["files"]) == files_in(out)
+    (step,) = record["steps"]
     digest = hashlib.sha256((dense / "model.safetensors").read_bytes()).hexdigest()
-    assert record["weights"] == {"model.safetensors": digest}
-    assert record["arguments"] == {"src": "tiny", "out": "out", **options}
+    source = {"name": "tiny", "revision": None, "weights": {"model.safetensors": digest}}
+    assert (step["step"], step["sources"], step["settings"]) == ("upcycle", [source], options)
     command = """mote upcycle --src tiny --out out --expert a --expert b --layers 1 --instruction 'a=it'"'"'s a: '"""
-    assert record["command"] == command
-    assert set(record["versions"]) == {"python", "mote", "torch", "transformers", "sentence-transformers"}
-    assert datetime.fromisoformat(record["date"]).tzinfo is not None
+    assert step["command"] == command
+    assert set(step["versions"]) == {"python", "mote-embeddings", "torch", "transformers", "sentence-transformers"}
+    assert datetime.fromisoformat(step["date"]).tzinfo is not None
 
 
 def test_the_recorded_command_makes_the_same_model(
@@ -152,14 +155,14 @@ def test_the_recorded_command_makes_the_same_model(
         "max_shard_size": "10KB",
     }
     out = upcycle(str(dense), tmp_path / "out", **options)
-    command = shlex.split(read_json(out / "upcycling.json")["command"])
+    command = shlex.split(read_steps(out)[-1]["command"])
     out.rename(tmp_path / "first")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").symlink_to(dense)
     assert command[0] == "mote"
     assert main(command[1:]) == 0
     assert files_in(tmp_path / "first") == files_in(out)
-    for name in files_in(out) - {"upcycling.json"}:
+    for name in files_in(out) - {"mote.json"}:
         assert (tmp_path / "first" / name).read_bytes() == (out / name).read_bytes(), name
 
 
@@ -187,23 +190,27 @@ def test_the_model_card(upcycled: Path) -> None:
 @pytest.mark.parametrize("experts", [None, ["find", "sort"]])
 @pytest.mark.parametrize("instruction", ["find: ", 'Say "it" | `so` \\ now:\nQuery: ', ""])
 def test_what_the_card_and_the_command_say_runs(
-    instruction: str, experts: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    instruction: str,
+    experts: list[str] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     source = dense_checkpoint(tmp_path / "dense", sentence_transformers={"pooling": "cls", "normalize": True})
-    lines: list[str] = []
+    caplog.set_level(logging.INFO, "mote")
     task = "search_query" if experts is None else "find"
     instructions = dict.fromkeys(["find"] if experts else ["search_query", "query"], instruction)
     monkeypatch.chdir(tmp_path)
-    upcycle(str(source), "my-mote", experts=experts, instructions=instructions, report=lines.append)
+    upcycle(str(source), "my-mote", experts=experts, instructions=instructions)
     names: dict[str, Any] = {"texts": TEXTS, "queries": TEXTS, "documents": TEXTS}
     card = (tmp_path / "my-mote" / "README.md").read_text()
     of_sentence_transformers, of_transformers, of_mteb = python_blocks(card)
     exec(of_sentence_transformers, names)
     assert ("scores" in names) == (experts is None)
     encoded = torch.tensor(names["embeddings"])
-    assert encoded.equal(torch.tensor(eval(lines[-1].splitlines()[1], names)))
+    assert encoded.equal(torch.tensor(eval(caplog.messages[-1].splitlines()[1], names)))
     exec(of_transformers, names)
-    assert names["embeddings"].equal(eval(lines[-1].splitlines()[0], names))
+    assert names["embeddings"].equal(eval(caplog.messages[-1].splitlines()[0], names))
     assert "normalise it for cosine similarity" in card
     normalised = torch.nn.functional.normalize(names["embeddings"])
     assert (normalised - encoded).abs().max() <= 1e-6

@@ -483,7 +483,7 @@ def test_pooling_that_leaves_out_the_instruction(trained_folder: Path, texts: li
 
 
 def test_a_token_router_needs_no_task(dense: Path, tmp_path: Path, texts: list[str]) -> None:
-    folder = upcycle(str(dense), tmp_path / "routed", router="token")
+    folder = upcycle(str(dense), tmp_path / "routed", routing="token")
     model = SentenceTransformer(str(folder), trust_remote_code=True)
     embedder = serve.Embedder(model)
     pairs = [(text, task) for text in texts[:4] for task in (*TASKS, None)]

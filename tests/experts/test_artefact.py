@@ -496,7 +496,7 @@ def test_places(trained: Path, with_legal: Path, tmp_path: Path, capsys: pytest.
 
 
 def test_token_routers_and_compressed_experts(dense: Path, trained: Path, legal: Path, tmp_path: Path) -> None:
-    routed = upcycle(str(dense), tmp_path / "routed", router="token")
+    routed = upcycle(str(dense), tmp_path / "routed", routing="token")
     for call in (
         lambda: list_experts(str(routed)),
         lambda: extract_expert(str(routed), "clustering", tmp_path / "out"),

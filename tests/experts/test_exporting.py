@@ -197,7 +197,7 @@ def test_the_command(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 def refusals(dense: Path, trained: Path, tmp_path: Path) -> dict[str, tuple[Path, list[str]]]:
     """Message → source and options."""
     routed = tmp_path / "routed"
-    upcycle(str(dense), routed, router="token", experts_per_token=2)
+    upcycle(str(dense), routed, routing="token")
     broken = tmp_path / "broken"
     shutil.copytree(trained, broken)
     (broken / "model.safetensors").write_bytes((trained / "model.safetensors").read_bytes()[:-100])

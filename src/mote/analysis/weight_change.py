@@ -17,7 +17,7 @@ from architectures_mote import architecture_of, weight_name
 from configuration_mote import MoTEConfig
 from modeling_mote import MoTEModel
 from mote.checkpoints.provenance import read_steps
-from mote.checkpoints.reading import DenseSource, Source, load_dense, load_mote, open_any
+from mote.checkpoints.reading import Source, load_dense, load_mote, open_any
 
 DENSE = "feed-forward"  # stands for the experts in a dense model
 
@@ -105,7 +105,7 @@ def _recorded_start(folder: Path) -> str | None:
 
 def _load(source: Source, like: MoTEModel | None = None) -> MoTEModel:
     """Load a MoTE; or a dense model as a MoTE, of the layout of another one or with a single expert."""
-    if not isinstance(source, DenseSource):
+    if source.format == "mote":
         if source.config.compression is not None:
             raise ValueError(
                 f"The experts of {source.name} are compressed ({source.config.compression}): their weights cannot be "

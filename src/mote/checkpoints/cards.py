@@ -13,7 +13,8 @@ import yaml  # type: ignore[import-untyped]
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
 from configuration_mote import MoTEConfig
-from mote.checkpoints.reading import Source
+from mote.checkpoints.reading import Checkpoint
+from mote.reporting import millions
 
 TRAINED_KINDS = {
     "mote": "A **MoTE** (Mixture of Task Experts): one attention and one feed-forward expert per task,",
@@ -27,7 +28,7 @@ def write_mote_card(
     repo_id: str,
     config: MoTEConfig,
     counts: Mapping[str, Any],
-    source: Source,
+    source: Checkpoint,
     command: str,
     *,
     made: str = "upcycled from",
@@ -57,8 +58,8 @@ def write_mote_card(
         made=made,
         fresh=fresh,
         experts=config.experts,
-        experts_per_token=getattr(config, "experts_per_token", None) if config.router == "token" else None,
-        normalize_router=getattr(config, "normalize_router", None),
+        experts_per_token=None if config.routes_by_task else config.num_experts_per_tok,  # type: ignore[attr-defined]
+        normalize_router=getattr(config, "norm_topk_prob", None),
         compression=config.compression,
         active_parameters=millions(counts["active"]),
         total_parameters=millions(counts["total"]),
@@ -80,7 +81,7 @@ def write_dense_card(
     repo_id: str,
     config: MoTEConfig,
     parameters: int,
-    source: Source,
+    source: Checkpoint,
     command: str,
     *,
     made: str,
@@ -129,7 +130,7 @@ def write_expert_card(
     instructions: Mapping[str, str],
     base: Mapping[str, Any],
     parameters: int,
-    source: Source,
+    source: Checkpoint,
     command: str,
 ) -> None:
     """Write the card of an expert artefact.
@@ -165,7 +166,7 @@ def write_trained_card(
     folder: Path,
     repo_id: str,
     config: MoTEConfig,
-    source: Source,
+    source: Checkpoint,
     *,
     kind: str,
     recipe: Mapping[str, Any],
@@ -225,7 +226,7 @@ def _render(template: str, metadata: ModelCardData, **values: Any) -> ModelCard:
     return ModelCard.from_template(metadata, template_path=str(path), **values)
 
 
-def card_data(source: Source, relation: str, tags: tuple[str, ...] = ()) -> ModelCardData:
+def card_data(source: Checkpoint, relation: str, tags: tuple[str, ...] = ()) -> ModelCardData:
     """Build a card's metadata: base model, and the source's language and licence."""
     readme = source.folder / "README.md"
     try:
@@ -243,14 +244,9 @@ def card_data(source: Source, relation: str, tags: tuple[str, ...] = ()) -> Mode
     )
 
 
-def source_link(source: Source) -> str:
+def source_link(source: Checkpoint) -> str:
     """Return the source's page on the Hub, or the card's own section if it is a folder."""
     return "#how-it-was-made" if source.is_local else f"https://huggingface.co/{source.name}"
-
-
-def millions(count: int) -> str:
-    """Format a number of parameters: `22.6 M`."""
-    return f"{count / 1e6:,.1f} M"
 
 
 def escaped(text: str) -> str:

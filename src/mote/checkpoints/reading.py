@@ -1,40 +1,41 @@
-"""Read checkpoints: where they come from, what is in them, and the model made of them.
+"""Open checkpoints, dense or MoTE, in a folder or on the Hub, and load models of them.
 
 A dense model is always transformers' own class for the architecture, so that the conversion of published key names is
-the library's. What the library would only report (weights that stay random) stops the run here.
+the library's. What the library would only report (weights that stay random) is an error here.
 """
 
 import json
 import pickle
-import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    RepositoryNotFoundError,
-    StrictDataclassError,
-)
+from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils.sha import sha_fileobj
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_utils import load_state_dict
 from transformers.utils import logging
 
 from architectures_mote import ARCHITECTURES
 from configuration_mote import MoTEConfig
 from modeling_mote import MoTEModel
+from mote import hub
 from mote.checkpoints import nomic
+from mote.checkpoints.tensors import NOT_ONLY_TENSORS, is_finite, load_pickle, read_on_meta, read_shapes
 
-# What a checkpoint may hold beside the encoder: heads of pre-training and fine-tuning. They are left out knowingly;
-# any other key that the encoder does not know stops the run.
+# model_type → config and model of this package.
+MOTE_CLASSES = {
+    "mote": ("configuration_mote.MoTEConfig", "modeling_mote.MoTEModel"),
+    "mote_token_routed": ("token_routing_mote.TokenRoutedConfig", "token_routing_mote.TokenRoutedModel"),
+    "mote_compressed": ("compression_mote.CompressedConfig", "compression_mote.CompressedModel"),
+}
+
+# Heads of pre-training and fine-tuning, which a checkpoint may hold beside the encoder. They are dropped; any other
+# key that the encoder does not have is an error.
 HEADS = (
     "cls",
     "classifier",
@@ -53,21 +54,24 @@ HEADS = (
     "vocab_transform",
 )
 
-_NOT_ONLY_TENSORS = "it is damaged, or holds more than tensors, such as code, which is not run"
-
 FILES_BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "README.md", "[0-9]*_*/*"]
+
+# Libraries' errors for a config whose values are invalid.
+_INVALID_CONFIG = (StrictDataclassError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError)
 
 
 @dataclass
-class Source:
-    """A checkpoint on disk.
+class Checkpoint:
+    """A checkpoint on disk, opened: its config is read, its weights are not.
 
     Attributes:
-        name: As the user gave it: a Hub id or a folder.
-        folder: Where its files are.
-        revision: Commit hash, where it came from the Hub.
-        config: Of the model.
-        weights: The files with the weights.
+        name: Name as the user gave it: a Hub id or a folder.
+        folder: Folder with its files.
+        revision: Commit hash, if it came from the Hub.
+        config: Config of the model; of a dense one, that of the native architecture.
+        weights: Files with the weights.
+        format: "transformers" (dense), "nomic" (dense, in Nomic's own format), or "mote".
+        key_mapping: Renamings (regular expressions) before the native class knows the keys.
     """
 
     name: str
@@ -75,6 +79,8 @@ class Source:
     revision: str | None
     config: PreTrainedConfig
     weights: list[Path]
+    format: Literal["transformers", "nomic", "mote"] = "transformers"
+    key_mapping: dict[str, str] = field(default_factory=dict)
 
     @property
     def short_name(self) -> str:
@@ -83,16 +89,16 @@ class Source:
 
     @property
     def is_local(self) -> bool:
-        """Whether the source was given as a folder."""
+        """Whether the checkpoint was given as a folder."""
         return self.revision is None
 
     @property
     def public_name(self) -> str:
-        """The name to write into what others read: the id on the Hub, or a folder's name without its place."""
+        """Name for records and cards: the Hub id, or the folder's name without its parents."""
         return self.short_name if self.is_local else self.name
 
     def read_json(self, name: str, kind: type = dict) -> Any:
-        """Read one of the source's JSON files; empty if there is none."""
+        """Read one of its JSON files; empty if there is none."""
         path = self.folder / name
         return read_json(path, kind) if path.is_file() else kind()
 
@@ -101,198 +107,232 @@ class Source:
         return {"name": self.public_name, "revision": self.revision, "weights": self.sha256_of_weights()}
 
     def sha256_of_weights(self) -> dict[str, str]:
-        """Fingerprint each file with weights."""
+        """Hash each file with weights."""
         sums = {}
         for path in self.weights:
             with path.open("rb") as file:
                 sums[path.name] = sha_fileobj(file).hex()
         return sums
 
+    def non_finite_weights(self) -> list[str]:
+        """Name the tensors that hold NaN or infinite values; reads the weights, one at a time where they allow it."""
+        found = []
+        for path in self.weights:
+            if path.suffix != ".safetensors":
+                found += [key for key, tensor in load_pickle(path).items() if not is_finite(tensor)]
+                continue
+            with safe_open(path, framework="pt") as file:
+                found += [key for key in file.keys() if not is_finite(file.get_tensor(key))]  # noqa: SIM118
+        return found
+
 
 @dataclass
-class DenseSource(Source):
-    """A dense checkpoint on disk.
+class MoTECheckpoint(Checkpoint):
+    """A MoTE on disk, opened.
 
     Attributes:
-        config: Of the native architecture.
-        key_mapping: How keys must be renamed before the native class knows them.
+        config: Config of the MoTE.
     """
 
-    key_mapping: dict[str, str] | None = None
+    config: MoTEConfig
 
 
-def open_source(src: str, revision: str | None = None) -> DenseSource:
-    """Find a checkpoint and understand its config, without reading the weights.
+def open_checkpoint(src: str, revision: str | None = None) -> Checkpoint:
+    """Open a checkpoint of any kind, without reading the weights. Its code is not run.
 
     Args:
         src: A folder, or an id on the Hub, which is downloaded.
         revision: Branch, tag or commit on the Hub.
 
+    Returns:
+        The checkpoint; a MoTE as a `MoTECheckpoint`.
+
     Raises:
-        FileNotFoundError: If there is no such source, or it has no config or no weights.
-        ValueError: If it is not a dense checkpoint of a supported architecture.
+        FileNotFoundError: If the source does not exist, or has no config or no weights.
+        ValueError: If its config is damaged, or not of a supported architecture.
     """
     folder, commit = _locate(src, revision)
+    settings = read_json(folder / "config.json")
     weights = _weight_files(folder, src)
-    config, key_mapping = _native_config(folder, weights, src)
-    return DenseSource(src, folder, commit, config, weights, key_mapping)
+    if settings.get("model_type") in MOTE_CLASSES:
+        checkpoint: Checkpoint = _open_mote(src, folder, commit, weights, settings)
+    else:
+        checkpoint = _open_dense(src, folder, commit, weights, settings)
+    _check_sizes(checkpoint)
+    return checkpoint
 
 
-def open_mote(src: str, revision: str | None = None) -> Source:
-    """Find a MoTE and read its config, without reading the weights. Its code is not run: the installed one is.
-
-    Args:
-        src: A folder, or an id on the Hub, which is downloaded.
-        revision: Branch, tag or commit on the Hub.
-
-    Raises:
-        FileNotFoundError: If there is no such source, or it has no config or no weights.
-        ValueError: If it is not a MoTE.
-    """
-    folder, commit = _locate(src, revision)
-    model_type = read_json(folder / "config.json").get("model_type")
-    if model_type != "mote":
-        raise ValueError(f"{src} is no MoTE but a {model_type!r}: `mote upcycle` makes a MoTE of a dense model")
-    try:
-        config = MoTEConfig.from_pretrained(folder)
-    except (StrictDataclassError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"The config of {src} does not hold: {error}") from error
-    return Source(src, folder, commit, config, _weight_files(folder, src))
+def open_dense(src: str, revision: str | None = None) -> Checkpoint:
+    """Open a dense checkpoint: as `open_checkpoint`, and a `ValueError` for a MoTE."""
+    if _model_type(src, revision) in MOTE_CLASSES:
+        raise ValueError(f"{src} is a MoTE already: upcycling starts from a dense checkpoint")
+    return open_checkpoint(src, revision)
 
 
-def open_any(src: str, revision: str | None = None) -> Source:
-    """Find a checkpoint, dense or MoTE: see `open_source` and `open_mote`."""
-    folder, _ = _locate(src, revision)
-    is_mote = read_json(folder / "config.json").get("model_type") == "mote"
-    return open_mote(src, revision) if is_mote else open_source(src, revision)
+def open_mote(src: str, revision: str | None = None) -> MoTECheckpoint:
+    """Open a MoTE: as `open_checkpoint`, and a `ValueError` for a dense model."""
+    model_type = _model_type(src, revision)
+    if model_type not in MOTE_CLASSES:
+        raise ValueError(f"{src} is not a MoTE but a {model_type!r}: `mote upcycle` makes a MoTE of a dense model")
+    checkpoint = open_checkpoint(src, revision)
+    assert isinstance(checkpoint, MoTECheckpoint)
+    return checkpoint
 
 
-def load_mote(source: Source, experts: list[str] | None = None) -> MoTEModel:
+def _model_type(src: str, revision: str | None) -> Any:
+    return read_json(_locate(src, revision)[0] / "config.json").get("model_type")
+
+
+def is_mote(config: PreTrainedConfig) -> bool:
+    """Whether a config is that of a MoTE of any kind, also if it was loaded as remote code."""
+    return config.model_type in MOTE_CLASSES
+
+
+def mote_class(model_type: str, kind: Literal["config", "model"]) -> Any:
+    """Return this package's class for a `model_type`."""
+    module, _, name = MOTE_CLASSES[model_type][kind == "model"].partition(".")
+    return getattr(import_module(module), name)
+
+
+def load_mote(checkpoint: Checkpoint, experts: list[str] | None = None) -> MoTEModel:
     """Load a MoTE in the type in which it is stored.
 
     Args:
-        source: From `open_mote`.
-        experts: Load the weights of these alone. Default: of all.
+        checkpoint: From `open_mote`.
+        experts: Load the weights of these alone. Default: all.
 
     Raises:
         ValueError: If config and weights do not match.
     """
     with quiet_transformers():
-        model = MoTEModel.from_pretrained(source.folder, dtype="auto", experts=experts)
-    model.config._name_or_path = source.public_name  # no folder of this machine
+        model = mote_class(checkpoint.config.model_type, "model").from_pretrained(
+            checkpoint.folder, dtype="auto", experts=experts
+        )
+    model.config._name_or_path = checkpoint.public_name  # no path of this machine
     return model.eval()
 
 
-def load_dense(source: DenseSource, dtype: str | torch.dtype = "auto") -> tuple[PreTrainedModel, list[str]]:
-    """Load the native dense model, every weight of it from the source.
+def load_dense(checkpoint: Checkpoint, dtype: str | torch.dtype = "auto") -> tuple[PreTrainedModel, list[str]]:
+    """Load the native dense model, every weight of it from the checkpoint.
 
     Args:
-        source: From `open_source`.
+        checkpoint: From `open_dense`.
         dtype: As in `AutoModel.from_pretrained`.
 
     Returns:
-        The model, and the keys of heads that were left out.
+        The model, and the keys of heads that were dropped.
 
     Raises:
-        ValueError: If the files are damaged, or hold too few or unknown keys.
+        ValueError: If the files are damaged, or lack keys or hold unknown ones.
     """
-    with _reading(source):
-        loaded = AutoModel.from_pretrained(source.folder, dtype=dtype, **_how_to_load(source))
-    return _judged(source, *loaded)
+    with _reading(checkpoint):
+        loaded = AutoModel.from_pretrained(checkpoint.folder, dtype=dtype, **_how_to_load(checkpoint))
+    return _judged(checkpoint, *loaded)
 
 
-def dense_without_weights(source: DenseSource, dtype: str | torch.dtype = "auto") -> tuple[PreTrainedModel, list[str]]:
-    """Make sure that the native dense model can be loaded, as `load_dense` does, without reading a weight.
+def dense_without_weights(
+    checkpoint: Checkpoint, dtype: str | torch.dtype = "auto"
+) -> tuple[PreTrainedModel, list[str]]:
+    """Build the native dense model on the meta device, after the checks of `load_dense`.
 
     Args:
-        source: From `open_source`.
+        checkpoint: From `open_dense`.
         dtype: As in `AutoModel.from_pretrained`.
 
     Returns:
-        The model with empty weights, on the device `meta`, and the keys of heads that would be left out.
+        The model without data, and the keys of heads that would be dropped.
 
     Raises:
         ValueError: As from `load_dense`.
     """
-    weights = read_on_meta(source.weights)
-    with _reading(source):
+    weights = read_on_meta(checkpoint.weights)
+    with _reading(checkpoint):
         with torch.device("meta"):
-            native = type(AutoModel.from_config(source.config))
-        settings = {**_how_to_load(source), "state_dict": weights, "device_map": "meta"}
+            native = type(AutoModel.from_config(checkpoint.config))
+        settings = {**_how_to_load(checkpoint), "state_dict": weights, "device_map": "meta"}
         loaded = native.from_pretrained(None, dtype=dtype, **settings)
-    return _judged(source, *loaded)
+    return _judged(checkpoint, *loaded)
 
 
-def _how_to_load(source: DenseSource) -> dict[str, Any]:
+def _how_to_load(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
-        "config": source.config,
-        "key_mapping": source.key_mapping,
+        "config": checkpoint.config,
+        "key_mapping": checkpoint.key_mapping or None,
         "ignore_mismatched_sizes": True,
         "output_loading_info": True,
     }
 
 
 @contextmanager
-def _reading(source: DenseSource) -> Iterator[None]:
-    """Say of errors in reading what they mean; the library's own report is judged by `_judged`."""
+def _reading(checkpoint: Checkpoint) -> Iterator[None]:
+    """Explain errors in reading; the library's own report is checked by `_judged`."""
     try:
         with quiet_transformers():
             yield
     except pickle.UnpicklingError as error:
-        raise ValueError(f"The weights of {source.name} were not opened: {_NOT_ONLY_TENSORS}") from error
+        raise ValueError(f"The weights of {checkpoint.name} were not opened: {NOT_ONLY_TENSORS}") from error
     except (SafetensorError, RuntimeError, EOFError, OSError) as error:
-        files = ", ".join(path.name for path in source.weights)
+        files = ", ".join(path.name for path in checkpoint.weights)
         raise ValueError(
-            f"The weights of {source.name} ({files}) cannot be read, are they truncated? {error}"
+            f"The weights of {checkpoint.name} ({files}) cannot be read, are they truncated? {error}"
         ) from error
+    except (KeyError, ArithmeticError) as error:
+        raise ValueError(f"The config of {checkpoint.name} is invalid: {type(error).__name__}: {error}") from error
 
 
-def _judged(source: DenseSource, model: PreTrainedModel, info: dict[str, Any]) -> tuple[PreTrainedModel, list[str]]:
-    """Raise `ValueError` unless all weights fit; else return the model, and the keys of heads that it has not."""
+def _judged(checkpoint: Checkpoint, model: PreTrainedModel, info: dict[str, Any]) -> tuple[PreTrainedModel, list[str]]:
+    """Raise `ValueError` unless all weights fit; else return the model, and the keys of heads that it lacks."""
     missing = [key for key in info["missing_keys"] if not key.startswith("pooler.")]  # MoTE pools by itself
-    left_out = sorted(key for key in info["unexpected_keys"] if key.split(".")[0] in HEADS)
-    unexpected = sorted(set(info["unexpected_keys"]) - set(left_out))
+    dropped = sorted(key for key in info["unexpected_keys"] if key.split(".")[0] in HEADS)
+    unexpected = sorted(set(info["unexpected_keys"]) - set(dropped))
     for problem, keys in (("lack", missing), ("hold unknown", unexpected), ("misshape", info["mismatched_keys"])):
         if keys:
             raise ValueError(
-                f"The weights of {source.name} {problem} {len(keys)} keys of {type(model).__name__}: {_some(keys)}. "
-                f"Known heads are left out ({', '.join(HEADS)}); anything else must match."
+                f"The weights of {checkpoint.name} {problem} {len(keys)} keys of {type(model).__name__}: "
+                f"{_some(keys)}. Known heads are dropped ({', '.join(HEADS)}); anything else must match."
             )
-    model.config._name_or_path = source.public_name  # no folder of this machine
-    return model.eval(), left_out
+    model.config._name_or_path = checkpoint.public_name  # no path of this machine
+    return model.eval(), dropped
 
 
-def load_tokenizer(source: Source, tokenizer: str | None = None) -> Any:
-    """Load the tokenizer of a source, or another one for it.
+def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Any:
+    """Load the tokenizer of a checkpoint, or another one for it.
 
     Raises:
-        ValueError: If there is none, or it has more tokens than the model.
+        ValueError: If there is none, it is damaged, or it has more tokens than the model.
     """
-    has_own = any((source.folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"))
-    has_own = has_own or any(source.folder.glob("*.model"))
-    name = tokenizer or (source.folder if has_own else None)
-    if name is None and isinstance(source, DenseSource) and source.key_mapping is not None:
+    files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
+    has_own = any((checkpoint.folder / name).is_file() for name in files) or any(checkpoint.folder.glob("*.model"))
+    name: str | Path
+    if tokenizer is not None:
+        name = tokenizer
+    elif has_own:
+        name = checkpoint.folder
+    elif checkpoint.format == "nomic":
         name = nomic.TOKENIZER
-    if name is None:
-        raise ValueError(f"{source.name} has no tokenizer: name one with `--tokenizer`, a folder or an id on the Hub")
-    of_mote = name == source.folder and source.config.model_type == "mote"
-    # told the config, the library does not ask whether to run the code that a MoTE comes with
-    told = {"config": source.config} if of_mote else {}
-    try:
-        loaded = AutoTokenizer.from_pretrained(name, **told)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"The tokenizer {name} for {source.name} cannot be loaded: {error}") from error
-    if len(loaded) > source.config.vocab_size:
+    else:
         raise ValueError(
-            f"The tokenizer {name} has {len(loaded)} tokens, but {source.name} has embeddings for "
-            f"{source.config.vocab_size} only"
+            f"{checkpoint.name} has no tokenizer: name one with `--tokenizer`, a folder or an id on the Hub"
+        )
+    # given the config, the library does not ask whether to run the code that a MoTE comes with
+    given = {"config": checkpoint.config} if name == checkpoint.folder and checkpoint.format == "mote" else {}
+    try:
+        loaded = AutoTokenizer.from_pretrained(name, **given)
+        size = len(loaded)
+    except Exception as error:  # damaged files raise anything, also of tokenizers' own
+        message = f"{type(error).__name__}: {error}" if not isinstance(error, OSError | ValueError) else error
+        raise ValueError(f"The tokenizer {name} for {checkpoint.name} cannot be loaded: {message}") from error
+    if size > checkpoint.config.vocab_size:
+        raise ValueError(
+            f"The tokenizer {name} has {size} tokens, but {checkpoint.name} has embeddings for "
+            f"{checkpoint.config.vocab_size} only"
         )
     return loaded
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep the library from logging anything but errors, and from drawing bars."""
+    """Silence the library's logging below errors, and its progress bars."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -305,10 +345,12 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _locate(src: str, revision: str | None) -> tuple[Path, str | None]:
-    """Find the folder of a source, and its commit where it is on the Hub."""
+    """Find the folder of a source, and its commit if it is on the Hub."""
     folder, commit = Path(src), None
     if not folder.is_dir():
-        folder = _download(src, revision)
+        folder = hub.fetch(src, revision, [*FILES_BESIDE_WEIGHTS, "model*.safetensors"])
+        if not any(folder.glob("model*.safetensors")):
+            hub.fetch(src, revision, ["pytorch_model*.bin"])
         commit = folder.name  # the cache names a snapshot after its commit
     elif revision is not None:
         raise ValueError(f"{src} is a folder: it has no revision {revision!r}, only sources on the Hub have")
@@ -319,36 +361,6 @@ def _locate(src: str, revision: str | None) -> tuple[Path, str | None]:
     return folder, commit
 
 
-def _download(src: str, revision: str | None) -> Path:
-    """Fetch config, tokenizer and weights of a Hub repository; safetensors where there are any, else `.bin`."""
-    folder = fetch(src, revision, [*FILES_BESIDE_WEIGHTS, "model*.safetensors"])
-    if not any(folder.glob("model*.safetensors")):
-        fetch(src, revision, ["pytorch_model*.bin"])
-    return folder
-
-
-def fetch(src: str, revision: str | None, patterns: list[str]) -> Path:
-    """Download the files of a Hub repository whose names match a pattern.
-
-    Raises:
-        FileNotFoundError: If there is no such repository, or it cannot be reached.
-    """
-    try:
-        return Path(snapshot_download(src, revision=revision, allow_patterns=patterns))
-    except HFValidationError as error:
-        raise FileNotFoundError(f"{src} is neither a folder nor an id on the Hub (user/name)") from error
-    except GatedRepoError as error:
-        raise FileNotFoundError(
-            f"{src} is gated: accept its terms on the Hub and log in with `hf auth login`"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise FileNotFoundError(
-            f"{src} is neither a folder nor a repository on the Hub (for a private one, log in with `hf auth login`)"
-        ) from error
-    except (HfHubHTTPError, OSError) as error:
-        raise FileNotFoundError(f"{src} is not a folder, and could not be fetched from the Hub: {error}") from error
-
-
 def _weight_files(folder: Path, src: str) -> list[Path]:
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
@@ -357,7 +369,7 @@ def _weight_files(folder: Path, src: str) -> list[Path]:
         if index.is_file():
             shards = read_json(index).get("weight_map")
             if not shards or not isinstance(shards, dict) or any(not isinstance(name, str) for name in shards.values()):
-                raise ValueError(f"{index} names no files: its weight_map is empty or absent, or holds something else")
+                raise ValueError(f"{index} must have a weight_map of file names: it is missing, empty or damaged")
             files = [folder / name for name in sorted(set(shards.values()))]
             absent = [path.name for path in files if not path.is_file()]
             if absent:
@@ -367,92 +379,96 @@ def _weight_files(folder: Path, src: str) -> list[Path]:
     raise FileNotFoundError(f"{src} has no weights: expected model.safetensors or pytorch_model.bin; found {found}")
 
 
-def _native_config(folder: Path, weights: list[Path], src: str) -> tuple[PreTrainedConfig, dict[str, str] | None]:
-    """Read the config as that of a native architecture, and how keys must be renamed before it fits."""
-    settings = read_json(folder / "config.json")
-    model_type = settings.get("model_type")
-    if model_type == "mote":
-        raise ValueError(f"{src} is a MoTE already: upcycling starts from a dense checkpoint")
+def _open_mote(
+    src: str, folder: Path, commit: str | None, weights: list[Path], settings: dict[str, Any]
+) -> MoTECheckpoint:
+    try:
+        config = mote_class(settings["model_type"], "config").from_pretrained(folder)
+    except _INVALID_CONFIG as error:
+        raise ValueError(f"The config of {src} is invalid: {error}") from error
+    return MoTECheckpoint(src, folder, commit, config, weights, "mote")
+
+
+def _open_dense(
+    src: str, folder: Path, commit: str | None, weights: list[Path], settings: dict[str, Any]
+) -> Checkpoint:
     if nomic.is_original(settings):
         shapes = read_shapes(weights)
-        return nomic.native_config(settings, shapes, src), nomic.key_mapping(shapes)
+        config = nomic.native_config(settings, shapes, src)
+        return Checkpoint(src, folder, commit, config, weights, "nomic", nomic.key_mapping(shapes))
+    model_type = settings.get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise ValueError(
             f"{src} has the architecture {model_type!r}, which this version of transformers does not have natively. "
             f"Supported by MoTE: {', '.join(ARCHITECTURES)}."
         )
     try:
-        return AutoConfig.from_pretrained(folder), None
-    except (StrictDataclassError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"The config of {src} does not hold: {error}") from error
+        return Checkpoint(src, folder, commit, AutoConfig.from_pretrained(folder), weights)
+    except _INVALID_CONFIG as error:
+        raise ValueError(f"The config of {src} is invalid: {error}") from error
 
 
-def stored_dtype(source: DenseSource) -> torch.dtype:
-    """Tell the type that "auto" stands for: the config's, otherwise that of the first weights that are no integers."""
-    if isinstance(source.config.dtype, torch.dtype):
-        return source.config.dtype
-    tensors = read_on_meta(source.weights).values()
+def _check_sizes(checkpoint: Checkpoint) -> None:
+    """Refuse sizes that are absurd beside the weights, before a model of all memory or time is built.
+
+    Raises:
+        ValueError: If a size is not a positive integer, or far more than the weights hold.
+    """
+    config: Any = checkpoint.config.backbone_config if checkpoint.format == "mote" else checkpoint.config
+    shapes = read_shapes(checkpoint.weights)
+    longest = max((size for shape in shapes.values() for size in shape), default=0)
+    tensors = len(shapes)
+    sizes = ("hidden_size", "vocab_size", "num_attention_heads")
+    largest = {**dict.fromkeys(sizes, 1000 * longest), "num_hidden_layers": tensors}
+    for name, limit in largest.items():
+        size = getattr(config, name, None)
+        if size is not None and (type(size) is not int or not 1 <= size <= limit):
+            raise ValueError(
+                f"The config of {checkpoint.name} is invalid: {name} is {size!r}, expected an integer from 1 to "
+                f"{limit:,}, as its weights have {tensors:,} tensors of at most {longest:,} rows or columns"
+            )
+    if isinstance(checkpoint, MoTECheckpoint) and checkpoint.config.routes_by_task:
+        blocks, experts = len(checkpoint.config.mote_layer_indices), len(checkpoint.config.available_experts)
+        if blocks * experts > tensors:
+            raise ValueError(
+                f"The config of {checkpoint.name} is invalid: it names {experts:,} experts in {blocks:,} blocks, but "
+                f"there are only {tensors:,} tensors"
+            )
+
+
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """Return the type that "auto" stands for: the config's, else that of the first floating-point weights."""
+    if isinstance(checkpoint.config.dtype, torch.dtype):
+        return checkpoint.config.dtype
+    tensors = read_on_meta(checkpoint.weights).values()
     return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
-
-
-def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
-    """Read names and shapes of the tensors in some files, without reading the tensors.
-
-    Raises:
-        ValueError: If a file is damaged.
-    """
-    return {key: tuple(tensor.shape) for key, tensor in read_on_meta(files).items()}
-
-
-def read_on_meta(files: Iterable[Path]) -> dict[str, torch.Tensor]:
-    """Read the tensors in some files as empty ones, on the device `meta`.
-
-    Raises:
-        ValueError: If a file is damaged.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    for path in files:
-        try:
-            tensors.update(_tensors_on_meta(path))
-        except pickle.UnpicklingError as error:
-            raise ValueError(f"{path} was not opened: {_NOT_ONLY_TENSORS}") from error
-        except (SafetensorError, RuntimeError, EOFError, AttributeError, OSError) as error:
-            raise ValueError(f"{path} cannot be read, is it truncated? {error}") from error
-    return tensors
-
-
-def _tensors_on_meta(path: Path) -> dict[str, torch.Tensor]:
-    is_pickle = path.suffix != ".safetensors"
-    return load_pickle(path, "meta") if is_pickle else load_state_dict(str(path), map_location="meta")
-
-
-def load_pickle(path: Path, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Load the tensors of a pickle, mapped into memory unless it is in the format of torch before 1.6.
-
-    Raises:
-        ValueError: If it holds something other than a state dict.
-    """
-    state = torch.load(path, map_location=device, weights_only=True, mmap=zipfile.is_zipfile(path))
-    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-        raise ValueError(f"{path} holds no state dict: expected tensors by their names")
-    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def read_json(path: Path, kind: type = dict) -> Any:
     """Read a JSON file.
 
     Raises:
-        ValueError: If it is damaged, or holds another kind of value.
+        ValueError: If it is damaged, nested too deeply, or holds another kind of value.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply to be read") from error
     if not isinstance(content, kind):
-        raise ValueError(f"{path} holds a {type(content).__name__}: expected a {kind.__name__}")  # noqa: TRY004
+        raise ValueError(f"{path} must hold a {kind.__name__}, got a {type(content).__name__}")  # noqa: TRY004
     return content
 
 
 def _some(keys: Iterable[Any]) -> str:
     shown = sorted(map(str, keys))
     return ", ".join(shown[:5]) + (" …" if len(shown) > 5 else "")
+
+
+# Old names, for callers that are being rewritten ----------------------------------------------------------------------
+
+Source = Checkpoint
+open_source = open_dense
+open_any = open_checkpoint
+fetch = hub.fetch

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from configuration_mote import ROLE_HINTS, MoTEConfig
-from mote.checkpoints.reading import Source
+from mote.checkpoints.reading import Checkpoint
 
 # MTEB looks for a prompt under the task's type, for asymmetric tasks with the role, or under the role alone. These
 # are its names of the seven task types; the roles `query` and `document` are tasks of ours already.
@@ -38,11 +38,12 @@ POOLING_FLAGS = {
 
 # Where the classes of modules are. They are named, not imported, because that takes longer than upcycling.
 OUR_TRANSFORMER = "sentence_transformer_mote.MoTETransformer"
+TOKEN_ROUTED_TRANSFORMER = "token_routed_transformer_mote.TokenRoutedTransformer"
 TRANSFORMER = "sentence_transformers.base.modules.transformer.Transformer"
 POOLING = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
 
 
-def source_modules(source: Source) -> list[dict[str, Any]]:
+def source_modules(source: Checkpoint) -> list[dict[str, Any]]:
     """Read the module list of a Sentence-Transformers source; empty for a plain Transformers one.
 
     Raises:
@@ -65,10 +66,11 @@ def source_modules(source: Source) -> list[dict[str, Any]]:
 
 
 def _is_ours(module: dict[str, Any], index: int = 0) -> bool:
-    return index == 0 and module["type"].rsplit(".", 1)[-1] == OUR_TRANSFORMER.rsplit(".", 1)[-1]
+    ours = [name.rsplit(".", 1)[-1] for name in (OUR_TRANSFORMER, TOKEN_ROUTED_TRANSFORMER)]
+    return index == 0 and module["type"].rsplit(".", 1)[-1] in ours
 
 
-def source_pooling(source: Source) -> str | None:
+def source_pooling(source: Checkpoint) -> str | None:
     """Name the pooling of a Sentence-Transformers source as MoTEConfig does.
 
     Raises:
@@ -86,7 +88,7 @@ def source_pooling(source: Source) -> str | None:
     return None
 
 
-def _pooling_in(source: Source, module: dict[str, Any]) -> str:
+def _pooling_in(source: Checkpoint, module: dict[str, Any]) -> str:
     """Name the pooling of a module as MoTEConfig does, or as the library does where MoTEConfig does not know it."""
     settings = source.read_json(f"{module['path']}/config.json")
     flags = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value]
@@ -98,7 +100,12 @@ def _pooling_in(source: Source, module: dict[str, Any]) -> str:
     return POOLING_NAMES.get(mode, mode)
 
 
-def source_prompts(source: Source) -> dict[str, str]:
+def normalizes(source: Checkpoint) -> bool:
+    """Whether a Sentence-Transformers source normalises its embeddings."""
+    return any(module["type"].endswith(".Normalize") for module in source_modules(source))
+
+
+def source_prompts(source: Checkpoint) -> dict[str, str]:
     """Read the prompts of a Sentence-Transformers source, if it has any.
 
     An empty prompt beside others says that such texts get none; where all are empty, they are the library's defaults.
@@ -140,14 +147,14 @@ def prompts_of_expert(config: MoTEConfig, expert: str, carried_over: dict[str, s
     return {**dict.fromkeys(ROLE_HINTS, config.instruction_of(expert)), **kept}
 
 
-def _carried_over(source: Source) -> dict[str, str]:
+def _carried_over(source: Checkpoint) -> dict[str, str]:
     """Read the prompts of a source that stay, whatever becomes of its tasks: those of a MoTE's own tasks do not."""
     prompts = source_prompts(source)
     own = prompts_of(source.config) if isinstance(source.config, MoTEConfig) else {}
     return {name: text for name, text in prompts.items() if name not in own}
 
 
-def max_seq_length(model: PreTrainedModel, source: Source) -> int | None:
+def max_seq_length(model: PreTrainedModel, source: Checkpoint) -> int | None:
     """Count the tokens after which texts are cut: what the source's settings say, else what the model can take."""
     if source_modules(source):
         return source.read_json("sentence_bert_config.json").get("max_seq_length")
@@ -156,7 +163,7 @@ def max_seq_length(model: PreTrainedModel, source: Source) -> int | None:
 
 def write_sentence_transformer(
     model: PreTrainedModel,
-    source: Source,
+    source: Checkpoint,
     folder: Path,
     of_mote: MoTEConfig | None = None,
     expert: str | None = None,
@@ -170,8 +177,10 @@ def write_sentence_transformer(
         of_mote: Where the model is dense: the config of the MoTE whose pooling and prompts it keeps.
         expert: Where it is one expert of that MoTE: its name. Its instruction becomes the default prompt.
     """
-    transformer = OUR_TRANSFORMER if of_mote is None else TRANSFORMER
     config: MoTEConfig = of_mote or model.config  # type: ignore[assignment]
+    transformer = TRANSFORMER
+    if of_mote is None:
+        transformer = OUR_TRANSFORMER if config.routes_by_task else TOKEN_ROUTED_TRANSFORMER
     modules = source_modules(source)
     if modules:
         for module in modules[1:]:
@@ -186,8 +195,9 @@ def write_sentence_transformer(
         settings = {"max_seq_length": max_seq_length(model, source), "do_lower_case": False}
     modules[0]["type"] = transformer
     if of_mote is None:
-        code = find_spec(OUR_TRANSFORMER.partition(".")[0])
-        shutil.copy(code.origin, folder)  # type: ignore[union-attr, arg-type]  # it is installed with this package
+        for name in dict.fromkeys([OUR_TRANSFORMER, transformer]):  # the second imports the first
+            code = find_spec(name.partition(".")[0])
+            shutil.copy(code.origin, folder)  # type: ignore[union-attr, arg-type]  # it is installed with this package
     _write_json(folder / "modules.json", modules)
     _write_json(folder / "sentence_bert_config.json", settings)
     _write_json(
@@ -205,7 +215,7 @@ def write_sentence_transformer(
     )
 
 
-def _prompts_and_default(config: MoTEConfig, source: Source, expert: str | None) -> dict[str, Any]:
+def _prompts_and_default(config: MoTEConfig, source: Checkpoint, expert: str | None) -> dict[str, Any]:
     if expert is None:
         return {"prompts": prompts_of(config, _carried_over(source))}
     default = expert if config.instruction_of(expert) else None
@@ -231,7 +241,7 @@ def _longest_sequence(model: PreTrainedModel) -> int | None:
     return min(limits, default=getattr(model.config, "max_position_embeddings", None))
 
 
-def _copy_files(source: Source, name: str, target: Path) -> None:
+def _copy_files(source: Checkpoint, name: str, target: Path) -> None:
     """Copy the contents of a module's folder; the copy is writable even if the source is read-only.
 
     Raises:

@@ -8,12 +8,12 @@ renamed go from file to file, on Linux without leaving the kernel.
 import copy
 import errno
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -26,19 +26,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from architectures_mote import weight_name
 from modeling_mote import MoTEModel
-from mote.checkpoints.reading import DenseSource, load_pickle, read_on_meta
+from mote.checkpoints.reading import Checkpoint
+from mote.checkpoints.tensors import TensorLocation, load_pickle, read_header, read_on_meta
+from mote.reporting import megabytes
 
-Report = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 _NAMES_OF_DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # in safetensors files
-
-
-class Place(NamedTuple):
-    """Where the bytes of a tensor are in a file."""
-
-    path: Path
-    offset: int
-    size: int
 
 
 class DenseWeights:
@@ -49,7 +43,7 @@ class DenseWeights:
         model: The native model without weights, from `dense_without_weights`.
     """
 
-    def __init__(self, source: DenseSource, model: PreTrainedModel) -> None:
+    def __init__(self, source: Checkpoint, model: PreTrainedModel) -> None:
         """Find out what each weight is made of; reads none."""
         self.model = model
         self.expected = model.state_dict()
@@ -79,13 +73,13 @@ class DenseWeights:
             self.last = (first, self._make(first, self.files.__getitem__))
         return self.last[1][name]
 
-    def place(self, name: str) -> Place | None:
-        """Tell where a weight is, byte for byte, in the source's files; none where it must be made of what is there."""
+    def location(self, name: str) -> TensorLocation | None:
+        """Return where a weight is, byte for byte, in the source's files; None if it has to be computed."""
         parts = self.parts.get(name, [])
         if len(parts) != 1 or parts[0][1] is not None:
             return None
         stored, expected = self.files.stored[parts[0][0]], self.expected[name]
-        return self.files.place_of(parts[0][0]) if stored.dtype == expected.dtype else None
+        return self.files.locations.get(parts[0][0]) if stored.dtype == expected.dtype else None
 
     def _make(self, first: str, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
         """Apply the library's rule that makes the weight `first`, and maybe others with it."""
@@ -108,13 +102,14 @@ class MappedFiles:
     def __init__(self, paths: Iterable[Path]) -> None:
         """Note where each tensor is."""
         self.file_of: dict[str, Path] = {}
-        self.offsets: dict[Path, dict[str, int]] = {}
+        self.locations: dict[str, TensorLocation] = {}  # none of pickles
         self.stored: dict[str, torch.Tensor] = {}  # without weights
         for path in paths:
             tensors = read_on_meta([path])
             self.stored |= tensors
             self.file_of |= dict.fromkeys(tensors, path)
-            self.offsets[path] = _offsets(path) if path.suffix == ".safetensors" else {}
+            if path.suffix == ".safetensors":
+                self.locations |= read_header(path)
         self.opened: Path | None = None
         self.read: Callable[[str], torch.Tensor] = self.stored.__getitem__
 
@@ -127,23 +122,9 @@ class MappedFiles:
             self.opened = path
         return self.read(key)
 
-    def place_of(self, key: str) -> Place | None:
-        """Tell where the bytes of a tensor are; none in a pickle."""
-        path = self.file_of[key]
-        offset = self.offsets[path].get(key)
-        return None if offset is None else Place(path, offset, self.stored[key].nbytes)
 
-
-def _offsets(path: Path) -> dict[str, int]:
-    """Read where the tensors begin in a safetensors file, which the library has found to be in order."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
-
-
-def names_in_dense(model: MoTEModel) -> dict[str, str]:
-    """Tell for each weight of a MoTE which weight of the dense model it is, or was, a copy of."""
+def _names_in_dense(model: MoTEModel) -> dict[str, str]:
+    """Return weight → the weight of the dense model that it is a copy of."""
     return {name: weight_name(name, model.config).dense for name in model.state_dict()}
 
 
@@ -153,15 +134,13 @@ def can_stream(model: MoTEModel, dense: DenseWeights) -> bool:
     Not so where a router is drawn at random and experts are stacked, where the source is quantized, and where the
     library makes weights up, or ties them to one another.
     """
-    if model.config.router == "token" or getattr(dense.model.config, "quantization_config", None) is not None:
+    if not model.config.routes_by_task or getattr(dense.model.config, "quantization_config", None) is not None:
         return False
     tied = getattr(dense.model, "all_tied_weights_keys", None)
-    return not tied and all(name in dense for name in names_in_dense(model).values())
+    return not tied and all(name in dense for name in _names_in_dense(model).values())
 
 
-def write_weights(
-    model: MoTEModel, dense: DenseWeights, folder: Path, max_shard_size: str, report: Report = lambda line: None
-) -> None:
+def write_weights(model: MoTEModel, dense: DenseWeights, folder: Path, max_shard_size: str) -> None:
     """Write the weights of a fresh MoTE file by file, as `save_pretrained` would: names, order, index.
 
     Args:
@@ -169,9 +148,8 @@ def write_weights(
         dense: What its experts are copies of.
         folder: Where to write.
         max_shard_size: Of each file, as in `"5GB"`.
-        report: Called after each of several files.
     """
-    origins = names_in_dense(model)
+    origins = _names_in_dense(model)
     # New ones, because parts of one tensor (queries, keys, values) would each count as the whole.
     weights = {name: torch.empty_like(weight) for name, weight in model.state_dict().items()}
     shards = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_size)
@@ -179,7 +157,7 @@ def write_weights(
     for file, names in shards.filename_to_tensors.items():
         done += _write_file(folder / file, {name: weights[name] for name in names}, origins, dense)
         if shards.is_sharded:
-            report(f"{file}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB written")
+            logger.info("%s: %.1f of %s written", file, done / 1e6, megabytes(total))
     if shards.is_sharded:
         metadata = {"total_parameters": model.num_parameters(), **shards.metadata}
         index = json.dumps({"metadata": metadata, "weight_map": shards.tensor_to_filename}, indent=2, sort_keys=True)
@@ -195,8 +173,8 @@ def _write_file(path: Path, weights: dict[str, torch.Tensor], origins: dict[str,
     with path.open("wb", buffering=0) as file:
         _write(file, 0, memoryview(header))
         for origin in dict.fromkeys(origins[name] for name in weights):  # in the order of the source
-            place = dense.place(origin)
-            if place is None or not _copied(place, file, places[origin]):
+            location = dense.location(origin)
+            if location is None or not _copied(location, file, places[origin]):
                 data = dense[origin].contiguous().flatten().view(torch.uint8).numpy()
                 for offset in places[origin]:
                     _write(file, offset, memoryview(data))  # type: ignore[arg-type]
@@ -227,12 +205,12 @@ def _write(file: FileIO, offset: int, data: memoryview) -> None:
         data = data[file.write(data) :]
 
 
-def _copied(place: Place, file: FileIO, offsets: list[int]) -> bool:
+def _copied(location: TensorLocation, file: FileIO, offsets: list[int]) -> bool:
     """Copy bytes of one file to several places of another, within the kernel; False where it cannot."""
     if sys.platform != "linux":
         return False
     try:
-        _copy(place, file, offsets)
+        _copy(location, file, offsets)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # as some file systems say
             raise
@@ -240,13 +218,13 @@ def _copied(place: Place, file: FileIO, offsets: list[int]) -> bool:
     return True
 
 
-def _copy(place: Place, file: FileIO, offsets: list[int]) -> None:
-    with place.path.open("rb", buffering=0) as source:
+def _copy(location: TensorLocation, file: FileIO, offsets: list[int]) -> None:
+    with location.path.open("rb", buffering=0) as source:
         for offset in offsets:
             file.seek(offset)
             done = 0
-            while done < place.size:
-                sent = os.sendfile(file.fileno(), source.fileno(), place.offset + done, place.size - done)
+            while done < location.size:
+                sent = os.sendfile(file.fileno(), source.fileno(), location.offset + done, location.size - done)
                 if not sent:
-                    raise OSError(f"{place.path} ended early: was it changed meanwhile?")
+                    raise OSError(f"{location.path} ended early: was it changed meanwhile?")
                 done += sent

@@ -1,12 +1,116 @@
-"""Tensors of checkpoints: counted."""
+"""Tensors of checkpoints: headers of safetensors files, pickles, tensors without data, counts."""
 
+import json
+import math
+import pickle
+import zipfile
+from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from transformers.modeling_utils import load_state_dict, str_to_torch_dtype
 
 from architectures_mote import weight_name
 
 if TYPE_CHECKING:
     from modeling_mote import MoTEModel
+
+NOT_ONLY_TENSORS = "it is damaged, or holds more than tensors, such as code, which is not run"
+
+
+class TensorLocation(NamedTuple):
+    """Where a tensor is in a safetensors file.
+
+    Attributes:
+        path: The file.
+        offset: First byte.
+        size: Number of bytes.
+        dtype: Type, as the file names it: `F32`.
+        shape: Dimensions.
+    """
+
+    path: Path
+    offset: int
+    size: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The type in torch."""
+        return str_to_torch_dtype[self.dtype]
+
+
+def read_header(path: Path) -> dict[str, TensorLocation]:
+    """Read where the tensors of a safetensors file are.
+
+    Raises:
+        ValueError: If the header is damaged, or the file ends before a tensor does.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            end = file.seek(0, 2)
+            file.seek(8)
+            header = json.loads(file.read(min(length, end)))
+        header.pop("__metadata__", None)
+        tensors = {}
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            tensors[name] = TensorLocation(
+                path, 8 + length + first, last - first, entry["dtype"], tuple(entry["shape"])
+            )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read, is it truncated? Its header is damaged: {error}") from error
+    if any(not 8 + length <= one.offset <= one.offset + one.size <= end for one in tensors.values()):
+        raise ValueError(f"{path} cannot be read, is it truncated? It has {end:,} bytes, fewer than its header names")
+    return tensors
+
+
+def read_on_meta(files: Iterable[Path]) -> dict[str, torch.Tensor]:
+    """Read the tensors of some files without data, on the device `meta`.
+
+    Raises:
+        ValueError: If a file is damaged.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for path in files:
+        try:
+            is_pickle = path.suffix != ".safetensors"
+            tensors |= load_pickle(path, "meta") if is_pickle else load_state_dict(str(path), map_location="meta")
+        except pickle.UnpicklingError as error:
+            raise ValueError(f"{path} was not opened: {NOT_ONLY_TENSORS}") from error
+        except (SafetensorError, RuntimeError, EOFError, AttributeError, OSError) as error:
+            raise ValueError(f"{path} cannot be read, is it truncated? {error}") from error
+    return tensors
+
+
+def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
+    """Read names and shapes of the tensors of some files; errors as from `read_on_meta`."""
+    return {key: tuple(tensor.shape) for key, tensor in read_on_meta(files).items()}
+
+
+def load_pickle(path: Path, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """Load the tensors of a pickle, mapped into memory unless it is in the format of torch before 1.6.
+
+    Raises:
+        ValueError: If it holds something other than a state dict.
+    """
+    state = torch.load(path, map_location=device, weights_only=True, mmap=zipfile.is_zipfile(path))
+    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+        raise ValueError(f"{path} must be a state dict, tensors by their names; got a {type(state).__name__}")
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor infinite values."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    least, most = (tensor if tensor.element_size() > 1 else tensor.float()).aminmax()
+    return math.isfinite(least) and math.isfinite(most)
 
 
 def parameter_counts(model: "MoTEModel") -> dict[str, Any]:

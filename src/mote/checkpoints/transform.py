@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from modeling_mote import MoTEModel
 from mote.checkpoints import cards
 from mote.checkpoints.provenance import command_line, new_step, plain
-from mote.checkpoints.reading import Source, load_mote, load_tokenizer, open_mote
-from mote.checkpoints.sentence_transformers import source_modules
+from mote.checkpoints.reading import MoTECheckpoint, is_mote, load_mote, load_tokenizer, open_mote
+from mote.checkpoints.sentence_transformers import normalizes
 from mote.checkpoints.tensors import parameter_counts
 from mote.checkpoints.writing import WriteOptions, how_to_load, require_writable, write_repository
 
@@ -109,8 +108,8 @@ def transform(
     were_copies = _are_copies(model)
     changed = function(model, *args, **kwargs)
     result: Any = model if changed is None else changed
-    is_mote = result.config.model_type.startswith("mote")
-    fresh = is_mote and were_copies and _are_copies(result)
+    dense = not is_mote(result.config)
+    fresh = not dense and were_copies and _are_copies(result)
     settings = {**arguments, **(recorded or {})}
     named = {(said.options or {}).get(name, name): value for name, value in settings.items()}
     words = [*said.words.split(), source.public_name]
@@ -122,9 +121,9 @@ def transform(
     made = said.made.format(**shown, config=result.config)
 
     def write_card(folder: Path, step: dict[str, Any]) -> None:
-        if is_mote:
+        if not dense:
             counts = parameter_counts(result)
-            normalized = any(module["type"].endswith(".Normalize") for module in source_modules(source))
+            normalized = normalizes(source)
             cards.write_mote_card(
                 folder, repo_id, result.config, counts, source, command, made=made, fresh=fresh, normalized=normalized
             )
@@ -132,7 +131,7 @@ def transform(
             cards.write_dense_card(
                 folder,
                 repo_id,
-                source.config,  # type: ignore[arg-type]
+                source.config,
                 result.num_parameters(),
                 source,
                 command,
@@ -142,7 +141,7 @@ def transform(
             )
 
     details: dict[str, Any] = {"parameters": result.num_parameters()}
-    if is_mote:
+    if not dense:
         details["experts"] = _tasks_by_expert(result.config)
     write_repository(
         target,
@@ -150,14 +149,11 @@ def transform(
         step=new_step(said.words.split()[-1], command=command, settings=settings, **details),
         sources=[source, *_sources_in([*arguments.values()])],
         write_card=write_card,
-        source=source,
         tokenizer=tokenizer,
-        of_mote=None if is_mote else source.config,  # type: ignore[arg-type]
         expert=expert,
         after=after,
         options=options,
         repo_id=repo_id,
-        in_place=in_place,
     )
     logger.info("%s", how_to_load(repo_id if options.push else str(target), result.config))
     return target
@@ -175,7 +171,7 @@ def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return named
 
 
-def _target(source: Source, out: str | Path | None, options: WriteOptions) -> Path:
+def _target(source: MoTECheckpoint, out: str | Path | None, options: WriteOptions) -> Path:
     if out is not None:
         return Path(out)
     if options.overwrite and source.is_local:
@@ -216,11 +212,10 @@ def _sources_in(values: Iterable[Any]) -> Iterator[Any]:
 
 def _are_copies(model: PreTrainedModel) -> bool:
     """Whether a MoTE's experts are still copies of one another, as after upcycling."""
-    if not isinstance(model, MoTEModel) or model.config.compression is not None:
+    config: Any = model.config
+    if not config.routes_by_task or config.compression is not None or len(config.available_experts) < 2:
         return False
-    if len(model.config.available_experts) < 2 or not model.blocks:
-        return False
-    for block in model.blocks:
+    for block in model.blocks:  # type: ignore[union-attr]
         first, *others = (expert.state_dict() for expert in block.experts.values())
         if not all(torch.equal(weight, other[key]) for other in others for key, weight in first.items()):
             return False

@@ -17,9 +17,9 @@ from configuration_mote import MoTEConfig
 from modeling_mote import MoTEModel
 from mote import hub
 from mote.checkpoints import cards
-from mote.checkpoints.cards import card_data, escaped, millions  # noqa: F401
+from mote.checkpoints.cards import card_data, escaped  # noqa: F401
 from mote.checkpoints.provenance import Described, read_steps, write_steps
-from mote.checkpoints.reading import Source, quiet_transformers
+from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, Source, is_mote, quiet_transformers
 from mote.checkpoints.sentence_transformers import (  # noqa: F401
     MTEB_PROMPTS,
     OUR_TRANSFORMER,
@@ -43,6 +43,7 @@ from mote.checkpoints.staging import (
     require_space,
 )
 from mote.checkpoints.tensors import parameter_counts
+from mote.reporting import megabytes, millions  # noqa: F401
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -102,17 +103,13 @@ def write_repository(
     step: dict[str, Any],
     sources: Sequence[Described],
     write_card: Callable[[Path, dict[str, Any]], None],
-    source: Source | None = None,
     tokenizer: Any = None,
-    of_mote: MoTEConfig | None = None,
     expert: str | None = None,
     earlier: Sequence[dict[str, Any]] | None = None,
     write_weights: Callable[[Path], None] | None = None,
-    weights_size: int | None = None,
     after: Callable[[Path], dict[str, Any]] | None = None,
     options: WriteOptions | None = None,
     repo_id: str | None = None,
-    in_place: bool = False,
 ) -> Path:
     """Write a model with all that a model repository carries, whole or not at all, and push it if asked to.
 
@@ -120,22 +117,19 @@ def write_repository(
 
     Args:
         out: Folder to write; check it with `require_writable` before any work.
-        model: The model. A `SentenceTransformer` brings its modules, prompts and tokenizer; any other model takes
-            them from `source` and `tokenizer`.
+        model: A `SentenceTransformer`, which brings its modules, prompts and tokenizer; or a MoTE or dense model,
+            which has them from `sources[0]` and `tokenizer`.
         step: How it was made, as from `new_step`. Hashes of `sources` are added, and what `after` returns.
-        sources: What it was made of, the model first.
+        sources: What it was made of: first the checkpoint that became this model. If it is in `out` itself, its
+            other files stay.
         write_card: Writes README.md into the folder, given the finished step.
-        source: The checkpoint whose modules, prompts and length limit the model keeps.
         tokenizer: Its tokenizer.
-        of_mote: If the model is dense: config of the MoTE whose pooling and prompts it keeps.
-        expert: If it is a single expert of that MoTE: its name. Its instruction becomes the default prompt.
+        expert: If the model is a single expert of the source: its name. Its instruction becomes the default prompt.
         earlier: Steps by which the first source was made. Default: as its `mote.json` says.
         write_weights: If the model has no weights (on the meta device): writes them into a folder.
-        weights_size: Bytes of the weights. Default: those of the model's tensors.
         after: Runs on the folder before it takes its place: adds files, returns details for the step.
         options: How it is written.
         repo_id: Repository to push to, as from `require_writable`.
-        in_place: The model is a change of the one in `out`, whose other files stay.
 
     Returns:
         `out`.
@@ -147,22 +141,24 @@ def write_repository(
         ConnectionError: If the connection breaks during the push; the folder stays.
     """
     options = options or WriteOptions()
-    size = weights_size or sum(tensor.nbytes for tensor in model.state_dict().values())
+    source = next((one for one in sources if isinstance(one, Checkpoint)), None)
+    in_place = source is not None and out.resolve() == source.folder.resolve()
+    if earlier is None:
+        earlier = read_steps(source.folder) if source else []
+    size = sum(tensor.nbytes for tensor in model.state_dict().values())
     require_space(out, size)
     with ThreadPoolExecutor(1) as thread, Staging(out, options.overwrite, in_place) as folder:
-        described = thread.submit(lambda: [one.provenance() for one in sources])  # reads them whole, for their hashes
+        described = thread.submit(_describe, sources)  # reads them whole
         logger.info("Writing %s …", megabytes(size))
         if isinstance(model, PreTrainedModel):
-            if source is None:
-                raise ValueError("write_repository needs the source of a model that is not a SentenceTransformer")
+            assert source is not None
             write_model(model, tokenizer, source, folder, options.max_shard_size, write_weights)
+            of_mote = source.config if isinstance(source, MoTECheckpoint) and not is_mote(model.config) else None
             write_sentence_transformer(model, source, folder, of_mote, expert)
         else:
             model.save(str(folder), create_model_card=False)
         details = after(folder) if after else {}
         step = {**step, "sources": described.result(), **details}
-        if earlier is None:
-            earlier = read_steps(source.folder) if source is not None else []
         write_card(folder, step)
         write_steps([*earlier, step], folder)
     logger.info("Wrote %s", out)
@@ -173,18 +169,22 @@ def write_repository(
     return out
 
 
-def megabytes(size: int) -> str:
-    """Format a number of bytes: `175.4 MB`."""
-    return f"{size / 1e6:,.1f} MB"
+def _describe(sources: Sequence[Described]) -> list[dict[str, Any]]:
+    """Describe sources for `mote.json`, and warn of weights that make embeddings useless."""
+    for source in sources:
+        if isinstance(source, Checkpoint) and (names := source.non_finite_weights()):
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            logger.warning("Weights of %s hold NaN or infinite values: %s", source.name, shown)
+    return [source.provenance() for source in sources]
 
 
 def how_to_load(path: str, config: Any) -> str:
     """Return two lines of Python that use a model: with Transformers, with Sentence-Transformers."""
-    if not config.model_type.startswith("mote"):
+    if not is_mote(config):
         return f'AutoModel.from_pretrained("{path}")\nSentenceTransformer("{path}").encode(texts)'
     task = "search_query" if "search_query" in config.tasks else config.experts[0]
     argument = "prompt_name" if config.instruction_of(task) else "task"  # a prompt without text tells no task
-    routed = "" if config.router == "token" else f', task="{task}"'
+    routed = f', task="{task}"' if config.routes_by_task else ""
     return (
         f'AutoModel.from_pretrained("{path}", trust_remote_code=True)(**batch{routed}).pooler_output\n'
         f'SentenceTransformer("{path}", trust_remote_code=True).encode(texts, {argument}="{task}")'

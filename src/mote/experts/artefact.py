@@ -22,6 +22,7 @@ from configuration_mote import MoTEConfig
 from modeling_mote import MoTEModel
 from mote.checkpoints import cards
 from mote.checkpoints import writing as repository
+from mote.checkpoints.provenance import origin_of, read_steps
 from mote.checkpoints.reading import Source, fetch, read_json
 from mote.checkpoints.staging import EXPERT_FILE
 
@@ -205,22 +206,13 @@ def describe_base(source: Source) -> dict[str, Any]:
     config: MoTEConfig = source.config  # type: ignore[assignment]
     return {
         "name": source.public_name,
-        "upcycled_from": _dense_source(repository.earlier_records(source)),
+        "upcycled_from": origin_of(read_steps(source.folder)),
         "fingerprint": fingerprint_of_base(source),
         "architecture": config.backbone_config.model_type,
         "layers": config.mote_layer_indices,
         "pooling": config.pooling,
         "dtype": name_of(config.dtype),
     }
-
-
-def _dense_source(records: dict[str, Any]) -> str | None:
-    """Find the dense model that a MoTE was upcycled from, in the records of how it came to be."""
-    upcycling = records.get(repository.RECORD_FILE)
-    if isinstance(upcycling, dict):
-        return upcycling.get("source")
-    earlier = [record["earlier"] for record in records.values() if isinstance(record.get("earlier"), dict)]
-    return next(filter(None, map(_dense_source, earlier)), None)
 
 
 def fingerprint_of_base(source: Source) -> str:

@@ -9,13 +9,13 @@ from pathlib import Path
 from configuration_mote import MoTEConfig, alternatives
 from mote import experts as in_memory
 from mote import hub
-from mote.checkpoints import writing as repository
 from mote.checkpoints.reading import Source, open_mote
 from mote.checkpoints.staging import Staging, refuse_occupied, refuse_source
 from mote.experts.artefact import ExpertFiles, fingerprint_of_base, open_expert, without_weights, write_expert
 from mote.experts.change import Change, Report
 from mote.experts.editing import MEAN, require_task_experts, require_uncompressed
 from mote.experts.means import mean_of_experts
+from mote.reporting import millions
 
 
 @dataclass
@@ -37,7 +37,7 @@ class ExpertList:
         config: MoTEConfig = self.source.config  # type: ignore[assignment]
         rows = [("expert", "parameters", "instruction", "tasks")]
         for name in config.experts:
-            size = repository.millions(self.parameters[name]) if name in self.parameters else "not here"
+            size = millions(self.parameters[name]) if name in self.parameters else "not here"
             tasks = ", ".join(task for task, expert in config.tasks.items() if expert == name)
             rows.append((name, size, repr(config.instruction_of(name)), tasks))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -105,7 +105,7 @@ def extract_expert(
     refuse_occupied(out, overwrite)
     source = open_mote(src, revision)
     refuse_source(out, source.folder)
-    config: MoTEConfig = source.config  # type: ignore[assignment]
+    config: MoTEConfig = source.config
     require_task_experts(config)
     require_uncompressed(config)
     config.require_expert(name)
@@ -314,7 +314,7 @@ def rename_expert(
 
 def _find(change: Change, word: str) -> str | ExpertFiles:
     """Find the expert that a word names: one of the MoTE, the mean of them all, or one in files of its own."""
-    config: MoTEConfig = change.source.config  # type: ignore[assignment]
+    config: MoTEConfig = change.source.config
     if word in config.experts or word == MEAN:
         return word
     if "/" not in word and not Path(word).is_dir():

@@ -154,7 +154,7 @@ def config_of(src: str, revision: str | None = None, experts: list[str] | None =
     config = open_any(src, revision).config
     if experts is None:
         return config
-    if config.model_type == "mote":
+    if config.model_type.startswith("mote"):
         raise ValueError(f"{src} is a MoTE already: its experts are those that it has")
     return MoTEConfig(backbone_config=config, experts=experts, dtype=config.dtype)
 
@@ -272,7 +272,9 @@ def fake_model(
     """
     config = _config_of(model, device)
     with unset_fake_temporarily(), torch.device("meta"):
-        fake: PreTrainedModel = MoTEModel(config) if config.model_type == "mote" else AutoModel.from_config(config)
+        fake: PreTrainedModel = (
+            MoTEModel(config) if config.model_type.startswith("mote") else AutoModel.from_config(config)
+        )
         if isinstance(config.dtype, torch.dtype):
             fake.to(dtype=config.dtype)  # type: ignore[call-arg]
     fake.to_empty(device="cpu")
@@ -293,7 +295,7 @@ def fake_model(
 def _config_of(model: PreTrainedModel | PreTrainedConfig, device: str) -> Any:
     """Copy a config, with an attention that runs without a GPU, and for one without what only CPUs keep."""
     config: Any = copy.deepcopy(model.config if isinstance(model, PreTrainedModel) else model)
-    if config.model_type == "mote":
+    if config.model_type.startswith("mote"):
         config = MoTEConfig.from_dict(config.to_dict())
     backbone = getattr(config, "backbone_config", config)
     if isinstance(model, PreTrainedModel) and model.config._attn_implementation == "eager":
@@ -328,7 +330,7 @@ def measure_activations(
         *model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()
     )
     tokens = torch.ones(rows, length, dtype=torch.long)
-    task = {"task": model.config.available_experts[0]} if model.config.model_type == "mote" else {}
+    task = {"task": model.config.available_experts[0]} if model.config.model_type.startswith("mote") else {}
     with live:
         outputs = []
         for _ in range(columns):

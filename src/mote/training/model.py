@@ -10,7 +10,7 @@ from sentence_transformers import SentenceTransformer
 from configuration_mote import MoTEConfig, alternatives
 from mote import upcycling
 from mote.checkpoints import writing as repository
-from mote.checkpoints.reading import DenseSource, Source, load_dense, load_tokenizer
+from mote.checkpoints.reading import Source, load_dense, load_tokenizer
 from mote.checkpoints.staging import Staging
 from mote.inference.loading import all_weights
 from mote.training.processes import processes
@@ -64,7 +64,7 @@ def native_folder(source: Source, folder: Path) -> Path:
     Returns:
         The source's own folder, or `folder`.
     """
-    if not isinstance(source, DenseSource) or source.key_mapping is None:
+    if source.format != "nomic":
         return source.folder
     if not folder.exists():
         config = MoTEConfig(pooling=repository.source_pooling(source) or "mean")
@@ -159,10 +159,10 @@ def _upcycled(settings: ModelSettings, scratch: Path) -> Path:
             routing: dict[str, Any] = {}
             if settings.kind == "token_routed":
                 routing = {
-                    "router": "token",
-                    "experts_per_token": settings.num_experts_per_tok,
-                    "normalize_router": settings.norm_topk_prob,
-                    "load_balancing": settings.router_aux_loss_coef,
+                    "routing": "token",
+                    "num_experts_per_tok": settings.num_experts_per_tok,
+                    "norm_topk_prob": settings.norm_topk_prob,
+                    "router_aux_loss_coef": settings.router_aux_loss_coef,
                 }
             upcycling.upcycle(
                 settings.source,
