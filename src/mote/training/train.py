@@ -211,7 +211,6 @@ class TrainingRun:
             self.model,
             step=new_step("train", command=command_line("train", RECIPE_FILE), **record),
             sources=[self.source],
-            source=self.source,
             write_card=self._write_card,
             after=add_files,
             options=WriteOptions(overwrite=True),
