@@ -21,16 +21,10 @@ else:  # remote code
 
 
 class FeedForward(NamedTuple):
-    """Where a dense layer has its feed-forward network (only `token_routing_mote.py` needs it).
+    """Paths of the feed-forward network in a dense layer; only `token_routing_mote.py` needs them.
 
-    Attributes:
-        module: Path of the module that holds the network.
-        up: Paths of the projections from the hidden size: one, or two in a gated network, the gate's first. A
-            gated network may also have both in one.
-        down: Path of the projection back to the hidden size, possibly outside of `module`.
-        activation: Path of the activation function.
-        inner_dropout: Path of the dropout before `down`, if there is one.
-        outer_dropout: Path of the dropout after `down`, if it belongs to `module`.
+    `module` holds the network. `up` are its projections from the hidden size (of a gated network the gate's first, or
+    both in one), `down` is the one back, possibly outside of `module`.
     """
 
     module: str
@@ -42,17 +36,11 @@ class FeedForward(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """What differs between model families.
+    """What differs between model families."""
 
-    Attributes:
-        layer_path: Path of the list of layers in the model.
-        shared_modules: Paths, in a layer, of the submodules that all experts share: attention and its norms.
-        feed_forward: The feed-forward network of a layer; None for an architecture that the config describes.
-    """
-
-    layer_path: str
-    shared_modules: tuple[str, ...]
-    feed_forward: FeedForward | None
+    layer_path: str  # of the list of layers in the model
+    shared_modules: tuple[str, ...]  # paths, in a layer, of what all experts share: attention and its norms
+    feed_forward: FeedForward | None  # None for an architecture that the config describes
 
 
 _BERT_MLP = FeedForward("intermediate", ("intermediate.dense",), "output.dense", "intermediate.intermediate_act_fn")
@@ -118,17 +106,11 @@ def architecture_of(config: MoTEConfig) -> Architecture:
 
 
 class WeightName(NamedTuple):
-    """What the key of a weight in a MoTE's state dict stands for.
+    """What the key of a weight in a MoTE's state dict stands for."""
 
-    Attributes:
-        expert: The expert's name; None for weights that all experts share, and for those outside of the blocks.
-        layer: Index of the block, from 0; None outside of the blocks.
-        dense: The weight's name in the dense model.
-    """
-
-    expert: str | None
-    layer: int | None
-    dense: str
+    expert: str | None  # None: shared by all experts, or outside of the blocks
+    layer: int | None  # index of the block, from 0; None outside of the blocks
+    dense: str  # the weight's name in the dense model
 
 
 def weight_name(key: str, config: MoTEConfig) -> WeightName:
@@ -139,8 +121,8 @@ def weight_name(key: str, config: MoTEConfig) -> WeightName:
         config: The model's config.
 
     Returns:
-        Here `("clustering", 0, "encoder.layer.0.output.dense.weight")`. Every key has a name: what is not in a block
-        is called as in the dense model.
+        Here `("clustering", 0, "encoder.layer.0.output.dense.weight")`. Keys outside of the blocks are those of the
+        dense model.
     """
     dense = key.removeprefix("backbone.")
     layers = architecture_of(config).layer_path

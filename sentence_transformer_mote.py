@@ -1,4 +1,4 @@
-"""The Sentence-Transformers module of MoTE: finds out which task a text is for, and tells the model.
+"""The Sentence-Transformers module of MoTE: decides which task a text is for, and passes it to the model.
 
 `modules.json` of a saved model names `MoTETransformer`; `SentenceTransformer(path, trust_remote_code=True)` loads this
 file from there. It depends on sentence-transformers, transformers and torch alone.
@@ -9,11 +9,6 @@ from typing import Any
 import torch
 from sentence_transformers.base.modules import Transformer
 from transformers.dynamic_module_utils import custom_object_save
-
-try:
-    from .configuration_mote import ROLE_HINTS  # type: ignore[import-not-found]
-except ImportError:  # imported as an installed top-level module rather than as remote code
-    from configuration_mote import ROLE_HINTS
 
 
 class MoTETransformer(Transformer):
@@ -26,13 +21,9 @@ class MoTETransformer(Transformer):
     The decision is made once, in `preprocess`, and travels with the features as `route`: the task's name, or, in a
     batch of several tasks, a tensor [B] of indices into the config's tasks, which losses that cut batches into
     mini-batches cut along with the rest.
-
-    With a token router no expert hangs on the task: there is no `route`, a text need not tell its task, and an
-    instruction is a prompt as in any dense model. `features["balance_share"]`, a number, if there is one, is handed to
-    the model (see `MoTEModel.forward`).
     """
 
-    forward_kwargs = {"task"}  # otherwise `encode(task=…)` is dropped in silence
+    forward_kwargs = {"task"}  # otherwise `encode(task=…)` is silently dropped
 
     def preprocess(
         self,
@@ -55,16 +46,12 @@ class MoTETransformer(Transformer):
             The features of the base class, and `route`.
 
         Raises:
-            ValueError: If the task is unknown, or cannot be told.
+            ValueError: If the task is unknown, or no rule decides on one.
         """
-        if "mixed_tasks" in kwargs:  # the base class measures the prompt: its tokens, whatever the task
+        if "mixed_tasks" in kwargs:  # called by the base class to count the prompt's tokens, whatever the task
             return super().preprocess(inputs, prompt, processing_kwargs, **kwargs)
         if not inputs:
             return {}
-        if self.config.router == "token":
-            if task is not None and task not in ROLE_HINTS:
-                self.config.expert_of(task)  # an unknown task is an error all the same
-            return super().preprocess(inputs, prompt, processing_kwargs, task=task, **kwargs)
         tasks = self.config.task_of(inputs, task, prompt)
         mixed = not isinstance(tasks, str)
         features = super().preprocess(inputs, prompt, processing_kwargs, task=task, mixed_tasks=mixed, **kwargs)
@@ -75,27 +62,23 @@ class MoTETransformer(Transformer):
     def _should_flatten_inputs(
         self, modality: Any, processor_inputs: dict[str, Any], mixed_tasks: bool = False, **kwargs: Any
     ) -> bool:
-        """Rows of several tasks must stay rows: flash attention without padding would make them one sequence."""
+        """Keep rows of several tasks apart: flash attention without padding would join them into one sequence."""
         return not mixed_tasks and super()._should_flatten_inputs(modality, processor_inputs, **kwargs)
 
     def forward(self, features: dict[str, Any], task: str | None = None, **kwargs: Any) -> dict[str, Any]:
         """Run the model.
 
         Args:
-            features: What `preprocess` gives.
-            task: Ignored where the features carry a `route`, which has taken it into account.
+            features: The output of `preprocess`.
+            task: Ignored if the features have a `route`, which already reflects it.
             **kwargs: See the base class.
 
         Returns:
             The features, with `token_embeddings` [B, L, H].
         """
-        inputs = {name: value for name, value in features.items() if name not in ("route", "balance_share")}
-        routing: dict[str, Any]
-        if self.config.router == "token":
-            routing = {"task": None, "balance_share": features.get("balance_share")}
-        else:
-            route = features.get("route", task or features.get("task"))
-            routing = {"task": None, "task_ids": route} if isinstance(route, torch.Tensor) else {"task": route}
+        route = features.get("route", task or features.get("task"))
+        routing = {"task": None, "task_ids": route} if isinstance(route, torch.Tensor) else {"task": route}
+        inputs = {name: value for name, value in features.items() if name != "route"}
         return super().forward(inputs, **routing, **kwargs)
 
     def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:

@@ -27,19 +27,20 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import use_experts_implementation
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
 
 if TYPE_CHECKING or not __package__:  # installed, as a top-level module
     try:  # transformers would take an import outside of `try` for a package that must be installed
         from architectures_mote import FeedForward
         from configuration_mote import MoTEConfig
-        from modeling_mote import MoTEModel, MoTEOutput, present
+        from modeling_mote import MoTEModel, present_inputs
     finally:
         pass
 else:  # remote code
     from .architectures_mote import FeedForward
     from .configuration_mote import MoTEConfig
-    from .modeling_mote import MoTEModel, MoTEOutput, present
+    from .modeling_mote import MoTEModel, present_inputs
 
 
 class TokenRoutedConfig(MoTEConfig):
@@ -330,7 +331,7 @@ def _submodule_or_identity(layer: nn.Module, path: str | None) -> nn.Module:
 
 
 @dataclass
-class TokenRoutedOutput(MoTEOutput):
+class TokenRoutedOutput(BaseModelOutputWithPooling):
     """Output of a [`TokenRoutedModel`]: see its `forward`."""
 
     router_logits: tuple[torch.Tensor, ...] | None = None
@@ -395,16 +396,10 @@ class TokenRoutedModel(MoTEModel):
         Raises:
             ValueError: If a task is unknown, or there is not one per row.
         """
-        sequences = present(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-        )
-        rows = sequences["inputs_embeds" if input_ids is None else "input_ids"].shape[0]
+        sequences = present_inputs(input_ids, inputs_embeds, attention_mask, token_type_ids, position_ids)
+        rows = next(iter(sequences.values())).shape[0]
         if task is not None or task_ids is not None:
-            self._expert_of_rows(task, task_ids, rows)
+            self._experts_of_rows(task, task_ids, rows)
         if "cu_seq_lens_q" in kwargs:  # sequences without padding, laid end to end in one row
             rows = len(kwargs["cu_seq_lens_q"]) - 1
         mask = sequences.get("attention_mask")

@@ -35,12 +35,7 @@ CODE = [
     "architectures_mote.py",
     "configuration_mote.py",
     "modeling_mote.py",
-    "experts_mote.py",
     "mixed_batch_mote.py",
-    "compression_mote.py",
-    "offloading_mote.py",
-    "stored_experts_mote.py",
-    "token_routing_mote.py",
     "sentence_transformer_mote.py",
 ]
 EXPERTS = ["classification", "clustering", "search_query", "search_document"]

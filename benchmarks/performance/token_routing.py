@@ -1,10 +1,13 @@
 """Forward of one task beside a token-routed mixture of the same size: a router that picks one of four experts."""
 
+import copy
+
 import torch
 
 from benchmarks.pairing import compare
 from benchmarks.performance.benchmark import Benchmark, Options, Target
 from benchmarks.performance.models import TASKS, load_dense, made_up, make_mote, milliseconds, seconds, waiting
+from token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
 SHAPES = ((1, 128), (32, 128))
 
@@ -13,7 +16,8 @@ def measure(options: Options) -> Benchmark:
     """Compare, with both of the ways in which transformers computes routed experts."""
     dense = load_dense(options)
     mote = make_mote(dense)
-    routed = make_mote(dense, router="token", experts_per_token=1)
+    config = TokenRoutedConfig(backbone_config=dense.config, experts=TASKS, num_experts_per_tok=1)
+    routed = TokenRoutedModel(config, copy.deepcopy(dense)).to(dense.device).eval()
     with torch.no_grad():  # a fresh router hardly tells tokens apart; this one sends them to all experts
         for name, parameter in routed.named_parameters():
             if name.endswith("router.weight"):

@@ -49,11 +49,11 @@ EXPERTS = ["alpha", "beta"]
 REPRESENTATIVES = {"nomic_bert", "bert", "mpnet", "distilbert", "modernbert", "qwen3", "gemma3_text"}
 
 
-def family(name: str) -> Any:
-    """One row, skipped where the installed transformers does not have the architecture yet."""
+def family(name: str, default: bool = False) -> Any:
+    """One row, skipped where the installed transformers does not have the architecture yet; `default`: in every run."""
     missing = name not in CONFIG_MAPPING
     marks = [pytest.mark.skipif(missing, reason="not in this version of transformers")]
-    if name not in REPRESENTATIVES:
+    if name not in REPRESENTATIVES and not default:
         marks.append(pytest.mark.families)
     return pytest.param(name, marks=marks)
 

@@ -63,6 +63,9 @@ def test_what_readers_of_configs_ask_for() -> None:
     of_backbone = BertConfig(num_hidden_layers=6)
     for name in ("hidden_size", "num_hidden_layers", "max_position_embeddings", "vocab_size"):
         assert getattr(mote, name) == getattr(of_backbone, name)
+        setattr(mote, name, 3)
+        assert getattr(mote, name) == getattr(mote.backbone_config, name) == 3
+    assert MoTEConfig.from_dict(mote.to_dict()).vocab_size == 3
 
 
 def test_the_backbone_s_config_is_not_shared_with_the_caller() -> None:
@@ -96,7 +99,7 @@ def test_layers_that_have_experts(layers: Any, indices: list[int]) -> None:
     ("settings", "message"),
     [
         ({"experts": []}, "at least one expert"),
-        ({"experts": "search"}, "experts must be a list of names, not the text 'search'"),
+        ({"experts": "search"}, "experts must be a list of names, got the string 'search'"),
         ({"experts": ["a", "b", "a", "b", "c"]}, "Expert names must differ; repeated: 'a', 'b'"),
         ({"experts": ["a.b"]}, "Expert name 'a.b' must be one word"),
         ({"experts": ["a b"]}, "Expert name 'a b' must be one word"),
@@ -115,11 +118,11 @@ def test_layers_that_have_experts(layers: Any, indices: list[int]) -> None:
             "Task 'topics' names the expert 'clusterin'. Did you mean 'clustering'. Available: 'classification', 'clus",
         ),
         ({"tasks": {"topics": None}}, "Task 'topics' names the expert None"),
-        ({"tasks": {"": "clustering"}}, "must be a text that is not empty, not ''"),
-        ({"tasks": {3: "clustering"}}, "must be a text that is not empty, not 3"),
+        ({"tasks": {"": "clustering"}}, "must be a string that is not empty, got ''"),
+        ({"tasks": {3: "clustering"}}, "must be a string that is not empty, got 3"),
         ({"tasks": {"search_query": "clustering"}}, "Task 'search_query' must go to the expert of its own name"),
         ({"instructions": {"clusterin": "x"}}, "unknown task 'clusterin'. Did you mean 'clustering'"),
-        ({"instructions": {"clustering": None}}, "instruction of task 'clustering' must be a text, not None"),
+        ({"instructions": {"clustering": None}}, "instruction of task 'clustering' must be a string, got None"),
         (
             {"instructions": {"search_query": "find: ", "search_document": "find: "}},
             "'find: ' of task 'search_document' already stands for the expert 'search_query'",
@@ -128,13 +131,27 @@ def test_layers_that_have_experts(layers: Any, indices: list[int]) -> None:
             {"tasks": {"topics": "clustering"}, "instructions": {"classification": "c: ", "topics": "c: "}},
             "'c: ' of task 'topics' already stands for the expert 'classification'",
         ),
-        ({"mote_layers": [0, 6]}, r"from 0 to 5: the backbone has 6 layers; wrong: \[6\]"),
-        ({"mote_layers": [-1, 0]}, r"wrong: \[-1\]"),
-        ({"mote_layers": [3, 1, 3]}, r"each once.*wrong: \[3\]"),
-        ({"mote_layers": []}, "at least one index"),
-        ({"mote_layers": "odd"}, "'every', 'every_other' .*or a list of indices, not 'odd'"),
-        ({"mote_layers": ["1"]}, r"a list of indices, not \['1'\]"),
-        ({"mote_layers": 3}, "a list of indices, not 3"),
+        ({"mote_layers": [0, 6]}, r"got \[0, 6\]: the backbone has 6 layers, from 0 to 5"),
+        ({"mote_layers": [-1, 0]}, r"got \[-1, 0\]"),
+        ({"mote_layers": [3, 1, 3]}, "a list of different indices"),
+        ({"mote_layers": []}, r"got \[\]"),
+        ({"mote_layers": "odd"}, "'every', 'every_other' .*or a list of different indices, got 'odd'"),
+        ({"mote_layers": ["1"]}, r"got \['1'\]"),
+        ({"mote_layers": [True]}, r"got \[True\]"),
+        ({"mote_layers": 3}, "got 3"),
+        ({"experts": [f"e{i}" for i in range(1025)]}, "at least one expert and at most 1,024"),
+        *[
+            ({"backbone_config": {**BACKBONE, name: size}}, f"The backbone's {name} must be from 1 to .*, got {size:,}")
+            for name, size in (
+                ("hidden_size", -1),
+                ("hidden_size", 10**9),
+                ("vocab_size", 10**12),
+                ("num_attention_heads", 0),
+                ("num_hidden_layers", 10**6),
+                ("num_hidden_layers", 0),
+                ("intermediate_size", -3),
+            )
+        ],
         ({"mote_layers": "every_other", "backbone_config": {**BACKBONE, "num_hidden_layers": 1}}, "of two layers"),
         ({"pooling": "max"}, "Unknown pooling 'max'.*'mean', 'cls', 'last_token'"),
         ({"pooling": "lasttoken"}, "Did you mean 'last_token'"),
@@ -146,7 +163,7 @@ def test_layers_that_have_experts(layers: Any, indices: list[int]) -> None:
         ({"backbone_config": CLIPConfig()}, "does not know the architecture 'clip'"),
     ],
 )
-def test_settings_that_do_not_hold(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(**settings)
 
@@ -226,7 +243,7 @@ def test_a_selection_of_a_selection() -> None:
         ([], r"loaded_experts \[\] must be some of the experts"),
     ],
 )
-def test_a_selection_that_does_not_hold(experts: list[str], message: str) -> None:
+def test_an_invalid_selection(experts: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MoTEConfig.from_dict(config().to_dict(), experts=experts)
 
@@ -234,10 +251,16 @@ def test_a_selection_that_does_not_hold(experts: list[str], message: str) -> Non
 # Which expert serves a task ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", ["clusterin", "", None, 3, ["clustering"]])
+@pytest.mark.parametrize("task", ["clusterin", "", 3, ["clustering"]])
 def test_an_unknown_task(task: Any) -> None:
     with pytest.raises(ValueError, match=r"Unknown task .*Available: 'classification', 'clustering'"):
         config().expert_of(task)
+
+
+def test_no_task_is_the_default_task() -> None:
+    assert config(default_task="sts").expert_of(None) == "classification"
+    with pytest.raises(ValueError, match=r"Pass `task=`, one of 'classification', .*no default_task"):
+        config().expert_of(None)
 
 
 def test_a_task_whose_expert_is_not_loaded() -> None:
@@ -305,11 +328,33 @@ def test_the_first_rule_that_applies(
         (["x"], "sts"),
         (["x", "cluster: x"], ["sts", "clustering"]),
         ([" cluster: x", "Cluster: x", "clusters", ""], "sts"),
-        ([("a pair", "of texts"), {"image": "x"}, None], "sts"),
     ],
 )
 def test_the_default_task_comes_last(texts: list[Any], decided: str | list[str]) -> None:
     assert config(**RULES, default_task="sts").task_of(texts) == decided
+
+
+@pytest.mark.parametrize(
+    ("inputs", "prompt", "decided"),
+    [
+        ([{"text": "cluster: x"}], None, "clustering"),
+        ([{"text": "x", "image": object()}], None, "sts"),
+        ([("cluster: x", "classify: y"), ["x", "y"]], None, ["clustering", "sts"]),
+        ([[{"text": "cluster: x"}, "y"]], None, "clustering"),
+        ([{"text": "by topic: x"}], "cluster: ", "clustering"),
+        ([{"image": object()}], "cluster: ", "clustering"),  # the prompt decides alone
+    ],
+)
+def test_texts_in_dicts_and_pairs(inputs: list[Any], prompt: str | None, decided: str | list[str]) -> None:
+    assert config(**RULES, default_task="sts").task_of(inputs, prompt=prompt) == decided
+
+
+@pytest.mark.parametrize("value", [{"image": "x"}, {"text": None}, None, 3, [], [3, "x"], b"cluster: x"])
+def test_an_input_without_a_text_has_no_default_task(value: Any) -> None:
+    for prompt in (None, "cluster: about: "):
+        with pytest.raises(ValueError, match=r"No task for the input .*it has no text\. Pass `task=`"):
+            config(**RULES, default_task="sts").task_of(["x", value], prompt=prompt)
+    assert config(**RULES).task_of([value], "topics") == "topics"
 
 
 @pytest.mark.parametrize("prompt", [None, "", "Find: "])

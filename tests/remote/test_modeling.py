@@ -24,7 +24,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig
 
 import mote
-from architectures_mote import ARCHITECTURES
+from architectures_mote import ARCHITECTURES, weight_name
 from configuration_mote import MoTEConfig
 from modeling_mote import MoTEBlock, MoTEModel, pool
 
@@ -375,12 +375,43 @@ def test_mean_pooling_of_a_long_text_in_float16() -> None:
         ({"task_ids": torch.tensor([0, 1, -1, 0])}, r"task_ids \[-1\] are out of range"),
         ({"task_ids": torch.zeros(3, dtype=torch.long)}, "3 tasks for 4 rows"),
         ({"task_ids": torch.zeros(4)}, "must be integers"),
+        ({"task_ids": torch.tensor([True, False, True, False])}, "must be integers of shape .*, got torch.bool"),
         ({"task_ids": torch.zeros(4, 1, dtype=torch.long)}, r"shape \[B\]"),
     ],
 )
 def test_wrong_tasks_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fresh_mote("bert")(**batch(), **arguments)
+
+
+def test_resized_token_embeddings_are_saved(tmp_path: Path) -> None:
+    model = trained_mote("bert")
+    size = model.config.vocab_size + 5
+    model.resize_token_embeddings(size)
+    model.save_pretrained(tmp_path)
+    loaded = MoTEModel.from_pretrained(tmp_path)
+    assert loaded.config.vocab_size == loaded.backbone.config.vocab_size == size
+    inputs = {"input_ids": torch.tensor([[5, size - 1]])}
+    with torch.no_grad():
+        expected = model(**inputs, task="beta").pooler_output
+        assert difference(loaded(**inputs, task="beta").pooler_output, expected) == 0.0
+
+
+def test_names_of_weights() -> None:
+    """`weight_name` names every weight of the dense model, once for each expert or once in all."""
+    for name in ("bert", "nomic_bert", "distilbert", "gemma3_text"):
+        dense = dense_model(name)
+        in_dense = {key for key in dense.state_dict() if not key.startswith("pooler.")}
+        layer_path, shared_modules, _ = ARCHITECTURES[name]
+        model = MoTEModel(mote_config(dense, mote_layers=[1]), dense)
+        names = [weight_name(key, model.config) for key in model.state_dict()]
+        assert {found.dense for found in names} == in_dense
+        assert len(set(names)) == len(names)
+        for found in names:
+            in_block = found.dense.startswith(f"{layer_path}.1.")
+            is_shared = found.dense.removeprefix(f"{layer_path}.1.").startswith(shared_modules)
+            assert found.layer == (1 if in_block else None)
+            assert (found.expert is None) == (is_shared or not in_block)
 
 
 def test_a_task_whose_expert_is_not_loaded(tmp_path: Path) -> None:
@@ -447,5 +478,5 @@ def test_hidden_states_asked_for_in_the_config(tmp_path: Path) -> None:
 def test_a_file_that_was_cut_short(tmp_path: Path, length: int) -> None:
     trained_mote("bert").save_pretrained(tmp_path)
     os.truncate(tmp_path / "model.safetensors", length)
-    with pytest.raises(ValueError, match=f"The weights in {tmp_path} cannot be read, is a file cut short"):
+    with pytest.raises(ValueError, match=f"Cannot read the weights in {tmp_path}: is a file truncated"):
         MoTEModel.from_pretrained(tmp_path)

@@ -131,7 +131,7 @@ def parameter_counts(model: "MoTEModel") -> dict[str, Any]:
     routed = sum(count for name, count in counts.items() if ".feed_forward.experts." in name)
     if routed:
         experts = dict.fromkeys(available, routed // len(available))
-        active_experts = getattr(model.config, "num_experts_per_tok", None) or model.config.experts_per_token
+        active_experts = model.config.num_experts_per_tok
     else:
         experts = dict.fromkeys(available, 0)
         for name, count in counts.items():

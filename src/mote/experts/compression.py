@@ -35,11 +35,15 @@ def compress(model: "MoTEModel", *, rank: int | None = None, bits: int | None = 
     if (rank is None) == (bits is None):
         raise ValueError("Pass either rank, as in rank=16, or bits=8")
     _require_finite(model)
+    from compression_mote import CompressedConfig, CompressedModel, compress_block
+
+    config = CompressedConfig(**{**model.config.to_dict(), "expert_rank": rank, "expert_bits": bits})
     compressed = copy.deepcopy(model).cpu()  # in float64, which not every device has
     for block in compressed.blocks:
-        block.compress(rank, bits)
-    compressed.config.expert_rank, compressed.config.expert_bits = rank, bits
-    compressed.config.validate_names()
+        compress_block(block, rank)
+    compressed.__class__ = CompressedModel  # which differs in the config alone once the experts are compressed
+    config.backbone_config = compressed.backbone.config
+    compressed.config = config
     before, after = expert_bytes(model), expert_bytes(compressed)
     logger.info(
         "Experts as %s: %.1f MB → %.1f MB (%.0f%%), relative error of their matrices %.2e",

@@ -123,7 +123,7 @@ def weights(model: "MoTEModel", name: str) -> dict[str, torch.Tensor]:
 
 def routes_by_task(config: MoTEConfig) -> bool:
     """Whether the task of a text selects its expert, rather than a router for each token."""
-    return config.routes_by_task and getattr(config, "router", "task") == "task"
+    return config.routes_by_task
 
 
 def require_task_experts(config: MoTEConfig) -> None:

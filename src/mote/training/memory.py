@@ -114,7 +114,7 @@ def estimate_memory(
     for name, (value, known) in names.items():
         if value not in known:
             raise ValueError(f"Unknown {name} {value!r}." + alternatives(value, known))
-    if getattr(model.config if isinstance(model, PreTrainedModel) else model, "router", "task") == "token":
+    if not getattr(model.config if isinstance(model, PreTrainedModel) else model, "routes_by_task", True):
         raise ValueError("The memory of a token router cannot be told beforehand: it depends on where the tokens go")
     rows = _rows(batch_size, processes, mini_batch_size, length, columns)
     cached = mini_batch_size is not None

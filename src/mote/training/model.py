@@ -147,7 +147,7 @@ def _names(settings: ModelSettings, prompts: dict[str, str]) -> MoTEConfig:
     """Build the tasks and instructions of a dense model, those of a MoTE upcycled from it."""
     config = _named(settings)
     config.instructions |= {**upcycling.instructions_from(prompts, config), **_instructions(settings)}
-    config.validate_names()
+    config.validate()
     return config
 
 

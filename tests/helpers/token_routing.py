@@ -1,0 +1,81 @@
+"""Token-routed models and their gradients, for several test files."""
+
+from typing import Any
+
+import torch
+from helpers.families import dense_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from token_routing_mote import TokenRoutedConfig, TokenRoutedModel
+
+EXPERTS = ["a", "b", "c", "d"]
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    assert one.shape == other.shape
+    return (one - other).abs().max().item()
+
+
+def upcycled(dense: PreTrainedModel, **settings: Any) -> TokenRoutedModel:
+    """A token-routed model of a dense one."""
+    config = TokenRoutedConfig(**{"backbone_config": dense.config, "experts": EXPERTS, **settings})
+    return TokenRoutedModel(config, dense).eval()
+
+
+def fresh(name: str, **settings: Any) -> TokenRoutedModel:
+    """A token-routed model of a family, whose experts are copies."""
+    return upcycled(dense_model(name), **settings)
+
+
+def trained(name: str, **settings: Any) -> TokenRoutedModel:
+    """Experts that differ, and a router that prefers some."""
+    return make_different(fresh(name, **settings))
+
+
+def make_different(model: PreTrainedModel) -> Any:
+    """Give experts and routers noise of their own."""
+    generator = torch.Generator().manual_seed(1)
+    blocks = [module for module in model.modules() if type(module).__name__ == "TokenRoutedBlock"]
+    assert blocks
+    with torch.no_grad():
+        for block in blocks:
+            for parameter in block.feed_forward.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+def without_dropout(model: nn.Module) -> Any:
+    """In training mode, which the load-balancing loss needs, but deterministic."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    return model.train()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The gradient of each parameter."""
+    return {key: parameter.grad for key, parameter in model.named_parameters()}
+
+
+def relative(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As fractions of the largest."""
+    largest = max(gradient.abs().max().item() for gradient in gradients.values())
+    assert largest > 1e-3
+    return {key: gradient / largest for key, gradient in gradients.items()}
+
+
+def same_gradients(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], tolerance: float) -> None:
+    """Assert that gradients are equal, up to a tolerance."""
+    assert one.keys() == other.keys()
+    for key, gradient in one.items():
+        assert difference(gradient, other[key]) <= tolerance, key
+
+
+def backward(model: TokenRoutedModel, inputs: dict[str, torch.Tensor], **kwargs: Any) -> dict[str, torch.Tensor]:
+    """The gradients of a loss that knows nothing of routing."""
+    model.zero_grad()
+    model(**inputs, **kwargs).pooler_output.square().sum().backward()
+    return gradients(model)

@@ -1,0 +1,206 @@
+"""A token-routed model in Sentence-Transformers: its files, embeddings, training, and how it is upcycled."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoints import files_in, read_json
+from helpers.families import batch
+from helpers.paths import SMALL_ENCODER
+from helpers.token_routing import difference, gradients, make_different, relative, same_gradients, without_dropout
+from torch import nn
+from transformers import AutoModel
+
+from mote import plan_upcycling, upcycle
+from mote.cli import main
+from token_routing_mote import TokenRoutedModel, load_balancing_loss
+
+TEXTS = ["how do whales breathe", "Whales come up for air.", "a recipe for bread that needs no kneading", "bread"]
+
+
+@pytest.fixture(scope="module")
+def upcycled_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("token") / "small-token"
+    main(["upcycle", "--src", str(SMALL_ENCODER), "--out", str(folder), "--routing", "token"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained_folder(upcycled_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from sentence_transformers import SentenceTransformer
+
+    folder = tmp_path_factory.mktemp("token-trained") / "small-token"
+    model = SentenceTransformer(str(upcycled_folder), trust_remote_code=True)
+    make_different(model[0].model)
+    model.save(str(folder))
+    return folder
+
+
+def sentence_transformer(folder: Path, **settings: Any) -> Any:
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(folder), trust_remote_code=True)
+    for name, value in settings.items():
+        setattr(model[0].model.config, name, value)
+    return model
+
+
+def test_an_upcycled_encoder_embeds_as_its_source(upcycled_folder: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    model, source = sentence_transformer(upcycled_folder), SentenceTransformer(str(SMALL_ENCODER))
+    assert type(model[0].model).__module__.startswith("transformers_modules.")  # the files that travelled
+    assert abs(model.encode(TEXTS) - source.encode(TEXTS)).max() <= 1e-6
+    prefixed = source.encode([f"clustering: {text}" for text in TEXTS])
+    assert abs(model.encode(TEXTS, prompt_name="clustering") - prefixed).max() <= 1e-6
+
+
+def test_the_folder_of_an_upcycled_encoder(upcycled_folder: Path) -> None:
+    assert "token_routing_mote.py" in files_in(upcycled_folder)
+    record = read_json(upcycled_folder / "upcycling.json")
+    assert record["arguments"]["router"] == "token"
+    assert record["command"].endswith("--routing token")
+    card = (upcycled_folder / "README.md").read_text(encoding="utf-8")
+    assert "sends each token through 2 of them" in card
+    assert "A text gets the embedding that the dense model gives it" in card
+    assert "expert of its task" not in card
+    assert "task=" not in card
+
+
+def test_auto_model(trained_folder: Path) -> None:
+    loaded, own = (
+        AutoModel.from_pretrained(trained_folder, trust_remote_code=True),
+        TokenRoutedModel.from_pretrained(trained_folder),
+    )
+    inputs = batch()
+    with torch.no_grad():
+        assert difference(loaded(**inputs).last_hidden_state, own(**inputs).last_hidden_state) == 0.0
+
+
+def test_encode(trained_folder: Path) -> None:
+    model = sentence_transformer(trained_folder)
+    mote = TokenRoutedModel.from_pretrained(trained_folder)
+
+    def expected(prefix: str) -> Any:
+        tokens = model.tokenizer([prefix + text for text in TEXTS], padding=True, return_tensors="pt")
+        with torch.no_grad():
+            pooled = mote(tokens["input_ids"], tokens["attention_mask"]).pooler_output
+        return nn.functional.normalize(pooled).numpy()
+
+    assert abs(expected("") - expected("clustering: ")).max() > 1e-2
+    assert abs(model.encode(TEXTS) - expected("")).max() <= 1e-6
+    assert abs(model.encode(TEXTS, task="clustering") - expected("")).max() <= 1e-6
+    assert abs(model.encode(TEXTS, prompt_name="clustering") - expected("clustering: ")).max() <= 1e-6
+    assert abs(model.encode(TEXTS, prompt="unheard of: ") - expected("unheard of: ")).max() <= 1e-6
+    assert abs(model.encode_query(TEXTS) - expected("search_query: ")).max() <= 1e-6
+    assert abs(model.encode_document(TEXTS) - expected("search_document: ")).max() <= 1e-6
+    assert "route" not in model.preprocess(TEXTS, prompt="clustering: ")
+    with pytest.raises(ValueError, match=r"Unknown task 'clusterin'\. Did you mean 'clustering'"):
+        model.encode(TEXTS, task="clusterin")
+
+
+def test_cached_loss_equals_the_plain_one(trained_folder: Path) -> None:
+    from sentence_transformers.sentence_transformer import losses
+
+    results = []
+    for cached in (False, True):
+        model = sentence_transformer(trained_folder, router_aux_loss_coef=0.0)
+        without_dropout(model[0].model)
+        anchors, positives = (model.preprocess(TEXTS, prompt=f"search_{role}: ") for role in ("query", "document"))
+        loss = (
+            losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2)
+            if cached
+            else losses.MultipleNegativesRankingLoss(model)
+        )
+        loss([anchors, positives], labels=None).backward()
+        results.append(relative(gradients(model)))
+    same_gradients(*results, 1e-5)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_loss_reaches_an_unknowing_training(trained_folder: Path, cached: bool) -> None:
+    """A loss that gives next to no gradient: what moves the router is the load balancing, as `balance_share` says."""
+    from sentence_transformers.sentence_transformer import losses
+
+    results = []
+    for factor, share in ((1.0, 1 / 8), (2.0, 1 / 16), (1.0, None), (0.0, None)):
+        model = sentence_transformer(trained_folder, router_aux_loss_coef=factor)
+        without_dropout(model[0].model)
+        features = [model.preprocess(TEXTS) for _ in range(2)]
+        if share is not None:
+            for columns in features:
+                columns["balance_share"] = share
+        loss = (
+            losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2, scale=1e-9)
+            if cached
+            else losses.MultipleNegativesRankingLoss(model, scale=1e-9)
+        )
+        loss(features, labels=None).backward()
+        results.append(next(p.grad for key, p in model.named_parameters() if "layer.0.feed_forward.router" in key))
+    told, twice, untold, none = results
+    passes = 4 if cached else 2
+    assert none.abs().max() <= 1e-8
+    assert told.abs().max() > 1e-4
+    assert difference(told, twice) <= 1e-7
+    assert difference(untold, passes * told) <= 1e-5
+
+
+def test_the_trainer_as_it_is(trained_folder: Path, tmp_path: Path) -> None:
+    """Real steps of the unmodified trainer: a strong factor balances what a factor of zero leaves as it is."""
+    datasets = pytest.importorskip("datasets")
+    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    pairs = datasets.Dataset.from_dict({"anchor": TEXTS * 4, "positive": TEXTS[::-1] * 4})
+    after = []
+    for factor in (0.0, 100.0):
+        model = sentence_transformer(trained_folder, router_aux_loss_coef=factor)
+        model[0].model.gradient_checkpointing_enable()
+        arguments = SentenceTransformerTrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=8, max_steps=8, learning_rate=1e-3, use_cpu=True,
+            report_to="none", save_strategy="no", disable_tqdm=True, seed=0,
+            router_mapping={"anchor": "query", "positive": "document"},
+        )  # fmt: skip
+        loss = MultipleNegativesRankingLoss(model)
+        SentenceTransformerTrainer(model=model, args=arguments, train_dataset=pairs, loss=loss).train()
+        tokens = model.tokenizer(TEXTS, padding=True, return_tensors="pt")
+        mote = model[0].model.eval()
+        with torch.no_grad():
+            logits = mote(tokens["input_ids"], tokens["attention_mask"], output_router_logits=True).router_logits
+        after.append(load_balancing_loss(logits, tokens["attention_mask"], 2).item() / len(logits))
+    assert after[1] < 0.3 < 0.35 < after[0]
+    assert after[1] >= 0.25 - 1e-3
+
+
+def test_the_plan(tmp_path: Path) -> None:
+    def plan(**settings: Any) -> str:
+        return str(plan_upcycling(str(SMALL_ENCODER), tmp_path / "out", router="token", **settings))
+
+    assert "each token through 2 of 4 experts, with weights that sum to 1; load balancing 0.01" in plan()
+    assert "with the router's probabilities as weights" in plan(norm_topk_prob=False, num_experts_per_tok=1)
+    assert "these are all 1, and the router learns to balance alone" in plan(num_experts_per_tok=1)
+    counts = plan_upcycling(str(SMALL_ENCODER), router="token", num_experts_per_tok=3).counts
+    assert counts["active"] == counts["shared"] + 3 * counts["experts"]["clustering"]
+
+
+def test_the_command_written_down_makes_the_same_model(tmp_path: Path) -> None:
+    import shlex
+
+    settings: dict[str, Any] = {
+        "router": "token", "num_experts_per_tok": 3, "normalize_router": False, "load_balancing": 0.2
+    }  # fmt: skip
+    out = upcycle(str(SMALL_ENCODER), tmp_path / "one", **settings)
+    words = shlex.split(read_json(out / "upcycling.json")["command"])[1:]
+    words[words.index("--src") + 1], words[words.index("--out") + 1] = str(SMALL_ENCODER), str(tmp_path / "other")
+    assert main(words) == 0
+    for folder in (out, tmp_path / "other"):
+        config = read_json(folder / "config.json")
+        assert {name: config[name] for name in settings} == settings
+
+
+def test_a_wrong_setting_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["upcycle", "--src", str(SMALL_ENCODER), "--out", str(tmp_path / "out"), "--routing", "token"]
+    assert main([*words, "--num-experts-per-tok", "9"]) == 1
+    assert "from 1 to 4, the number of experts, not 9" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
