@@ -12,7 +12,8 @@ import typer
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put in the place of `<!-- commands -->` and `<!-- names of MODULE -->` what they stand for."""
+    """Replace `<!-- commands -->`, `<!-- names of MODULE -->`, and links to files that are not part of the site."""
+    markdown = re.sub(r"\[([^\]]+)\]\(\.\./((?:examples|src|tests|scripts)/[^)]+)\)", r"\1 (`\2`)", markdown)
     if "<!-- commands -->" in markdown:
         markdown = markdown.replace("<!-- commands -->", "\n".join(command_reference()))
     return re.sub(r"<!-- names of ([\w.]+) -->", lambda found: "\n\n".join(name_reference(found[1])), markdown)
