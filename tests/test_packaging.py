@@ -1,0 +1,47 @@
+"""The distribution has every module and package, and the files that models carry depend on nothing above them."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from helpers.paths import ROOT
+
+tomllib = pytest.importorskip("tomllib", reason="Python 3.11 and later")
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+# Each may import those before it.
+REMOTE_CODE = [
+    "configuration_mote",
+    "architectures_mote",
+    "mixed_batch_mote",
+    "modeling_mote",
+    "sentence_transformer_mote",
+    "compression_mote",
+    "token_routing_mote",
+    "token_routed_transformer_mote",
+]
+
+
+def test_every_module_is_distributed() -> None:
+    assert sorted(SETUPTOOLS["py-modules"]) == sorted(path.stem for path in ROOT.glob("*_mote.py"))
+
+
+def test_every_package_is_distributed() -> None:
+    packages = {".".join(path.parent.relative_to(ROOT / "src").parts) for path in ROOT.glob("src/**/__init__.py")}
+    assert set(SETUPTOOLS["packages"]) == packages | {"mote.hub_card"}
+
+
+@pytest.mark.parametrize("module", REMOTE_CODE)
+def test_remote_code_depends_on_lower_files_alone(module: str) -> None:
+    tree = ast.parse(Path(ROOT / f"{module}.py").read_text(encoding="utf-8"))
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            imported.add((node.module or "").split(".")[0])
+        elif isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+    ours = {name for name in imported if name == "mote" or name.endswith("_mote")}
+    assert ours <= set(REMOTE_CODE[: REMOTE_CODE.index(module)])
+
+
+def test_all_remote_code_is_listed() -> None:
+    assert sorted(REMOTE_CODE) == sorted(path.stem for path in ROOT.glob("*_mote.py"))
