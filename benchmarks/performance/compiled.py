@@ -1,4 +1,4 @@
-"""`torch.compile`: how long it takes, how many graphs there are, and what is gained."""
+"""`torch.compile`: compilation time, number of graphs, and speed-up."""
 
 import copy
 import time
@@ -16,7 +16,7 @@ ROWS = (1, 8, 32)
 
 
 def measure(options: Options) -> Benchmark:
-    """Compare the model that is not compiled with its layers compiled, and with the backbone compiled as a whole."""
+    """Compare the eager model with compiled layers and with a backbone compiled as a whole."""
     mote = make_mote(load_dense(options))
     ways = {"layers: model.compile()": lambda model: model.compile()}
     if not options.quick:
@@ -46,7 +46,7 @@ def measure(options: Options) -> Benchmark:
 
 
 def visit(model: MoTEModel) -> None:
-    """Run every task with every length and number of rows."""
+    """Run all tasks with all lengths and numbers of rows."""
     for task in TASKS:
         for batch in ROWS:
             for length in LENGTHS:

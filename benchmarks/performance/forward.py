@@ -1,4 +1,4 @@
-"""Forward of one task beside the dense native model."""
+"""Forward pass of one task compared with the native dense model."""
 
 import copy
 
@@ -11,7 +11,7 @@ from modeling_mote import pool
 
 
 def measure(options: Options) -> Benchmark:
-    """Compare both as `AutoModel` gives them, the dense one also with pooling, and with a copy of itself."""
+    """Compare both as loaded by `AutoModel`; the dense model also with the MoTE's pooling and with a copy of itself."""
     dense = load_dense(options)
     mote, twin = make_mote(dense), copy.deepcopy(dense)
     without_pooler = copy.deepcopy(dense)
@@ -36,7 +36,7 @@ def measure(options: Options) -> Benchmark:
 
         with torch.inference_mode():
             if not torch.equal(run_dense().last_hidden_state, run_mote().last_hidden_state):
-                raise AssertionError(f"MoTE and the dense model give different results for {batch} x {length}")
+                raise AssertionError(f"MoTE and the dense model differ for {batch} x {length}")
             arguments = {"seconds": seconds(options), "synchronize": waiting(options)}
             found = compare(run_dense, run_mote, **arguments)
             pooled = compare(run_pooled, run_mote, **arguments)
@@ -48,9 +48,11 @@ def measure(options: Options) -> Benchmark:
     columns = ["rows x length", "dense, ms", "dense and pooling, ms", "MoTE, ms", "MoTE / dense"]
     columns += ["MoTE / dense and pooling", "dense / dense"]
     notes = [
-        "Both as `AutoModel` gives them: the MoTE's time includes its pooling over the tokens, the dense model's that "
-        "of the pooler it has, if any. `dense and pooling` has the MoTE's pooling in the place of that pooler.",
-        "`dense / dense` is the dense model beside a copy of itself: how far from 1 noise takes a ratio.",
+        "Both as loaded by `AutoModel`: the MoTE's time includes pooling over the tokens, the dense model's its "
+        "pooler, if any. `dense and pooling` replaces that pooler by the MoTE's pooling.",
+        "`dense / dense` compares the dense model with a copy of itself: the noise of a ratio.",
         f"{options.device}, {str(options.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads.",
     ]
-    return Benchmark("forward", "Forward of one task beside the dense native model", columns, rows, targets, notes)
+    return Benchmark(
+        "forward", "Forward pass of one task compared with the native dense model", columns, rows, targets, notes
+    )

@@ -1,4 +1,4 @@
-"""Forward with 1 to 64 experts."""
+"""Forward pass with 1 to 64 experts."""
 
 import torch
 
@@ -8,7 +8,7 @@ from benchmarks.performance.models import load_dense, made_up, make_mote, millis
 
 
 def measure(options: Options) -> Benchmark:
-    """Compare each number of experts with one."""
+    """Compare each number of experts with one expert."""
     dense = load_dense(options)
     one = make_mote(dense, ["task0"])
     rows, targets = [], []
@@ -27,6 +27,6 @@ def measure(options: Options) -> Benchmark:
             rows.append([str(count), f"{batch} x {length}", *times, f"{found.ratio:.3f}"])
             if count == 64:
                 targets.append(Target(f"64 experts / 1, {batch} x {length}", found.ratio, 1.02))
-    columns = ["experts", "rows x length", "one expert, ms", "as many, ms", "as many / one"]
-    notes = ["All batches of one task, which goes through the last expert."]
-    return Benchmark("many_experts", "Forward with 1 to 64 experts", columns, rows, targets, notes)
+    columns = ["experts", "rows x length", "one expert, ms", "all experts, ms", "all / one"]
+    notes = ["All batches are of one task, served by the last expert."]
+    return Benchmark("many_experts", "Forward pass with 1 to 64 experts", columns, rows, targets, notes)

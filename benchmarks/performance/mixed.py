@@ -1,4 +1,4 @@
-"""A batch of 64 rows of four tasks, beside the dense model on the same rows."""
+"""A batch of 64 rows of four tasks, compared with the dense model on the same rows."""
 
 import torch
 
@@ -21,11 +21,11 @@ SHORT = "rows of 16 tokens"
 
 
 def measure(options: Options) -> Benchmark:
-    """Compare, on rows of equal length and on real texts that are padded to the longest."""
+    """Compare on rows of equal length and on real texts padded to the longest."""
     dense = load_dense(options)
     mote = make_mote(dense)
     texts = real_texts(options, ROWS // len(TASKS))
-    tasks = TASKS * (ROWS // len(TASKS))  # one after the other: no two neighbours share an expert
+    tasks = TASKS * (ROWS // len(TASKS))  # alternating: no two neighbours share an expert
     batches = {
         SHORT: (made_up(dense, ROWS, 16), tasks),
         "rows of 128 tokens": (made_up(dense, ROWS, 128), tasks),
@@ -57,18 +57,18 @@ def measure(options: Options) -> Benchmark:
             targets.append(Target(f"64 rows of four tasks, {name}", found.ratio, 1.05))
     columns = ["batch", "tokens, without padding", "dense, ms", "MoTE, ms", "MoTE / dense"]
     notes = [
-        f"There is no target for {SHORT}: four passes through a small model are then Python for the most part.",
-        "The dense model computes the batch as it is, with its padding; the MoTE's time includes its pooling.",
-        "Real texts: 16 of each task, in turn; those of one length are 64 neighbours of 1,024 sorted by length, which "
-        "is what `SentenceTransformer.encode` makes batches of.",
+        f"{SHORT.capitalize()} have no target: four passes through a small model are mostly Python overhead then.",
+        "The dense model computes the batch with its padding; the MoTE's time includes its pooling.",
+        "Real texts: 16 of each task, alternating; those of one length are 64 neighbours of 1,024 texts sorted by "
+        "length, as `SentenceTransformer.encode` batches them.",
     ]
     return Benchmark(
-        "mixed", "64 rows of four tasks, beside the dense model on the same rows", columns, rows, targets, notes
+        "mixed", "64 rows of four tasks, compared with the dense model on the same rows", columns, rows, targets, notes
     )
 
 
 def _sorted_slice(options: Options) -> dict[str, torch.Tensor]:
-    """The middle batch of many texts that are sorted by their length."""
+    """The middle batch of many texts sorted by length."""
     many = [text for of_task in real_texts(options, 256).values() for text in of_task]
     many.sort(key=len)
     return tokenize(options, many[len(many) // 2 :][:ROWS])

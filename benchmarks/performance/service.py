@@ -1,4 +1,4 @@
-"""The HTTP service of examples/service under load, beside calls of `encode` in a process of one's own."""
+"""The HTTP service of examples/service under load, compared with calls of `encode` in the same process."""
 
 import re
 import subprocess
@@ -18,14 +18,14 @@ from mote import upcycle
 
 FOLDER = ROOT / "examples" / "service"
 sys.path.append(str(FOLDER))
-import load  # noqa: E402 - a file of the example, which is no package
+import load  # noqa: E402 - a file of the example, which is not a package
 
 CLIENTS = 16
 BATCH = 32
 
 
 def measure(options: Options) -> Benchmark:
-    """Ask for one text after the other, of four tasks in turn: `encode` itself, and the service in three ways."""
+    """Embed single texts of four tasks, alternating: with `encode`, and with the service in three settings."""
     texts = real_texts(options, 4 if options.quick else 64)
     rows = zip(*(texts[task] for task in TASKS), strict=True)
     requests = [
@@ -37,7 +37,7 @@ def measure(options: Options) -> Benchmark:
         model = SentenceTransformer(str(folder), trust_remote_code=True, **settings)
         with serving(folder, options, 1) as single, serving(folder, options, BATCH) as batching:
             ways = {
-                "`encode`, one call after the other": lambda: direct(model, requests),
+                "`encode`, sequential calls": lambda: direct(model, requests),
                 "service, 1 client": lambda: served(batching, requests, 1),
                 f"service, {CLIENTS} clients, batches of 1": lambda: served(single, requests, CLIENTS),
                 f"service, {CLIENTS} clients, batches up to {BATCH}": lambda: served(batching, requests, CLIENTS),
@@ -47,25 +47,25 @@ def measure(options: Options) -> Benchmark:
     return Benchmark(
         name="service",
         title="The HTTP service under load",
-        columns=["way", "texts/s", "times `encode`", "median, ms", "95 % below, ms"],
+        columns=["client", "texts/s", "speed-up over `encode`", "median, ms", "95th percentile, ms"],
         rows=table,
         notes=[
-            f"Requests of one text: {len(requests)} real texts, four tasks in turn. Each client keeps its connection "
-            "and sends the next request when it has an answer.",
-            "Clients and service share the machine. The service waits 5 ms for more texts, which a client alone waits "
-            f"for nothing. Under the load of {CLIENTS} clients a batch held {batch:.1f} texts in the mean.",
+            f"Requests of one text: {len(requests)} real texts of four tasks, alternating. Each client keeps its "
+            "connection and sends its next request when it has an answer.",
+            "Clients and service share the machine. The service waits 5 ms for more texts, in vain with a single "
+            f"client. With {CLIENTS} clients a batch held {batch:.1f} texts on average.",
         ],
     )
 
 
 def _table(ways: dict[str, Callable[[], list[float]]], count: int, duration: float) -> list[list[str]]:
-    """Compare the first way with each of the others, and lay out speed and latency."""
+    """Compare the first way with each of the others; returns rows with speed and latency."""
     times: dict[str, list[float]] = {name: [] for name in ways}
 
     def timed(name: str) -> Callable[[], None]:
         return lambda: times[name].extend(ways[name]())
 
-    for way in ways.values():  # the first calls are slower, and count for nothing
+    for way in ways.values():  # warm-up
         way()
     first, *others = ways
     found = {name: compare(timed(first), timed(name), seconds=duration) for name in others}
@@ -85,7 +85,7 @@ def _table(ways: dict[str, Callable[[], list[float]]], count: int, duration: flo
 
 
 def direct(model: SentenceTransformer, requests: list[dict]) -> list[float]:
-    """Embed in this process, and tell how long each call took."""
+    """Embed in this process; returns the seconds of each call."""
     times = []
     for request in requests:
         started = time.perf_counter()
@@ -95,10 +95,10 @@ def direct(model: SentenceTransformer, requests: list[dict]) -> list[float]:
 
 
 def served(url: str, requests: list[dict], clients: int) -> list[float]:
-    """Ask the service, and tell how long each answer took.
+    """Embed with the service; returns the seconds of each request.
 
     Raises:
-        RuntimeError: If one is an error.
+        RuntimeError: If a request fails.
     """
     answers = load.send(url, requests, clients)
     failed = [answer for answer in answers if answer.status != 200]
@@ -108,7 +108,7 @@ def served(url: str, requests: list[dict], clients: int) -> list[float]:
 
 
 def _mean_batch(url: str, requests: list[dict]) -> float:
-    """How many texts share a batch under load."""
+    """Mean number of texts per batch under load."""
     counts = []
     with load.Client(url) as client:
         for before in (True, False):
@@ -122,7 +122,7 @@ def _mean_batch(url: str, requests: list[dict]) -> float:
 
 @contextmanager
 def serving(model: Path, options: Options, batch: int) -> Iterator[str]:
-    """Run the service in a process of its own; yields its URL."""
+    """Run the service in a separate process; yields its URL."""
     dtype = str(options.dtype).removeprefix("torch.")
     command = [sys.executable, FOLDER / "serve.py", model, "--port=0", "--name=mote", f"--max-batch-size={batch}"]
     command += [f"--device={options.device}", f"--dtype={dtype}"]

@@ -1,4 +1,4 @@
-"""`encode` of MoTE beside one LoRA adapter per task on the same dense model, as in jina-embeddings-v3."""
+"""Encoding with MoTE compared with one LoRA adapter per task on the same dense model, as in jina-embeddings-v3."""
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -14,7 +14,7 @@ ROWS = 64
 
 
 def measure(options: Options) -> Benchmark:
-    """Compare on real texts of four tasks, in one batch, and task by task."""
+    """Compare on real texts of four tasks, in one batch and task by task."""
     dense = load_dense(options)
     mote = make_mote(dense)
     tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
@@ -58,11 +58,12 @@ def measure(options: Options) -> Benchmark:
             rows.append([f"rank {rank}", name, *times, f"{found.ratio:.3f}"])
     columns = ["adapters", "64 real texts in", "task LoRA, ms", "MoTE, ms", "task LoRA / MoTE"]
     notes = [
-        "Tokenisation, forward and mean pooling of both. The adapters, of random weights, are on all linear layers; a "
-        "mixed batch tells peft the adapter of each row (`adapter_names`), a batch of one task has it set active.",
-        "In a mixed batch MoTE also computes less padding, since each group of rows ends with its longest.",
+        "Tokenization, forward pass and mean pooling of both. The adapters have random weights and are on all linear "
+        "layers; a mixed batch passes the adapter of each row to peft (`adapter_names`), a batch of one task activates "
+        "its adapter.",
+        "In a mixed batch MoTE also computes less padding, because each group of rows is trimmed to its longest.",
     ]
-    return Benchmark("task_lora", "Encoding beside one LoRA adapter per task", columns, rows, [], notes)
+    return Benchmark("task_lora", "Encoding compared with one LoRA adapter per task", columns, rows, [], notes)
 
 
 def with_adapters(dense: nn.Module, rank: int) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Forward of one task beside a token-routed mixture of the same size: a router that picks one of four experts."""
+"""Forward pass of one task compared with a token-routed model of the same size, top-1 of four experts."""
 
 import copy
 
@@ -13,12 +13,12 @@ SHAPES = ((1, 128), (32, 128))
 
 
 def measure(options: Options) -> Benchmark:
-    """Compare, with both of the ways in which transformers computes routed experts."""
+    """Compare with two of transformers' implementations of routed experts."""
     dense = load_dense(options)
     mote = make_mote(dense)
     config = TokenRoutedConfig(backbone_config=dense.config, experts=TASKS, num_experts_per_tok=1)
     routed = TokenRoutedModel(config, copy.deepcopy(dense)).to(dense.device).eval()
-    with torch.no_grad():  # a fresh router hardly tells tokens apart; this one sends them to all experts
+    with torch.no_grad():  # a fresh router hardly distinguishes tokens; this one uses all experts
         for name, parameter in routed.named_parameters():
             if name.endswith("router.weight"):
                 parameter.normal_(generator=torch.Generator(options.device).manual_seed(0))
@@ -36,14 +36,12 @@ def measure(options: Options) -> Benchmark:
                 )
             times = [milliseconds(found.candidate), milliseconds(found.baseline)]
             rows.append([implementation, f"{batch} x {length}", *times, f"{found.ratio:.3f}"])
-            targets.append(
-                Target(f"{implementation}, {batch} x {length}: token routing / MoTE", found.ratio, 1.3, True)
-            )
-    columns = ["experts computed by", "rows x length", "token routing, ms", "MoTE, ms", "token routing / MoTE"]
+            targets.append(Target(f"{implementation}, {batch} x {length}", found.ratio, 1.3, True))
+    columns = ["implementation", "rows x length", "token routing, ms", "MoTE, ms", "token routing / MoTE"]
     notes = [
-        f"Both have {len(TASKS)} experts in each block; the router picks one of them per token, so that a token passes "
-        "as many weights as in MoTE. Its weights are random: it uses all experts."
+        f"Both have {len(TASKS)} experts per block; the router picks one per token, so a token passes as many weights "
+        "as in MoTE. The router is random and uses all experts."
     ]
     return Benchmark(
-        "token_routing", "Token routing of the same size, top 1 of 4, beside MoTE", columns, rows, targets, notes
+        "token_routing", "Token routing of the same size, top-1 of 4, compared with MoTE", columns, rows, targets, notes
     )

@@ -1,4 +1,4 @@
-"""Upcycling beside a plain copy of its result: wall time and peak memory, each run in a process of its own."""
+"""Upcycling compared with copying its result: wall time and peak memory, each run in a process of its own."""
 
 import json
 import shutil
@@ -19,9 +19,9 @@ from transformers import AutoModel, BertConfig
 from benchmarks.performance.benchmark import SMALL_ENCODER, Benchmark, Options, Target
 
 SHARD = 500_000_000  # bytes, of the large model's files
-BASE = 200_000_000  # bytes, that upcycling may take beside one shard of the source and one of the result
+BASE = 200_000_000  # bytes allowed besides one shard of the source and one of the result
 
-# Runs `mote upcycle`, and says when its imports were done, and what memory it had taken by then and took at most.
+# Runs `mote upcycle`; prints seconds of the imports and of the work, memory after the imports and peak memory.
 _RUN = """
 import json, re, sys, time
 from pathlib import Path
@@ -51,7 +51,7 @@ class Run:
 
 
 def measure(options: Options) -> Benchmark:
-    """Measure the checkpoint, and a large model of random weights: 200 MB when quick, otherwise 4 GB."""
+    """Measure the checkpoint and a large model with random weights: 4 GB, 200 MB if quick."""
     rows, targets = [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -74,21 +74,21 @@ def measure(options: Options) -> Benchmark:
             )
     return Benchmark(
         "upcycling",
-        "Upcycling beside a copy of its result",
+        "Upcycling compared with copying its result",
         ["model", "written, MB", "whole, s", "imports, s", "work, s", "cp, s", "whole / cp", "work / cp", "peak, MB"],
         rows,
         targets,
         [
-            "`mote upcycle` and `cp -r` of its result, in turn, each a process of its own; sources are in the page "
-            "cache, nothing waits for the disk at the end of a run, and what is still to be written to it is written "
-            "before the next one; medians of ratios pair by pair",
-            "peak is resident memory, in which pages of mapped files count; imports are torch and transformers",
+            "`mote upcycle` and `cp -r` of its result alternate, each in a process of its own; sources are in the page "
+            "cache, and dirty pages are written to disk between runs, outside the measured time; medians of paired "
+            "ratios",
+            "peak: resident memory including pages of mapped files; imports: torch and transformers",
         ],
     )
 
 
 def run_pairs(source: Path, folder: Path, count: int) -> list[Run]:
-    """Upcycle and copy in turn; the first pair is not counted. The last result stays as `mote`."""
+    """Upcycle and copy in turn; the first pair is a warm-up. The last result stays as `mote`."""
     runs = []
     for _ in range(count + 1):
         seconds, told = _timed([sys.executable, "-c", _RUN, "upcycle", "--src", str(source)], folder / "mote", "--out")
@@ -100,7 +100,7 @@ def run_pairs(source: Path, folder: Path, count: int) -> list[Run]:
 
 
 def _timed(command: list[str], out: Path, *option: str) -> tuple[float, str]:
-    """Run a command that writes `out`, its last argument, while the disk has nothing else to write."""
+    """Time a command that writes `out`, its last argument; dirty pages are written to disk first."""
     shutil.rmtree(out, ignore_errors=True)
     _sync()
     started = perf_counter()
@@ -130,18 +130,18 @@ def _median(runs: list[Run], of: Callable[[Run], float]) -> float:
 
 
 def _largest(folder: Path) -> int:
-    """Count the bytes of the largest file with weights."""
+    """Bytes of the largest weights file."""
     return max(path.stat().st_size for kind in ("*.safetensors", "*.bin") for path in folder.glob(kind))
 
 
 def write_large_model(folder: Path, hidden: int, layers: int, shard: int = SHARD) -> Path:
-    """Write a BERT of random bfloat16 weights, file by file, with the small encoder's tokenizer.
+    """Write a BERT with random bfloat16 weights, shard by shard, and the small encoder's tokenizer.
 
     Args:
-        folder: Where to write.
-        hidden: Its width.
-        layers: How many.
-        shard: Bytes of each file.
+        folder: Folder to write.
+        hidden: Width.
+        layers: Number of layers.
+        shard: Bytes per shard.
     """
     folder.mkdir()
     settings = json.loads((SMALL_ENCODER / "config.json").read_text())
