@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mote.inference.runtimes import load_exported
     from mote.training.memory import MemoryEstimate, estimate_memory
     from mote.training.train import train
-    from mote.upcycling import UpcyclingPlan, plan_upcycling, upcycle
+    from mote.upcycling import UpcyclingOptions, UpcyclingPlan, plan_upcycling, upcycle
 
 __all__ = [
     "Analysis",
@@ -38,6 +38,7 @@ __all__ = [
     "MemoryEstimate",
     "MoTEConfig",
     "MoTEModel",
+    "UpcyclingOptions",
     "UpcyclingPlan",
     "WriteOptions",
     "add_expert",

@@ -19,7 +19,6 @@ from helpers.kills import stop_everywhere
 from mote import upcycle
 from mote.checkpoints import cards, streaming
 from mote.checkpoints import writing as repository
-from mote.checkpoints.staging import Staging
 from mote.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -271,39 +270,6 @@ def test_ctrl_c(
     assert run(dense, tmp_path / "out") == 130
     assert "interrupted: nothing was left behind" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
-
-
-# Leftovers of killed processes ---------------------------------------------------------------------------------------
-
-
-def test_leftovers_are_removed_unless_their_writer_is_running(dense: Path, tmp_path: Path) -> None:
-    for name in ("killed", "killed-early", "replacing"):
-        (tmp_path / f".out.writing-{name}").mkdir()
-    for name in ("killed/new", "replacing/new", "replacing/replaced"):
-        (tmp_path / f".out.writing-{name}").mkdir()
-    not_ours = [".out2.writing-x", ".out.writing-mine", "out.writing-x"]
-    for name in not_ours:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text("x")
-    with pytest.raises(FileExistsError, match="in use"), Staging(tmp_path / "out") as running:  # noqa: PT012
-        (running / "file").write_text("x")
-        assert run(dense, tmp_path / "out") == 0
-        assert (running / "file").is_file()
-    kept = {*not_ours, "out"}
-    assert {path.name for path in tmp_path.iterdir()} == kept
-
-
-def test_a_replaced_model_stays_until_its_successor_is_there(other: Path, tmp_path: Path) -> None:
-    out = tmp_path / "tiny-mote"
-    replaced = tmp_path / ".tiny-mote.writing-killed" / "replaced"
-    shutil.copytree(other, replaced)
-    with pytest.raises(OSError, match="No space"), Staging(out):
-        raise FULL
-    assert contents(replaced) == contents(other)
-    with Staging(out) as folder:
-        (folder / "file").write_text("x")
-        assert replaced.is_dir()
-    assert not replaced.parent.exists()
 
 
 # Real processes ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import shlex
+import shutil
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoints import dense_checkpoint, e5_checkpoint, edit_json, files_in, read_json, trusted
+from helpers.checkpoints import (
+    dense_checkpoint,
+    e5_checkpoint,
+    edit_json,
+    edit_weights,
+    files_in,
+    read_json,
+    to_bin,
+    trusted,
+)
 from huggingface_hub import ModelCard
 from sentence_transformers import SentenceTransformer
 
@@ -253,3 +263,55 @@ def test_prompts_under_the_names_of_mteb_become_instructions(tmp_path: Path) -> 
     assert list(instructions.values()) == list(prompts.values())
     saved = prompts_of(config, prompts)
     assert {name: saved[name] for name in prompts} == prompts
+
+
+# What a source may hold ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("file_format", ["safetensors", "bin"])
+def test_weights_that_are_not_finite_are_named(
+    value: float, file_format: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = dense_checkpoint(tmp_path / "source", dtype=torch.float16)
+    edit_weights(source, embeddings__LayerNorm__bias=torch.tensor([value] * 16, dtype=torch.float16))
+    if file_format == "bin":
+        to_bin(source)
+    upcycle(str(source), tmp_path / "out")
+    expected = f"Weights of {source} hold NaN or infinite values: embeddings.LayerNorm.bias"
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [expected]
+
+
+def test_links_out_of_the_source_are_not_followed(tmp_path: Path) -> None:
+    source = e5_checkpoint(tmp_path / "source")
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "key").write_text("private")
+    link = source / "1_Pooling" / "leak"
+    for target in (tmp_path / "secret" / "key", Path("../../secret/key")):
+        link.symlink_to(target)
+        with pytest.raises(ValueError, match=r"leak is a link to a file outside of .*source.*which is not copied"):
+            upcycle(str(source), tmp_path / "out")
+        link.unlink()
+    shutil.copytree(source / "1_Pooling", tmp_path / "secret", dirs_exist_ok=True)
+    shutil.rmtree(source / "1_Pooling")
+    (source / "1_Pooling").symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match="is a link to a file outside of"):
+        upcycle(str(source), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_within_the_source_and_those_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
+    source = e5_checkpoint(tmp_path / "models--me--e5" / "snapshots" / "abc")
+    blobs = tmp_path / "models--me--e5" / "blobs"
+    blobs.mkdir()
+    settings = source / "1_Pooling" / "config.json"
+    settings.rename(blobs / "123")
+    settings.symlink_to(Path("../../../blobs/123"))
+    (source / "2_Normalize" / "note").symlink_to(source / "README.md")
+    out = upcycle(str(source), tmp_path / "out")
+    assert (out / "1_Pooling" / "config.json").read_bytes() == (blobs / "123").read_bytes()
+    assert not any(path.is_symlink() for path in out.rglob("*"))
+    (blobs / "456").symlink_to("/etc/passwd")
+    (source / "1_Pooling" / "more").symlink_to(blobs / "456")
+    with pytest.raises(ValueError, match="is a link to a file outside of"):
+        upcycle(str(source), tmp_path / "other")

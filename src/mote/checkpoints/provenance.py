@@ -160,8 +160,8 @@ def plain(value: Any) -> Any:
     if hasattr(value, "public_name"):
         return value.public_name
     if isinstance(value, Mapping):
-        named = {str(plain(key)): plain(one) for key, one in value.items()}
-        return "weights" if any(hasattr(one, "dtype") for one in value.values()) else named
+        has_tensors = any(hasattr(one, "dtype") for one in value.values())
+        return "weights" if has_tensors else {str(plain(key)): plain(one) for key, one in value.items()}
     if isinstance(value, Iterable):
         return [plain(one) for one in value]
     return str(value)

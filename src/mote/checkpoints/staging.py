@@ -81,10 +81,12 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def refuse_source(out: Path, source: Path) -> None:
-    """Raise `ValueError` where a result would take the place of its source, or of a folder that holds it."""
+    """Raise `ValueError` for a result in the place of its source, around it, or inside it."""
     ours, theirs = out.resolve(), source.resolve()
     if ours == theirs or ours in theirs.parents:
         raise ValueError(f"{out} is the source itself, or holds it: choose another folder for the result")
+    if theirs in ours.parents:
+        raise ValueError(f"{out} is inside the source {source}: choose another folder for the result")
 
 
 def require_space(out: Path, size: int) -> None:

@@ -103,7 +103,7 @@ def transform(
     in_place = target.resolve() == source.folder.resolve()
     repo_id = require_writable(target, options, None if in_place else source.folder)
     tokenizer = load_tokenizer(source)
-    expert = arguments[said.loads] if said.loads else None
+    expert = source.config.require_expert(arguments[said.loads]) if said.loads else None
     model = load_mote(source, None if expert is None else [expert])
     were_copies = _are_copies(model)
     changed = function(model, *args, **kwargs)

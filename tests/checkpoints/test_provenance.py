@@ -1,0 +1,99 @@
+"""`mote.json` and the command lines in it."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mote.checkpoints.provenance import (
+    command_line,
+    new_step,
+    origin_of,
+    plain,
+    read_steps,
+    recorded_files,
+    write_steps,
+)
+
+
+def test_steps_are_written_and_read(tmp_path: Path) -> None:
+    first = new_step("upcycle", command="mote upcycle", sources=[{"name": "tiny"}], settings={"experts": ["a"]})
+    second = new_step("rename", sources=[{"name": "m"}], parameters=7)
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text("{}")
+    write_steps([first, second], tmp_path)
+    assert read_steps(tmp_path) == [first, second]
+    assert recorded_files(tmp_path) == ["1_Pooling/config.json", "mote.json"]
+    assert (second["parameters"], first["settings"]) == (7, {"experts": ["a"]})
+    assert set(first["versions"]) == {"python", "mote-embeddings", "torch", "transformers", "sentence-transformers"}
+    assert datetime.fromisoformat(first["date"]).tzinfo is not None
+    assert origin_of([first, second]) == "tiny"
+    assert origin_of([second]) is None
+    assert read_steps(tmp_path / "1_Pooling") == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
+        ("[]", "is damaged"),
+        ("{}", "is damaged"),
+        ('{"format": 1}', "is damaged"),
+        ('{"format": 1, "steps": {}}', "is damaged"),
+        ('{"format": 1, "steps": [{"step": "x"}]}', "is damaged"),
+        ('{"format": 1, "steps": [{"step": "x", "sources": [1]}]}', "is damaged"),
+        ('{"format": 1, "steps": [], "files": [1]}', "is damaged"),
+        ('{"format": 2, "steps": "in another way"}', "has format 2; this version of mote reads up to 1: update mote"),
+    ],
+)
+def test_damaged_records(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mote.json").write_text(content)
+    with pytest.raises(ValueError, match=f"mote.json {message}"):
+        read_steps(tmp_path)
+
+
+def test_command_lines() -> None:
+    options: dict[str, Any] = {
+        "out": Path("/some/where/out"),
+        "experts": ["a", "b"],
+        "tasks": {"c d": "a"},
+        "instructions": {"a": "it's: "},
+        "weight": {"a": 0.5},
+        "rank": 16,
+        "overwrite": True,
+        "norm_topk_prob": False,
+        "instruction": None,
+    }
+    assert command_line("experts", "add", "m", **options) == (
+        "mote experts add m --out out --expert a --expert b --task 'c d=a' --instruction 'a=it'\"'\"'s: ' "
+        "--weight a=0.5 --rank 16 --overwrite --no-norm-topk-prob"
+    )
+
+
+def test_values_for_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    artefact = SimpleNamespace(public_name="user/legal")
+    assert plain(
+        {"start": artefact, "path": tmp_path / "a", "text": "../" + tmp_path.name + "/a", "dtype": torch.int8}
+    ) == {
+        "start": "user/legal",
+        "path": "a",
+        "text": "a",
+        "dtype": "torch.int8",
+    }
+    assert plain(["query/", "/not here", "a" * 5000, 1.5, None, True]) == [
+        "query/",
+        "/not here",
+        "a" * 5000,
+        1.5,
+        None,
+        True,
+    ]
+    assert plain({"weights": {"layer.weight": torch.ones(2)}}) == {"weights": "weights"}
+    json.dumps(plain({"any": object(), "of": {1: {2, 3}}}))

@@ -1,0 +1,288 @@
+"""Atomic folders: several writers, leftovers of killed ones, files of others."""
+
+import errno
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+from helpers.checkpoints import contents, files_in
+
+from mote import upcycle
+from mote.checkpoints import staging
+from mote.checkpoints.provenance import new_step, write_steps
+from mote.checkpoints.staging import Staging, refuse_occupied, refuse_source
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def write(folder: Path, text: str, *names: str) -> None:
+    for name in ("model.safetensors", *names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    write_steps([new_step("upcycle")], folder)
+
+
+# Several writers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("writers", [2, 5])
+def test_threads_that_write_to_one_place(writers: int, overwrite: bool, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for round_ in range(10):
+        if round_ and not overwrite:
+            shutil.rmtree(out)
+        started, written = Barrier(writers), Barrier(writers)
+
+        def work(number: int, started: Barrier = started, written: Barrier = written) -> None:
+            started.wait()
+            with Staging(out, overwrite) as folder:
+                write(folder, str(number), *(f"file{i}" for i in range(20)))
+                written.wait()
+
+        with ThreadPoolExecutor(writers) as pool:
+            futures = [pool.submit(work, number) for number in range(writers)]
+            wait(futures)
+        errors = [future.exception() for future in futures]
+        texts = {path.read_text() for path in out.iterdir() if path.name != "mote.json"}
+        assert len(texts) == 1
+        assert len(files_in(out)) == 22
+        assert errors[int(texts.pop())] is None  # the result is that of a writer which reported success
+        assert sum(error is None for error in errors) == (writers if overwrite else 1)
+        assert all(error is None or "in use" in str(error) for error in errors)
+        assert list(tmp_path.iterdir()) == [out]
+
+
+def test_threads_that_upcycle_to_one_place(dense: Path, upcycled: Path, tmp_path: Path) -> None:
+    out = tmp_path / "tiny-mote"
+    with ThreadPoolExecutor(3) as pool:
+        futures: list[Future] = [pool.submit(upcycle, str(dense), out) for _ in range(3)]
+        wait(futures)
+    assert sum(future.exception() is None for future in futures) == 1
+    assert all(isinstance(future.exception(), FileExistsError | None) for future in futures)
+    assert files_in(out) == files_in(upcycled)
+    assert (out / "model.safetensors").read_bytes() == (upcycled / "model.safetensors").read_bytes()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from mote.checkpoints.staging import Staging
+
+with Staging(Path(sys.argv[1])) as folder:
+    (folder / "model.safetensors").write_text("other")
+    print("writing", flush=True)
+    input()
+"""
+
+
+def test_a_process_does_not_disturb_another(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(out)], text=True, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdout.readline() == "writing\n"
+        with Staging(out) as folder:  # which does not take the other's folder for a leftover
+            write(folder, "ours")
+        _, printed = process.communicate("\n")
+    assert process.returncode == 1
+    assert "out is in use" in printed
+    assert (out / "model.safetensors").read_text() == "ours"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def removed(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def replaced(folder: Path) -> None:
+    folder.rename(folder.with_name("lock-of-mine"))
+    shutil.copytree(folder.with_name("lock-of-mine"), folder)
+
+
+def without_a_file(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("damage", [removed, replaced, without_a_file])
+def test_a_result_that_is_lost_is_not_reported_as_a_success(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(OSError, match="out was not written: another process removed"), Staging(out) as folder:  # noqa: PT012
+        write(folder, "x")
+        damage(folder)
+    assert not out.exists()
+
+
+# Leftovers -----------------------------------------------------------------------------------------------------------
+
+
+def test_leftovers_are_removed_unless_their_writer_is_running(tmp_path: Path) -> None:
+    for name in ("killed", "killed-early", "replacing", "killed/new", "replacing/new", "replacing/replaced"):
+        (tmp_path / f".out.writing-{name}").mkdir()
+    not_ours = [".out2.writing-x", ".out.writing-mine", "out.writing-x"]
+    for name in not_ours:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    with pytest.raises(FileExistsError, match="in use"), Staging(tmp_path / "out") as running:  # noqa: PT012
+        write(running, "first")
+        with Staging(tmp_path / "out") as folder:
+            write(folder, "second")
+        assert (running / "model.safetensors").is_file()
+    assert {path.name for path in tmp_path.iterdir()} == {*not_ours, "out"}
+
+
+def test_a_replaced_model_stays_until_its_successor_is_there(tmp_path: Path) -> None:
+    out, old = tmp_path / "out", tmp_path / ".out.writing-killed" / "replaced"
+    old.mkdir(parents=True)
+    write(old, "old")
+    with pytest.raises(OSError, match="No space"), Staging(out):
+        raise FULL
+    assert (old / "model.safetensors").is_file()
+    with Staging(out) as folder:
+        write(folder, "new")
+        assert old.is_dir()
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_model_stays_where_its_successor_cannot_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, rename = tmp_path / "out", Path.rename
+    out.mkdir()
+    write(out, "old")
+    before = contents(out)
+
+    def no_second_rename(path: Path, target: Path) -> Path:
+        if path.name == "new":
+            raise FULL
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", no_second_rename)
+    with pytest.raises(OSError, match="No space"), Staging(out, overwrite=True) as folder:
+        write(folder, "new")
+    assert contents(out) == before
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(staging.fcntl, "flock", refuse)
+    (tmp_path / ".out.writing-whose" / "new").mkdir(parents=True)
+    with Staging(tmp_path / "out") as folder:
+        write(folder, "x")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.writing-whose", "out"]  # it may be running
+
+
+def test_without_the_module_of_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "fcntl", None)  # as on Windows
+    (tmp_path / ".out.writing-killed" / "new").mkdir(parents=True)
+    with Staging(tmp_path / "out") as folder:
+        write(folder, "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_result_has_the_usual_permissions(tmp_path: Path) -> None:
+    (tmp_path / "usual").mkdir()
+    with Staging(tmp_path / "out") as folder:
+        write(folder, "x")
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == stat.S_IMODE((tmp_path / "usual").stat().st_mode)
+
+
+# What is replaced, and what is kept ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone of a repository on the Hub, in which somebody has made notes."""
+    out = tmp_path / "out"
+    out.mkdir()
+    old = ("2_Dense/config.json", "model-00001-of-00002.safetensors", "recipe.yaml", "vocab.txt", "old_mote.py")
+    write(out, "old", *old)
+    (out / "onnx").mkdir()
+    (out / "onnx" / "model.onnx").write_text("converted by hand")
+    for name in (".git/HEAD", ".git/objects/12/34", "diary.txt", "plots/a.png"):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("mine")
+    (out / ".git" / "refs").mkdir()
+    (out / "link").symlink_to("diary.txt")
+    return out
+
+
+def test_files_of_others_are_kept(clone: Path) -> None:
+    with Staging(clone, overwrite=True) as folder:
+        write(folder, "new", "README.md")
+    kept = {".git/HEAD", ".git/objects/12/34", "diary.txt", "plots/a.png", "link"}
+    assert files_in(clone) == {"model.safetensors", "README.md", "mote.json", *kept}
+    assert (clone / ".git" / "refs").is_dir()
+    assert (clone / "link").is_symlink()
+    assert (clone / "model.safetensors").read_text() == "new"
+    assert {(clone / name).read_text() for name in kept} == {"mine"}
+
+
+def test_a_change_in_place_keeps_all_but_weights_and_code(clone: Path) -> None:
+    with Staging(clone, overwrite=True, in_place=True) as folder:
+        write(folder, "new", "vocab.txt")
+    assert {"2_Dense/config.json", "recipe.yaml", "diary.txt", "link"} <= files_in(clone)
+    assert not {"model-00001-of-00002.safetensors", "old_mote.py"} & files_in(clone)
+    assert (clone / "vocab.txt").read_text() == "new"
+
+
+def test_a_kill_loses_no_file_of_others(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = contents(clone)
+    monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt), Staging(clone, overwrite=True) as folder:
+        write(folder, "new")
+    assert contents(clone) == before
+
+
+MARKS = {
+    "expert.json": [{}, {"name": "x"}],
+    "config.json": [{"model_type": "mote"}, {"model_type": "bert", "experts": [], "backbone_config": {}}, ["mote"]],
+    "mote.json": [
+        {},
+        [],
+        {"format": 1, "steps": []},
+        {"format": 1, "steps": [{}]},
+        {"format": 2, "steps": [{"step": "x"}]},
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(name, content) for name, found in MARKS.items() for content in found])
+def test_a_folder_is_ours_by_what_its_marks_hold(name: str, content: object, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(FileExistsError, match="holds something other than a MoTE"):
+        refuse_occupied(tmp_path, overwrite=True)
+
+
+def test_nested_marks(tmp_path: Path) -> None:
+    for name in MARKS:
+        (tmp_path / name).write_text("[" * 100_000)
+    with pytest.raises(FileExistsError, match="holds something other than a MoTE"):
+        refuse_occupied(tmp_path, overwrite=True)
+
+
+def test_models_are_ours_without_a_record(upcycled: Path, tmp_path: Path) -> None:
+    shutil.copytree(upcycled, tmp_path / "out")
+    (tmp_path / "out" / "mote.json").unlink()  # as saved by Sentence-Transformers
+    refuse_occupied(tmp_path / "out", overwrite=True)
+
+
+def test_a_result_in_around_or_at_its_source_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "a" / "source"
+    source.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(source)
+    for out in (source, tmp_path / "a", tmp_path / "link", source / "out", tmp_path / "link" / "x" / "y"):
+        with pytest.raises(ValueError, match="choose another folder for the result"):
+            refuse_source(out, source)
+    refuse_source(tmp_path / "a" / "source2", source)

@@ -1,0 +1,146 @@
+"""Verbs on disk: open, load, call, write, record."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoints import contents, dense_checkpoint, e5_checkpoint, files_in, read_json, trusted
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel
+
+from modeling_mote import MoTEModel
+from mote import UpcyclingOptions, WriteOptions, experts, hub, transform, upcycle
+from mote.checkpoints.provenance import read_steps
+from mote.checkpoints.transform import verb
+
+TEXTS = ["whales breathe air", "bread"]
+
+
+@pytest.fixture(scope="module")
+def mote(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = e5_checkpoint(tmp_path_factory.mktemp("sources") / "e5")
+    return upcycle(str(source), tmp_path_factory.mktemp("motes") / "e5-mote", UpcyclingOptions(experts=["a", "b"]))
+
+
+def scale(model: Any, factor: float, *, experts: list[str] | None = None) -> None:
+    """Change a model in place."""
+    with torch.no_grad():
+        for block in model.blocks:
+            for name in experts or model.config.experts:
+                for parameter in block.experts[name].parameters():
+                    parameter.mul_(factor)
+
+
+@verb("export", "the expert `{name}` of", options={"name": "expert"}, loads="name")
+def take_out(model: Any, name: str) -> Any:
+    return experts.export(model, name)
+
+
+def test_a_model_is_changed_and_recorded(mote: Path, tmp_path: Path) -> None:
+    out = transform(mote, tmp_path / "out", scale, 0.5, experts=["b"])
+    assert files_in(out) == files_in(mote)
+    before, after = MoTEModel.from_pretrained(mote).state_dict(), MoTEModel.from_pretrained(out).state_dict()
+    for name, weight in before.items():
+        assert after[name].equal(weight * 0.5 if ".experts.b." in name else weight), name
+    first, step = read_steps(out)
+    assert first == read_steps(mote)[0]
+    assert (step["step"], step["settings"]) == ("scale", {"factor": 0.5, "experts": ["b"]})
+    assert step["command"] == "mote scale e5-mote --factor 0.5 --expert b --out out"
+    assert [source["name"] for source in step["sources"]] == ["e5-mote"]
+    assert step["sources"][0]["weights"].keys() == {"model.safetensors"}
+    card = (out / "README.md").read_text()
+    assert "made by `scale` of" in card
+    assert step["command"] in card
+    assert "Not trained yet" not in card
+    assert "Not trained yet" in (transform(mote, tmp_path / "same", scale, 1.0) / "README.md").read_text()
+    assert read_json(out / "config_sentence_transformers.json") == read_json(mote / "config_sentence_transformers.json")
+
+
+def test_a_dense_result(mote: Path, tmp_path: Path) -> None:
+    out = transform(str(mote), tmp_path / "out", take_out, name="b")
+    model = SentenceTransformer(str(out))
+    expected = trusted(mote).encode(TEXTS, task="b")
+    assert (model.encode(TEXTS, prompt="") == expected).all()
+    AutoModel.from_pretrained(out)
+    assert not any(name.endswith(".py") for name in files_in(out))
+    assert read_steps(out)[-1]["command"] == "mote export e5-mote --expert b --out out"
+    assert "the expert `b` of [e5-mote]" in (out / "README.md").read_text()
+    assert "passage" not in model.prompts  # a prompt of the source that the expert does not serve
+
+
+def test_in_place(mote: Path, tmp_path: Path) -> None:
+    place = shutil.copytree(mote, tmp_path / "mote")
+    (place / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="Name the folder to write with `--out`, or use `--overwrite` to change"):
+        transform(place, None, scale, 2.0)
+    for _ in range(2):
+        assert transform(place, None, scale, 2.0, options=WriteOptions(overwrite=True)) == place
+    assert files_in(place) == files_in(mote) | {"notes.txt"}
+    steps = read_steps(place)
+    assert [step["step"] for step in steps] == ["upcycle", "scale", "scale"]
+    assert steps[-1]["command"] == "mote scale mote --factor 2 --overwrite"
+    before, after = MoTEModel.from_pretrained(mote).state_dict(), MoTEModel.from_pretrained(place).state_dict()
+    assert all(after[name].equal(weight * 4 if ".experts." in name else weight) for name, weight in before.items())
+    assert [path.name for path in tmp_path.iterdir()] == ["mote"]
+
+
+def test_a_hook_adds_to_the_folder_and_the_record(mote: Path, tmp_path: Path) -> None:
+    def convert(folder: Path) -> dict[str, Any]:
+        assert (folder / "model.safetensors").is_file()
+        assert folder.parent.parent == tmp_path
+        (folder / "onnx").mkdir()
+        (folder / "onnx" / "model.onnx").write_text("x")
+        return {"opset": 20}
+
+    recorded = {"backend": "onnx"}
+    out = transform(mote, tmp_path / "out", take_out, "a", after=convert, recorded=recorded)
+    step = read_steps(out)[-1]
+    assert (step["opset"], step["settings"]) == (20, {"name": "a", "backend": "onnx"})
+    assert step["command"] == "mote export e5-mote --expert a --backend onnx --out out"
+    assert "onnx/model.onnx" in read_json(out / "mote.json")["files"]
+
+
+def fail(model: Any) -> None:
+    raise ValueError("cannot be done")
+
+
+def test_nothing_is_left_of_a_failure(mote: Path, tmp_path: Path) -> None:
+    dense = dense_checkpoint(tmp_path / "dense")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").write_text("x")
+    before = contents(tmp_path)
+    out = tmp_path / "out"
+
+    def break_hook(folder: Path) -> dict[str, Any]:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(ValueError, match="cannot be done"):
+        transform(mote, out, fail)
+    with pytest.raises(OSError, match=r"out could not be written, nothing was left behind: .*No space"):
+        transform(mote, out, scale, 2.0, after=break_hook)
+    with pytest.raises(ValueError, match="is not a MoTE but a 'bert'"):
+        transform(dense, out, scale, 2.0)
+    with pytest.raises(FileExistsError, match="used is in use"):
+        transform(mote, tmp_path / "used", scale, 2.0)
+    with pytest.raises(ValueError, match="is inside the source"):
+        transform(mote, mote / "out", scale, 2.0)
+    with pytest.raises(ValueError, match="max_shard_size 'x' is invalid"):
+        transform(mote, out, scale, 2.0, options=WriteOptions(max_shard_size="x"))
+    with pytest.raises(ValueError, match="Unknown expert 'c'"):
+        transform(mote, out, take_out, "c")
+    with pytest.raises(TypeError, match="missing a required argument: 'factor'"):
+        transform(mote, out, scale)
+    assert contents(tmp_path) == before
+
+
+def test_a_result_is_pushed(mote: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed: list[Any] = []
+    monkeypatch.setattr(hub, "check_before_push", lambda name: f"me/{name}")
+    monkeypatch.setattr(hub, "push", lambda *given, **named: pushed.append((*given, named)))
+    options = WriteOptions(push=True, private=True, max_shard_size="20KB")
+    out = transform(mote, tmp_path / "out", scale, 2.0, options=options)
+    assert pushed == [(out, "me/out", {"private": True})]
+    assert 'SentenceTransformer("me/out"' in (out / "README.md").read_text()
+    assert len(list(out.glob("model-*.safetensors"))) > 1
