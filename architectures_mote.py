@@ -84,12 +84,7 @@ REFUSED_ARCHITECTURES = {
 
 
 def architecture_of(config: MoTEConfig) -> Architecture:
-    """Look up the row of the config's backbone.
-
-    Raises:
-        ValueError: If the architecture is not supported; the message lists those that are, and explains how to
-            describe another one.
-    """
+    """Look up the row of the config's backbone; raise `ValueError`, which explains what to do, if there is none."""
     if config.layer_path is not None:
         return Architecture(config.layer_path, tuple(config.shared_modules or ()), None)
     model_type = config.backbone_config.model_type
@@ -121,8 +116,7 @@ def weight_name(key: str, config: MoTEConfig) -> WeightName:
         config: The model's config.
 
     Returns:
-        Here `("clustering", 0, "encoder.layer.0.output.dense.weight")`. Keys outside of the blocks are those of the
-        dense model.
+        Here `("clustering", 0, "encoder.layer.0.output.dense.weight")`.
     """
     dense = key.removeprefix("backbone.")
     layers = architecture_of(config).layer_path

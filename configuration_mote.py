@@ -72,7 +72,7 @@ class MoTEConfig(PreTrainedConfig):
 
     Args:
         backbone_config: Config of the dense model whose blocks became experts, or its dict with a `model_type`.
-            Default: `NomicBertConfig()`, the paper's backbone.
+            Default: the paper's backbone, `NomicBertConfig()`.
         experts: Names of the experts, in order. Default: the paper's four.
         tasks: Task name → expert name. Every expert is also a task of its own name, and the tasks that the paper
             never trains on (`query`, `document`, `sts` …) are added where their expert exists.
@@ -119,9 +119,7 @@ class MoTEConfig(PreTrainedConfig):
         if isinstance(backbone, dict):
             model_type = backbone.pop("model_type", None)
             if model_type not in CONFIG_MAPPING:
-                raise ValueError(
-                    f"backbone_config has an unknown model_type {model_type!r} for this transformers version"
-                )
+                raise ValueError(f"backbone_config has a model_type that this transformers lacks: {model_type!r}")
             backbone = CONFIG_MAPPING[model_type](**backbone)
         self.backbone_config = backbone
         if isinstance(self.experts, str):
@@ -155,12 +153,11 @@ class MoTEConfig(PreTrainedConfig):
             ValueError: If one is not among those present.
         """
         selected = [experts] if isinstance(experts, str) else list(experts)
+        present = self.available_experts
         for name in selected:
-            if name not in self.available_experts:
-                raise ValueError(
-                    f"Expert {name!r} is not in this checkpoint." + alternatives(name, self.available_experts)
-                )
-        self.loaded_experts = [name for name in self.available_experts if name in selected]
+            if name not in present:
+                raise ValueError(f"Expert {name!r} is not in this checkpoint." + alternatives(name, present))
+        self.loaded_experts = [name for name in present if name in selected]
         self.validate()
 
     # Validation --------------------------------------------------------------------------------------------------
@@ -175,10 +172,9 @@ class MoTEConfig(PreTrainedConfig):
                 raise ValueError(f"Task {task!r} names the expert {expert!r}." + alternatives(expert, self.experts))
             if task in self.experts and task != expert:
                 raise ValueError(f"Task {task!r} must go to the expert of its own name, not to {expert!r}")
-        if self.default_task is not None and self.default_task not in self.tasks:
-            raise ValueError(
-                f"default_task {self.default_task!r} is not a task." + alternatives(self.default_task, self.tasks)
-            )
+        default = self.default_task
+        if default is not None and default not in self.tasks:
+            raise ValueError(f"default_task {default!r} is not a task." + alternatives(default, self.tasks))
         if self.pooling not in POOLING_MODES:
             raise ValueError(f"Unknown pooling {self.pooling!r}." + alternatives(self.pooling, POOLING_MODES))
         if (self.layer_path is None) != (self.shared_modules is None):
@@ -195,10 +191,7 @@ class MoTEConfig(PreTrainedConfig):
             raise ValueError(f"experts must name at least one expert and at most {MAX_EXPERTS:,}")
         for name in self.experts:
             if not isinstance(name, str) or not EXPERT_NAME.fullmatch(name):
-                raise ValueError(
-                    f"Expert name {name!r} must be one word of letters, digits, '_' and '-': it is part of the keys of "
-                    "the weights"
-                )
+                raise ValueError(f"Expert name {name!r} must be one word of letters, digits, '_' and '-'")
             if hasattr(nn.ModuleDict(), name):
                 raise ValueError(f"Expert name {name!r} is taken by torch's ModuleDict: choose another")
         repeated = sorted({name for name in self.experts if self.experts.count(name) > 1})
@@ -257,10 +250,8 @@ class MoTEConfig(PreTrainedConfig):
         """Indices, from 0, of the blocks that have experts."""
         count = getattr(self.backbone_config, "num_hidden_layers", None)
         if count is None:
-            raise ValueError(
-                f"MoTE does not know the architecture {self.backbone_config.model_type!r}: it has no single list of "
-                "layers (num_hidden_layers)"
-            )
+            model_type = self.backbone_config.model_type
+            raise ValueError(f"MoTE does not know the architecture {model_type!r}: it has no num_hidden_layers")
         if self.mote_layers == "every":
             return list(range(count))
         if self.mote_layers == "every_other" and count > 1:
@@ -284,12 +275,10 @@ class MoTEConfig(PreTrainedConfig):
         """
         task = self.default_task if task is None else task
         if task is None:
-            raise ValueError(
-                f"Pass `task=`, one of {', '.join(map(repr, self.tasks))}: this model has no default_task in its config"
-            )
-        expert = self.tasks.get(task) if isinstance(task, str) else None
-        if expert is None:
+            raise ValueError(f"Pass `task=`: this model has no default_task.{alternatives('', self.tasks)}")
+        if not isinstance(task, str) or task not in self.tasks:
             raise ValueError(f"Unknown task {task!r}." + alternatives(task, self.tasks))
+        expert = self.tasks[task]
         if expert not in self.available_experts:
             raise ValueError(f"Task {task!r} needs the expert {expert!r}, which {self._not_loaded()}")
         return expert
@@ -322,8 +311,8 @@ class MoTEConfig(PreTrainedConfig):
         """
         if task is not None and not isinstance(task, str):
             raise ValueError(
-                f"`task` must be one name for all texts, got {task!r}: encode() sorts texts by length, so the rows of "
-                "a list would get mixed up. Call it once per task, or put each text's instruction in front of it."
+                f"`task` must be one name for all texts, got {task!r}: encode() sorts texts by length. Call it once "
+                "per task, or put each text's instruction in front of it."
             )
         if task is not None and task not in ROLE_HINTS:
             self.expert_of(task)
@@ -343,15 +332,15 @@ class MoTEConfig(PreTrainedConfig):
             if found is None:
                 raise ValueError(
                     f"No task for the text {text[:60]!r}: it begins with no known instruction, and the model has no "
-                    "default_task. Pass `task=`, or the `prompt_name=` of a task that has an instruction, one of: "
-                    f"{', '.join(map(repr, self.tasks))}."
+                    "default_task. Pass `task=`, or the `prompt_name=` of a task that has an instruction."
+                    + alternatives("", self.tasks)
                 )
             tasks.append(found)
         return tasks[0] if len(set(tasks)) == 1 else tasks
 
 
 def _text_of(value: Any) -> str:
-    """Return the text of an input as Sentence-Transformers takes it: a string, `{"text": …}`, or a pair of these."""
+    """Return the text of a string, of Sentence-Transformers' `{"text": …}`, or of the first of a pair of these."""
     text = value[0] if isinstance(value, list | tuple) and value else value
     text = text.get("text") if isinstance(text, dict) else text
     if not isinstance(text, str):

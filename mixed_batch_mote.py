@@ -17,17 +17,11 @@ PADDING_PER_GROUP_ELSEWHERE = 8192
 
 
 class Group(NamedTuple):
-    """Rows of a batch that run together.
+    """Rows of a batch that run together."""
 
-    Attributes:
-        expert: Name of their expert.
-        rows: Their positions in the batch: a slice if they follow each other, otherwise indices [b].
-        length: Length of the longest row. The columns past it hold only padding.
-    """
-
-    expert: str
-    rows: slice | torch.Tensor
-    length: int
+    expert: str  # their expert's name
+    rows: slice | torch.Tensor  # their positions in the batch: a slice if they follow each other, otherwise indices [b]
+    length: int  # of the longest row; the columns past it hold only padding
 
     def select(self, value: Any, batch_size: int) -> Any:
         """Return the group's rows of a tensor that has one per sequence; return other values unchanged."""

@@ -74,18 +74,17 @@ class MoTEBlock(nn.Module):
     def __init__(self, layer: nn.Module, experts: list[str], shared_modules: tuple[str, ...]) -> None:
         super().__init__()
         self.shared = nn.Module()
-        shared = {}
+        shared = {path: self.share(path, layer.get_submodule(path)) for path in shared_modules}
         for path in shared_modules:
-            parent, name = _parent_and_name(layer, path)
-            shared[path] = self.share(path, getattr(parent, name))
-            delattr(parent, name)
+            parent, _, name = path.rpartition(".")
+            delattr(layer.get_submodule(parent), name)
         self.experts = nn.ModuleDict(
             {name: layer if i == 0 else copy.deepcopy(layer) for i, name in enumerate(experts)}
         )
         for expert in self.experts.values():
             for path, module in shared.items():
-                parent, name = _parent_and_name(expert, path)
-                setattr(parent, name, module)
+                parent, _, name = path.rpartition(".")
+                setattr(expert.get_submodule(parent), name, module)
         if hasattr(layer, "attention_type"):  # ModernBERT reads it off its layers
             self.attention_type = layer.attention_type
 
@@ -286,12 +285,9 @@ class MoTEModel(PreTrainedModel):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the layers in place, rather than the model: all experts of all layers share one graph.
 
-        The graph fits every length and number of rows, mixed batches included. A single row has a graph of its own,
-        and so have batches without padding. Experts that are added later are not compiled until the next call.
-
-        Args:
-            *args: Arguments of `torch.compile`.
-            **kwargs: Arguments of `torch.compile`; `dynamic` is True by default.
+        It fits every length and number of rows, mixed batches included; a single row and batches without padding have
+        graphs of their own. Experts that are added later are not compiled until the next call. Takes the arguments of
+        `torch.compile`; `dynamic` is True by default.
         """
         layers: Any = self.backbone.get_submodule(self.architecture.layer_path)
         for layer in layers:
@@ -324,8 +320,7 @@ class MoTEModel(PreTrainedModel):
         if problems:
             raise ValueError(
                 f"The weights of {model.name_or_path!r} do not match its config (a {model.config.model_type!r} with "
-                f"the experts {model.config.available_experts}): {'; '.join(problems)}. Load the files as they were "
-                "saved together."
+                f"the experts {model.config.available_experts}): {'; '.join(problems)}"
             )
         return (model, info) if output_loading_info else model
 
@@ -401,22 +396,14 @@ def _adapt(backbone: PreTrainedModel) -> PreTrainedModel:
 
 
 def _list_of_layers(backbone: nn.Module, architecture: Architecture) -> nn.ModuleList:
+    """Return the layers, after a look for the modules that the architecture names."""
     try:
         layers: Any = backbone.get_submodule(architecture.layer_path)
         for path in architecture.shared_modules:
             layers[0].get_submodule(path)
     except (AttributeError, IndexError) as error:  # no such path, or no layers
-        raise ValueError(
-            f"{type(backbone).__name__} is not built as described: layers at {architecture.layer_path!r}, shared "
-            f"modules {list(architecture.shared_modules)!r} ({error})"
-        ) from error
+        raise ValueError(f"{type(backbone).__name__} is not built as described, {architecture[:2]}: {error}") from error
     return layers
-
-
-def _parent_and_name(layer: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """Return the parent module of the submodule at `path`, and its name there."""
-    parent, _, name = path.rpartition(".")
-    return layer.get_submodule(parent), name
 
 
 MoTEModel.register_for_auto_class("AutoModel")

@@ -158,8 +158,8 @@ def test_layers_that_have_experts(layers: Any, indices: list[int]) -> None:
         ({"default_task": "clusterin"}, "default_task 'clusterin' is not a task. Did you mean 'clustering'"),
         ({"layer_path": "encoder.layer"}, "set both or neither"),
         ({"shared_modules": ["attention"]}, "set both or neither"),
-        ({"backbone_config": {"model_type": "nope"}}, "unknown model_type 'nope'"),
-        ({"backbone_config": {"hidden_size": 8}}, "unknown model_type None"),
+        ({"backbone_config": {"model_type": "nope"}}, "model_type that this transformers lacks: 'nope'"),
+        ({"backbone_config": {"hidden_size": 8}}, "lacks: None"),
         ({"backbone_config": CLIPConfig()}, "does not know the architecture 'clip'"),
     ],
 )

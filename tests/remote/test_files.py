@@ -1,0 +1,103 @@
+"""The files that a saved model carries: which, how long, and what a user reads where they do not work."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.families import batch, fresh_mote, trained_mote
+from helpers.paths import ROOT
+from helpers.token_routing import difference, trained
+from transformers import AutoModel, PreTrainedModel
+
+from compression_mote import CompressedConfig, CompressedModel
+
+TASK_MOTE = {
+    "architectures_mote.py",
+    "configuration_mote.py",
+    "mixed_batch_mote.py",
+    "modeling_mote.py",
+    "sentence_transformer_mote.py",
+}
+WITHOUT_SENTENCE_TRANSFORMERS = TASK_MOTE - {"sentence_transformer_mote.py"}
+
+
+def compressed() -> CompressedModel:
+    dense_settings = fresh_mote("bert").config.to_dict()
+    torch.manual_seed(0)
+    return CompressedModel(CompressedConfig(**{**dense_settings, "expert_bits": 8})).eval()
+
+
+MODELS = {
+    "mote": (lambda: trained_mote("bert"), WITHOUT_SENTENCE_TRANSFORMERS),
+    "mote_token_routed": (lambda: trained("bert"), WITHOUT_SENTENCE_TRANSFORMERS | {"token_routing_mote.py"}),
+    "mote_compressed": (compressed, WITHOUT_SENTENCE_TRANSFORMERS | {"compression_mote.py"}),
+}
+
+
+def code_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("*.py")}
+
+
+def test_a_task_model_carries_five_files_that_are_read_in_ten_minutes(trained_folder: Path) -> None:
+    assert code_in(trained_folder) == TASK_MOTE
+    texts = [(trained_folder / name).read_text(encoding="utf-8") for name in TASK_MOTE]
+    assert sum(len(text.splitlines()) for text in texts) <= 1100
+    for text in texts:
+        assert not any(word in text.lower() for word in ("router", "balanc", "aux_loss", "low-rank", "8-bit"))
+
+
+@pytest.mark.parametrize("model_type", list(MODELS))
+def test_each_kind_of_model_carries_its_own_files(model_type: str, tmp_path: Path) -> None:
+    make, files = MODELS[model_type]
+    model: PreTrainedModel = make()
+    with torch.no_grad():
+        expected = model(**batch(), task=list(model.config.tasks)[1]).pooler_output
+    for folder in (tmp_path / "one", tmp_path / "two"):  # saved by the installed classes, then by those of `one`
+        model.save_pretrained(folder)
+        assert code_in(folder) == files
+        model = AutoModel.from_pretrained(folder, trust_remote_code=True)
+        assert type(model).__module__.startswith("transformers_modules.")
+        assert model.config.model_type == model_type
+        with torch.no_grad():
+            out = model(**batch(), task=list(model.config.tasks)[1]).pooler_output
+        assert difference(out, expected) == 0.0
+
+
+def last_line(folder: Path, setup: str) -> str:
+    """What somebody reads last who loads a model where this project is not installed."""
+    script = (
+        f"import sys\nsys.path[:] = [p for p in sys.path if p not in ('', {str(ROOT)!r})]\n"
+        f"import transformers\n{setup}\n"
+        f"transformers.AutoModel.from_pretrained({str(folder)!r}, trust_remote_code=True)"
+    )
+    run = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 1, run.stderr
+    return run.stderr.strip().splitlines()[-1]
+
+
+OLD_VERSION = """
+import importlib.metadata
+version = importlib.metadata.version
+importlib.metadata.version = lambda name: "5.0.0" if name == "transformers" else version(name)
+"""
+
+
+def test_an_old_transformers_is_named(tmp_path: Path) -> None:
+    trained_mote("bert").save_pretrained(tmp_path)
+    assert last_line(tmp_path, OLD_VERSION) == "MoTE models need it: pip install -U transformers"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "module", "name"),
+    [
+        ("mote", "transformers.modeling_outputs", "BaseModelOutputWithPooling"),
+        ("mote_token_routed", "transformers.integrations.moe", "use_experts_implementation"),
+    ],
+)
+def test_the_real_error_is_the_last_one(model_type: str, module: str, name: str, tmp_path: Path) -> None:
+    """Not "No module named 'modeling_mote'", of the import that is meant for the installed files."""
+    MODELS[model_type][0]().save_pretrained(tmp_path)
+    missing = last_line(tmp_path, f"import {module}\ndel {module}.{name}")
+    assert missing.startswith(f"ImportError: cannot import name '{name}' from '{module}'")
