@@ -6,12 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from helpers.paths import SMALL_ENCODER
 
-from mote.cli import main
+from mote.cli import app, main
 
 VERBS = ["upcycle", "train", "evaluate", "analyze", "average", "interpolate", "export", "compress", "memory"]
 EXPERT_VERBS = ["list", "add", "extract", "merge", "remove", "rename"]
@@ -33,7 +36,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_imports_neither_torch_nor_transformers() -> None:
     code = """
 import sys
-from mote.cli import main
+from mote.cli import app, main
 assert main(["--help"]) == main(["upcycle", "--help"]) == 0
 assert not {"torch", "transformers", "numpy", "datasets"} & sys.modules.keys()
 """
@@ -111,3 +114,75 @@ sys.exit(cli.main())
     assert errors.splitlines()[-1] == "interrupted: nothing was left behind"
     assert "Traceback" not in errors
     assert os.listdir(tmp_path) == []  # noqa: PTH208
+
+
+# Wrong command lines -------------------------------------------------------------------------------------------------
+
+VALUES = ["", "-1", "0", "nan", "1e999", "9" * 30, "many", "a=b=c", "=", "../..", "two\nlines", "🐋", "\0", "--"]
+SOURCES = ["/nowhere", "/dev/null", "", ".", "\0", "user/name/more", "x" * 5000, "two\nlines", "user/name"]
+
+
+def options_of(words: list[str]) -> list[str]:
+    """The options of a verb that take a value."""
+    command: Any = typer.main.get_command(app)
+    for word in words:
+        command = command.commands[word]
+    return [one.opts[0] for one in command.params if one.opts[0].startswith("--") and not one.is_flag]
+
+
+def wrong_command_lines(verb: list[str], rest: list[str]) -> Iterator[list[str]]:
+    """Vary a command line in every place; SRC is still to be replaced, `rest` is all that the verb requires."""
+    options = options_of(verb)
+    yield from ([*verb, *rest[:index], *rest[index + 1 :]] for index in range(len(rest)))  # a word missing
+    yield from ([*verb, *rest, option + "x", "value"] for option in options)  # mistyped
+    yield from ([*verb, *rest, option] for option in options)  # no value
+    yield from ([*verb, *rest, option, VALUES[index % len(VALUES)]] for index, option in enumerate(options * 2))
+    yield [*verb, *rest, "--spoon"]
+    yield from ([*verb, *(source if word == "SRC" else word for word in rest)] for source in SOURCES)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "upcycle --src SRC",
+        "train SRC",
+        "evaluate SRC --data SRC",
+        "analyze SRC",
+        "average SRC --out OUT",
+        "interpolate SRC --out OUT --weight 0.5",
+        "export SRC --out OUT --expert a",
+        "compress SRC --out OUT --rank 1",
+        "memory SRC --batch-size 8 --length 8",
+        "experts list SRC",
+        "experts add SRC mean --name x --out OUT",
+        "experts extract SRC a --out OUT",
+        "experts merge SRC a b --name x --out OUT",
+        "experts remove SRC a --out OUT",
+        "experts rename SRC a b --out OUT",
+    ],
+)
+def test_wrong_command_lines_end_in_one_line(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hundreds of them, in all."""
+    monkeypatch.chdir(tmp_path)
+    words = line.split()
+    verb = words[:2] if words[0] == "experts" else words[:1]
+    for wrong in wrong_command_lines(verb, words[len(verb) :]):
+        status = main(wrong)
+        error = capsys.readouterr().err
+        assert status in (1, 2), wrong
+        assert error.startswith("error: "), wrong
+        assert error.count("\n") == 1, (wrong, error)
+        assert "Traceback" not in error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--batch-size", "--length", "--columns", "--processes"])
+@pytest.mark.parametrize("value", ["-1", "0", "9" * 30, "1.5"])
+def test_numbers_that_are_out_of_range(
+    option: str, value: str, upcycled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["memory", str(upcycled), "--batch-size", "8", "--length", "8", option, value]
+    assert main(words) in (1, 2)
+    assert capsys.readouterr().err.count("\n") == 1

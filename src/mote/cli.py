@@ -166,7 +166,7 @@ RepoId = Annotated[
 Private = Annotated[bool, typer.Option("--private", help="Make a new repository on the Hub private.")]
 Instruction = Annotated[str | None, typer.Option(metavar="TEXT", help="Put in front of the new expert's texts.")]
 TasksOfExpert = Annotated[list[str], typer.Option("--task", metavar="TASK", help="Further task of it; repeatable.")]
-BatchSize = Annotated[int, typer.Option(metavar="N", help="Batch size of embedding.")]
+BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="Batch size of embedding.")]
 Device = Annotated[str | None, typer.Option(metavar="D", help="cpu, cuda, cuda:1, mps … Default: the best there is.")]
 Seed = Annotated[int, typer.Option(metavar="N", help="Random seed.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that models bring along.")]
@@ -565,22 +565,23 @@ def compress(
 @app.command()
 def memory(
     src: Annotated[str, typer.Argument(metavar="SRC", help=f"MoTE or dense model: {_SRC}.")],
-    batch_size: Annotated[int, typer.Option(metavar="N", help="Rows of a step, over all processes.")],
-    length: Annotated[int, typer.Option(metavar="L", help="Tokens of each text.")],
+    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of a step, over all processes.")],
+    length: Annotated[int, typer.Option(metavar="L", min=1, help="Tokens of each text.")],
     revision: Revision = None,
     experts: Annotated[
         list[str] | None,
         typer.Option("--expert", metavar="NAME", help="Of the MoTE that a dense SRC would become; repeatable."),
     ] = None,
     mini_batch_size: Annotated[
-        int | None, typer.Option(metavar="N", help="Mini-batch of a cached loss. Default: a loss that is not cached.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Mini-batch of a cached loss. Default: not cached."),
     ] = None,
-    columns: Annotated[int, typer.Option(metavar="N", help="Texts in a row: 3 with a hard negative.")] = 2,
+    columns: Annotated[int, typer.Option(metavar="N", min=1, max=100, help="Texts in a row (a hard negative: 3).")] = 2,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Compute activations within blocks again.")
     ] = False,
     precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="bf16 is autocast.")] = "fp32",
-    processes: Annotated[int, typer.Option(metavar="N", help="Devices.")] = 1,
+    processes: Annotated[int, typer.Option(metavar="N", min=1, help="Number of devices.")] = 1,
     sharding: Annotated[
         Literal["ddp", "fsdp2", "deepspeed-stage-1", "deepspeed-stage-2"], typer.Option(help="Of several processes.")
     ] = "ddp",
