@@ -510,7 +510,7 @@ def test_without_mteb_the_command_says_what_to_install(
 ) -> None:
     for name in [name for name in sys.modules if name.startswith("mote.evaluation.")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr(mote.evaluation, "run", raising=False)
+    monkeypatch.delattr(mote.evaluation, "evaluate", raising=False)
     monkeypatch.setitem(sys.modules, "mteb", None)
     assert main(["evaluate", str(SMALL_ENCODER), "--data", "x"]) == 1
     assert 'pip install "mote-embeddings[evaluate]"' in capsys.readouterr().err
