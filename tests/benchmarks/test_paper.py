@@ -37,7 +37,7 @@ def test_settings_of_variants() -> None:
     assert recipe("mote-high-rate").training.learning_rate == 5e-4
     assert recipe("mote").training.learning_rate == recipe("ic").training.learning_rate == 1.5e-4
     assert recipe("mote-shared").model.tasks == {"clustering": "search_document"}
-    assert list(recipe("mote-expert-rates").training.arguments["learning_rate_mapping"].values()) == [5e-4]
+    assert list((recipe("mote-expert-rates").training.model_extra or {})["learning_rate_mapping"].values()) == [5e-4]
 
 
 def test_every_column_of_a_table_is_a_known_variant() -> None:

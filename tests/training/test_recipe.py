@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from mote.training.recipe import load_recipe, shipped_recipes
+from mote.training.run_folder import as_yaml
 
 ALL = [
     "em",
@@ -153,3 +154,61 @@ def test_an_unknown_recipe_lists_the_shipped_ones(tmp_path: Path) -> None:
     (tmp_path / "circle.yaml").write_text("extends: circle\n")
     with pytest.raises((ValueError, FileNotFoundError), match="circle"):
         load_recipe(tmp_path / "circle.yaml")
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (BOMB, "more than 100,000 values"),
+        ("a: &a [*a]", "nested too deeply"),
+        ("a: &a {b: *a}", "nested too deeply"),
+        ("[" * 50_000, "nested too deeply|invalid YAML"),
+        ("a: " + "[" * 100 + "]" * 100, "nested too deeply: at most 30 levels"),
+        ("- a\n- b", "must be a mapping of keys to values, got list"),
+        ("a: !!python/object/apply:os.getcwd []", "invalid YAML"),
+    ],
+)
+def test_hostile_yaml(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_recipe(tmp_path / "bad.yaml")
+
+
+def test_aliases_are_allowed(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "extends: mote\ntasks:\n  retrieval: {datasets: &d [a]}\n  clustering: {datasets: *d}\n"
+    )
+    assert load_recipe(tmp_path / "mine.yaml").tasks["clustering"].datasets[0].path == "a"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.learning_rate=.inf", "training.learning_rate: Input should be a finite number"),
+        ("training.learning_rate=.nan", "training.learning_rate"),
+        ("training.adam_beta2=.inf", "adam_beta2: Input should be a finite number"),
+        ("training.weight_decay=.inf", "training.weight_decay: Input should be a finite number"),
+        ("tasks.retrieval.temperature=.inf", "tasks.retrieval.temperature: Input should be a finite number"),
+        ("model.router_aux_loss_coef=.nan", "model.router_aux_loss_coef"),
+        ("training.seed=-1", "training.seed: Input should be greater than or equal to 0"),
+        ("training.seed=100000000000000000000", "training.seed: Input should be less than 4294967296"),
+        ("training.save_total_limit=1", "training.save_total_limit"),
+        ("training={bf16: true, fp16: true}", "bf16 and fp16 exclude each other"),
+    ],
+)
+def test_numbers_that_are_refused(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_recipe("mote", [override])
+
+
+def test_arguments_of_the_trainer() -> None:
+    recipe = load_recipe("mote", ["training.adam_beta2=0.98", "training.lr_scheduler_type=cosine"])
+    arguments = recipe.training.trainer_arguments()
+    assert (arguments["adam_beta2"], arguments["lr_scheduler_type"]) == (0.98, "cosine")
+    assert not arguments.keys() & set(recipe.training.OURS)
+    assert "adam_beta2: 0.98" in as_yaml(recipe)

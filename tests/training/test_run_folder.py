@@ -1,0 +1,148 @@
+"""The folder of a run: its lock, and what a new run may replace."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers.paths import ROOT, SMALL_ENCODER
+from helpers.runs import overrides, train_step
+
+from mote.training.recipe import load_recipe
+from mote.training.run_folder import LOCK_FILE, RunFolder, as_yaml, differences, fixed_settings
+from mote.training.train import plan, train
+
+DATA = ROOT / "examples" / "data"
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from mote.training.run_folder import RunFolder
+
+with RunFolder(Path(sys.argv[1])).lock():
+    if len(sys.argv) > 2:
+        worker = os.fork()
+        if not worker:  # outlives its parent
+            time.sleep(60)
+            os._exit(0)
+        print(worker, flush=True)
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+
+
+def hold(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start a process that holds the lock of a folder."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder), *arguments], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line == "locked\n":
+            return process
+        process.worker = int(line)  # type: ignore[attr-defined]
+    raise AssertionError(process.wait())
+
+
+@pytest.mark.processes
+def test_a_second_run_is_refused_until_the_first_one_dies(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    first = hold(folder.path, "with a worker")
+    try:
+        with pytest.raises(BlockingIOError, match=rf"process {first.pid} on {os.uname().nodename}"), folder.lock():
+            pass
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        assert (folder.path / LOCK_FILE).exists()
+        with folder.lock():  # though the worker is alive
+            assert "process" in (folder.path / LOCK_FILE).read_text()
+    finally:
+        first.kill()
+        os.kill(first.worker, signal.SIGKILL)  # type: ignore[attr-defined]
+    assert not folder.path.exists() or list(folder.path.iterdir()) == []
+
+
+def test_a_lock_is_also_one_for_the_same_process(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "new" / "run")
+    with folder.lock(), pytest.raises(BlockingIOError, match=f"process {os.getpid()}"), folder.lock():
+        pass
+    assert not (tmp_path / "new").exists()  # a run that could not start leaves nothing
+    with folder.lock():
+        pass
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> list[str]:
+    return overrides(SMALL_ENCODER, DATA, tmp_path / "run", "data.limit=16", "training.max_steps=1")
+
+
+def test_train_refuses_a_folder_in_use(settings: list[str], tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run").lock():
+        time.sleep(0)
+        for overwrite in (False, True):
+            with pytest.raises(BlockingIOError, match="A run is using"):
+                train("ic", settings, overwrite=overwrite)
+
+
+def test_overwrite_keeps_the_model_until_the_new_one_is_complete(settings: list[str], tmp_path: Path) -> None:
+    model = train("ic", settings)
+    before = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
+    log = (tmp_path / "run" / "log.jsonl").read_bytes()
+    for broken, message in (
+        ("data.folder=/nowhere", "nowhere"),
+        ("model.source=/nowhere", "nowhere"),
+        (f"model.source={model}", "is inside .* the folder of this run"),
+        ("model.max_length=3", "model.max_length"),
+        ("training.optim=nonsense", "nonsense"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            train("ic", [*settings, broken], overwrite=True)
+        assert {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()} == before
+        assert (tmp_path / "run" / "log.jsonl").read_bytes() == log
+    with pytest.raises(ValueError, match="weights are non-finite at step 1"):  # after training has begun
+        train("ic", [*settings, "training.learning_rate=1e38", "training.max_grad_norm=0"], overwrite=True)
+    assert {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()} == before
+    assert train("ic", [*settings, "training.seed=7"], overwrite=True) == model
+    assert (model / "model.safetensors").read_bytes() != before["model.safetensors"]
+    assert train_step(model)["steps"] == 1
+
+
+def test_an_interrupted_overwrite_is_resumed(settings: list[str], tmp_path: Path) -> None:
+    """A checkpoint beside a finished model belongs to a run that was to replace it."""
+    model = train("ic", settings)
+    recipe = load_recipe("ic", settings)
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(FileExistsError, match="holds a finished run"):
+        folder.open(recipe, overwrite=False)
+    checkpoint = folder.checkpoints / "checkpoint-1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "checkpoint.json").write_text(json.dumps({"recipe": fixed_settings(recipe)}))
+    assert folder.open(recipe, overwrite=False) == checkpoint
+    assert folder.open(recipe, overwrite=True) is None
+    assert checkpoint.exists()  # opening changes nothing
+    assert model.exists()
+
+
+def test_a_model_is_not_the_folder_of_a_run(settings: list[str]) -> None:
+    """Though it holds a recipe."""
+    model = train("ic", settings)
+    with pytest.raises(FileExistsError, match="something other than a run"):
+        train("ic", [*settings, f"output={model}"], overwrite=True)
+
+
+@pytest.mark.parametrize("output", ["/proc/run", "/dev/null/run"])
+def test_an_output_that_cannot_be_written(output: str, settings: list[str]) -> None:
+    for run in (plan, train):
+        with pytest.raises(OSError, match=r"proc|null"):
+            run("ic", [*settings, f"output={output}"])
+
+
+def test_differences_name_short_values() -> None:
+    assert differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": "x" * 200}) == ["b (2 there, 3 here)", "c"]
+    recipe = load_recipe("mote", ["training.save_steps=7", "output=x"])
+    assert not {"output", "training.save_steps"} & fixed_settings(recipe).keys()
+    assert "save_steps: 7" in as_yaml(recipe)
