@@ -124,12 +124,15 @@ class UpcyclingPlan:
 
 
 def upcycle(
-    src: str | Path, out: str | Path | None = None, options: UpcyclingOptions | None = None, **settings: Any
+    src: str | Path | Checkpoint,
+    out: str | Path | None = None,
+    options: UpcyclingOptions | None = None,
+    **settings: Any,
 ) -> Path:
     """Turn a dense checkpoint into a complete MoTE model repository.
 
     Args:
-        src: A folder or an id on the Hub, with safetensors or `.bin` files.
+        src: A folder or an id on the Hub, with safetensors or `.bin` files, or an opened checkpoint.
         out: Folder to write. Default: the source's name with `-mote`, in the current folder.
         options: Settings.
         **settings: The same as keyword arguments: `upcycle(src, experts=["a", "b"], overwrite=True)`.
@@ -145,7 +148,7 @@ def upcycle(
         PermissionError: If the Hub refuses the push.
     """
     options = replace(options or UpcyclingOptions(), **settings)
-    target = Path(out) if out is not None else default_out(str(src))
+    target = Path(out) if out is not None else default_out(src.name if isinstance(src, Checkpoint) else str(src))
     repo_id = require_writable(target, options)
     plan = plan_upcycling(src, target, options)
     source, config = plan.source, plan.config
@@ -205,7 +208,10 @@ def _model_and_its_writer(
 
 
 def plan_upcycling(
-    src: str | Path, out: str | Path | None = None, options: UpcyclingOptions | None = None, **settings: Any
+    src: str | Path | Checkpoint,
+    out: str | Path | None = None,
+    options: UpcyclingOptions | None = None,
+    **settings: Any,
 ) -> UpcyclingPlan:
     """Work out what an upcycling will do, without reading weights or writing anything.
 
@@ -213,7 +219,7 @@ def plan_upcycling(
     """
     options = replace(options or UpcyclingOptions(), **settings)
     require_shard_size(options.max_shard_size)
-    source = open_dense(str(src), options.revision)
+    source = src if isinstance(src, Checkpoint) else open_dense(str(src), options.revision)
     prompts = st.source_prompts(source)
     pooling = options.pooling or st.source_pooling(source) or "mean"
     config = _config(options, source, pooling)
@@ -230,7 +236,7 @@ def plan_upcycling(
     return UpcyclingPlan(
         source=source,
         config=config,
-        out=Path(out) if out is not None else default_out(str(src)),
+        out=Path(out) if out is not None else default_out(source.name),
         counts=parameter_counts(model),
         file_sizes=[sum(weights[key].nbytes for key in keys) for keys in shards.values()],
         notes=[

@@ -18,7 +18,7 @@ from helpers.checkpoints import dense_checkpoint
 from helpers.paths import ROOT, SMALL_ENCODER
 from helpers.runs import overrides, train_step, weights
 
-from mote.checkpoints.reading import open_any
+from mote.checkpoints.reading import open_checkpoint
 from mote.training.model import build_model
 from mote.training.progress import read_log
 from mote.training.recipe import load_recipe
@@ -101,7 +101,9 @@ def test_two_processes_learn_what_one_does(recipe: str, data: Path, tmp_path: Pa
         assert first["loss"] == pytest.approx(second["loss"], abs=1e-5)
         assert first["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-4)
     settings = overrides(SMALL_ENCODER, data, tmp_path / "unused", *SETTINGS)
-    start = build_model(load_recipe(recipe, settings), open_any(str(SMALL_ENCODER)), tmp_path)[0][0].model.state_dict()
+    start = build_model(load_recipe(recipe, settings), open_checkpoint(str(SMALL_ENCODER)), tmp_path)[0][
+        0
+    ].model.state_dict()
     moved = 0.0
     for key in one:  # the norm of all steps together is at most 5e-3
         assert (one[key] - two[key]).abs().max().item() <= 1e-7, key

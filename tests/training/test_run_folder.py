@@ -18,6 +18,8 @@ from mote.training.train import plan, train
 
 DATA = ROOT / "examples" / "data"
 
+DIVERGING = ("training.optim=sgd", "training.learning_rate=1e+30", "training.weight_decay=1e+30")
+
 HOLDER = """
 import os, sys, time
 from pathlib import Path
@@ -61,8 +63,9 @@ def test_a_second_run_is_refused_until_the_first_one_dies(tmp_path: Path) -> Non
         with folder.lock():  # though the worker is alive
             assert "process" in (folder.path / LOCK_FILE).read_text()
     finally:
-        first.kill()
         os.kill(first.worker, signal.SIGKILL)  # type: ignore[attr-defined]
+        first.kill()
+        first.communicate()
     assert not folder.path.exists() or list(folder.path.iterdir()) == []
 
 
@@ -104,7 +107,7 @@ def test_overwrite_keeps_the_model_until_the_new_one_is_complete(settings: list[
         assert {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()} == before
         assert (tmp_path / "run" / "log.jsonl").read_bytes() == log
     with pytest.raises(ValueError, match="weights are non-finite at step 1"):  # after training has begun
-        train("ic", [*settings, "training.learning_rate=1e38", "training.max_grad_norm=0"], overwrite=True)
+        train("ic", [*settings, *DIVERGING], overwrite=True)
     assert {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()} == before
     assert train("ic", [*settings, "training.seed=7"], overwrite=True) == model
     assert (model / "model.safetensors").read_bytes() != before["model.safetensors"]

@@ -22,7 +22,7 @@ from helpers.paths import ROOT, SMALL_ENCODER
 from helpers.runs import overrides, train_step, weights
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments
 
-from mote.checkpoints.reading import open_any
+from mote.checkpoints.reading import open_checkpoint
 from mote.training import losses, progress
 from mote.training import train as run
 from mote.training.model import build_model
@@ -219,7 +219,7 @@ def by_hand_at(anchors: torch.Tensor, positives: torch.Tensor, allowed: list, te
 def test_experts_without_data_stay_as_they_were(data: Path, tmp_path: Path) -> None:
     others = ["tasks.classification=null", "tasks.clustering=null"]
     recipe = load_recipe("mote", overrides(SMALL_ENCODER, data, tmp_path / "run", *others))
-    start = build_model(recipe, open_any(recipe.model.source), tmp_path)[0][0].model.state_dict()
+    start = build_model(recipe, open_checkpoint(recipe.model.source), tmp_path)[0][0].model.state_dict()
     trained = weights(train(recipe))
     moved = {
         key.split(".experts.")[1].split(".")[0]
@@ -612,14 +612,16 @@ def test_a_full_disk(tiny: Path, data: Path, tmp_path: Path) -> None:
         ("training.optim=adm", r"adm"),
         ("training.lr_scheduler_type=straight", r"straight"),
         ("training.adam_beta2=x", r"adam_beta2: Input should be a valid number, .*, found 'x'"),
+        ("model.layers=[99]", r"99"),
         ("model.layers=odd", r"expected 'every', 'every_other', or a list of indices, got 'odd'"),
         ("model.experts=[search_query]", r"no task 'search_document'"),
     ],
 )
 def test_bad_settings(override: str, message: str, tiny: Path, data: Path, tmp_path: Path) -> None:
-    with pytest.raises((ValueError, FileNotFoundError, OSError), match=message):
-        train("mote", overrides(tiny, data, tmp_path / "run", override))
-    assert not (tmp_path / "run").exists()  # a run that could not begin leaves nothing
+    for run_or_plan in (train, plan):
+        with pytest.raises((ValueError, OSError), match=message):
+            run_or_plan("mote", overrides(tiny, data, tmp_path / "run", override))
+        assert not (tmp_path / "run").exists()  # a run that could not start leaves nothing
 
 
 def test_accelerate_and_the_recipe_must_agree_on_the_precision(

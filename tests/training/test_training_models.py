@@ -7,7 +7,7 @@ import torch
 from helpers.checkpoints import published_nomic
 from safetensors.torch import load_file, save_file
 
-from mote.checkpoints.reading import load_dense, open_any, open_source
+from mote.checkpoints.reading import load_dense, open_checkpoint, open_source
 from mote.training.model import build_model
 from mote.training.recipe import Recipe, load_recipe
 from mote.training.run_folder import START_FOLDER
@@ -20,7 +20,7 @@ def dense_recipe(source: Path) -> Recipe:
 @pytest.mark.parametrize("prefix", [True, False])
 def test_nomics_published_formats_start_with_their_weights(prefix: bool, tmp_path: Path) -> None:
     source = published_nomic(tmp_path / "nomic", prefix)
-    model, names = build_model(dense_recipe(source), open_any(str(source)), tmp_path / "run")
+    model, names = build_model(dense_recipe(source), open_checkpoint(str(source)), tmp_path / "run")
     expected = load_dense(open_source(str(source)))[0].state_dict()
     weights = model[0].model.state_dict()
     assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
@@ -38,4 +38,4 @@ def test_weights_that_are_missing_are_named(dense: Path, tmp_path: Path) -> None
     del weights[gone]
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"broken lacks weights .*intermediate\.dense\.weight"):
-        build_model(dense_recipe(broken), open_any(str(broken)), tmp_path / "run")
+        build_model(dense_recipe(broken), open_checkpoint(str(broken)), tmp_path / "run")

@@ -26,7 +26,7 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from configuration_mote import MoTEConfig, alternatives
 from modeling_mote import MoTEModel
-from mote.checkpoints.reading import open_any
+from mote.checkpoints.reading import open_checkpoint
 
 PRECISIONS = ("fp32", "bf16")
 SHARDINGS = ("ddp", "fsdp2", "deepspeed-stage-1", "deepspeed-stage-2")
@@ -151,7 +151,7 @@ def config_of(src: str, revision: str | None = None, experts: list[str] | None =
         FileNotFoundError: If there is no such source.
         ValueError: If it is not of a supported architecture, or a MoTE already that is to get experts.
     """
-    config = open_any(src, revision).config
+    config = open_checkpoint(src, revision).config
     if experts is None:
         return config
     if config.model_type.startswith("mote"):

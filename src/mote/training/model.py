@@ -1,6 +1,9 @@
 """The model that a recipe trains: a MoTE, its token-routed counterpart, or a dense model."""
 
+import contextlib
 import copy
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +11,17 @@ import torch
 from sentence_transformers import SentenceTransformer
 
 from configuration_mote import MoTEConfig, alternatives
-from mote import upcycling
-from mote.checkpoints import writing as repository
-from mote.checkpoints.reading import Source, load_dense, load_tokenizer
+from mote.checkpoints import sentence_transformers as st
+from mote.checkpoints.reading import Checkpoint, is_mote, load_dense, load_tokenizer
 from mote.checkpoints.staging import Staging
 from mote.inference.loading import all_weights
 from mote.training.processes import processes
 from mote.training.recipe import ModelSettings, Recipe
 from mote.training.run_folder import START_FOLDER
+from mote.upcycling import UpcyclingOptions, instructions_from, plan_upcycling, upcycle
 
 
-def build_model(recipe: Recipe, source: Source, scratch: Path) -> tuple[SentenceTransformer, MoTEConfig]:
+def build_model(recipe: Recipe, source: Checkpoint, scratch: Path) -> tuple[SentenceTransformer, MoTEConfig]:
     """Build the model that a recipe trains.
 
     Args:
@@ -40,9 +43,9 @@ def build_model(recipe: Recipe, source: Source, scratch: Path) -> tuple[Sentence
             folder = native_folder(source, scratch / START_FOLDER)
         with all_weights(settings.source):
             model = SentenceTransformer(str(folder), **_loading(settings))
-        model.prompts = {**repository.prompts_of(names)}
+        model.prompts = {**st.prompts_of(names)}
     else:
-        folder = source.folder if source.config.model_type.startswith("mote") else _upcycled(settings, scratch)
+        folder = source.folder if is_mote(source.config) else _upcycled(settings, source, scratch / START_FOLDER)
         model = SentenceTransformer(str(folder), trust_remote_code=True, **_loading(settings))
         first: Any = model[0]
         names = first.config
@@ -53,7 +56,7 @@ def build_model(recipe: Recipe, source: Source, scratch: Path) -> tuple[Sentence
     return model, names
 
 
-def native_folder(source: Source, folder: Path) -> Path:
+def native_folder(source: Checkpoint, folder: Path) -> Path:
     """Return a folder from which Sentence-Transformers loads a dense source with all its weights.
 
     Args:
@@ -67,28 +70,33 @@ def native_folder(source: Source, folder: Path) -> Path:
     if source.format != "nomic":
         return source.folder
     if not folder.exists():
-        config = MoTEConfig(pooling=repository.source_pooling(source) or "mean")
+        config = MoTEConfig(pooling=st.source_pooling(source) or "mean")
         config.instructions = dict.fromkeys(config.tasks, "")
         dense, _ = load_dense(source)
         with Staging(folder) as staged:
             dense.save_pretrained(staged, save_original_format=False)  # native names, not the source's
             load_tokenizer(source).save_pretrained(staged)
-            repository.write_sentence_transformer(dense, source, staged, config)
+            st.write_sentence_transformer(dense, source, staged, config)
     return folder
 
 
-def names_of(recipe: Recipe, source: Source) -> MoTEConfig:
+def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
     """Return the tasks and instructions of the model that a recipe trains, without its weights.
 
     Raises:
         ValueError: If the source does not suit the recipe, or the recipe names a task that the model does not know.
     """
     settings = recipe.model
-    if source.config.model_type.startswith("mote"):
+    if is_mote(source.config):
         names: Any = source.config
         _check_mote(settings, names, source.is_local)
+    elif settings.kind == "dense":  # the tasks and instructions of a MoTE upcycled from it
+        names = MoTEConfig(experts=settings.experts, tasks=settings.tasks)  # type: ignore[arg-type]  # None: default
+        names.instructions |= instructions_from(st.source_prompts(source), names)
+        names.instructions |= _options(settings).instructions or {}
+        names.validate()
     else:
-        names = _names(settings, repository.source_prompts(source))
+        names = plan_upcycling(source, options=_options(settings)).config
     _check_tasks(recipe, names)
     if recipe.training.only_experts is not None:
         _check_only_experts(recipe, names, recipe.training.only_experts)
@@ -131,50 +139,45 @@ def _loading(settings: ModelSettings) -> dict[str, Any]:
     return {"model_kwargs": {"dtype": torch.float32, **attention}}  # also under mixed precision
 
 
-def _named(settings: ModelSettings) -> MoTEConfig:
-    """Build the config of the recipe's experts and tasks, the paper's by default."""
-    return MoTEConfig(experts=settings.experts, tasks=settings.tasks)  # type: ignore[arg-type]  # None: the paper's
+def _options(settings: ModelSettings) -> UpcyclingOptions:
+    """Return the recipe's settings of upcycling."""
+    token_routing = ("num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef")
+    instructions = settings.instruction_texts
+    if not settings.instructions:
+        instructions = dict.fromkeys(MoTEConfig(experts=settings.experts, tasks=settings.tasks).tasks, "")  # type: ignore[arg-type]
+    return UpcyclingOptions(
+        experts=settings.experts,
+        layers=settings.layers,
+        tasks=settings.tasks,
+        instructions=instructions,
+        **(
+            {"routing": "token", **{name: getattr(settings, name) for name in token_routing}}
+            if settings.kind == "token_routed"
+            else {}
+        ),
+    )
 
 
-def _instructions(settings: ModelSettings) -> dict[str, str]:
-    """Return the instructions set by the recipe."""
-    if settings.instructions:
-        return settings.instruction_texts
-    return dict.fromkeys(_named(settings).tasks, "")
-
-
-def _names(settings: ModelSettings, prompts: dict[str, str]) -> MoTEConfig:
-    """Build the tasks and instructions of a dense model, those of a MoTE upcycled from it."""
-    config = _named(settings)
-    config.instructions |= {**upcycling.instructions_from(prompts, config), **_instructions(settings)}
-    config.validate()
-    return config
-
-
-def _upcycled(settings: ModelSettings, scratch: Path) -> Path:
-    """Upcycle the dense source, in one of the processes."""
-    folder = scratch / START_FOLDER
-    with processes().main_process_first():
+def _upcycled(settings: ModelSettings, source: Checkpoint, folder: Path) -> Path:
+    """Upcycle the dense source into a folder, in one of the processes."""
+    with processes().main_process_first(), _no_progress():
         if not folder.exists():
-            routing: dict[str, Any] = {}
-            if settings.kind == "token_routed":
-                routing = {
-                    "routing": "token",
-                    "num_experts_per_tok": settings.num_experts_per_tok,
-                    "norm_topk_prob": settings.norm_topk_prob,
-                    "router_aux_loss_coef": settings.router_aux_loss_coef,
-                }
-            upcycling.upcycle(
-                settings.source,
-                folder,
-                revision=settings.revision,
-                experts=settings.experts,
-                layers=settings.layers,
-                tasks=settings.tasks,
-                instructions=_instructions(settings),
-                **routing,
-            )
+            upcycle(source, folder, _options(settings))
     return folder
+
+
+@contextlib.contextmanager
+def _no_progress() -> Iterator[None]:
+    """Silence the progress of upcycling, which is only a step of a run."""
+    loggers = [logging.getLogger(name) for name in ("mote.upcycling", "mote.checkpoints")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _check_tasks(recipe: Recipe, names: MoTEConfig) -> None:

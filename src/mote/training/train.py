@@ -22,7 +22,7 @@ from transformers import PrinterCallback, Trainer
 from configuration_mote import MoTEConfig
 from mote.checkpoints.cards import write_trained_card
 from mote.checkpoints.provenance import command_line, new_step
-from mote.checkpoints.reading import Source, load_tokenizer, open_any
+from mote.checkpoints.reading import Checkpoint, load_tokenizer, open_checkpoint
 from mote.checkpoints.writing import WriteOptions, write_repository
 from mote.training.arguments import Schedule, describe, plan_schedule, trainer_arguments
 from mote.training.data import TrainingData, TrainingSet, load_data
@@ -94,7 +94,7 @@ def plan(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> str:
     folder = RunFolder(Path(recipe.output))
     check_recipe(recipe)
     folder.open(recipe, overwrite=False)
-    source = open_any(recipe.model.source, recipe.model.revision)
+    source = open_checkpoint(recipe.model.source, recipe.model.revision)
     names = names_of(recipe, source)
     data = load_data(recipe, load_tokenizer(source), with_teachers=False)
     schedule = plan_schedule(recipe, data.sets, processes().num_processes)
@@ -125,7 +125,7 @@ class TrainingRun:
     Attributes:
         recipe: The recipe.
         folder: Folder of the run.
-        source: Source of the model.
+        source: Checkpoint of the model.
         data: Training and validation data.
         schedule: Steps.
         model: The model.
@@ -138,7 +138,7 @@ class TrainingRun:
 
     recipe: Recipe
     folder: RunFolder
-    source: Source
+    source: Checkpoint
     data: TrainingData
     schedule: Schedule
     model: SentenceTransformer
@@ -267,7 +267,7 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
         checkpoint = folder.open(recipe, overwrite)
         if state.is_main_process:
             folder.clean()
-    source = open_any(recipe.model.source, recipe.model.revision)
+    source = open_checkpoint(recipe.model.source, recipe.model.revision)
     model, names = _load_model(recipe, source, folder)
     with state.main_process_first():  # the others find teachers' embeddings in the cache
         data = load_data(recipe, model.tokenizer)
@@ -306,7 +306,7 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
     return TrainingRun(recipe, folder, source, data, schedule, model, names, tracker, trainer, validation, checkpoint)
 
 
-def _load_model(recipe: Recipe, source: Source, folder: RunFolder) -> tuple[SentenceTransformer, MoTEConfig]:
+def _load_model(recipe: Recipe, source: Checkpoint, folder: RunFolder) -> tuple[SentenceTransformer, MoTEConfig]:
     """Build the model, and remove the start model when all processes have read it."""
     state = processes()
     try:
