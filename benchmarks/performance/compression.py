@@ -15,7 +15,7 @@ from mote import average, compress, evaluate, train
 from mote.analysis.similarity import cosines, embed
 from mote.analysis.weight_change import find_start
 from mote.checkpoints.reading import load_mote, open_checkpoint, open_mote
-from mote.data.test_sets import find_sets
+from mote.data.test_sets import find_evaluation_datasets
 from mote.data.texts import find_texts
 from mote.evaluation.scores import Evaluation
 from mote.experts.compression import expert_bytes
@@ -35,7 +35,7 @@ def measure(options: Options) -> Benchmark:
         models = {WHOLE: str(mote), **dict(_made_of(mote, folder, options.quick))}
         with suppress(ValueError, FileNotFoundError):  # a folder that does not record it, or it is not here
             models[DENSE] = find_start(str(mote))
-        there = {f"{one.kind}/{one.name}" for one in find_sets(options.data)}
+        there = {dataset.path for dataset in find_evaluation_datasets(options.data)}
         sets = sorted(there.intersection(SETS) or there)
         limit = 40 if options.quick else LIMIT
         scores = evaluate(

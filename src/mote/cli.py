@@ -378,7 +378,6 @@ def evaluate(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
         overwrite=overwrite,
-        report=logger.info,
     )
     typer.echo("\n" + evaluation.table())
     if out is not None:

@@ -1,36 +1,25 @@
-"""The sets of a data folder that have a test part: found, read, checked, and cut to a limit.
+"""Test sets of a data folder: found, read, checked, and cut to a limit.
 
-    beir/NAME             corpus.jsonl.gz: _id, title, text; queries.jsonl.gz: _id, text;
-                          qrels/test.tsv: query-id, corpus-id, score
-    classification/NAME   train.jsonl.gz, test.jsonl.gz: text, label
-    clustering/NAME       test.jsonl.gz: text, label
-    pair/NAME             test.jsonl.gz: sentence1, sentence2, label (1: the same meaning, 0: not)
-    reranking/NAME        test.jsonl.gz: query, positive (list), negative (list)
-    sts/NAME              test.jsonl.gz: sentence1, sentence2, score
-    summarization/NAME    test.jsonl.gz: text, machine_summaries (list), human_summaries (list, optional), and lists of
-                          human scores, one per machine summary, under one of `SCORES_OF_SUMMARIES`
-
-Files may also be `.jsonl`, `.json.gz` or `.parquet`. Nothing here knows of mteb.
+docs/evaluation.md describes the folder. Nothing here depends on mteb.
 """
 
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from configuration_mote import alternatives
-from mote.data.rows import Location, find_datasets, read_rows
-from mote.data.settings import DatasetSettings
+from mote.data.rows import ENDINGS, read_files, read_text_lines, require_valid, split_files
+from mote.data.sampling import ranks, sample
 
-Row = dict[str, Any]
-Judgements = dict[str, dict[str, int]]  # query → document → grade
+Rows = list[dict[str, Any]]
+Qrels = dict[str, dict[str, int]]  # query → document → grade
 
-PARTS = {  # kind → the parts that are read, as `find_datasets` names them; the kinds in MTEB's order of types
+SPLITS = {  # folder of a task → the splits that are read; in MTEB's order of task types
     "classification": ("train", "test"),
     "clustering": ("test",),
     "pair": ("test",),
@@ -39,132 +28,22 @@ PARTS = {  # kind → the parts that are read, as `find_datasets` names them; th
     "sts": ("test",),
     "summarization": ("test",),
 }
-JUDGEMENTS = "qrels/test.tsv"
-JUDGEMENT_COLUMNS = ["query-id", "corpus-id", "score"]
-SCORES_OF_SUMMARIES = ("relevance", "informativeness", "litepyramid_recall", "consistency", "coherence", "fluency")
-"""Which human scores of summaries are used: the first of these that a set has. `relevance` is SummEval's in MTEB."""
+QRELS = "qrels/test.tsv"
+QRELS_COLUMNS = ["query-id", "corpus-id", "score"]
+SUMMARY_SCORES = ("relevance", "informativeness", "litepyramid_recall", "consistency", "coherence", "fluency")
+"""Columns with human scores of summaries; the first that a dataset has is used. MTEB takes SummEval's `relevance`."""
 
 CORPUS_PER_QUERY = 10
-"""Documents that a limited corpus is filled up to, for each query of the limit."""
+"""Documents per query that a limited corpus is filled up to."""
 SHOTS = 8
-"""Texts per label that MTEB draws (AmazonCounterfactual: 32); a limited training part keeps twice as many or more."""
-UNSEEN = 0.05
-"""Share of test rows up to which labels may be unknown to the training part: real sets (ATIS) have some such rows, but
-more of them mean labels that are spelt differently."""
+"""Texts per label that MTEB draws (AmazonCounterfactual: 32); a limited train split keeps at least twice as many."""
+MAX_UNSEEN = 0.05
+"""Fraction of test rows whose labels may be missing in the train split: real datasets (ATIS) have some such rows; more
+of them mean labels that are spelt differently."""
 TEXTS_PER_CLUSTER = 8
-"""Texts per label that a limited clustering set keeps on average, at the cost of labels."""
+"""Texts per label that a limited clustering dataset keeps on average, at the cost of labels."""
 
-_VERSION = 1  # of what is made of the files: part of the revision, to be raised with each change of the result
-
-
-@dataclass(frozen=True)
-class EvaluationSet:
-    """One set of a data folder.
-
-    Attributes:
-        kind: One of `PARTS`.
-        name: Of its folder.
-        folder: The data folder.
-        limit: Test rows (`beir`, `reranking`: queries) that are used at most, a seeded sample; `None`: all.
-    """
-
-    kind: str
-    name: str
-    folder: Path
-    limit: int | None = None
-
-    @property
-    def path(self) -> str:
-        """Its place in the data folder, which names it in messages."""
-        return f"{self.kind}/{self.name}"
-
-    def location(self, part: str) -> Location[DatasetSettings]:
-        """Find the file of a part.
-
-        Raises:
-            FileNotFoundError: If there is none.
-        """
-        return find_datasets(DatasetSettings(path=self.path, split=part), self.folder)[0]
-
-    def files(self) -> list[Path]:
-        """The files that are read, as far as they are there."""
-        found = [self.folder / self.path / JUDGEMENTS] if self.kind == "beir" else []
-        for part in PARTS[self.kind]:
-            try:
-                found += self.location(part).files
-            except (FileNotFoundError, ValueError):
-                continue  # said when the set is loaded, so that one broken set does not keep others from running
-        return [file for file in found if file.is_file()]
-
-    def revision(self) -> str:
-        """A short hash of the files and the limit, by which results of other data are told apart."""
-        digest = blake2b(f"{_VERSION} {self.limit}".encode(), digest_size=8)
-        for file in self.files():
-            digest.update(f"\0{file.relative_to(self.folder)}\0".encode())
-            digest.update(file.read_bytes())
-        return digest.hexdigest()
-
-    def count(self) -> int:
-        """Rows of the test part, before any limit; of `beir` judgements. 0 if it cannot be read."""
-        try:
-            if self.kind == "beir":
-                return sum(len(documents) for documents in _read_judgements(self).values())
-            return sum(1 for _ in read_rows(self.location("test")))
-        except (OSError, ValueError):
-            return 0
-
-
-def find_sets(folder: Path, limit: int | None = None) -> list[EvaluationSet]:
-    """Find all sets with a test part, in the order of `PARTS` and by name.
-
-    Raises:
-        FileNotFoundError: If there is no such folder, or no set in it.
-        ValueError: If the limit is not positive.
-    """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit must be at least 1, not {limit}")
-    if not folder.is_dir():
-        raise FileNotFoundError(f"There is no data folder {folder}")
-    found = [
-        EvaluationSet(kind, place.name, folder, limit)
-        for kind in PARTS
-        for place in sorted((folder / kind).glob("*"))
-        if place.is_dir() and (kind == "beir" or any(place.glob("test*")))
-    ]
-    if not found:
-        raise FileNotFoundError(
-            f"{folder} holds no set with a test part: expected KIND/NAME/test.jsonl.gz, where KIND is one of "
-            f"{', '.join(kind for kind in PARTS if kind != 'beir')}, or beir/NAME/{JUDGEMENTS}"
-        )
-    return found
-
-
-def select(names: Mapping[str, Sequence[str]], patterns: Sequence[str]) -> list[str]:
-    """Find what patterns stand for.
-
-    Args:
-        names: What there is → all names that it goes by.
-        patterns: Names, also with `*`, `?` and `[…]`; none stands for everything.
-
-    Returns:
-        The keys of `names` of which a name fits a pattern, in their order.
-
-    Raises:
-        ValueError: If nothing fits a pattern.
-    """
-    chosen = {pattern: {key for key in names if _is_called(names[key], pattern)} for pattern in patterns}
-    for pattern, fitting in chosen.items():
-        if not fitting:
-            known = [names[key][0] for key in names]
-            raise ValueError(f"There is no set {pattern!r}." + alternatives(pattern, known))
-    return [key for key in names if not patterns or any(key in fitting for fitting in chosen.values())]
-
-
-def _is_called(names: Iterable[str], pattern: str) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names)
-
-
-# Rows, and what their columns must hold ------------------------------------------------------------------------------
+_VERSION = 1  # of what is made of the files: raise it when scores of the same files change
 
 
 class Column(NamedTuple):
@@ -174,7 +53,7 @@ class Column(NamedTuple):
     fits: Callable[[Any], bool]
 
 
-def _is_text(value: Any) -> bool:
+def _is_string(value: Any) -> bool:
     return isinstance(value, str)
 
 
@@ -182,323 +61,347 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and bool(value) and all(map(fits, value))
-
-
-TEXT = Column("a text", _is_text)
-LABEL = Column("a label: a text or a whole number", lambda value: isinstance(value, str | int) and value != "")
+TEXT = Column("a string", _is_string)
+LABEL = Column("a label: a string or an integer", lambda value: isinstance(value, str | int) and value != "")
 NUMBER = Column("a number", _is_number)
-SAME_OR_NOT = Column("1 (the same meaning) or 0 (not)", lambda value: _is_number(value) and value in (0, 1))
-TEXTS = Column("a list of texts that is not empty", _is_list_of(_is_text))
-NUMBERS = Column("a list of numbers that is not empty", _is_list_of(_is_number))
+BINARY = Column("1 (same meaning) or 0 (another)", lambda value: _is_number(value) and value in (0, 1))
+TEXTS = Column("a list of strings that is not empty", lambda value: _is_list(value) and all(map(_is_string, value)))
+NUMBERS = Column("a list of numbers that is not empty", lambda value: _is_list(value) and all(map(_is_number, value)))
 
 
-def _read(evaluation_set: EvaluationSet, part: str, **columns: Column) -> list[Row]:
-    """Read one part: all rows with these columns (`id` stands for `_id`), or an error that names file and line."""
-    rows = []
-    for line in read_rows(evaluation_set.location(part)):
-        if line.fault:
-            raise ValueError(f"{line.where}: {line.fault}")
-        row = {name.removeprefix("_"): _checked(line.where, line.content, name, columns[name]) for name in columns}
-        rows.append(row)
-    if not rows:
-        raise ValueError(f"{evaluation_set.path}: the {part!r} part has no rows")
-    return rows
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value)
 
 
-def _checked(where: str, content: Row, name: str, column: Column) -> Any:
-    if name not in content:
-        raise ValueError(f"{where}: no column {name!r}, expected {column.expected}." + alternatives(name, content))
-    if not column.fits(content[name]):
-        found = json.dumps(content[name], ensure_ascii=False, default=str)
-        raise ValueError(f"{where}: {name!r} must be {column.expected}, found {found[:80]}")
-    return content[name]
+@dataclass(frozen=True)
+class EvaluationDataset:
+    """A dataset of a data folder with a test split.
 
-
-# Samples ------------------------------------------------------------------------------------------------------------
-
-
-def _hash(row: Any) -> bytes:
-    return blake2b(b"limit\0" + json.dumps(row, sort_keys=True, default=str).encode(), digest_size=8).digest()
-
-
-def _ranks(rows: list[Row], label: str | None = None) -> list[tuple[int, int]]:
-    """For each row its rank by hash among those of its label, and how many these are."""
-    groups: dict[Any, list[tuple[bytes, int]]] = defaultdict(list)
-    for index, row in enumerate(rows):
-        groups[row[label] if label else None].append((_hash(row), index))
-    ranks = {index: (rank, len(group)) for group in groups.values() for rank, (_, index) in enumerate(sorted(group))}
-    return [ranks[index] for index in range(len(rows))]
-
-
-def _sample(rows: list[Row], limit: int | None, label: str | None = None) -> list[Row]:
-    """Take at most `limit` rows, in their order; with a label, in proportion to the labels' sizes.
-
-    Hashes decide, so that the same rows come out whatever their order was.
+    Attributes:
+        task: Folder of its task, one of `SPLITS`.
+        name: Name of its own folder.
+        folder: The data folder.
+        limit: Test rows (`beir`, `reranking`: queries) to use at most. Default: all.
     """
-    if limit is None or len(rows) <= limit:
+
+    task: str
+    name: str
+    folder: Path
+    limit: int | None = None
+
+    @property
+    def path(self) -> str:
+        """Path in the data folder, which names it in errors."""
+        return f"{self.task}/{self.name}"
+
+    def split_files(self, split: str) -> tuple[Path, ...]:
+        """Find the files of a split.
+
+        Raises:
+            FileNotFoundError: If there are none.
+            ValueError: If the split is there in more than one format.
+        """
+        place = self.folder / self.path
+        if not (found := split_files(place, split)):
+            endings = ", ".join(split + ending for ending in ENDINGS)
+            raise FileNotFoundError(f"{place} has no {split!r} split: expected one of {endings}")
+        return found
+
+    def files(self) -> list[Path]:
+        """The files that are read, as far as they exist."""
+        found = [self.folder / self.path / QRELS] if self.task == "beir" else []
+        for split in SPLITS[self.task]:
+            try:
+                found += self.split_files(split)
+            except (FileNotFoundError, ValueError):
+                continue  # raised when the dataset is loaded, so that one broken dataset does not stop the others
+        return [file for file in found if file.is_file()]
+
+    def revision(self) -> str:
+        """Hash the files and the limit, by which results of other data are told apart."""
+        digest = blake2b(f"{_VERSION} {self.limit}".encode(), digest_size=8)
+        for file in self.files():
+            digest.update(f"\0{file.relative_to(self.folder)}\0".encode())
+            digest.update(file.read_bytes())
+        return digest.hexdigest()
+
+    def count(self) -> int:
+        """Number of test rows, before any limit; of `beir` the number of qrels. 0 if they cannot be read."""
+        try:
+            if self.task == "beir":
+                return sum(len(documents) for documents in self.qrels().values())
+            return sum(1 for _ in read_files(self.split_files("test")))
+        except (OSError, ValueError):
+            return 0
+
+    def rows(self, split: str, **columns: Column) -> Rows:
+        """Read all rows of a split, with these columns alone (`_id` is renamed to `id`).
+
+        Raises:
+            FileNotFoundError: If there is no such split.
+            ValueError: If a row is invalid, or there are none.
+        """
+        rows = []
+        for where, content, _ in require_valid(read_files(self.split_files(split))):
+            for name, column in columns.items():
+                if name not in content:
+                    raise ValueError(
+                        f"{where}: no column {name!r}, expected {column.expected}." + alternatives(name, content)
+                    )
+                if not column.fits(content[name]):
+                    got = json.dumps(content[name], ensure_ascii=False, default=str)
+                    raise ValueError(f"{where}: {name!r} must be {column.expected}, got {got[:80]}")
+            rows.append({name.removeprefix("_"): content[name] for name in columns})
+        if not rows:
+            raise ValueError(f"{self.path}: the {split!r} split has no rows")
         return rows
-    # The row of rank r among n stands at (r + ½) / n: the first rows by that are a fair share of each label.
-    places = [
-        ((rank + 0.5) / size, _hash(rows[index]), index) for index, (rank, size) in enumerate(_ranks(rows, label))
+
+    def first_row(self) -> dict[str, Any]:
+        """The first test row, whatever it holds; empty if it cannot be read."""
+        try:
+            return next((row.content for row in read_files(self.split_files("test"))), {})
+        except (OSError, ValueError):
+            return {}  # raised when the dataset is loaded
+
+    def qrels(self) -> Qrels:
+        """Read which documents are relevant to which queries.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            ValueError: If a line is invalid, or there are none.
+        """
+        file = self.folder / self.path / QRELS
+        if not file.exists():
+            raise FileNotFoundError(f"{file} is missing: expected lines of {', '.join(QRELS_COLUMNS)}, tab-separated")
+        lines = ((where, line.split("\t")) for where, line in read_text_lines(file))
+        where, header = next(lines, (f"{file}:1", [""]))
+        if header != QRELS_COLUMNS:
+            got = "\t".join(header)[:80]
+            raise ValueError(f"{where}: expected the header {', '.join(QRELS_COLUMNS)}, tab-separated; got {got!r}")
+        qrels: Qrels = defaultdict(dict)
+        for where, fields in lines:
+            if len(fields) != len(QRELS_COLUMNS) or not fields[2].strip().lstrip("-").isdecimal():
+                got = "\t".join(fields)[:80]
+                raise ValueError(f"{where}: expected query, document and an integer, got {got!r}")
+            qrels[fields[0]][fields[1]] = int(fields[2])
+        if not qrels:
+            raise ValueError(f"{file}: no qrels, so that no query could be scored")
+        return dict(qrels)
+
+    def require_two(self, values: set[Any], what: str) -> None:
+        """Refuse rows that all have one value, also where that is the limit's fault.
+
+        Raises:
+            ValueError: If there are fewer than two values.
+        """
+        if len(values) < 2:
+            left = f" within a limit of {self.limit} (raise it?)" if self.limit is not None else ""
+            raise ValueError(f"{self.path}: {what}{left} are {next(iter(values))!r}, expected two values or more")
+
+
+def find_evaluation_datasets(folder: Path, limit: int | None = None) -> list[EvaluationDataset]:
+    """Find all datasets with a test split, in the order of `SPLITS` and by name.
+
+    Raises:
+        FileNotFoundError: If there is no such folder, or no dataset in it.
+        ValueError: If the limit is not positive.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1, got {limit}")
+    if not folder.is_dir():
+        raise FileNotFoundError(f"There is no data folder {folder}")
+    found = [
+        EvaluationDataset(task, place.name, folder, limit)
+        for task in SPLITS
+        for place in sorted((folder / task).glob("*"))
+        if place.is_dir() and (task == "beir" or any(place.glob("test*")))
     ]
-    return [rows[index] for index in sorted(index for *_, index in sorted(places)[:limit])]
+    if not found:
+        raise FileNotFoundError(
+            f"{folder} holds no dataset with a test split: expected TASK/NAME/test.jsonl.gz, where TASK is one of "
+            f"{', '.join(task for task in SPLITS if task != 'beir')}, or beir/NAME/{QRELS}"
+        )
+    return found
 
 
-# The kinds ----------------------------------------------------------------------------------------------------------
+# Tasks ---------------------------------------------------------------------------------------------------------------
 
 
-def read_classification(evaluation_set: EvaluationSet) -> dict[str, list[Row]]:
+def read_classification(dataset: EvaluationDataset) -> dict[str, Rows]:
     """Read `train` and `test`: `text`, and as `label` a number.
 
-    A limit also shortens the training part, but leaves 16 texts of each label at least (as far as there are any).
-    Test rows with labels that are never trained on count as missed, as in mteb, if they are few.
+    A limit also shortens the train split, but leaves at least 16 texts of each label (as far as there are any). Test
+    rows with labels that the train split lacks count as wrong, as in mteb, if they are few.
     """
-    parts = {part: _read(evaluation_set, part, text=TEXT, label=LABEL) for part in ("train", "test")}
-    for row in (row for rows in parts.values() for row in rows):
+    splits = {split: dataset.rows(split, text=TEXT, label=LABEL) for split in SPLITS["classification"]}
+    for row in (row for rows in splits.values() for row in rows):
         row["label"] = str(row["label"])
-    labels = sorted({row["label"] for row in parts["train"]})
-    unseen = Counter(row["label"] for row in parts["test"] if row["label"] not in labels)
-    if sum(unseen.values()) > UNSEEN * len(parts["test"]):
+    labels = sorted({row["label"] for row in splits["train"]})
+    unseen = Counter(row["label"] for row in splits["test"] if row["label"] not in labels)
+    if unseen.total() > MAX_UNSEEN * len(splits["test"]):
         example = next(iter(unseen))
         raise ValueError(
-            f"{evaluation_set.path}: {sum(unseen.values())} test rows have one of {len(unseen)} labels that no row of "
-            f"the training part has, for instance {example!r}." + alternatives(example, labels)
+            f"{dataset.path}: {unseen.total()} test rows have one of {len(unseen)} labels that the train split lacks, "
+            f"for instance {example!r}." + alternatives(example, labels)
         )
-    if len(labels) < 2:
-        raise ValueError(f"{evaluation_set.path}: the training part has the label {labels[0]!r} alone, expected two")
-    if evaluation_set.limit is not None:
-        parts["test"] = _sample(parts["test"], evaluation_set.limit, "label")
-        each = max(2 * SHOTS, evaluation_set.limit // len(labels))
-        ranks = _ranks(parts["train"], "label")
-        parts["train"] = [row for row, (rank, _) in zip(parts["train"], ranks, strict=True) if rank < each]
-    # Labels of the test part first: where it has two, mteb takes them for 0 and 1, though others may be predicted.
-    tested = {row["label"] for row in parts["test"]}
-    numbers = {
-        label: number
-        for number, label in enumerate(sorted({*labels, *tested}, key=lambda label: (label not in tested, label)))
-    }
+    dataset.require_two(set(labels), "all labels of the train split")
+    if dataset.limit is not None:
+        splits["test"] = sample(splits["test"], dataset.limit, "label")
+        each = max(2 * SHOTS, dataset.limit // len(labels))
+        ranked = zip(splits["train"], ranks(splits["train"], "label"), strict=True)
+        splits["train"] = [row for row, (rank, _) in ranked if rank < each]
+    # Labels of the test split first: where it has two, mteb takes them for 0 and 1, though others may be predicted.
+    tested = {row["label"] for row in splits["test"]}
+    ordered = sorted({*labels, *tested}, key=lambda label: (label not in tested, label))
+    numbers = {label: number for number, label in enumerate(ordered)}
     return {
-        part: [{"text": row["text"], "label": numbers[row["label"]]} for row in rows] for part, rows in parts.items()
+        split: [{"text": row["text"], "label": numbers[row["label"]]} for row in rows] for split, rows in splits.items()
     }
 
 
-def read_clustering(evaluation_set: EvaluationSet) -> list[Row]:
-    """Read `text` and `label`. A limit leaves out the smallest labels, so that 8 texts are left for each."""
-    rows = _read(evaluation_set, "test", text=TEXT, label=LABEL)
+def read_clustering(dataset: EvaluationDataset) -> Rows:
+    """Read `text` and `label`. A limit drops the smallest labels, so that 8 texts are left for each."""
+    rows = dataset.rows("test", text=TEXT, label=LABEL)
     rows = [{"text": row["text"], "label": str(row["label"])} for row in rows]
     sizes = Counter(row["label"] for row in rows)
-    if len(sizes) < 2:
-        raise ValueError(f"{evaluation_set.path}: all rows have the label {next(iter(sizes))!r}, expected two or more")
-    if evaluation_set.limit is not None and len(rows) > evaluation_set.limit:
+    dataset.require_two(set(sizes), "all labels")
+    if dataset.limit is not None and len(rows) > dataset.limit:
         kept = sorted(sizes, key=lambda label: (-sizes[label], label))
-        kept = kept[: max(2, evaluation_set.limit // TEXTS_PER_CLUSTER)]
-        rows = _sample([row for row in rows if row["label"] in kept], evaluation_set.limit, "label")
+        kept = kept[: max(2, dataset.limit // TEXTS_PER_CLUSTER)]
+        rows = sample([row for row in rows if row["label"] in kept], dataset.limit, "label")
     return rows
 
 
-def read_pairs(evaluation_set: EvaluationSet) -> list[Row]:
+def read_pairs(dataset: EvaluationDataset) -> Rows:
     """Read `sentence1`, `sentence2`, `labels`. A limit of 1 leaves one pair of each label."""
-    rows = _read(evaluation_set, "test", sentence1=TEXT, sentence2=TEXT, label=SAME_OR_NOT)
-    if len({row["label"] for row in rows}) < 2:
-        raise ValueError(f"{evaluation_set.path}: all pairs have the label {rows[0]['label']}, expected 1 and 0")
-    if evaluation_set.limit == 1:
-        rows = [row for row, (rank, _) in zip(rows, _ranks(rows, "label"), strict=True) if rank == 0]
+    rows = dataset.rows("test", sentence1=TEXT, sentence2=TEXT, label=BINARY)
+    if dataset.limit == 1:
+        rows = [row for row, (rank, _) in zip(rows, ranks(rows, "label"), strict=True) if rank == 0]
     else:
-        rows = _sample(rows, evaluation_set.limit, "label")
-    if len({row["label"] for row in rows}) < 2:
-        raise ValueError(
-            f"{evaluation_set.path}: all pairs{_left(evaluation_set)} have the label {rows[0]['label']}, expected 1 "
-            "and 0: raise the limit"
-        )
+        rows = sample(rows, dataset.limit, "label")
+    dataset.require_two({row["label"] for row in rows}, "all labels")
     return [{**row, "labels": int(row.pop("label"))} for row in rows]
 
 
-def read_sts(evaluation_set: EvaluationSet) -> list[Row]:
+def read_sts(dataset: EvaluationDataset) -> Rows:
     """Read `sentence1`, `sentence2`, `score`."""
-    rows = _read(evaluation_set, "test", sentence1=TEXT, sentence2=TEXT, score=NUMBER)
-    return _different(evaluation_set, _sample(rows, evaluation_set.limit))
-
-
-def _different(evaluation_set: EvaluationSet, rows: list[Row]) -> list[Row]:
-    if len({row["score"] for row in rows}) < 2:
-        raise ValueError(
-            f"{evaluation_set.path}: all scores{_left(evaluation_set)} are {rows[0]['score']}, which correlates with "
-            "nothing"
-        )
+    rows = sample(dataset.rows("test", sentence1=TEXT, sentence2=TEXT, score=NUMBER), dataset.limit)
+    dataset.require_two({row["score"] for row in rows}, "all scores")
     return rows
 
 
-def _left(evaluation_set: EvaluationSet) -> str:
-    """Words for errors that may be the limit's fault."""
-    return "" if evaluation_set.limit is None else f" that a limit of {evaluation_set.limit} leaves"
-
-
-def read_reranking(evaluation_set: EvaluationSet) -> list[Row]:
+def read_reranking(dataset: EvaluationDataset) -> Rows:
     """Read `query`, `positive`, `negative`."""
-    rows = _read(evaluation_set, "test", query=TEXT, positive=TEXTS, negative=TEXTS)
-    return _sample(rows, evaluation_set.limit)
+    return sample(dataset.rows("test", query=TEXT, positive=TEXTS, negative=TEXTS), dataset.limit)
 
 
-def scores_of_summaries(evaluation_set: EvaluationSet, row: Row) -> str:
-    """The column with the human scores of summaries: the first of `SCORES_OF_SUMMARIES` that the row has.
-
-    Raises:
-        ValueError: If it has none.
-    """
-    for name in SCORES_OF_SUMMARIES:
-        if name in row:
-            return name
-    raise ValueError(
-        f"{evaluation_set.path}: no human scores, expected a column of one of these names: "
-        f"{', '.join(SCORES_OF_SUMMARIES)}. Found: {', '.join(row) or 'none'}"
-    )
-
-
-def read_summaries(evaluation_set: EvaluationSet) -> list[Row]:
+def read_summaries(dataset: EvaluationDataset) -> Rows:
     """Read `text`, `machine_summaries`, `human_summaries`, and the human scores as `relevance`.
 
-    Where there are no human summaries, the text itself is what machine summaries are compared with.
+    Where there are no human summaries, machine summaries are compared with the text itself.
 
     Raises:
-        ValueError: Beside what is wrong with rows: if each text has equal scores only, which tell no order.
+        ValueError: If rows are invalid, or the scores of each text are all equal, so that there is no order to find.
     """
-    rows = _read_summaries(evaluation_set)
+    rows = _read_summaries(dataset)
     if all(len(set(row["relevance"])) == 1 for row in rows):
-        raise ValueError(
-            f"{evaluation_set.path}: all scores{_left(evaluation_set)} are equal within their text, which correlates "
-            "with nothing"
-        )
+        dataset.require_two({0}, "all differences between the scores of a text")
     return rows
 
 
-def _read_summaries(evaluation_set: EvaluationSet) -> list[Row]:
-    first = next(iter(read_rows(evaluation_set.location("test"))), None)
-    scores = scores_of_summaries(evaluation_set, first.content if first and not first.fault else {"relevance": []})
-    has_references = first is not None and "human_summaries" in first.content
-    columns = {"human_summaries": TEXTS} if has_references else {}
-    rows = _read(evaluation_set, "test", text=TEXT, machine_summaries=TEXTS, **columns, **{scores: NUMBERS})
-    for number, row in enumerate(rows, start=1):
-        if len(row["machine_summaries"]) != len(row[scores]):
-            raise ValueError(
-                f"{evaluation_set.path}: row {number} of the test part has {len(row['machine_summaries'])} machine "
-                f"summaries, but {len(row[scores])} scores under {scores!r}; expected one score for each"
-            )
-        row["relevance"] = row.pop(scores)
-        row.setdefault("human_summaries", [row["text"]])
-    return _sample(rows, evaluation_set.limit)
-
-
-def has_one_summary_per_text(evaluation_set: EvaluationSet) -> bool:
-    """Whether the first row has one machine summary, so that no order of summaries can be told within a text."""
-    try:
-        first = next(iter(read_rows(evaluation_set.location("test"))))
-    except (OSError, ValueError, StopIteration):
-        return False  # said when the set is loaded
-    summaries = first.content.get("machine_summaries")
-    return isinstance(summaries, list) and len(summaries) == 1
-
-
-def read_summary_pairs(evaluation_set: EvaluationSet) -> list[Row]:
-    """Read a set with one machine summary per text as scored pairs: `sentence1` (reference), `sentence2`, `score`.
+def read_summary_pairs(dataset: EvaluationDataset) -> Rows:
+    """Read a dataset with one machine summary per text as scored pairs: `sentence1` (reference), `sentence2`, `score`.
 
     Raises:
         ValueError: If a row has several machine summaries or references.
     """
-    rows = _read_summaries(evaluation_set)
+    rows = _read_summaries(dataset)
     for row in rows:
         if len(row["machine_summaries"]) > 1 or len(row["human_summaries"]) > 1:
             raise ValueError(
-                f"{evaluation_set.path}: the first text has one machine summary, another has "
+                f"{dataset.path}: the first text has one machine summary, another has "
                 f"{len(row['machine_summaries'])} ({len(row['human_summaries'])} human ones): expected one for all"
             )
-    pairs = [
+    dataset.require_two({row["relevance"][0] for row in rows}, "all scores")
+    return [
         {"sentence1": row["human_summaries"][0], "sentence2": row["machine_summaries"][0], "score": row["relevance"][0]}
         for row in rows
     ]
-    return _different(evaluation_set, pairs)
+
+
+def _read_summaries(dataset: EvaluationDataset) -> Rows:
+    first = dataset.first_row()
+    scores = next((name for name in SUMMARY_SCORES if name in first), SUMMARY_SCORES[0])
+    if first and scores not in first:
+        raise ValueError(
+            f"{dataset.path}: no human scores, expected a column of one of these names: "
+            f"{', '.join(SUMMARY_SCORES)}. Found: {', '.join(first)}"
+        )
+    references = {"human_summaries": TEXTS} if "human_summaries" in first else {}
+    rows = dataset.rows("test", text=TEXT, machine_summaries=TEXTS, **references, **{scores: NUMBERS})
+    for number, row in enumerate(rows, start=1):
+        if len(row["machine_summaries"]) != len(row[scores]):
+            raise ValueError(
+                f"{dataset.path}: row {number} of the test split has {len(row['machine_summaries'])} machine "
+                f"summaries, but {len(row[scores])} scores under {scores!r}; expected one score for each"
+            )
+        row["relevance"] = row.pop(scores)
+        row.setdefault("human_summaries", [row["text"]])
+    return sample(rows, dataset.limit)
 
 
 class Retrieval(NamedTuple):
-    """A retrieval set: documents (`id`, `title`, `text`), judged queries (`id`, `text`), and judgements."""
+    """A retrieval dataset: documents (`id`, `title`, `text`), queries with qrels (`id`, `text`), and their qrels."""
 
-    corpus: list[Row]
-    queries: list[Row]
-    judgements: Judgements
+    corpus: Rows
+    queries: Rows
+    qrels: Qrels
+
+    def queries_are_documents(self) -> bool:
+        """Whether queries are documents themselves (as in ArguAna), which are then no answers to themselves.
+
+        Equal ids alone say little, as many collections number both from 1: the texts must agree as well.
+        """
+        texts = {row["id"]: set(f"{row['title']} {row['text']}".lower().split()) for row in self.corpus}
+        own = [(set(row["text"].lower().split()), texts[row["id"]]) for row in self.queries if row["id"] in texts]
+        same = sum(len(query & document) > 0.8 * len(query) for query, document in own)
+        return same > 0.5 * len(own)
 
 
-def read_retrieval(evaluation_set: EvaluationSet) -> Retrieval:
-    """Read a retrieval set, its judged queries alone.
+def read_retrieval(dataset: EvaluationDataset) -> Retrieval:
+    """Read a retrieval dataset, with those queries alone that have a relevant document.
 
-    With a limit the corpus is all documents that are judged for the queries, and others up to ten for each query.
+    With a limit the corpus is all documents that the qrels of the queries name, and others up to ten for each query.
     """
-    corpus = _read(evaluation_set, "corpus", _id=TEXT, title=TEXT, text=TEXT)
-    queries = _read(evaluation_set, "queries", _id=TEXT, text=TEXT)
-    judgements = _read_judgements(evaluation_set)
-    for noun, rows, judged in (
-        ("query", queries, set(judgements)),
-        ("document", corpus, {document for documents in judgements.values() for document in documents}),
+    corpus = dataset.rows("corpus", _id=TEXT, title=TEXT, text=TEXT)
+    queries = dataset.rows("queries", _id=TEXT, text=TEXT)
+    qrels = dataset.qrels()
+    for noun, rows, named in (
+        ("query", queries, set(qrels)),
+        ("document", corpus, {document for documents in qrels.values() for document in documents}),
     ):
-        _check_ids(evaluation_set, noun, [row["id"] for row in rows], judged)
-    relevant = {query for query, documents in judgements.items() if any(grade > 0 for grade in documents.values())}
-    queries = [query for query in queries if query["id"] in relevant]
+        _check_ids(dataset, noun, [row["id"] for row in rows], named)
+    queries = [query for query in queries if any(grade > 0 for grade in qrels.get(query["id"], {}).values())]
     if not queries:
-        raise ValueError(f"{evaluation_set.path}: {JUDGEMENTS} calls no document relevant to any query")
-    queries = _sample(queries, evaluation_set.limit)
-    judgements = {query["id"]: judgements[query["id"]] for query in queries}
-    if evaluation_set.limit is not None:
-        judged = {document for documents in judgements.values() for document in documents}
-        others = [row for row in corpus if row["id"] not in judged]
-        size = max(0, CORPUS_PER_QUERY * evaluation_set.limit - len(judged))
-        kept = judged | {row["id"] for row in (_sample(others, size) if size else [])}
+        raise ValueError(f"{dataset.path}: in {QRELS} no document is relevant to any query")
+    queries = sample(queries, dataset.limit)
+    qrels = {query["id"]: qrels[query["id"]] for query in queries}
+    if dataset.limit is not None:
+        named = {document for documents in qrels.values() for document in documents}
+        others = [row for row in corpus if row["id"] not in named]
+        size = max(0, CORPUS_PER_QUERY * dataset.limit - len(named))
+        kept = named | {row["id"] for row in (sample(others, size) if size else [])}
         corpus = [row for row in corpus if row["id"] in kept]
-    return Retrieval(corpus, queries, judgements)
+    return Retrieval(corpus, queries, qrels)
 
 
-def _check_ids(evaluation_set: EvaluationSet, noun: str, ids: list[str], judged: set[str]) -> None:
-    if len(set(ids)) < len(ids):
-        identity, count = Counter(ids).most_common(1)[0]
-        raise ValueError(f"{evaluation_set.path}: {count} rows have the {noun} id {identity!r}, expected one")
-    unknown = sorted(judged - set(ids))
+def _check_ids(dataset: EvaluationDataset, noun: str, ids: list[str], named: set[str]) -> None:
+    repeated, count = Counter(ids).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"{dataset.path}: {count} rows have the {noun} id {repeated!r}, expected one")
+    unknown = sorted(named - set(ids))
     if unknown:
         raise ValueError(
-            f"{evaluation_set.path}: {JUDGEMENTS} judges {len(unknown)} {noun} ids that are not there, for instance "
-            f"{unknown[0]!r}; there are {len(ids)}, for instance {ids[0]!r}"
+            f"{dataset.path}: {QRELS} names {len(unknown)} unknown {noun} ids, for instance {unknown[0]!r}; "
+            f"there are {len(ids)}, for instance {ids[0]!r}"
         )
-
-
-def _read_judgements(evaluation_set: EvaluationSet) -> Judgements:
-    file = evaluation_set.folder / evaluation_set.path / JUDGEMENTS
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing: expected lines of {', '.join(JUDGEMENT_COLUMNS)}, tab-separated")
-    try:
-        header, *lines = file.read_text(encoding="utf-8").splitlines() or [""]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no text in UTF-8: {error}") from error
-    if header.split("\t") != JUDGEMENT_COLUMNS:
-        raise ValueError(
-            f"{file}:1: expected the header {', '.join(JUDGEMENT_COLUMNS)}, tab-separated; found {header!r}"
-        )
-    judgements: Judgements = defaultdict(dict)
-    for number, line in enumerate(lines, start=2):
-        if line.strip():
-            fields = line.split("\t")
-            if len(fields) != len(JUDGEMENT_COLUMNS) or not fields[2].strip().lstrip("-").isdecimal():
-                raise ValueError(f"{file}:{number}: expected query, document and a whole number, found {line[:80]!r}")
-            judgements[fields[0]][fields[1]] = int(fields[2])
-    if not judgements:
-        raise ValueError(f"{file}: no judgements, so that no query could be scored")
-    return dict(judgements)
-
-
-def asks_for_others(retrieval: Retrieval) -> bool:
-    """Whether queries are documents themselves (as in ArguAna), which then are no answers to themselves.
-
-    Equal ids alone say little, as many collections number both from 1: the texts must agree as well.
-    """
-    texts = {row["id"]: set(f"{row['title']} {row['text']}".lower().split()) for row in retrieval.corpus}
-    own = [query for query in retrieval.queries if query["id"] in texts]
-    words = [set(query["text"].lower().split()) for query in own]
-    same = [len(asked & texts[query["id"]]) > 0.8 * len(asked) for query, asked in zip(own, words, strict=True)]
-    return bool(same) and sum(same) > 0.5 * len(same)

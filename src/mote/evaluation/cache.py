@@ -1,6 +1,5 @@
-"""Results on disk, in mteb's format and layout: `results/MODEL/REVISION/[experiments/SETTINGS/]TASK.json`."""
+"""The cache of results, in mteb's format and layout: `results/MODEL/REVISION/[experiments/SETTINGS/]TASK.json`."""
 
-import os
 import shutil
 import tempfile
 import time
@@ -15,25 +14,19 @@ _ASIDE = ".writing-"
 _ADDED_TO = "run_settings.jsonl"  # one file for all tasks
 
 
-def default_cache() -> Path:
-    """The folder of results: `evaluation` in `MOTE_CACHE`, by default `~/.cache/mote`."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("MOTE_CACHE") or Path(base) / "mote") / "evaluation"
-
-
 class CacheError(OSError):
-    """A result could not be written: the run must end, because its work would be lost."""
+    """A result could not be written: the run ends, as its work would be lost."""
 
 
 class Cache(mteb.ResultCache):
-    """mteb's cache, with two promises that it does not make.
+    """mteb's cache, with two guarantees more.
 
-    - A result of other data is no result: mteb compares the revision of the data only where a result is incomplete.
-    - A file is whole or not there: mteb writes in place, and a kill leaves half a file, which then stops every run.
+    - Results of other data do not count: mteb compares the revision of the data only where a result is incomplete.
+    - A file is complete or missing: mteb writes in place, and a kill leaves half a file, which then stops every run.
     """
 
     def __init__(self, folder: Path, tasks: Iterable[Any]) -> None:
-        """In a folder, for results of these tasks.
+        """Open or make the cache in a folder, for results of these tasks.
 
         Raises:
             CacheError: If the folder cannot be made.
@@ -43,26 +36,26 @@ class Cache(mteb.ResultCache):
             folder.mkdir(parents=True, exist_ok=True)  # not every version of mteb does it by itself
         except OSError as error:
             raise CacheError(f"Results cannot be written to {folder}: {error}") from error
-        for leftover in folder.glob(f"{_ASIDE}*"):  # of a writer that was killed: writing takes no time
+        for leftover in folder.glob(f"{_ASIDE}*"):  # of a killed writer: writing takes no time
             if time.time() - leftover.stat().st_mtime > 60:
                 shutil.rmtree(leftover, ignore_errors=True)
-        self.revisions = {task.metadata.name: task.metadata.revision for task in with_parts(tasks)}
+        self.revisions = {task.metadata.name: task.metadata.revision for task in with_subtasks(tasks)}
 
     def load_task_result(self, task_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Load a result, where there is one of the same data."""
+        """Load a result, if there is one on the same data."""
         try:
             result = super().load_task_result(task_name, *args, **kwargs)
-        except (ValueError, KeyError, TypeError, AttributeError):  # no JSON, or not what mteb writes: damaged
+        except (ValueError, KeyError, TypeError, AttributeError):  # damaged: invalid JSON, or not what mteb writes
             return None
         return result if result is not None and result.dataset_revision == self.revisions.get(task_name) else None
 
     def find(self, task: Any, meta: ModelMeta) -> Any:
-        """The result of a task, where it is complete."""
+        """Load the result of a task, if there is a complete one."""
         result = self.load_task_result(task.metadata.name, meta)
         return result if result is not None and not result.get_missing_evaluations(task) else None
 
     def save_to_cache(self, task_result: Any, model_name: Any, *args: Any, **kwargs: Any) -> None:
-        """Write a result beside its place, and move it there file by file."""
+        """Write a result to a temporary folder, and move it into place file by file."""
         place = self.get_task_result_path(task_result.task_name, model_name, *args).parent
         try:
             place.mkdir(parents=True, exist_ok=True)
@@ -79,9 +72,9 @@ class Cache(mteb.ResultCache):
             raise CacheError(f"The result of {task_result.task_name} cannot be written to {place}: {error}") from error
 
 
-def with_parts(tasks: Iterable[Any]) -> Iterator[Any]:
-    """Tasks and those that they are made of."""
+def with_subtasks(tasks: Iterable[Any]) -> Iterator[Any]:
+    """Iterate over tasks, and over those that aggregate tasks consist of."""
     for task in tasks:
         yield task
         if task.is_aggregate:
-            yield from with_parts(task.metadata.tasks)
+            yield from with_subtasks(task.metadata.tasks)

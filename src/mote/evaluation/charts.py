@@ -10,18 +10,18 @@ from matplotlib.figure import Figure
 from mote.evaluation.scores import Evaluation
 from mote.reporting import COLORS
 
-HATCHES = ("", "////", "....", "xxxx")  # each with all colours
-LEGEND_WIDTH = 100  # characters that fit beside each other
+HATCHES = ("", "////", "....", "xxxx")  # each with all colors
+LEGEND_WIDTH = 100  # characters in a row
 
 
 @rc_context({"text.parse_math": False})  # a $ in a name begins no formula
 def draw_gains(evaluation: Evaluation, reference: str, path: Path) -> None:
-    """Draw what each model gains over a reference on each dataset, grouped by task type.
+    """Draw the gain of each model over a reference on each dataset, grouped by task type.
 
     Args:
         evaluation: Scores of two models or more.
-        reference: The model that gains are taken over.
-        path: Where the PNG goes.
+        reference: Label of the model that gains are taken over.
+        path: PNG to write.
 
     Raises:
         ValueError: If no dataset has a score of the reference and of another model.
@@ -63,7 +63,7 @@ def draw_gains(evaluation: Evaluation, reference: str, path: Path) -> None:
 
 
 def _places(types: list[str]) -> list[float]:
-    """Where the bars of each dataset are, with room between task types."""
+    """Positions of the bars of each dataset, with space between task types."""
     places, place = [], 0.0
     for before, now in zip([types[0], *types], types, strict=False):
         place += 0.0 if before == now else 0.8
@@ -73,7 +73,7 @@ def _places(types: list[str]) -> list[float]:
 
 
 def _name_types(axes: Any, types: list[str], places: list[float]) -> None:
-    """Write each task type on the right of its datasets, and draw a line between types."""
+    """Write each task type to the right of its datasets, and draw lines between types."""
     for task_type in dict.fromkeys(types):
         own = [place for place, other in zip(places, types, strict=True) if other == task_type]
         axes.text(

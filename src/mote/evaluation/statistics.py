@@ -1,29 +1,31 @@
-"""Is one model better than another? Tests over datasets."""
+"""Significance tests over datasets: is one model better than another?"""
 
 import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scipy import stats
+
 
 @dataclass(frozen=True)
 class Comparison:
-    """What tests say of a model beside a reference, over the datasets that both have scores for.
+    """A model compared with a reference, over the datasets that both have scores for.
 
-    The p-values are one-sided: how probable a gain as large as this is, if the model were not better. Welch's t-test is
-    the paper's. It takes the scores of the two models for independent samples, so that the spread between datasets
+    The p-values are one-sided: the probability of a gain as large as this, if the model were not better. Welch's t-test
+    is the paper's. It takes the scores of the two models for independent samples, so that the spread between datasets
     hides a gain; the paired tests look at the gain on each dataset.
 
     Attributes:
         model: The model.
-        reference: What it is compared with.
-        datasets: How many datasets both have scores for.
+        reference: The model that it is compared with.
+        datasets: Number of datasets that both have scores for.
         gain: Mean of the model's scores less that of the reference's.
         higher: Number of datasets on which the model scores higher.
         lower: Number of datasets on which it scores lower.
-        welch: p of Welch's t-test. None where it says nothing: fewer than 2 datasets, or no spread in either model.
-        paired_t: p of the paired t-test. None where it says nothing: fewer than 2 datasets, or all gains are equal.
-        wilcoxon: p of Wilcoxon's signed-rank test. None where it says nothing: fewer than 2 datasets, or no gains.
+        welch: p of Welch's t-test. None if undefined: fewer than 2 datasets, or equal scores in each model.
+        paired_t: p of the paired t-test. None if undefined: fewer than 2 datasets, or all gains equal.
+        wilcoxon: p of Wilcoxon's signed-rank test. None if undefined: fewer than 2 datasets, or no gains.
     """
 
     model: str
@@ -37,7 +39,7 @@ class Comparison:
     wilcoxon: float | None
 
     def __str__(self) -> str:
-        """In one line."""
+        """Format as one line."""
         over = f"{self.model} over {self.reference}"
         if self.datasets == 0:
             return f"{over}: no dataset has a score of both"
@@ -64,19 +66,14 @@ def compare_scores(model: str, reference: str, scores: Sequence[float], others: 
     if len(scores) != len(others):
         raise ValueError(f"{model} has {len(scores)} scores, {reference} has {len(others)}: expected the same datasets")
     gains = [ours - theirs for ours, theirs in zip(scores, others, strict=True)]
-    counts = (len(gains), sum(gains) / len(gains) if gains else 0.0, *_signs(gains))
-    return Comparison(model, reference, *counts, *_p_values(scores, others, gains))
-
-
-def _signs(gains: Sequence[float]) -> tuple[int, int]:
-    return sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
+    mean = sum(gains) / len(gains) if gains else 0.0
+    signs = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
+    return Comparison(model, reference, len(gains), mean, *signs, *_p_values(scores, others, gains))
 
 
 def _p_values(
     scores: Sequence[float], others: Sequence[float], gains: Sequence[float]
 ) -> tuple[float | None, float | None, float | None]:
-    from scipy import stats
-
     if len(gains) < 2:
         return None, None, None
     with warnings.catch_warnings():
@@ -90,13 +87,13 @@ def _p_values(
         )
 
 
-def _spread(values: Sequence[float]) -> bool:
-    """Whether values differ by more than the rounding of sums."""
-    return max(values) - min(values) > 1e-9
-
-
 def _number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
+
+
+def _spread(values: Sequence[float]) -> bool:
+    """Whether values differ by more than the rounding of sums; scipy divides by their variance."""
+    return max(values) - min(values) > 1e-9
 
 
 def _p(value: float | None) -> str:

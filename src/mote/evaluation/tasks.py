@@ -1,13 +1,14 @@
-"""The sets of a data folder as tasks of mteb: its own task classes, filled from files.
+"""Tasks of mteb to evaluate on: those of a benchmark, those with some names, or the datasets of a data folder.
 
-Classes, main scores and settings are those of `MTEB(eng, v1)`, which is what the MoTE paper reports. A set that is an
-official one has its official class, name and settings. The revision of a task's dataset is a hash of the files and of
-the limit, by which cached results of other data are told apart.
+A dataset of a folder becomes a task of mteb's own classes, filled from files. Classes, main scores and settings are
+those of `MTEB(eng, v1)`, which the MoTE paper reports. A dataset that is an official one has its official class, name
+and settings. The revision of a task is a hash of the files and the limit, by which cached results are told apart.
 """
 
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,21 +25,20 @@ from mteb.abstasks import (
 )
 from mteb.abstasks.task_metadata import MetadataDatasetDict, TaskMetadata, TaskType
 
-from mote.data import test_sets as files
-from mote.data.test_sets import EvaluationSet
-
-__all__ = ["load_tasks"]
+from configuration_mote import alternatives
+from mote.data import test_sets
+from mote.data.test_sets import EvaluationDataset
 
 TEXTS_PER_LABEL = 20
-"""Texts per label that a clustering set has at least, on average, when a file is dealt out into several."""
+"""Texts per label that a clustering set has at least, on average, when a dataset is divided into several sets."""
 CLUSTERING_SETS = 10
-"""Clustering sets that a file is dealt out into at most, as in MTEB's TwentyNewsgroupsClustering."""
+"""Sets that a clustering dataset is divided into at most, as MTEB's TwentyNewsgroupsClustering is."""
 
 
 class Official(NamedTuple):
-    """What a set is called in MTEB, and how many rows (of `beir`: judgements) it has there.
+    """What a dataset is called in MTEB, and how many rows (of `beir`: qrels) it has there.
 
-    The number of rows is what tells the official set from a sample of it under the same name.
+    The number of rows is what tells the official dataset from a sample of it under the same name.
     """
 
     name: str
@@ -62,88 +62,126 @@ OFFICIAL = {
 }
 
 
-def load_tasks(folder: str | Path, names: Sequence[str] = (), limit: int | None = None) -> list[AbsTask]:
-    """Make tasks of the sets of a data folder that have a test part.
+# Selection -----------------------------------------------------------------------------------------------------------
 
-    Files are read when mteb loads a task, so that a broken set fails by itself.
 
-    Args:
-        folder: Laid out as `mote.data.test_sets` says.
-        names: Which sets: patterns such as `beir/*`, `sts/sts12`, `sts12`, or mteb's `STS12`. Default: all.
-        limit: Test rows, or queries, per set at most: a seeded sample, in proportion to the labels where there are any.
-            Retrieval keeps all documents that are judged for its queries, and others up to ten for each query.
-
-    Returns:
-        Tasks in the order of MTEB's types, then by the name of the set.
+def choose_tasks(
+    benchmark: str | None, data: str | Path | None, names: Sequence[str] = (), limit: int | None = None
+) -> list[AbsTask]:
+    """Choose tasks; the arguments are those of `evaluate`.
 
     Raises:
-        FileNotFoundError: If there is no such folder, or no set in it.
-        ValueError: If a name fits nothing, or the limit is not positive.
+        FileNotFoundError: If there is no such folder.
+        ValueError: If the arguments contradict each other, or a name is unknown.
     """
-    sets = files.find_sets(Path(folder), limit)
-    official = {found.path: _official(found) for found in sets}
-    known = {found.path: [found.path, found.name, _name(found, official[found.path])] for found in sets}
-    chosen = files.select(known, names)
-    return [_task(found, official[found.path]) for found in sets if found.path in chosen]
+    if data is not None and benchmark is not None:
+        raise ValueError("Both a data folder and a benchmark are given: choose --data or --benchmark")
+    if data is not None:
+        return load_tasks(Path(data), names, limit)
+    if limit is not None:
+        raise ValueError(
+            "--limit cuts datasets of --data alone: scores on parts of MTEB's own datasets would be no MTEB scores. "
+            "Choose some of them with --task instead"
+        )
+    try:
+        if benchmark is not None:
+            tasks = list(mteb.get_benchmark(benchmark).tasks)
+            return [tasks[index] for index in _select([[task.metadata.name] for task in tasks], names)]
+        if not names:
+            raise ValueError("Nothing to evaluate on: give --data FOLDER, --benchmark NAME, or --task with MTEB names")
+        return [mteb.get_task(name) for name in dict.fromkeys(names)]
+    except KeyError as error:  # it names the nearest
+        raise ValueError(f"MTEB: {str(error.args[0]).removeprefix('KeyError: ')}") from None
 
 
-def _name(source: EvaluationSet, official: Official | None) -> str:
-    """What mteb calls a set. Kind and name if it has no official name, because sets of two kinds may have one name."""
-    return official.name if official else f"{source.kind}-{source.name}"
+def load_tasks(folder: str | Path, names: Sequence[str] = (), limit: int | None = None) -> list[AbsTask]:
+    """Make tasks of the datasets of a data folder that have a test split.
+
+    Files are read when mteb loads a task, so that a broken dataset fails by itself.
+
+    Args:
+        folder: A data folder, as docs/evaluation.md describes it.
+        names: Which datasets: patterns such as `beir/*`, `sts/sts12`, `sts12`, or mteb's `STS12`. Default: all.
+        limit: Test rows, or queries, per dataset at most: a fixed sample, in proportion to the labels where there are
+            any. Retrieval keeps all documents named by the qrels of its queries, and others up to ten for each query.
+
+    Returns:
+        Tasks in the order of MTEB's types, then by the name of the dataset.
+
+    Raises:
+        FileNotFoundError: If there is no such folder, or no dataset in it.
+        ValueError: If a name matches nothing, or the limit is not positive.
+    """
+    datasets = [(dataset, _official(dataset)) for dataset in test_sets.find_evaluation_datasets(Path(folder), limit)]
+    known = [[dataset.path, dataset.name, _name(dataset, official)] for dataset, official in datasets]
+    return [_task(*datasets[index]) for index in _select(known, names)]
 
 
-def _official(source: EvaluationSet) -> Official | None:
-    official = OFFICIAL.get(source.path)
-    return official if official and source.count() == official.rows else None
+def _select(names: Sequence[Sequence[str]], patterns: Sequence[str]) -> list[int]:
+    """Choose what matches any of the patterns by one of its names; everything if there are no patterns."""
+    chosen = set() if patterns else set(range(len(names)))
+    for pattern in patterns:
+        matching = {index for index, known in enumerate(names) if any(fnmatchcase(name, pattern) for name in known)}
+        if not matching:
+            raise ValueError(f"No dataset matches {pattern!r}." + alternatives(pattern, [known[0] for known in names]))
+        chosen |= matching
+    return sorted(chosen)
 
 
-# What mteb's classes want of each kind ------------------------------------------------------------------------------
+def _name(dataset: EvaluationDataset, official: Official | None) -> str:
+    """What mteb calls a dataset: its official name, or task and name, as datasets of two tasks may share a name."""
+    return official.name if official else f"{dataset.task}-{dataset.name}"
 
 
-def _classification(task: "_FromFolder") -> DatasetDict:
-    parts = files.read_classification(task.source)
-    return DatasetDict({part: Dataset.from_list(rows) for part, rows in parts.items()})
+def _official(dataset: EvaluationDataset) -> Official | None:
+    official = OFFICIAL.get(dataset.path)
+    return official if official and dataset.count() == official.rows else None
 
 
-def _clustering(task: "_FromFolder") -> DatasetDict:
-    """Deal a file out into clustering sets with the same share of each label.
+# What mteb's classes expect of each task -----------------------------------------------------------------------------
+
+
+def _fill_classification(task: "_FromFolder") -> DatasetDict:
+    splits = test_sets.read_classification(task.source)
+    return DatasetDict({split: Dataset.from_list(rows) for split, rows in splits.items()})
+
+
+def _fill_clustering(task: "_FromFolder") -> DatasetDict:
+    """Divide a dataset into clustering sets with the same share of each label.
 
     The mean over several sets is what MTEB's own clustering tasks report, and steadies the score of a single k-means.
     """
-    rows = files.read_clustering(task.source)
+    rows = test_sets.read_clustering(task.source)
     labels = sorted({row["label"] for row in rows})
     count = max(1, min(CLUSTERING_SETS, len(rows) // (TEXTS_PER_LABEL * len(labels))))
     random.Random(0).shuffle(rows)
     rows.sort(key=lambda row: row["label"])
     sets = [rows[start::count] for start in range(count)]
     return _test(
-        {
-            "sentences": [row["text"] for row in part],
-            "labels": [labels.index(row["label"]) for row in part],
-        }
+        {"sentences": [row["text"] for row in part], "labels": [labels.index(row["label"]) for row in part]}
         for part in sets
     )
 
 
-def _rows_of(read: Callable[[EvaluationSet], list[files.Row]]) -> "Callable[[_FromFolder], DatasetDict]":
+def _fill_rows(read: Callable[[EvaluationDataset], test_sets.Rows]) -> "Callable[[_FromFolder], DatasetDict]":
     return lambda task: _test(read(task.source))
 
 
-def _test(rows: Iterable[files.Row]) -> DatasetDict:
+def _test(rows: Iterable[dict[str, Any]]) -> DatasetDict:
     return DatasetDict({"test": Dataset.from_list(list(rows))})
 
 
-def _retrieval(task: "_FromFolder") -> dict[str, Any]:
-    retrieval = files.read_retrieval(task.source)
-    task.ignore_identical_ids = files.asks_for_others(retrieval)
+def _fill_retrieval(task: "_FromFolder") -> dict[str, Any]:
+    retrieval = test_sets.read_retrieval(task.source)
+    task.ignore_identical_ids = retrieval.queries_are_documents()
     return _searchable(retrieval)
 
 
-def _reranking(task: "_FromFolder") -> dict[str, Any]:
+def _fill_reranking(task: "_FromFolder") -> dict[str, Any]:
     """Give each query documents of its own, as mteb does with the old format of reranking tasks."""
     queries, corpus = [], []
-    judgements: files.Judgements = defaultdict(dict)
-    for number, row in enumerate(files.read_reranking(task.source)):
+    qrels: test_sets.Qrels = defaultdict(dict)
+    for number, row in enumerate(test_sets.read_reranking(task.source)):
         query = f"query{number}"
         queries.append({"id": query, "text": row["query"]})
         # The names are mteb's own. They decide on ties, in which trec_eval puts the last name, a negative one, first.
@@ -151,33 +189,32 @@ def _reranking(task: "_FromFolder") -> dict[str, Any]:
             for index, text in enumerate(row[name.removeprefix("a")]):
                 document = f"{name}_{query}_{index:05}"
                 corpus.append({"id": document, "title": "", "text": text})
-                judgements[query][document] = relevant
-    return _searchable(files.Retrieval(corpus, queries, dict(judgements)), candidates=True)
+                qrels[query][document] = relevant
+    return _searchable(test_sets.Retrieval(corpus, queries, dict(qrels)), candidates=True)
 
 
-def _searchable(retrieval: files.Retrieval, candidates: bool = False) -> dict[str, Any]:
-    judgements = retrieval.judgements
+def _searchable(retrieval: test_sets.Retrieval, candidates: bool = False) -> dict[str, Any]:
     split = {
         "corpus": Dataset.from_list(retrieval.corpus),
         "queries": Dataset.from_list(retrieval.queries),
-        "relevant_docs": judgements,
-        "top_ranked": {query: list(judgements[query]) for query in judgements} if candidates else None,
+        "relevant_docs": retrieval.qrels,
+        "top_ranked": {query: list(grades) for query, grades in retrieval.qrels.items()} if candidates else None,
     }
     return {"test": split}
 
 
-# The kinds ----------------------------------------------------------------------------------------------------------
+# Tasks of mteb -------------------------------------------------------------------------------------------------------
 
 
 class Summaries(AbsTaskSummarization):
-    """Scores of summaries on any scale: the range is mteb's for bringing them to 0 to 1, and changes no correlation."""
+    """Scores of summaries on any scale: mteb maps the range to 0 to 1, which changes no correlation."""
 
     min_score = 0
     max_score = 1
 
 
-class Kind(NamedTuple):
-    """How a kind of set becomes a task: mteb's name of the type, its class, its main score, and how it is filled."""
+class Template(NamedTuple):
+    """How datasets of a task become tasks of mteb: type, class, main score, and how it is filled."""
 
     task_type: TaskType
     task_class: type[AbsTask]
@@ -185,62 +222,64 @@ class Kind(NamedTuple):
     fill: "Callable[[_FromFolder], Any]"
 
 
-KINDS = {
-    "classification": Kind("Classification", AbsTaskClassification, "accuracy", _classification),
+TEMPLATES = {
+    "classification": Template("Classification", AbsTaskClassification, "accuracy", _fill_classification),
     # All clustering of MTEB(eng, v1) is of the legacy class: k-means on whole sets, not on samples of one set.
-    "clustering": Kind("Clustering", AbsTaskClusteringLegacy, "v_measure", _clustering),
-    "pair": Kind("PairClassification", AbsTaskPairClassification, "max_ap", _rows_of(files.read_pairs)),
-    # mteb 2 has no class of its own for it: reranking is retrieval among candidates.
-    "reranking": Kind("Reranking", AbsTaskRetrieval, "map_at_1000", _reranking),
-    "beir": Kind("Retrieval", AbsTaskRetrieval, "ndcg_at_10", _retrieval),
-    "sts": Kind("STS", AbsTaskSTS, "cosine_spearman", _rows_of(files.read_sts)),
-    "summarization": Kind("Summarization", Summaries, "cosine_spearman", _rows_of(files.read_summaries)),
+    "clustering": Template("Clustering", AbsTaskClusteringLegacy, "v_measure", _fill_clustering),
+    "pair": Template("PairClassification", AbsTaskPairClassification, "max_ap", _fill_rows(test_sets.read_pairs)),
+    # mteb 2 has no class for reranking: it is retrieval among candidates.
+    "reranking": Template("Reranking", AbsTaskRetrieval, "map_at_1000", _fill_reranking),
+    "beir": Template("Retrieval", AbsTaskRetrieval, "ndcg_at_10", _fill_retrieval),
+    "sts": Template("STS", AbsTaskSTS, "cosine_spearman", _fill_rows(test_sets.read_sts)),
+    "summarization": Template("Summarization", Summaries, "cosine_spearman", _fill_rows(test_sets.read_summaries)),
 }
 
 # The class for summarization correlates scores among the summaries of one text. Where a text has one summary, the
 # correlation is that over all texts, which is what the class for STS does with pairs of text and summary.
-SUMMARY_PAIRS = Kind("Summarization", AbsTaskSTS, "cosine_spearman", _rows_of(files.read_summary_pairs))
+SUMMARY_PAIRS = Template("Summarization", AbsTaskSTS, "cosine_spearman", _fill_rows(test_sets.read_summary_pairs))
 
 
 class _FromFolder:
-    """Mixed into a class of mteb, has it filled from a folder where it would be filled from the Hub."""
+    """Mixed into a class of mteb, fills it from a folder instead of the Hub."""
 
-    source: EvaluationSet
-    kind: Kind
+    source: EvaluationDataset
+    template: Template
     hf_subsets: list[str]
     dataset: dict[str, Any] | None
     data_loaded: bool
     ignore_identical_ids: bool
 
     def load_data(self, *_: Any, **__: Any) -> None:
-        """Read the files; what is wrong with a set is raised here."""
+        """Read the files; errors of a dataset are raised here."""
         if not self.data_loaded:
-            self.dataset = {self.hf_subsets[0]: self.kind.fill(self)}
+            self.dataset = {self.hf_subsets[0]: self.template.fill(self)}
             self.data_loaded = True
 
 
-def _task(source: EvaluationSet, official: Official | None) -> AbsTask:
-    one_each = source.kind == "summarization" and files.has_one_summary_per_text(source)
-    kind = SUMMARY_PAIRS if one_each else KINDS[source.kind]
+def _task(source: EvaluationDataset, official: Official | None) -> AbsTask:
+    template = TEMPLATES[source.task]
+    if source.task == "summarization":
+        summaries = source.first_row().get("machine_summaries")
+        template = SUMMARY_PAIRS if isinstance(summaries, list) and len(summaries) == 1 else template
     dataset = MetadataDatasetDict(path=source.path, revision=source.revision())
     if official:
         parent = type(mteb.get_task(official.name))
         # Superseded by versions that MTEB(eng, v1) does not have; mteb would warn of it at each evaluation.
         metadata = parent.metadata.model_copy(update={"dataset": dataset, "superseded_by": None})
     else:
-        parent = kind.task_class
+        parent = template.task_class
         metadata = TaskMetadata(
             name=_name(source, official),
-            description=f"The set {source.path} of a data folder.",
+            description=f"The dataset {source.path} of a data folder.",
             dataset=dataset,
-            type=kind.task_type,
-            category="t2c" if kind.task_type == "Classification" else "t2t",
+            type=template.task_type,
+            category="t2c" if template.task_type == "Classification" else "t2t",
             eval_splits=["test"],
             eval_langs=["eng-Latn"],
-            main_score=kind.main_score,
+            main_score=template.main_score,
         )
     # mteb takes a task's metadata from its class, also to restore it, so each task has a class of its own.
-    attributes = {"metadata": metadata, "source": source, "kind": kind}
+    attributes = {"metadata": metadata, "source": source, "template": template}
     task: AbsTask = type(parent.__name__, (_FromFolder, parent), attributes)()
     task.hf_subsets = [official.subset if official else "default"]
     return task.filter_eval_splits(["test"])

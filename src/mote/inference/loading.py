@@ -120,17 +120,20 @@ def load_encoder(
         offload: For a MoTE, `"disk"` or `"cpu"`: at most `keep` experts are ever in memory, or on the device.
         keep: Number of experts on the device, with `offload`.
         revision: Branch, tag or commit on the Hub. Default: the newest.
-        device: Device that it runs on. Default: Sentence-Transformers' choice.
+        device: Device that it runs on. Default: Sentence-Transformers' choice. On `"meta"` it is checked, but its
+            weights are not read.
         dtype: Dtype of its weights. Default: the stored one.
-        trust_remote_code: Run the code in its repository.
+        trust_remote_code: Run the code in its repository or folder.
 
     Raises:
-        ValueError: If it does not load, lacks weights, or cannot be offloaded.
+        ValueError: If it does not load, lacks weights, has untrusted code, or cannot be offloaded.
     """
     from sentence_transformers import SentenceTransformer
 
     path = os.fspath(path)
     model_kwargs: dict[str, Any] = {"dtype": dtype} if dtype else {}
+    if device == "meta":
+        model_kwargs["device_map"], device = "meta", None
     if offload is not None:
         from configuration_mote import MoTEConfig
         from mote.inference.offloading import check_settings, start_offloaded
@@ -144,6 +147,10 @@ def load_encoder(
                 path, device=device, revision=revision, trust_remote_code=trust_remote_code, model_kwargs=model_kwargs
             ).eval()
         except Exception as error:  # whatever a library or the model's own code raises
+            if not trust_remote_code and "trust_remote_code" in str(error):
+                raise ValueError(
+                    f"{path} has code of its own, which runs only with --trust-remote-code (trust_remote_code=True)"
+                ) from error
             raise ValueError(f"{path} does not load in Sentence-Transformers: {first_line(error)}") from error
     if offload is not None:
         start_offloaded(encoder[0].model, config.loaded_experts, offload, keep)

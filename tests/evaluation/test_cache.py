@@ -1,0 +1,57 @@
+"""The cache of results: damaged files, other data, places that cannot be written."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.paths import SMALL_ENCODER
+
+pytest.importorskip("mteb")
+
+from mote import evaluate
+from mote.evaluation import evaluate as module
+
+
+def results(folder: Path) -> list[Path]:
+    return [path for path in (folder / "results").rglob("*.json") if path.name != "model_meta.json"]
+
+
+def test_a_damaged_result_is_computed_again(data: Path, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"data": data, "tasks": ["part0"], "out": tmp_path}
+    first = evaluate([str(SMALL_ENCODER)], **arguments)
+    (path,) = results(tmp_path)
+    for damaged in (path.read_text()[:100], "", "[]", "null", "{}", '{"task_name": "part0"}'):
+        path.write_text(damaged)
+        assert evaluate([str(SMALL_ENCODER)], **arguments).scores == first.scores
+
+
+def test_where_results_cannot_be_written_the_run_ends(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="Results cannot be written to "):
+        evaluate([str(SMALL_ENCODER)], data=data, out=tmp_path / "file")
+    (tmp_path / "results").write_text("")
+    with pytest.raises(OSError, match="The result of clustering-trivia cannot be written to"):
+        evaluate([str(SMALL_ENCODER)], data=data, out=tmp_path)
+
+
+def test_without_an_output_folder_results_go_to_the_users_assets(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def assets(*names: str) -> Path:
+        return tmp_path.joinpath(*names)
+
+    monkeypatch.setattr(module, "cached_assets_path", assets)
+    evaluation = evaluate([str(SMALL_ENCODER)], data=data, tasks=["part0"])
+    assert not evaluation.failures
+    assert [path.name for path in results(tmp_path / "mote" / "evaluation")] == ["sts-part0.json"]
+
+
+def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
+    old, new = (tmp_path / name for name in (".writing-old", ".writing-new"))
+    for folder in (old, new):
+        folder.mkdir()
+    os.utime(old, (0, 0))
+    module.Cache(tmp_path, [])
+    assert not old.exists()
+    assert new.exists()  # perhaps of a running writer

@@ -1,0 +1,320 @@
+"""`mote evaluate`: scores of real mteb runs, what is cached of them, and what is made of them."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.paths import ROOT, SMALL_ENCODER
+from helpers.rows import read_rows, write_rows
+
+pytest.importorskip("mteb")
+
+import sentence_transformers
+from safetensors.numpy import load_file, save_file
+
+import mote
+from mote import Evaluation, evaluate
+from mote.cli import main
+from mote.evaluation.evaluate import write
+
+
+@pytest.fixture
+def changed_encoder(tmp_path: Path) -> Path:
+    """The small encoder with other weights, under the same name."""
+    folder = shutil.copytree(SMALL_ENCODER, tmp_path / "other" / "small-encoder")
+    change_weights(folder)
+    return folder
+
+
+def change_weights(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if "word_embeddings" in name)
+    noise = np.random.default_rng(0).normal(0, weights[name].std(), weights[name].shape)
+    weights[name] = (weights[name] + noise).astype(weights[name].dtype)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def results(folder: Path) -> list[Path]:
+    return [path for path in (folder / "results").rglob("*.json") if path.name != "model_meta.json"]
+
+
+def test_scores_are_cached_and_the_second_run_computes_nothing(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mote")
+    first = evaluate([str(SMALL_ENCODER)], data=data, out=tmp_path)
+    assert len(results(tmp_path)) == len(first.datasets) == 4
+    assert len([line for line in caplog.messages if " s" in line and "/4 " in line]) == 4
+
+    def not_again(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model is loaded again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sentence_transformers.SentenceTransformer, "__init__", not_again)
+        second = evaluate([str(SMALL_ENCODER)], data=data, out=tmp_path)
+    assert second == first
+    assert len([line for line in caplog.messages if line.endswith("(cached)")]) == 4
+    monkeypatch.setattr(sentence_transformers.SentenceTransformer, "__init__", not_again)
+    with pytest.raises(ValueError, match="the model is loaded again"):
+        evaluate([str(SMALL_ENCODER)], data=data, out=tmp_path, overwrite=True)
+
+
+def test_what_a_score_depends_on_is_not_mixed_up(data: Path, changed_encoder: Path, tmp_path: Path) -> None:
+    out, own = tmp_path / "out", shutil.copytree(data, tmp_path / "data")
+    models = [str(SMALL_ENCODER), str(changed_encoder)]
+    both = evaluate(models, data=own, tasks=["part0", "trivia"], out=out)
+    assert both.models == ["examples/small-encoder", "other/small-encoder"]  # two folders of one name
+    first, second = (both.scores[label] for label in both.models)
+    assert all(first[name] != second[name] for name in both.datasets)
+    assert len(results(out)) == 4
+
+    one = {"tasks": ["part0", "trivia"], "data": own, "out": out}
+    cut = evaluate([models[0]], limit=20, **one)
+    bf16 = evaluate([models[0]], dtype="bfloat16", **one)
+    assert not cut.failures
+    assert not bf16.failures
+    assert len(results(out)) == 8
+    assert cut.scores["small-encoder"] != bf16.scores["small-encoder"] != first
+    assert (cut.settings["limit"], bf16.settings["dtype"]) == (20, "bfloat16")
+
+    # the second model alone scores as it does after another: tasks start from the same random numbers
+    alone = evaluate([models[1]], data=own, tasks=["part0", "trivia"], out=tmp_path / "alone")
+    assert alone.scores["small-encoder"] == pytest.approx(second)
+
+    path = own / "sts" / "part0" / "test.jsonl.gz"
+    write_rows(path, read_rows(path)[:20])  # other data: scored again, though there is a complete result
+    again = evaluate([models[0]], **one)
+    assert [again.scores["small-encoder"][name] == first[name] for name in again.datasets] == [True, False]
+
+    change_weights(changed_encoder)
+    assert evaluate([models[1]], **one).scores["small-encoder"] != second
+
+
+def test_two_runs_into_one_folder_do_not_share_unfinished_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: list[list[str]] = []
+    move = Path.replace
+
+    def remember(part: Path, target: Path) -> Path:
+        parts[-1].append(part.name)
+        return move(part, target)
+
+    monkeypatch.setattr(Path, "replace", remember)
+    evaluation = Evaluation({"a": {"s": 1.0}, "b": {"s": 2.0}}, {"s": "STS"}, reference="a")
+    for _ in range(2):
+        parts.append([])
+        write(evaluation, tmp_path)
+    assert len(parts[0]) == 4
+    assert not set(parts[0]) & set(parts[1])
+
+
+def test_failures_do_not_stop_the_others(
+    data: Path, fresh_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = shutil.copytree(data, tmp_path / "data")
+    (own / "sts" / "part1" / "test.jsonl.gz").write_bytes(b"no gzip")
+    model = shutil.copytree(fresh_folder, tmp_path / "without-a-prompt")  # its experts cannot be found for one type
+    settings = json.loads((model / "config_sentence_transformers.json").read_text())
+    settings["prompts"].pop("Clustering")
+    settings["prompts"].pop("clustering", None)
+    (model / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    out = tmp_path / "out"
+    status = main(
+        ["evaluate", str(SMALL_ENCODER), str(model), "--data", str(own), "--out", str(out), "--trust-remote-code"]
+    )
+    printed = capsys.readouterr()
+    assert status == 1
+    assert "error: 3 of 8 scores failed: small-encoder on sts-part1: " in printed.err
+    assert "without-a-prompt on clustering-trivia: " in printed.err
+    evaluation = Evaluation.from_json((out / "scores.json").read_text())
+    assert evaluation.common == ["sts-part0", "sts-part2"]
+    assert set(evaluation.failures["without-a-prompt"]) == {"sts-part1", "clustering-trivia"}
+    assert "clustering-trivia" in evaluation.scores["small-encoder"]
+    assert "Means are over those 2 of 4 datasets" in printed.out
+    assert (out / "datasets.md").read_text().count("failed") == 3
+
+
+def test_a_model_that_embeds_as_nan_has_no_score(tmp_path: Path) -> None:
+    folder = shutil.copytree(SMALL_ENCODER, tmp_path / "without-numbers")
+    weights = load_file(folder / "model.safetensors")
+    weights["embeddings.LayerNorm.bias"][0] = np.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    data = ROOT / "examples" / "data"  # retrieval would be scored 0
+    evaluation = evaluate([str(folder)], data=data, tasks=["beir/arxiv", "sts17_en"], limit=3, out=tmp_path / "out")
+    assert set(evaluation.failures["without-numbers"]) == {"beir-arxiv", "STS17", "pair-sts17_en"}
+    assert all(
+        "embeddings that are not finite" in message for message in evaluation.failures["without-numbers"].values()
+    )
+    assert not results(tmp_path / "out")
+
+
+def test_equal_similarities_are_an_error_that_says_so(data: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(SMALL_ENCODER, tmp_path / "constant")
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {name: np.ones_like(weight) if name.endswith("bias") else 0 * weight for name, weight in weights.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    evaluation = evaluate([str(folder)], data=data, tasks=["part0"], out=tmp_path / "out")
+    message = "ValueError: the score is nan: all scores of the dataset, or all that the model gives, are equal"
+    assert evaluation.failures["constant"] == {"sts-part0": message}
+
+
+@pytest.mark.processes
+def test_the_command_writes_tables_scores_and_a_chart(fresh_folder: Path, tmp_path: Path) -> None:
+    models, data = [str(SMALL_ENCODER), str(fresh_folder)], str(ROOT / "examples" / "data")
+    models[0] = f"dense={models[0]}"
+    command = [
+        sys.executable,
+        "-m",
+        "mote",
+        "evaluate",
+        *models,
+        "--data",
+        data,
+        "--task",
+        "sts/*",
+        "--task",
+        "summarization/*",
+    ]
+    options = ["--reference", "dense", "--out", str(tmp_path), "--limit", "30", "--trust-remote-code"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # libraries are silent
+    assert "--limit 30" in done.stdout
+    evaluation = Evaluation.from_json((tmp_path / "scores.json").read_text())
+    assert evaluation.reference == "dense"
+    assert evaluation.table() in done.stdout
+    assert evaluation.table("markdown") in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "gains.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "gains.png").stat().st_size > 5000
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.processes
+def test_a_killed_run_resumes(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    command = [sys.executable, "-m", "mote", "evaluate", str(SMALL_ENCODER), "--data", str(data), "--out", str(killed)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "/4 " in line:
+                os.kill(process.pid, signal.SIGKILL)
+                break
+    assert 1 <= len(results(killed)) < 4
+    with caplog.at_level(logging.INFO, "mote"):
+        resumed = evaluate([str(SMALL_ENCODER)], data=data, out=killed)
+    assert any(line.endswith("(cached)") for line in caplog.messages)
+    assert resumed.scores["small-encoder"] == pytest.approx(
+        evaluate([str(SMALL_ENCODER)], data=data, out=whole).scores["small-encoder"]
+    )
+
+
+def test_an_interrupted_run_says_how_to_resume(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Interrupt(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "2/4" in record.getMessage():
+                raise KeyboardInterrupt
+
+    logger, handler = logging.getLogger("mote.evaluation"), Interrupt()
+    logger.addHandler(handler)
+    try:
+        with (
+            caplog.at_level(logging.INFO, "mote"),
+            pytest.raises(KeyboardInterrupt, match=r"2 of 4 scores are cached in .*; the same command resumes there"),
+        ):
+            evaluate([str(SMALL_ENCODER)], data=data, out=tmp_path)
+    finally:
+        logger.removeHandler(handler)
+    assert len(results(tmp_path)) == 2
+
+
+# Invalid arguments ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "give --data FOLDER, --benchmark NAME, or --task"),
+        (["--data", "DATA", "--benchmark", "MTEB(eng, v1)"], "choose --data or --benchmark"),
+        (["--benchmark", "MTEB(english, v1)"], "MTEB: 'MTEB(english, v1)' not found. Did you mean"),
+        (["--task", "NFCorpuss"], "MTEB: 'NFCorpuss' not found. Did you mean: 'NFCorpus'"),
+        (["--benchmark", "MTEB(eng, v1)", "--task", "Bank?"], "No dataset matches 'Bank?'"),
+        (["--task", "STS12", "--limit", "5"], "--limit cuts datasets of --data alone"),
+        (["--data", "DATA", "--task", "sts/part9"], "sts/part9"),
+        (["--data", "nowhere"], "nowhere"),
+        (["--data", "DATA", "--reference", "gpt"], "The reference gpt is not one of the models: small-encoder"),
+        (["--data", "DATA", "--device", "cuda:99"], "There is no device 'cuda:99' here, but cpu"),
+        (["--data", "DATA", "--dtype", "int3"], "Unknown dtype 'int3': expected float32"),
+        (["--data", "DATA", "--limit", "0"], "The limit is 0: expected 1 or more"),
+        (["--data", "DATA", "--batch-size", "0"], "The batch size is 0"),
+    ],
+)
+def test_invalid_arguments(words: list[str], said: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(data) if word == "DATA" else word for word in words]
+    assert main(["evaluate", str(SMALL_ENCODER), *words]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_invalid_models(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    broken = shutil.copytree(SMALL_ENCODER, tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"nothing")
+    deeper = shutil.copytree(SMALL_ENCODER, tmp_path / "deeper")
+    settings = json.loads((deeper / "config.json").read_text())
+    (deeper / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 4}))
+    adapter, adapted = tmp_path / "adapter", shutil.copytree(SMALL_ENCODER, tmp_path / "adapted")
+    for folder in (adapter, adapted / "0_Transformer"):
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(SMALL_ENCODER)}))
+    for path, said in {
+        str(tmp_path / "empty"): "has neither config.json nor modules.json",
+        str(broken): f"{broken} does not load in Sentence-Transformers",
+        str(
+            deeper
+        ): f"{deeper} lacks weights that its config asks for, and random ones would take their place: encoder",
+        str(adapter): f"{adapter} holds an adapter (adapter_config.json), not the model that it adapts: merge",
+        str(adapted): f"{adapted} holds an adapter",
+        "nobody/nothing": "nobody/nothing is not a folder, and the Hub cannot be reached",
+        "no such/folder/here": "is neither a folder nor an id on the Hub",
+    }.items():
+        out = tmp_path / "out"
+        assert main(["evaluate", str(SMALL_ENCODER), path, "--data", str(data), "--out", str(out)]) == 1
+        printed = capsys.readouterr()
+        assert said in printed.err
+        assert "Model 1" not in printed.out  # known before the work begins
+
+
+def test_code_of_a_folder_runs_only_if_it_is_trusted(
+    data: Path, fresh_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, ran = shutil.copytree(fresh_folder, tmp_path / "model"), tmp_path / "ran"
+    with (model / "modeling_mote.py").open("a") as code:
+        code.write(f"\n\nopen({str(ran)!r}, 'w').close()\n")
+    command = ["evaluate", str(model), "--data", str(data), "--task", "part0", "--out", str(tmp_path / "out")]
+    assert main(command) == 1
+    assert f"{model} has code of its own, which runs only with --trust-remote-code" in capsys.readouterr().err
+    assert not ran.exists()
+    assert main([*command, "--trust-remote-code"]) == 0
+    assert ran.exists()
+
+
+def test_without_mteb_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("mote.evaluation.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(mote.evaluation, "evaluate", raising=False)
+    monkeypatch.setitem(sys.modules, "mteb", None)
+    assert main(["evaluate", str(SMALL_ENCODER), "--data", "x"]) == 1
+    assert 'pip install "mote-embeddings[evaluate]"' in capsys.readouterr().err

@@ -1,0 +1,100 @@
+"""Means, gains, tables and JSON of scores."""
+
+import json
+from typing import Any
+
+import pytest
+
+from mote import Evaluation
+
+TYPES = {"s1": "STS", "s2": "STS", "r1": "Retrieval", "x1": "BitextMining"}
+
+
+def three_models(**settings: Any) -> Evaluation:
+    return Evaluation(
+        scores={
+            "dense": {"s1": 50.0, "s2": 60.0, "r1": 20.0, "x1": 10.0},
+            "mote": {"s1": 51.0, "s2": 64.0, "r1": 20.0, "x1": 9.0},
+            "part": {"s1": 40.0, "r1": 30.0, "x1": 10.0},
+        },
+        types=TYPES,
+        metrics=dict.fromkeys(TYPES, "main"),
+        failures={"part": {"s2": "ValueError: no"}},
+        **settings,
+    )
+
+
+def test_means_are_over_the_datasets_that_all_models_have() -> None:
+    evaluation = three_models()
+    assert evaluation.datasets == ["r1", "s1", "s2", "x1"]  # the paper's types in the paper's order, then others
+    assert evaluation.common == ["r1", "s1", "x1"]
+    assert evaluation.means("mote") == {"Retrieval": 20.0, "STS": 51.0, "BitextMining": 9.0}
+    assert evaluation.mean("mote") == pytest.approx(80 / 3)
+    without = Evaluation({name: evaluation.scores[name] for name in ("dense", "mote")}, TYPES)
+    assert without.means("mote")["STS"] == 57.5
+    assert without.mean("dense") == 35.0
+    assert without.mean_over_types("mote") == pytest.approx((57.5 + 20 + 9) / 3)
+
+
+def test_a_model_without_any_score_does_not_take_the_others_theirs() -> None:
+    evaluation = Evaluation({"a": {"s1": 1.0}, "b": {}}, {"s1": "STS"}, failures={"b": {"s1": "no"}}, reference="a")
+    assert evaluation.means("a") == {"STS": 1.0}
+    assert evaluation.means("b") == {}
+    assert [line.split() for line in evaluation.table().splitlines() if line.startswith("STS")] == [
+        ["STS", "(1)", "1.00", "-"]
+    ]
+    assert "no dataset has a score of both" in evaluation.table()
+    assert json.loads(evaluation.to_json())["means"]["b"]["mean over datasets"] is None
+
+
+def test_gains_are_over_what_both_have() -> None:
+    assert three_models().gains("dense") == {
+        "mote": {"r1": 0.0, "s1": 1.0, "s2": 4.0, "x1": -1.0},
+        "part": {"r1": 10.0, "s1": -10.0, "x1": 0.0},
+    }
+
+
+def test_the_table_in_markdown() -> None:
+    evaluation = three_models(reference="dense", settings={"limit": 10, "dtype": "bfloat16", "mteb": ["2.26.1"]})
+    table = evaluation.table("markdown")
+    assert table.splitlines()[2:9] == [
+        "|  | dense | mote | part |",
+        "| --- | ---: | ---: | ---: |",
+        "| Retrieval (1) | 20.00 | 20.00 (+0.00) | **30.00** (+10.00) |",
+        "| STS (1) | 50.00 | **51.00** (+1.00) | 40.00 (-10.00) |",
+        "| BitextMining (1) | **10.00** | 9.00 (-1.00) | **10.00** (+0.00) |",
+        "| mean over datasets (3) | **26.67** | **26.67** (+0.00) | **26.67** (+0.00) |",
+        "| mean over types (3) | **26.67** | **26.67** (+0.00) | **26.67** (+0.00) |",
+    ]
+    heading = table.splitlines()[0]
+    assert all(part in heading for part in ("mteb 2.26.1", "bfloat16", "--limit 10", "gain over dense"))
+    assert "- Means are over those 3 of 4 datasets" in table
+    assert "- Failed: part on s2: ValueError: no" in table
+    assert "| s2 | STS | main | 60.00 | **64.00** (+4.00) | failed |" in evaluation.per_dataset("markdown")
+
+
+def test_the_table_in_text() -> None:
+    evaluation = Evaluation({"a": {"s1": 50.0}, "b": {"s1": 51.0}}, {"s1": "STS"}, reference="a")
+    lines = evaluation.table().splitlines()
+    assert lines[4] == "STS (1)                 50.00   51.00* (+1.00)"
+    assert len({len(line) for line in lines[4:7]}) == 1
+    alone = Evaluation({"a": {"s1": 50.0}}, {"s1": "STS"}).table()
+    assert "*" not in alone
+    assert "gain" not in alone
+
+
+def test_scores_go_through_json() -> None:
+    evaluation = three_models(reference="dense", settings={"limit": None, "seconds": {"dense": {"s1": 0.5}}})
+    content = json.loads(evaluation.to_json())
+    assert Evaluation.from_json(evaluation.to_json()) == evaluation
+    assert content["means"]["mote"]["STS"] == 51.0
+    assert [one["model"] for one in content["comparisons"]] == ["mote", "part"]
+    with pytest.raises(ValueError, match=r"Not the scores\.json of `mote evaluate`: scores, types"):
+        Evaluation.from_json("{}")
+
+
+def test_scores_that_do_not_hold_are_refused() -> None:
+    with pytest.raises(ValueError, match="without a task type: s9"):
+        Evaluation({"a": {"s9": 1.0}}, {"s1": "STS"})
+    with pytest.raises(ValueError, match="Unknown model 'c'"):
+        Evaluation({"a": {"s1": 1.0}}, {"s1": "STS"}, reference="c")

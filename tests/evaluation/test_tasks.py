@@ -1,0 +1,349 @@
+"""Local data folders as tasks of mteb: real scores, worked out again without mteb; limits; what is refused."""
+
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from math import log2
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.paths import ROOT, SMALL_ENCODER
+from helpers.rows import read_rows, write_rows
+from scipy.stats import spearmanr
+from sentence_transformers import SentenceTransformer
+from sklearn.cluster import MiniBatchKMeans
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import average_precision_score, v_measure_score
+
+mteb = pytest.importorskip("mteb")
+
+from mote.evaluation.tasks import load_tasks  # noqa: E402
+
+EXAMPLES = ROOT / "examples" / "data"
+TYPES = {  # set of the examples → its name and type in mteb, and its main score
+    "classification/banking77": ("classification-banking77", "Classification", "accuracy"),
+    "clustering/arxiv_titles": ("clustering-arxiv_titles", "Clustering", "v_measure"),
+    "pair/sts17_en": ("pair-sts17_en", "PairClassification", "max_ap"),
+    "reranking/liveqa_med": ("reranking-liveqa_med", "Reranking", "map_at_1000"),
+    "beir/arxiv": ("beir-arxiv", "Retrieval", "ndcg_at_10"),
+    "sts/sts17_en": ("STS17", "STS", "cosine_spearman"),
+    "summarization/arxiv": ("summarization-arxiv", "Summarization", "cosine_spearman"),
+}
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # mteb's own, of prompts that are no task types, and sklearn's
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def encoder() -> SentenceTransformer:
+    return SentenceTransformer(str(SMALL_ENCODER), device="cpu")
+
+
+def read(path: str) -> Rows:
+    return read_rows(EXAMPLES / path)
+
+
+def score(model: SentenceTransformer, task: Any) -> float:
+    (result,) = mteb.evaluate(model, [task], cache=None, show_progress_bar=False).task_results
+    return float(result.get_score())
+
+
+# The seven types, each scored by mteb and without it ------------------------------------------------------------------
+
+
+class Embedded:
+    """Normalised embeddings of texts, each worked out once."""
+
+    def __init__(self, model: SentenceTransformer) -> None:
+        self.model = model
+
+    def __call__(self, texts: Sequence[str]) -> np.ndarray:
+        vectors = self.model.encode(list(texts), show_progress_bar=False)
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def cosines(embed: Embedded, rows: Rows, one: str = "sentence1", other: str = "sentence2") -> np.ndarray:
+    return np.sum(embed([row[one] for row in rows]) * embed([row[other] for row in rows]), axis=1)
+
+
+def classification(embed: Embedded) -> float:
+    train, test = (read(f"classification/banking77/{part}.jsonl.gz") for part in ("train", "test"))
+    train_vectors, test_vectors = embed([row["text"] for row in train]), embed([row["text"] for row in test])
+    order, accuracies = list(range(len(train))), []
+    for _ in range(10):  # mteb shuffles on, with the same seed, and takes the first eight of each label
+        np.random.RandomState(42).shuffle(order)
+        seen: Counter[str] = Counter()
+        chosen = []
+        for index in order:
+            if seen[train[index]["label"]] < 8:
+                seen[train[index]["label"]] += 1
+                chosen.append(index)
+        model = LogisticRegression(max_iter=100, random_state=42)
+        model.fit(train_vectors[chosen], [train[index]["label"] for index in chosen])
+        accuracies.append(np.mean(model.predict(test_vectors) == np.array([row["label"] for row in test])))
+    return float(np.mean(accuracies))
+
+
+def clustering(embed: Embedded) -> float:
+    (task,) = load_tasks(EXAMPLES, ["clustering/arxiv_titles"])
+    task.load_data()
+    sets = task.dataset["default"]["test"]
+    labels_of = {row["text"]: row["label"] for row in read("clustering/arxiv_titles/test.jsonl.gz")}
+    assert sorted(text for part in sets for text in part["sentences"]) == sorted(labels_of)
+    scores = []
+    for part in sets:
+        labels = [labels_of[text] for text in part["sentences"]]
+        assert set(Counter(labels).values()) == {20}, "each of the two sets has half of each label"
+        means = MiniBatchKMeans(n_clusters=10, batch_size=500, n_init="auto", random_state=42)
+        scores.append(v_measure_score(labels, means.fit_predict(embed(part["sentences"]))))
+    assert len(scores) == 2
+    return float(np.mean(scores))
+
+
+def pair(embed: Embedded) -> float:
+    rows = read("pair/sts17_en/test.jsonl.gz")
+    one, other = (embed([row[name] for row in rows]) for name in ("sentence1", "sentence2"))
+    labels = [row["label"] for row in rows]  # mteb takes the best of several distances; the others rank as the cosine
+    return max(average_precision_score(labels, by) for by in (np.sum(one * other, 1), -np.abs(one - other).sum(1)))
+
+
+def reranking(embed: Embedded) -> float:
+    precisions = []
+    for row in read("reranking/liveqa_med/test.jsonl.gz"):
+        relevant = [True] * len(row["positive"]) + [False] * len(row["negative"])
+        scores = embed(row["positive"] + row["negative"]) @ embed([row["query"]])[0]
+        ranked = [relevant[index] for index in np.argsort(-scores)]
+        found = [sum(ranked[: place + 1]) / (place + 1) for place, hit in enumerate(ranked) if hit]
+        precisions.append(sum(found) / len(found))
+    return float(np.mean(precisions))
+
+
+def retrieval(embed: Embedded) -> float:
+    corpus, queries = (read(f"beir/arxiv/{part}.jsonl.gz") for part in ("corpus", "queries"))
+    lines = (EXAMPLES / "beir/arxiv/qrels/test.tsv").read_text().splitlines()[1:]
+    judged = {tuple(line.split("\t")[:2]): int(line.split("\t")[2]) for line in lines}
+    documents = embed([row["text"] for row in corpus])
+    gains = []
+    for query in queries:
+        ranking = np.argsort(-(documents @ embed([query["text"]])[0]))[:10]
+        grades = [judged.get((query["_id"], corpus[index]["_id"]), 0) for index in ranking]
+        best = sorted((grade for (asked, _), grade in judged.items() if asked == query["_id"]), reverse=True)[:10]
+        gains.append(discounted(grades) / discounted(best))
+    return float(np.mean(gains))
+
+
+def discounted(grades: Sequence[int]) -> float:
+    return sum(grade / log2(place + 2) for place, grade in enumerate(grades))
+
+
+def sts(embed: Embedded) -> float:
+    rows = read("sts/sts17_en/test.jsonl.gz")
+    return float(spearmanr([row["score"] for row in rows], cosines(embed, rows)).statistic)
+
+
+def summarization(embed: Embedded) -> float:
+    correlations = []
+    for row in read("summarization/arxiv/test.jsonl.gz"):
+        similarity = (embed(row["machine_summaries"]) @ embed(row["human_summaries"]).T).max(axis=1)
+        correlations.append(spearmanr(row["relevance"], similarity).statistic)
+    return float(np.mean(correlations))
+
+
+WITHOUT_MTEB = {
+    "classification/banking77": classification,
+    "clustering/arxiv_titles": clustering,
+    "pair/sts17_en": pair,
+    "reranking/liveqa_med": reranking,
+    "beir/arxiv": retrieval,
+    "sts/sts17_en": sts,
+    "summarization/arxiv": summarization,
+}
+
+
+@pytest.mark.parametrize("path", TYPES)
+def test_each_type_scores_what_is_worked_out_without_mteb(path: str, encoder: SentenceTransformer) -> None:
+    (task,) = load_tasks(EXAMPLES, [path])
+    assert (task.metadata.name, task.metadata.type, task.metadata.main_score) == TYPES[path]
+    assert score(encoder, task) == pytest.approx(WITHOUT_MTEB[path](Embedded(encoder)), abs=1e-5)
+
+
+def test_the_examples_have_one_task_of_each_type_in_the_order_of_types() -> None:
+    tasks = load_tasks(EXAMPLES)
+    assert [(task.metadata.name, task.metadata.type, task.metadata.main_score) for task in tasks] == [*TYPES.values()]
+
+
+# The right expert ----------------------------------------------------------------------------------------------------
+
+EXPERTS = {"Clustering": {"clustering"}, "Retrieval": {"search_query", "search_document"}}
+EXPERTS["Reranking"] = EXPERTS["Retrieval"]
+
+
+@pytest.mark.parametrize("path", TYPES)
+def test_each_type_and_role_reaches_its_expert_with_its_instruction(path: str, trained_folder: Path) -> None:
+    model = SentenceTransformer(str(trained_folder), trust_remote_code=True, device="cpu")
+    (task,) = load_tasks(EXAMPLES, [path], limit=4)
+    used: dict[str, set[str]] = {}  # expert → the texts that it saw
+    texts: list[str] = []
+    for expert, layer in model[0].model.backbone.encoder.layer[0].experts.items():
+        layer.register_forward_hook(lambda *_, expert=expert: used.setdefault(expert, set()).update(texts))
+
+    def remember(_: Any, arguments: Any) -> None:
+        texts[:] = model.tokenizer.batch_decode(arguments[0]["input_ids"], skip_special_tokens=True)
+
+    model[0].register_forward_pre_hook(remember)
+    score(model, task)
+    assert set(used) == EXPERTS.get(task.metadata.type, {"classification"})
+    for expert, seen in used.items():
+        instruction = "".join(model[0].config.instruction_of(expert).split())
+        assert all("".join(text.split()).startswith(instruction) for text in seen)
+    if path in ("beir/arxiv", "reranking/liveqa_med"):
+        rows = read("beir/arxiv/queries.jsonl.gz") if path == "beir/arxiv" else read(f"{path}/test.jsonl.gz")
+        queries = [row["text"] if path == "beir/arxiv" else row["query"] for row in rows]
+        tokens = {tuple(words(model, query)) for query in queries}
+        for expert, of_queries in (("search_query", True), ("search_document", False)):
+            instruction = model[0].config.instruction_of(expert)
+            front = len(words(model, instruction))
+            seen_tokens = {tuple(words(model, text)[front:]) for text in used[expert]}
+            assert seen_tokens
+            assert (seen_tokens <= tokens) is of_queries
+
+
+def words(model: SentenceTransformer, text: str) -> list[str]:
+    return model.tokenizer.tokenize(text)
+
+
+# Which sets, under which names ---------------------------------------------------------------------------------------
+
+
+def names(*patterns: str) -> list[str]:
+    return [task.metadata.name for task in load_tasks(EXAMPLES, patterns)]
+
+
+def test_patterns_match_paths_names_and_mtebs_names() -> None:
+    assert names("sts/*", "beir/arxiv") == ["beir-arxiv", "STS17"]
+    assert names("sts17_en") == ["pair-sts17_en", "STS17"]
+    assert names("STS17") == ["STS17"]
+    assert names("pair-*") == ["pair-sts17_en"]
+    with pytest.raises(ValueError, match="No dataset matches 'sts/sts18'") as refused:
+        names("sts/sts17_en", "sts/sts18")
+    assert "Did you mean 'sts/sts17_en'?" in str(refused.value)
+
+
+def test_folders_without_test_splits_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no data folder"):
+        load_tasks(tmp_path / "absent")
+    write_rows(tmp_path / "classification/alone/train.jsonl.gz", [{"text": "a", "label": "b"}])
+    with pytest.raises(FileNotFoundError, match=r"no dataset with a test split: expected TASK/NAME/test\.jsonl\.gz"):
+        load_tasks(tmp_path)
+    with pytest.raises(ValueError, match="limit must be at least 1"):
+        load_tasks(EXAMPLES, limit=0)
+
+
+def test_only_a_complete_official_dataset_has_the_official_name(tmp_path: Path) -> None:
+    rows = read("sts/sts17_en/test.jsonl.gz")
+    write_rows(tmp_path / "sts/sts17_en/test.jsonl.gz", rows)
+    (official,) = load_tasks(tmp_path)
+    assert official.metadata.name == "STS17"
+    assert isinstance(official, type(mteb.get_task("STS17")))
+    assert official.hf_subsets == ["en-en"]
+    write_rows(tmp_path / "sts/sts17_en/test.jsonl.gz", rows[1:])
+    assert load_tasks(tmp_path)[0].metadata.name == "sts-sts17_en"
+
+
+def test_the_revision_tells_data_and_limit(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES, tmp_path / "copy")
+
+    def revisions(folder: Path, limit: int | None = None) -> list[str]:
+        return [task.metadata.revision for task in load_tasks(folder, limit=limit)]
+
+    before = revisions(EXAMPLES)
+    assert revisions(tmp_path / "copy") == before
+    assert not set(revisions(EXAMPLES, 5)) & set(before)
+    write_rows(tmp_path / "copy" / "classification/banking77/train.jsonl.gz", [{"text": "a", "label": "b"}])
+    with (tmp_path / "copy/beir/arxiv/qrels/test.tsv").open("a") as qrels:
+        qrels.write("\n")
+    changed = [path for path, old, new in zip(TYPES, before, revisions(tmp_path / "copy"), strict=True) if old != new]
+    assert changed == ["classification/banking77", "beir/arxiv"]
+
+
+# Splits and limits ---------------------------------------------------------------------------------------------------
+
+
+def test_two_labels_of_many_in_a_limited_test_split_can_be_scored(encoder: SentenceTransformer) -> None:
+    (task,) = load_tasks(EXAMPLES, ["banking77"], limit=2)
+    assert 0 <= score(encoder, task) <= 1
+
+
+def test_a_few_rows_with_labels_of_their_own_count_as_missed(tmp_path: Path, encoder: SentenceTransformer) -> None:
+    texts = {"question": "what is it, number {}?", "price": "{} dollars"}
+    rows = [{"text": text.format(number), "label": label} for label, text in texts.items() for number in range(10)]
+    write_rows(tmp_path / "classification/rare/train.jsonl.gz", rows)
+    write_rows(tmp_path / "classification/rare/test.jsonl.gz", [*rows, {"text": "hello", "label": "rare"}])
+    assert score(encoder, load_tasks(tmp_path)[0]) == pytest.approx(20 / 21)
+
+
+def test_texts_stand_in_for_human_summaries(tmp_path: Path, encoder: SentenceTransformer) -> None:
+    rows = read("summarization/arxiv/test.jsonl.gz")
+    for row in rows:
+        del row["human_summaries"]
+    write_rows(tmp_path / "summarization/bare/test.jsonl.gz", rows)
+    expected = []
+    for row in rows:
+        vectors = encoder.encode([row["text"], *row["machine_summaries"]], normalize_embeddings=True)
+        expected.append(spearmanr(row["relevance"], vectors[1:] @ vectors[0]).statistic)
+    assert score(encoder, load_tasks(tmp_path)[0]) == pytest.approx(np.mean(expected), abs=1e-5)
+
+
+def test_one_summary_per_text_is_correlated_over_texts(tmp_path: Path, encoder: SentenceTransformer) -> None:
+    rows = [
+        {"text": row["text"], "machine_summaries": row["machine_summaries"][:1], "fluency": row["relevance"][:1]}
+        for row in read("summarization/arxiv/test.jsonl.gz")
+    ]
+    write_rows(tmp_path / "summarization/single/test.jsonl.gz", rows)
+    pairs = [{"one": row["text"], "other": row["machine_summaries"][0]} for row in rows]
+    expected = spearmanr([row["fluency"][0] for row in rows], cosines(Embedded(encoder), pairs, "one", "other"))
+    (task,) = load_tasks(tmp_path)
+    assert task.metadata.type == "Summarization"
+    assert score(encoder, task) == pytest.approx(expected.statistic, abs=1e-5)
+
+
+@pytest.mark.parametrize(("own_text", "left_out"), [(True, True), (False, False)])
+def test_a_query_is_not_its_own_answer(own_text: bool, left_out: bool, tmp_path: Path) -> None:
+    corpus = [{"_id": str(number), "title": "", "text": f"text number {number} of {number}"} for number in range(4)]
+    queries = [{"_id": row["_id"], "text": row["text"] if own_text else "something else"} for row in corpus]
+    write_rows(tmp_path / "beir/made/corpus.jsonl.gz", corpus)
+    write_rows(tmp_path / "beir/made/queries.jsonl.gz", queries)
+    (tmp_path / "beir/made/qrels").mkdir()
+    (tmp_path / "beir/made/qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n0\t1\t1\n2\t3\t1\n")
+    (task,) = load_tasks(tmp_path)
+    task.load_data()
+    assert task.ignore_identical_ids is left_out
+
+
+def test_a_broken_dataset_fails_alone(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES / "sts", tmp_path / "sts")
+    write_rows(tmp_path / "sts/broken/test.jsonl.gz", [{"sentence1": "a", "sentence2": "b"}])
+    tasks = {task.source.path: task for task in load_tasks(tmp_path)}
+    with pytest.raises(ValueError, match=r"broken/test\.jsonl\.gz:1: no column 'score', expected a number"):
+        tasks["sts/broken"].load_data()
+    assert not tasks["sts/broken"].data_loaded
+    tasks["sts/sts17_en"].load_data()
+    assert len(tasks["sts/sts17_en"].dataset["en-en"]["test"]) == 250
+
+
+def test_a_limited_pair_dataset_can_be_scored(encoder: SentenceTransformer) -> None:
+    (task,) = load_tasks(EXAMPLES, ["pair/*"], 1)
+    assert np.isfinite(score(encoder, task))
+
+
+def test_reranking_ranks_the_documents_of_each_query() -> None:
+    (task,) = load_tasks(EXAMPLES, ["reranking/liveqa_med"], 3)
+    task.load_data()
+    split = task.dataset["default"]["test"]
+    assert len(split["queries"]) == 3
+    candidates = [document for documents in split["top_ranked"].values() for document in documents]
+    assert sorted(candidates) == sorted(split["corpus"]["id"])
