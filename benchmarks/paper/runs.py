@@ -54,9 +54,9 @@ class Runs:
             folder = folder.with_name(f"{folder.name}-{made_of}")
             with self._alone(folder):
                 if not folder.exists() and variant.weight == 1:
-                    mote.average(str(trained), folder)
+                    mote.transform(trained, folder, mote.experts.average)
                 elif not folder.exists():
-                    mote.interpolate(str(trained), folder, to_mean=variant.weight)
+                    mote.transform(trained, folder, mote.experts.interpolate, variant.weight)
             return folder
         recipe = recipe_of(name, self.scale, self.source, self.data, seed, [*self.changes, f"output={folder}"])
         with self._alone(folder):

@@ -11,7 +11,7 @@ from sentence_transformers import SentenceTransformer
 
 from benchmarks.pairing import compare
 from benchmarks.performance.benchmark import Benchmark, Options
-from mote import average, compress, evaluate, train
+from mote import evaluate, experts, train, transform
 from mote.analysis.similarity import cosines, embed
 from mote.analysis.weight_change import find_start
 from mote.checkpoints.reading import load_mote, open_checkpoint, open_mote
@@ -78,25 +78,25 @@ def _made_of(mote: Path, folder: Path, quick: bool) -> Iterator[tuple[str, str]]
     full = max(min(linear.weight.shape) for linear in linears)
     for rank in (*((1,) if quick else (rank for rank in RANKS if rank < full)), full):
         name = f"rank {rank}" + (" (full)" if rank == full else "")
-        yield name, str(compress(str(mote), folder / f"rank-{rank}", rank=rank))
-    yield "8 bits", str(compress(str(mote), folder / "8-bits", bits=8))
-    yield AVERAGE, str(average(str(mote), folder / "average"))
+        yield name, str(transform(mote, folder / f"rank-{rank}", experts.compress, rank=rank))
+    yield "8 bits", str(transform(mote, folder / "8-bits", experts.compress, bits=8))
+    yield AVERAGE, str(transform(mote, folder / "average", experts.average))
 
 
 def _rows(models: dict[str, str], scores: Evaluation, options: Options) -> Iterator[list[str]]:
     texts = find_texts().texts
     whole = load_encoder(models[WHOLE], device=options.device, trust_remote_code=True)
-    experts: list[str] = whole[0].config.experts
-    expected = {task: embed(whole, texts, task) for task in experts}
+    names: list[str] = whole[0].config.experts
+    expected = {task: embed(whole, texts, task) for task in names}
     of_whole = expert_bytes(load_mote(open_mote(models[WHOLE])))
     for name, path in models.items():
         model = load_encoder(path, device=options.device, trust_remote_code=True)
         is_dense = name in (AVERAGE, DENSE)
-        size = of_whole // len(experts) if is_dense else expert_bytes(load_mote(open_mote(path)))
-        found = [] if name == DENSE else [cosines(embed(model, texts, task), expected[task]) for task in experts]
+        size = of_whole // len(names) if is_dense else expert_bytes(load_mote(open_mote(path)))
+        found = [] if name == DENSE else [cosines(embed(model, texts, task), expected[task]) for task in names]
         ratio = compare(
-            lambda: _encode(whole, texts, experts[0]),
-            lambda model=model: _encode(model, texts, experts[0]),
+            lambda: _encode(whole, texts, names[0]),
+            lambda model=model: _encode(model, texts, names[0]),
             seconds=0 if options.quick else options.seconds,
         ).ratio
         yield [

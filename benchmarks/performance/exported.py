@@ -7,6 +7,7 @@ path differs. The expert is a fresh copy of the dense model, to whose embeddings
 
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +20,8 @@ import mote
 from benchmarks.pairing import compare
 from benchmarks.performance.benchmark import Benchmark, Options, Target
 from mote.analysis import find_texts
-from mote.inference.runtimes import FILES
+from mote.data.texts import read_texts
+from mote.inference.runtimes import FILES, convert
 
 EXPERT = "search_query"
 LEAST_COSINE = 0.99
@@ -62,7 +64,7 @@ def _paths(options: Options, folder: Path, notes: list[str]) -> Iterator[Way]:
     moted, dense = str(folder / "mote"), folder / "torch"
     with redirect_stdout(StringIO()):
         mote.upcycle(str(options.checkpoint), moted)
-        mote.export(moted, dense, expert=EXPERT)
+        mote.transform(moted, dense, mote.experts.export, EXPERT)
     weights = dense / "model.safetensors"
     yield "torch, float32", lambda: _in_torch(dense, torch.float32), weights
     yield "torch, bfloat16", lambda: _in_torch(dense, torch.bfloat16), weights
@@ -71,7 +73,8 @@ def _paths(options: Options, folder: Path, notes: list[str]) -> Iterator[Way]:
             out = folder / f"{backend}-{quantize}"
             try:
                 with redirect_stdout(StringIO()):  # progress bars of NNCF
-                    mote.export(moted, out, expert=EXPERT, backend=backend, quantize=quantize)
+                    conversion = partial(convert, backend=backend, quantize=quantize, texts=read_texts())
+                    mote.transform(moted, out, mote.experts.export, EXPERT, after=conversion)
             except (OSError, ValueError) as error:
                 notes.append(f"{title}{', int8' if quantize else ''} was not measured: {error}")
                 continue

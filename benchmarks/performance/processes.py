@@ -12,6 +12,7 @@ import sys
 import torch
 from transformers import AutoModel
 from transformers.utils import logging
+import mote
 from modeling_mote import MoTEModel
 
 logging.disable_progress_bar()

@@ -13,17 +13,6 @@ if TYPE_CHECKING:
     from mote.checkpoints.writing import WriteOptions
     from mote.evaluation.evaluate import evaluate
     from mote.evaluation.scores import Evaluation
-    from mote.experts.life import (
-        ExpertList,
-        add_expert,
-        extract_expert,
-        list_experts,
-        merge_experts,
-        remove_expert,
-        rename_expert,
-    )
-    from mote.experts.on_disk import average, compress, export, interpolate
-    from mote.inference.bulk import encode
     from mote.inference.loading import load, load_encoder
     from mote.inference.offloading import offload, restore
     from mote.inference.runtimes import load_exported
@@ -34,34 +23,22 @@ if TYPE_CHECKING:
 __all__ = [
     "Analysis",
     "Evaluation",
-    "ExpertList",
     "MemoryEstimate",
     "MoTEConfig",
     "MoTEModel",
     "UpcyclingOptions",
     "UpcyclingPlan",
     "WriteOptions",
-    "add_expert",
     "analyze",
-    "average",
-    "compress",
-    "encode",
     "estimate_memory",
     "evaluate",
     "experts",
-    "export",
-    "extract_expert",
-    "interpolate",
-    "list_experts",
     "load",
     "load_encoder",
     "load_exported",
-    "merge_experts",
     "offload",
     "plan_upcycling",
     "prompts_of",
-    "remove_expert",
-    "rename_expert",
     "restore",
     "train",
     "transform",
@@ -73,22 +50,8 @@ _HOMES = {
     "MoTEConfig": "configuration_mote",
     "MoTEModel": "modeling_mote",
     **dict.fromkeys(["Analysis", "analyze"], "mote.analysis.analyze"),
-    **dict.fromkeys(["average", "compress", "export", "interpolate"], "mote.experts.on_disk"),
-    **dict.fromkeys(
-        [
-            "ExpertList",
-            "add_expert",
-            "extract_expert",
-            "list_experts",
-            "merge_experts",
-            "remove_expert",
-            "rename_expert",
-        ],
-        "mote.experts.life",
-    ),
     **dict.fromkeys(["MemoryEstimate", "estimate_memory"], "mote.training.memory"),
     "Evaluation": "mote.evaluation.scores",
-    "encode": "mote.inference.bulk",
     "evaluate": "mote.evaluation.evaluate",
     **dict.fromkeys(["load", "load_encoder"], "mote.inference.loading"),
     **dict.fromkeys(["offload", "restore"], "mote.inference.offloading"),

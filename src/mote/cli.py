@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
@@ -442,6 +442,23 @@ def analyze(
     typer.echo(f"\n{analysis}")
 
 
+def _transform(
+    src: str,
+    out: str | None,
+    function: Callable[..., Any],
+    *args: Any,
+    revision: str | None,
+    max_shard_size: str,
+    overwrite: bool,
+    **settings: Any,
+) -> None:
+    from mote import WriteOptions, transform
+
+    options = WriteOptions(max_shard_size=max_shard_size, overwrite=overwrite)
+    given = {name: value for name, value in settings.items() if value not in (None, [], {})}
+    transform(src, out, function, *args, revision=revision, options=options, **given)
+
+
 @app.command()
 def average(
     src: Mote,
@@ -454,9 +471,9 @@ def average(
 
     It loads without the code of this package.
     """
-    from mote.experts import on_disk
+    from mote import experts
 
-    on_disk.average(src, out, revision=revision, max_shard_size=max_shard_size, overwrite=overwrite, report=logger.info)
+    _transform(src, out, experts.average, revision=revision, max_shard_size=max_shard_size, overwrite=overwrite)
 
 
 @app.command()
@@ -474,19 +491,14 @@ def interpolate(
     overwrite: Overwrite = False,
 ) -> None:
     """Move experts towards their mean."""
-    from mote.experts import on_disk
+    from mote import experts
 
     weights = _weights(weight, "--weight")
     if "" in weights and len(weights) > 1:
         raise typer.BadParameter("expected one number, or NAME=W for each expert", param_hint="--weight")
-    on_disk.interpolate(
-        src,
-        out,
-        to_mean=weights.get("", weights),
-        revision=revision,
-        max_shard_size=max_shard_size,
-        overwrite=overwrite,
-        report=logger.info,
+    chosen = weights.get("", weights)
+    _transform(
+        src, out, experts.interpolate, chosen, revision=revision, max_shard_size=max_shard_size, overwrite=overwrite
     )
 
 
@@ -513,20 +525,31 @@ def export(
 
     It loads without the code of this package.
     """
-    from mote.experts import on_disk
+    from functools import partial
 
-    on_disk.export(
+    from mote import experts
+    from mote.data.texts import read_texts
+    from mote.inference import runtimes
+
+    if backend == "torch" and texts is not None:
+        raise ValueError("texts are for the backends 'onnx' and 'openvino': choose one, as in `--backend openvino`")
+    runtimes.require(backend, quantize)
+    settings: dict[str, Any] = {}
+    if backend != "torch":
+        convert = partial(runtimes.convert, backend=backend, quantize=quantize, texts=read_texts(texts))
+        settings = {"after": convert, "recorded": {"backend": backend, "quantize": quantize}}
+    _transform(
         src,
         out,
-        expert=expert,
-        backend=backend,
-        quantize=quantize,
-        texts=texts,
+        experts.export,
+        expert,
+        **settings,
         revision=revision,
         max_shard_size=max_shard_size,
         overwrite=overwrite,
-        report=logger.info,
     )
+    if backend != "torch":
+        logger.info('mote.load_exported("%s", backend="%s").encode(texts)', out, backend)
 
 
 @app.command()
@@ -547,17 +570,17 @@ def compress(
     """
     if (rank is None) == (bits is None):
         raise typer.BadParameter("expected either --rank or --bits", param_hint="--rank")
-    from mote.experts import on_disk
+    from mote import experts
 
-    on_disk.compress(
+    _transform(
         src,
         out,
+        experts.compress,
         rank=rank,
         bits=bits,
         revision=revision,
         max_shard_size=max_shard_size,
         overwrite=overwrite,
-        report=logger.info,
     )
 
 
@@ -613,9 +636,9 @@ def memory(
 @experts_app.command("list")
 def list_experts(src: Mote, revision: Revision = None) -> None:
     """List the experts of a MoTE."""
-    from mote.experts import life
+    from mote import experts
 
-    typer.echo(life.list_experts(src, revision=revision))
+    typer.echo(experts.list_experts(src, revision=revision))
 
 
 @experts_app.command("add")
@@ -633,19 +656,24 @@ def add_expert(
     overwrite: Overwrite = False,
 ) -> None:
     """Write a MoTE with one more expert."""
-    from mote.experts import life
+    from mote import experts
+    from mote.experts.artefact import artefact_or_name
 
-    life.add_expert(
+    start = artefact_or_name(expert)
+    name = name or (None if isinstance(start, str) else start.name)
+    if name is None:
+        raise ValueError(f"The new expert, a copy of {expert!r}, needs a name of its own: give it one with `--name`")
+    _transform(
         src,
-        expert,
         out,
-        name=name,
+        experts.add,
+        name,
+        start,
         instruction=instruction,
         tasks=tasks,
         revision=revision,
         max_shard_size=max_shard_size,
         overwrite=overwrite,
-        report=logger.info,
     )
 
 
@@ -661,19 +689,10 @@ def extract_expert(
     private: Private = False,
 ) -> None:
     """Write one expert into files of its own."""
-    from mote.experts import life
+    from mote import WriteOptions, experts
 
-    life.extract_expert(
-        src,
-        name,
-        out,
-        revision=revision,
-        overwrite=overwrite,
-        push=push,
-        repo_id=repo_id,
-        private=private,
-        report=logger.info,
-    )
+    options = WriteOptions(overwrite=overwrite, push=push, repo_id=repo_id, private=private)
+    experts.extract(src, name, out, options, revision=revision)
 
 
 @experts_app.command("merge")
@@ -695,19 +714,21 @@ def merge_experts(
     overwrite: Overwrite = False,
 ) -> None:
     """Write a MoTE with one more expert, the weighted mean of others."""
-    from mote.experts import life
+    from mote import experts as verbs
+    from mote.experts.artefact import artefact_or_name
 
-    life.merge_experts(
+    weights = {artefact_or_name(word): w for word, w in _weights(experts, "EXPERT[=WEIGHT]", default=1.0).items()}
+    _transform(
         src,
-        _weights(experts, "EXPERT[=WEIGHT]", default=1.0),
+        out,
+        verbs.merge,
+        weights,
         name,
-        out=out,
         instruction=instruction,
         tasks=tasks,
         revision=revision,
         max_shard_size=max_shard_size,
         overwrite=overwrite,
-        report=logger.info,
     )
 
 
@@ -730,17 +751,18 @@ def remove_expert(
     overwrite: Overwrite = False,
 ) -> None:
     """Write a MoTE with one expert less."""
-    from mote.experts import life
+    from mote import experts
 
-    life.remove_expert(
+    moved = {task: expert or None for task, expert in tasks or []}
+    _transform(
         src,
-        name,
         out,
-        tasks={task: expert or None for task, expert in tasks or []},
+        experts.remove,
+        name,
+        tasks=moved,
         revision=revision,
         max_shard_size=max_shard_size,
         overwrite=overwrite,
-        report=logger.info,
     )
 
 
@@ -755,17 +777,10 @@ def rename_expert(
     overwrite: Overwrite = False,
 ) -> None:
     """Write a MoTE in which an expert has another name."""
-    from mote.experts import life
+    from mote import experts
 
-    life.rename_expert(
-        src,
-        name,
-        new_name,
-        out,
-        revision=revision,
-        max_shard_size=max_shard_size,
-        overwrite=overwrite,
-        report=logger.info,
+    _transform(
+        src, out, experts.rename, name, new_name, revision=revision, max_shard_size=max_shard_size, overwrite=overwrite
     )
 
 

@@ -23,22 +23,17 @@ from helpers.checkpoints import (
 )
 from helpers.families import all_families, batch, make_different, trained_mote
 from helpers.kills import stop_everywhere
+from helpers.on_disk import add, merge
 from hub.hub_server import HubServer
 from safetensors.torch import load_file, save_file
 
 import mote
 from modeling_mote import MoTEModel
-from mote import (
-    add_expert,
-    extract_expert,
-    list_experts,
-    merge_experts,
-    remove_expert,
-    rename_expert,
-    upcycle,
-)
+from mote import WriteOptions, upcycle
+from mote.checkpoints.provenance import read_steps
 from mote.cli import main
-from mote.experts.artefact import FORMAT, open_expert
+from mote.experts import extract, list_experts
+from mote.experts.artefact import FORMAT, open_artefact
 
 TEXTS = ["a contract", "bread"]
 OF_CLASSIFICATION = {"sts": "clustering", "pair_classification": "clustering", "summarization": None}
@@ -58,7 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def with_legal(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with one expert more."""
     out = tmp_path_factory.mktemp("with") / "legal-mote"
-    add_expert(str(trained), "search_query", out, name="legal", instruction="legal: ", tasks=["contracts"])
+    add(trained, "search_query", out, name="legal", instruction="legal: ", tasks=["contracts"])
     model = MoTEModel.from_pretrained(out)
     with torch.no_grad():
         for block in model.blocks:
@@ -71,16 +66,16 @@ def with_legal(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def legal(with_legal: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """That expert, in files of its own."""
-    return extract_expert(str(with_legal), "legal", tmp_path_factory.mktemp("legal") / "legal")
+    return extract(str(with_legal), "legal", tmp_path_factory.mktemp("legal") / "legal")
 
 
-def fingerprint(folder: Path) -> str:
-    return list_experts(str(folder)).fingerprint
+def base_hash(folder: Path) -> str:
+    return list_experts(str(folder)).base_hash
 
 
 def hidden(folder: Path, task: str) -> torch.Tensor:
     with torch.no_grad():
-        return MoTEModel.from_pretrained(folder)(**batch(), task=task).last_hidden_state
+        return mote.load(folder).eval()(**batch(), task=task).last_hidden_state
 
 
 # Into files, and back ------------------------------------------------------------------------------------------------
@@ -93,40 +88,42 @@ def test_extract_and_add_are_exact(name: str, tmp_path: Path) -> None:
     tiny_tokenizer(tmp_path / "whole")
     model.save_pretrained(tmp_path / "whole", max_shard_size="10KB")
     assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 1
-    files = extract_expert(str(tmp_path / "whole"), "beta", tmp_path / "beta")
+    files = extract(str(tmp_path / "whole"), "beta", tmp_path / "beta")
     taken = load_file(files / "expert.safetensors")
     own = mote.experts.weights(model, "beta")
     assert taken.keys() == own.keys()
     assert all(weight.equal(own[key]) for key, weight in taken.items())
-    remove_expert(str(tmp_path / "whole"), "beta", tmp_path / "without", tasks={"more": None})
-    add_expert(str(tmp_path / "without"), str(files), tmp_path / "again")
-    assert len({fingerprint(tmp_path / folder) for folder in ("whole", "without", "again")}) == 1
+    mote.transform(tmp_path / "whole", tmp_path / "without", mote.experts.remove, "beta", tasks={"more": None})
+    add(tmp_path / "without", files, tmp_path / "again")
+    assert len({base_hash(tmp_path / folder) for folder in ("whole", "without", "again")}) == 1
     again = MoTEModel.from_pretrained(tmp_path / "again")
     assert (again.config.tasks, again.config.instructions) == (model.config.tasks, model.config.instructions)
     for task in ("alpha", "beta", "more"):
         assert hidden(tmp_path / "again", task).equal(hidden(tmp_path / "whole", task))
-    extract_expert(str(tmp_path / "again"), "beta", tmp_path / "twice")
+    extract(str(tmp_path / "again"), "beta", tmp_path / "twice")
     one, other = ((tmp_path / folder / "expert.safetensors").read_bytes() for folder in ("beta", "twice"))
     assert one == other
 
 
 def test_what_lies_in_the_files(with_legal: Path, legal: Path, trained: Path) -> None:
-    assert files_in(legal) == {"README.md", "expert.json", "expert.safetensors"}
+    assert files_in(legal) == {"README.md", "expert.json", "expert.safetensors", "mote.json"}
     told = read_json(legal / "expert.json")
     assert (told["format"], told["name"], told["tasks"]) == (FORMAT, "legal", ["legal", "contracts"])
     assert told["instructions"] == {"legal": "legal: "}
     base = {"name": "legal-mote", "upcycled_from": "tiny", "architecture": "bert", "layers": [0, 1], "pooling": "mean"}
-    assert told["base"] == {**base, "dtype": "float32", "fingerprint": fingerprint(trained)}
-    assert told["made"]["earlier"]["experts.json"]["earlier"]["upcycling.json"]["source"] == "tiny"
+    assert told["base"] == {**base, "dtype": "float32", "hash": base_hash(trained)}
+    steps = read_steps(legal)
+    assert [step["step"] for step in steps] == ["upcycle", "add", "extract"]
+    assert steps[-1]["command"] == "mote experts extract legal-mote legal --out legal"
     card = (legal / "README.md").read_text()
     assert "library_name: mote" in card
     assert "| `contracts` | `legal: ` |" in card
-    assert fingerprint(with_legal) in card
+    assert base_hash(with_legal) in card
     assert str(with_legal.parent) not in card + (legal / "expert.json").read_text()
 
 
 def test_a_mote_to_which_an_expert_was_added(trained: Path, with_legal: Path, legal: Path, tmp_path: Path) -> None:
-    out = add_expert(str(trained), str(legal), tmp_path / "out")
+    out = add(trained, legal, tmp_path / "out")
     assert files_in(out) == {*files_in(with_legal)}
     for task in ("legal", "contracts", "search_query", "clustering"):
         assert hidden(out, task).equal(hidden(with_legal, task))
@@ -137,45 +134,48 @@ def test_a_mote_to_which_an_expert_was_added(trained: Path, with_legal: Path, le
     card = (out / "README.md").read_text()
     assert "| `contracts` | `legal` | `legal: ` |" in card
     assert "made by adding the expert `legal` to" in card
-    assert "mote experts add mote legal --out out" in card
+    assert "mote experts add mote legal --name legal --out out" in card
     assert "Not trained yet" not in card
-    record = read_json(out / "experts.json")
-    assert record["experts"]["legal"] == ["legal", "contracts"]
-    assert record["earlier"]["upcycling.json"]["source"] == "tiny"
+    step = read_steps(out)[-1]
+    assert step["experts"]["legal"] == ["legal", "contracts"]
+    assert [source["name"] for source in step["sources"]] == ["mote", "legal"]
 
 
 def test_under_another_name(trained: Path, legal: Path, tmp_path: Path) -> None:
-    out = add_expert(str(trained), str(legal), tmp_path / "out", name="law", instruction="law: ")
+    out = add(trained, legal, tmp_path / "out", name="law", instruction="law: ")
     config = MoTEModel.from_pretrained(out).config
     assert [task for task, expert in config.tasks.items() if expert == "law"] == ["law", "contracts"]
     assert (config.instruction_of("law"), config.instruction_of("contracts")) == ("law: ", "law: ")
-    first = extract_expert(str(out), "law", tmp_path / "law")
+    first = extract(str(out), "law", tmp_path / "law")
     assert (first / "expert.safetensors").read_bytes() == (legal / "expert.safetensors").read_bytes()
 
 
-def test_tasks_that_another_expert_has_stay_there(trained: Path, tmp_path: Path) -> None:
-    files = extract_expert(str(trained), "classification", tmp_path / "files")
-    said: list[str] = []
-    out = add_expert(
-        str(trained), str(files), tmp_path / "out", name="second", instruction="2: ", tasks=["sts"], report=said.append
-    )
+def test_tasks_that_another_expert_has_stay_there(
+    trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = extract(str(trained), "classification", tmp_path / "files")
+    caplog.set_level("INFO", "mote")
+    out = add(trained, files, tmp_path / "out", name="second", instruction="2: ", tasks=["sts"])
     tasks = MoTEModel.from_pretrained(out).config.tasks
     assert (tasks["sts"], tasks["summarization"]) == ("second", "classification")
-    assert "The task summarization stays with classification: `--task summarization` sends it to second" in said
+    assert (
+        "The task summarization stays with classification: `--task summarization` assigns it to second"
+        in caplog.messages
+    )
     with pytest.raises(ValueError, match=r"instruction 'classification: ' .* already stands for"):
-        add_expert(str(trained), str(files), tmp_path / "twice", name="third")
+        add(trained, files, tmp_path / "twice", name="third")
     assert not (tmp_path / "twice").exists()
 
 
 def test_copies_of_a_fresh_model_are_not_called_trained(upcycled: Path, tmp_path: Path) -> None:
-    out = add_expert(str(upcycled), "mean", tmp_path / "out", name="new")
+    out = add(upcycled, "mean", tmp_path / "out", name="new")
     assert "Not trained yet" in (out / "README.md").read_text()
-    remove_expert(str(out), "new", tmp_path / "less")
+    mote.transform(out, tmp_path / "less", mote.experts.remove, "new")
     assert "Not trained yet" in (tmp_path / "less" / "README.md").read_text()
 
 
 def test_merging(trained: Path, with_legal: Path, legal: Path, tmp_path: Path) -> None:
-    out = merge_experts(str(trained), {"search_query": 1, str(legal): 3}, "both", tmp_path / "out", tasks="xy")
+    out = merge(trained, {"search_query": 1, str(legal): 3}, "both", tmp_path / "out", tasks=["x", "y"])
     weights, whole = (load_file(folder / "model.safetensors") for folder in (out, with_legal))
     for key, weight in weights.items():
         if ".experts.both." in key:
@@ -183,11 +183,11 @@ def test_merging(trained: Path, with_legal: Path, legal: Path, tmp_path: Path) -
             assert weight.equal((0.25 * query + 0.75 * other).float())
     assert MoTEModel.from_pretrained(out).config.tasks["y"] == "both"
     everything = dict.fromkeys(MoTEModel.from_pretrained(trained).config.experts, 0.7)
-    merge_experts(str(trained), everything, "middle", tmp_path / "middle")
+    merge(trained, everything, "middle", tmp_path / "middle")
     with torch.no_grad():
         averaged = mote.experts.average(MoTEModel.from_pretrained(trained))(**batch()).last_hidden_state
     assert hidden(tmp_path / "middle", "middle").equal(averaged)
-    alone = merge_experts(str(trained), {str(legal): 0.1}, "alone", tmp_path / "alone")
+    alone = merge(trained, {str(legal): 0.1}, "alone", tmp_path / "alone")
     assert hidden(alone, "alone").equal(hidden(with_legal, "legal"))
 
 
@@ -208,16 +208,17 @@ def test_removed_and_renamed_in_its_own_place(with_legal: Path, tmp_path: Path) 
     prompts = read_json(folder / "config_sentence_transformers.json")["prompts"]
     assert not {"classification", "Classification", "legal", "summarization"} & prompts.keys()
     assert prompts["STS"] == prompts["law"] == "legal: "
-    record = read_json(folder / "experts.json")
-    assert record["command"].startswith("mote experts remove mote classification --task sts=law ")
-    assert record["earlier"]["experts.json"]["command"] == "mote experts rename mote legal law --overwrite"
+    *_, renamed, removed = read_steps(folder)
+    assert removed["command"].startswith("mote experts remove mote classification --task sts=law ")
+    assert renamed["command"] == "mote experts rename mote legal law --overwrite"
 
 
 def test_shards_of_a_model_changed_in_place(with_legal: Path, tmp_path: Path) -> None:
     folder = tmp_path / "mote"
-    rename_expert(str(with_legal), "legal", "law", folder, max_shard_size="20KB")
+    options = WriteOptions(max_shard_size="20KB")
+    mote.transform(with_legal, folder, mote.experts.rename, "legal", "law", options=options)
     assert len(list(folder.glob("*.safetensors"))) > 1
-    rename_expert(str(folder), "law", "legal", overwrite=True)
+    mote.transform(folder, None, mote.experts.rename, "law", "legal", options=WriteOptions(overwrite=True))
     assert [path.name for path in folder.glob("*model*safetensors*")] == ["model.safetensors"]
     assert hidden(folder, "legal").equal(hidden(with_legal, "legal"))
 
@@ -228,7 +229,7 @@ def test_the_list(with_legal: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed[0].split() == ["expert", "parameters", "instruction", "tasks"]
     assert printed[-2].split(None, 3)[0] == "legal"
     assert printed[-2].split("'legal: '")[1].strip() == "legal, contracts"
-    assert printed[-1] == f"base  {fingerprint(with_legal)}"
+    assert printed[-1] == f"base  {base_hash(with_legal)}"
 
 
 def test_a_folder_with_some_of_its_experts(with_legal: Path, legal: Path, tmp_path: Path) -> None:
@@ -236,10 +237,10 @@ def test_a_folder_with_some_of_its_experts(with_legal: Path, legal: Path, tmp_pa
     (partial / "model.safetensors").unlink()
     MoTEModel.from_pretrained(with_legal, experts=["clustering"]).save_pretrained(partial)
     assert "not here" in str(list_experts(str(partial)))
-    assert fingerprint(partial) == fingerprint(with_legal)
+    assert base_hash(partial) == base_hash(with_legal)
     with pytest.raises(ValueError, match="'legal' was not loaded"):
-        extract_expert(str(partial), "legal", tmp_path / "out")
-    out = add_expert(str(partial), str(legal), tmp_path / "more", name="law", instruction="law: ")
+        extract(str(partial), "legal", tmp_path / "out")
+    out = add(partial, legal, tmp_path / "more", name="law", instruction="law: ")
     assert MoTEModel.from_pretrained(out).config.available_experts == ["clustering", "law"]
     assert hidden(out, "law").equal(hidden(with_legal, "legal"))
 
@@ -247,9 +248,9 @@ def test_a_folder_with_some_of_its_experts(with_legal: Path, legal: Path, tmp_pa
 # The base ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_fingerprint_tells_bases_apart(trained: Path, upcycled: Path, dense: Path, tmp_path: Path) -> None:
+def test_the_base_hash_tells_bases_apart(trained: Path, upcycled: Path, dense: Path, tmp_path: Path) -> None:
     model = MoTEModel.from_pretrained(trained)
-    first = fingerprint(trained)
+    first = base_hash(trained)
     shared = [key for key in model.state_dict() if ".experts." not in key]
     assert len(shared) > 20
     for number, key in enumerate(shared):
@@ -258,32 +259,32 @@ def test_the_fingerprint_tells_bases_apart(trained: Path, upcycled: Path, dense:
         bits = weights[key].view(-1).view(torch.int32)
         bits[-1] ^= 1  # the last bit of the last number
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        assert fingerprint(folder) != first
+        assert base_hash(folder) != first
         shutil.rmtree(folder)
     for name, change in (("pooling", {"pooling": "cls"}), ("layers", {"layers": "every_other"})):
-        fingerprints = {fingerprint(upcycled), fingerprint(upcycle(str(dense), tmp_path / name, **change))}
-        assert len(fingerprints) == 2
+        base_hashs = {base_hash(upcycled), base_hash(upcycle(str(dense), tmp_path / name, **change))}
+        assert len(base_hashs) == 2
     half = upcycle(str(dense), tmp_path / "half", dtype="bfloat16")
-    assert fingerprint(half) != fingerprint(upcycled)
+    assert base_hash(half) != base_hash(upcycled)
     config = read_json(trained / "config.json")
     for number, changed in enumerate(({"layer_norm_eps": 1e-3}, {"hidden_act": "relu"})):
         folder = shutil.copytree(trained, tmp_path / f"config{number}")
         edit_json(folder / "config.json", backbone_config={**config["backbone_config"], **changed})
-        assert fingerprint(folder) != first
+        assert base_hash(folder) != first
 
 
-def test_the_fingerprint_knows_the_base_again(upcycled: Path, dense: Path, tmp_path: Path) -> None:
-    first = fingerprint(upcycled)
-    assert fingerprint(upcycle(str(dense), tmp_path / "others", experts=["a", "b"])) == first
+def test_the_base_hash_knows_the_base_again(upcycled: Path, dense: Path, tmp_path: Path) -> None:
+    first = base_hash(upcycled)
+    assert base_hash(upcycle(str(dense), tmp_path / "others", experts=["a", "b"])) == first
     MoTEModel.from_pretrained(upcycled).save_pretrained(tmp_path / "saved", max_shard_size="5KB")
-    assert fingerprint(tmp_path / "saved") == first
+    assert base_hash(tmp_path / "saved") == first
     make_different(MoTEModel.from_pretrained(upcycled)).save_pretrained(tmp_path / "trained")
-    assert fingerprint(tmp_path / "trained") == first
+    assert base_hash(tmp_path / "trained") == first
     model = MoTEModel.from_pretrained(upcycled)
     model.config.backbone_config.hidden_dropout_prob = 0.5
     model.config.backbone_config._name_or_path = "elsewhere"
     model.save_pretrained(tmp_path / "dropout")
-    assert fingerprint(tmp_path / "dropout") == first
+    assert base_hash(tmp_path / "dropout") == first
 
 
 def changed_attention(folder: Path) -> str:
@@ -314,7 +315,7 @@ def test_a_wrong_base_is_refused(
         assert main(["experts", *verb, "--out", str(tmp_path / "out")]) == 1
         error = capsys.readouterr().err
         assert f"error: The expert 'legal' of {legal} has another base than {folder}" in error
-        assert f"legal-mote (base {fingerprint(trained)}), and other has the base {fingerprint(folder)}" in error
+        assert f"legal-mote (base {base_hash(trained)}), and {folder} has the base {base_hash(folder)}" in error
         assert message in error
         assert "What works: legal-mote itself, or a MoTE that shares its base" in error
     assert not (tmp_path / "out").exists()
@@ -355,7 +356,7 @@ def no_base(folder: Path) -> None:
     edit_json(folder / "expert.json", base=None)
 
 
-def no_fingerprint(folder: Path) -> None:
+def no_hash(folder: Path) -> None:
     edit_json(folder / "expert.json", base={"name": "somewhere"})
 
 
@@ -399,12 +400,12 @@ def a_weight_less(folder: Path) -> None:
         (no_weights, "lacks expert.safetensors"),
         (no_description, "it has no expert.json: `mote experts extract` makes one"),
         (no_json, "expert.json is not valid JSON"),
-        (a_list, "expert.json holds a list: expected a dict"),
+        (a_list, "expert.json must hold a dict, got a list"),
         (no_base, "wrong or missing: base"),
-        (no_fingerprint, "wrong or missing: base"),
+        (no_hash, "wrong or missing: base"),
         (no_names, "wrong or missing: tasks"),
         (no_texts, "wrong or missing: instructions"),
-        (later_format, f"has the format {FORMAT + 1}; this version of mote reads up to {FORMAT}: update mote"),
+        (later_format, f"has format {FORMAT + 1}; this version of mote reads up to {FORMAT}: update mote"),
         (wrong_type, "holds weights of float16, expected float32"),
         (
             a_weight_less,
@@ -474,49 +475,47 @@ def test_places(trained: Path, with_legal: Path, tmp_path: Path, capsys: pytest.
         assert contents(tmp_path) == before
         return capsys.readouterr().err
 
-    add = ("add", str(folder), "mean", "--name", "x")
-    assert f"a folder with `--out`, or `--overwrite` to change {folder} itself" in refused(*add)
-    assert "is in use: choose another folder, or replace" in refused(*add, "--out", str(folder))
-    assert "something other than a MoTE" in refused(*add, "--out", str(tmp_path), "--overwrite")
-    extract = ("extract", str(folder), "clustering", "--out", str(folder))
-    assert "is in use" in refused(*extract)
-    assert "is the source itself" in refused(*extract, "--overwrite")
-    files = extract_expert(str(folder), "clustering", tmp_path / "files")
+    words = ("add", str(folder), "mean", "--name", "x")
+    assert f"the folder to write with `--out`, or use `--overwrite` to change {folder} itself" in refused(*words)
+    assert "is in use: choose another folder, or replace" in refused(*words, "--out", str(folder))
+    assert "something other than a MoTE" in refused(*words, "--out", str(tmp_path), "--overwrite")
+    extracting = ("extract", str(folder), "clustering", "--out", str(folder))
+    assert "is in use" in refused(*extracting)
+    assert "is the source itself" in refused(*extracting, "--overwrite")
+    files = extract(str(folder), "clustering", tmp_path / "files")
     assert main(["experts", "extract", str(with_legal), "legal", "--out", str(files), "--overwrite"]) == 0
-    assert open_expert(str(files)).name == "legal"
-    inside = extract_expert(str(folder), "clustering", folder / "clustering")  # a place as good as any
-    assert open_expert(str(inside)).name == "clustering"
+    assert open_artefact(str(files)).name == "legal"
+    inside = extract(str(folder), "clustering", folder / "clustering")  # a place as good as any
+    assert open_artefact(str(inside)).name == "clustering"
     for place in (inside, folder):  # the expert's own files, and what holds them
         with pytest.raises(ValueError, match="is the source itself, or holds it"):
-            add_expert(str(with_legal), str(inside), place, name="x", instruction="x: ", overwrite=True)
-    add_expert(
-        str(folder), str(inside), name="x", instruction="x: ", overwrite=True
-    )  # in place, what else is there stays
-    assert open_expert(str(inside)).name == "clustering"
+            add(with_legal, inside, place, name="x", instruction="x: ", overwrite=True)
+    add(folder, inside, None, name="x", instruction="x: ", overwrite=True)  # in place, other files stay
+    assert open_artefact(str(inside)).name == "clustering"
 
 
 def test_token_routers_and_compressed_experts(dense: Path, trained: Path, legal: Path, tmp_path: Path) -> None:
     routed = upcycle(str(dense), tmp_path / "routed", routing="token")
     for call in (
         lambda: list_experts(str(routed)),
-        lambda: extract_expert(str(routed), "clustering", tmp_path / "out"),
-        lambda: add_expert(str(routed), str(legal), tmp_path / "out"),
-        lambda: rename_expert(str(routed), "clustering", "x", tmp_path / "out"),
+        lambda: extract(str(routed), "clustering", tmp_path / "out"),
+        lambda: add(routed, legal, tmp_path / "out"),
+        lambda: mote.transform(routed, tmp_path / "out", mote.experts.rename, "clustering", "x"),
     ):
         with pytest.raises(ValueError, match="token-routed"):
             call()
     assert main(["compress", str(trained), "--rank", "2", "--out", str(tmp_path / "small")]) == 0
     small = str(tmp_path / "small")
     for call in (
-        lambda: extract_expert(small, "clustering", tmp_path / "out"),
-        lambda: add_expert(small, "mean", tmp_path / "out", name="x"),
+        lambda: extract(small, "clustering", tmp_path / "out"),
+        lambda: add(Path(small), "mean", tmp_path / "out", name="x"),
     ):
         with pytest.raises(ValueError, match=r"are compressed .* before `mote compress`"):
             call()
     expected = hidden(tmp_path / "small", "clustering")
-    renamed = rename_expert(small, "clustering", "x", tmp_path / "out")
+    renamed = mote.transform(small, tmp_path / "out", mote.experts.rename, "clustering", "x")
     assert hidden(renamed, "x").equal(expected)
-    remove_expert(small, "clustering", tmp_path / "less")
+    mote.transform(small, tmp_path / "less", mote.experts.remove, "clustering")
     assert hidden(tmp_path / "less", "query").equal(hidden(tmp_path / "small", "query"))
 
 
@@ -526,11 +525,11 @@ def test_weights_that_are_no_safetensors(trained: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(trained, tmp_path / "bin")
     to_bin(folder)
     with pytest.raises(ValueError, match=r"pytorch_model.bin: expected safetensors"):
-        extract_expert(str(folder), "clustering", tmp_path / "out")
+        extract(str(folder), "clustering", tmp_path / "out")
     lacking = shutil.copytree(trained, tmp_path / "less")
     edit_weights(lacking, backbone__encoder__layer__0__experts__clustering__output__dense__bias=None)
-    with pytest.raises(ValueError, match=r"lacks 1 of the weights of the expert 'clustering', as backbone.encoder"):
-        extract_expert(str(lacking), "clustering", tmp_path / "out")
+    with pytest.raises(ValueError, match=r"lacks 1 of the weights of the expert 'clustering', such as"):
+        extract(str(lacking), "clustering", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -571,6 +570,7 @@ def test_killed_while_a_mote_is_changed_in_its_place(with_legal: Path, tmp_path:
 
 COMMANDS = """
 import json, sys
+from mote.checkpoints.provenance import read_steps
 from mote.cli import main
 for command in json.loads(sys.argv[1]):
     print("status", main(["experts", *command]), flush=True)
@@ -606,7 +606,7 @@ def test_to_the_hub_and_back(trained: Path, with_legal: Path, tmp_path: Path) ->
         assert "user/legal-mote holds a whole model" in error
         assert "mote experts add MODEL user/legal --out DIR" in out
         pushed = server.files("user/legal")
-        assert set(pushed) - {".gitattributes"} == {"README.md", "expert.json", "expert.safetensors"}
+        assert set(pushed) - {".gitattributes"} == {"README.md", "expert.json", "expert.safetensors", "mote.json"}
         assert "base_model: user/legal-mote" in pushed["README.md"].decode()
         assert json.loads(pushed["expert.json"])["base"]["name"] == "user/legal-mote"
 
@@ -620,7 +620,7 @@ def test_to_the_hub_and_back(trained: Path, with_legal: Path, tmp_path: Path) ->
         assert hidden(tmp_path / "fresh" / "new", "legal").equal(hidden(with_legal, "legal"))
         assert "user/nothing is neither a folder nor a repository on the Hub" in error
         assert "user/legal-mote is a whole model, it has no expert.json" in error
-        assert "Say where to write: a folder with `--out`\n" in error
+        assert "Name the folder to write with `--out`\n" in error
         assert "log in with `hf auth login`" in error
-        assert fingerprint(with_legal) in out
+        assert base_hash(with_legal) in out
         assert not {"x", "legal"} & {path.name for path in (tmp_path / "fresh").iterdir()}

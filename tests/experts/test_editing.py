@@ -11,9 +11,9 @@ from helpers.paths import SMALL_ENCODER
 from sentence_transformers import SentenceTransformer
 
 import mote
-from configuration_mote import MoTEConfig
 from modeling_mote import MoTEModel
 from mote import prompts_of, upcycle
+from token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
 THREE = ["alpha", "beta", "gamma"]
 PAPER = ["classification", "clustering", "search_query", "search_document"]
@@ -251,7 +251,7 @@ def test_renaming_keeps_the_order_and_what_belongs_to_it(tmp_path: Path) -> None
         (("a.b",), "must be one word"),
         (("items",), "taken by torch's ModuleDict"),
         ((7,), "must be one word"),
-        (("new", "clusterin"), r"Unknown start 'clusterin'. Did you mean 'clustering'\? .*'mean'"),
+        (("new", "clusterin"), r"Unknown expert 'clusterin'. Did you mean 'clustering'\? .*'mean'"),
         (("new", {}), r"The weights do not fit: \d+ are missing"),
         (("new", {"x": torch.zeros(1)}), "The weights do not fit"),
     ],
@@ -268,9 +268,9 @@ def test_what_cannot_be_added(arguments: tuple[Any, ...], message: str) -> None:
     ("settings", "message"),
     [
         ({"tasks": ["clustering"]}, "Task 'clustering' must go to the expert of its own name"),
-        ({"tasks": [""]}, "must be a text that is not empty"),
+        ({"tasks": [""]}, "must be a string that is not empty"),
         ({"instruction": "clustering: "}, "already stands for"),
-        ({"instruction": 7}, "must be a text"),
+        ({"instruction": 7}, "must be a string"),
         ({"instruction": {"clustering": "x"}}, "An instruction is given for 'clustering'. Available: 'new'"),
     ],
 )
@@ -359,7 +359,7 @@ def test_some_experts_alone(tmp_path: Path) -> None:
 
 
 def test_a_token_router_is_refused() -> None:
-    model = MoTEModel(MoTEConfig(backbone_config=fresh_mote("bert").config.backbone_config, router="token"))
+    model = TokenRoutedModel(TokenRoutedConfig(backbone_config=fresh_mote("bert").config.backbone_config))
     for change in (
         lambda: mote.experts.add(model, "new"),
         lambda: mote.experts.remove(model, "clustering"),

@@ -13,15 +13,17 @@ import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint, edit_json, files_in, read_json, trusted
 from helpers.families import all_families, batch, dense_model, fresh_mote, make_different, mote_config, trained_mote
+from helpers.on_disk import average, interpolate
 from helpers.paths import SMALL_ENCODER
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 
 import mote
 from modeling_mote import MoTEModel
-from mote import average, interpolate
-from mote.checkpoints import writing as repository
+from mote.checkpoints import writing
+from mote.checkpoints.provenance import read_steps
 from mote.cli import main
+from token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
 EXPERTS = ["classification", "clustering", "search_query", "search_document"]
 TEXTS = ["whales breathe air", "a recipe for bread", "search_query: bread"]
@@ -30,7 +32,7 @@ DENSE_FILES = {
     "README.md",
     "config.json",
     "config_sentence_transformers.json",
-    "merging.json",
+    "mote.json",
     "model.safetensors",
     "modules.json",
     "sentence_bert_config.json",
@@ -126,8 +128,8 @@ def test_a_decoder_that_attends_both_ways_stays_one() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_distance_of_zero_changes_no_bit(dtype: torch.dtype) -> None:
     model = three_experts("nomic_bert").to(dtype)
-    for to_mean in (0, 0.0, {}, {"beta": 0}):
-        moved = mote.experts.interpolate(model, to_mean)
+    for weight in (0, 0.0, {}, {"beta": 0}):
+        moved = mote.experts.interpolate(model, weight)
         assert all(value.equal(moved.state_dict()[key]) for key, value in model.state_dict().items())
 
 
@@ -146,7 +148,7 @@ def test_each_expert_at_its_own_distance() -> None:
 
 
 @pytest.mark.parametrize(
-    ("to_mean", "message"),
+    ("weight", "message"),
     [
         (-0.1, "weight of 'alpha' is -0.1: expected a number from 0"),
         (1.5, "is 1.5"),
@@ -155,9 +157,9 @@ def test_each_expert_at_its_own_distance() -> None:
         ({"bta": 0.5}, "Unknown expert 'bta'. Did you mean 'beta'?"),
     ],
 )
-def test_distances_that_do_not_hold(to_mean: Any, message: str) -> None:
+def test_invalid_interpolation_weights(weight: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        mote.experts.interpolate(trained_mote("bert"), to_mean)
+        mote.experts.interpolate(trained_mote("bert"), weight)
 
 
 def test_a_model_without_all_its_experts_is_refused(trained: Path) -> None:
@@ -168,8 +170,7 @@ def test_a_model_without_all_its_experts_is_refused(trained: Path) -> None:
 
 
 def test_a_token_router_is_refused() -> None:
-    model = trained_mote("bert")
-    model.config.router = "token"
+    model = TokenRoutedModel(TokenRoutedConfig(backbone_config=dense_model("bert").config))
     for merge in (mote.experts.average, lambda model: mote.experts.interpolate(model, 0.5)):
         with pytest.raises(ValueError, match="token-routed"):
             merge(model)
@@ -179,7 +180,7 @@ def test_a_token_router_is_refused() -> None:
 
 
 def test_the_averaged_folder_is_a_plain_dense_model(trained: Path, tmp_path: Path) -> None:
-    out = average(str(trained), tmp_path / "out")
+    out = average(trained, tmp_path / "out")
     assert files_in(out) == DENSE_FILES
     assert not [path for path in tmp_path.iterdir() if path != out]
     config = read_json(out / "config.json")
@@ -204,14 +205,14 @@ def test_the_average_loads_without_code_of_ours(name: str, tmp_path: Path) -> No
     dense_checkpoint(tmp_path / "tokenizer")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tmp_path / "tokenizer" / file, tmp_path / "mote" / file)
-    out = average(str(tmp_path / "mote"), tmp_path / "out")
+    out = average(tmp_path / "mote", tmp_path / "out")
     dense = AutoModel.from_pretrained(out, attn_implementation=model.backbone.config._attn_implementation).eval()
     assert hidden(dense).equal(hidden(mote.experts.average(model)))
 
 
 def test_sentence_transformers_embeds_as_the_mote_at_the_mean(trained_folder: Path, tmp_path: Path) -> None:
-    dense = SentenceTransformer(str(average(str(trained_folder), tmp_path / "dense")))
-    mean = trusted(interpolate(str(trained_folder), tmp_path / "mean", to_mean=1.0))
+    dense = SentenceTransformer(str(average(trained_folder, tmp_path / "dense")))
+    mean = trusted(interpolate(trained_folder, tmp_path / "mean", 1.0))
     before = trusted(trained_folder)
     assert [type(module).__name__ for module in dense] == ["Transformer", "Pooling", "Normalize"]
     assert dense.prompts == mean.prompts == before.prompts
@@ -224,13 +225,13 @@ def test_sentence_transformers_embeds_as_the_mote_at_the_mean(trained_folder: Pa
 
 
 def test_the_average_of_a_fresh_folder_embeds_as_its_source(fresh_folder: Path, tmp_path: Path) -> None:
-    dense = SentenceTransformer(str(average(str(fresh_folder), tmp_path / "dense")))
+    dense = SentenceTransformer(str(average(fresh_folder, tmp_path / "dense")))
     assert np.array_equal(dense.encode(TEXTS), SentenceTransformer(str(SMALL_ENCODER)).encode(TEXTS))
 
 
 def test_the_interpolated_folder_is_a_whole_mote(trained_folder: Path, tmp_path: Path) -> None:
-    out = interpolate(str(trained_folder), tmp_path / "out", to_mean={"clustering": 0.5})
-    assert files_in(out) == files_in(trained_folder) | {"merging.json"}
+    out = interpolate(trained_folder, tmp_path / "out", {"clustering": 0.5})
+    assert files_in(out) == files_in(trained_folder) | {"mote.json"}
     before, after = trusted(trained_folder), trusted(out)
     for expert in EXPERTS:
         same = np.array_equal(after.encode(TEXTS, prompt_name=expert), before.encode(TEXTS, prompt_name=expert))
@@ -238,16 +239,16 @@ def test_the_interpolated_folder_is_a_whole_mote(trained_folder: Path, tmp_path:
     card = (out / "README.md").read_text()
     assert "made by moving the experts towards their mean, of\n[small-mote]" in card
     assert "Not trained yet" not in card
-    assert "mote interpolate small-mote --out out --weight clustering=0.5" in card
+    assert "mote interpolate small-mote --weight clustering=0.5 --out out" in card
 
 
 def test_the_record_and_the_card_of_an_average(upcycled: Path, tmp_path: Path) -> None:
-    out = average(str(upcycled), tmp_path / "out")
-    record = read_json(out / "merging.json")
-    assert record["command"] == "mote average tiny-mote --out out"
-    assert set(record["versions"]) == {"python", "mote", "torch", "transformers", "sentence-transformers"}
-    assert len(record["weights"]["model.safetensors"]) == 64
-    assert record["earlier"]["upcycling.json"]["source"] == "tiny"
+    out = average(upcycled, tmp_path / "out")
+    steps = read_steps(out)
+    assert [step["step"] for step in steps] == ["upcycle", "average"]
+    assert steps[-1]["command"] == "mote average tiny-mote --out out"
+    assert set(steps[-1]["versions"]) == {"python", "mote-embeddings", "torch", "transformers", "sentence-transformers"}
+    assert len(steps[-1]["sources"][0]["weights"]["model.safetensors"]) == 64
     card = (out / "README.md").read_text()
     assert "the mean of the experts of [tiny-mote]" in card
     assert "mote average tiny-mote --out out" in card
@@ -257,7 +258,7 @@ def test_the_record_and_the_card_of_an_average(upcycled: Path, tmp_path: Path) -
 
 
 def test_the_average_can_be_upcycled_again(trained: Path, tmp_path: Path) -> None:
-    average(str(trained), tmp_path / "dense")
+    average(trained, tmp_path / "dense")
     assert main(["upcycle", "--src", str(tmp_path / "dense"), "--out", str(tmp_path / "again")]) == 0
     again = trusted(tmp_path / "again")
     dense = SentenceTransformer(str(tmp_path / "dense"))
@@ -277,7 +278,6 @@ def test_the_commands(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     for words in (["0.5"], ["clustering=0.5", "search_query=1"]):
         folder = tmp_path / words[0]
         assert main(["interpolate", str(trained), "--out", str(folder), *weights(words)]) == 0
-        assert "Moving experts towards their mean: classification " in capsys.readouterr().out
         assert MoTEModel.from_pretrained(folder).config.experts == EXPERTS
 
 
@@ -318,10 +318,10 @@ def refusals(dense: Path, trained: Path, tmp_path: Path) -> dict[str, tuple[Path
     out = tmp_path / "out"
     return {
         "1 mismatched keys (('backbone.embeddings.word_embeddings.weight'": (misshapen, out),
-        "is no MoTE but a 'bert': `mote upcycle` makes": (dense, out),
+        "is not a MoTE but a 'bert': `mote upcycle` makes": (dense, out),
         "nowhere is neither a folder nor": (tmp_path / "nowhere", out),
         "are not loaded (loaded: 'clustering')": (partial, out),
-        "is a file cut short?": (broken, out),
+        "cannot be read, is it truncated?": (broken, out),
         "is in use: choose another folder": (trained, dense),
     }
 
@@ -337,34 +337,34 @@ def test_sources_that_are_refused(
 
 
 def test_what_may_be_overwritten(dense: Path, trained: Path, tmp_path: Path) -> None:
-    out = average(str(trained), tmp_path / "out")
+    out = average(trained, tmp_path / "out")
     with pytest.raises(FileExistsError, match="is in use"):
-        average(str(trained), out)
-    average(str(trained), out, overwrite=True)  # a dense model that was made here
-    interpolate(str(trained), out, to_mean=0.5, overwrite=True)
-    average(str(trained), out, overwrite=True)  # a MoTE
+        average(trained, out)
+    average(trained, out, overwrite=True)  # a dense model that was made here
+    interpolate(trained, out, 0.5, overwrite=True)
+    average(trained, out, overwrite=True)  # a MoTE
     assert files_in(out) == DENSE_FILES
     with pytest.raises(FileExistsError, match="something other than a MoTE"):
-        average(str(trained), dense, overwrite=True)
+        average(trained, dense, overwrite=True)
     with pytest.raises(ValueError, match="is the source itself"):
-        average(str(trained), trained, overwrite=True)
+        average(trained, trained, overwrite=True)
     outer = shutil.copytree(trained, tmp_path / "outer")
     inner = shutil.copytree(trained, outer / "inner")
     with pytest.raises(ValueError, match="is the source itself, or holds it"):
-        average(str(inner), outer, overwrite=True)
+        average(inner, outer, overwrite=True)
 
 
-@pytest.mark.parametrize("step", ["write_model", "write_sentence_transformer", "write_record"])
-@pytest.mark.parametrize("merge", [average, lambda *args: interpolate(*args, to_mean=0.5)])
+@pytest.mark.parametrize("step", ["write_model", "write_sentence_transformer", "write_steps"])
+@pytest.mark.parametrize("merge", [average, lambda src, out: interpolate(src, out, 0.5)])
 def test_nothing_is_left_half_written(
     step: str, merge: Callable[..., Path], trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(repository, step, fail)
+    monkeypatch.setattr(writing, step, fail)
     with pytest.raises(OSError, match="could not be written, nothing was left behind: No space left"):
-        merge(str(trained), tmp_path / "out")
+        merge(trained, tmp_path / "out")
     assert not any(tmp_path.iterdir())
 
 

@@ -22,6 +22,7 @@ from modeling_mote import MoTEModel
 from mote import upcycle
 from mote.inference.offloading import Offloading, weights_of_experts
 from mote.inference.stores import CpuStore, DiskStore, _state_of
+from token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
 FOUR = ["a", "b", "c", "d"]
 ROOT = Path(__file__).parents[2]
@@ -483,7 +484,7 @@ def test_settings_out_of_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ValueError, match="Did you mean 'disk'"):
         mote.offload(model, "disc")
     with pytest.raises(ValueError, match="token-routed"):
-        mote.offload(fresh_mote("bert", router="token"), "disk")
+        mote.offload(TokenRoutedModel(TokenRoutedConfig(backbone_config=model.config.backbone_config)), "disk")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(ValueError, match="there is none here: offload to 'disk'"):
         mote.load(tmp_path, offload="cpu")

@@ -8,7 +8,8 @@ from helpers.checkpoints import dense_checkpoint
 from helpers.paths import ROOT
 from safetensors.torch import load_file
 
-from mote import add_expert, list_experts, upcycle
+import mote
+from mote import upcycle
 from mote.training.train import plan, train
 
 DATA = ROOT / "examples" / "data"
@@ -22,8 +23,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny MoTE with an expert more."""
     folder = tmp_path_factory.mktemp("source")
     dense = dense_checkpoint(folder / "tiny", sentence_transformers={"normalize": True, "max_seq_length": 24})
-    mote = upcycle(str(dense), folder / "mote")
-    return add_expert(str(mote), "mean", folder / "legal", name="legal", instruction="legal: ")
+    upcycled = upcycle(str(dense), folder / "mote")
+    return mote.transform(upcycled, folder / "legal", mote.experts.add, "legal", instruction="legal: ")
 
 
 def settings(source: Path, out: Path, *more: str, tasks: str = LEGAL) -> list[str]:
@@ -53,14 +54,14 @@ def test_only_the_new_expert_moves(tasks: str, how: str, source: Path, tmp_path:
     of_legal = {key for key in after if ".experts.legal." in key}
     assert moved <= of_legal
     assert {key for key in of_legal if key.endswith("weight")} <= moved
-    assert list_experts(str(model)).fingerprint == list_experts(str(source)).fingerprint
+    assert mote.experts.list_experts(str(model)).base_hash == mote.experts.list_experts(str(source)).base_hash
 
 
 def test_without_the_line_all_of_it_moves(source: Path, tmp_path: Path) -> None:
     model = train("mote", settings(source, tmp_path / "run", "training.only_experts=null"))
     before, after = (load_file(folder / "model.safetensors") for folder in (source, model))
     assert any(".shared." in key and not torch.equal(weight, before[key]) for key, weight in after.items())
-    assert list_experts(str(model)).fingerprint != list_experts(str(source)).fingerprint
+    assert mote.experts.list_experts(str(model)).base_hash != mote.experts.list_experts(str(source)).base_hash
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from mote.checkpoints import cards
 from mote.checkpoints.provenance import command_line, new_step, plain
 from mote.checkpoints.reading import MoTECheckpoint, is_mote, load_mote, load_tokenizer, open_mote
 from mote.checkpoints.sentence_transformers import normalizes
+from mote.checkpoints.staging import refuse_source
 from mote.checkpoints.tensors import parameter_counts
 from mote.checkpoints.writing import WriteOptions, how_to_load, require_writable, write_repository
 
@@ -75,7 +76,7 @@ def transform(
 
     Args:
         src: A MoTE: a folder or an id on the Hub.
-        out: Folder to write. None: the source itself, with `overwrite`.
+        out: Folder to write. None: the source itself, with `overwrite`, if the function changes the model in place.
         function: Returns a MoTE or a dense model, or None if it has changed the model in place. Those of
             `mote.experts` say by `verb` how they are called on the command line.
         *args: Its arguments after the model.
@@ -102,12 +103,18 @@ def transform(
     target = _target(source, out, options)
     in_place = target.resolve() == source.folder.resolve()
     repo_id = require_writable(target, options, None if in_place else source.folder)
+    others = [*_sources_in(arguments.values())]
+    if not in_place:
+        for other in others:
+            refuse_source(target, other.folder)
     tokenizer = load_tokenizer(source)
     expert = source.config.require_expert(arguments[said.loads]) if said.loads else None
-    model = load_mote(source, None if expert is None else [expert])
+    model = load_mote(source, [expert] if expert is not None and source.config.routes_by_task else None)
     were_copies = _are_copies(model)
     changed = function(model, *args, **kwargs)
     result: Any = model if changed is None else changed
+    if changed is not None and in_place:
+        refuse_source(target, source.folder)
     dense = not is_mote(result.config)
     fresh = not dense and were_copies and _are_copies(result)
     settings = {**arguments, **(recorded or {})}
@@ -147,7 +154,7 @@ def transform(
         target,
         result,
         step=new_step(said.words.split()[-1], command=command, settings=settings, **details),
-        sources=[source, *_sources_in([*arguments.values()])],
+        sources=[source, *others],
         write_card=write_card,
         tokenizer=tokenizer,
         expert=expert,
@@ -190,7 +197,8 @@ def _words(value: Any) -> list[str]:
     if value is None:
         return []
     if isinstance(value, Mapping):
-        return [f"{plain(key)}={one:g}" for key, one in value.items()]
+        values = {key: f"{one:g}" if isinstance(one, int | float) else one or "" for key, one in value.items()}
+        return [f"{plain(key)}={one}" for key, one in values.items()]
     return [str(plain(one)) for one in (value if isinstance(value, list | tuple) else [value])]
 
 

@@ -1,6 +1,6 @@
-"""Experts of a MoTE in memory: add, remove, rename, merge, average, interpolate, compress, export.
+"""Experts of a MoTE: functions over a model in memory, and artefacts, which hold one expert in files.
 
-`mote.transform(source, out, mote.experts.NAME, …)` does the same to a checkpoint on disk.
+`mote.transform(source, out, mote.experts.add, "legal", …)` does the same to a checkpoint on disk.
 """
 
 from importlib import import_module
@@ -8,18 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mote.checkpoints.tensors import parameter_counts
+    from mote.experts.artefact import ExpertArtefact, ExpertList, extract, list_experts, open_artefact
     from mote.experts.compression import compress
     from mote.experts.editing import add, remove, rename, weights
     from mote.experts.exporting import export
     from mote.experts.merging import average, interpolate, merge
 
 __all__ = [
+    "ExpertArtefact",
+    "ExpertList",
     "add",
     "average",
     "compress",
     "export",
+    "extract",
     "interpolate",
+    "list_experts",
     "merge",
+    "open_artefact",
     "parameter_counts",
     "remove",
     "rename",
@@ -28,6 +34,9 @@ __all__ = [
 
 # Imported on first use: torch and transformers take seconds.
 _MODULES = {
+    **dict.fromkeys(
+        ["ExpertArtefact", "ExpertList", "extract", "list_experts", "open_artefact"], "mote.experts.artefact"
+    ),
     **dict.fromkeys(["add", "remove", "rename", "weights"], "mote.experts.editing"),
     **dict.fromkeys(["average", "interpolate", "merge"], "mote.experts.merging"),
     "compress": "mote.experts.compression",

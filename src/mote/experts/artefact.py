@@ -1,15 +1,17 @@
-"""One expert in files of its own: what it is, and which base it belongs to.
+"""Expert artefacts: one expert in files of its own, and the base that it belongs to.
 
-An expert is worth nothing without the attention and the embeddings that it was trained with. So its files carry the
-fingerprint of these, its base, and it goes into no model of another one.
+An expert is worth nothing without the attention and the embeddings that it was trained with. So its files hold a hash
+of these, its base, and no model of another base takes it in.
 """
 
 import json
-from contextlib import ExitStack
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.utils.sha import sha_fileobj
@@ -19,33 +21,40 @@ from transformers import CONFIG_MAPPING
 
 from architectures_mote import architecture_of, weight_name
 from configuration_mote import MoTEConfig
-from modeling_mote import MoTEModel
+from mote import hub
 from mote.checkpoints import cards
-from mote.checkpoints import writing as repository
-from mote.checkpoints.provenance import origin_of, read_steps
-from mote.checkpoints.reading import Source, fetch, read_json
-from mote.checkpoints.staging import EXPERT_FILE
+from mote.checkpoints.provenance import command_line, new_step, origin_of, read_steps, write_steps
+from mote.checkpoints.reading import MoTECheckpoint, fetch, open_mote, read_json
+from mote.checkpoints.staging import EXPERT_FILE, Staging
+from mote.checkpoints.writing import WriteOptions, require_writable
+from mote.experts.checks import require_task_experts, require_uncompressed
+from mote.reporting import millions, table
+
+if TYPE_CHECKING:
+    from modeling_mote import MoTEModel
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1  # of expert.json; readers refuse later ones
 WEIGHTS_FILE = "expert.safetensors"
 
-# Settings of a backbone that do not touch what it computes. Those that have their default value do not count either,
-# so that a version of transformers that adds one leaves fingerprints as they are.
+# Settings of a backbone that do not affect what it computes. Settings at their defaults do not count either, so that a
+# version of transformers that adds one leaves hashes unchanged.
 _COSMETIC = ("architectures", "dtype", "transformers_version", "use_cache", "is_decoder", "tie_word_embeddings")
 _COSMETIC_PARTS = ("dropout", "initializer", "classifier", "summary_", "label", "output_", "_implementation", "_name_")
 
 _FIELDS: dict[str, type] = {"name": str, "tasks": list, "instructions": dict, "base": dict, "weights": dict}
 
 
-@dataclass
-class ExpertFiles:
+@dataclass(eq=False)
+class ExpertArtefact:
     """An expert on disk.
 
     Attributes:
-        source: As the user gave it: a Hub id or a folder.
-        folder: Where its files are.
-        revision: Commit hash, where it came from the Hub.
-        settings: What expert.json says.
+        source: Hub id or folder, as the user gave it.
+        folder: Folder of its files.
+        revision: Commit hash, if it came from the Hub.
+        settings: Content of expert.json.
     """
 
     source: str
@@ -55,34 +64,41 @@ class ExpertFiles:
 
     @property
     def name(self) -> str:
-        """The expert's name."""
+        """Name of the expert."""
         return self.settings["name"]
 
     @property
     def tasks(self) -> list[str]:
-        """The tasks that went to it."""
+        """Tasks that it served."""
         return self.settings["tasks"]
 
     @property
     def instructions(self) -> dict[str, str]:
-        """Task → the text in front of its inputs, as the config of its MoTE had them."""
+        """Task → text in front of its inputs, as in the config of its MoTE."""
         return self.settings["instructions"]
 
     @property
     def public_name(self) -> str:
-        """The name to write into what others read: the id on the Hub, or a folder's name without its place."""
+        """Hub id, or the folder's name without its place."""
         return self.folder.resolve().name if self.revision is None else self.source
+
+    def provenance(self) -> dict[str, Any]:
+        """Describe the artefact for `mote.json`."""
+        weights = {WEIGHTS_FILE: self.settings["weights"]["sha256"]}
+        return {"name": self.public_name, "revision": self.revision, "weights": weights}
 
     def load_weights(self) -> dict[str, torch.Tensor]:
         """Read the weights, named as in the dense model.
 
         Raises:
-            FileNotFoundError: If they are not there.
+            FileNotFoundError: If their file is missing.
             ValueError: If they are not those that expert.json describes.
         """
         path = self.folder / WEIGHTS_FILE
         if not path.is_file():
-            raise FileNotFoundError(f"{self.source} lacks {WEIGHTS_FILE}, the weights of the expert: copy it whole")
+            raise FileNotFoundError(
+                f"{self.source} lacks {WEIGHTS_FILE}, the weights of the expert: copy all its files"
+            )
         remedy = f"copy or extract the expert {self.name!r} again"
         with path.open("rb") as file:
             if sha_fileobj(file).hex() != self.settings["weights"]["sha256"]:
@@ -91,34 +107,34 @@ class ExpertFiles:
             weights = load_file(path)
         except SafetensorError as error:
             raise ValueError(f"{path} cannot be read ({error}): {remedy}") from error
-        dtype = self.settings["base"].get("dtype")
-        others = {name_of(weight.dtype) for weight in weights.values()} - {dtype}
+        expected = self.settings["base"].get("dtype")
+        others = {dtype_name(weight.dtype) for weight in weights.values()} - {expected}
         if others:
-            raise ValueError(f"{path} holds weights of {', '.join(sorted(others))}, expected {dtype}: {remedy}")
+            raise ValueError(f"{path} holds weights of {', '.join(sorted(others))}, expected {expected}: {remedy}")
         return weights
 
-    def require_base(self, source: Source) -> None:
-        """Make sure that a MoTE has the base of this expert.
+    def require_base(self, model: "MoTEModel") -> None:
+        """Check that a MoTE in memory has the base of this expert.
 
         Raises:
             ValueError: If it has another one; the message says what differs, and what would work.
         """
-        ours, theirs = describe_base(source), self.settings["base"]
-        if ours["fingerprint"] == theirs["fingerprint"]:
+        theirs, state = self.settings["base"], model.state_dict()
+        ours = {**_describe(model.config, model.dtype), "hash": base_hash(model.config, state, state.__getitem__)}
+        if ours["hash"] == theirs["hash"]:
             return
-        names = ("architecture", "layers", "pooling", "dtype")
+        names, where = ("architecture", "layers", "pooling", "dtype"), model.name_or_path or "the model"
         differing = [f"{name} {theirs.get(name)} and {ours[name]}" for name in names if ours[name] != theirs.get(name)]
         raise ValueError(
-            f"The expert {self.name!r} of {self.source} has another base than {source.name}: it comes from "
-            f"{theirs.get('name')} (base {theirs['fingerprint']}), and {source.public_name} has the base "
-            f"{ours['fingerprint']}. They differ in {'; '.join(differing) or 'the weights that experts share'}. What "
-            f"works: {theirs.get('name')} itself, or a MoTE that shares its base, in which only experts were trained, "
-            "added or removed"
+            f"The expert {self.name!r} of {self.source} has another base than {where}: it comes from "
+            f"{theirs.get('name')} (base {theirs['hash']}), and {where} has the base {ours['hash']}. They differ in "
+            f"{'; '.join(differing) or 'the weights that experts share'}. What works: {theirs.get('name')} itself, or "
+            "a MoTE that shares its base, in which only experts were trained, added or removed"
         )
 
 
-def open_expert(src: str, revision: str | None = None) -> ExpertFiles:
-    """Find an expert that has files of its own, and read what they say of it, without the weights.
+def open_artefact(src: str | Path, revision: str | None = None) -> ExpertArtefact:
+    """Open an expert artefact and read its description, not its weights.
 
     Args:
         src: A folder, or an id on the Hub, which is downloaded.
@@ -126,121 +142,202 @@ def open_expert(src: str, revision: str | None = None) -> ExpertFiles:
 
     Raises:
         FileNotFoundError: If there is no such expert.
-        ValueError: If its description is damaged, or in a format of a later version.
+        ValueError: If its description is damaged, or in a later format.
     """
     folder, commit = Path(src), None
     if not folder.is_dir():
-        folder = fetch(src, revision, [EXPERT_FILE, WEIGHTS_FILE, "README.md", "config.json"])
+        folder = fetch(str(src), revision, [EXPERT_FILE, WEIGHTS_FILE, "README.md", "config.json"])
         commit = folder.name  # the cache names a snapshot after its commit
     path = folder / EXPERT_FILE
     if not path.is_file():
-        is_model = (folder / "config.json").is_file()
-        kind = "a whole model" if is_model else "no expert in files of its own"
+        kind = "a whole model" if (folder / "config.json").is_file() else "not an expert artefact"
         raise FileNotFoundError(f"{src} is {kind}, it has no {EXPERT_FILE}: `mote experts extract` makes one of a MoTE")
     settings = read_json(path)
     version = settings.get("format")
     if isinstance(version, int) and version > FORMAT:
-        raise ValueError(f"{path} has the format {version}; this version of mote reads up to {FORMAT}: update mote")
+        raise ValueError(f"{path} has format {version}; this version of mote reads up to {FORMAT}: update mote")
     wrong = _wrong_fields(settings)
     if version != FORMAT or wrong:
         raise ValueError(
             f"{path} is damaged: expected a format up to {FORMAT} and {', '.join(_FIELDS)}; wrong or missing: "
             f"{', '.join(wrong or ['format'])}"
         )
-    return ExpertFiles(src, folder, commit, settings)
+    return ExpertArtefact(str(src), folder, commit, settings)
+
+
+def artefact_or_name(word: str) -> str | ExpertArtefact:
+    """Open the artefact that a word on the command line names; return any other word, the name of an expert."""
+    return open_artefact(word) if "/" in word or (Path(word) / EXPERT_FILE).is_file() else word
 
 
 def _wrong_fields(settings: dict[str, Any]) -> list[str]:
-    """Name what is missing in expert.json, or of another kind than what reads it expects."""
+    """Return the fields of expert.json that are missing or of another type."""
     wrong = [name for name, kind in _FIELDS.items() if not isinstance(settings.get(name), kind)]
     if wrong:
         return wrong
     texts = {
         "tasks": settings["tasks"],
         "instructions": settings["instructions"].values(),
-        "base": [settings["base"].get("fingerprint")],
+        "base": [settings["base"].get("hash")],
         "weights": [settings["weights"].get("sha256")],
     }
     return [name for name, values in texts.items() if not all(isinstance(value, str) for value in values)]
 
 
-def write_expert(source: Source, name: str, folder: Path, repo_id: str, command: str) -> None:
-    """Write one expert of a MoTE into files of its own. Nothing but its weights is held in memory.
+def extract(
+    src: str, name: str, out: str | Path, options: WriteOptions | None = None, *, revision: str | None = None
+) -> Path:
+    """Write one expert of a MoTE as an artefact: weights, tasks and instructions, base, card and `mote.json`.
+
+    Only the weights of the expert are held in memory.
 
     Args:
-        source: The MoTE.
-        name: Of the expert.
-        folder: Where to write.
-        repo_id: Name under which readers find it.
-        command: That makes it.
+        src: A MoTE: a folder or an id on the Hub.
+        name: Name of the expert.
+        out: Folder to write.
+        options: How it is written.
+        revision: Branch, tag or commit of a source on the Hub.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileNotFoundError: If the source does not exist or has no weights.
+        FileExistsError: If `out` is in use.
+        ValueError: If the source is not a task MoTE, has no such expert, or its experts are compressed; if the
+            repository to push to holds a whole model.
+        PermissionError: If the Hub refuses the push.
     """
-    config: MoTEConfig = source.config  # type: ignore[assignment]
-    base = describe_base(source)
-    weights = read_expert(source, name)
-    save_file(weights, folder / WEIGHTS_FILE, metadata={"base": base["fingerprint"]})  # one entry: two have no order
+    options, out = options or WriteOptions(), Path(out)
+    source = open_mote(src, revision)
+    repo_id = require_writable(out, options, source.folder)
+    if options.push:
+        hub.refuse_whole_model(repo_id)
+    config = source.config
+    require_task_experts(config)
+    require_uncompressed(config)
+    config.require_expert(name)
+    logger.info("Extracting the expert %s …", name)
+    command = command_line("experts", "extract", source.public_name, name, out=out.resolve())
+    with Staging(out, options.overwrite) as folder:
+        _write(source, name, folder, repo_id, command)
+    logger.info("Wrote %s", out)
+    if options.push:
+        logger.info("Pushing to %s …", repo_id)
+        logger.info("Pushed: %s", hub.push(out, repo_id, private=options.private, what="an expert of a MoTE"))
+    logger.info("mote experts add MODEL %s --out DIR", repo_id if options.push else out)
+    return out
+
+
+def _write(source: MoTECheckpoint, name: str, folder: Path, repo_id: str, command: str) -> None:
+    config = source.config
+    steps = read_steps(source.folder)
+    weights = _read_expert(source, name)
+    base = {
+        "name": source.public_name,
+        "upcycled_from": origin_of(steps),
+        **_describe(config, next(iter(weights.values())).dtype),
+        "hash": _hash_on_disk(source),
+    }
+    save_file(weights, folder / WEIGHTS_FILE, metadata={"base": base["hash"]})  # one entry: two have no order
     with (folder / WEIGHTS_FILE).open("rb") as file:
         sha256 = sha_fileobj(file).hex()
     tasks = [task for task, expert in config.tasks.items() if expert == name]
     parameters = sum(weight.numel() for weight in weights.values())
-    settings: dict[str, Any] = {
+    settings = {
         "format": FORMAT,
         "name": name,
         "tasks": tasks,
         "instructions": {task: config.instructions[task] for task in tasks if task in config.instructions},
-        "base": {**base, "dtype": name_of(next(iter(weights.values())).dtype)},
+        "base": base,
         "weights": {"file": WEIGHTS_FILE, "sha256": sha256, "parameters": parameters},
-        "made": {
-            **repository.describe_source(source),
-            "command": command,
-            **repository.describe_run(),
-            "earlier": repository.earlier_records(source),
-        },
     }
-    repository.write_record(settings, folder, EXPERT_FILE)
+    (folder / EXPERT_FILE).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     texts = {task: config.instruction_of(task) for task in tasks}
-    cards.write_expert_card(folder, repo_id, name, texts, settings["base"], parameters, source, command)
+    cards.write_expert_card(folder, repo_id, name, texts, base, parameters, source, command)
+    step = new_step("extract", command=command, sources=[source.provenance()], settings={"name": name})
+    write_steps([*steps, step], folder)
 
 
-def describe_base(source: Source) -> dict[str, Any]:
-    """Say what the experts of a MoTE rely on: in words, and by a fingerprint."""
-    config: MoTEConfig = source.config  # type: ignore[assignment]
-    return {
-        "name": source.public_name,
-        "upcycled_from": origin_of(read_steps(source.folder)),
-        "fingerprint": fingerprint_of_base(source),
-        "architecture": config.backbone_config.model_type,
-        "layers": config.mote_layer_indices,
-        "pooling": config.pooling,
-        "dtype": name_of(config.dtype),
-    }
+@dataclass
+class ExpertList:
+    """The experts of a MoTE.
+
+    Attributes:
+        config: Config of the MoTE.
+        base_hash: Hash of what its experts rely on.
+        parameters: Number of parameters by expert; experts that are not in the files are missing.
+    """
+
+    config: MoTEConfig
+    base_hash: str
+    parameters: dict[str, int]
+
+    def __str__(self) -> str:
+        """Format as a table."""
+        rows = [
+            (
+                name,
+                millions(self.parameters[name]) if name in self.parameters else "not here",
+                repr(self.config.instruction_of(name)),
+                ", ".join(task for task, expert in self.config.tasks.items() if expert == name),
+            )
+            for name in self.config.experts
+        ]
+        return f"{table(('expert', 'parameters', 'instruction', 'tasks'), rows, align='lrll')}\nbase  {self.base_hash}"
 
 
-def fingerprint_of_base(source: Source) -> str:
-    """Hash all that the experts of a MoTE rely on: shared weights, and what the config says of their use.
+def list_experts(src: str, *, revision: str | None = None) -> ExpertList:
+    """List the experts of a MoTE, what they are for, and the hash of their base.
 
-    It stays the same when experts are trained, added, removed or renamed, and when files are saved or cut anew. Weights
-    are read one after the other.
+    Args:
+        src: A MoTE: a folder or an id on the Hub.
+        revision: Branch, tag or commit of a source on the Hub.
 
     Raises:
-        ValueError: If the weights cannot be read, or are not in safetensors.
+        FileNotFoundError: If the source does not exist or has no weights.
+        ValueError: If it is not a task MoTE.
     """
-    config: MoTEConfig = source.config  # type: ignore[assignment]
+    source = open_mote(src, revision)
+    config = source.config
+    require_task_experts(config)
+    parameters: dict[str, int] = {}
+    with _open_weights(source) as files:
+        for key, file in files.items():
+            expert = weight_name(key, config).expert
+            if expert is not None:
+                size = torch.Size(file.get_slice(key).get_shape()).numel()
+                parameters[expert] = parameters.get(expert, 0) + size
+    return ExpertList(config, _hash_on_disk(source), parameters)
+
+
+def base_hash(config: MoTEConfig, keys: Iterable[str], read: Callable[[str], torch.Tensor]) -> str:
+    """Hash all that the experts of a MoTE rely on: shared weights, and the settings that decide on their use.
+
+    It is unchanged when experts are trained, added, removed or renamed, and when files are saved or sharded anew.
+
+    Args:
+        config: Config of the MoTE.
+        keys: Keys of all its weights.
+        read: Returns the weight of a key; called for one after the other.
+    """
     digest = blake2b(json.dumps(_essentials(config), sort_keys=True, default=str).encode(), digest_size=16)
-    with ExitStack() as stack:
-        place_of = _open_weights(source, stack)
-        for key in sorted(place_of):
-            if weight_name(key, config).expert is not None:
-                continue
-            weight = place_of[key].get_tensor(key)
-            digest.update(f"\0{key} {weight.dtype} {list(weight.shape)}\0".encode())
-            digest.update(weight.reshape(-1).view(torch.uint8).numpy())
+    for key in sorted(key for key in keys if weight_name(key, config).expert is None):
+        weight = read(key).detach().cpu().contiguous()
+        digest.update(f"\0{key} {weight.dtype} {list(weight.shape)}\0".encode())
+        digest.update(weight.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
+def _hash_on_disk(source: MoTECheckpoint) -> str:
+    with _open_weights(source) as files:
+        return base_hash(source.config, files, lambda key: files[key].get_tensor(key))
+
+
 def _essentials(config: MoTEConfig) -> dict[str, Any]:
-    """Pick what decides on how shared weights are used."""
-    backbone = config.backbone_config
-    usual = CONFIG_MAPPING[backbone.model_type]().to_dict()
+    """Return what decides on how shared weights are used."""
+    backbone, architecture = config.backbone_config, architecture_of(config)
+    defaults = CONFIG_MAPPING[backbone.model_type]().to_dict()
     return {
         "model_type": backbone.model_type,
         "backbone": {
@@ -248,54 +345,59 @@ def _essentials(config: MoTEConfig) -> dict[str, Any]:
             for name, value in backbone.to_dict().items()
             if name not in _COSMETIC
             and not any(part in name for part in _COSMETIC_PARTS)
-            and (name not in usual or usual[name] != value)
+            and (name not in defaults or defaults[name] != value)
         },
         "layers": config.mote_layer_indices,
         "pooling": config.pooling,
-        "architecture": list(architecture_of(config)[:2]),
+        "architecture": [architecture.layer_path, architecture.shared_modules],
     }
 
 
-def read_expert(source: Source, name: str) -> dict[str, torch.Tensor]:
-    """Read the weights of one expert of a MoTE, and no others, under the names that they have in the dense model.
+def _describe(config: MoTEConfig, dtype: Any) -> dict[str, Any]:
+    return {
+        "architecture": config.backbone_config.model_type,
+        "layers": config.mote_layer_indices,
+        "pooling": config.pooling,
+        "dtype": dtype_name(dtype),
+    }
+
+
+def _read_expert(source: MoTECheckpoint, name: str) -> dict[str, torch.Tensor]:
+    """Read the weights of one expert of a MoTE, and no others, under their names in the dense model.
 
     Raises:
-        ValueError: If there is no such expert, it is not in the files, or they cannot be read.
+        ValueError: If some are missing, or the files cannot be read.
     """
-    config: MoTEConfig = source.config  # type: ignore[assignment]
-    config.require_expert(name)
-    found = {key: weight_name(key, config) for key in without_weights(source).state_dict()}
-    names = {key: parsed.dense for key, parsed in found.items() if parsed.expert == name}
-    with ExitStack() as stack:
-        place_of = _open_weights(source, stack)
-        missing = sorted(names.keys() - place_of.keys())
-        if missing:
+    with _open_weights(source) as files:
+        names = {key: weight_name(key, source.config) for key in files}
+        expected = {found.dense for found in names.values() if found.expert is not None}
+        own = {found.dense: key for key, found in names.items() if found.expert == name}
+        missing = sorted(expected - own.keys())
+        if missing or not own:
             raise ValueError(
-                f"{source.name} lacks {len(missing)} of the weights of the expert {name!r}, as {missing[0]}"
+                f"{source.name} lacks {len(missing)} of the weights of the expert {name!r}, such as {missing[:1]}"
             )
-        return {names[key]: place_of[key].get_tensor(key).clone() for key in sorted(names)}
+        return {dense: files[own[dense]].get_tensor(own[dense]).clone() for dense in sorted(own)}
 
 
-def without_weights(source: Source) -> MoTEModel:
-    """Build a MoTE in name only, for its names and sizes."""
-    with torch.device("meta"):
-        return MoTEModel(MoTEConfig.from_dict(source.config.to_dict()))
+@contextmanager
+def _open_weights(source: MoTECheckpoint) -> Iterator[dict[str, Any]]:
+    """Memory-map the weight files; yield the open file of each key."""
+    with ExitStack() as stack:
+        files: dict[str, Any] = {}
+        for path in source.weights:
+            if path.suffix != ".safetensors":
+                raise ValueError(
+                    f"{source.name} has its weights in {path.name}: expected safetensors, as MoTE writes them"
+                )
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+            except SafetensorError as error:
+                raise ValueError(f"{path} cannot be read, is it truncated? {error}") from error
+            files.update(dict.fromkeys(file.keys(), file))
+        yield files
 
 
-def _open_weights(source: Source, stack: ExitStack) -> dict[str, Any]:
-    """Open the files with weights, each mapped into memory; tell for each key the file that has it."""
-    place_of: dict[str, Any] = {}
-    for path in source.weights:
-        if path.suffix != ".safetensors":
-            raise ValueError(f"{source.name} has its weights in {path.name}: expected safetensors, as MoTE writes them")
-        try:
-            file = stack.enter_context(safe_open(path, framework="pt"))
-        except SafetensorError as error:
-            raise ValueError(f"{path} cannot be read, is it truncated? {error}") from error
-        place_of.update(dict.fromkeys(file.keys(), file))
-    return place_of
-
-
-def name_of(dtype: Any) -> str:
-    """Name a type of numbers as configs do: `float32`."""
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype as in configs: `float32`."""
     return str(dtype).removeprefix("torch.")

@@ -1,22 +1,22 @@
 """Experts that take less memory: as low-rank differences from their mean, or in 8 bits."""
 
-import copy
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from mote.experts.exporting import dequantized_state_dict
-from mote.experts.merging import require_mergeable
-
-if TYPE_CHECKING:
-    from modeling_mote import MoTEModel
+from compression_mote import CompressedConfig, CompressedModel, compress_block
+from configuration_mote import MoTEConfig
+from modeling_mote import MoTEModel
+from mote.checkpoints.transform import verb
+from mote.experts.checks import require_mergeable
+from mote.experts.exporting import dequantized_state_dict, export
 
 logger = logging.getLogger(__name__)
 
 
-def compress(model: "MoTEModel", *, rank: int | None = None, bits: int | None = None) -> "MoTEModel":
+@verb("compress", "made by compressing the experts ({config.compression}) of")
+def compress(model: MoTEModel, *, rank: int | None = None, bits: int | None = None) -> MoTEModel:
     """Compress the matrices of the experts: to low-rank differences from their mean, or to 8 bits.
 
     Args:
@@ -35,13 +35,15 @@ def compress(model: "MoTEModel", *, rank: int | None = None, bits: int | None = 
     if (rank is None) == (bits is None):
         raise ValueError("Pass either rank, as in rank=16, or bits=8")
     _require_finite(model)
-    from compression_mote import CompressedConfig, CompressedModel, compress_block
-
-    config = CompressedConfig(**{**model.config.to_dict(), "expert_rank": rank, "expert_bits": bits})
-    compressed = copy.deepcopy(model).cpu()  # in float64, which not every device has
+    settings = {key: value for key, value in model.config.to_dict().items() if key not in ("model_type", "auto_map")}
+    config = CompressedConfig.from_dict({**settings, "expert_rank": rank, "expert_bits": bits})
+    # Built anew, of installed classes: those of the model may be remote code.
+    compressed = MoTEModel(MoTEConfig.from_dict(settings), export(model, config.experts[0]))
+    compressed.load_state_dict(model.state_dict())
+    compressed.cpu()  # in float64, which not every device has
     for block in compressed.blocks:
         compress_block(block, rank)
-    compressed.__class__ = CompressedModel  # which differs in the config alone once the experts are compressed
+    compressed.__class__ = CompressedModel  # differs in the config alone once the experts are compressed
     config.backbone_config = compressed.backbone.config
     compressed.config = config
     before, after = expert_bytes(model), expert_bytes(compressed)
@@ -55,10 +57,10 @@ def compress(model: "MoTEModel", *, rank: int | None = None, bits: int | None = 
     )
     if after >= before:
         logger.warning("note: this takes no less memory than uncompressed experts; %s", _ranks_that_save(model))
-    return compressed.to(model.device).train(model.training)  # type: ignore[arg-type]
+    return compressed.to(device=model.device).train(model.training)
 
 
-def expert_bytes(model: "MoTEModel") -> int:
+def expert_bytes(model: MoTEModel) -> int:
     """Count the bytes of all experts and, where they are differences from it, of their mean."""
     attention = tuple(f"{path}." for path in model.architecture.shared_modules)
     weights = [weight for block in model.blocks for weight in block.experts.parameters()]
@@ -67,7 +69,7 @@ def expert_bytes(model: "MoTEModel") -> int:
     return sum(weight.nbytes for weight in weights)
 
 
-def relative_error(model: "MoTEModel", compressed: "MoTEModel") -> float:
+def relative_error(model: MoTEModel, compressed: MoTEModel) -> float:
     """Compare the matrices of compressed experts with the original ones: relative Frobenius norm of the difference."""
     lost = total = 0.0
     before = model.state_dict()
@@ -80,7 +82,7 @@ def relative_error(model: "MoTEModel", compressed: "MoTEModel") -> float:
     return (lost / total) ** 0.5 if total else 0.0
 
 
-def _require_finite(model: "MoTEModel") -> None:
+def _require_finite(model: MoTEModel) -> None:
     """Raise `ValueError` if a weight is infinite or NaN: it has no decomposition and no scale."""
     for block in model.blocks:
         for key, weight in block.experts.named_parameters():
@@ -88,7 +90,7 @@ def _require_finite(model: "MoTEModel") -> None:
                 raise ValueError(f"The experts cannot be compressed: {key} holds non-finite values")
 
 
-def _ranks_that_save(model: "MoTEModel") -> str:
+def _ranks_that_save(model: MoTEModel) -> str:
     count = len(model.config.experts)
     experts = [block.experts[model.config.experts[0]] for block in model.blocks]
     shapes = [linear.weight.shape for expert in experts for linear in expert.modules() if isinstance(linear, nn.Linear)]

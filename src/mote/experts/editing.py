@@ -4,6 +4,7 @@ The functions also work on a model loaded as remote code, whose classes are not 
 """
 
 import copy
+import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,20 +13,26 @@ from torch import nn
 
 from architectures_mote import weight_name
 from configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, alternatives
+from mote.checkpoints.transform import verb
+from mote.experts.artefact import ExpertArtefact
+from mote.experts.checks import require_all_experts, require_editable, require_uncompressed
 from mote.experts.means import mean_of_experts
 
 if TYPE_CHECKING:
     from modeling_mote import MoTEBlock, MoTEModel
+
+logger = logging.getLogger(__name__)
 
 MEAN = "mean"  # of all experts, as what a new one starts from
 
 _NAME_FIELDS = ("experts", "tasks", "instructions", "default_task", "loaded_experts")
 
 
+@verb("experts add", "made by adding the expert `{name}` to", positional=("start",))
 def add(
     model: "MoTEModel",
     name: str,
-    start: str | Mapping[str, torch.Tensor] = MEAN,
+    start: str | ExpertArtefact | Mapping[str, torch.Tensor] = MEAN,
     *,
     instruction: str | Mapping[str, str] | None = None,
     tasks: str | Iterable[str] = (),
@@ -39,19 +46,25 @@ def add(
         model: A MoTE in memory; changed in place.
         name: Name of the expert.
         start: Its initial weights: those of an expert, the `"mean"` of all experts (unless an expert has that name),
-            or the weights themselves, named and shaped as `weights` returns them.
-        instruction: Text in front of its inputs; or task → text, where its tasks differ. Default: the config's
-            instruction of that task, else the paper's, else none; then only `task=` selects the expert.
-        tasks: Further tasks to assign to it, new ones or other experts'.
+            an artefact (from `open_artefact`), or the weights themselves, as `weights` returns them.
+        instruction: Text in front of its inputs; or task → text, where its tasks differ. Default: the artefact's, else
+            the config's for that task, else the paper's, else none; then only `task=` selects the expert.
+        tasks: Further tasks to assign to it, new ones or other experts'. Tasks of an artefact come with it, unless
+            the model has them already.
 
     Raises:
-        ValueError: If the name is taken or invalid, the start is unknown or does not fit, a task bears the name of
-            another expert, an instruction belongs to another expert, or the model's experts are token-routed,
-            compressed, offloaded or not loaded. The model is then unchanged.
+        ValueError: If the name is taken or invalid, the start is unknown, does not fit or has another base, a task
+            bears the name of another expert, an instruction belongs to another expert, or the model's experts are
+            token-routed, compressed, offloaded or not loaded. The model is then unchanged.
     """
     require_editable(model)
     require_uncompressed(model.config)
-    names = _with_expert(model.config, name, instruction, [tasks] if isinstance(tasks, str) else list(tasks))
+    tasks = [tasks] if isinstance(tasks, str) else list(tasks)
+    if isinstance(start, ExpertArtefact):
+        start.require_base(model)
+        instruction, tasks = _names_of_artefact(model.config, start, name, instruction, tasks)
+        start = start.load_weights()
+    names = _with_expert(model.config, name, instruction, tasks)
     available = model.config.available_experts
     like = start if isinstance(start, str) and start in available else available[0]
     copies = _copies(model, like, _initial_weights(model, start))
@@ -60,6 +73,7 @@ def add(
     _take_names(model, names)
 
 
+@verb("experts remove", "made by removing the expert `{name}` from", positional=("name",))
 def remove(model: "MoTEModel", name: str, *, tasks: Mapping[str, str | None] | None = None) -> None:
     """Remove an expert, and the task of its name.
 
@@ -81,6 +95,7 @@ def remove(model: "MoTEModel", name: str, *, tasks: Mapping[str, str | None] | N
     _take_names(model, names)
 
 
+@verb("experts rename", "made by renaming the expert `{name}` to `{new_name}` in", positional=("name", "new_name"))
 def rename(model: "MoTEModel", name: str, new_name: str) -> None:
     """Rename an expert, and the task of its name; its other tasks keep their names.
 
@@ -121,45 +136,6 @@ def weights(model: "MoTEModel", name: str) -> dict[str, torch.Tensor]:
     return {found.dense: weight for found, weight in named if found.expert == name}
 
 
-def routes_by_task(config: MoTEConfig) -> bool:
-    """Whether the task of a text selects its expert, rather than a router for each token."""
-    return config.routes_by_task
-
-
-def require_task_experts(config: MoTEConfig) -> None:
-    """Raise `ValueError` for a token-routed model."""
-    if not routes_by_task(config):
-        raise ValueError("A token-routed model has no experts for tasks: this works for task MoTE models only")
-
-
-def require_uncompressed(config: MoTEConfig) -> None:
-    """Raise `ValueError` if the experts are compressed."""
-    if config.compression is not None:
-        raise ValueError(
-            f"The experts of this model are compressed ({config.compression}): use the model that it was made of, "
-            "before `mote compress`"
-        )
-
-
-def require_all_experts(config: MoTEConfig) -> None:
-    """Raise `ValueError` unless all experts are loaded."""
-    absent = [name for name in config.experts if name not in config.available_experts]
-    if absent:
-        raise ValueError(
-            f"The experts {', '.join(map(repr, absent))} are not loaded (loaded: "
-            f"{', '.join(map(repr, config.available_experts))}): their mean takes all of them"
-        )
-
-
-def require_editable(model: "MoTEModel") -> None:
-    """Raise `ValueError` if single experts cannot be edited: token-routed, offloaded or without weights."""
-    require_task_experts(model.config)
-    if model.offloading is not None:
-        raise ValueError("Offloaded experts cannot be edited or read one by one: call mote.restore(model) first")
-    if any(weight.is_meta for block in model.blocks for weight in block.experts.parameters()):
-        raise ValueError("Weights of experts are on the meta device: load the model with its weights")
-
-
 def set_experts(block: "MoTEBlock", experts: Mapping[str, nn.Module]) -> None:
     """Give a block its experts, in a new dict: threads that iterate over the old one are not disturbed."""
     new = nn.ModuleDict(experts)
@@ -183,7 +159,11 @@ def _initial_weights(model: "MoTEModel", start: str | Mapping[str, torch.Tensor]
         require_all_experts(model.config)
         return mean_of_experts([weights(model, expert) for expert in available])
     if start not in model.config.experts:
-        raise ValueError(f"Unknown start {start!r}." + alternatives(start, [*available, MEAN]))
+        raise ValueError(
+            f"Unknown expert {start!r}."
+            + alternatives(start, [*available, MEAN])
+            + " An expert artefact is given by its folder, or by its id on the Hub (user/name)"
+        )
     return weights(model, start)
 
 
@@ -207,6 +187,25 @@ def _copies(model: "MoTEModel", like: str, new_weights: Mapping[str, torch.Tenso
 def _take_names(model: "MoTEModel", names: MoTEConfig) -> None:
     for field in _NAME_FIELDS:
         setattr(model.config, field, getattr(names, field))
+
+
+def _names_of_artefact(
+    config: MoTEConfig,
+    artefact: ExpertArtefact,
+    name: str,
+    instruction: str | Mapping[str, str] | None,
+    tasks: list[str],
+) -> tuple[dict[str, str], list[str]]:
+    """Return instructions and tasks with which an artefact comes into a model, perhaps under another name."""
+    own = [task for task in artefact.tasks if task not in (artefact.name, name, *tasks)]
+    for task in own:
+        if task in config.tasks:
+            logger.info("The task %s stays with %s: `--task %s` assigns it to %s", task, config.tasks[task], task, name)
+    tasks = [*(task for task in own if task not in config.tasks), *tasks]
+    texts = {name if task == artefact.name else task: text for task, text in artefact.instructions.items()}
+    kept = {task: text for task, text in texts.items() if task == name or task in tasks}
+    given = instruction if isinstance(instruction, Mapping) else {} if instruction is None else {name: instruction}
+    return {**kept, **given}, tasks
 
 
 def _with_expert(

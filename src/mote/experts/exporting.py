@@ -8,12 +8,14 @@ from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
 from architectures_mote import weight_name
-from mote.experts.editing import require_task_experts
+from mote.checkpoints.transform import verb
+from mote.experts.checks import require_task_experts
 
 if TYPE_CHECKING:
     from modeling_mote import MoTEModel
 
 
+@verb("export", "the expert `{name}` of", options={"name": "expert"}, loads="name")
 def export(model: "MoTEModel", name: str) -> PreTrainedModel:
     """Make one expert a dense model of the backbone's own architecture, which needs no code of MoTE.
 

@@ -10,7 +10,10 @@ from transformers import PreTrainedModel
 
 from architectures_mote import weight_name
 from configuration_mote import MoTEConfig, alternatives
+from mote.checkpoints.transform import verb
 from mote.experts import editing
+from mote.experts.artefact import ExpertArtefact
+from mote.experts.checks import require_editable, require_mergeable
 from mote.experts.exporting import native_model
 from mote.experts.means import mean, mean_of_experts
 
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from modeling_mote import MoTEModel
 
 
+@verb("average", "the mean of the experts of")
 def average(model: "MoTEModel") -> PreTrainedModel:
     """Average the experts into a dense native model (Expert Averaging, EA in the paper).
 
@@ -43,6 +47,7 @@ def average(model: "MoTEModel") -> PreTrainedModel:
     return native_model(model, dense)
 
 
+@verb("interpolate", "made by moving the experts towards their mean, of")
 def interpolate(model: "MoTEModel", weight: float | Mapping[str, float]) -> "MoTEModel":
     """Interpolate linearly between each expert and the mean of all experts.
 
@@ -72,9 +77,10 @@ def interpolate(model: "MoTEModel", weight: float | Mapping[str, float]) -> "MoT
     return interpolated
 
 
+@verb("experts merge", "made by merging {experts} into the expert `{name}`, of", positional=("experts",))
 def merge(
     model: "MoTEModel",
-    experts: Mapping[str, float],
+    experts: Mapping[str | ExpertArtefact, float],
     name: str,
     *,
     instruction: str | Mapping[str, str] | None = None,
@@ -84,30 +90,33 @@ def merge(
 
     Args:
         model: A MoTE in memory; changed in place.
-        experts: Expert → its weight in the mean, above 0; they are scaled to sum to 1.
+        experts: Expert, or artefact from `open_artefact` → its weight in the mean, above 0; they are scaled to sum
+            to 1.
         name: Name of the new expert.
         instruction: As in `add`.
         tasks: As in `add`.
 
     Raises:
-        ValueError: As `add`; if a weight is not above 0.
+        ValueError: As `add`; if there are no experts or a weight is not above 0.
     """
+    require_editable(model)
     for expert, weight in experts.items():
         if not 0 < weight < math.inf:
-            raise ValueError(f"The weight of {expert!r} is {weight}: expected a number above 0")
+            name_of = expert.source if isinstance(expert, ExpertArtefact) else expert
+            raise ValueError(f"The weight of {name_of!r} is {weight}: expected a number above 0")
     if sum(experts.values()) == math.inf:
         raise ValueError("The weights are too large for their sum: expected numbers such as 0.7 and 0.3")
     if not experts:
         raise ValueError("Name the experts to merge, as in search_query=0.7 search_document=0.3")
-    merged = mean_of_experts([editing.weights(model, expert) for expert in experts], list(experts.values()))
+    parts = []
+    for expert in experts:
+        if isinstance(expert, ExpertArtefact):
+            expert.require_base(model)
+            parts.append(expert.load_weights())
+        else:
+            parts.append(editing.weights(model, expert))
+    merged = mean_of_experts(parts, list(experts.values()))
     editing.add(model, name, merged, instruction=instruction, tasks=tasks)
-
-
-def require_mergeable(config: MoTEConfig) -> None:
-    """Raise `ValueError` if the mean of the experts cannot be taken, or would be meaningless."""
-    editing.require_task_experts(config)
-    editing.require_uncompressed(config)
-    editing.require_all_experts(config)
 
 
 def _interpolation_weights(config: MoTEConfig, weight: float | Mapping[str, float]) -> dict[str, float]:

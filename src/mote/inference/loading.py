@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
+    from configuration_mote import MoTEConfig
     from modeling_mote import MoTEModel
 
 # A row of transformers' report. What is like in several layers is one row: `encoder.layer.{0, 1}.output.dense.bias`.
@@ -89,16 +90,15 @@ def load(
         ValueError: If weights are missing, left over, of another shape or unreadable, or an expert is unknown; as
             `offload`.
     """
-    from configuration_mote import MoTEConfig
-    from modeling_mote import MoTEModel
+    from mote.checkpoints.reading import mote_class
     from mote.inference.offloading import check_settings, start_offloaded
 
+    config = _mote_config(path, experts, **kwargs)
+    model_class = mote_class(config.model_type, "model")
     if offload is None:
-        return MoTEModel.from_pretrained(path, **({} if experts is None else {"experts": experts}), **kwargs)
-    hub = {name: kwargs[name] for name in ("revision", "token", "cache_dir", "subfolder") if name in kwargs}
-    config: MoTEConfig = MoTEConfig.from_pretrained(path, experts=experts, **hub)
+        return model_class.from_pretrained(path, experts=experts, **kwargs)
     check_settings(config, offload, keep)
-    model = MoTEModel.from_pretrained(path, experts=config.available_experts[:keep], **kwargs)
+    model = model_class.from_pretrained(path, experts=config.available_experts[:keep], **kwargs)
     start_offloaded(model, config.loaded_experts, offload, keep)
     return model
 
@@ -135,10 +135,9 @@ def load_encoder(
     if device == "meta":
         model_kwargs["device_map"], device = "meta", None
     if offload is not None:
-        from configuration_mote import MoTEConfig
         from mote.inference.offloading import check_settings, start_offloaded
 
-        config = MoTEConfig.from_pretrained(path, revision=revision)
+        config = _mote_config(path, revision=revision)
         check_settings(config, offload, keep)
         model_kwargs["experts"] = config.available_experts[:keep]
     with all_weights(path):
@@ -153,8 +152,26 @@ def load_encoder(
                 ) from error
             raise ValueError(f"{path} does not load in Sentence-Transformers: {first_line(error)}") from error
     if offload is not None:
-        start_offloaded(encoder[0].model, config.loaded_experts, offload, keep)
+        model: Any = encoder[0]
+        start_offloaded(model.model, config.loaded_experts, offload, keep)
     return encoder
+
+
+def _mote_config(path: str | os.PathLike, experts: Any = None, **kwargs: Any) -> "MoTEConfig":
+    """Read the config of a MoTE with the installed class.
+
+    Raises:
+        ValueError: If it is not a MoTE.
+    """
+    from transformers import PreTrainedConfig
+
+    from mote.checkpoints.reading import mote_class
+
+    hub = {name: kwargs[name] for name in ("revision", "token", "cache_dir", "subfolder") if kwargs.get(name)}
+    model_type = PreTrainedConfig.get_config_dict(path, **hub)[0].get("model_type", "")
+    if not model_type.startswith("mote"):
+        raise ValueError(f"{path} is not a MoTE, its model_type is {model_type!r}: `mote upcycle` makes one of it")
+    return mote_class(model_type, "config").from_pretrained(path, experts=experts, **hub)
 
 
 def check_device(device: str | None) -> None:

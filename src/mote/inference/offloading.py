@@ -24,7 +24,8 @@ import torch
 from torch import nn
 
 from configuration_mote import MoTEConfig, alternatives
-from mote.experts.editing import require_task_experts, set_experts
+from mote.experts.checks import require_task_experts
+from mote.experts.editing import set_experts
 from mote.inference.stores import SAVE_FIRST, CpuStore, DiskStore, Store
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def restore(model: "MoTEModel") -> None:
     """Bring all experts back to the device. No effect on a model whose experts are not offloaded."""
     offloading = model.offloading
     if offloading is not None:
-        offloading.restore()
+        offloading.restore(model)
         model.offloading = None
 
 
@@ -243,11 +244,9 @@ class Offloading:
         self._copying: torch.cuda.Stream | None = None
         self._attached = False  # whether the blocks hold all experts
         self._show()
-        self._hooks = [
-            model.register_state_dict_pre_hook(self._before_state_dict),
-            model.register_state_dict_post_hook(partial(self._after_state_dict)),
-        ]
-        self._open: list[Any] = []  # contexts of state dicts that are being collected
+        self._overridden = ("state_dict", "save_pretrained")
+        for method in self._overridden:
+            vars(model)[method] = partial(self._with_all_experts, model, method)
 
     @property
     def on_device(self) -> list[str]:
@@ -322,30 +321,27 @@ class Offloading:
                 "first"
             )
 
-    def restore(self) -> None:
+    def restore(self, model: "MoTEModel") -> None:
         """Put all experts into the model for good."""
         with self._alone():
             self._attach(self.slots[0].device)
             for prefix, block in zip(self.prefixes, self.blocks, strict=True):
                 for key, weight in block.experts.named_parameters():
                     weight.requires_grad_(self.trainable.get(prefix + key, weight.requires_grad))
-            for hook in self._hooks:
-                hook.remove()
+            for method in self._overridden:
+                vars(model).pop(method, None)
 
-    def _before_state_dict(self, *_: Any) -> None:
-        context = self.all_experts()
-        context.__enter__()
-        self._open.append(context)
-
-    def _after_state_dict(self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
-        context = self._open.pop()
-        try:
-            for slot in self.slots:  # copies: the next fetch overwrites what is in the slot
-                for index, key, _tensor in slot.tensors():
-                    name = f"{prefix}{self.prefixes[index]}{slot.expert}.{key}"
-                    state[name] = state[name].clone()
-        finally:
-            context.__exit__(None, None, None)
+    def _with_all_experts(self, model: "MoTEModel", method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the model's class while all experts are in the model."""
+        with self.all_experts():
+            result = getattr(type(model), method)(model, *args, **kwargs)
+            if method == "state_dict":
+                prefix = kwargs.get("prefix", "")
+                for slot in self.slots:  # copies: the next fetch overwrites what is in the slot
+                    for index, key, _ in slot.tensors() if slot.expert is not None else ():
+                        name = f"{prefix}{self.prefixes[index]}{slot.expert}.{key}"
+                        result[name] = result[name].detach().clone()
+        return result
 
     def _slot_of(self, name: str) -> Slot:
         """Find or fetch an expert, and register one more user of it."""

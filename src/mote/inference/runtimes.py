@@ -4,7 +4,8 @@ Files are where Sentence-Transformers' own backends look for them. Those are opt
 transformers that MoTE does; so the conversion is torch's own export, and the runtimes are called directly.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,6 @@ from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 from configuration_mote import alternatives
-from mote.data.texts import read_texts as read_texts  # for its callers
 from mote.inference.loading import first_line, load_encoder
 
 if TYPE_CHECKING:
@@ -32,20 +32,20 @@ _BATCH = 4  # texts of one step of calibration
 # Below these, the conversion has gone wrong: rounding does not do that.
 _LEAST_COSINES = {None: 0.9999, "int8": 0.9}
 
-Report = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 
 def require(backend: str, quantize: str | None = None, *, packages: dict[str, tuple[str, ...]] = _TO_CONVERT) -> None:
-    """Make sure that a backend is known, and what it needs is installed.
+    """Check that a backend is known and installed.
 
     Args:
         backend: One of `BACKENDS`.
         quantize: One of `QUANTIZATIONS`, or None.
-        packages: What each backend needs. Default: for a conversion.
+        packages: Packages by backend. Default: those for a conversion.
 
     Raises:
-        ValueError: If it is unknown, or cannot be quantised like that.
-        OSError: If something is not installed.
+        ValueError: If it is unknown, or does not support the quantization.
+        OSError: If a package is not installed.
     """
     if backend not in BACKENDS:
         raise ValueError(f"Unknown backend {backend!r}." + alternatives(backend, BACKENDS))
@@ -70,26 +70,26 @@ def convert(
     backend: str,
     quantize: str | None = None,
     texts: Sequence[str],
-    report: Report = lambda line: None,
 ) -> dict[str, Any]:
-    """Write a dense model also in the format of a runtime, and compare the two.
+    """Add a dense model in the format of a runtime to its folder, and compare the two.
+
+    For `mote.transform(…, after=partial(convert, backend="openvino", texts=texts))`.
 
     Args:
-        folder: Holds the model, in Sentence-Transformers' format.
+        folder: Folder of the model, in Sentence-Transformers' format.
         backend: `"onnx"` or `"openvino"`.
         quantize: `"int8"`: matrices in 8-bit integers. ONNX Runtime finds the scales of what they are multiplied with
             as it runs (dynamic quantization), OpenVINO by the texts (static).
-        texts: For calibration and comparison.
-        report: Called with each line of progress.
+        texts: Texts for calibration and comparison, as from `read_texts`.
 
     Returns:
-        What was done, and the cosines of the embeddings to those of the model in torch, which a text has with its
+        `{"converted": …}`: settings, and the cosines of the embeddings to those of the model in torch, both with the
         default prompt; the runtime computes in float32 for this.
 
     Raises:
-        ValueError: If the architecture cannot be converted, or the result does not embed as it should.
+        ValueError: If the architecture cannot be converted, or the embeddings differ.
     """
-    report(f"Converting to {FILES[backend]} …")
+    logger.info("Converting to %s …", FILES[backend])
     encoder = load_encoder(str(folder), device="cpu", dtype="float32")
     transformer: Any = encoder[0]
     expected = encoder.encode(list(texts), convert_to_tensor=True)
@@ -111,19 +111,19 @@ def convert(
     found = converted.encode(list(texts), convert_to_tensor=True)
     cosines = nn.functional.cosine_similarity(found, expected)
     mean, least = float(cosines.mean()), float(cosines.min())
-    report(f"Cosine to the model in torch, over {len(texts)} texts: {mean:.4f} on average, {least:.4f} at least")
+    logger.info("Cosine to the model in torch, over %d texts: mean %.4f, least %.4f", len(texts), mean, least)
     if not mean >= _LEAST_COSINES[quantize]:
         raise ValueError(
-            f"The converted model does not embed as the one in torch: their cosine is {mean:.4f} on average, expected "
-            f"{_LEAST_COSINES[quantize]:g} at least. Export it "
+            f"The embeddings of the converted model differ from those in torch: mean cosine {mean:.4f}, expected at "
+            f"least {_LEAST_COSINES[quantize]:g}. Export it "
             + ("without `--quantize`" if quantize else "for torch, without `--backend`")
         )
-    told = {"backend": backend, "file": FILES[backend], "quantize": quantize, "texts": len(texts)}
-    return {**told, "cosine": {"mean": mean, "least": least}}
+    settings = {"backend": backend, "file": FILES[backend], "quantize": quantize, "texts": len(texts)}
+    return {"converted": {**settings, "cosine": {"mean": mean, "least": least}}}
 
 
 class _Encoder(nn.Module):
-    """What is converted: a model's last hidden state, of inputs in a fixed order."""
+    """The part that is converted: last hidden state of a model, with inputs in a fixed order."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class _Encoder(nn.Module):
 
 
 def _batches(encoder: "SentenceTransformer", texts: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
-    """Tokenize as `encode` does, and leave what goes into the model."""
+    """Tokenize as `encode` does; keep the inputs of the model."""
     transformer: Any = encoder[0]
     prompt = encoder.prompts.get(encoder.default_prompt_name or "")
     for start in range(0, len(texts), _BATCH):
@@ -149,13 +149,13 @@ def _batches(encoder: "SentenceTransformer", texts: Sequence[str]) -> Iterator[d
 
 
 def _traced(model: nn.Module, example: dict[str, torch.Tensor]) -> torch.export.ExportedProgram:
-    """Trace a model for any number of rows of any length."""
+    """Trace a model with dynamic batch size and length."""
     if getattr(model, "pooler", None) is not None:
-        model.pooler = None  # type: ignore[assignment]  # of random weights, and of no use
+        model.pooler = None  # type: ignore[assignment]  # has random weights, and is not used
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
     dynamic = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
-    # a size of 1 would be taken for a constant
+    # a size of 1 would become a constant
     example = {name: ids.repeat([2 if size == 1 else 1 for size in ids.shape]) for name, ids in example.items()}
     return torch.export.export(
         _Encoder(model), (), example, dynamic_shapes=dict.fromkeys(example, dynamic), strict=False
@@ -213,19 +213,19 @@ def _write_openvino(
 def load_exported(
     folder: str | Path, backend: str = "torch", *, ov_config: dict[str, Any] | None = None
 ) -> "SentenceTransformer":
-    """Load what `mote export` wrote: a SentenceTransformer whose encoder runs in the runtime.
+    """Load an exported expert as a SentenceTransformer whose encoder runs in a runtime.
 
-    It embeds on the CPU, with as many threads as torch, and may be called from several threads. It cannot be trained or
+    It runs on the CPU, with as many threads as torch, and may be called from several threads. It cannot be trained or
     saved: the folder is the model.
 
     Args:
-        folder: From `export`.
+        folder: Folder written by `mote export`.
         backend: `"openvino"`, `"onnx"`, or `"torch"` for the same model without a runtime.
-        ov_config: Settings of OpenVINO. On CPUs that compute in bfloat16 it does so, unless told
+        ov_config: Settings of OpenVINO. On CPUs that support bfloat16 it computes in that, unless set to
             `{"INFERENCE_PRECISION_HINT": "f32"}`.
 
     Raises:
-        FileNotFoundError: If the folder, or the runtime's file in it, is not there.
+        FileNotFoundError: If the folder, or the runtime's file in it, does not exist.
         OSError: If the runtime is not installed.
         ValueError: If the backend is unknown.
     """
@@ -246,17 +246,16 @@ def load_exported(
 
 
 class RuntimeEncoder(nn.Module):
-    """A model that a runtime computes, in the place of the one that Sentence-Transformers loads.
+    """A model in a runtime, in the place of the one that Sentence-Transformers loads.
 
     Attributes:
-        config: Of the model.
-        inputs: Names of its inputs, in order.
+        config: Config of the model.
+        inputs: Names of the inputs, in order.
     """
 
     inputs: list[str]
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        """Keep the config."""
         super().__init__()
         self.config = config
         self.device = torch.device("cpu")
@@ -273,7 +272,7 @@ class RuntimeEncoder(nn.Module):
         Args:
             input_ids: Tokens, [B, L].
             attention_mask: 1 for tokens, 0 for padding, [B, L].
-            token_type_ids: Segments, [B, L], where the model has them.
+            token_type_ids: Segments, [B, L], if the model has them.
 
         Returns:
             `last_hidden_state` [B, L, H].
@@ -283,12 +282,12 @@ class RuntimeEncoder(nn.Module):
         return BaseModelOutput(last_hidden_state=hidden.to(input_ids.device))
 
     def save_pretrained(self, *_: Any, **__: Any) -> None:
-        """Refuse: a runtime's model is in the folder that it was loaded from.
+        """Not supported: the model is the folder that it was loaded from.
 
         Raises:
             ValueError: Always.
         """
-        raise ValueError("A model in a runtime is not saved again: copy the folder that it was loaded from")
+        raise ValueError("A model in a runtime cannot be saved: copy the folder that it was loaded from")
 
     def _run(self, inputs: dict[str, Any]) -> torch.Tensor:
         raise NotImplementedError
@@ -298,7 +297,6 @@ class OpenVinoEncoder(RuntimeEncoder):
     """A model in OpenVINO."""
 
     def __init__(self, file: Path, config: PreTrainedConfig, ov_config: dict[str, Any] | None = None) -> None:
-        """Compile the model for the CPU."""
         super().__init__(config)
         import openvino
 
@@ -307,7 +305,7 @@ class OpenVinoEncoder(RuntimeEncoder):
         self.inputs = [port.any_name for port in self.compiled.inputs]
 
     def _run(self, inputs: dict[str, Any]) -> torch.Tensor:
-        request = self.compiled.create_infer_request()  # one of its own for each thread
+        request = self.compiled.create_infer_request()  # per call: requests are not thread-safe
         return torch.from_numpy(request.infer(inputs, share_inputs=True)[0])
 
 
@@ -315,7 +313,6 @@ class OnnxEncoder(RuntimeEncoder):
     """A model in ONNX Runtime."""
 
     def __init__(self, file: Path, config: PreTrainedConfig) -> None:
-        """Load the model for the CPU."""
         super().__init__(config)
         import onnxruntime
 

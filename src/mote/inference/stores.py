@@ -1,21 +1,13 @@
 """Stores: weights of experts outside the model, in the CPU's memory or in the files of its checkpoint."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
 
-_DTYPES = {  # names in a file's header; tensors of other dtypes are read by the library
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-}
+from mote.checkpoints.tensors import read_header
 
 SAVE_FIRST = "save it with save_pretrained(), then load it with mote.load(folder, offload='disk')"
 
@@ -87,7 +79,7 @@ class DiskStore:
                 + SAVE_FIRST
             )
         self.states = {path: _state_of(path) for path in paths}
-        self.locations = {key: entry for path in paths for key, entry in _locations(path).items()}
+        self.locations = {key: entry for path in paths for key, entry in read_header(path).items()}
 
     def require(self, keys: Iterable[str]) -> None:
         """Check that some weights are in the files, and that these have not changed.
@@ -122,13 +114,13 @@ class DiskStore:
             with path.open("rb") as file:
                 for key in keys:
                     tensor, entry = tensors[key], self.locations[key]
-                    if _DTYPES.get(tensor.dtype) != entry.dtype:  # the model's dtype has changed
+                    if tensor.dtype != entry.torch_dtype:  # the model's dtype has changed
                         tensor.copy_(self.read([key])[key])
                         continue
                     on_cpu = tensor.device.type == "cpu" and tensor.is_contiguous()
                     part = tensor.detach() if on_cpu else torch.empty(tensor.shape, dtype=tensor.dtype)
-                    file.seek(entry.begin)
-                    if file.readinto(part.view(-1).view(torch.uint8).numpy().data) != entry.end - entry.begin:
+                    file.seek(entry.offset)
+                    if file.readinto(part.view(-1).view(torch.uint8).numpy().data) != entry.size:
                         raise ValueError(_changed(path))
                     if not on_cpu:
                         tensor.copy_(part)
@@ -151,28 +143,6 @@ class DiskStore:
             if not unchanged:
                 raise ValueError(_changed(path))
         return found
-
-
-class TensorLocation(NamedTuple):
-    """Location of a weight in a file, in bytes, and its dtype as the header names it."""
-
-    path: Path
-    begin: int
-    end: int
-    dtype: str
-
-
-def _locations(path: Path) -> dict[str, TensorLocation]:
-    """Read the header of a safetensors file: its length in 8 bytes, then JSON. The library keeps offsets to itself."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    first = 8 + length
-    return {
-        key: TensorLocation(path, first + entry["data_offsets"][0], first + entry["data_offsets"][1], entry["dtype"])
-        for key, entry in header.items()
-    }
 
 
 def _state_of(path: Path) -> tuple[int, int, int]:

@@ -26,7 +26,7 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from configuration_mote import MoTEConfig, alternatives
 from modeling_mote import MoTEModel
-from mote.checkpoints.reading import open_checkpoint
+from mote.checkpoints.reading import is_mote, mote_class, open_checkpoint
 
 PRECISIONS = ("fp32", "bf16")
 SHARDINGS = ("ddp", "fsdp2", "deepspeed-stage-1", "deepspeed-stage-2")
@@ -273,7 +273,7 @@ def fake_model(
     config = _config_of(model, device)
     with unset_fake_temporarily(), torch.device("meta"):
         fake: PreTrainedModel = (
-            MoTEModel(config) if config.model_type.startswith("mote") else AutoModel.from_config(config)
+            mote_class(config.model_type, "model")(config) if is_mote(config) else AutoModel.from_config(config)
         )
         if isinstance(config.dtype, torch.dtype):
             fake.to(dtype=config.dtype)  # type: ignore[call-arg]
@@ -295,8 +295,8 @@ def fake_model(
 def _config_of(model: PreTrainedModel | PreTrainedConfig, device: str) -> Any:
     """Copy a config, with an attention that runs without a GPU, and for one without what only CPUs keep."""
     config: Any = copy.deepcopy(model.config if isinstance(model, PreTrainedModel) else model)
-    if config.model_type.startswith("mote"):
-        config = MoTEConfig.from_dict(config.to_dict())
+    if is_mote(config):
+        config = mote_class(config.model_type, "config").from_dict(config.to_dict())
     backbone = getattr(config, "backbone_config", config)
     if isinstance(model, PreTrainedModel) and model.config._attn_implementation == "eager":
         config._attn_implementation = backbone._attn_implementation = "eager"

@@ -1,0 +1,48 @@
+"""What functions over experts require of a model."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from configuration_mote import MoTEConfig
+    from modeling_mote import MoTEModel
+
+
+def require_task_experts(config: "MoTEConfig") -> None:
+    """Raise `ValueError` for a token-routed model."""
+    if not config.routes_by_task:
+        raise ValueError("A token-routed model has no experts for tasks: this works for task MoTE models only")
+
+
+def require_uncompressed(config: "MoTEConfig") -> None:
+    """Raise `ValueError` if the experts are compressed."""
+    if config.compression is not None:
+        raise ValueError(
+            f"The experts of this model are compressed ({config.compression}): use the model that it was made of, "
+            "before `mote compress`"
+        )
+
+
+def require_all_experts(config: "MoTEConfig") -> None:
+    """Raise `ValueError` unless all experts are loaded."""
+    absent = [name for name in config.experts if name not in config.available_experts]
+    if absent:
+        raise ValueError(
+            f"The experts {', '.join(map(repr, absent))} are not loaded (loaded: "
+            f"{', '.join(map(repr, config.available_experts))}): their mean takes all of them"
+        )
+
+
+def require_mergeable(config: "MoTEConfig") -> None:
+    """Raise `ValueError` if the mean of the experts cannot be taken, or would be meaningless."""
+    require_task_experts(config)
+    require_uncompressed(config)
+    require_all_experts(config)
+
+
+def require_editable(model: "MoTEModel") -> None:
+    """Raise `ValueError` if single experts cannot be edited: token-routed, offloaded or without weights."""
+    require_task_experts(model.config)
+    if model.offloading is not None:
+        raise ValueError("Offloaded experts cannot be edited or read one by one: call mote.restore(model) first")
+    if any(weight.is_meta for block in model.blocks for weight in block.experts.parameters()):
+        raise ValueError("Weights of experts are on the meta device: load the model with its weights")

@@ -1,0 +1,52 @@
+"""Verbs over experts on disk, as the command line calls them."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mote
+from mote import WriteOptions
+from mote.data.texts import read_texts
+from mote.experts.artefact import artefact_or_name
+from mote.inference.runtimes import convert
+
+
+def add(src: Path, start: str | Path, out: Path | None, name: str | None = None, **settings: Any) -> Path:
+    """`mote experts add`."""
+    found = artefact_or_name(str(start))
+    name = name or (found if isinstance(found, str) else found.name)
+    options = WriteOptions(overwrite=settings.pop("overwrite", False))
+    return mote.transform(src, out, mote.experts.add, name, found, options=options, **settings)
+
+
+def merge(src: Path, experts: Mapping[str, float], name: str, out: Path, **settings: Any) -> Path:
+    """`mote experts merge`."""
+    found = {artefact_or_name(word): weight for word, weight in experts.items()}
+    return mote.transform(src, out, mote.experts.merge, found, name, **settings)
+
+
+def average(src: Path, out: Path, **options: Any) -> Path:
+    """`mote average`."""
+    return mote.transform(src, out, mote.experts.average, options=WriteOptions(**options))
+
+
+def interpolate(src: Path, out: Path, weight: Any, **options: Any) -> Path:
+    """`mote interpolate`."""
+    return mote.transform(src, out, mote.experts.interpolate, weight, options=WriteOptions(**options))
+
+
+def compress(src: Path, out: Path, *, rank: int | None = None, bits: int | None = None, **options: Any) -> Path:
+    """`mote compress`."""
+    how = {"rank": rank} if bits is None else {"bits": bits}
+    return mote.transform(src, out, mote.experts.compress, **how, options=WriteOptions(**options))
+
+
+def export(
+    src: Path, out: Path, expert: str, backend: str = "torch", quantize: str | None = None, **options: Any
+) -> Path:
+    """`mote export`."""
+    after = None
+    if backend != "torch":
+        after = partial(convert, backend=backend, quantize=quantize, texts=read_texts())
+    return mote.transform(src, out, mote.experts.export, expert, after=after, options=WriteOptions(**options))

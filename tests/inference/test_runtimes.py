@@ -1,0 +1,193 @@
+"""Exported experts in ONNX Runtime and OpenVINO."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.checkpoints import edit_json, trusted
+from helpers.families import all_families, batch, in_threads, trained_mote
+from helpers.on_disk import export
+from helpers.paths import SMALL_ENCODER
+from sentence_transformers import SentenceTransformer
+
+import mote
+from mote import load_exported, upcycle
+from mote.checkpoints.provenance import read_steps
+from mote.cli import main
+from mote.data.texts import read_texts
+from mote.inference import runtimes
+
+TEXTS = ["whales breathe air", "a recipe for bread", "a"]
+CONVERTERS = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("openvino", "nncf")}
+
+backends = pytest.mark.parametrize("backend", list(CONVERTERS))
+
+
+def need(backend: str) -> None:
+    for package in CONVERTERS[backend]:
+        pytest.importorskip(package)
+
+
+def run(source: Path, out: Path, *options: str) -> int:
+    return main(["export", str(source), "--out", str(out), "--expert", "clustering", *options])
+
+
+@backends
+def test_a_backend_that_is_not_installed(
+    backend: str,
+    trained_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(runtimes, "find_spec", lambda name: None)
+    assert run(trained_folder, tmp_path / "out", "--backend", backend) == 1
+    assert f'not installed: pip install -e ".[{backend}]"' in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+    with pytest.raises(OSError, match="not installed"):
+        load_exported(trained_folder, backend)
+
+
+@pytest.fixture(scope="module")
+def converted(trained_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    made: dict[tuple[str, str | None], Path] = {}
+
+    def convert(backend: str, quantize: str | None = None) -> Path:
+        need(backend)
+        key = (backend, quantize)
+        if key not in made:
+            out = tmp_path_factory.mktemp("converted") / "out"
+            made[key] = export(trained_folder, out, expert="search_query", backend=backend, quantize=quantize)
+        return made[key]
+
+    return convert
+
+
+@pytest.mark.slow
+@backends
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_runtime_embeds_as_torch(
+    backend: str, quantize: str | None, converted: Callable[..., Path], trained_folder: Path
+) -> None:
+    out = converted(backend, quantize)
+    expected = trusted(trained_folder).encode(TEXTS, prompt_name="search_query")
+    assert np.array_equal(load_exported(out).encode(TEXTS), expected)
+    model = load_exported(out, backend)
+    found = model.encode(TEXTS)
+    assert (found * expected).sum(1).min() > (0.99 if quantize else 0.9999)
+    assert np.allclose(model.encode_query(TEXTS), found, atol=1e-6)
+    told = read_steps(out)[-1]["converted"]
+    assert (told["backend"], told["quantize"], told["texts"]) == (backend, quantize, 128)
+    assert told["cosine"]["least"] <= told["cosine"]["mean"] <= 1 + 1e-6
+    assert f'load_exported("out", backend="{backend}")' in (out / "README.md").read_text()
+    size = sum(file.stat().st_size for file in (out / backend).iterdir())
+    assert size < (out / "model.safetensors").stat().st_size * (0.5 if quantize else 1.1)
+    with pytest.raises(ValueError, match="copy the folder"):
+        model.save(str(out.parent / "again"))
+
+
+@pytest.mark.slow
+@backends
+def test_a_runtime_in_threads(backend: str, converted: Callable[..., Path]) -> None:
+    model = load_exported(converted(backend), backend)
+    texts = [" ".join(TEXTS * (1 + i)) for i in range(8)]
+    expected = [model.encode(text) for text in texts]
+    wrong: list[int] = []
+
+    def serve(thread: int) -> None:
+        for _ in range(5):
+            if not np.allclose(model.encode(texts[thread]), expected[thread], atol=1e-6):
+                wrong.append(thread)
+
+    in_threads(8, serve)
+    assert not wrong
+
+
+@pytest.mark.slow
+@backends
+@all_families
+def test_every_family_is_converted(name: str, backend: str, tmp_path: Path) -> None:
+    need(backend)
+    model = mote.experts.export(trained_mote(name), "alpha")
+    example = batch(3, 8)
+    file = tmp_path / Path(runtimes.FILES[backend]).name
+    write = runtimes._write_onnx if backend == "onnx" else runtimes._write_openvino
+    write(runtimes._traced(model, example), file, None, [example])
+    exact = {"INFERENCE_PRECISION_HINT": "f32"}
+    runtime = (
+        runtimes.OnnxEncoder(file, model.config)
+        if backend == "onnx"
+        else runtimes.OpenVinoEncoder(file, model.config, exact)
+    )
+    for rows, length in ((1, 5), (4, 9), (2, 23)):
+        inputs = batch(rows, length, seed=rows)
+        with torch.no_grad():
+            difference = runtime(**inputs).last_hidden_state - model(**inputs).last_hidden_state
+        assert difference[inputs["attention_mask"].bool()].abs().max() < 1e-5
+
+
+@pytest.mark.slow
+def test_texts_of_ones_own(trained_folder: Path, tmp_path: Path) -> None:
+    need("onnx")
+    (tmp_path / "texts.txt").write_text("whales\n\nbread and olives\n")
+    out = tmp_path / "out"
+    assert run(trained_folder, out, "--backend", "onnx", "--texts", str(tmp_path / "texts.txt")) == 0
+    assert read_steps(out)[-1]["converted"]["texts"] == 2
+    (tmp_path / "texts.txt").write_text("whales\n")  # a batch of one row says nothing of others, nor may it seem to
+    out = tmp_path / "one"
+    assert run(trained_folder, out, "--backend", "onnx", "--texts", str(tmp_path / "texts.txt")) == 0
+    assert load_exported(out, "onnx").encode(TEXTS).shape[0] == len(TEXTS)
+
+
+def test_a_conversion_that_fails_or_goes_wrong(
+    trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such operation\nmore of it")
+
+    monkeypatch.setattr(runtimes, "require", lambda *_, **__: None)
+    monkeypatch.setattr(runtimes, "_traced", fail)
+    with pytest.raises(ValueError, match=r"'bert' could not be converted to onnx \(RuntimeError: no such operation\)"):
+        export(trained_folder, tmp_path / "out", expert="clustering", backend="onnx")
+    assert not any(tmp_path.iterdir())
+    other = export(trained_folder, tmp_path / "other", expert="search_query")
+    monkeypatch.setattr(runtimes, "_traced", lambda *_: None)
+    monkeypatch.setattr(runtimes, "_write_onnx", lambda *_: None)
+    monkeypatch.setattr(runtimes, "load_exported", lambda *_, **__: SentenceTransformer(str(other)))
+    with pytest.raises(ValueError, match=r"embeddings of the converted model differ .* Export it for torch"):
+        export(trained_folder, tmp_path / "out", expert="clustering", backend="onnx")
+    assert {path.name for path in tmp_path.iterdir()} == {"other"}
+
+
+@backends
+def test_a_folder_without_the_runtimes_file(
+    backend: str, trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtimes, "find_spec", lambda name: name)
+    out = export(trained_folder, tmp_path / "out", expert="clustering")
+    with pytest.raises(
+        FileNotFoundError, match=f"has no {runtimes.FILES[backend]}: `mote export … --backend {backend}`"
+    ):
+        load_exported(out, backend)
+    with pytest.raises(FileNotFoundError, match="is not a folder with an exported model"):
+        load_exported(tmp_path / "nowhere", backend)
+    with pytest.raises(ValueError, match="Unknown backend 'tensorrt'"):
+        load_exported(out, "tensorrt")
+
+
+@pytest.mark.slow
+@backends
+def test_a_real_model_in_int8(backend: str, shared: Path, tmp_path: Path) -> None:
+    need(backend)
+    source = str(shared / "checkpoints" / "all-MiniLM-L6-v2")
+    upcycle(source, tmp_path / "mote")
+    out = export(tmp_path / "mote", tmp_path / "out", expert="search_query", backend=backend, quantize="int8")
+    texts = read_texts(SMALL_ENCODER / "README.md")
+    expected = SentenceTransformer(source).encode(texts)
+    cosines = (load_exported(out, backend).encode(texts, prompt="") * expected).sum(1)
+    assert cosines.mean() > (0.99 if backend == "openvino" else 0.985)  # ONNX Runtime's activations have one scale
+    edit_json(out / "config_sentence_transformers.json", default_prompt_name=None)
+    assert np.array_equal(SentenceTransformer(str(out)).encode(texts), expected)
