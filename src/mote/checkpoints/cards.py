@@ -58,7 +58,7 @@ def write_mote_card(
         made=made,
         fresh=fresh,
         experts=config.experts,
-        experts_per_token=None if config.routes_by_task else config.num_experts_per_tok,  # type: ignore[attr-defined]
+        experts_per_token=None if config.routes_by_task else config.num_experts_per_tok,
         normalize_router=getattr(config, "norm_topk_prob", None),
         compression=config.compression,
         active_parameters=millions(counts["active"]),

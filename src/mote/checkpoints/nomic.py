@@ -1,9 +1,9 @@
 """Nomic's published checkpoints, whose config schema and key prefix transformers does not read.
 
 `nomic-ai/nomic-bert-2048` and the `nomic-embed-text` models were published with a GPT-2-like schema (`n_embd`,
-`rotary_emb_base` …). The native `NomicBertConfig` ignores those keys and takes its defaults, in silence. Here the
-schema is translated, and what the native model cannot express is refused. The meaning of the keys is that of the
-original implementation (nomic-ai/contrastors, Apache-2.0).
+`rotary_emb_base` …). The native `NomicBertConfig` silently ignores those keys and takes its defaults. Here the
+schema is translated, and settings that the native model cannot express are refused. The keys mean what they mean in
+the original implementation (nomic-ai/contrastors, Apache-2.0).
 """
 
 from typing import Any
@@ -56,8 +56,8 @@ def native_config(settings: dict[str, Any], shapes: dict[str, tuple[int, ...]], 
 
     Args:
         settings: The original config.
-        shapes: Of the checkpoint's tensors. The original rounds the feed-forward width up, so it is read off these.
-        name: Of the checkpoint, for errors.
+        shapes: Shapes of the tensors. The original rounds the feed-forward width up, so it is taken from these.
+        name: Name of the checkpoint, for errors.
 
     Raises:
         ValueError: If the native model cannot express a setting, or a key is missing.
@@ -88,5 +88,5 @@ def native_config(settings: dict[str, Any], shapes: dict[str, tuple[int, ...]], 
 
 
 def key_mapping(shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:
-    """Take off the prefix of the pre-training model; all else the library renames by itself."""
+    """Return the renaming that removes the prefix of the pre-training model; the library does all others."""
     return {r"^bert\.": ""} if any(key.startswith("bert.") for key in shapes) else {}

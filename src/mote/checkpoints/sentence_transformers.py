@@ -51,7 +51,7 @@ def source_modules(source: Checkpoint) -> list[dict[str, Any]]:
     """
     modules = source.read_json("modules.json", list)
     for index, module in enumerate(modules):
-        if not isinstance(module, dict) or not {"type", "path"} <= module.keys():
+        if not isinstance(module, dict) or not all(isinstance(module.get(key), str) for key in ("type", "path")):
             raise ValueError(
                 f"{source.name} has a modules.json that is not in Sentence-Transformers' format: {module!r}"
             )
@@ -59,7 +59,7 @@ def source_modules(source: Checkpoint) -> list[dict[str, Any]]:
         if path.is_absolute() or ".." in path.parts or (index > 0 and not path.parts):
             raise ValueError(f"{source.name} has a module that is not in a folder of its own: {str(path)!r}")
         if not module["type"].startswith("sentence_transformers.") and not _is_ours(module, index):
-            raise ValueError(f"{source.name} has a module of its own code, {module['type']}, which cannot carry over")
+            raise ValueError(f"{source.name} has a module with code of its own, {module['type']}, which is not copied")
     if modules and modules[0]["type"].rsplit(".", 1)[-1] != "Transformer" and not _is_ours(modules[0]):
         raise ValueError(f"{source.name} begins with the module {modules[0]['type']}: expected a Transformer")
     return modules
@@ -89,11 +89,11 @@ def source_pooling(source: Checkpoint) -> str | None:
 
 
 def _pooling_in(source: Checkpoint, module: dict[str, Any]) -> str:
-    """Name the pooling of a module as MoTEConfig does, or as the library does where MoTEConfig does not know it."""
+    """Name the pooling of a module as MoTEConfig does; another one as Sentence-Transformers does."""
     settings = source.read_json(f"{module['path']}/config.json")
     flags = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value]
     mode = settings.get("pooling_mode", POOLING_FLAGS.get(flags[0]) if len(flags) == 1 else None)
-    if not isinstance(mode, str) or mode not in POOLING_NAMES:  # what several mean, or none, the library decides
+    if not isinstance(mode, str) or mode not in POOLING_NAMES:  # several flags, or none: the library's rule
         from sentence_transformers.sentence_transformer.modules import Pooling
 
         mode = str(Pooling.load(str(source.folder), subfolder=module["path"]).pooling_mode)
@@ -108,18 +108,20 @@ def normalizes(source: Checkpoint) -> bool:
 def source_prompts(source: Checkpoint) -> dict[str, str]:
     """Read the prompts of a Sentence-Transformers source, if it has any.
 
-    An empty prompt beside others says that such texts get none; where all are empty, they are the library's defaults.
+    An empty prompt beside others means that such texts get none; if all are empty, they are the library's defaults.
     """
     prompts = source.read_json("config_sentence_transformers.json").get("prompts") or {}
+    if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
+        raise ValueError(f"The prompts in config_sentence_transformers.json of {source.name} must be texts by name")
     return {name: text or "" for name, text in prompts.items()} if any(prompts.values()) else {}
 
 
 def prompts_of(config: MoTEConfig, carried_over: dict[str, str] | None = None) -> dict[str, str]:
-    """Make Sentence-Transformers' `prompts`: the instruction of every task, also under MTEB's names.
+    """Build Sentence-Transformers' `prompts`: the instruction of every task, also under MTEB's names.
 
     Args:
-        config: Of the model.
-        carried_over: Prompts of the source under other names, which stay available.
+        config: Config of the model.
+        carried_over: Prompts of the source under other names, which are kept.
     """
     prompts = {task: config.instruction_of(task) for task in config.tasks}
     mteb = {name: prompts[task] for name, task in MTEB_PROMPTS.items() if task in prompts}
@@ -127,14 +129,14 @@ def prompts_of(config: MoTEConfig, carried_over: dict[str, str] | None = None) -
 
 
 def prompts_of_expert(config: MoTEConfig, expert: str, carried_over: dict[str, str] | None = None) -> dict[str, str]:
-    """Make the prompts of a model that is one expert: those of the tasks that it serves.
+    """Build the prompts of a dense model that is one expert: those of the tasks that it serves.
 
-    `encode_query` and `encode_document` would put nothing in front where there is no prompt for them: a role that
-    the expert does not serve has its instruction, which is what the expert knows.
+    A role (`query`, `document`) that it does not serve has the expert's own instruction: without a prompt,
+    `encode_query` would put nothing in front.
 
     Args:
-        config: Of the MoTE.
-        expert: Its name.
+        config: Config of the MoTE.
+        expert: Expert name.
         carried_over: As in `prompts_of`.
     """
     served = [task for task, name in config.tasks.items() if name == expert]
@@ -148,17 +150,24 @@ def prompts_of_expert(config: MoTEConfig, expert: str, carried_over: dict[str, s
 
 
 def _carried_over(source: Checkpoint) -> dict[str, str]:
-    """Read the prompts of a source that stay, whatever becomes of its tasks: those of a MoTE's own tasks do not."""
+    """Read the prompts of a source that do not belong to its tasks."""
     prompts = source_prompts(source)
     own = prompts_of(source.config) if isinstance(source.config, MoTEConfig) else {}
     return {name: text for name, text in prompts.items() if name not in own}
 
 
 def max_seq_length(model: PreTrainedModel, source: Checkpoint) -> int | None:
-    """Count the tokens after which texts are cut: what the source's settings say, else what the model can take."""
-    if source_modules(source):
-        return source.read_json("sentence_bert_config.json").get("max_seq_length")
-    return _longest_sequence(model)
+    """Return the number of tokens at which texts are truncated: the source's setting, else the model's limit.
+
+    Raises:
+        ValueError: If the source's setting is not a positive integer.
+    """
+    if not source_modules(source):
+        return _longest_sequence(model)
+    length = source.read_json("sentence_bert_config.json").get("max_seq_length")
+    if length is not None and (type(length) is not int or length < 1):
+        raise ValueError(f"max_seq_length of {source.name} must be a positive integer, got {length!r}")
+    return length
 
 
 def write_sentence_transformer(
@@ -168,14 +177,14 @@ def write_sentence_transformer(
     of_mote: MoTEConfig | None = None,
     expert: str | None = None,
 ) -> None:
-    """Write what `SentenceTransformer(folder)` reads, with the source's modules and settings where it has any.
+    """Write the files of Sentence-Transformers beside a model, with the source's modules and settings if it has any.
 
     Args:
         model: The new model.
-        source: What it was made of.
-        folder: Where to write.
-        of_mote: Where the model is dense: the config of the MoTE whose pooling and prompts it keeps.
-        expert: Where it is one expert of that MoTE: its name. Its instruction becomes the default prompt.
+        source: Checkpoint that it was made of.
+        folder: Folder of the model.
+        of_mote: If the model is dense: config of the MoTE whose pooling and prompts it keeps.
+        expert: If it is a single expert of that MoTE: its name. Its instruction becomes the default prompt.
     """
     config: MoTEConfig = of_mote or model.config  # type: ignore[assignment]
     transformer = TRANSFORMER
@@ -231,7 +240,7 @@ def _write_pooling(config: MoTEConfig, folder: Path) -> None:
 
 
 def _longest_sequence(model: PreTrainedModel) -> int | None:
-    """Count the tokens that a sequence may have: RoBERTa and its kin number positions from after the padding's."""
+    """Return the most tokens of a sequence: RoBERTa and its kin count positions from after the padding's index."""
     tables = [getattr(module, "position_embeddings", None) for module in model.modules()]
     limits = [
         table.num_embeddings - table.padding_idx - 1

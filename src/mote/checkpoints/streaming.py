@@ -1,8 +1,8 @@
-"""Write an upcycled model out of the files of the dense one, without ever holding either in memory.
+"""Write an upcycled model from the files of the dense one, with neither of them in memory.
 
-What a weight of the dense model is made of is decided by transformers' own rules (its conversion mapping). The library
-applies them to a whole checkpoint; here they are applied to one weight when it is its turn. The bytes of what is only
-renamed go from file to file, on Linux without leaving the kernel.
+transformers' own rules (its conversion mapping) decide what a weight of the dense model is made of. The library
+applies them to a whole checkpoint; here they are applied to one weight at a time. A weight that is only renamed is
+copied from file to file, on Linux within the kernel.
 """
 
 import copy
@@ -44,11 +44,10 @@ class DenseWeights:
     """
 
     def __init__(self, source: Checkpoint, model: PreTrainedModel) -> None:
-        """Find out what each weight is made of; reads none."""
         self.model = model
         self.expected = model.state_dict()
         self.files = MappedFiles(source.weights)
-        rules = get_model_conversion_mapping(model, source.key_mapping)
+        rules = get_model_conversion_mapping(model, source.key_mapping or None)
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         self.converters = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -67,9 +66,9 @@ class DenseWeights:
         return name in self.made_with
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Read a weight: mapped into memory, or, where the library converts it or its type changes, in memory."""
+        """Read a weight: mapped into memory, or computed if the library converts it or its type changes."""
         first = self.made_with[name]
-        if self.last[0] != first:  # what is made together (queries, keys, values) is asked for together
+        if self.last[0] != first:  # weights made together (queries, keys, values) are asked for in turn
             self.last = (first, self._make(first, self.files.__getitem__))
         return self.last[1][name]
 
@@ -100,7 +99,6 @@ class MappedFiles:
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        """Note where each tensor is."""
         self.file_of: dict[str, Path] = {}
         self.locations: dict[str, TensorLocation] = {}  # none of pickles
         self.stored: dict[str, torch.Tensor] = {}  # without weights
@@ -129,10 +127,9 @@ def _names_in_dense(model: MoTEModel) -> dict[str, str]:
 
 
 def can_stream(model: MoTEModel, dense: DenseWeights) -> bool:
-    """Whether each weight of a fresh MoTE is one of the dense model, and that one is in the source's files.
+    """Whether each weight of a fresh MoTE is a weight of the dense model that is in the source's files.
 
-    Not so where a router is drawn at random and experts are stacked, where the source is quantized, and where the
-    library makes weights up, or ties them to one another.
+    Not with token routing (routers are random), quantized sources, and tied weights.
     """
     if not model.config.routes_by_task or getattr(dense.model.config, "quantization_config", None) is not None:
         return False
@@ -144,13 +141,13 @@ def write_weights(model: MoTEModel, dense: DenseWeights, folder: Path, max_shard
     """Write the weights of a fresh MoTE file by file, as `save_pretrained` would: names, order, index.
 
     Args:
-        model: The MoTE, without weights.
-        dense: What its experts are copies of.
-        folder: Where to write.
-        max_shard_size: Of each file, as in `"5GB"`.
+        model: The MoTE, on the meta device.
+        dense: Weights that its experts are copies of.
+        folder: Folder to write into.
+        max_shard_size: Largest size of a file, as in `"5GB"`.
     """
     origins = _names_in_dense(model)
-    # New ones, because parts of one tensor (queries, keys, values) would each count as the whole.
+    # Copies, because views of one tensor (queries, keys, values) would each count as the whole.
     weights = {name: torch.empty_like(weight) for name, weight in model.state_dict().items()}
     shards = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_size)
     total, done = shards.metadata["total_size"], 0
@@ -165,7 +162,7 @@ def write_weights(model: MoTEModel, dense: DenseWeights, folder: Path, max_shard
 
 
 def _write_file(path: Path, weights: dict[str, torch.Tensor], origins: dict[str, str], dense: DenseWeights) -> int:
-    """Write one safetensors file, each dense weight to all its places at once; return how many bytes they are."""
+    """Write one safetensors file, each dense weight to all its places at once; return the bytes of its tensors."""
     header, offsets, size = _header(weights)
     places: dict[str, list[int]] = {}
     for name, offset in offsets.items():
@@ -185,7 +182,7 @@ def _header(weights: dict[str, torch.Tensor]) -> tuple[bytes, dict[str, int], in
     """Lay out a safetensors file as the library does, which needs the tensors for that: wide types first, then by name.
 
     Returns:
-        What comes before the tensors, where each of these begins after that, and how many bytes they are.
+        The bytes before the tensors, the offset of each tensor after them, and the size of all tensors.
     """
     entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0
@@ -206,7 +203,7 @@ def _write(file: FileIO, offset: int, data: memoryview) -> None:
 
 
 def _copied(location: TensorLocation, file: FileIO, offsets: list[int]) -> bool:
-    """Copy bytes of one file to several places of another, within the kernel; False where it cannot."""
+    """Copy bytes of one file to several places of another, within the kernel; False if it cannot."""
     if sys.platform != "linux":
         return False
     try:

@@ -204,16 +204,16 @@ def write_model(
     Args:
         model: The new model.
         tokenizer: Its tokenizer.
-        source: What it was made of.
-        folder: Where to write.
-        max_shard_size: Of the files with the weights.
-        write_weights: Of a model that has no weights: what writes them into a folder.
+        source: Checkpoint that it was made of.
+        folder: Folder to write into.
+        max_shard_size: Largest size of a file with weights.
+        write_weights: If the model is on the meta device: writes the weights into a folder.
     """
     require_shard_size(max_shard_size)
     if write_weights is None:
         model.save_pretrained(folder, max_shard_size=max_shard_size)
     else:
-        with quiet_transformers():  # a bar of no weights
+        with quiet_transformers():  # no bar for no weights
             model.save_pretrained(folder, state_dict={})  # config and code
         write_weights(folder)
     tokenizer.model_max_length = max_seq_length(model, source) or tokenizer.model_max_length

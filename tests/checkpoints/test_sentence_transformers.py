@@ -1,0 +1,201 @@
+"""Settings of a Sentence-Transformers source carry over: modules, pooling, prompts."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.checkpoints import (
+    dense_checkpoint,
+    e5_checkpoint,
+    edit_json,
+    read_json,
+    trusted,
+)
+from sentence_transformers import SentenceTransformer
+
+from modeling_mote import MoTEModel
+from mote import plan_upcycling, upcycle
+from mote.checkpoints.sentence_transformers import prompts_of
+from mote.cli import main
+
+TEXTS = ["whales breathe air", "a recipe for bread", "bread"]
+LONG = "a long text " * 50
+
+
+@pytest.fixture(scope="module")
+def e5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return e5_checkpoint(tmp_path_factory.mktemp("e5") / "e5")
+
+
+def test_settings_of_the_source_carry_over(e5: Path, tmp_path: Path) -> None:
+    out = upcycle(str(e5), tmp_path / "out")
+    modules = ["MoTETransformer", "Pooling", "Normalize"]
+    assert [module["type"].rsplit(".", 1)[-1] for module in read_json(out / "modules.json")] == modules
+    assert MoTEModel.from_pretrained(out).config.pooling == "cls"
+    source, mote = SentenceTransformer(str(e5)), trusted(out)
+    assert mote.max_seq_length == 11
+    texts = [*TEXTS, LONG]
+    for task in ("classification", "search_query"):
+        assert np.array_equal(mote.encode(texts, task=task), source.encode(texts))
+        assert np.allclose(np.linalg.norm(mote.encode(texts, task=task), axis=1), 1)
+
+
+def test_prompts_of_the_source_become_instructions(e5: Path, tmp_path: Path) -> None:
+    out = upcycle(str(e5), tmp_path / "out")
+    config = MoTEModel.from_pretrained(out).config
+    instructions = {task: config.instruction_of(task) for task in config.tasks}
+    assert instructions["query"] == instructions["search_query"] == "query: "
+    assert instructions["document"] == instructions["search_document"] == ""  # so the source's own encode_document
+    prompts = read_json(out / "config_sentence_transformers.json")["prompts"]
+    assert (prompts["query"], prompts["Retrieval-query"], prompts["passage"]) == ("query: ", "query: ", "passage: ")
+    source, mote = SentenceTransformer(str(e5)), trusted(out)
+    expected = source.encode(TEXTS, prompt_name="query")
+    assert np.array_equal(mote.encode(TEXTS, prompt_name="query"), expected)
+    assert np.array_equal(mote.encode_query(TEXTS), expected)
+    assert np.array_equal(mote.encode_document(TEXTS), source.encode_document(TEXTS))
+    assert np.array_equal(mote.encode([f"query: {text}" for text in TEXTS]), expected)
+    with pytest.raises(ValueError, match="No task for the text 'passage: whales"):
+        mote.encode(TEXTS, prompt_name="passage")
+
+
+def test_a_prompt_of_the_source_can_be_routed(e5: Path, tmp_path: Path) -> None:
+    options = ["--task", "passage=search_document", "--instruction", "clustering=topic: "]
+    assert main(["upcycle", "--src", str(e5), "--out", str(tmp_path / "out"), *options]) == 0
+    mote = trusted(tmp_path / "out")
+    config = mote[0].model.config
+    instructions = {
+        task: config.instruction_of(task) for task in ("passage", "search_document", "document", "clustering")
+    }
+    assert instructions == dict.fromkeys(("passage", "search_document", "document"), "passage: ") | {
+        "clustering": "topic: "
+    }
+    expected = SentenceTransformer(str(e5)).encode(TEXTS, prompt_name="passage")
+    assert np.array_equal(mote.encode(TEXTS, prompt_name="passage"), expected)
+    assert np.array_equal(mote.encode_document(TEXTS), expected)
+    assert np.array_equal(mote.encode([f"passage: {text}" for text in TEXTS]), expected)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("mean", "mean"), ("cls", "cls"), ("lasttoken", "last_token")])
+def test_pooling_carries_over(theirs: str, ours: str, tmp_path: Path) -> None:
+    source = dense_checkpoint(tmp_path / "source", sentence_transformers={"pooling": theirs})
+    out = upcycle(str(source), tmp_path / "out")
+    mote = trusted(out)
+    assert mote[0].model.config.pooling == ours
+    assert np.array_equal(mote.encode(TEXTS, task="clustering"), SentenceTransformer(str(source)).encode(TEXTS))
+
+
+@pytest.mark.parametrize("theirs", ["mean", "max"])
+def test_another_pooling_is_the_same_for_both_libraries(theirs: str, tmp_path: Path) -> None:
+    source = dense_checkpoint(tmp_path / "source", sentence_transformers={"pooling": theirs})
+    out = upcycle(str(source), tmp_path / "out", pooling="cls")
+    mote = trusted(out)
+    tokens = mote.tokenizer(TEXTS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        pooled = MoTEModel.from_pretrained(out)(**tokens, task="clustering").pooler_output.numpy()
+    assert np.abs(mote.encode(TEXTS, task="clustering") - pooled).max() <= 1e-6
+
+
+def test_a_module_outside_of_the_source_is_not_copied(tmp_path: Path) -> None:
+    source = dense_checkpoint(tmp_path / "source", sentence_transformers={})
+    (tmp_path / "secret").mkdir()
+    modules = read_json(source / "modules.json")
+    for path in ("../secret", "1_Pooling/../../secret", str(tmp_path / "secret"), "", "."):
+        modules[1]["path"] = path
+        (source / "modules.json").write_text(json.dumps(modules))
+        with pytest.raises(ValueError, match="source has a module that is not in a folder of its own"):
+            upcycle(str(source), tmp_path / "out")
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
+def test_texts_longer_than_the_positions_are_cut(family: str, tmp_path: Path) -> None:
+    source = dense_checkpoint(tmp_path / "source", family, max_position_embeddings=20, pad_token_id=0)
+    edit_json(source / "tokenizer_config.json", model_max_length=100)
+    mote = trusted(upcycle(str(source), tmp_path / "out"))
+    assert mote.max_seq_length == (19 if family == "roberta" else 20)  # which leaves out the padding's position
+    assert np.isfinite(mote.encode([LONG], task="clustering")).all()
+
+
+def test_prompts_under_the_names_of_mteb_become_instructions(tmp_path: Path) -> None:
+    prompts = {
+        "query": "task: search result | query: ",
+        "document": "title: none | text: ",
+        "Clustering": "task: clustering | query: ",
+        "STS": "task: sentence similarity | query: ",
+    }
+    source = dense_checkpoint(tmp_path / "gemma", sentence_transformers={"prompts": prompts})
+    config = plan_upcycling(str(source)).config
+    instructions = {
+        name: config.instruction_of(name) for name in ("search_query", "search_document", "clustering", "sts")
+    }
+    assert list(instructions.values()) == list(prompts.values())
+    saved = prompts_of(config, prompts)
+    assert {name: saved[name] for name in prompts} == prompts
+
+
+def test_links_out_of_the_source_are_not_followed(tmp_path: Path) -> None:
+    source = e5_checkpoint(tmp_path / "source")
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "key").write_text("private")
+    link = source / "1_Pooling" / "leak"
+    for target in (tmp_path / "secret" / "key", Path("../../secret/key")):
+        link.symlink_to(target)
+        with pytest.raises(ValueError, match=r"leak is a link to a file outside of .*source.*which is not copied"):
+            upcycle(str(source), tmp_path / "out")
+        link.unlink()
+    shutil.copytree(source / "1_Pooling", tmp_path / "secret", dirs_exist_ok=True)
+    shutil.rmtree(source / "1_Pooling")
+    (source / "1_Pooling").symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match="is a link to a file outside of"):
+        upcycle(str(source), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_within_the_source_and_those_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
+    source = e5_checkpoint(tmp_path / "models--me--e5" / "snapshots" / "abc")
+    blobs = tmp_path / "models--me--e5" / "blobs"
+    blobs.mkdir()
+    settings = source / "1_Pooling" / "config.json"
+    settings.rename(blobs / "123")
+    settings.symlink_to(Path("../../../blobs/123"))
+    (source / "2_Normalize" / "note").symlink_to(source / "README.md")
+    out = upcycle(str(source), tmp_path / "out")
+    assert (out / "1_Pooling" / "config.json").read_bytes() == (blobs / "123").read_bytes()
+    assert not any(path.is_symlink() for path in out.rglob("*"))
+    (blobs / "456").symlink_to("/etc/passwd")
+    (source / "1_Pooling" / "more").symlink_to(blobs / "456")
+    with pytest.raises(ValueError, match="is a link to a file outside of"):
+        upcycle(str(source), tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("config_sentence_transformers.json", {"prompts": ["query: "]}, "prompts .* must be texts by name"),
+        ("config_sentence_transformers.json", {"prompts": {"query": 7}}, "prompts .* must be texts by name"),
+        (
+            "sentence_bert_config.json",
+            {"max_seq_length": "11"},
+            "max_seq_length .* a positive integer, got '11'",
+        ),
+        ("sentence_bert_config.json", {"max_seq_length": -1}, "max_seq_length .* a positive integer, got -1"),
+    ],
+)
+def test_damaged_settings(file: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    source = e5_checkpoint(tmp_path / "source")
+    edit_json(source / file, **changes)
+    with pytest.raises(ValueError, match=message):
+        upcycle(str(source), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("module", [{"type": 7, "path": "1_Pooling"}, {"type": "x", "path": None}, {"type": "x"}, []])
+def test_damaged_modules(module: object, tmp_path: Path) -> None:
+    source = e5_checkpoint(tmp_path / "source")
+    modules = read_json(source / "modules.json")
+    (source / "modules.json").write_text(json.dumps([modules[0], module]))
+    with pytest.raises(ValueError, match=r"modules.json that is not in Sentence-Transformers' format"):
+        upcycle(str(source), tmp_path / "out")
