@@ -95,18 +95,18 @@ def test_signals_clean_up(number: signal.Signals, status: int, tmp_path: Path) -
     code = """
 import sys, time
 from mote import cli
-from mote.checkpoints import writing
+from mote.checkpoints import cards
 def wait(*_, **__):
     print("writing", flush=True)
     time.sleep(60)
-writing.write_card = wait
+cards.write_mote_card = wait
 sys.exit(cli.main())
 """
     command = [sys.executable, "-c", code, "upcycle", "--src", str(SMALL_ENCODER), "--out", str(tmp_path / "out")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     while process.stdout.readline() != "writing\n":
-        assert process.poll() is None
+        assert process.poll() is None, process.communicate()
     time.sleep(0.1)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
@@ -114,6 +114,27 @@ sys.exit(cli.main())
     assert errors.splitlines()[-1] == "interrupted: nothing was left behind"
     assert "Traceback" not in errors
     assert os.listdir(tmp_path) == []  # noqa: PTH208
+
+
+@pytest.mark.processes
+def test_an_interrupt_after_the_end_leaves_no_traceback() -> None:
+    code = """
+import atexit, os, signal, sys
+from mote.cli import main
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=False)
+    assert done.stdout == "mote 0.1.0\n"
+    assert done.stderr == ""
+    assert done.returncode == -signal.SIGINT
+
+
+@pytest.mark.processes
+def test_completion() -> None:
+    environment = {**os.environ, "_MOTE_COMPLETE": "complete_bash", "COMP_WORDS": "mote exp", "COMP_CWORD": "1"}
+    done = subprocess.run([sys.executable, "-m", "mote"], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["export", "experts"]
 
 
 # Wrong command lines -------------------------------------------------------------------------------------------------

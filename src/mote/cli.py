@@ -5,9 +5,7 @@ import logging
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
 import typer
@@ -66,6 +64,8 @@ def _run(argv: Sequence[str]) -> int:
         return 1
     except Exception as error:
         if logging.getLogger("mote").isEnabledFor(logging.DEBUG):
+            import traceback
+
             traceback.print_exc()
         elif isinstance(error, ValueError | OSError):
             _print_error(str(error))
@@ -177,6 +177,8 @@ TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version
+
         typer.echo(f"mote {version('mote-embeddings')}")
         raise typer.Exit
 
