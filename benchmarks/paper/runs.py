@@ -125,7 +125,7 @@ class Runs:
                         limit=limit,
                         dtype=self.scale.dtype,
                         out=self.out / "scores" / label / f"limit-{limit}",
-                        report=self.report,
+                        trust_remote_code=True,
                     )
 
     @contextmanager

@@ -39,7 +39,13 @@ def measure(options: Options) -> Benchmark:
         sets = sorted(there.intersection(SETS) or there)
         limit = 40 if options.quick else LIMIT
         scores = evaluate(
-            models, data=options.data, tasks=sets, limit=limit, device=options.device, out=folder / "scores"
+            models,
+            data=options.data,
+            tasks=sets,
+            limit=limit,
+            device=options.device,
+            out=folder / "scores",
+            trust_remote_code=True,
         )
         if scores.failed():
             raise ValueError(f"not all could be scored: {'; '.join(scores.failed())}")
