@@ -1,8 +1,8 @@
-"""How much memory a training step takes, found out without taking it.
+"""Estimate the memory of a training step without running it.
 
-The parts that follow from the number of parameters are counted. Activations are measured: one mini-batch runs forwards
-and backwards on fake tensors, which have shapes and no contents, while every allocation is recorded. So the numbers
-hold for any architecture, with gradient checkpointing and mixed precision, and need neither memory nor a GPU.
+What follows from the number of parameters is counted. Activations are measured: one mini-batch runs forward and
+backward on fake tensors, which have shapes but no contents, while every allocation is recorded. So the estimates hold
+for any architecture, with gradient checkpointing and mixed precision, and need neither memory nor a GPU.
 """
 
 import copy
@@ -27,10 +27,14 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from configuration_mote import MoTEConfig, alternatives
 from modeling_mote import MoTEModel
 from mote.checkpoints.reading import is_mote, mote_class, open_checkpoint
+from mote.reporting import table
 
 PRECISIONS = ("fp32", "bf16")
 SHARDINGS = ("ddp", "fsdp2", "deepspeed-stage-1", "deepspeed-stage-2")
 DEVICES = ("gpu", "cpu")
+
+MAX_SIZE = 2**24  # beyond them, sizes in bytes overflow 64 bits
+MAX_ATTENTION = 2**48
 
 EAGER_ONLY = ("mpnet",)  # in transformers itself
 
@@ -40,15 +44,15 @@ class MemoryEstimate:
     """Memory of a training step on one device, in bytes.
 
     Attributes:
-        weights: Of all experts, frozen ones included.
-        gradients: Of all that is trained. In one step an expert that is not used has none, over a run all have.
+        weights: Weights of all experts, frozen ones included.
+        gradients: Gradients of all trained weights. An expert that a step does not use has none in that step.
         optimizer: AdamW's two moments and its step counters; under DeepSpeed with bf16 also the weights in float32.
         communication: DDP's buckets; under FSDP what is gathered at a time.
-        activations: What one mini-batch (without a cached loss, the whole batch of the device) needs beyond all that
-            at the worst moment of its forward and backward pass.
-        embeddings: Of a cached loss: the embeddings of the device's batch, and their gradients.
-        loss: What the loss needs beyond them at its worst moment: gathered embeddings, one chunk of logits.
-        at_once: Whether activations and loss are there at the same time; not so with a cached loss.
+        activations: Peak of the forward and backward pass of one mini-batch (without gradient caching, of the device's
+            whole batch), beyond all the above.
+        embeddings: Embeddings of the device's batch and their gradients, with gradient caching.
+        loss: Peak of the loss beyond the embeddings: gathered embeddings, one chunk of logits.
+        at_once: Whether activations and loss are in memory at the same time; with gradient caching they are not.
     """
 
     weights: int
@@ -62,15 +66,17 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """The worst moment of a step."""
+        """Peak of a step."""
         lasting = self.weights + self.gradients + self.optimizer + self.communication + self.embeddings
         passing = (self.activations, self.loss)
         return lasting + (sum(passing) if self.at_once else max(passing))
 
     def __str__(self) -> str:
-        """Lay it out as a table, in GiB."""
+        """A table in GiB."""
         parts = {name: size for name, size in asdict(self).items() if name != "at_once"}
-        return "\n".join(f"{name:<14} {size / 2**30:8.2f} GiB" for name, size in {**parts, "total": self.total}.items())
+        return table(
+            ["", "GiB"], [(name, f"{size / 2**30:.2f}") for name, size in {**parts, "total": self.total}.items()]
+        )
 
 
 def estimate_memory(
@@ -88,16 +94,16 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the memory of a step of contrastive training with AdamW, on each device.
 
-    What kernels and allocators need for themselves is not in it: on a GPU add the CUDA context (about half a GiB) and
-    room for fragmentation. What runs here are the kernels of CPUs. Those of GPUs keep dropout's masks in a byte each,
-    here they have the type of the activations; and they keep no attention probabilities even with dropout, so that
-    for `"gpu"` dropout within sdpa is left out.
+    Kernels' and allocators' own memory is not included: on a GPU add the CUDA context (about half a GiB) and room for
+    fragmentation. The kernels that run here are those of CPUs. GPUs keep dropout masks in one byte per element, here
+    they have the type of the activations; and GPUs keep no attention probabilities even with dropout, so for `"gpu"`
+    dropout within sdpa is disabled.
 
     Args:
         model: A MoTE or a dense model, or the config of one.
         batch_size: Rows of a step, over all processes.
         length: Tokens of each text.
-        mini_batch_size: Of a cached loss (GradCache). Default: a loss that is not cached.
+        mini_batch_size: Rows of a forward pass, with gradient caching. Default: no caching.
         columns: Texts in a row: 2 for pairs, 3 with a hard negative.
         gradient_checkpointing: Whether activations within a block are computed again.
         precision: `"fp32"`, or `"bf16"` for autocast.
@@ -107,15 +113,15 @@ def estimate_memory(
         device: `"gpu"` or `"cpu"`: whether sdpa with dropout keeps no probabilities, or does.
 
     Raises:
-        ValueError: If a name is unknown, a number does not hold, the model's forward depends on its inputs' values,
-            or it has a token router.
+        ValueError: If a name is unknown, a number is out of range, the model's forward depends on its inputs' values,
+            or the model is token-routed.
     """
     names = {"precision": (precision, PRECISIONS), "sharding": (sharding, SHARDINGS), "device": (device, DEVICES)}
     for name, (value, known) in names.items():
         if value not in known:
             raise ValueError(f"Unknown {name} {value!r}." + alternatives(value, known))
     if not getattr(model.config if isinstance(model, PreTrainedModel) else model, "routes_by_task", True):
-        raise ValueError("The memory of a token router cannot be told beforehand: it depends on where the tokens go")
+        raise ValueError("The memory of a token-routed model depends on where the tokens go, and cannot be estimated")
     rows = _rows(batch_size, processes, mini_batch_size, length, columns)
     cached = mini_batch_size is not None
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -125,8 +131,8 @@ def estimate_memory(
             activations = measure_activations(fake, at_once[0], length, at_once[1], precision).peak
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ValueError(
-                f"{type(fake).__name__} decides by the values of its inputs what it computes, so its memory cannot be "
-                f"told from their shapes ({error})"
+                f"The forward of {type(fake).__name__} depends on the values of its inputs, so its memory cannot be "
+                f"estimated from their shapes ({error})"
             ) from error
         width = fake.config.hidden_size
         loss = _loss(rows, batch_size, mini_batch_size or rows, columns, width)
@@ -144,18 +150,18 @@ def config_of(src: str, revision: str | None = None, experts: list[str] | None =
 
     Args:
         src: A folder, or an id on the Hub.
-        revision: Of a source on the Hub.
-        experts: Of the MoTE that a dense source would become. Default: the source as it is.
+        revision: Branch, tag or commit of a source on the Hub.
+        experts: Experts of the MoTE to upcycle a dense source to. Default: the source as it is.
 
     Raises:
-        FileNotFoundError: If there is no such source.
-        ValueError: If it is not of a supported architecture, or a MoTE already that is to get experts.
+        FileNotFoundError: If the source does not exist.
+        ValueError: If its architecture is not supported, or it is a MoTE already and `experts` are given.
     """
     config = open_checkpoint(src, revision).config
     if experts is None:
         return config
-    if config.model_type.startswith("mote"):
-        raise ValueError(f"{src} is a MoTE already: its experts are those that it has")
+    if is_mote(config):
+        raise ValueError(f"{src} is a MoTE already: remove `--expert`")
     return MoTEConfig(backbone_config=config, experts=experts, dtype=config.dtype)
 
 
@@ -165,18 +171,21 @@ def _rows(batch_size: int, processes: int, mini_batch_size: int | None, length: 
     if mini_batch_size is not None:
         numbers["mini_batch_size"] = mini_batch_size
     for name, number in numbers.items():
-        if number < 1:
-            raise ValueError(f"{name} must be at least 1, not {number}")
+        if not 1 <= number <= MAX_SIZE:
+            raise ValueError(f"{name} must be from 1 to {MAX_SIZE:,}, got {number}")
     if batch_size % processes:
-        raise ValueError(f"batch_size {batch_size} cannot be cut evenly among {processes} processes")
-    return batch_size // processes
+        raise ValueError(f"batch_size {batch_size} cannot be shared evenly among {processes} processes")
+    rows = batch_size // processes
+    if min(mini_batch_size or rows, rows) * columns * length**2 > MAX_ATTENTION:
+        raise ValueError(f"{rows:,} rows of {length:,} tokens are too many to estimate: set a mini_batch_size")
+    return rows
 
 
 # Counted -------------------------------------------------------------------------------------------------------------
 
 
 def _lasting(model: PreTrainedModel, precision: str, processes: int, sharding: str) -> dict[str, int]:
-    """Count what is there throughout a step."""
+    """Count what stays in memory throughout a step."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights, gradients = _size(model.parameters()), _size(trained)
     optimizer = 2 * gradients + 4 * len(trained)  # two moments, and a step counter in float32
@@ -229,15 +238,14 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 class LiveMemory(TorchDispatchMode):
-    """Records how many bytes are allocated while it is entered, and the most there were at a time.
+    """Records how many bytes are allocated while it is active.
 
     Attributes:
-        live: Bytes allocated since it was made, and still in use.
-        peak: The most of them at a time.
+        live: Bytes allocated and still in use.
+        peak: Maximum of them at a time.
     """
 
     def __init__(self, *ours: torch.Tensor) -> None:
-        """Leave out the storages of some tensors, which were there before."""
         super().__init__()
         self.live = self.peak = 0
         self.known = {tensor.untyped_storage()._cdata for tensor in ours}
@@ -266,7 +274,7 @@ class LiveMemory(TorchDispatchMode):
 def fake_model(
     model: PreTrainedModel | PreTrainedConfig, gradient_checkpointing: bool = False, device: str = "gpu"
 ) -> PreTrainedModel:
-    """Build a model in name only, in training mode, with gradients, as it is after the first mini-batch.
+    """Build a model without contents, in training mode, with gradients, as it is after the first mini-batch.
 
     To be called within `FakeTensorMode(allow_non_fake_inputs=True)`. The arguments are those of `estimate_memory`.
     """
@@ -330,7 +338,7 @@ def measure_activations(
         *model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()
     )
     tokens = torch.ones(rows, length, dtype=torch.long)
-    task = {"task": model.config.available_experts[0]} if model.config.model_type.startswith("mote") else {}
+    task = {"task": model.config.available_experts[0]} if is_mote(model.config) else {}
     with live:
         outputs = []
         for _ in range(columns):
