@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory_table
 
-Takes seconds and no GPU: nothing is computed but shapes.
+Takes seconds and needs no GPU: only shapes are computed.
 """
 
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from transformers import BertConfig, NomicBertConfig
 
 from configuration_mote import MoTEConfig
 from mote import MemoryEstimate, estimate_memory
+from mote.reporting import markdown_table
 
 GIB = 2**30
 BATCH_SIZE = 6144  # of the paper
@@ -39,7 +40,7 @@ def rows() -> Iterator[tuple[str, ...]]:
     for name, (backbone, length) in MODELS.items():
         for processes, settings in SETTINGS.items():
             for mini_batch_size, sharding, checkpointing in settings:
-                told = estimate_memory(
+                estimate = estimate_memory(
                     MoTEConfig(backbone_config=backbone),
                     batch_size=BATCH_SIZE,
                     mini_batch_size=mini_batch_size,
@@ -56,17 +57,16 @@ def rows() -> Iterator[tuple[str, ...]]:
                     str(processes),
                     how if processes > 1 else how.replace("ddp", "one process"),
                     str(mini_batch_size),
-                    *_sizes(told),
+                    *_sizes(estimate),
                 )
 
 
-def _sizes(told: MemoryEstimate) -> Iterator[str]:
-    lasting = told.weights + told.gradients + told.optimizer + told.communication
-    for size in (lasting, told.activations, told.embeddings + told.loss, told.total):
+def _sizes(estimate: MemoryEstimate) -> Iterator[str]:
+    lasting = estimate.weights + estimate.gradients + estimate.optimizer + estimate.communication
+    for size in (lasting, estimate.activations, estimate.embeddings + estimate.loss, estimate.total):
         yield f"{size / GIB:.2f}"
 
 
 if __name__ == "__main__":
     heads = ["model", "tokens", "GPUs", "how", "mini-batch", "lasting", "activations", "embeddings and loss", "total"]
-    for cells in (heads, ["---"] * len(heads), *rows()):
-        print("| " + " | ".join(cells) + " |")
+    print(markdown_table(heads, rows(), align="lrrlrrrrr"))

@@ -1,10 +1,10 @@
-"""Train every shipped recipe under the same conditions, with the same sweep of the learning rate, and compare.
+"""Compare shipped recipes: same model, same data, same sweep of learning rates.
 
     python -m benchmarks.recipes mote em ic … [KEY=VALUE …] --model MODEL --data DATA --out RUNS
 
-The learning rate of each recipe is chosen by its mean score on validation texts, which are cut from the training parts
-and are the same for all. A run that has ended is not run again; one that was broken off goes on. At the end: a table,
-`scores.json`, `recipes.png`, and of each recipe's best run the settings, the record and the curves, under RUNS/best.
+The learning rate of each recipe is chosen by its mean score on validation texts, which are held out from the training
+splits and equal for all recipes. Finished runs are reused, interrupted ones resume. Prints a table; writes
+`scores.json`, `recipes.png`, and settings, record and curves of each recipe's best run to RUNS/best.
 """
 
 import argparse
@@ -21,7 +21,7 @@ KEPT = ("recipe.yaml", "mote.json", "curves.png", "README.md")
 
 
 def main() -> None:
-    """Run all, then compare."""
+    """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="+", metavar="RECIPE or KEY=VALUE")
     parser.add_argument("--model", required=True)
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def compare(records: dict[tuple[str, float], dict[str, Any]], out: Path) -> None:
-    """Choose each recipe's learning rate, and lay the scores side by side."""
+    """Choose the learning rate of each recipe; print and write the scores."""
     best: dict[str, float] = {}
     for recipe, rate in records:
         if recipe not in best or _score(records[recipe, rate]) > _score(records[recipe, best[recipe]]):

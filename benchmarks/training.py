@@ -1,12 +1,12 @@
-"""What training costs: pairs per second beside the dense model, memory of a large batch, start-up time.
+"""Cost of training: pairs per second compared with the dense model, memory of a large batch, start-up time.
 
     python -m benchmarks.training speed [--model MODEL] [--seconds N] [--steps N]
     python -m benchmarks.training memory [--model MODEL] [--batch-size N]
     python -m benchmarks.training start
 
-`speed` trains MoTE by turns with the dense model (with instructions) and with token routing, on the same batches, with
-the same trainer. `memory` takes one step in a process of
-its own, with gradient caching and without. `start` is the time from the command to the first step.
+`speed` trains MoTE in turns with the dense model (with instructions) and with token routing, same batches and
+trainer. `memory` measures one step in a process of its own, with and without gradient caching. `start` measures
+the time from the command to the end of the first step.
 """
 
 import argparse
@@ -31,12 +31,12 @@ COMMON = (f"data.folder={DATA}", "validation.share=0", "training.save_strategy='
 
 
 def main() -> None:
-    """Run one of the three."""
+    """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("speed", "memory", "start", "one-step"))
     parser.add_argument("--model", default=str(SMALL_ENCODER), help="dense checkpoint (default: the repository's)")
-    parser.add_argument("--seconds", type=float, default=60, help="of each comparison of speed, at least 7 pairs")
-    parser.add_argument("--steps", type=int, default=12, help="of each run in a comparison of speed")
+    parser.add_argument("--seconds", type=float, default=60, help="per comparison of speed, at least 7 pairs")
+    parser.add_argument("--steps", type=int, default=12, help="steps of each run in a comparison of speed")
     parser.add_argument("--batch-size", type=int, default=6144)
     parser.add_argument("--mini-batch-size", type=int, default=None)
     options = parser.parse_args()
@@ -56,7 +56,7 @@ def speed(options: argparse.Namespace) -> None:
         return prepare(load_recipe(name, settings), RunFolder(out))
 
     def train(run: TrainingRun) -> None:
-        with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):  # the bars
+        with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):  # progress bars
             run.trainer.train()
 
     print(f"{Path(options.model).name}, {options.steps} steps by turns, medians")
@@ -75,15 +75,16 @@ def speed(options: argparse.Namespace) -> None:
 
 
 def memory(options: argparse.Namespace) -> None:
-    """Print the peak memory of one step of a large batch, over that of a process that takes none."""
+    """Print the peak memory of one step of a large batch, minus that of a small step."""
     print(f"{Path(options.model).name}, batch of {options.batch_size} pairs of 16 tokens, one step")
     print("| mini-batch | peak, MB | over a small step, MB | seconds |")
     print("| --- | --- | --- | --- |")
     floor = None
     for batch_size, mini_batch_size in ((16, 16), (options.batch_size, 256), (options.batch_size, None)):
-        command = [sys.executable, __file__, "one-step", "--model", options.model, "--batch-size", str(batch_size)]
+        command = [sys.executable, "-m", "benchmarks.training", "one-step", "--model", options.model]
+        command += ["--batch-size", str(batch_size)]
         command += [] if mini_batch_size is None else ["--mini-batch-size", str(mini_batch_size)]
-        # freed blocks go back at once, so that the peak is of what is in use
+        # return freed blocks at once, so that the peak counts only memory in use
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
         printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
         peak, seconds = map(float, printed.split()[-2:])
@@ -93,7 +94,7 @@ def memory(options: argparse.Namespace) -> None:
 
 
 def one_step(options: argparse.Namespace) -> None:
-    """Take a step on made-up texts, in this process; print its peak memory in MB, and the seconds."""
+    """Run one step on synthetic texts in this process; print its peak memory in MB and its seconds."""
     import json
     import random
 
