@@ -1,61 +1,83 @@
-"""A model that would run with random weights is refused, by the names of these weights."""
+"""Loading: MoTEs, and encoders with all their weights."""
 
-import logging
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.checkpoints import dense_checkpoint, edit_json
+from helpers.families import batch, trained_mote
 from helpers.paths import SMALL_ENCODER
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
 
-from mote.inference.loading import all_weights
+import mote
+from mote.experts import compress
 
 
 def without(folder: Path, part: str) -> Path:
     """The checkpoint in a folder, less all weights with this in their names."""
-    weights = load_file(folder / "model.safetensors")
+    file = next(folder.rglob("model.safetensors"))
+    weights = load_file(file)
     kept = {name: weight for name, weight in weights.items() if part not in name}
     assert len(kept) < len(weights)
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(kept, file, metadata={"format": "pt"})
     return folder
 
 
-def load(folder: Path) -> Any:
-    with all_weights("ours"):
-        return AutoModel.from_pretrained(folder)
-
-
-@pytest.mark.parametrize("on_a_terminal", [False, True])
-@pytest.mark.parametrize("level", [logging.ERROR, logging.WARNING])
-def test_missing_weights_are_named(
-    level: int, on_a_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_weights_are_named(tmp_path: Path) -> None:
     folder = without(dense_checkpoint(tmp_path / "dense", "bert"), "layer.1.output.dense")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: on_a_terminal)  # where the library writes in colours
-    caplog.set_level(level, "transformers")
-    named = r"ours lacks weights .*: encoder\.layer\.1\.output\.dense\.bias, encoder\.layer\.1\.output\.dense\.weight\."
+    named = (
+        r"dense lacks weights .*: encoder\.layer\.1\.output\.dense\.bias, encoder\.layer\.1\.output\.dense\.weight\."
+    )
     with pytest.raises(ValueError, match=named):
-        load(folder)
-    assert not caplog.records  # the library's own report says no more
-    logger = logging.getLogger("transformers.modeling_utils")
-    assert (logger.level, logger.filters) == (logging.NOTSET, [])
+        mote.load_encoder(folder)
 
 
-def test_weights_of_another_shape_are_named(tmp_path: Path) -> None:
+def test_missing_weights_of_a_module_in_a_subfolder_are_named(tmp_path: Path) -> None:
+    transformer = Transformer(str(dense_checkpoint(tmp_path / "dense", "bert")))
+    transformer.save_in_root = False
+    modules = [transformer, Pooling(transformer.get_embedding_dimension())]
+    SentenceTransformer(modules=modules).save(str(tmp_path / "model"))
+    assert not (tmp_path / "model" / "model.safetensors").exists()
+    mote.load_encoder(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"encoder\.layer\.1\.output\.dense\.bias"):
+        mote.load_encoder(without(tmp_path / "model", "layer.1.output.dense"))
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
     folder = dense_checkpoint(tmp_path / "dense", "bert")
     edit_json(folder / "config.json", intermediate_size=48)
-    with pytest.raises(ValueError, match=r"ours lacks weights .*: encoder\.layer\.\{0, 1\}\.intermediate\.dense\.bias"):
-        load(folder)
+    with pytest.raises(ValueError, match=r"dense does not load in Sentence-Transformers: "):
+        mote.load_encoder(folder)
 
 
 def test_a_pooler_may_be_missing(tmp_path: Path) -> None:
-    load(without(dense_checkpoint(tmp_path / "dense", "bert"), "pooler"))
-    load(SMALL_ENCODER)
+    mote.load_encoder(without(dense_checkpoint(tmp_path / "dense", "bert"), "pooler"))
+    mote.load_encoder(SMALL_ENCODER)
 
 
-def test_other_errors_stay_as_they_are(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), all_weights("ours"):
-        _ = 1 / 0
+def test_a_mote_and_some_of_its_experts(tmp_path: Path) -> None:
+    model = trained_mote("bert")
+    model.save_pretrained(tmp_path)
+    expected = model(**batch(), task="beta").pooler_output
+    for loaded in (mote.load(tmp_path), mote.load(tmp_path, experts=["beta"]), mote.load(tmp_path, experts="beta")):
+        assert torch.equal(loaded.eval()(**batch(), task="beta").pooler_output, expected)
+    assert mote.load(tmp_path, experts=["beta"]).config.available_experts == ["beta"]
+
+
+def test_the_class_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    compressed: Any = compress(trained_mote("bert"), rank=2)
+    compressed.save_pretrained(tmp_path)
+    loaded = mote.load(tmp_path)
+    assert type(loaded) is type(compressed)
+    assert torch.equal(loaded(**batch(), task="beta").pooler_output, compressed(**batch(), task="beta").pooler_output)
+
+
+def test_a_dense_model_is_not_a_mote(tmp_path: Path) -> None:
+    folder = dense_checkpoint(tmp_path / "dense", "bert")
+    for load in (mote.load, lambda path: mote.load_encoder(path, offload="disk")):
+        with pytest.raises(ValueError, match="is not a MoTE, its model_type is 'bert': `mote upcycle` makes one"):
+            load(folder)

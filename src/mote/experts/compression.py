@@ -57,7 +57,8 @@ def compress(model: MoTEModel, *, rank: int | None = None, bits: int | None = No
     )
     if after >= before:
         logger.warning("note: this takes no less memory than uncompressed experts; %s", _ranks_that_save(model))
-    return compressed.to(device=model.device).train(model.training)
+    moved: CompressedModel = compressed.to(model.device)  # type: ignore[arg-type]
+    return moved.train(model.training)
 
 
 def expert_bytes(model: MoTEModel) -> int:

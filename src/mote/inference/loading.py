@@ -1,10 +1,13 @@
-"""Models are loaded with all their weights: transformers draws missing ones at random, and only reports it."""
+"""Loading: MoTEs with some or all experts, and any Sentence-Transformers model with all its weights.
 
-import logging
+Where a checkpoint lacks weights, transformers draws random ones and only logs it.
+"""
+
+import copy
+import json
 import os
-import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,58 +16,64 @@ if TYPE_CHECKING:
     from configuration_mote import MoTEConfig
     from modeling_mote import MoTEModel
 
-# A row of transformers' report. What is like in several layers is one row: `encoder.layer.{0, 1}.output.dense.bias`.
-_ROW = re.compile(r"^(?P<key>\S.*?) +\| (?:\x1b\[[0-9;]*m)?(?:MISSING|MISMATCH)\b", re.MULTILINE)
-_UNUSED = re.compile(r"(^|\.)pooler\.")  # Sentence-Transformers pools by itself, and many checkpoints have none
 
+def require_all_weights(encoder: "SentenceTransformer", path: str, revision: str | None = None) -> None:
+    """Check that a checkpoint has all weights of the model that was loaded from it.
 
-class _Reports(logging.Filter):
-    """Takes transformers' reports on loading; what else is logged goes on as if there were no filter."""
-
-    def __init__(self, level: int) -> None:
-        super().__init__()
-        self.level = level
-        self.missing: list[str] = []
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        if "LOAD REPORT" not in message:
-            return record.levelno >= self.level
-        self.missing += [key for key in _ROW.findall(message) if not _UNUSED.search(key)]
-        return False
-
-
-@contextmanager
-def all_weights(model: str) -> Iterator[None]:
-    """Refuse a model that is loaded within the block without all its weights.
+    Each of the model's networks is loaded once more, on the meta device, which reads headers only.
 
     Args:
-        model: Its name, for the error.
+        encoder: The model.
+        path: Folder or id on the Hub that it was loaded from.
+        revision: Branch, tag or commit on the Hub.
 
     Raises:
-        ValueError: If some are missing or of another shape; those of a pooler may be.
+        ValueError: If weights are missing; those of a pooler, which Sentence-Transformers does not use, may be.
     """
-    logger = logging.getLogger("transformers.modeling_utils")
-    level, reports = logger.level, _Reports(logger.getEffectiveLevel())
-    logger.addFilter(reports)
-    logger.setLevel(min(logging.INFO, reports.level))  # at WARNING, it would also check a plan of tensor parallelism
-    try:
-        yield
-    except Exception as error:  # where shapes differ, the library raises as well, and refers to its report
-        if not reports.missing:
-            raise
-        raise ValueError(_message(model, reports.missing)) from error
-    finally:
-        logger.setLevel(level)
-        logger.removeFilter(reports)
-    if reports.missing:
-        raise ValueError(_message(model, reports.missing))
+    from transformers import PreTrainedModel
+
+    for module, subfolder in zip(encoder, _module_folders(path, revision), strict=False):
+        network = getattr(module, "model", None)
+        if not isinstance(network, PreTrainedModel) or network.config.model_type.startswith("mote"):
+            continue  # a MoTE's own from_pretrained is strict
+        missing = _missing_weights(type(network), path, revision, subfolder, config=copy.deepcopy(network.config))
+        if missing:
+            raise ValueError(_message(path, missing))
 
 
-def _message(model: str, missing: list[str]) -> str:
-    shown = ", ".join(sorted(missing)[:3]) + (" …" if len(missing) > 3 else "")
+def _module_folders(path: str, revision: str | None) -> list[str]:
+    """Return the subfolders of a Sentence-Transformers model's modules, in order."""
+    from transformers.utils import cached_file
+
+    file = cached_file(path, "modules.json", revision=revision, _raise_exceptions_for_missing_entries=False)
+    modules = json.loads(Path(file).read_text(encoding="utf-8")) if file else [{"path": ""}]
+    return [module["path"] for module in modules]
+
+
+def _missing_weights(
+    model_class: Any, path: str, revision: str | None, subfolder: str = "", **kwargs: Any
+) -> list[str]:
+    """Return the keys of weights that a checkpoint lacks or has in another shape."""
+    from mote.checkpoints.reading import quiet_transformers
+
+    with quiet_transformers():
+        _, info = model_class.from_pretrained(
+            path,
+            revision=revision or "main",
+            subfolder=subfolder,
+            device_map="meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **kwargs,
+        )
+    missing = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
+    return sorted(key for key in missing if "pooler." not in key)
+
+
+def _message(path: str, missing: list[str]) -> str:
+    shown = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
     return (
-        f"{model} lacks weights that its config asks for, and random ones would take their place: {shown}. Load the "
+        f"{path} lacks weights that its config asks for, and random ones would take their place: {shown}. Load the "
         "files as they were saved together, in a format that the installed transformers reads"
     )
 
@@ -140,17 +149,13 @@ def load_encoder(
         config = _mote_config(path, revision=revision)
         check_settings(config, offload, keep)
         model_kwargs["experts"] = config.available_experts[:keep]
-    with all_weights(path):
-        try:
-            encoder = SentenceTransformer(
-                path, device=device, revision=revision, trust_remote_code=trust_remote_code, model_kwargs=model_kwargs
-            ).eval()
-        except Exception as error:  # whatever a library or the model's own code raises
-            if not trust_remote_code and "trust_remote_code" in str(error):
-                raise ValueError(
-                    f"{path} has code of its own, which runs only with --trust-remote-code (trust_remote_code=True)"
-                ) from error
-            raise ValueError(f"{path} does not load in Sentence-Transformers: {first_line(error)}") from error
+    try:
+        encoder = SentenceTransformer(
+            path, device=device, revision=revision, trust_remote_code=trust_remote_code, model_kwargs=model_kwargs
+        ).eval()
+    except Exception as error:  # whatever a library or the model's own code raises
+        raise ValueError(f"{path} does not load in Sentence-Transformers: {first_line(error)}") from error
+    require_all_weights(encoder, path, revision)
     if offload is not None:
         model: Any = encoder[0]
         start_offloaded(model.model, config.loaded_experts, offload, keep)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from configuration_mote import alternatives
-from mote.inference.loading import all_weights
+from mote.inference.loading import load_encoder
 from mote.training.progress import count_texts
 from mote.training.recipe import TaskSettings, TrainingSettings
 
@@ -327,6 +327,5 @@ def _library_loss(
     if "projection_dim" in takes and label_dim not in (None, model.get_embedding_dimension()):
         arguments.setdefault("projection_dim", label_dim)
     if isinstance(arguments.get("guide"), str):
-        with all_weights(arguments["guide"]):
-            arguments["guide"] = SentenceTransformer(arguments["guide"])
+        arguments["guide"] = load_encoder(arguments["guide"])
     return cls(model, **arguments)

@@ -14,7 +14,7 @@ from configuration_mote import MoTEConfig, alternatives
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.reading import Checkpoint, is_mote, load_dense, load_tokenizer
 from mote.checkpoints.staging import Staging
-from mote.inference.loading import all_weights
+from mote.inference.loading import require_all_weights
 from mote.training.processes import processes
 from mote.training.recipe import ModelSettings, Recipe
 from mote.training.run_folder import START_FOLDER
@@ -41,8 +41,8 @@ def build_model(recipe: Recipe, source: Checkpoint, scratch: Path) -> tuple[Sent
     if settings.kind == "dense":
         with processes().main_process_first():
             folder = native_folder(source, scratch / START_FOLDER)
-        with all_weights(settings.source):
-            model = SentenceTransformer(str(folder), **_loading(settings))
+        model = SentenceTransformer(str(folder), **_loading(settings))
+        require_all_weights(model, str(folder))
         model.prompts = {**st.prompts_of(names)}
     else:
         folder = source.folder if is_mote(source.config) else _upcycled(settings, source, scratch / START_FOLDER)

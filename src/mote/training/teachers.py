@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from mote.checkpoints.hashing import folder_hash
 from mote.hub import newest_commit
-from mote.inference.loading import all_weights
+from mote.inference.loading import load_encoder
 from mote.training.recipe import TeacherSettings
 
 CHUNK = 2048  # texts
@@ -108,8 +108,7 @@ class Teacher:
         if self._model is None:
             logger.info("Loading the teacher %s …", self.settings.source)
             trust = self.settings.trust_remote_code
-            with all_weights(self.settings.source):
-                self._model = SentenceTransformer(self.settings.source, trust_remote_code=trust)
+            self._model = load_encoder(self.settings.source, trust_remote_code=trust)
         batch_size = self.settings.batch_size
         return self._model.encode(list(texts), prompt=prompt, batch_size=batch_size, show_progress_bar=False)
 
