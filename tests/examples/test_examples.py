@@ -47,7 +47,6 @@ def test_search(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert int(found[1]) >= 35
 
 
-@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of other libraries: pinned memory without a GPU
 def test_upcycle_and_train(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("datasets")
@@ -58,6 +57,26 @@ def test_upcycle_and_train(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert all(change > 0 for name, change in changes.items() if name != "clustering")
     assert len(changes) == 4
     assert (tmp_path / "trained" / "modeling_mote.py").exists()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_add_a_task(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    shown = run("04_add_a_task", capsys, monkeypatch, "--steps", "4", "--out", str(tmp_path))
+    assert re.search(r"weights changed: [1-9]\d*, outside the new expert: 0$", shown, re.MULTILINE)
+    sizes = re.search(r"file of its own: (\d\.\d) MB, the whole model: (\d+\.\d) MB", shown)
+    assert sizes is not None
+    assert float(sizes[1]) < float(sizes[2]) / 5
+    assert "added to the finished model: largest difference 0.0e+00" in shown
+
+
+@pytest.mark.processes
+def test_export_and_serve(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for library in ("batched", "fastapi", "uvicorn"):
+        pytest.importorskip(library, reason="see examples/service/requirements.txt")
+    shown = run("05_export_and_serve", capsys, monkeypatch, "--out", str(tmp_path))
+    assert "exported: BertModel (2, 256)" in shown
+    assert re.findall(r"largest difference from the MoTE: (\S+)", shown) == ["0.0e+00", "0.0e+00"]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
