@@ -22,6 +22,7 @@ TEXTS = ["how do whales breathe", "Whales come up for air.", "a recipe for bread
 @pytest.fixture(scope="module")
 def upcycled_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("token") / "small-token"
+    torch.manual_seed(0)  # of the router
     main(["upcycle", "--src", str(SMALL_ENCODER), "--out", str(folder), "--routing", "token"])
     return folder
 
@@ -58,8 +59,8 @@ def test_an_upcycled_encoder_embeds_as_its_source(upcycled_folder: Path) -> None
 
 def test_the_folder_of_an_upcycled_encoder(upcycled_folder: Path) -> None:
     assert "token_routing_mote.py" in files_in(upcycled_folder)
-    record = read_json(upcycled_folder / "upcycling.json")
-    assert record["arguments"]["router"] == "token"
+    record = read_json(upcycled_folder / "mote.json")["steps"][0]
+    assert record["settings"]["routing"] == "token"
     assert record["command"].endswith("--routing token")
     card = (upcycled_folder / "README.md").read_text(encoding="utf-8")
     assert "sends each token through 2 of them" in card
@@ -175,12 +176,12 @@ def test_the_trainer_as_it_is(trained_folder: Path, tmp_path: Path) -> None:
 
 def test_the_plan(tmp_path: Path) -> None:
     def plan(**settings: Any) -> str:
-        return str(plan_upcycling(str(SMALL_ENCODER), tmp_path / "out", router="token", **settings))
+        return str(plan_upcycling(str(SMALL_ENCODER), tmp_path / "out", routing="token", **settings))
 
     assert "each token through 2 of 4 experts, with weights that sum to 1; load balancing 0.01" in plan()
     assert "with the router's probabilities as weights" in plan(norm_topk_prob=False, num_experts_per_tok=1)
     assert "these are all 1, and the router learns to balance alone" in plan(num_experts_per_tok=1)
-    counts = plan_upcycling(str(SMALL_ENCODER), router="token", num_experts_per_tok=3).counts
+    counts = plan_upcycling(str(SMALL_ENCODER), routing="token", num_experts_per_tok=3).counts
     assert counts["active"] == counts["shared"] + 3 * counts["experts"]["clustering"]
 
 
@@ -188,10 +189,12 @@ def test_the_command_written_down_makes_the_same_model(tmp_path: Path) -> None:
     import shlex
 
     settings: dict[str, Any] = {
-        "router": "token", "num_experts_per_tok": 3, "normalize_router": False, "load_balancing": 0.2
-    }  # fmt: skip
-    out = upcycle(str(SMALL_ENCODER), tmp_path / "one", **settings)
-    words = shlex.split(read_json(out / "upcycling.json")["command"])[1:]
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.2,
+    }
+    out = upcycle(str(SMALL_ENCODER), tmp_path / "one", routing="token", **settings)
+    words = shlex.split(read_json(out / "mote.json")["steps"][0]["command"])[1:]
     words[words.index("--src") + 1], words[words.index("--out") + 1] = str(SMALL_ENCODER), str(tmp_path / "other")
     assert main(words) == 0
     for folder in (out, tmp_path / "other"):
@@ -202,5 +205,5 @@ def test_the_command_written_down_makes_the_same_model(tmp_path: Path) -> None:
 def test_a_wrong_setting_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["upcycle", "--src", str(SMALL_ENCODER), "--out", str(tmp_path / "out"), "--routing", "token"]
     assert main([*words, "--num-experts-per-tok", "9"]) == 1
-    assert "from 1 to 4, the number of experts, not 9" in capsys.readouterr().err
+    assert "from 1 to 4, the number of experts, got 9" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -7,7 +7,7 @@ import torch
 from helpers.checkpoints import published_nomic
 from safetensors.torch import load_file, save_file
 
-from mote.checkpoints.reading import load_dense, open_checkpoint, open_source
+from mote.checkpoints.reading import load_dense, open_checkpoint, open_dense
 from mote.training.model import build_model
 from mote.training.recipe import Recipe, load_recipe
 from mote.training.run_folder import START_FOLDER
@@ -21,7 +21,7 @@ def dense_recipe(source: Path) -> Recipe:
 def test_nomics_published_formats_start_with_their_weights(prefix: bool, tmp_path: Path) -> None:
     source = published_nomic(tmp_path / "nomic", prefix)
     model, names = build_model(dense_recipe(source), open_checkpoint(str(source)), tmp_path / "run")
-    expected = load_dense(open_source(str(source)))[0].state_dict()
+    expected = load_dense(open_dense(str(source)))[0].state_dict()
     weights = model[0].model.state_dict()
     assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
     assert names.instruction_of("clustering") == model.prompts["clustering"] == "clustering: "

@@ -17,7 +17,7 @@ from architectures_mote import architecture_of, weight_name
 from configuration_mote import MoTEConfig
 from modeling_mote import MoTEModel
 from mote.checkpoints.provenance import read_steps
-from mote.checkpoints.reading import Source, load_dense, load_mote, open_any
+from mote.checkpoints.reading import Checkpoint, load_dense, load_mote, open_checkpoint
 
 DENSE = "feed-forward"  # stands for the experts in a dense model
 
@@ -65,10 +65,10 @@ def weight_change_of(model: str, start: str | None = None) -> WeightChange:
         ValueError: If the two differ in architecture or shapes, or if there is no start and the model has fewer than
             two experts.
     """
-    trained = _load(open_any(model))
+    trained = _load(open_checkpoint(model))
     if start is None:
         return _from_mean(trained)
-    source = open_any(start)
+    source = open_checkpoint(start)
     begun = _load(source, trained)
     _refuse_mismatch(trained, begun, model, start)
     return _compare(_weights(trained), _weights(begun), source.public_name, True, trained.config)
@@ -84,7 +84,7 @@ def find_start(model: str) -> str:
         FileNotFoundError: If the model does not exist.
         ValueError: If its folder records no start, or one that does not exist here.
     """
-    recorded = _recorded_start(open_any(model).folder)
+    recorded = _recorded_start(open_checkpoint(model).folder)
     if recorded is None:
         raise ValueError("its folder does not record where it comes from")
     if not Path(recorded).is_dir() and (Path(recorded).is_absolute() or recorded.count("/") != 1):
@@ -103,7 +103,7 @@ def _recorded_start(folder: Path) -> str | None:
     return started[-1]["sources"][0].get("name") if started else None
 
 
-def _load(source: Source, like: MoTEModel | None = None) -> MoTEModel:
+def _load(source: Checkpoint, like: MoTEModel | None = None) -> MoTEModel:
     """Load a MoTE; or a dense model as a MoTE, of the layout of another one or with a single expert."""
     if source.format == "mote":
         if source.config.compression is not None:

@@ -464,11 +464,3 @@ def read_json(path: Path, kind: type = dict) -> Any:
 def _some(keys: Iterable[Any]) -> str:
     shown = sorted(map(str, keys))
     return ", ".join(shown[:5]) + (" …" if len(shown) > 5 else "")
-
-
-# Old names, for callers that are being rewritten ----------------------------------------------------------------------
-
-Source = Checkpoint
-open_source = open_dense
-open_any = open_checkpoint
-fetch = hub.fetch

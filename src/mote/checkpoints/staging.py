@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from safetensors import SafetensorError
 
@@ -65,19 +64,14 @@ def refuse_occupied(out: Path, overwrite: bool = False) -> None:
 def _is_ours(folder: Path) -> bool:
     """Whether a folder holds a model or an expert of this package, by the content of its files."""
     with suppress(OSError, ValueError):
-        if read_steps(folder) or (folder / "merging.json").is_file():  # the second until nobody writes it any more
+        if read_steps(folder):
             return True
-    config, expert = (_read_object(folder / name) for name in ("config.json", EXPERT_FILE))
-    is_mote = str(config.get("model_type", "")).startswith("mote") and isinstance(config.get("backbone_config"), dict)
-    return (is_mote and isinstance(config.get("experts"), list)) or {"format", "name", "base", "weights"} <= set(expert)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    try:  # a MoTE that was saved by other means
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        fields = (config["backbone_config"], config["experts"])
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return False
+    return str(config.get("model_type")).startswith("mote") and tuple(map(type, fields)) == (dict, list)
 
 
 def refuse_source(out: Path, source: Path) -> None:

@@ -1,49 +1,20 @@
 """Write a model repository: the one way in which a model of this package reaches the disk and the Hub."""
 
-import json
 import logging
-import platform
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from configuration_mote import MoTEConfig
-from modeling_mote import MoTEModel
 from mote import hub
-from mote.checkpoints import cards
-from mote.checkpoints.cards import card_data, escaped  # noqa: F401
 from mote.checkpoints.provenance import Described, read_steps, write_steps
-from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, Source, is_mote, quiet_transformers
-from mote.checkpoints.sentence_transformers import (  # noqa: F401
-    MTEB_PROMPTS,
-    OUR_TRANSFORMER,
-    POOLING,
-    POOLING_FLAGS,
-    POOLING_NAMES,
-    TRANSFORMER,
-    max_seq_length,
-    prompts_of,
-    prompts_of_expert,
-    source_modules,
-    source_pooling,
-    source_prompts,
-    write_sentence_transformer,
-)
-from mote.checkpoints.staging import (
-    Staging,
-    refuse_occupied,
-    refuse_source,
-    require_shard_size,
-    require_space,
-)
-from mote.checkpoints.tensors import parameter_counts
-from mote.reporting import megabytes, millions  # noqa: F401
+from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, is_mote, quiet_transformers
+from mote.checkpoints.sentence_transformers import max_seq_length, write_sentence_transformer
+from mote.checkpoints.staging import Staging, refuse_occupied, refuse_source, require_shard_size, require_space
+from mote.reporting import megabytes
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -194,7 +165,7 @@ def how_to_load(path: str, config: Any) -> str:
 def write_model(
     model: PreTrainedModel,
     tokenizer: Any,
-    source: Source,
+    source: Checkpoint,
     folder: Path,
     max_shard_size: str,
     write_weights: Callable[[Path], None] | None = None,
@@ -218,90 +189,3 @@ def write_model(
         write_weights(folder)
     tokenizer.model_max_length = max_seq_length(model, source) or tokenizer.model_max_length
     tokenizer.save_pretrained(folder)
-
-
-# The old way of writing, for callers that move to `write_repository` ------------------------------------------------
-
-RECORD_FILE = "upcycling.json"
-MERGING_RECORD = "merging.json"
-EXPERTS_RECORD = "experts.json"
-RECORDS = (RECORD_FILE, "training.json", MERGING_RECORD, EXPERTS_RECORD)  # of how a model was made, step by step
-
-
-def write_record(record: dict[str, Any], folder: Path, name: str = RECORD_FILE) -> None:
-    """Write down how the model was made."""
-    _write_json(folder / name, record)
-
-
-def describe_source(source: Source) -> dict[str, Any]:
-    """Say, for a record, what a model was made of."""
-    return {"source": source.public_name, "revision": source.revision, "weights": source.sha256_of_weights()}
-
-
-def describe_run() -> dict[str, Any]:
-    """Say, for a record, when and with what a model was made."""
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("mote-embeddings", "torch", "transformers", "sentence-transformers")},
-        },
-    }
-
-
-def describe_change(model: PreTrainedModel, source: Source, command: str, **told: Any) -> dict[str, Any]:
-    """Say, for a record, how a model was made of another one; `told` is what only this way of making it has to say."""
-    return {
-        **describe_source(source),
-        **told,
-        "command": command,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        **describe_run(),
-        "earlier": earlier_records(source),
-    }
-
-
-def earlier_records(source: Source) -> dict[str, Any]:
-    """Read the records of how the source itself was made."""
-    return {name: content for name in RECORDS if (content := source.read_json(name))}
-
-
-def write_card(
-    model: MoTEModel,
-    source: Source,
-    folder: Path,
-    repo_id: str,
-    command: str,
-    *,
-    made: str = "upcycled from",
-    fresh: bool = True,
-    record_file: str = RECORD_FILE,
-) -> None:
-    """Render the model card."""
-    normalized = any(module["type"].endswith(".Normalize") for module in source_modules(source))
-    counts = parameter_counts(model)
-    cards.write_mote_card(
-        folder, repo_id, model.config, counts, source, command, made=made, fresh=fresh, normalized=normalized
-    )
-
-
-def write_dense_card(
-    model: PreTrainedModel,
-    config: MoTEConfig,
-    source: Source,
-    folder: Path,
-    repo_id: str,
-    command: str,
-    made: str,
-    expert: str | None = None,
-    converted: dict[str, Any] | None = None,
-) -> None:
-    """Render the model card of a dense model made of a MoTE."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    cards.write_dense_card(
-        folder, repo_id, config, parameters, source, command, made=made, expert=expert, converted=converted
-    )
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

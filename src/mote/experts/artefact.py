@@ -24,7 +24,7 @@ from configuration_mote import MoTEConfig
 from mote import hub
 from mote.checkpoints import cards
 from mote.checkpoints.provenance import command_line, new_step, origin_of, read_steps, write_steps
-from mote.checkpoints.reading import MoTECheckpoint, fetch, open_mote, read_json
+from mote.checkpoints.reading import MoTECheckpoint, open_mote, read_json
 from mote.checkpoints.staging import EXPERT_FILE, Staging
 from mote.checkpoints.writing import WriteOptions, require_writable
 from mote.experts.checks import require_task_experts, require_uncompressed
@@ -146,7 +146,7 @@ def open_artefact(src: str | Path, revision: str | None = None) -> ExpertArtefac
     """
     folder, commit = Path(src), None
     if not folder.is_dir():
-        folder = fetch(str(src), revision, [EXPERT_FILE, WEIGHTS_FILE, "README.md", "config.json"])
+        folder = hub.fetch(str(src), revision, [EXPERT_FILE, WEIGHTS_FILE, "README.md", "config.json"])
         commit = folder.name  # the cache names a snapshot after its commit
     path = folder / EXPERT_FILE
     if not path.is_file():
