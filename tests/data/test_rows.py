@@ -1,6 +1,5 @@
 """Datasets are found by path, and their rows are read with file and line."""
 
-import gzip
 import json
 import logging
 import os
@@ -12,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import pytest
+from helpers.rows import write_rows
 from hub.hub_server import HubServer
-from pyarrow import parquet
 
 from mote.data import rows as rows_module
 from mote.data.rows import find_datasets, read_files, read_rows, read_text_lines, require_valid
@@ -25,15 +23,7 @@ ROWS = [{"query": f"text {i}", "positive": f"answer to text {i}"} for i in range
 
 
 def write(folder: Path, name: str, rows: Sequence[dict[str, Any]], file: str = "train.jsonl") -> Path:
-    """Write a dataset; the ending of the file decides on its format."""
-    path = folder / name / file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
-        return path
-    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
-    return path
+    return write_rows(folder / name / file, rows)
 
 
 def find(folder: Path, path: str, **settings: Any) -> dict[str, list[dict[str, Any]]]:

@@ -116,7 +116,7 @@ def fault(folder: Path, path: str) -> str:
 
 PAIR = {"sentence1": "a", "sentence2": "b"}
 SUMMARY = {"text": "t", "machine_summaries": ["a", "b"], "relevance": [1, 2]}
-INVALID = {  # kind → rows of the test part, and what the error must say
+INVALID = {  # case → task, rows of the test split, and what the error must say
     "no column": ("sts", [{**PAIR, "score": 1}, PAIR], "test.jsonl.gz:2: no column 'score', expected a number."),
     "no number": ("sts", [{**PAIR, "score": "4"}], """:1: 'score' must be a number, got "4\""""),
     "a NaN": ("sts", [{**PAIR, "score": float("nan")}], "'score' must be a number, got NaN"),
@@ -164,9 +164,9 @@ INVALID = {  # kind → rows of the test part, and what the error must say
 
 @pytest.mark.parametrize("case", INVALID)
 def test_invalid_rows_are_refused(case: str, tmp_path: Path) -> None:
-    kind, rows, message = INVALID[case]
-    write_rows(tmp_path / f"{kind}/bad/test.jsonl.gz", rows)
-    assert message in fault(tmp_path, f"{kind}/bad")
+    task, rows, message = INVALID[case]
+    write_rows(tmp_path / f"{task}/bad/test.jsonl.gz", rows)
+    assert message in fault(tmp_path, f"{task}/bad")
 
 
 def test_one_summary_for_one_text_and_several_for_another(tmp_path: Path) -> None:
