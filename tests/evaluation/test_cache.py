@@ -11,6 +11,9 @@ pytest.importorskip("mteb")
 
 from mote import evaluate
 from mote.evaluation import evaluate as module
+from mote.evaluation.cache import Cache
+from mote.evaluation.models import find_models
+from mote.evaluation.tasks import load_tasks
 
 
 def results(folder: Path) -> list[Path]:
@@ -21,9 +24,13 @@ def test_a_damaged_result_is_computed_again(data: Path, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"data": data, "tasks": ["part0"], "out": tmp_path}
     first = evaluate([str(SMALL_ENCODER)], **arguments)
     (path,) = results(tmp_path)
+    (task,), (model,) = load_tasks(data, ["part0"]), find_models([str(SMALL_ENCODER)])
+    cache = Cache(tmp_path, [task])
+    assert cache.find(task, model.meta()) is not None
     for damaged in (path.read_text()[:100], "", "[]", "null", "{}", '{"task_name": "part0"}'):
         path.write_text(damaged)
-        assert evaluate([str(SMALL_ENCODER)], **arguments).scores == first.scores
+        assert cache.find(task, model.meta()) is None
+    assert evaluate([str(SMALL_ENCODER)], **arguments).scores == first.scores
 
 
 def test_where_results_cannot_be_written_the_run_ends(data: Path, tmp_path: Path) -> None:
@@ -52,6 +59,6 @@ def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
     for folder in (old, new):
         folder.mkdir()
     os.utime(old, (0, 0))
-    module.Cache(tmp_path, [])
+    Cache(tmp_path, [])
     assert not old.exists()
     assert new.exists()  # perhaps of a running writer

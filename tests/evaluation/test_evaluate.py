@@ -257,13 +257,17 @@ def test_an_interrupted_run_says_how_to_resume(data: Path, tmp_path: Path, caplo
         (["--data", "DATA", "--device", "cuda:99"], "There is no device 'cuda:99' here, but cpu"),
         (["--data", "DATA", "--dtype", "int3"], "Unknown dtype 'int3': expected float32"),
         (["--data", "DATA", "--limit", "0"], "The limit is 0: expected 1 or more"),
-        (["--data", "DATA", "--batch-size", "0"], "The batch size is 0"),
     ],
 )
 def test_invalid_arguments(words: list[str], said: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(data) if word == "DATA" else word for word in words]
     assert main(["evaluate", str(SMALL_ENCODER), *words]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_a_batch_size_below_one(data: Path) -> None:
+    with pytest.raises(ValueError, match="The batch size is 0: expected 1 or more"):
+        evaluate([str(SMALL_ENCODER)], data=data, batch_size=0)
 
 
 def test_invalid_models(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
