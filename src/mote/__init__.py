@@ -45,27 +45,32 @@ __all__ = [
     "upcycle",
 ]
 
-# Imported when first asked for: torch and transformers take seconds, which `mote --help` need not.
-_HOMES = {
+# Imported on first use: torch and transformers take seconds, which `mote --help` need not.
+_MODULES = {
+    **dict.fromkeys(["Analysis", "analyze"], "mote.analysis.analyze"),
+    "Evaluation": "mote.evaluation.scores",
+    **dict.fromkeys(["MemoryEstimate", "estimate_memory"], "mote.training.memory"),
     "MoTEConfig": "configuration_mote",
     "MoTEModel": "modeling_mote",
-    **dict.fromkeys(["Analysis", "analyze"], "mote.analysis.analyze"),
-    **dict.fromkeys(["MemoryEstimate", "estimate_memory"], "mote.training.memory"),
-    "Evaluation": "mote.evaluation.scores",
+    **dict.fromkeys(["UpcyclingOptions", "UpcyclingPlan", "plan_upcycling", "upcycle"], "mote.upcycling"),
+    "WriteOptions": "mote.checkpoints.writing",
     "evaluate": "mote.evaluation.evaluate",
     **dict.fromkeys(["load", "load_encoder"], "mote.inference.loading"),
-    **dict.fromkeys(["offload", "restore"], "mote.inference.offloading"),
     "load_exported": "mote.inference.runtimes",
-    "WriteOptions": "mote.checkpoints.writing",
+    **dict.fromkeys(["offload", "restore"], "mote.inference.offloading"),
     "prompts_of": "mote.checkpoints.sentence_transformers",
-    "transform": "mote.checkpoints.transform",
     "train": "mote.training.train",
+    "transform": "mote.checkpoints.transform",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "experts":
         return import_module("mote.experts")
-    return getattr(import_module(_HOMES.get(name, "mote.upcycling")), name)
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -36,12 +36,7 @@ def load(
         ValueError: If the device does not exist, or the model does not load or lacks weights.
     """
     check_device(device)
-    try:
-        return load_encoder(model, revision=commit, device=device, trust_remote_code=trust_remote_code)
-    except ValueError as error:
-        if trust_remote_code or "trust_remote_code" not in str(error.__cause__):
-            raise
-        raise ValueError(f"{model} brings code of its own: if you trust it, `--trust-remote-code` runs it") from error
+    return load_encoder(model, revision=commit, device=device, trust_remote_code=trust_remote_code)
 
 
 def mote_config(model: SentenceTransformer) -> Any | None:

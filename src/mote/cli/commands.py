@@ -1,0 +1,258 @@
+"""The commands `mote upcycle`, `train`, `evaluate`, `analyze` and `memory`.
+
+Options are named as the settings of the functions that get them, so `locals()` hands them on.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import typer
+
+import mote
+from mote.cli import options
+
+
+@contextlib.contextmanager
+def _extra(name: str) -> Iterator[None]:
+    """Name the extra that lacks."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise OSError(
+            f'{error.name} is not installed, which this command needs: pip install "mote-embeddings[{name}]"'
+        ) from error
+
+
+def upcycle(
+    src: Annotated[str, typer.Option(metavar="SRC", help=f"Dense text encoder: {options.SRC}.")],
+    out: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where to write. Default: the source's name with -mote.")
+    ] = None,
+    revision: options.Revision = None,
+    experts: Annotated[
+        list[str] | None, typer.Option("--expert", metavar="NAME", help="Repeatable. Default: the paper's four.")
+    ] = None,
+    layers: Annotated[
+        Any,
+        typer.Option(
+            parser=options.layers_of,
+            metavar="LAYERS",
+            help="Layers with experts: every, every_other (the 2nd, 4th, …), or indices from 0, as in 1,3,5.",
+        ),
+    ] = "every",
+    tasks: Annotated[
+        list[Any] | None,
+        typer.Option(
+            "--task", parser=options.pair, metavar="NAME=EXPERT", help="Further task of an expert; repeatable."
+        ),
+    ] = None,
+    instructions: Annotated[
+        list[Any] | None,
+        typer.Option(
+            "--instruction",
+            parser=options.pair,
+            metavar="TASK=TEXT",
+            help="Put in front of a task's texts; repeatable. Default: the source's prompts, then the paper's.",
+        ),
+    ] = None,
+    default_task: Annotated[
+        str | None, typer.Option(metavar="TASK", help="Task of texts without one. Default: none, an error.")
+    ] = None,
+    pooling: Annotated[
+        Literal["mean", "cls", "last_token"] | None, typer.Option(help="Default: the source's, or mean.")
+    ] = None,
+    layer_path: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Where the layers of an unknown architecture are.")
+    ] = None,
+    shared_modules: Annotated[
+        list[str] | None,
+        typer.Option("--shared-module", metavar="PATH", help="Attention of such a layer; repeatable."),
+    ] = None,
+    routing: Annotated[Literal["task", "token"], typer.Option(help="What picks the expert.")] = "task",
+    num_experts_per_tok: Annotated[int, typer.Option(metavar="K", help="Experts per token (--routing token).")] = 2,
+    norm_topk_prob: Annotated[
+        bool, typer.Option(help="Scale the weights of a token's experts to sum to 1 (--routing token).")
+    ] = True,
+    router_aux_loss_coef: Annotated[
+        float, typer.Option(metavar="F", help="Factor of the load-balancing loss (--routing token).")
+    ] = 0.01,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="SRC", help=f"A {options.SRC}. Default: the source's own.")
+    ] = None,
+    dtype: Annotated[Literal["auto", "float32", "float16", "bfloat16"], typer.Option(help="Of the weights.")] = "auto",
+    max_shard_size: options.MaxShardSize = "5GB",
+    push: options.Push = False,
+    repo_id: options.RepoId = None,
+    private: options.Private = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, write nothing.")] = False,
+    overwrite: options.Overwrite = False,
+) -> None:
+    """Turn a dense text encoder into a MoTE.
+
+    Every expert starts as a copy of the dense blocks.
+    """
+    settings = locals()
+    for name in ("src", "out", "dry_run"):
+        del settings[name]
+    settings["tasks"] = dict(tasks) if tasks else None
+    settings["instructions"] = dict(instructions) if instructions else None
+    if dry_run:
+        typer.echo(mote.plan_upcycling(src, out, **settings))
+        typer.echo("Dry run: nothing was written.")
+    else:
+        mote.upcycle(src, out, **settings)
+
+
+def train(
+    recipe: Annotated[str, typer.Argument(help="A file, or the name of a shipped recipe.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Settings over those of the recipe.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read the data, print the plan, train nothing.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start again where a run has ended or was interrupted.")
+    ] = False,
+) -> None:
+    """Train as a recipe says.
+
+    The same command resumes an interrupted run.
+    """
+    from transformers.utils import logging
+
+    with _extra("train"):
+        from datasets.utils import logging as datasets_logging
+
+        from mote.training import train as training
+
+    for library in (logging, datasets_logging):  # one bar is enough
+        library.disable_progress_bar()
+    if dry_run:
+        typer.echo(training.plan(recipe, overrides or []))
+        typer.echo("Dry run: nothing was trained.")
+    else:
+        training.train(recipe, overrides or [], overwrite=overwrite)
+
+
+def evaluate(
+    models: options.Models,
+    data: Annotated[str | None, typer.Option(metavar="FOLDER", help="Score on the test sets of a folder.")] = None,
+    benchmark: Annotated[
+        str | None, typer.Option(metavar="NAME", help='Score on a benchmark of MTEB, as in "MTEB(eng, v1)".')
+    ] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--task",
+            metavar="NAME",
+            help="Test set of the folder or the benchmark, also a pattern as in 'beir/*'; without these, a task of "
+            "MTEB. Repeatable.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", help="Cut each test set of the folder down to about N texts.")
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The model that gains are over. Default: the first.")
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Write tables, scores, a chart of gains and mteb's results.")
+    ] = None,
+    batch_size: options.BatchSize = 32,
+    device: options.Device = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="T", help="float32, float16 or bfloat16. Default: as stored.")
+    ] = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Compute scores again that are there.")] = False,
+) -> None:
+    """Score models with MTEB.
+
+    The same command resumes where it was interrupted.
+    """
+    settings = {**locals(), "tasks": tasks or ()}
+    with _extra("evaluate"):
+        run = mote.evaluate
+    evaluation = run(**settings)
+    typer.echo("\n" + evaluation.table())
+    if out is not None:
+        typer.echo(f"\nWrote {out}")
+    if failed := evaluation.failed():
+        raise ValueError(f"{len(failed)} of {len(models) * len(evaluation.types)} scores failed: {'; '.join(failed)}")
+
+
+def analyze(
+    models: options.Models,
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="Write analysis.json, analysis.md and charts.")] = None,
+    texts: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="One text per line, or .jsonl. Default: 128 texts that come with MoTE."),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Draw texts and pairs from the datasets of a folder.")
+    ] = None,
+    pairs: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help=".jsonl with columns 'query' and 'positive'. Default: those of --data."),
+    ] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option("--task", metavar="NAME", help="Task to compare; repeatable. Default: the experts' tasks."),
+    ] = None,
+    start: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="What was trained. Default: what the model's folder records."),
+    ] = None,
+    limit: Annotated[int, typer.Option(metavar="N", help="How many texts, and pairs.")] = 128,
+    batch_size: options.BatchSize = 32,
+    device: options.Device = None,
+    seed: options.Seed = 0,
+    trust_remote_code: options.TrustRemoteCode = False,
+) -> None:
+    """Show how far experts have specialised.
+
+    By similarity between tasks, by divergence between queries and documents, and by each expert's weight change.
+    """
+    settings = locals()
+    from transformers.utils import logging
+
+    with _extra("evaluate"):
+        run = mote.analyze
+    logging.disable_progress_bar()
+    typer.echo(f"\n{run(**settings)}")
+
+
+def memory(
+    src: Annotated[str, typer.Argument(metavar="SRC", help=f"MoTE or dense model: {options.SRC}.")],
+    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of a step, over all processes.")],
+    length: Annotated[int, typer.Option(metavar="L", min=1, help="Tokens of each text.")],
+    revision: options.Revision = None,
+    experts: Annotated[
+        list[str] | None,
+        typer.Option("--expert", metavar="NAME", help="Of the MoTE that a dense SRC would become; repeatable."),
+    ] = None,
+    mini_batch_size: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Mini-batch of a cached loss. Default: not cached."),
+    ] = None,
+    columns: Annotated[int, typer.Option(metavar="N", min=1, max=100, help="Texts in a row (a hard negative: 3).")] = 2,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Compute activations within blocks again.")
+    ] = False,
+    precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="bf16 is autocast.")] = "fp32",
+    processes: Annotated[int, typer.Option(metavar="N", min=1, help="Number of devices.")] = 1,
+    sharding: Annotated[
+        Literal["ddp", "fsdp2", "deepspeed-stage-1", "deepspeed-stage-2"], typer.Option(help="Of several processes.")
+    ] = "ddp",
+    device: Annotated[Literal["gpu", "cpu"], typer.Option(help="Kind of device.")] = "gpu",
+) -> None:
+    """Estimate the memory of training.
+
+    That is what a step of contrastive training with AdamW takes on each device. Weights are not read.
+    """
+    settings = locals()
+    from mote.training.memory import config_of
+
+    for name in ("src", "revision", "experts"):
+        del settings[name]
+    typer.echo(mote.estimate_memory(config_of(src, revision, experts), **settings))

@@ -1,0 +1,249 @@
+"""Commands that make another model of a MoTE, and `mote experts …`."""
+
+import logging
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import typer
+
+import mote
+from mote.cli import options
+
+logger = logging.getLogger(__name__)
+
+
+def _transform(
+    src: str,
+    out: str | None,
+    revision: str | None,
+    max_shard_size: str,
+    overwrite: bool,
+    function: Callable[..., Any],
+    *args: Any,
+    **settings: Any,
+) -> None:
+    """Call `mote.transform`, without the settings that were not given."""
+    write = mote.WriteOptions(max_shard_size=max_shard_size, overwrite=overwrite)
+    given = {name: value for name, value in settings.items() if value not in (None, [], {})}
+    mote.transform(src, out, function, *args, revision=revision, options=write, **given)
+
+
+def average(
+    src: options.Mote,
+    out: options.Out,
+    revision: options.Revision = None,
+    max_shard_size: options.MaxShardSize = "5GB",
+    overwrite: options.Overwrite = False,
+) -> None:
+    """Average the experts into a dense model.
+
+    It loads without the code of this package.
+    """
+    _transform(src, out, revision, max_shard_size, overwrite, mote.experts.average)
+
+
+def interpolate(
+    src: options.Mote,
+    out: options.Out,
+    weight: Annotated[
+        list[str],
+        typer.Option(
+            metavar="W", help="0 is the expert as it is, 1 the mean. One number, or NAME=W for an expert; repeatable."
+        ),
+    ],
+    revision: options.Revision = None,
+    max_shard_size: options.MaxShardSize = "5GB",
+    overwrite: options.Overwrite = False,
+) -> None:
+    """Move experts towards their mean."""
+    weights = options.weights_of(weight, "--weight")
+    if "" in weights and len(weights) > 1:
+        raise typer.BadParameter("expected one number, or NAME=W for each expert", param_hint="--weight")
+    chosen = weights.get("", weights)
+    _transform(src, out, revision, max_shard_size, overwrite, mote.experts.interpolate, chosen)
+
+
+def export(
+    src: options.Mote,
+    out: options.Out,
+    expert: Annotated[str, typer.Option(metavar="NAME", help="Which expert.")],
+    backend: Annotated[
+        Literal["torch", "onnx", "openvino"], typer.Option(help="Write also for this runtime on CPUs.")
+    ] = "torch",
+    quantize: Annotated[
+        Literal["int8"] | None, typer.Option(help="Precision of the runtime's model. Default: float32.")
+    ] = None,
+    texts: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="For calibration, one per line. Default: 128 that come with MoTE."),
+    ] = None,
+    revision: options.Revision = None,
+    max_shard_size: options.MaxShardSize = "5GB",
+    overwrite: options.Overwrite = False,
+) -> None:
+    """Write one expert as a dense model.
+
+    It loads without the code of this package.
+    """
+    from functools import partial
+
+    from mote.data.texts import read_texts
+    from mote.inference import runtimes
+
+    if backend == "torch" and texts is not None:
+        raise ValueError("texts are for the backends 'onnx' and 'openvino': choose one, as in `--backend openvino`")
+    runtimes.require(backend, quantize)
+    settings: dict[str, Any] = {}
+    if backend != "torch":
+        convert = partial(runtimes.convert, backend=backend, quantize=quantize, texts=read_texts(texts))
+        settings = {"after": convert, "recorded": {"backend": backend, "quantize": quantize}}
+    _transform(src, out, revision, max_shard_size, overwrite, mote.experts.export, expert, **settings)
+    if backend != "torch":
+        logger.info('mote.load_exported("%s", backend="%s").encode(texts)', out, backend)
+
+
+def compress(
+    src: options.Mote,
+    out: options.Out,
+    rank: Annotated[
+        int | None, typer.Option(metavar="R", help="Keep experts as differences of this rank from their mean.")
+    ] = None,
+    bits: Annotated[int | None, typer.Option(metavar="8", help="Keep the matrices of experts in 8 bits.")] = None,
+    revision: options.Revision = None,
+    max_shard_size: options.MaxShardSize = "5GB",
+    overwrite: options.Overwrite = False,
+) -> None:
+    """Make experts take less memory.
+
+    Give either --rank or --bits.
+    """
+    if (rank is None) == (bits is None):
+        raise typer.BadParameter("expected either --rank or --bits", param_hint="--rank")
+    _transform(src, out, revision, max_shard_size, overwrite, mote.experts.compress, rank=rank, bits=bits)
+
+
+def list_experts(src: options.Mote, revision: options.Revision = None) -> None:
+    """List the experts of a MoTE."""
+    typer.echo(mote.experts.list_experts(src, revision=revision))
+
+
+def add_expert(
+    src: options.Mote,
+    expert: Annotated[
+        str,
+        typer.Argument(metavar="EXPERT", help=f"Artefact ({options.SRC}), expert of SRC, or 'mean'."),
+    ],
+    name: Annotated[str | None, typer.Option(help="Name of the new expert. Default: the extracted one's.")] = None,
+    instruction: options.Instruction = None,
+    tasks: options.TasksOfExpert = [],  # noqa: B006
+    out: options.OutOrInPlace = None,
+    revision: options.Revision = None,
+    max_shard_size: options.MaxShardSize = "5GB",
+    overwrite: options.Overwrite = False,
+) -> None:
+    """Write a MoTE with one more expert."""
+    from mote.experts.artefact import artefact_or_name
+
+    start = artefact_or_name(expert)
+    name = name or (None if isinstance(start, str) else start.name)
+    if name is None:
+        raise ValueError(f"The new expert, a copy of {expert!r}, needs a name of its own: give it one with `--name`")
+    _transform(
+        src,
+        out,
+        revision,
+        max_shard_size,
+        overwrite,
+        mote.experts.add,
+        name,
+        start,
+        instruction=instruction,
+        tasks=tasks,
+    )
+
+
+def extract_expert(
+    src: options.Mote,
+    name: options.Expert,
+    out: options.Out,
+    revision: options.Revision = None,
+    overwrite: options.Overwrite = False,
+    push: options.Push = False,
+    repo_id: options.RepoId = None,
+    private: options.Private = False,
+) -> None:
+    """Write one expert into files of its own."""
+    write = mote.WriteOptions(overwrite=overwrite, push=push, repo_id=repo_id, private=private)
+    mote.experts.extract(src, name, out, write, revision=revision)
+
+
+def merge_experts(
+    src: options.Mote,
+    experts: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="EXPERT[=WEIGHT]...",
+            help=f"Experts of SRC, or extracted ones ({options.SRC}); weights are scaled to sum to 1.",
+        ),
+    ],
+    name: Annotated[str, typer.Option(help="Name of the new expert.")],
+    instruction: options.Instruction = None,
+    tasks: options.TasksOfExpert = [],  # noqa: B006
+    out: options.OutOrInPlace = None,
+    revision: options.Revision = None,
+    max_shard_size: options.MaxShardSize = "5GB",
+    overwrite: options.Overwrite = False,
+) -> None:
+    """Write a MoTE with one more expert, the weighted mean of others."""
+    from mote.experts.artefact import artefact_or_name
+
+    weights = {
+        artefact_or_name(word): w for word, w in options.weights_of(experts, "EXPERT[=WEIGHT]", default=1.0).items()
+    }
+    _transform(
+        src,
+        out,
+        revision,
+        max_shard_size,
+        overwrite,
+        mote.experts.merge,
+        weights,
+        name,
+        instruction=instruction,
+        tasks=tasks,
+    )
+
+
+def remove_expert(
+    src: options.Mote,
+    name: options.Expert,
+    tasks: Annotated[
+        list[Any] | None,
+        typer.Option(
+            "--task",
+            parser=options.pair,
+            metavar="TASK=EXPERT",
+            help="New expert of one of its tasks; repeatable. Nothing after the = removes the task as well.",
+        ),
+    ] = None,
+    out: options.OutOrInPlace = None,
+    revision: options.Revision = None,
+    max_shard_size: options.MaxShardSize = "5GB",
+    overwrite: options.Overwrite = False,
+) -> None:
+    """Write a MoTE with one expert less."""
+    moved = {task: expert or None for task, expert in tasks or []}
+    _transform(src, out, revision, max_shard_size, overwrite, mote.experts.remove, name, tasks=moved)
+
+
+def rename_expert(
+    src: options.Mote,
+    name: options.Expert,
+    new_name: Annotated[str, typer.Argument(metavar="NEW_NAME", help="Its new name.")],
+    out: options.OutOrInPlace = None,
+    revision: options.Revision = None,
+    max_shard_size: options.MaxShardSize = "5GB",
+    overwrite: options.Overwrite = False,
+) -> None:
+    """Write a MoTE in which an expert has another name."""
+    _transform(src, out, revision, max_shard_size, overwrite, mote.experts.rename, name, new_name)

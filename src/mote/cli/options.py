@@ -1,0 +1,65 @@
+"""Types of options and arguments that commands share, and how their values are parsed."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+
+def pair(text: str) -> tuple[str, str]:
+    """Parse NAME=VALUE."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise typer.BadParameter(f"{text!r}: expected NAME=VALUE")
+    return name, value
+
+
+def layers_of(text: str) -> str | list[int]:
+    """Parse every, every_other, or indices as in 1,3,5."""
+    if text in ("every", "every_other"):
+        return text
+    try:
+        return [int(index) for index in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r}: expected 'every', 'every_other', or indices with commas as in 1,3,5"
+        ) from None
+
+
+def weights_of(words: Sequence[str], option: str, default: float | None = None) -> dict[str, float]:
+    """Parse NAME=NUMBER, each name once; without a number it is the default, without a name the name is ""."""
+    weights: dict[str, float] = {}
+    for word in words:
+        name, equals, number = word.rpartition("=")
+        try:
+            name, weight = (word, default) if default is not None and not equals else (name, float(number))
+            if name in weights or (equals and not name):
+                raise ValueError
+        except ValueError:
+            raise typer.BadParameter(f"{word!r}: expected NAME=NUMBER, each name once", param_hint=option) from None
+        weights[name] = weight
+    return weights
+
+
+SRC = "folder, or Hub id (user/name)"
+Mote = Annotated[str, typer.Argument(metavar="SRC", help=f"MoTE: {SRC}.")]
+Expert = Annotated[str, typer.Argument(metavar="NAME", help="Expert name.")]
+Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help=f"Each a {SRC}, or LABEL=MODEL.")]
+Out = Annotated[str, typer.Option("--out", metavar="DIR", help="Where to write.")]
+OutOrInPlace = Annotated[
+    str | None, typer.Option("--out", metavar="DIR", help="Where to write. Default, with --overwrite: SRC itself.")
+]
+Revision = Annotated[str | None, typer.Option(metavar="REV", help="Branch, tag or commit on the Hub.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the model that is there.")]
+MaxShardSize = Annotated[str, typer.Option(metavar="SIZE", help="Largest weight file.")]
+Push = Annotated[bool, typer.Option("--push", help="Push the result to the Hub.")]
+RepoId = Annotated[
+    str | None, typer.Option(metavar="USER/NAME", help="Where to push. Default: the name of DIR, under your user.")
+]
+Private = Annotated[bool, typer.Option("--private", help="Make a new repository on the Hub private.")]
+Instruction = Annotated[str | None, typer.Option(metavar="TEXT", help="Put in front of the new expert's texts.")]
+TasksOfExpert = Annotated[list[str], typer.Option("--task", metavar="TASK", help="Further task of it; repeatable.")]
+BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="Batch size of embedding.")]
+Device = Annotated[str | None, typer.Option(metavar="D", help="cpu, cuda, cuda:1, mps … Default: the best there is.")]
+Seed = Annotated[int, typer.Option(metavar="N", help="Random seed.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that models bring along.")]
