@@ -99,6 +99,22 @@ def test_a_single_text_and_no_text(model: SentenceTransformer, expected: dict) -
     assert len(model.encode([], prompt_name="clustering")) == 0
 
 
+def test_texts_in_dicts_and_pairs(trained_folder: Path, model: SentenceTransformer, expected: dict) -> None:
+    """Their text decides, even where the model has a default task; what has no text is refused."""
+    with_default = SentenceTransformer(
+        str(trained_folder), trust_remote_code=True, config_kwargs={"default_task": "classification"}
+    )
+    in_dicts = with_default.encode([{"text": f"clustering: {text}"} for text in TEXTS])
+    assert np.abs(in_dicts - expected["clustering", "clustering: "]).max() <= 1e-6
+    plain = with_default.encode([{"text": text} for text in TEXTS])
+    assert np.abs(plain - expected["classification", ""]).max() <= 1e-6
+    longer = with_default.encode([{"text": TEXTS[0]}], prompt="clustering: topic ")
+    assert np.abs(longer - with_default.encode([f"clustering: topic {TEXTS[0]}"])).max() <= 1e-6
+    assert with_default[0].preprocess([("clustering: whale", "cat")])["route"] == "clustering"
+    with pytest.raises(ValueError, match="it has no text"):
+        with_default[0].preprocess([{"image": "whale.png"}])
+
+
 def test_default_task(trained_folder: Path, expected: dict) -> None:
     model = SentenceTransformer(
         str(trained_folder), trust_remote_code=True, config_kwargs={"default_task": "clustering"}
@@ -148,7 +164,7 @@ def test_without_trust_nothing_is_loaded(trained_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "No task for the text .* one of: 'classification', 'clustering'"),
+        ({}, "No task for the text .*Available: 'classification', 'clustering'"),
         ({"prompt": "unheard of: "}, "No task for the text 'unheard of: "),
         ({"task": "serch_query"}, "Unknown task 'serch_query'. Did you mean 'search_query'"),
         ({"task": ["clustering"] * 4}, "must be one name for all texts"),

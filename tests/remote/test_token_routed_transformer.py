@@ -1,11 +1,12 @@
 """A token-routed model in Sentence-Transformers: its files, embeddings, training, and how it is upcycled."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import files_in, read_json
+from helpers.checkpoints import read_json
 from helpers.families import batch
 from helpers.paths import SMALL_ENCODER
 from helpers.token_routing import difference, gradients, make_different, relative, same_gradients, without_dropout
@@ -22,7 +23,7 @@ TEXTS = ["how do whales breathe", "Whales come up for air.", "a recipe for bread
 @pytest.fixture(scope="module")
 def upcycled_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("token") / "small-token"
-    torch.manual_seed(0)  # of the router
+    torch.manual_seed(0)  # of the routers
     main(["upcycle", "--src", str(SMALL_ENCODER), "--out", str(folder), "--routing", "token"])
     return folder
 
@@ -57,8 +58,18 @@ def test_an_upcycled_encoder_embeds_as_its_source(upcycled_folder: Path) -> None
     assert abs(model.encode(TEXTS, prompt_name="clustering") - prefixed).max() <= 1e-6
 
 
-def test_the_folder_of_an_upcycled_encoder(upcycled_folder: Path) -> None:
-    assert "token_routing_mote.py" in files_in(upcycled_folder)
+def test_the_folder_of_an_upcycled_encoder(upcycled_folder: Path, trained_folder: Path) -> None:
+    code = {
+        "architectures_mote.py",
+        "configuration_mote.py",
+        "mixed_batch_mote.py",
+        "modeling_mote.py",
+        "sentence_transformer_mote.py",
+        "token_routed_transformer_mote.py",
+        "token_routing_mote.py",
+    }
+    for folder in (upcycled_folder, trained_folder):  # written by the command, and by `model.save`
+        assert {path.name for path in folder.glob("*.py")} == code
     record = read_json(upcycled_folder / "mote.json")["steps"][0]
     assert record["settings"]["routing"] == "token"
     assert record["command"].endswith("--routing token")
@@ -70,13 +81,10 @@ def test_the_folder_of_an_upcycled_encoder(upcycled_folder: Path) -> None:
 
 
 def test_auto_model(trained_folder: Path) -> None:
-    loaded, own = (
-        AutoModel.from_pretrained(trained_folder, trust_remote_code=True),
-        TokenRoutedModel.from_pretrained(trained_folder),
-    )
-    inputs = batch()
+    loaded = AutoModel.from_pretrained(trained_folder, trust_remote_code=True)
+    own = TokenRoutedModel.from_pretrained(trained_folder)
     with torch.no_grad():
-        assert difference(loaded(**inputs).last_hidden_state, own(**inputs).last_hidden_state) == 0.0
+        assert difference(loaded(**batch()).last_hidden_state, own(**batch()).last_hidden_state) == 0.0
 
 
 def test_encode(trained_folder: Path) -> None:
@@ -120,7 +128,7 @@ def test_cached_loss_equals_the_plain_one(trained_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_the_loss_reaches_an_unknowing_training(trained_folder: Path, cached: bool) -> None:
+def test_the_loss_reaches_a_training_that_does_not_know_it(trained_folder: Path, cached: bool) -> None:
     """A loss that gives next to no gradient: what moves the router is the load balancing, as `balance_share` says."""
     from sentence_transformers.sentence_transformer import losses
 
@@ -185,24 +193,19 @@ def test_the_plan(tmp_path: Path) -> None:
     assert counts["active"] == counts["shared"] + 3 * counts["experts"]["clustering"]
 
 
-def test_the_command_written_down_makes_the_same_model(tmp_path: Path) -> None:
-    import shlex
-
-    settings: dict[str, Any] = {
-        "num_experts_per_tok": 3,
-        "norm_topk_prob": False,
-        "router_aux_loss_coef": 0.2,
-    }
+def test_the_recorded_command_makes_the_same_model(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"num_experts_per_tok": 3, "norm_topk_prob": False, "router_aux_loss_coef": 0.2}
     out = upcycle(str(SMALL_ENCODER), tmp_path / "one", routing="token", **settings)
     words = shlex.split(read_json(out / "mote.json")["steps"][0]["command"])[1:]
     words[words.index("--src") + 1], words[words.index("--out") + 1] = str(SMALL_ENCODER), str(tmp_path / "other")
     assert main(words) == 0
     for folder in (out, tmp_path / "other"):
         config = read_json(folder / "config.json")
+        assert config["model_type"] == "mote_token_routed"
         assert {name: config[name] for name in settings} == settings
 
 
-def test_a_wrong_setting_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_setting_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["upcycle", "--src", str(SMALL_ENCODER), "--out", str(tmp_path / "out"), "--routing", "token"]
     assert main([*words, "--num-experts-per-tok", "9"]) == 1
     assert "from 1 to 4, the number of experts, got 9" in capsys.readouterr().err
