@@ -276,10 +276,10 @@ class MoTEConfig(PreTrainedConfig):
         task = self.default_task if task is None else task
         if task is None:
             raise ValueError(f"Pass `task=`: this model has no default_task.{alternatives('', self.tasks)}")
-        if not isinstance(task, str) or task not in self.tasks:
+        expert = self.tasks.get(task) if isinstance(task, str) else None
+        if expert is None:
             raise ValueError(f"Unknown task {task!r}." + alternatives(task, self.tasks))
-        expert = self.tasks[task]
-        if expert not in self.available_experts:
+        if self.loaded_experts is not None and expert not in self.loaded_experts:
             raise ValueError(f"Task {task!r} needs the expert {expert!r}, which {self._not_loaded()}")
         return expert
 
