@@ -5,3 +5,4 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SMALL_ENCODER = ROOT / "examples" / "small-encoder"
 SHARED = ROOT.parent / "shared"
+EXAMPLE_DATA = ROOT / "examples" / "data"

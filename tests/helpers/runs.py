@@ -1,12 +1,17 @@
 """Small training runs."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from mote.checkpoints.provenance import read_steps
+from mote.training.progress import Tracker
+from mote.training.train import train
 
 
 def overrides(source: Path, data: Path, out: Path, *more: str) -> list[str]:
@@ -38,3 +43,28 @@ def train_step(folder: Path) -> dict[str, Any]:
     step = read_steps(folder)[-1]
     assert step["step"] == "train"
     return step
+
+
+def command(*arguments: str) -> list[str]:
+    """The command line of a run in a process of its own."""
+    return [sys.executable, "-m", "mote", "train", *arguments]
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    """The environment of such a process."""
+    return {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
+
+
+def break_off(settings: list[str], monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Stop a run before its step `at`, as Ctrl-C does."""
+    record = Tracker.record
+
+    def interrupted(tracker: Any, *args: Any) -> None:
+        if tracker.step + 1 == at:
+            raise KeyboardInterrupt
+        record(tracker, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Tracker, "record", interrupted)
+        with pytest.raises(KeyboardInterrupt, match="the same command resumes"):
+            train("mote", settings)

@@ -1,7 +1,8 @@
-"""The folder of a run: its lock, and what a new run may replace."""
+"""The folder of a run: its lock, its checkpoints, and what a new run may replace."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,16 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.paths import ROOT, SMALL_ENCODER
-from helpers.runs import overrides, train_step
+from helpers.paths import EXAMPLE_DATA, SMALL_ENCODER
+from helpers.runs import break_off, overrides, train_step
 
 from mote.training.recipe import load_recipe
-from mote.training.run_folder import LOCK_FILE, RunFolder, as_yaml, differences, fixed_settings
-from mote.training.train import plan, train
-
-DATA = ROOT / "examples" / "data"
+from mote.training.run_folder import LOCK_FILE, START_FOLDER, RunFolder, as_yaml, differences, fixed_settings
+from mote.training.train import plan, prepare, train
 
 DIVERGING = ("training.optim=sgd", "training.learning_rate=1e+30", "training.weight_decay=1e+30")
+
 
 HOLDER = """
 import os, sys, time
@@ -80,7 +80,7 @@ def test_a_lock_is_also_one_for_the_same_process(tmp_path: Path) -> None:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> list[str]:
-    return overrides(SMALL_ENCODER, DATA, tmp_path / "run", "data.limit=16", "training.max_steps=1")
+    return overrides(SMALL_ENCODER, EXAMPLE_DATA, tmp_path / "run", "data.limit=16", "training.max_steps=1")
 
 
 def test_train_refuses_a_folder_in_use(settings: list[str], tmp_path: Path) -> None:
@@ -149,3 +149,59 @@ def test_differences_name_short_values() -> None:
     recipe = load_recipe("mote", ["training.save_steps=7", "output=x"])
     assert not {"output", "training.save_steps"} & fixed_settings(recipe).keys()
     assert "save_steps: 7" in as_yaml(recipe)
+
+
+def test_a_checkpoint_that_was_cut_short_is_not_used(
+    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = overrides(tiny, data, tmp_path / "run", "training.max_steps=4")
+    break_off(settings, monkeypatch, at=4)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (checkpoints / "checkpoint-3" / "checkpoint.json").unlink()
+    (checkpoints / "checkpoint-3" / "model.safetensors").write_bytes(b"cut")
+    record = train_step(train("mote", settings))
+    assert record["resumed_from_step"] == 2
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(
+    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = overrides(tiny, data, tmp_path / "run", "training.max_steps=4")
+    break_off(settings, monkeypatch, at=3)
+    with pytest.raises(
+        ValueError,
+        match=r"belongs to another recipe, which differs in .*training.learning_rate \(0.001 there, 0.1 here\)",
+    ):
+        train("mote", [*settings, "training.learning_rate=0.1"])
+    with pytest.raises(ValueError, match=r"belongs to another recipe.*name.*model.kind"):
+        train("ic", settings)
+    assert (tmp_path / "run" / "checkpoints" / "checkpoint-2").exists()  # nothing was lost
+    train("mote", [*settings, "training.logging_steps=2", "training.save_total_limit=3"])  # these may change
+    with pytest.raises(FileExistsError, match="holds a finished run"):
+        train("mote", settings)
+    train("mote", [*settings, "training.learning_rate=0.1"], overwrite=True)
+
+
+def test_a_start_model_left_by_a_kill_is_not_used(tiny: Path, data: Path, fresh_folder: Path, tmp_path: Path) -> None:
+    """Killed between upcycling and loading, then started again with another source."""
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    shutil.copytree(fresh_folder, folder.path / START_FOLDER)
+    model = prepare(load_recipe("mote", overrides(tiny, data, folder.path)), folder).model
+    assert model.get_embedding_dimension() == 16
+    assert not (folder.path / START_FOLDER).exists()
+
+
+def test_overwrite_after_a_kill_while_upcycling(tiny: Path, data: Path, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    recipe = load_recipe("mote", overrides(tiny, data, folder.path))
+    (folder.path / f".{START_FOLDER}.writing-999999999").mkdir(parents=True)
+    assert folder.open(recipe, overwrite=True) is None
+
+
+def test_a_foreign_folder_is_left_alone(tiny: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("years of work")
+    with pytest.raises(FileExistsError, match="something other than a run"):
+        train("mote", overrides(tiny, data, tmp_path / "run"), overwrite=True)
+    assert (tmp_path / "run" / "thesis.txt").read_text() == "years of work"

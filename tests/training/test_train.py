@@ -1,75 +1,26 @@
-"""Runs of recipes: what goes through the model, what comes out, and what a run survives."""
+"""Runs of recipes: what goes through the model, and what comes out, also after a kill."""
 
-import gzip
 import json
-import os
-import re
 import resource
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import dense_checkpoint
-from helpers.paths import ROOT, SMALL_ENCODER
-from helpers.runs import overrides, train_step, weights
-from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments
+from helpers.paths import SMALL_ENCODER
+from helpers.runs import break_off, command, environment, overrides, train_step, weights
+from sentence_transformers import SentenceTransformer
 
 from mote.checkpoints.reading import open_checkpoint
-from mote.training import losses, progress
-from mote.training import train as run
 from mote.training.model import build_model
-from mote.training.progress import NonFiniteError, RunCallback, TrackedLoss, read_log
-from mote.training.recipe import TrainingSettings, load_recipe, shipped_recipes
-from mote.training.run_folder import START_FOLDER, RunFolder
-from mote.training.train import check_recipe, plan, prepare, train
-
-DATA = ROOT / "examples" / "data"
-SCORED = [
-    ("A plane is taking off.", "An air plane is taking off.", 5.0),
-    ("A man is playing a large flute.", "A man is playing a flute.", 3.8),
-    ("Three men are playing chess.", "Two men are playing chess.", 2.6),
-    ("A man is smoking.", "A man is skating.", 0.5),
-    ("A cat sleeps on the sofa.", "The sofa has a sleeping cat.", 4.6),
-    ("A girl is styling her hair.", "A girl is brushing her hair.", 2.5),
-    ("The stock market fell.", "Boil the pasta for ten minutes.", 0.0),
-    ("People are dancing.", "Some people dance in the street.", 4.0),
-]
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny dense checkpoint that draws random numbers while it trains."""
-    folder = tmp_path_factory.mktemp("tiny") / "tiny"
-    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    return dense_checkpoint(folder, sentence_transformers={"normalize": True, "max_seq_length": 24}, **dropout)
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository's data, and a few scored pairs under the names that the recipe with five experts asks for."""
-    folder = tmp_path_factory.mktemp("data")
-    for dataset in DATA.glob("*/*/"):
-        (folder / dataset.parent.name).mkdir(exist_ok=True)  # no link: what is added must not go into the repository
-        (folder / dataset.parent.name / dataset.name).symlink_to(dataset)
-    for name in ("stsbenchmark", "sts12"):
-        (folder / "sts" / name).mkdir(parents=True)
-        with gzip.open(folder / "sts" / name / "train.jsonl.gz", "wt") as file:
-            for first, second, score in SCORED:
-                for copy in range(4):
-                    row = {"sentence1": f"{first} {name} {copy}", "sentence2": second, "score": score}
-                    file.write(json.dumps(row) + "\n")
-    return folder
-
-
-# What goes through the model ---------------------------------------------------------------------------------------
+from mote.training.progress import read_log
+from mote.training.recipe import load_recipe, shipped_recipes
+from mote.training.run_folder import RunFolder
+from mote.training.train import plan, prepare, train
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
@@ -321,17 +272,6 @@ def test_a_teacher_is_learned_from(tiny: Path, data: Path, tmp_path: Path, monke
     assert sum(losses[-3:]) < sum(losses[:3]) - 0.05
 
 
-# What a run survives -----------------------------------------------------------------------------------------------
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "mote", "train", *arguments]
-
-
-def environment(tmp_path: Path) -> dict[str, str]:
-    return {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
-
-
 LONGER = (
     "training.max_steps=-1",
     "training.num_train_epochs=2",
@@ -341,9 +281,7 @@ LONGER = (
 
 
 @pytest.mark.parametrize("kill_after", [3, 18])
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(
-    kill_after: int, tiny: Path, data: Path, tmp_path: Path
-) -> None:
+def test_a_killed_run_is_resumed_bit_for_bit(kill_after: int, tiny: Path, data: Path, tmp_path: Path) -> None:
     """`kill -9` in the first epoch and in the second; the result is the same bit for bit."""
     settings = overrides(tiny, data, tmp_path / "killed", *LONGER)
     process = subprocess.Popen(command("mote", *settings), env=environment(tmp_path), stdout=subprocess.DEVNULL)
@@ -376,22 +314,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     assert records[0]["training_sets"] == records[1]["training_sets"]
 
 
-def break_off(settings: list[str], monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """Stop a run before its step `at`, as Ctrl-C does."""
-    record = run.Tracker.record
-
-    def interrupted(tracker: Any, *args: Any) -> None:
-        if tracker.step + 1 == at:
-            raise KeyboardInterrupt
-        record(tracker, *args)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(run.Tracker, "record", interrupted)
-        with pytest.raises(KeyboardInterrupt, match="the same command resumes"):
-            train("mote", settings)
-
-
-def test_a_projection_of_the_loss_survives(
+def test_the_weights_of_a_loss_are_resumed(
     tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOTE_CACHE", str(tmp_path / "cache"))
@@ -408,57 +331,7 @@ def test_a_projection_of_the_loss_survives(
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-def test_a_checkpoint_that_was_cut_short_is_not_used(
-    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = overrides(tiny, data, tmp_path / "run", "training.max_steps=4")
-    break_off(settings, monkeypatch, at=4)
-    checkpoints = tmp_path / "run" / "checkpoints"
-    (checkpoints / "checkpoint-3" / "checkpoint.json").unlink()
-    (checkpoints / "checkpoint-3" / "model.safetensors").write_bytes(b"cut")
-    record = train_step(train("mote", settings))
-    assert record["resumed_from_step"] == 2
-
-
-def test_a_checkpoint_of_another_recipe_is_refused(
-    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = overrides(tiny, data, tmp_path / "run", "training.max_steps=4")
-    break_off(settings, monkeypatch, at=3)
-    with pytest.raises(
-        ValueError,
-        match=r"belongs to another recipe, which differs in .*training.learning_rate \(0.001 there, 0.1 here\)",
-    ):
-        train("mote", [*settings, "training.learning_rate=0.1"])
-    with pytest.raises(ValueError, match=r"belongs to another recipe.*name.*model.kind"):
-        train("ic", settings)
-    assert (tmp_path / "run" / "checkpoints" / "checkpoint-2").exists()  # nothing was lost
-    train("mote", [*settings, "training.logging_steps=2", "training.save_total_limit=3"])  # these may change
-    with pytest.raises(FileExistsError, match="holds a finished run"):
-        train("mote", settings)
-    train("mote", [*settings, "training.learning_rate=0.1"], overwrite=True)
-
-
-def test_a_start_that_a_kill_has_left_is_not_used(tiny: Path, data: Path, fresh_folder: Path, tmp_path: Path) -> None:
-    """Killed between upcycling and loading, then started again with another source."""
-    folder = RunFolder(tmp_path / "run")
-    folder.path.mkdir()
-    shutil.copytree(fresh_folder, folder.path / START_FOLDER)
-    model = prepare(load_recipe("mote", overrides(tiny, data, folder.path)), folder).model
-    assert model.get_embedding_dimension() == 16
-    assert not (folder.path / START_FOLDER).exists()
-
-
-def test_overwrite_after_a_kill_while_upcycling(tiny: Path, data: Path, tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    recipe = load_recipe("mote", overrides(tiny, data, folder.path))
-    (folder.path / f".{START_FOLDER}.writing-999999999").mkdir(parents=True)
-    assert folder.open(recipe, overwrite=True) is None
-
-
-def test_the_record_of_a_run_that_went_on(
-    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_record_of_a_resumed_run(tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = overrides(tiny, data, tmp_path / "run", "training.max_steps=4")
     break_off(settings, monkeypatch, at=4)
     seal = tmp_path / "run" / "checkpoints" / "checkpoint-3" / "checkpoint.json"
@@ -474,57 +347,9 @@ def test_the_record_of_a_run_that_went_on(
     assert record["pairs_per_second"] > 0
 
 
-def test_pairs_per_second_count_the_time_of_tokenizing(tmp_path: Path) -> None:
-    tracker = run.Tracker()
-    tracker.last = {"task": "a", "loss": 1.0, "rows": 4}
-    callback = RunCallback(tracker, tmp_path, {}, {}, scaled=False)
-    state = SimpleNamespace(global_step=0, max_steps=2, is_world_process_zero=False)
-    callback.on_train_begin(None, state, None)
-    time.sleep(0.05)  # the trainer fetches a batch before it says that a step begins
-    callback.on_step_begin(None, state, None)
-    callback.on_step_end(None, state, None)
-    callback.on_evaluate(None, state, None)
-    assert callback.timed["rows"] == 4
-    assert 0.05 <= callback.timed["seconds"] < 1
-
-
-def test_a_checkpoint_is_sealed_when_all_processes_have_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_other_data_are_refused_on_resuming(
+    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seal = tmp_path / "checkpoint-1" / "checkpoint.json"
-    seal.parent.mkdir()
-    sealed_while_waiting = []
-    waiting = SimpleNamespace(
-        device="cpu", num_processes=1, wait_for_everyone=lambda: sealed_while_waiting.append(seal.exists())
-    )
-    monkeypatch.setattr(progress, "processes", lambda: waiting)
-    callback = RunCallback(run.Tracker(), tmp_path, {}, {}, scaled=False)
-    state = SimpleNamespace(global_step=1, is_world_process_zero=True)
-    callback.on_save(SimpleNamespace(output_dir=tmp_path), state, None)
-    assert sealed_while_waiting == [False]
-    assert seal.exists()
-
-
-def test_texts_end_to_end_are_counted() -> None:
-    """As flash attention has them: no mask, and where each text begins."""
-    features = [
-        {"input_ids": torch.zeros(1, 9), "cu_seq_lens_q": torch.tensor(ends)} for ends in ([0, 4, 9], [0, 1, 9])
-    ]
-    tracker = run.Tracker()
-    loss = TrackedLoss(torch.nn.Identity(), Constant(), tracker, "set", "task", {"anchor": "a", "positive": "b"})
-    assert loss(features, None).item() == 1
-    assert tracker.tasks == {"a": {"texts": 2, "tokens": 9}, "b": {"texts": 2, "tokens": 9}}
-    assert losses.LoadBalancedLoss(Constant())(features, None).item() == 1
-    assert features[0]["balance_share"] == 1 / 4
-    assert losses._sorted_by_length(features, None) == (features, None)
-
-
-class Constant(torch.nn.Module):
-    def forward(self, features: Any, labels: Any) -> torch.Tensor:
-        return torch.ones(())
-
-
-def test_other_data_are_refused(tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = tmp_path / "data" / "retrieval" / "made"
     copy.mkdir(parents=True)
     rows = [{"query": f"question {i}", "positive": f"answer {i}"} for i in range(64)]
@@ -536,41 +361,6 @@ def test_other_data_are_refused(tiny: Path, data: Path, tmp_path: Path, monkeypa
     (copy / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ValueError, match=r"data differ from those .*: retrieval/made changed"):
         train("mote", settings)
-
-
-def test_a_loss_that_is_no_number_stops_the_run(
-    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = overrides(tiny, data, tmp_path / "run", "training.max_steps=4")
-    calculate = run.build_loss
-
-    def broken(*args: Any, **kwargs: Any) -> torch.nn.Module:
-        loss = calculate(*args, **kwargs)
-        forward, calls = loss.forward, []
-
-        def forward_once_more(*inputs: Any) -> torch.Tensor:
-            calls.append(1)
-            return forward(*inputs) * (float("nan") if ready.tracker.step == 2 else 1)
-
-        monkeypatch.setattr(loss, "forward", forward_once_more)
-        return loss
-
-    monkeypatch.setattr(run, "build_loss", broken)
-    ready = prepare(load_recipe("mote", settings), RunFolder(tmp_path / "run"))
-    with pytest.raises(NonFiniteError, match=r"(?s)loss is nan at step 3, in a batch of \d+ rows of .*checkpoint-2"):
-        ready.train()
-    monkeypatch.setattr(run, "build_loss", calculate)
-    assert train_step(train("mote", settings))["resumed_from_step"] == 2
-
-
-def test_a_gradient_that_is_no_number_is_not_saved(tiny: Path, data: Path, tmp_path: Path) -> None:
-    recipe = load_recipe("mote", overrides(tiny, data, tmp_path / "run", "training.max_steps=4"))
-    ready = prepare(recipe, RunFolder(tmp_path / "run"))
-    parameter = ready.model[0].model.get_input_embeddings().weight
-    parameter.register_hook(lambda gradient: gradient * float("nan") if ready.tracker.step == 2 else gradient)
-    with pytest.raises(NonFiniteError, match=r"(?s)gradient is nan at step 3.*checkpoint-2"):
-        ready.train()
-    assert not (tmp_path / "run" / "checkpoints" / "checkpoint-3").exists()
 
 
 def test_a_full_disk(tiny: Path, data: Path, tmp_path: Path) -> None:
@@ -592,80 +382,6 @@ def test_a_full_disk(tiny: Path, data: Path, tmp_path: Path) -> None:
     assert subprocess.run(command("ic", *settings), env=environment(tmp_path), capture_output=True).returncode == 0
 
 
-# What is refused ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("tasks.retrieval.anchor=search_qury", r"no task 'search_qury'. Did you mean 'search_query'"),
-        ("tasks.retrieval.datasets=[{path: retrieval/arxiv, positive: documents}]", r"no task 'documents'"),
-        ("tasks.retrieval.datasets=[retrieval/arxive]", r"arxive"),
-        ("data.folder=/nowhere", r"nowhere"),
-        ("model.source=/nowhere", r"nowhere"),
-        (
-            "training.learning_rates=1",
-            r"unknown key 'learning_rates'. Did you mean 'learning_rate'",
-        ),
-        ("training.gradient_accumulation_steps=2", r"a step is one whole batch"),
-        ("tasks.retrieval.loss=InfoNCELos", r"unknown loss 'InfoNCELos'"),
-        ("training.optim=adm", r"adm"),
-        ("training.lr_scheduler_type=straight", r"straight"),
-        ("training.adam_beta2=x", r"adam_beta2: Input should be a valid number, .*, found 'x'"),
-        ("model.layers=[99]", r"99"),
-        ("model.layers=odd", r"expected 'every', 'every_other', or a list of indices, got 'odd'"),
-        ("model.experts=[search_query]", r"no task 'search_document'"),
-    ],
-)
-def test_bad_settings(override: str, message: str, tiny: Path, data: Path, tmp_path: Path) -> None:
-    for run_or_plan in (train, plan):
-        with pytest.raises((ValueError, OSError), match=message):
-            run_or_plan("mote", overrides(tiny, data, tmp_path / "run", override))
-        assert not (tmp_path / "run").exists()  # a run that could not start leaves nothing
-
-
-def test_accelerate_and_the_recipe_must_agree_on_the_precision(
-    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    with pytest.raises(ValueError, match="launched with mixed precision bf16, but the recipe says no"):
-        train("mote", overrides(tiny, data, tmp_path / "run"))
-    train("mote", overrides(tiny, data, tmp_path / "run", "training.bf16=true"))
-
-
-def test_kind_and_source_must_fit(fresh_folder: Path, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is a MoTE"):
-        train("ic", overrides(fresh_folder, data, tmp_path / "run"))
-    with pytest.raises(ValueError, match=r"of the kind 'mote', but the recipe says model.kind=token_routed"):
-        train("tlr", overrides(fresh_folder, data, tmp_path / "run"))
-    with pytest.raises(ValueError, match=r"differs from the recipe in model.layers. Its experts: .* 0, 1, 2"):
-        train("mote-every-other", overrides(fresh_folder, data, tmp_path / "run"))
-    with pytest.raises(ValueError, match=r"differs from the recipe in model.experts, model.tasks"):
-        train("mote-objectives", overrides(fresh_folder, data, tmp_path / "run"))
-
-
-def test_a_folder_of_something_else_is_left_alone(tiny: Path, data: Path, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "thesis.txt").write_text("years of work")
-    with pytest.raises(FileExistsError, match="something other than a run"):
-        train("mote", overrides(tiny, data, tmp_path / "run"), overwrite=True)
-    assert (tmp_path / "run" / "thesis.txt").read_text() == "years of work"
-
-
-def test_a_token_router_in_fp16_is_refused() -> None:
-    with pytest.raises(ValueError, match="load-balancing loss of a token router is not scaled"):
-        check_recipe(load_recipe("tlr", ["training.fp16=true"]))
-    check_recipe(load_recipe("tlr", ["training.fp16=true", "model.router_aux_loss_coef=0"]))
-
-
-def test_the_arguments_that_a_recipe_decides_are_all_refused() -> None:
-    known = SentenceTransformerTrainingArguments.__dataclass_fields__
-    assert TrainingSettings.RESERVED.keys() <= {*known, "warmup_ratio"}
-    for name, instead in TrainingSettings.RESERVED.items():
-        with pytest.raises(ValueError, match=f"'{name}' cannot be set here: {re.escape(instead)}"):
-            load_recipe("mote", [f"training.{name}=1"])
-
-
 def test_a_dataset_may_have_an_objective_of_its_own(tiny: Path, data: Path, tmp_path: Path) -> None:
     task = (
         "tasks.retrieval.datasets=[{path: retrieval/arxiv, temperature: 0.5}, "
@@ -679,11 +395,6 @@ def test_a_dataset_may_have_an_objective_of_its_own(tiny: Path, data: Path, tmp_
     ready.train()
     with pytest.raises(ValueError, match="a batch across datasets has one loss"):
         load_recipe("mote", ["tasks.clustering.datasets=[{path: a, temperature: 0.5}]"])
-
-
-def test_check_recipe_needs_no_model() -> None:
-    with pytest.raises(ValueError, match="no argument 'scal'"):
-        check_recipe(load_recipe("mote-objectives", ["tasks.text_matching.loss_arguments={scal: 1}"]))
 
 
 def test_the_plan_asks_no_teacher(tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -705,13 +416,3 @@ def test_the_plan_writes_nothing(tiny: Path, data: Path, tmp_path: Path) -> None
     assert "retrieval/tldr_pages" in text
     assert "temperature: 0.06" in text
     assert not (tmp_path / "run").exists()
-
-
-def test_the_chart_leaves_the_callers_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import matplotlib
-
-    monkeypatch.setitem(matplotlib.rcParams, "backend", "svg")
-    log = [{"step": step, "task": "a", "loss": 1.0, "eval_validation_mean": 50.0} for step in (1, 2)]
-    progress.draw_curves(log, tmp_path / "loss.png", "a run")
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert matplotlib.rcParams["backend"] == "svg"

@@ -1,16 +1,18 @@
-"""The model that a dense recipe starts from: all its weights, whatever the format, or none."""
+"""The model that a recipe starts from: all its weights, of the recipe's kind."""
 
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.checkpoints import published_nomic
+from helpers.runs import overrides
 from safetensors.torch import load_file, save_file
 
 from mote.checkpoints.reading import load_dense, open_checkpoint, open_dense
 from mote.training.model import build_model
 from mote.training.recipe import Recipe, load_recipe
 from mote.training.run_folder import START_FOLDER
+from mote.training.train import train
 
 
 def dense_recipe(source: Path) -> Recipe:
@@ -39,3 +41,14 @@ def test_weights_that_are_missing_are_named(dense: Path, tmp_path: Path) -> None
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"broken lacks weights .*intermediate\.dense\.weight"):
         build_model(dense_recipe(broken), open_checkpoint(str(broken)), tmp_path / "run")
+
+
+def test_the_source_is_of_the_recipes_kind(fresh_folder: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a MoTE"):
+        train("ic", overrides(fresh_folder, data, tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"of the kind 'mote', but the recipe says model.kind=token_routed"):
+        train("tlr", overrides(fresh_folder, data, tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"differs from the recipe in model.layers. Its experts: .* 0, 1, 2"):
+        train("mote-every-other", overrides(fresh_folder, data, tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"differs from the recipe in model.experts, model.tasks"):
+        train("mote-objectives", overrides(fresh_folder, data, tmp_path / "run"))

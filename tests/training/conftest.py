@@ -1,0 +1,45 @@
+"""A model and data for small runs."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from helpers.checkpoints import dense_checkpoint
+from helpers.paths import EXAMPLE_DATA
+
+SCORED = [
+    ("A plane is taking off.", "An air plane is taking off.", 5.0),
+    ("A man is playing a large flute.", "A man is playing a flute.", 3.8),
+    ("Three men are playing chess.", "Two men are playing chess.", 2.6),
+    ("A man is smoking.", "A man is skating.", 0.5),
+    ("A cat sleeps on the sofa.", "The sofa has a sleeping cat.", 4.6),
+    ("A girl is styling her hair.", "A girl is brushing her hair.", 2.5),
+    ("The stock market fell.", "Boil the pasta for ten minutes.", 0.0),
+    ("People are dancing.", "Some people dance in the street.", 4.0),
+]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny dense checkpoint that draws random numbers while it trains."""
+    folder = tmp_path_factory.mktemp("tiny") / "tiny"
+    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    return dense_checkpoint(folder, sentence_transformers={"normalize": True, "max_seq_length": 24}, **dropout)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository's data, and a few scored pairs under the names that the recipe with five experts asks for."""
+    folder = tmp_path_factory.mktemp("data")
+    for dataset in EXAMPLE_DATA.glob("*/*/"):
+        (folder / dataset.parent.name).mkdir(exist_ok=True)  # no link: what is added must not go into the repository
+        (folder / dataset.parent.name / dataset.name).symlink_to(dataset)
+    for name in ("stsbenchmark", "sts12"):
+        (folder / "sts" / name).mkdir(parents=True)
+        with gzip.open(folder / "sts" / name / "train.jsonl.gz", "wt") as file:
+            for first, second, score in SCORED:
+                for copy in range(4):
+                    row = {"sentence1": f"{first} {name} {copy}", "sentence2": second, "score": score}
+                    file.write(json.dumps(row) + "\n")
+    return folder

@@ -1,0 +1,68 @@
+"""The trainer's arguments, and settings that are refused before training."""
+
+import re
+from pathlib import Path
+
+import pytest
+from helpers.runs import overrides
+from sentence_transformers import SentenceTransformerTrainingArguments
+
+from mote.training.recipe import TrainingSettings, load_recipe
+from mote.training.train import check_recipe, plan, train
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("tasks.retrieval.anchor=search_qury", r"no task 'search_qury'. Did you mean 'search_query'"),
+        ("tasks.retrieval.datasets=[{path: retrieval/arxiv, positive: documents}]", r"no task 'documents'"),
+        ("tasks.retrieval.datasets=[retrieval/arxive]", r"arxive"),
+        ("data.folder=/nowhere", r"nowhere"),
+        ("model.source=/nowhere", r"nowhere"),
+        (
+            "training.learning_rates=1",
+            r"unknown key 'learning_rates'. Did you mean 'learning_rate'",
+        ),
+        ("training.gradient_accumulation_steps=2", r"a step is one whole batch"),
+        ("tasks.retrieval.loss=InfoNCELos", r"unknown loss 'InfoNCELos'"),
+        ("training.optim=adm", r"adm"),
+        ("training.lr_scheduler_type=straight", r"straight"),
+        ("training.adam_beta2=x", r"adam_beta2: Input should be a valid number, .*, found 'x'"),
+        ("model.layers=[99]", r"99"),
+        ("model.layers=odd", r"expected 'every', 'every_other', or a list of indices, got 'odd'"),
+        ("model.experts=[search_query]", r"no task 'search_document'"),
+    ],
+)
+def test_invalid_settings(override: str, message: str, tiny: Path, data: Path, tmp_path: Path) -> None:
+    for run_or_plan in (train, plan):
+        with pytest.raises((ValueError, OSError), match=message):
+            run_or_plan("mote", overrides(tiny, data, tmp_path / "run", override))
+        assert not (tmp_path / "run").exists()  # a run that could not start leaves nothing
+
+
+def test_accelerate_and_the_recipe_agree_on_the_precision(
+    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(ValueError, match="launched with mixed precision bf16, but the recipe says no"):
+        train("mote", overrides(tiny, data, tmp_path / "run"))
+    train("mote", overrides(tiny, data, tmp_path / "run", "training.bf16=true"))
+
+
+def test_reserved_arguments_are_refused_with_what_to_set_instead() -> None:
+    known = SentenceTransformerTrainingArguments.__dataclass_fields__
+    assert TrainingSettings.RESERVED.keys() <= {*known, "warmup_ratio"}
+    for name, instead in TrainingSettings.RESERVED.items():
+        with pytest.raises(ValueError, match=f"'{name}' cannot be set here: {re.escape(instead)}"):
+            load_recipe("mote", [f"training.{name}=1"])
+
+
+def test_a_token_router_in_fp16_is_refused() -> None:
+    with pytest.raises(ValueError, match="load-balancing loss of a token router is not scaled"):
+        check_recipe(load_recipe("tlr", ["training.fp16=true"]))
+    check_recipe(load_recipe("tlr", ["training.fp16=true", "model.router_aux_loss_coef=0"]))
+
+
+def test_check_recipe_needs_no_model() -> None:
+    with pytest.raises(ValueError, match="no argument 'scal'"):
+        check_recipe(load_recipe("mote-objectives", ["tasks.text_matching.loss_arguments={scal: 1}"]))

@@ -1,0 +1,257 @@
+"""Rows of a dataset: checked, cleaned, sampled, and a validation split cut off."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.checkpoints import tiny_tokenizer
+from helpers.datasets import Rows, labelled, load, negatives_of, only, pairs, recipe_of, write
+from transformers import AutoTokenizer
+
+from mote.training.cleaning import text_id
+from mote.training.data import load_data
+
+VALID = '{"query": "a %d", "positive": "b"}'
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [('{"query": "", "positive": "b"}', "'query' is empty"), ('{"query": "a", "posi', "invalid JSON")],
+)
+def test_an_invalid_row_is_counted_and_reported_with_its_line(
+    tmp_path: Path, line: str, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path, "retrieval/tiny", [])
+    path.write_text("\n".join([VALID % 1, "", line, VALID % 2]))
+    caplog.set_level("INFO", "mote")
+    recipe = recipe_of(tmp_path, settings={"datasets": ["retrieval/tiny"]}, data={"max_invalid_fraction": 0.34})
+    data = load_data(recipe)
+    (report,) = data.reports
+    assert (report.read, report.invalid, report.used) == (3, 1, 2)
+    assert report.errors[0].startswith(f"{path}:3: {fault}")
+    assert f"{path}:3: {fault}" in caplog.text
+    assert f"{path}:3: {fault}" in str(data)
+    with pytest.raises(ValueError, match=r"tiny: 1 of 3 rows are invalid; allowed is a fraction of 0.33 (.|\n)*:3: "):
+        load(tmp_path, "retrieval/tiny", data={"max_invalid_fraction": 0.33})
+
+
+def test_a_dataset_without_rows(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/tiny", [])
+    with pytest.raises(ValueError, match="retrieval/tiny has no rows"):
+        load(tmp_path, "retrieval/tiny")
+    write(tmp_path, "retrieval/tiny", [{"query": "", "positive": ""}])
+    with pytest.raises(ValueError, match="1 of 1 rows are invalid"):
+        load(tmp_path, "retrieval/tiny", data={"max_invalid_fraction": 1.0})
+    with pytest.raises(ValueError, match="the task has no data"):
+        load(tmp_path)
+
+
+def test_ids_of_texts_are_fixed() -> None:
+    assert text_id("a") == text_id(" a\n") == 4681665781835383343
+    assert text_id("ä") == -1131041350483206087  # as a validation part, it must never change
+
+
+SCORED = [{"sentence1": f"a{i}", "sentence2": f"b{i}", "score": score} for i, score in enumerate([0.0, 2.5, 5.0])]
+
+
+def test_scores_are_scaled(tmp_path: Path) -> None:
+    write(tmp_path, "sts/tiny", SCORED)
+    data = load(tmp_path, "sts/tiny", task="s", settings={"loss": "CoSENTLoss"})
+    assert only(data).label_type == "scored"
+    assert only(data).rows["label"][:] == [0.0, 0.5, 1.0]
+    assert data.reports[0].notes == ["scores divided by their maximum, 5"]
+    write(tmp_path, "sts/tiny", [{**row, "score": row["score"] / 10} for row in SCORED])
+    data = load(tmp_path, "sts/tiny", task="s", settings={"loss": "CoSENTLoss"})
+    assert only(data).rows["label"][:] == [0.0, 0.25, 0.5]
+    assert data.reports[0].notes == []
+
+
+def test_pairs_of_zero_and_one(tmp_path: Path) -> None:
+    rows = [{"sentence1": f"a{i}", "sentence2": f"b{i}", "label": i % 2} for i in range(6)]
+    write(tmp_path, "pair/tiny", rows)
+    data = load(tmp_path, "pair/tiny", task="p")
+    assert only(data).rows["anchor"][:] == ["a1", "a3", "a5"]
+    assert only(data).column_tasks == {"anchor": "classification", "positive": "classification"}
+    assert data.reports[0].dropped == {"label is 0": 3}
+    for loss in ("OnlineContrastiveLoss", "CoSENTLoss"):
+        assert only(load(tmp_path, "pair/tiny", task="p", settings={"loss": loss})).rows["label"][:] == [0, 1] * 3
+
+
+@pytest.mark.parametrize(
+    ("rows", "loss", "message"),
+    [
+        (SCORED, "InfoNCE", "has graded scores, InfoNCE takes pairs that belong together: try the loss CoSENTLoss"),
+        (SCORED, "ContrastiveLoss", "has graded scores, ContrastiveLoss takes 0 and 1: try the loss CoSENTLoss"),
+        (SCORED, "BatchAllTripletLoss", "has pairs with scores, BatchAllTripletLoss takes texts with labels"),
+        ([{"query": "a"}], "InfoNCE", "has single texts, InfoNCE takes pairs"),
+        (pairs(2), "BatchAllTripletLoss", "has no labels, which BatchAllTripletLoss needs"),
+        (pairs(2), "CoSENTLoss", "has no scores, which CoSENTLoss needs"),
+        (labelled(x=2, y=2), "CoSENTLoss", "has no scores, which CoSENTLoss needs"),
+        (pairs(2), "MSELoss", "a teacher goes with EmbedDistillLoss and MSELoss, and they with one"),
+    ],
+)
+def test_rows_that_do_not_suit_the_loss(tmp_path: Path, rows: Rows, loss: str, message: str) -> None:
+    write(tmp_path, "any/tiny", rows)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, "any/tiny", task="t", settings={"loss": loss})
+
+
+def test_a_label_with_one_example_is_dropped_by_name(tmp_path: Path) -> None:
+    write(tmp_path, "classification/tiny", labelled(x=2, lonely=1, y=2))
+    data = load(tmp_path, "classification/tiny", task="c")
+    assert "lonely 0" not in only(data).rows["anchor"][:]
+    assert data.reports[0].dropped == {"label with one example": 1}
+    assert "labels with one example: 'lonely'" in str(data)
+    write(tmp_path, "classification/tiny", labelled(x=1, y=1))
+    with pytest.raises(ValueError, match=r"no row is left to train on(.|\n)*labels with one example: 'x', 'y'"):
+        load(tmp_path, "classification/tiny", task="c")
+
+
+RERANKING = [
+    {"query": "a", "positive": ["p1", "p2"], "negative": ["n1", "n2", "n3"]},
+    {"query": "b", "positive": ["p3"], "negative": ["n4", "n5"]},
+    {"query": "c", "positive": ["p4"], "negative": []},
+]
+
+
+def test_lists_of_positives_and_negatives(tmp_path: Path) -> None:
+    write(tmp_path, "reranking/tiny", RERANKING)
+    data = load(tmp_path, "reranking/tiny")
+    assert only(data).rows["positive"][:] == ["p1", "p2", "p3"]
+    assert negatives_of(data) == [["n1", "n2"], ["n3", "n1"], ["n4", "n5"]]
+    assert data.reports[0].dropped == {"no hard negative": 1}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (1, [["n1"], ["n2"], ["n4"]]),
+        (3, [["n1", "n2", "n3"], ["n1", "n2", "n3"], ["n4", "n5", "n4"]]),
+        (9, [["n1", "n2", "n3"], ["n1", "n2", "n3"], ["n4", "n5", "n4"]]),
+        (0, [[], [], [], []]),
+    ],
+)
+def test_a_number_of_negatives(tmp_path: Path, wanted: int, expected: list[list[str]]) -> None:
+    write(tmp_path, "reranking/tiny", RERANKING)
+    assert negatives_of(load(tmp_path, {"path": "reranking/tiny", "negatives": wanted})) == expected
+
+
+def test_at_most_four_negatives_if_nothing_is_said(tmp_path: Path) -> None:
+    write(tmp_path, "reranking/tiny", [{"query": "a", "positive": "b", "negative": list("cdefghi")}, *pairs(0)])
+    write(tmp_path, "reranking/tiny", [{"query": q, "positive": q + "b", "negative": list("cdefghi")} for q in "xy"])
+    assert negatives_of(load(tmp_path, "reranking/tiny")) == [list("cdef")] * 2
+
+
+def test_negatives_in_columns_of_their_own(tmp_path: Path) -> None:
+    rows = [{"query": f"q{i}", "positive": "p", "negative_2": "n2", "negative_1": f"n{i}"} for i in range(2)]
+    write(tmp_path, "retrieval/tiny", [*rows, {**rows[0], "query": "q3", "negative_1": None}])
+    assert negatives_of(load(tmp_path, "retrieval/tiny")) == [["n0"], ["n1"], ["n2"]]
+    data = load(tmp_path, {"path": "retrieval/tiny", "negatives": 2})
+    assert negatives_of(data) == [["n0", "n2"], ["n1", "n2"], ["n2", "n2"]]
+    write(tmp_path, "retrieval/scored", [{**row, "score": 0.5} for row in rows])  # of some other model
+    assert negatives_of(load(tmp_path, "retrieval/scored")) == [["n0", "n2"], ["n1", "n2"]]
+    columns = {"anchor": "query", "positive": "positive", "negative": ["negative_2"]}
+    assert negatives_of(load(tmp_path, {"path": "retrieval/tiny", "columns": columns})) == [["n2"]] * 3
+
+
+def test_known_false_negatives_are_removed(tmp_path: Path) -> None:
+    rows = [{"query": q, "positive": ["p", q + "p"], "negative": ["n", " p", q]} for q in "ab"]
+    write(tmp_path, "retrieval/tiny", rows)
+    data = load(tmp_path, "retrieval/tiny")
+    assert negatives_of(data) == [["n"]] * 4
+    assert data.reports[0].notes == ["4 hard negatives removed that equal the anchor or a positive"]
+
+
+def test_repeated_rows_are_dropped(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/tiny", [*pairs(3), {"query": "text 1 ", "positive": "answer to text 1"}, *pairs(1, "b")])
+    data = load(tmp_path, "retrieval/tiny")
+    assert only(data).rows["anchor"][:] == ["text 0", "text 1", "text 2", "b 0"]
+    assert data.reports[0].dropped == {"repeated": 1}
+    write(tmp_path, "c/tiny", [*labelled(x=3, y=2), {"text": "x 0", "label": "x"}, {"text": "x 0", "label": "y"}])
+    (report,) = load(tmp_path, "c/tiny", task="c").reports
+    assert report.dropped == {"repeated": 1, "text has several labels": 2}
+    assert report.used == 4
+    rows = [{"query": "a", "positive": "b", "negative": negative} for negative in ("c", "d", "d")]
+    write(tmp_path, "retrieval/tiny", rows)
+    assert negatives_of(load(tmp_path, "retrieval/tiny")) == [["c"], ["d"]]
+
+
+def test_the_validation_split_is_the_same_for_every_recipe(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/tiny", pairs(1000))
+    held_out = []
+    for limit, seed in ((None, 1), (100, 2), (10, 3)):
+        parts = {"validation": {"share": 0.1}, "data": {"limit": limit}, "training": {"seed": seed}}
+        data = load(tmp_path, "retrieval/tiny", **parts)
+        (validation,) = data.validation
+        held_out.append(validation.rows["anchor"][:])
+        assert not set(held_out[-1]) & set(only(data).rows["anchor"])
+    assert held_out[0] == held_out[1] == held_out[2]
+    assert 70 < len(held_out[0]) < 130
+    assert (validation.name, validation.task, validation.row_type) == ("retrieval/tiny", "retrieval", "pairs")
+    assert (validation.anchor, validation.positive) == ("search_query", "search_document")
+    assert validation.rows.column_names == ["anchor", "positive"]
+    fewer = load(tmp_path, "retrieval/tiny", validation={"share": 0.1, "limit": 20})
+    assert fewer.validation[0].rows["anchor"][:] == held_out[0][:20]
+    assert (fewer.reports[0].held_out, fewer.reports[0].used) == (20, 980)
+
+
+def test_texts_that_are_held_out_are_trained_nowhere(tmp_path: Path) -> None:
+    rows = pairs(200)
+    write(tmp_path, "retrieval/a", rows)
+    chosen = load(tmp_path, "retrieval/a", validation={"share": 0.1}).validation[0].rows["anchor"][:]
+    backwards = [{"query": f"new {i}", "positive": text} for i, text in enumerate(chosen)]
+    write(tmp_path, "retrieval/a", [*rows, *backwards, {"query": chosen[0], "positive": "another answer"}])
+    write(tmp_path, "retrieval/b", [*pairs(2, "other"), {"query": "unlikely", "positive": f" {chosen[1]}"}])
+    data = load(tmp_path, "retrieval/*", validation={"share": 0.1})
+    trained = {text for name in data.sets for column in ("anchor", "positive") for text in data.sets[name].rows[column]}
+    held_out = {text for validation in data.validation for text in validation.rows["anchor"]}
+    assert held_out >= set(chosen)
+    assert not {text.strip() for text in trained} & held_out
+    reports = {report.name: report for report in data.reports}
+    assert reports["retrieval/a"].dropped["has a text that is held out"] >= len(chosen) - 5
+    assert reports["retrieval/b"].dropped == {"has a text that another dataset holds out": 1}
+
+
+def test_a_validation_split_of_one_row_is_skipped(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/tiny", pairs(3))
+    data = load(tmp_path, "retrieval/tiny", validation={"share": 0.001})
+    assert (data.validation, len(only(data).rows)) == ([], 3)
+
+
+def test_a_limit_takes_a_sample_of_its_own(tmp_path: Path) -> None:
+    for name in "ab":
+        write(tmp_path, f"retrieval/{name}", pairs(100, name))
+    alone = load(tmp_path, "retrieval/a", data={"limit": 20})
+    beside = load(tmp_path, {"path": "retrieval/b", "limit": 5}, "retrieval/a", data={"limit": 20})
+    sample = only(alone).rows["anchor"][:]
+    assert sample == beside.sets["retrieval/a"].rows["anchor"][:]
+    assert len(sample) == 20
+    assert sample != [f"a {i}" for i in range(20)]
+    assert len(beside.sets["retrieval/b"].rows) == 5
+    other = only(load(tmp_path, "retrieval/b", data={"limit": 20})).rows["anchor"][:]
+    assert [text.replace("b", "a") for text in other] != sample
+    assert alone.reports[0].dropped == {"over the limit": 80}
+    other_seed = only(load(tmp_path, "retrieval/a", data={"limit": 20}, training={"seed": 7}))
+    assert sample != other_seed.rows["anchor"][:]
+
+
+def test_texts_are_truncated(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path / "tokenizer"))
+    row = {"query": "ab, Cde fgh", "positive": "short", "negative": "ij klmnop"}  # a token for each letter
+    write(tmp_path, "retrieval/tiny", [row, {**row, "query": "other"}])
+
+    def cut(max_length: Any) -> dict[str, str]:
+        dataset = {"path": "retrieval/tiny", "max_length": max_length}
+        return only(load_data(recipe_of(tmp_path, settings={"datasets": [dataset]}), tokenizer)).rows[0]
+
+    texts = cut(6)
+    assert (texts["anchor"], texts["positive"], texts["negative_1"]) == ("ab, Cde", "short", "ij klmn")
+    assert texts["label"][2] == text_id("ij klmn")  # of what is trained on
+    texts = cut({"anchor": 3, "positive": 2})
+    assert (texts["anchor"], texts["positive"], texts["negative_1"]) == ("ab,", "sh", "ij")
+    texts = cut({"negative": 1})
+    assert (texts["anchor"], texts["positive"], texts["negative_1"]) == ("ab, Cde fgh", "short", "i")
+    with pytest.raises(ValueError, match="unknown column 'querry' in `max_length`"):
+        cut({"querry": 3})
+    with pytest.raises(ValueError, match="`max_length` needs a fast tokenizer"):
+        load(tmp_path, {"path": "retrieval/tiny", "max_length": 5})

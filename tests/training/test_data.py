@@ -1,0 +1,205 @@
+"""The data of a recipe, in training sets with the labels that each loss takes."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from helpers.datasets import (
+    CLASSIFICATION,
+    RETRIEVAL,
+    labelled,
+    load,
+    only,
+    pairs,
+    recipe_of,
+    write,
+)
+
+from mote.training.cleaning import text_id
+from mote.training.data import load_data
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
+
+
+def test_two_datasets_of_one_name_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "a/retrieval/tiny", pairs(2))
+    write(tmp_path, "b/retrieval/tiny", pairs(2))
+    with pytest.raises(ValueError, match=r"Two datasets are named 'retrieval/tiny': 'a/retrieval/tiny' of the task"):
+        load(tmp_path, "a/retrieval/tiny", "b/retrieval/tiny")
+
+
+def test_a_dataset_and_a_task_of_one_name_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "", pairs(2), "loose.jsonl")
+    write(tmp_path, "", labelled(a=2, b=2), "other.jsonl")
+    tasks = {
+        "retrieval": {**RETRIEVAL, "datasets": ["loose.jsonl"]},
+        "loose": {**CLASSIFICATION, "datasets": ["other.jsonl"]},
+    }
+    with pytest.raises(ValueError, match="both named 'loose': rename the task"):
+        load_data(recipe_of(tmp_path, tasks=tasks))
+
+
+def test_pairs_are_labelled_with_the_ids_of_their_texts(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/tiny", [{"query": "a", "positive": "b", "negative": "c"}])
+    training_set = only(load(tmp_path, "retrieval/tiny"))
+    assert training_set.label_type == "pairs"
+    assert training_set.rows.column_names == ["anchor", "positive", "negative_1", "label"]
+    assert training_set.rows[0]["label"] == [text_id("a"), text_id("b"), text_id("c"), text_id("a")]
+    documents = {"positive": "search_document", "negative_1": "search_document"}
+    assert training_set.column_tasks == {"anchor": "search_query", **documents}
+    assert training_set.sources == {"retrieval/tiny": 1}
+
+
+def test_labelled_texts_are_each_an_anchor_and_a_positive_once(tmp_path: Path) -> None:
+    write(tmp_path, "classification/tiny", labelled(x=5, y=2, z=3))
+    training_set = only(load(tmp_path, "classification/tiny", task="c"))
+    rows = training_set.rows
+    assert training_set.name == "c"
+    assert sorted(rows["anchor"]) == sorted(rows["positive"]) == sorted(row["text"] for row in labelled(x=5, y=2, z=3))
+    for row in rows:
+        assert row["anchor"][0] == row["positive"][0]
+        assert row["anchor"] != row["positive"]
+        group = text_id(f"classification/tiny\0{row['anchor'][0]}")
+        assert row["label"] == [text_id(row["anchor"]), text_id(row["positive"]), group]
+    following = dict(zip(rows["anchor"], rows["positive"], strict=True))
+    chain = ["x 0"]
+    while following[chain[-1]] != "x 0":
+        chain.append(following[chain[-1]])
+    assert sorted(chain) == [f"x {i}" for i in range(5)]  # one cycle, not several
+    other_seed = only(load(tmp_path, "classification/tiny", task="c", training={"seed": 1})).rows
+    assert dict(zip(other_seed["anchor"], other_seed["positive"], strict=True)) != following
+
+
+def test_equal_labels_of_two_datasets_are_two_groups(tmp_path: Path) -> None:
+    write(tmp_path, "classification/a", labelled(x=2))
+    write(tmp_path, "classification/b", [{"text": "other 1", "label": "x"}, {"text": "other 2", "label": "x"}])
+    training_set = only(load(tmp_path, "classification/*", task="c"))
+    assert len({label[-1] for label in training_set.rows["label"]}) == 2
+    assert training_set.sources == {"classification/a": 2, "classification/b": 2}
+    losses = {"loss": "BatchAllTripletLoss"}
+    rows = only(load(tmp_path, "classification/*", task="c", settings=losses)).rows
+    assert rows.column_names == ["anchor", "label"]
+    assert rows["label"][:] == [0, 0, 1, 1]
+
+
+def test_labels_may_be_numbers(tmp_path: Path) -> None:
+    write(tmp_path, "classification/tiny", [{"text": f"t{i}", "label": i % 2} for i in range(4)])
+    rows = only(load(tmp_path, "classification/tiny", task="c", settings={"loss": "BatchHardTripletLoss"})).rows
+    assert rows["label"][:] == [0, 1, 0, 1]
+
+
+def test_a_training_set_of_one_group_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "classification/tiny", labelled(x=4))
+    with pytest.raises(ValueError, match="All rows of 'c' have the same label or anchor: there are no negatives"):
+        load(tmp_path, "classification/tiny", task="c")
+
+
+def test_a_teacher_wants_a_distillation_loss(tmp_path: Path) -> None:
+    write(tmp_path, "any/tiny", pairs(2))
+    with pytest.raises(ValueError, match="has the loss InfoNCE: a teacher goes with"):
+        load(tmp_path, "any/tiny", settings={"teacher": {"source": "none"}})
+
+
+def test_datasets_in_one_batch_have_the_same_columns_and_tasks(tmp_path: Path) -> None:
+    write(tmp_path, "a/with", [{"query": f"q{i}", "positive": "p", "negative": "n"} for i in range(2)])
+    write(tmp_path, "a/without", pairs(2))
+    mixed = {"batches": "heterogeneous"}
+    with pytest.raises(ValueError, match=r"different columns \(a/with: .*negative_1, label; a/without: .*negatives: 0"):
+        load(tmp_path, "a/*", settings=mixed)
+    assert len(only(load(tmp_path, {"path": "a/with", "negatives": 0}, "a/without", settings=mixed)).rows) == 4
+    assert len(load(tmp_path, "a/*").sets) == 2
+    unlike = {"path": "a/with", "negatives": 0, "anchor": "classification"}
+    with pytest.raises(ValueError, match=r"different tasks .*classification and search_document"):
+        load(tmp_path, unlike, "a/without", settings=mixed)
+    tasks = load(tmp_path, unlike, "a/without").sets["a/with"].column_tasks
+    assert tasks == {"anchor": "classification", "positive": "search_document"}
+
+
+def test_validation_of_labelled_and_scored_sets(tmp_path: Path) -> None:
+    write(tmp_path, "c/tiny", labelled(x=100, y=100))
+    data = load(tmp_path, "c/tiny", task="c", validation={"share": 0.2})
+    (validation,) = data.validation
+    assert (validation.row_type, validation.rows.column_names) == ("labelled", ["text", "label"])
+    assert set(validation.rows["label"]) == {"x", "y"}
+    assert not set(validation.rows["text"]) & {*only(data).rows["anchor"], *only(data).rows["positive"]}
+    assert len(only(data).rows) + len(validation.rows) == 200
+    write(tmp_path, "pair/tiny", [{"sentence1": f"a{i}", "sentence2": f"b{i}", "label": i % 2} for i in range(100)])
+    (validation,) = load(tmp_path, "pair/tiny", task="p", validation={"share": 0.2}).validation
+    assert (validation.row_type, validation.rows.column_names) == ("scored", ["anchor", "positive", "score"])
+    assert set(validation.rows["score"]) == {0.0, 1.0}  # the loss takes only pairs alike, the measure takes both
+
+
+def test_weights_repeat_rows(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/tiny", pairs(10))
+    data = load(tmp_path, {"path": "retrieval/tiny", "weight": 1.25}, settings={"weight": 2.0})
+    counts = Counter(only(data).rows["anchor"])
+    assert sorted(counts.values()) == [2] * 5 + [3] * 5
+    assert (data.reports[0].used, only(data).sources) == (10, {"retrieval/tiny": 25})
+    half = only(load(tmp_path, {"path": "retrieval/tiny", "weight": 0.5})).rows["anchor"][:]
+    assert len(set(half)) == 5
+    assert half != [f"text {i}" for i in range(5)]
+    assert half == only(load(tmp_path, {"path": "retrieval/tiny", "weight": 0.5})).rows["anchor"][:]
+
+
+def test_a_weight_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/tiny", pairs(3))
+    with pytest.raises(ValueError, match=r"tiny: the weight 0.01 leaves no row of 3"):
+        load(tmp_path, {"path": "retrieval/tiny", "weight": 0.01})
+
+
+def test_the_table_of_datasets(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/a", [*pairs(1500), pairs(1)[0], {"query": "", "positive": ""}])
+    write(tmp_path, "retrieval/much_longer_name", pairs(2, "b"))
+    table = str(load(tmp_path, "retrieval/*", data={"limit": 1000})).splitlines()
+    assert table[0].split() == ["task", "dataset", "read", "invalid", "held", "out", "dropped", "used"]
+    assert table[2].split() == ["retrieval", "retrieval/a", "1,502", "1", "0", "501", "1,000"]
+    assert table[3].split() == ["retrieval", "retrieval/much_longer_name", "2", "0", "0", "0", "2"]
+    assert len({len(line) for line in table[:4]}) == 1
+    assert "retrieval/a: dropped 1: repeated" in table
+    assert "retrieval/a: dropped 500: over the limit" in table
+
+
+TASKS = {
+    "retrieval": {**RETRIEVAL, "datasets": ["retrieval/*"]},
+    "classification": {**CLASSIFICATION, "datasets": ["classification/*"]},
+    "clustering": {**CLASSIFICATION, "anchor": "clustering", "datasets": ["clustering/*"]},
+}
+
+
+def test_the_examples_can_be_trained_on() -> None:
+    data = load_data(recipe_of(EXAMPLES, tasks=TASKS, validation={"share": 0.02}))
+    assert {name: training_set.label_type for name, training_set in data.sets.items()} == dict.fromkeys(
+        ("retrieval/arxiv", "retrieval/tldr_pages", "classification", "clustering"), "pairs"
+    )
+    assert sum(report.read for report in data.reports) == 3700
+    assert not any(report.invalid for report in data.reports)
+    assert all(report.held_out < 40 for report in data.reports)
+    assert len(data.validation) == 6
+    assert sum(file.stat().st_size for file in EXAMPLES.rglob("*.gz")) < 400_000
+
+
+@pytest.mark.slow
+def test_all_shared_data(shared: Path) -> None:
+    """Every set with a training part is read whole, and each row of it is accounted for."""
+    others = {
+        "pair": {**CLASSIFICATION, "datasets": ["pair/*"]},
+        "sts": {**CLASSIFICATION, "datasets": ["sts/*"], "loss": "CoSENTLoss"},
+        "reranking": {**RETRIEVAL, "datasets": ["reranking/*"]},
+        "beir": {**RETRIEVAL, "datasets": ["beir/*"]},
+    }
+    data = load_data(recipe_of(shared / "data", tasks={**TASKS, **others}, validation={"share": 0.02}))
+    index = json.loads((shared / "data" / "index.json").read_text())
+    expected = {f"{entry['kind']}/{entry['name']}": entry["rows"].get("train") for entry in index}
+    assert {r.name: r.read for r in data.reports} == {name: rows for name, rows in expected.items() if rows}
+    for report in data.reports:
+        assert report.invalid == 0
+        accounted = report.held_out + sum(report.dropped.values()) + report.used
+        assert accounted >= report.read if report.task == "reranking" else accounted == report.read
+        assert report.held_out <= 400
+    held_out = {
+        row["anchor"] for validation in data.validation if validation.row_type == "pairs" for row in validation.rows
+    }
+    for training_set in data.sets.values():
+        assert not held_out & set(training_set.rows["anchor"])
+        assert not held_out & set(training_set.rows["positive"])

@@ -1,0 +1,112 @@
+"""Progress: counts, log, non-finite values, and complete checkpoints."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.runs import overrides, train_step
+
+from mote.training import losses, progress
+from mote.training import train as run
+from mote.training.progress import NonFiniteError, RunCallback, TrackedLoss
+from mote.training.recipe import load_recipe
+from mote.training.run_folder import RunFolder
+from mote.training.train import prepare, train
+
+
+def test_pairs_per_second_include_tokenizing(tmp_path: Path) -> None:
+    tracker = run.Tracker()
+    tracker.last = {"task": "a", "loss": 1.0, "rows": 4}
+    callback = RunCallback(tracker, tmp_path, {}, {}, scaled=False)
+    state = SimpleNamespace(global_step=0, max_steps=2, is_world_process_zero=False)
+    callback.on_train_begin(None, state, None)
+    time.sleep(0.05)  # the trainer fetches a batch before it says that a step begins
+    callback.on_step_begin(None, state, None)
+    callback.on_step_end(None, state, None)
+    callback.on_evaluate(None, state, None)
+    assert callback.timed["rows"] == 4
+    assert 0.05 <= callback.timed["seconds"] < 1
+
+
+def test_a_checkpoint_is_completed_when_all_processes_have_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seal = tmp_path / "checkpoint-1" / "checkpoint.json"
+    seal.parent.mkdir()
+    sealed_while_waiting = []
+    waiting = SimpleNamespace(
+        device="cpu", num_processes=1, wait_for_everyone=lambda: sealed_while_waiting.append(seal.exists())
+    )
+    monkeypatch.setattr(progress, "processes", lambda: waiting)
+    callback = RunCallback(run.Tracker(), tmp_path, {}, {}, scaled=False)
+    state = SimpleNamespace(global_step=1, is_world_process_zero=True)
+    callback.on_save(SimpleNamespace(output_dir=tmp_path), state, None)
+    assert sealed_while_waiting == [False]
+    assert seal.exists()
+
+
+def test_concatenated_texts_are_counted() -> None:
+    """As flash attention has them: no mask, and where each text begins."""
+    features = [
+        {"input_ids": torch.zeros(1, 9), "cu_seq_lens_q": torch.tensor(ends)} for ends in ([0, 4, 9], [0, 1, 9])
+    ]
+    tracker = run.Tracker()
+    loss = TrackedLoss(torch.nn.Identity(), Constant(), tracker, "set", "task", {"anchor": "a", "positive": "b"})
+    assert loss(features, None).item() == 1
+    assert tracker.tasks == {"a": {"texts": 2, "tokens": 9}, "b": {"texts": 2, "tokens": 9}}
+    assert losses.LoadBalancedLoss(Constant())(features, None).item() == 1
+    assert features[0]["balance_share"] == 1 / 4
+    assert losses._sorted_by_length(features, None) == (features, None)
+
+
+class Constant(torch.nn.Module):
+    def forward(self, features: Any, labels: Any) -> torch.Tensor:
+        return torch.ones(())
+
+
+def test_a_non_finite_loss_stops_the_run(
+    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = overrides(tiny, data, tmp_path / "run", "training.max_steps=4")
+    calculate = run.build_loss
+
+    def broken(*args: Any, **kwargs: Any) -> torch.nn.Module:
+        loss = calculate(*args, **kwargs)
+        forward, calls = loss.forward, []
+
+        def forward_once_more(*inputs: Any) -> torch.Tensor:
+            calls.append(1)
+            return forward(*inputs) * (float("nan") if ready.tracker.step == 2 else 1)
+
+        monkeypatch.setattr(loss, "forward", forward_once_more)
+        return loss
+
+    monkeypatch.setattr(run, "build_loss", broken)
+    ready = prepare(load_recipe("mote", settings), RunFolder(tmp_path / "run"))
+    with pytest.raises(NonFiniteError, match=r"(?s)loss is nan at step 3, in a batch of \d+ rows of .*checkpoint-2"):
+        ready.train()
+    monkeypatch.setattr(run, "build_loss", calculate)
+    assert train_step(train("mote", settings))["resumed_from_step"] == 2
+
+
+def test_a_non_finite_gradient_is_not_saved(tiny: Path, data: Path, tmp_path: Path) -> None:
+    recipe = load_recipe("mote", overrides(tiny, data, tmp_path / "run", "training.max_steps=4"))
+    ready = prepare(recipe, RunFolder(tmp_path / "run"))
+    parameter = ready.model[0].model.get_input_embeddings().weight
+    parameter.register_hook(lambda gradient: gradient * float("nan") if ready.tracker.step == 2 else gradient)
+    with pytest.raises(NonFiniteError, match=r"(?s)gradient is nan at step 3.*checkpoint-2"):
+        ready.train()
+    assert not (tmp_path / "run" / "checkpoints" / "checkpoint-3").exists()
+
+
+def test_the_chart_leaves_the_callers_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import matplotlib
+
+    monkeypatch.setitem(matplotlib.rcParams, "backend", "svg")
+    log = [{"step": step, "task": "a", "loss": 1.0, "eval_validation_mean": 50.0} for step in (1, 2)]
+    progress.draw_curves(log, tmp_path / "loss.png", "a run")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert matplotlib.rcParams["backend"] == "svg"
