@@ -5,4 +5,5 @@ import sys
 from mote.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(["upcycle", *sys.argv[1:]]))
+    sys.argv.insert(1, "upcycle")
+    sys.exit(main())

@@ -24,7 +24,6 @@ from mote.analysis.similarity import (
     default_tasks,
     embed,
     instructions_of,
-    load,
     mote_config,
     similarity_of,
     welch_tests,
@@ -32,6 +31,7 @@ from mote.analysis.similarity import (
 from mote.analysis.weight_change import WeightChange, find_start, weight_change_of
 from mote.data.texts import Pairs, Texts, find_pairs, find_texts
 from mote.hub import commit_of
+from mote.inference.loading import check_device, load_encoder
 from mote.reporting import markdown_table, name_models, table
 
 logger = logging.getLogger(__name__)
@@ -172,11 +172,12 @@ def analyze(
     if not named:
         raise ValueError("No models given: name one or more")
     logger.info("Texts: %d (%s)", len(found.texts), found.source)
+    check_device(device)
     commits = {label: commit_of(name) for label, name in named.items()}  # all exist, before any is loaded
     loaded = {}
     for label, name in named.items():
         logger.info("%s: loading …", label)
-        loaded[label] = load(name, commits[label], device, trust_remote_code)
+        loaded[label] = load_encoder(name, revision=commits[label], device=device, trust_remote_code=trust_remote_code)
     chosen = _tasks(loaded, tasks)
     if out is not None:
         _prepare(Path(out))

@@ -21,24 +21,6 @@ Similarity = dict[tuple[str, str], NDArray[np.float64]]
 ROLES = (("search_query", "search_document"), ("query", "passage"), ("query", "document"))
 
 
-def load(
-    model: str, commit: str | None, device: str | None = None, trust_remote_code: bool = False
-) -> SentenceTransformer:
-    """Load any Sentence-Transformers model.
-
-    Args:
-        model: Folder or Hub id.
-        commit: Commit on the Hub, as from `commit_of`.
-        device: Device to run on. Default: Sentence-Transformers' choice.
-        trust_remote_code: Run the code in its repository.
-
-    Raises:
-        ValueError: If the device does not exist, or the model does not load or lacks weights.
-    """
-    check_device(device)
-    return load_encoder(model, revision=commit, device=device, trust_remote_code=trust_remote_code)
-
-
 def mote_config(model: SentenceTransformer) -> Any | None:
     """Return the config of a MoTE, None for any other model."""
     config: Any = getattr(model[0], "config", None)
@@ -153,7 +135,9 @@ def inter_task_similarity(
         ValueError: If the model does not know a task, or distinguishes fewer than two.
     """
     if not isinstance(model, SentenceTransformer):
-        model = load(str(model), commit_of(str(model)), device, trust_remote_code)
+        check_device(device)
+        commit = commit_of(str(model))
+        model = load_encoder(model, revision=commit, device=device, trust_remote_code=trust_remote_code)
     tasks = default_tasks(model) if tasks is None else list(tasks)
     check_tasks(model, tasks)
     return similarity_of({task: embed(model, texts, task, batch_size) for task in tasks})
