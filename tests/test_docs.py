@@ -3,8 +3,10 @@
 import json
 import re
 from collections.abc import Iterator
+from pkgutil import resolve_name
 from typing import Any, get_args
 
+import pytest
 import typer
 from helpers.paths import ROOT
 from pydantic import BaseModel
@@ -51,6 +53,17 @@ def test_documented_commands_exist_with_their_options() -> None:
         )
         options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", " ".join(words)))
         assert options <= known | {"--help"}, (page, text, options - known)
+
+
+def test_documented_names_exist() -> None:
+    names = {
+        name for page in PAGES for name in re.findall(r"\bmote(?:\.[A-Za-z_]+)+", page.read_text(encoding="utf-8"))
+    }
+    for name in names - {"mote.json"}:
+        try:
+            resolve_name(name)
+        except (AttributeError, ImportError):
+            pytest.fail(f"There is no {name}")
 
 
 def test_every_architecture_is_listed() -> None:
