@@ -167,16 +167,6 @@ def compress_block(block: MoTEBlock, rank: int | None) -> None:
             expert.set_submodule(path, Int8Linear(linear) if rank is None else LowRankLinear(linear, shared, rank))
 
 
-def decompressed_weights(model: nn.Module, expert: str) -> dict[str, torch.Tensor]:
-    """Return a model's state dict, in which the matrices of one expert are those of plain `nn.Linear`s again."""
-    weights = model.state_dict()
-    for path, module in model.named_modules():
-        if isinstance(module, LowRankLinear | Int8Linear) and f".experts.{expert}." in path:
-            linear = {f"{path}.{name}": weight for name, weight in module.to_linear().state_dict().items()}
-            weights = {key: weight for key, weight in weights.items() if not key.startswith(f"{path}.")} | linear
-    return weights
-
-
 def _linear(weight: torch.Tensor, bias: nn.Parameter | None = None) -> nn.Linear:
     """Make an `nn.Linear` of its weights, without drawing random numbers first."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")

@@ -43,6 +43,11 @@ else:  # remote code
     from .modeling_mote import MoTEModel, present_inputs
 
 
+_ALL_EXPERTS_NEEDED = (
+    "With token routing every text needs all experts: load the model without `experts=` and `loaded_experts`"
+)
+
+
 class TokenRoutedConfig(MoTEConfig):
     """Configuration of a [`TokenRoutedModel`]: that of a MoTE, and three settings named as in transformers.
 
@@ -71,7 +76,7 @@ class TokenRoutedConfig(MoTEConfig):
         """Check the settings; raise `ValueError` at the first that is invalid."""
         super().validate()
         if self.loaded_experts is not None:
-            self.load_only(self.loaded_experts)
+            raise ValueError(_ALL_EXPERTS_NEEDED)
         if self.layer_path is not None:
             raise ValueError(
                 "layer_path and shared_modules describe what task experts share; they cannot describe the "
@@ -93,9 +98,7 @@ class TokenRoutedConfig(MoTEConfig):
         Raises:
             ValueError: Always.
         """
-        raise ValueError(
-            "With token routing every text needs all experts: load the model without `experts=` and `loaded_experts`"
-        )
+        raise ValueError(_ALL_EXPERTS_NEEDED)
 
 
 class TokenRouting(NamedTuple):

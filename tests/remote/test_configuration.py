@@ -259,7 +259,7 @@ def test_an_unknown_task(task: Any) -> None:
 
 def test_no_task_is_the_default_task() -> None:
     assert config(default_task="sts").expert_of(None) == "classification"
-    with pytest.raises(ValueError, match=r"Pass `task=`, one of 'classification', .*no default_task"):
+    with pytest.raises(ValueError, match=r"Pass `task=`: .*no default_task\. Available: 'classification'"):
         config().expert_of(None)
 
 

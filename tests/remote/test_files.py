@@ -65,16 +65,28 @@ def test_each_kind_of_model_carries_its_own_files(model_type: str, tmp_path: Pat
         assert difference(out, expected) == 0.0
 
 
-def last_line(folder: Path, setup: str) -> str:
-    """What somebody reads last who loads a model where this project is not installed."""
+def load(folder: Path, setup: str) -> subprocess.CompletedProcess[str]:
+    """Load a model where this project is not installed."""
     script = (
         f"import sys\nsys.path[:] = [p for p in sys.path if p not in ('', {str(ROOT)!r})]\n"
         f"import transformers\n{setup}\n"
         f"transformers.AutoModel.from_pretrained({str(folder)!r}, trust_remote_code=True)"
     )
-    run = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def last_line(folder: Path, setup: str) -> str:
+    """What somebody reads last whose model does not load."""
+    run = load(folder, setup)
     assert run.returncode == 1, run.stderr
     return run.stderr.strip().splitlines()[-1]
+
+
+def test_auto_model_needs_no_sentence_transformers(trained_folder: Path) -> None:
+    run = load(trained_folder, "sys.modules['sentence_transformers'] = None")
+    assert run.returncode == 0, run.stderr
 
 
 OLD_VERSION = """
