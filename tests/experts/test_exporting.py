@@ -206,11 +206,8 @@ def refusals(dense: Path, trained: Path, tmp_path: Path) -> dict[str, tuple[Path
         "is not a MoTE but a 'bert'": (dense, []),
         "nowhere is neither a folder nor": (tmp_path / "nowhere", []),
         "cannot be read, is it truncated?": (broken, []),
-        "Unknown backend 'onx'. Did you mean 'onnx'? Available: 'torch', 'onnx', 'openvino'.": (
-            trained,
-            ["--backend", "onx"],
-        ),
-        "Unknown quantization 'int4'": (trained, ["--quantize", "int4"]),
+        "'onx' is not one of 'torch', 'onnx', 'openvino'": (trained, ["--backend", "onx"]),
+        "'int4' is not": (trained, ["--quantize", "int4"]),
         "quantize is for the backends 'onnx' and 'openvino'": (trained, ["--quantize", "int8"]),
         "texts are for the backends 'onnx' and 'openvino'": (trained, ["--texts", str(SMALL_ENCODER / "README.md")]),
         "There is no file": (trained, ["--texts", str(tmp_path / "no-such-file")]),
@@ -223,7 +220,7 @@ def test_what_is_refused(dense: Path, trained: Path, tmp_path: Path, capsys: pyt
     for message, (source, options) in refusals(dense, trained, tmp_path).items():
         capsys.readouterr()
         before = files_in(tmp_path)
-        assert run(source, tmp_path / "out", *options) == 1
+        assert run(source, tmp_path / "out", *options) in (1, 2)
         assert message in capsys.readouterr().err
         assert files_in(tmp_path) == before
     with pytest.raises(ValueError, match="is the source itself"):
@@ -271,6 +268,7 @@ def with_fault(trained: Path, tmp_path: Path) -> Callable[[str], "subprocess.Com
     return run_it
 
 
+@pytest.mark.processes
 def test_files_that_cannot_grow(with_fault: Callable[[str], Any], tmp_path: Path) -> None:
     done = with_fault("limit")
     assert done.returncode == 1
@@ -278,6 +276,7 @@ def test_files_that_cannot_grow(with_fault: Callable[[str], Any], tmp_path: Path
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.processes
 def test_killed_while_writing(with_fault: Callable[[str], Any], trained: Path, tmp_path: Path) -> None:
     for step in ("write_model", "write_steps"):
         assert with_fault(step).returncode == -signal.SIGKILL

@@ -368,6 +368,7 @@ def test_nothing_is_left_half_written(
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.processes
 def test_nobody_is_asked_to_trust_code(trained_folder: Path, tmp_path: Path) -> None:
     """The library asks at the terminal before it runs a model's own code; to merge experts none is run."""
     command = [sys.executable, "-m", "mote", "interpolate", str(trained_folder), "--out", str(tmp_path / "out")]
