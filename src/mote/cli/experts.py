@@ -90,12 +90,13 @@ def export(
     from mote.data.texts import read_texts
     from mote.inference import runtimes
 
+    for_conversion = read_texts(texts)
     if backend == "torch" and texts is not None:
         raise ValueError("texts are for the backends 'onnx' and 'openvino': choose one, as in `--backend openvino`")
     runtimes.require(backend, quantize)
     settings: dict[str, Any] = {}
     if backend != "torch":
-        convert = partial(runtimes.convert, backend=backend, quantize=quantize, texts=read_texts(texts))
+        convert = partial(runtimes.convert, backend=backend, quantize=quantize, texts=for_conversion)
         settings = {"after": convert, "recorded": {"backend": backend, "quantize": quantize}}
     _transform(src, out, revision, max_shard_size, overwrite, mote.experts.export, expert, **settings)
     if backend != "torch":
