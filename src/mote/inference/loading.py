@@ -154,6 +154,10 @@ def load_encoder(
             path, device=device, revision=revision, trust_remote_code=trust_remote_code, model_kwargs=model_kwargs
         ).eval()
     except Exception as error:  # whatever a library or the model's own code raises
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{path} has code of its own, which runs only with --trust-remote-code (trust_remote_code=True)"
+            ) from error
         raise ValueError(f"{path} does not load in Sentence-Transformers: {first_line(error)}") from error
     require_all_weights(encoder, path, revision)
     if offload is not None:
