@@ -71,7 +71,7 @@ def train(
 ) -> subprocess.CompletedProcess[str]:
     """Run it."""
     command, environment = launch(processes, data, out, *more, recipe=recipe)
-    environment = {**environment, "MOTE_CACHE": str(cache or out.parent / "cache")}
+    environment = {**environment, "HF_ASSETS_CACHE": str(cache or out.parent / "cache")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     if check:
         assert done.returncode == 0, done.stderr[-4000:]
@@ -115,7 +115,7 @@ def test_two_processes_learn_what_one_does(recipe: str, data: Path, tmp_path: Pa
     assert records[0]["experts"] == records[1]["experts"]
 
 
-def test_two_processes_that_were_killed_go_on(data: Path, tmp_path: Path) -> None:
+def test_two_killed_processes_are_resumed_bit_for_bit(data: Path, tmp_path: Path) -> None:
     """With the recipe's own optimiser; the same bit for bit as two that were not."""
     settings = ("training.max_steps=-1", "training.num_train_epochs=2")
     train(2, data, tmp_path / "whole" / "run", *settings)
@@ -137,8 +137,8 @@ def test_two_processes_that_were_killed_go_on(data: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_fsdp_keeps_and_goes_on(data: Path, tmp_path: Path) -> None:
-    """Checkpoints in parts, from which a run goes on bit for bit; a whole model in the end, that of two replicas."""
+def test_fsdp_checkpoints_are_resumed(data: Path, tmp_path: Path) -> None:
+    """Checkpoints in parts, from which a run is resumed bit for bit; at the end a whole model, that of two replicas."""
     wrapping = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "MoTEBlock"}
     fsdp = {
         "ACCELERATE_USE_FSDP": "true",
@@ -200,7 +200,7 @@ def test_a_loss_that_is_not_cached_needs_one_expert(data: Path, tmp_path: Path) 
     assert "Traceback" not in done.stderr.split("torch/distributed")[0]
 
 
-def test_a_batch_that_cannot_be_shared_out(data: Path, tmp_path: Path) -> None:
+def test_a_batch_that_cannot_be_shared_evenly(data: Path, tmp_path: Path) -> None:
     done = train(2, data, tmp_path / "run", "training.batch_size=15", check=False)
     assert done.returncode != 0
     assert "15 cannot be shared evenly among 2" in done.stderr

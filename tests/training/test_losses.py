@@ -1,4 +1,4 @@
-"""InfoNCE against its closed form, and what is left out of its denominator."""
+"""InfoNCE against its closed form, and what is excluded from its denominator."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from torch.nn.functional import cosine_similarity
 
-from mote.training.losses import UNFIT, InfoNCELoss, build_loss, check_loss
+from mote.training.losses import UNSUPPORTED, InfoNCELoss, build_loss, check_loss
 from mote.training.recipe import TaskSettings, TrainingSettings
 
 ANCHORS = ["how do whales breathe", "price of gold", "boil an egg", "who wrote Hamlet", "Tokyo weather"]
@@ -59,7 +59,7 @@ def test_closed_form(embeddings: list[torch.Tensor]) -> None:
     )
 
 
-def test_what_is_known_to_be_no_negative_is_left_out(embeddings: list[torch.Tensor]) -> None:
+def test_known_false_negatives_are_excluded(embeddings: list[torch.Tensor]) -> None:
     anchors, *documents = embeddings
     texts = [[i, 10 + i, 20 + i] for i in range(5)]
     groups = [100, 101, 102, 103, 104]
@@ -75,7 +75,7 @@ def test_what_is_known_to_be_no_negative_is_left_out(embeddings: list[torch.Tens
     assert loss.item() != pytest.approx(info_nce().calculate_loss(columns_of(*embeddings)).item(), abs=1e-3)
 
 
-def test_a_positive_of_the_same_anchor_is_no_negative_in_any_row(embeddings: list[torch.Tensor]) -> None:
+def test_a_positive_of_the_same_anchor_is_a_false_negative_in_every_row(embeddings: list[torch.Tensor]) -> None:
     """Rows 0 and 1 have one anchor, rows 1 and 2 one positive: so that of row 2 is right for row 0 too."""
     anchors, positives, _ = embeddings
     labels = labels_of([[0, 10], [0, 11], [2, 11], [3, 13], [4, 14]], [0, 0, 2, 3, 4])
@@ -113,7 +113,7 @@ def test_symmetric(embeddings: list[torch.Tensor]) -> None:
     assert loss.item() == pytest.approx(expected, abs=1e-5)
 
 
-def test_symmetric_leaves_out_known_anchors(embeddings: list[torch.Tensor]) -> None:
+def test_symmetric_excludes_known_anchors(embeddings: list[torch.Tensor]) -> None:
     anchors, positives, _ = embeddings
     labels = labels_of([[0, 10], [1, 10], [2, 12], [3, 13], [4, 14]], [0, 1, 2, 4, 4])
     allowed = [[(0, row) for row in range(5)] for _ in range(5)]
@@ -180,7 +180,7 @@ def test_gradient_caching_equals_the_whole_batch(model: SentenceTransformer, siz
     assert_same(plain, cached)
 
 
-def test_it_is_the_librarys_loss_where_nothing_is_left_out(model: SentenceTransformer) -> None:
+def test_it_equals_the_librarys_loss_without_false_negatives(model: SentenceTransformer) -> None:
     theirs = gradients(model, MultipleNegativesRankingLoss(model, scale=20.0), None)
     ours = gradients(model, InfoNCELoss(model, 0.05), None)
     assert_same(theirs, ours)
@@ -241,7 +241,7 @@ def test_any_loss_of_the_library_by_name(model: SentenceTransformer) -> None:
 
 def test_every_other_loss_of_the_library_can_be_made(model: SentenceTransformer) -> None:
     for name in losses.__all__:
-        if name.endswith("Loss") and name not in UNFIT:
+        if name.endswith("Loss") and name not in UNSUPPORTED:
             arguments = {"guide": str(SMALL_ENCODER)} if "GIST" in name else {}
             task = settings(loss=name, loss_arguments=arguments)
             check_loss("a", task)
@@ -256,12 +256,12 @@ def test_every_other_loss_of_the_library_can_be_made(model: SentenceTransformer)
             {"loss": "CoSENTLoss", "loss_arguments": {"scal": 1}},
             "CoSENTLoss has no argument 'scal'. Did you mean 'scale'",
         ),
-        ({"loss": "MarginMSELoss"}, "cannot have the loss MarginMSELoss: it needs a teacher's scores"),
+        ({"loss": "MarginMSELoss"}, "the loss MarginMSELoss is not supported: it needs a teacher's scores"),
         ({"loss": "GISTEmbedLoss"}, "GISTEmbedLoss needs 'guide' among its loss_arguments"),
         ({"loss_arguments": {"scale": 1}}, "InfoNCE takes no loss_arguments"),
-        ({"symmetric": True, "in_batch_negatives": False}, "no positive has another anchor"),
+        ({"symmetric": True, "in_batch_negatives": False}, "a symmetric loss needs in-batch negatives"),
     ],
 )
-def test_a_loss_that_does_not_hold_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_invalid_losses_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_loss("sts", settings(**changes))

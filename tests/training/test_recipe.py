@@ -134,7 +134,7 @@ def test_a_file_extends_one_beside_it_before_a_shipped_one(tmp_path: Path) -> No
         ("model.source={", r"invalid YAML"),
     ],
 )
-def test_what_does_not_hold_is_refused(override: str, message: str | None) -> None:
+def test_invalid_settings(override: str, message: str | None) -> None:
     if message is None:  # an override replaces what it names
         with pytest.raises(ValueError, match="the recipe has no task"):
             load_recipe("mote", [override])
@@ -143,7 +143,7 @@ def test_what_does_not_hold_is_refused(override: str, message: str | None) -> No
         load_recipe("mote", [override])
 
 
-def test_every_fault_is_listed() -> None:
+def test_every_error_is_listed() -> None:
     with pytest.raises(ValueError, match=r"(?s)training.batch_size.*validation.share"):
         load_recipe("mote", ["training.batch_size=1", "validation.share=2"])
 

@@ -17,7 +17,7 @@ from sentence_transformers import SentenceTransformer
 from mote.training import teachers
 from mote.training.data import load_data
 from mote.training.recipe import TeacherSettings, parse_recipe
-from mote.training.teachers import Teacher, default_cache, teacher_embeddings
+from mote.training.teachers import Teacher, teacher_embeddings
 
 TEXTS = [f"text {'abcde'[i % 5] * (i % 7 + 1)} number {i}" for i in range(10)]
 CHUNK = 4
@@ -114,7 +114,7 @@ teachers.teacher_embeddings({TEXTS!r}, TeacherSettings(source=sys.argv[1]), None
 """
 
 
-def test_a_killed_run_goes_on_from_the_finished_chunks(teacher: Path, tmp_path: Path, encoded: list[int]) -> None:
+def test_a_killed_run_resumes_from_the_finished_chunks(teacher: Path, tmp_path: Path, encoded: list[int]) -> None:
     command = [sys.executable, "-c", KILLED, str(teacher), str(tmp_path / "killed")]
     killed = subprocess.run(command, check=False, capture_output=True)  # with as many threads as here
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -146,7 +146,7 @@ def test_an_interrupt_while_writing_leaves_nothing_half(
 
 @pytest.mark.parametrize("damage", ["flipped", "short", "empty"])
 @pytest.mark.parametrize("file", ["chunk000001", "embeddings"])
-def test_a_damaged_file_is_made_again(
+def test_a_damaged_file_is_computed_again(
     teacher: Path,
     tmp_path: Path,
     encoded: list[int],
@@ -183,14 +183,16 @@ def test_embeddings_that_are_not_finite_are_refused(
     assert files(tmp_path) == []
 
 
-def test_the_place_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MOTE_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    assert default_cache() == Path.home() / ".cache" / "mote" / "teachers"
-    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
-    assert default_cache() == Path("/elsewhere/mote/teachers")
-    monkeypatch.setenv("MOTE_CACHE", "/mine")
-    assert default_cache() == Path("/mine/teachers")
+def test_the_default_cache_is_huggingface_hubs(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoded: list[int]
+) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(teachers, "cached_assets_path", lambda *names: asked.append(names) or tmp_path / "assets")
+    own = Teacher(TeacherSettings(source=str(teacher)))
+    assert not asked  # which would make the folder
+    own.embed(TEXTS)
+    assert asked == [("mote", "teachers")]
+    assert len(files(tmp_path / "assets")) == 1
 
 
 HUB = """
@@ -240,7 +242,7 @@ def distilled(folder: Path, teacher: Path, rows: str, **settings: Any) -> Any:
 
 @pytest.fixture
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOTE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(teachers, "cached_assets_path", lambda *_: tmp_path / "cache")
 
 
 @pytest.mark.usefixtures("_own_cache")

@@ -16,6 +16,7 @@ from helpers.runs import break_off, command, environment, overrides, train_step,
 from sentence_transformers import SentenceTransformer
 
 from mote.checkpoints.reading import open_checkpoint
+from mote.training import teachers
 from mote.training.model import build_model
 from mote.training.progress import read_log
 from mote.training.recipe import load_recipe, shipped_recipes
@@ -256,7 +257,7 @@ def test_a_mote_is_trained_further(data: Path, trained_folder: Path, tmp_path: P
 
 
 def test_a_teacher_is_learned_from(tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOTE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(teachers, "cached_assets_path", lambda *_: tmp_path / "cache")
     settings = overrides(
         tiny,
         data,
@@ -317,7 +318,7 @@ def test_a_killed_run_is_resumed_bit_for_bit(kill_after: int, tiny: Path, data: 
 def test_the_weights_of_a_loss_are_resumed(
     tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MOTE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(teachers, "cached_assets_path", lambda *_: tmp_path / "cache")
     task = (
         "tasks={retrieval: {anchor: search_query, positive: search_document, batches: homogeneous, loss: "
         f"EmbedDistillLoss, teacher: {{source: {SMALL_ENCODER}}}, datasets: [retrieval/tldr_pages]}}}}"
@@ -398,7 +399,7 @@ def test_a_dataset_may_have_an_objective_of_its_own(tiny: Path, data: Path, tmp_
 
 
 def test_the_plan_asks_no_teacher(tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOTE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(teachers, "cached_assets_path", lambda *_: tmp_path / "cache")
     task = (
         "tasks={retrieval: {anchor: search_query, positive: search_document, batches: homogeneous, loss: "
         "EmbedDistillLoss, teacher: {source: SOURCE}, datasets: [retrieval/tldr_pages]}}"

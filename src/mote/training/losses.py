@@ -1,8 +1,8 @@
-"""What is minimised: InfoNCE over the texts of a batch, or any loss of Sentence-Transformers.
+"""Losses: InfoNCE over the texts of a batch, or any loss of Sentence-Transformers.
 
-InfoNCE is here, and not the library's `MultipleNegativesRankingLoss`, for one reason: texts that are known not to be
-negatives of each other (equal texts, equal labels) are left out of the denominator. Gradient caching, the forward
-passes and Matryoshka are the library's.
+InfoNCE is ours, in place of the library's `MultipleNegativesRankingLoss`, for one reason: known false negatives (equal
+texts, equal labels) are excluded from the denominator. Gradient caching, the forward passes and Matryoshka are the
+library's.
 """
 
 import inspect
@@ -25,32 +25,31 @@ from mote.training.recipe import TaskSettings, TrainingSettings
 
 INFO_NCE = "InfoNCE"
 
-UNFIT = {  # of Sentence-Transformers' losses
-    "AdaptiveLayerLoss": "it is made around another loss",
+UNSUPPORTED = {
+    "AdaptiveLayerLoss": "it wraps another loss",
     "ContrastiveTensionLoss": "it needs a data loader of its own",
     "DenoisingAutoEncoderLoss": "it needs damaged texts and a decoder",
     "DistillKLDivLoss": "it needs a teacher's scores; EmbedDistillLoss and MSELoss learn from its embeddings",
     "MarginMSELoss": "it needs a teacher's scores; EmbedDistillLoss and MSELoss learn from its embeddings",
-    "Matryoshka2dLoss": "it is made around another loss",
-    "MatryoshkaLoss": "it is made around another loss: set training.matryoshka",
+    "Matryoshka2dLoss": "it wraps another loss",
+    "MatryoshkaLoss": "it wraps another loss: set training.matryoshka",
     "SoftmaxLoss": "it needs classes of pairs",
 }
 
 
 class InfoNCELoss(CachedLossMixin, nn.Module):
-    """InfoNCE: each anchor is to find its positive among the candidates of the batch (van den Oord et al. 2018).
+    """InfoNCE: each anchor must find its positive among the candidates of the batch (van den Oord et al. 2018).
 
     The loss of anchor i with the candidates D_i is -log(exp(s(a_i, p_i) / t) / Σ_{d in D_i} exp(s(a_i, d) / t)), s the
     cosine. D_i holds the positive, the row's own hard negatives, and the positives and hard negatives of other rows,
-    apart from those that are known to be no negatives: texts equal to the anchor, and to a positive of any row with the
-    same anchor or label.
+    without known false negatives: texts equal to the anchor, or to a positive of any row with the same anchor or label.
 
     Args:
-        model: What embeds.
-        temperature: t.
-        symmetric: Add the same loss of positives that are to find their anchors, and halve the sum.
-        in_batch_negatives: Whether candidates of other rows count.
-        gather_across_devices: Whether other rows are those of all processes, or those of this one.
+        model: Embedding model.
+        temperature: Temperature t.
+        symmetric: Average with the same loss of positives that must find their anchors.
+        in_batch_negatives: Whether the texts of other rows are candidates.
+        gather_across_devices: Whether other rows include those of the other processes.
         mini_batch_size: Rows of a forward pass; the gradients of embeddings are cached in between (GradCache, Gao et
             al. 2021). None: one forward pass per column, no caching.
     """
@@ -65,7 +64,6 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
         gather_across_devices: bool = False,
         mini_batch_size: int | None = None,
     ) -> None:
-        """Keep the settings."""
         super().__init__()
         self.model = model
         self.temperature = temperature
@@ -79,9 +77,9 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
         """Compute the loss of a batch.
 
         Args:
-            sentence_features: Of the anchors, the positives, and each column of hard negatives.
-            labels: [B, columns + 1]: the identity of each text, and of the group (label or anchor) of each row, as
-                `mote.training.data` makes them. None: nothing is known of the rows.
+            sentence_features: Tokenized anchors, positives, and columns of hard negatives.
+            labels: [B, columns + 1]: ids of each text, and of the group (label or anchor) of each row, from
+                `mote.training.data`. None: no false negatives are known.
 
         Returns:
             A scalar.
@@ -98,11 +96,11 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
         """Compute the loss from embeddings, in chunks of rows where gradients are cached.
 
         Args:
-            reps: Of each column its embeddings, in mini-batches of [b, H].
+            reps: Embeddings of each column, in mini-batches of [b, H].
             labels: As in `forward`.
-            with_backward: Propagate back to the embeddings, and return a scalar without a graph.
+            with_backward: Run the backward pass to the embeddings, and return a scalar without a graph.
         """
-        with torch.autocast(reps[0][0].device.type, enabled=False):  # a cosine in bf16 is too coarse at t = 0.03
+        with torch.autocast(reps[0][0].device.type, enabled=False):  # bf16 is too coarse for a cosine at t = 0.03
             return self._calculate_loss(reps, labels, with_backward)
 
     def _calculate_loss(self, reps: list[list[Tensor]], labels: Tensor | None, with_backward: bool) -> Tensor:
@@ -130,16 +128,16 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
     def _sum_over(self, index: Tensor, columns: list[Tensor], labels: Tensor | None) -> Tensor:
         """Sum the losses of the rows `index` [b], with the texts of all rows, columns of [N, H], as candidates."""
         anchors, *documents = columns
-        known = _NotNegative(labels, columns, self.in_batch_negatives)
+        known = _FalseNegatives(labels, columns, self.in_batch_negatives)
         loss = self._info_nce(anchors[index], torch.cat(documents), index, known.of_documents(index))
         if self.symmetric:
             back = self._info_nce(documents[0][index], anchors, index, known.of_anchors(index))
             loss = (loss + back) / 2
         return loss
 
-    def _info_nce(self, queries: Tensor, candidates: Tensor, target: Tensor, left_out: Tensor) -> Tensor:
+    def _info_nce(self, queries: Tensor, candidates: Tensor, target: Tensor, excluded: Tensor) -> Tensor:
         scores = queries @ candidates.T / self.temperature  # [b, candidates]
-        scores = scores.masked_fill(left_out, -torch.inf)
+        scores = scores.masked_fill(excluded, -torch.inf)
         return nn.functional.cross_entropy(scores, target, reduction="sum")
 
     def get_config_dict(self) -> dict[str, Any]:
@@ -151,10 +149,9 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
 def _sorted_by_length(
     features: list[dict[str, Any]], labels: Tensor | None
 ) -> tuple[list[dict[str, Any]], Tensor | None]:
-    """Put the rows of a batch in the order of their lengths, so that mini-batches are of texts that are alike.
+    """Sort the rows of a batch by length, so that the mini-batches need little padding.
 
-    A mini-batch is as wide as its longest text; the order of the rows makes no difference to the loss. Texts that flash
-    attention has end to end have no width.
+    The order of the rows does not change the loss. Texts that are concatenated for flash attention have no padding.
     """
     if any("cu_seq_lens_q" in column for column in features):
         return features, labels
@@ -167,8 +164,8 @@ def _sorted_by_length(
     return ordered, None if labels is None else labels[order]
 
 
-class _NotNegative:
-    """Which candidates of the rows `index` are left out of the denominator, [b, candidates]."""
+class _FalseNegatives:
+    """Masks of the candidates of the rows `index` to exclude from the denominator, [b, candidates]."""
 
     def __init__(self, labels: Tensor | None, columns: list[Tensor], in_batch: bool) -> None:
         self.rows, self.candidates = columns[0].shape[0], len(columns) - 1
@@ -179,7 +176,7 @@ class _NotNegative:
             self.positives = _paired(self.groups, self.texts[:, 1]).sort().values  # [N], of all groups
 
     def of_documents(self, index: Tensor) -> Tensor:
-        """Of all positives, then all first negatives, and so on."""
+        """Mask of all positives, then all first negatives, and so on."""
         mask = torch.zeros(len(index), self.candidates * self.rows, dtype=torch.bool, device=self.device)
         if self.texts is not None and self.groups is not None:
             documents = self.texts[:, 1:].T.flatten()[None]  # [1, candidates * N]
@@ -192,7 +189,7 @@ class _NotNegative:
         return mask
 
     def of_anchors(self, index: Tensor) -> Tensor:
-        """Of all anchors, for positives that look for theirs."""
+        """Mask of all anchors, for positives that must find theirs."""
         mask = torch.zeros(len(index), self.rows, dtype=torch.bool, device=self.device)
         if self.texts is not None and self.groups is not None:
             anchors, positives = self.texts[None, :, 0], self.texts[index, 1:2]  # [1, N], [b, 1]
@@ -202,7 +199,7 @@ class _NotNegative:
         return mask & ~self._own(index)
 
     def _are_positives(self, groups: Tensor, texts: Tensor) -> Tensor:
-        """Tell, of groups and texts that broadcast, whether some row of the group has the text as its positive."""
+        """Whether some row of the group has the text as its positive; groups and texts are broadcast."""
         wanted = _paired(groups, texts)
         place = torch.searchsorted(self.positives, wanted).clamp(max=self.rows - 1)
         return self.positives[place] == wanted
@@ -212,7 +209,7 @@ class _NotNegative:
 
 
 def _paired(groups: Tensor, texts: Tensor) -> Tensor:
-    """Make one number of the identities of a group and a text; it wraps around, as hashes may."""
+    """Combine the ids of a group and a text into one number; it wraps around."""
     return groups * 6364136223846793005 + texts
 
 
@@ -237,7 +234,7 @@ class LoadBalancedLoss(nn.Module):
 
 
 def check_loss(task: str, settings: TaskSettings) -> None:
-    """Make sure that the loss of a task exists and takes its arguments.
+    """Check that the loss of a task exists and takes its arguments.
 
     Raises:
         ValueError: If it does not.
@@ -249,15 +246,15 @@ def check_loss(task: str, settings: TaskSettings) -> None:
                 "in_batch_negatives"
             )
         if settings.symmetric and not settings.in_batch_negatives:
-            raise ValueError(f"Task {task!r}: without in-batch negatives no positive has another anchor to choose")
+            raise ValueError(f"Task {task!r}: a symmetric loss needs in-batch negatives")
         return
     names = [name for name in losses.__all__ if name.endswith("Loss")]
     if settings.loss not in names:
         raise ValueError(
             f"Task {task!r}: unknown loss {settings.loss!r}." + alternatives(settings.loss, [INFO_NCE, *names])
         )
-    if settings.loss in UNFIT:
-        raise ValueError(f"Task {task!r}: a recipe cannot have the loss {settings.loss}: {UNFIT[settings.loss]}")
+    if settings.loss in UNSUPPORTED:
+        raise ValueError(f"Task {task!r}: the loss {settings.loss} is not supported: {UNSUPPORTED[settings.loss]}")
     parameters = _parameters(settings.loss)
     known = parameters.keys()
     for name, parameter in parameters.items():
@@ -271,7 +268,7 @@ def check_loss(task: str, settings: TaskSettings) -> None:
 
 
 def _parameters(loss: str) -> dict[str, inspect.Parameter]:
-    """Return what a loss of the library takes beside the model; a deprecated class hides it behind `__new__`."""
+    """Return the parameters of a library loss after the model; deprecated classes hide them behind `__new__`."""
     return dict(list(inspect.signature(getattr(losses, loss).__init__).parameters.items())[2:])
 
 
@@ -283,19 +280,19 @@ def build_loss(
     replicated: bool = False,
     label_dim: int | None = None,
 ) -> nn.Module:
-    """Make the loss of a training set.
+    """Build the loss of a training set.
 
     Args:
-        model: What embeds.
-        task: The settings of the set's task.
-        training: For gradient caching, negatives of other processes, and Matryoshka.
-        processes: That train together.
-        replicated: Whether each of them holds the whole model, in torch's DDP.
+        model: Embedding model.
+        task: Settings of the task.
+        training: Settings of gradient caching, negatives of other processes, and Matryoshka.
+        processes: Number of processes.
+        replicated: Whether each of them holds the whole model (DDP).
         label_dim: Width of a teacher's embeddings, where these are the labels.
     """
     if replicated and training.mini_batch_size is None:
-        # With two experts in a step, DDP stops at two forward passes before one backward pass. Gradient caching does
-        # one after the other, and gives the same gradients.
+        # With two experts in a step, DDP fails on two forward passes before one backward pass. Gradient caching runs
+        # them one after the other, and gives the same gradients.
         training = training.model_copy(update={"mini_batch_size": training.batch_size // processes})
     if task.loss == INFO_NCE:
         loss: nn.Module = InfoNCELoss(
@@ -316,7 +313,7 @@ def build_loss(
 def _library_loss(
     model: SentenceTransformer, task: TaskSettings, training: TrainingSettings, processes: int, label_dim: int | None
 ) -> nn.Module:
-    """Make a loss of Sentence-Transformers, with the recipe's settings where it has arguments for them."""
+    """Build a loss of Sentence-Transformers, with the recipe's settings where it has arguments for them."""
     cls = getattr(losses, task.loss)
     takes = _parameters(task.loss)
     arguments = dict(task.loss_arguments)

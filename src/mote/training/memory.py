@@ -212,7 +212,7 @@ def _lasting(model: PreTrainedModel, precision: str, processes: int, sharding: s
 
 
 def _size(tensors: Iterable[torch.Tensor], processes: int = 1) -> int:
-    """Count bytes; cut in as many parts along their first dimension, those of the largest part."""
+    """Count bytes; if sharded along their first dimension, those of the largest shard."""
     return sum(
         -(-len(tensor) // processes) * tensor[0].numel() * tensor.element_size() if tensor.dim() else 8
         for tensor in tensors

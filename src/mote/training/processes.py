@@ -8,25 +8,25 @@ from accelerate.utils import parse_flag_from_env
 
 
 def processes() -> PartialState:
-    """Return what this process knows of the others; without an accelerator, they are to meet on the CPU."""
+    """Return accelerate's state of this process; without an accelerator, the processes run on the CPU."""
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def with_deepspeed() -> bool:
-    """Tell whether `accelerate launch` was told to use DeepSpeed."""
+    """Whether `accelerate launch` was configured for DeepSpeed."""
     return bool(parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"))
 
 
 def deepspeed_stage() -> int:
-    """Return the stage of DeepSpeed's ZeRO that `accelerate launch` was told to use."""
+    """Return the stage of DeepSpeed's ZeRO that `accelerate launch` was configured for."""
     return int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
 
 
 def with_fsdp() -> bool:
-    """Tell whether `accelerate launch` was told to shard the model."""
+    """Whether `accelerate launch` was configured for FSDP."""
     return bool(parse_flag_from_env("ACCELERATE_USE_FSDP"))
 
 
 def replicated() -> bool:
-    """Tell whether several processes hold the whole model each, in torch's DDP."""
+    """Whether each of several processes holds the whole model (DDP)."""
     return processes().num_processes > 1 and not with_deepspeed() and not with_fsdp()

@@ -1,18 +1,19 @@
 """Embeddings of a teacher, cached on disk, so that a killed run resumes where it was.
 
-The folder of a list of texts is named by a hash of the teacher, the prompt and the texts. While it fills, it holds a
-file for each chunk of texts, and in the end one for all. Each file is written beside its place and renamed, and has the
-hash of its content in its name, by which a damaged one is known.
+The folder of a list of texts is named by a hash of the teacher, the prompt and the texts. It holds a file for each
+chunk of texts until all are embedded, then one file. Each file is written beside its place and renamed, and has the
+hash of its content in its name, which reveals damage.
 """
 
 import logging
-import os
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 import pyarrow
+from huggingface_hub import cached_assets_path
 from sentence_transformers import SentenceTransformer
 from tqdm import tqdm
 
@@ -38,7 +39,7 @@ def teacher_embeddings(
         texts: The texts.
         teacher: Settings of the recipe.
         prompt: The teacher's prompt. Default: its own default prompt, or none.
-        cache: Folder of the embeddings. Default: `default_cache()`.
+        cache: Folder of the embeddings. Default: in huggingface_hub's cache of assets.
 
     Returns:
         Embeddings (texts, dimension), float32, mapped from the disk.
@@ -49,23 +50,17 @@ def teacher_embeddings(
     return Teacher(teacher, cache).embed(texts, prompt)
 
 
-def default_cache() -> Path:
-    """The folder of cached embeddings: `teachers` in `MOTE_CACHE`, by default `~/.cache/mote`."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("MOTE_CACHE") or Path(base) / "mote") / "teachers"
-
-
 class Teacher:
     """A teacher, which is loaded when an embedding is missing from the cache.
 
     Args:
         settings: Settings of the recipe.
-        cache: Folder of the embeddings. Default: `default_cache()`.
+        cache: Folder of the embeddings. Default: in huggingface_hub's cache of assets.
     """
 
     def __init__(self, settings: TeacherSettings, cache: Path | None = None) -> None:
         self.settings = settings
-        self.cache = cache or default_cache()
+        self.cache = cache
         self.identity = _identity(settings.source)
         self._model: SentenceTransformer | None = None
 
@@ -84,7 +79,8 @@ class Teacher:
 
     def embed(self, texts: Sequence[str], prompt: str | None = None) -> np.ndarray:
         """Embed texts; see `teacher_embeddings`."""
-        folder = self.cache / _hash_of([self.identity, repr(prompt), str(CHUNK), *texts])
+        cache = self.cache or cached_assets_path("mote", "teachers")
+        folder = cache / _hash_of([self.identity, repr(prompt), str(CHUNK), *texts])
         whole = self._find(folder, "embeddings")
         if whole is None:
             starts = tqdm(range(0, len(texts), CHUNK), desc=f"Embedding with {self.settings.source}", disable=None)
@@ -125,10 +121,14 @@ def _store(folder: Path, name: str, arrays: Sequence[np.ndarray]) -> Path:
     """Write arrays, one below the other, into one file."""
     folder.mkdir(parents=True, exist_ok=True)
     shape = (sum(map(len, arrays)), arrays[0].shape[1])
-    unfinished = folder / f".{name}.{os.getpid()}"
-    file = np.lib.format.open_memmap(unfinished, mode="w+", dtype=np.float32, shape=shape)
-    np.concatenate(arrays, out=file)
-    file.flush()
+    unfinished = folder / f".{name}.{uuid4().hex}"
+    try:
+        file = np.lib.format.open_memmap(unfinished, mode="w+", dtype=np.float32, shape=shape)
+        np.concatenate(arrays, out=file)
+        file.flush()
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
     return unfinished.replace(folder / f"{name}-{_hash_of_file(unfinished)}.npy")
 
 
