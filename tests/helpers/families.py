@@ -49,11 +49,16 @@ EXPERTS = ["alpha", "beta"]
 REPRESENTATIVES = {"nomic_bert", "bert", "mpnet", "distilbert", "modernbert", "qwen3", "gemma3_text"}
 
 
-def family(name: str, default: bool = False) -> Any:
-    """One row, skipped where the installed transformers does not have the architecture yet; `default`: in every run."""
+def family(name: str, default: bool | None = None) -> Any:
+    """One row, skipped where the installed transformers lacks the architecture.
+
+    Args:
+        name: A key of `FAMILIES`.
+        default: Whether it runs by default, not in the tier `families`; None: if it is a representative.
+    """
     missing = name not in CONFIG_MAPPING
     marks = [pytest.mark.skipif(missing, reason="not in this version of transformers")]
-    if name not in REPRESENTATIVES and not default:
+    if not (name in REPRESENTATIVES if default is None else default):
         marks.append(pytest.mark.families)
     return pytest.param(name, marks=marks)
 

@@ -132,6 +132,7 @@ def test_one_expert_alone(trained_folder: Path, expected: dict, kwargs: str) -> 
         model.encode_document(TEXTS)
 
 
+@pytest.mark.processes
 def test_several_processes(model: SentenceTransformer, expected: dict) -> None:
     pool = model.start_multi_process_pool(["cpu", "cpu"])
     try:
