@@ -28,7 +28,7 @@ def measure(options: Options) -> Benchmark:
         file = folder / "model.safetensors"
         from_cpu, from_disk = copy.deepcopy(whole), MoTEModel.from_pretrained(folder).to(options.device)
         # Where the model is on the CPU as well, users are told that this saves nothing; its time is of interest.
-        from_cpu.offloading = Offloading(from_cpu, CpuStore(weights_of_experts(from_cpu).items()))
+        Offloading(from_cpu, CpuStore(weights_of_experts(from_cpu).items())).start(from_cpu)
         offload(from_disk, "disk")
         size = sum(t.nbytes for block in whole.blocks for t in block.experts[TASKS[0]].state_dict().values())
         rows = [
@@ -137,7 +137,7 @@ def _cold(file: Path) -> Callable[[], None] | None:
 def _hidden(options: Options, whole: MoTEModel, repeats: int) -> list[str]:
     """How much of a switch is hidden behind the compute of the call before, with room for two experts."""
     model = copy.deepcopy(whole)
-    model.offloading = Offloading(model, CpuStore(weights_of_experts(model).items()), 2)
+    Offloading(model, CpuStore(weights_of_experts(model).items()), 2).start(model)
     inputs, wait = made_up(whole, 64, 256), waiting(options)
 
     def calls(network: MoTEModel, tasks: list[str]) -> float:

@@ -105,7 +105,7 @@ def test_extract_and_add_are_exact(name: str, tmp_path: Path) -> None:
     assert one == other
 
 
-def test_what_lies_in_the_files(with_legal: Path, legal: Path, trained: Path) -> None:
+def test_files_of_an_artefact(with_legal: Path, legal: Path, trained: Path) -> None:
     assert files_in(legal) == {"README.md", "expert.json", "expert.safetensors", "mote.json"}
     told = read_json(legal / "expert.json")
     assert (told["format"], told["name"], told["tasks"]) == (FORMAT, "legal", ["legal", "contracts"])
@@ -191,7 +191,7 @@ def test_merging(trained: Path, with_legal: Path, legal: Path, tmp_path: Path) -
     assert hidden(alone, "alone").equal(hidden(with_legal, "legal"))
 
 
-def test_removed_and_renamed_in_its_own_place(with_legal: Path, tmp_path: Path) -> None:
+def test_removed_and_renamed_in_place(with_legal: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(with_legal, tmp_path / "mote")
     (folder / "notes").mkdir()
     (folder / "notes" / "mine.txt").write_text("mine")
@@ -455,7 +455,7 @@ def test_damaged_files(
         (["extract", "{}", "sts"], "Unknown expert 'sts'"),
     ],
 )
-def test_words_that_do_not_hold(
+def test_invalid_command_lines(
     words: list[str], message: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["experts", *(word.format(trained) for word in words), "--out", str(tmp_path / "out")]
@@ -466,7 +466,7 @@ def test_words_that_do_not_hold(
     assert not any(tmp_path.iterdir())
 
 
-def test_places(trained: Path, with_legal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_folders(trained: Path, with_legal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = shutil.copytree(trained, tmp_path / "mote")
     before = contents(tmp_path)
 
@@ -520,7 +520,7 @@ def test_token_routers_and_compressed_experts(dense: Path, trained: Path, legal:
     assert hidden(tmp_path / "less", "query").equal(hidden(tmp_path / "small", "query"))
 
 
-def test_weights_that_are_no_safetensors(trained: Path, tmp_path: Path) -> None:
+def test_pickled_weights_are_refused(trained: Path, tmp_path: Path) -> None:
     from helpers.checkpoints import to_bin
 
     folder = shutil.copytree(trained, tmp_path / "bin")
@@ -561,7 +561,7 @@ def test_killed_while_a_mote_is_written(trained: Path, legal: Path, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_killed_while_a_mote_is_changed_in_its_place(with_legal: Path, tmp_path: Path) -> None:
+def test_killed_while_a_mote_is_changed_in_place(with_legal: Path, tmp_path: Path) -> None:
     old = shutil.copytree(with_legal, tmp_path / "old")
     (old / "notes.txt").write_text("mine")
     out = tmp_path / "place" / "mote"

@@ -273,12 +273,12 @@ def test_eight_bits_are_not_trained(name: str) -> None:
         ({"bits": 4}, "expert_bits must be 8, got 4"),
     ],
 )
-def test_ranks_and_bits_that_do_not_hold(way: dict[str, int], message: str) -> None:
+def test_invalid_ranks_and_bits(way: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mote.experts.compress(three_experts(), **way)
 
 
-def test_configs_that_do_not_hold() -> None:
+def test_invalid_configs() -> None:
     settings = {"backbone_config": three_experts().config.backbone_config, "experts": EXPERTS}
     for wrong, message in (
         ({"expert_rank": 0}, "expert_rank must be a positive integer, got 0"),
@@ -303,7 +303,7 @@ def test_a_config_that_asks_for_it_builds_it() -> None:
 
 
 @both_ways
-def test_what_takes_whole_experts_refuses_others(way: dict[str, int]) -> None:
+def test_verbs_that_need_uncompressed_experts(way: dict[str, int]) -> None:
     compressed = mote.experts.compress(three_experts(), **way)
     for change in (
         lambda model: mote.experts.interpolate(model, 0.5),
@@ -315,7 +315,7 @@ def test_what_takes_whole_experts_refuses_others(way: dict[str, int]) -> None:
 
 @both_ways
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_no_number_is_not_compressed(value: float, way: dict[str, int]) -> None:
+def test_non_finite_weights_are_refused(value: float, way: dict[str, int]) -> None:
     broken = three_experts()
     with torch.no_grad():
         broken.blocks[1].experts["beta"].output.dense.weight[2, 3] = value

@@ -118,7 +118,7 @@ def test_taken_out_and_put_back_it_is_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_type_and_what_is_trained_are_kept(dtype: torch.dtype) -> None:
+def test_dtype_and_frozen_weights_are_kept(dtype: torch.dtype) -> None:
     model = trained_mote("nomic_bert", experts=THREE).to(dtype)
     for block in model.blocks:
         block.experts["alpha"].requires_grad_(False)
@@ -209,7 +209,7 @@ def test_an_expert_that_brings_unseen_tasks(tmp_path: Path) -> None:
     assert_round_trip(model, tmp_path)
 
 
-def test_the_tasks_of_an_expert_that_goes(tmp_path: Path) -> None:
+def test_tasks_of_a_removed_expert(tmp_path: Path) -> None:
     model = paper_mote(default_task="sts")
     state = state_of(model)
     with pytest.raises(ValueError, match=r"'pair_classification', 'sts', 'summarization': name the .*tasks=\{'pair_c"):
@@ -256,7 +256,7 @@ def test_renaming_keeps_the_order_and_what_belongs_to_it(tmp_path: Path) -> None
         (("new", {"x": torch.zeros(1)}), "The weights do not fit"),
     ],
 )
-def test_what_cannot_be_added(arguments: tuple[Any, ...], message: str) -> None:
+def test_invalid_additions_are_refused(arguments: tuple[Any, ...], message: str) -> None:
     model = paper_mote()
     state = state_of(model)
     with pytest.raises(ValueError, match=message):
@@ -274,7 +274,7 @@ def test_what_cannot_be_added(arguments: tuple[Any, ...], message: str) -> None:
         ({"instruction": {"clustering": "x"}}, "An instruction is given for 'clustering'. Available: 'new'"),
     ],
 )
-def test_names_that_do_not_hold(settings: dict[str, Any], message: str) -> None:
+def test_invalid_names_are_refused(settings: dict[str, Any], message: str) -> None:
     model = paper_mote()
     state = state_of(model)
     with pytest.raises(ValueError, match=message):
@@ -293,7 +293,7 @@ def test_names_that_do_not_hold(settings: dict[str, Any], message: str) -> None:
         ("search_document", {"tasks": {"document": None}}, "'document' is the default_task"),
     ],
 )
-def test_what_cannot_be_removed(name: str, settings: dict[str, Any], message: str) -> None:
+def test_invalid_removals_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
     model = paper_mote(default_task="document")
     state = state_of(model)
     with pytest.raises(ValueError, match=message):
@@ -317,7 +317,7 @@ def test_the_last_expert_stays() -> None:
         (("clustering", "keys"), "taken by torch's ModuleDict"),
     ],
 )
-def test_what_cannot_be_renamed(names: tuple[str, str], message: str) -> None:
+def test_invalid_renames_are_refused(names: tuple[str, str], message: str) -> None:
     model = paper_mote()
     state = state_of(model)
     with pytest.raises(ValueError, match=message):
@@ -370,7 +370,7 @@ def test_a_token_router_is_refused() -> None:
             change()
 
 
-def test_weights_that_are_elsewhere() -> None:
+def test_weights_on_the_meta_device_are_refused() -> None:
     with torch.device("meta"):
         model = MoTEModel(fresh_mote("bert").config)
     with pytest.raises(ValueError, match=r"on the meta device: load the model with its weights"):
@@ -380,7 +380,7 @@ def test_weights_that_are_elsewhere() -> None:
 # Sentence-Transformers -----------------------------------------------------------------------------------------------
 
 
-def test_prompts_follow(tmp_path: Path) -> None:
+def test_prompts_are_updated(tmp_path: Path) -> None:
     folder = upcycle(str(SMALL_ENCODER), tmp_path / "small")
     model = SentenceTransformer(str(folder), trust_remote_code=True)
     mote.experts.add(model[0].model, "legal", "search_query", instruction="legal: ")

@@ -126,14 +126,14 @@ def test_a_decoder_that_attends_both_ways_stays_one() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_distance_of_zero_changes_no_bit(dtype: torch.dtype) -> None:
+def test_a_weight_of_zero_changes_no_bit(dtype: torch.dtype) -> None:
     model = three_experts("nomic_bert").to(dtype)
     for weight in (0, 0.0, {}, {"beta": 0}):
         moved = mote.experts.interpolate(model, weight)
         assert all(value.equal(moved.state_dict()[key]) for key, value in model.state_dict().items())
 
 
-def test_each_expert_at_its_own_distance() -> None:
+def test_each_expert_at_its_own_weight() -> None:
     model = three_experts("nomic_bert")
     moved = mote.experts.interpolate(model, {"alpha": 0.25, "gamma": 1})
     before, after = model.state_dict(), moved.state_dict()
@@ -293,7 +293,7 @@ def test_the_commands(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         (["clusterin=0.5"], "Unknown expert 'clusterin'. Did you mean 'clustering'?"),
     ],
 )
-def test_arguments_that_do_not_hold(
+def test_invalid_arguments(
     words: list[str], message: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["interpolate", str(trained), "--out", str(tmp_path / "out"), *weights(words)]) in (1, 2)

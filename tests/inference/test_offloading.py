@@ -21,7 +21,7 @@ import mote
 from modeling_mote import MoTEModel
 from mote import upcycle
 from mote.inference.offloading import Offloading, weights_of_experts
-from mote.inference.stores import CpuStore, DiskStore, _state_of
+from mote.inference.stores import CpuStore, DiskStore
 from token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
 FOUR = ["a", "b", "c", "d"]
@@ -40,7 +40,7 @@ def offloaded(folder: Path, to: str = "disk", keep: int = 1, **kwargs: Any) -> M
     if to == "disk" or torch.accelerator.is_available():
         return mote.load(folder, offload=to, keep=keep, **kwargs)
     model = MoTEModel.from_pretrained(folder, **kwargs)
-    model.offloading = Offloading(model, CpuStore(weights_of_experts(model).items()), keep)
+    Offloading(model, CpuStore(weights_of_experts(model).items()), keep).start(model)
     return model
 
 
@@ -176,6 +176,31 @@ def test_calls_go_on_while_experts_are_restored(tmp_path: Path) -> None:
     assert wrong == []
 
 
+def test_offloading_is_refused_while_calls_run(tmp_path: Path) -> None:
+    expected = outputs(saved(tmp_path), FOUR)
+    model = mote.load(tmp_path).eval()
+    entered, go_on = threading.Event(), threading.Event()
+
+    def pause(*_: Any) -> None:
+        entered.set()
+        go_on.wait(30)
+
+    hook = model.blocks[0].experts["c"].register_forward_pre_hook(pause)
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.extend(outputs(model, ["c"])))
+    thread.start()
+    assert entered.wait(30)
+    with pytest.raises(ValueError, match="Calls of the model are running"):
+        mote.offload(model, "disk")
+    go_on.set()
+    thread.join()
+    hook.remove()
+    assert_same(found, expected[2:3])
+    assert model.offloading is None
+    mote.offload(model, "disk")
+    assert_same(outputs(model, FOUR), expected)
+
+
 def test_a_call_that_saw_experts_offloaded_runs_after_they_are_restored(tmp_path: Path) -> None:
     """As where another thread restores them just after it has looked."""
     expected = outputs(saved(tmp_path), ["b"])
@@ -239,7 +264,7 @@ def test_frozen_experts_come_back_frozen(tmp_path: Path) -> None:
     for block in model.blocks:
         block.experts["c"].requires_grad_(False)
     before = {key: weight.requires_grad for key, weight in model.named_parameters()}
-    model.offloading = Offloading(model, DiskStore([str(tmp_path / "model.safetensors")]))
+    Offloading(model, DiskStore([str(tmp_path / "model.safetensors")])).start(model)
     outputs(model, ["c"])
     mote.restore(model)
     assert {key: weight.requires_grad for key, weight in model.named_parameters()} == before
@@ -427,7 +452,7 @@ def delete(folder: Path) -> None:
         (delete, FileNotFoundError, "is gone"),
     ],
 )
-def test_a_file_harmed_under_a_running_model(harm: Any, error: type, message: str, tmp_path: Path) -> None:
+def test_a_file_that_changes_under_a_running_model(harm: Any, error: type, message: str, tmp_path: Path) -> None:
     expected = outputs(saved(tmp_path / "one"), FOUR)
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     model = offloaded(tmp_path / "one")
@@ -439,19 +464,6 @@ def test_a_file_harmed_under_a_running_model(harm: Any, error: type, message: st
     with pytest.raises(error, match=message):
         mote.restore(model)
     assert model.offloading.on_device == ["a"]
-
-
-def test_a_file_cut_short_is_an_error_at_the_next_fetch(tmp_path: Path) -> None:
-    saved(tmp_path)
-    path = tmp_path / "model.safetensors"
-    store, key = DiskStore([str(path)]), "backbone.encoder.layer.0.experts.a.output.dense.weight"
-    truncate(tmp_path)
-    for read in (lambda: store.read([key]), lambda: store.write_to({key: torch.empty(16, 32)})):
-        with pytest.raises(ValueError, match="has changed since"):
-            read()
-    store.states[path] = _state_of(path)  # as if it were cut after the check, while it is read
-    with pytest.raises(ValueError, match="has changed since"):
-        store.write_to({key: torch.empty(16, 32)})
 
 
 def test_copies_are_refused(tmp_path: Path) -> None:

@@ -13,11 +13,13 @@ and parses its header for each weight.
 
 import copy
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,13 +34,14 @@ if TYPE_CHECKING:
     from modeling_mote import MoTEBlock, MoTEModel
 
 PLACES = ("cpu", "disk")
+_OVERRIDDEN = ("state_dict", "save_pretrained")  # methods of a model that need all experts
 
 
 def offload(model: "MoTEModel", to: str = "cpu", keep: int = 1) -> None:
     """Take the experts off the device, all but `keep`; each comes back when a text of its task does.
 
     For inference: the weights cannot be trained, or changed otherwise, until `restore`. `mote.load(path, offload=…)`
-    starts like this and never holds more in memory. No call of the model may run meanwhile.
+    starts like this and never holds more in memory.
 
     Args:
         model: A MoTE in memory, installed or remote code; changed in place.
@@ -49,7 +52,7 @@ def offload(model: "MoTEModel", to: str = "cpu", keep: int = 1) -> None:
 
     Raises:
         ValueError: If a setting is out of range, the model is token-routed, quantised, spread over several devices or
-            has adapters, or its weights differ from those in its files (`"disk"`).
+            has adapters, its weights differ from those in its files (`"disk"`), or calls of it are running.
     """
     check_settings(model.config, to, keep)
     _require_offloadable(model)
@@ -62,7 +65,7 @@ def offload(model: "MoTEModel", to: str = "cpu", keep: int = 1) -> None:
     store: Store = CpuStore(weights.items()) if to == "cpu" else DiskStore(model.weight_files)
     if to == "disk":
         _require_equal(weights, store)
-    model.offloading = Offloading(model, store, keep)
+    Offloading(model, store, keep).start(model)
 
 
 def restore(model: "MoTEModel") -> None:
@@ -90,7 +93,7 @@ def start_offloaded(model: "MoTEModel", loaded_experts: list[str] | None, to: st
     store: Store = DiskStore(model.weight_files)
     if to == "cpu":
         store = CpuStore(_in_dtypes_of(model, store))
-    model.offloading = Offloading(model, store, keep)
+    Offloading(model, store, keep).start(model)
 
 
 def check_settings(config: MoTEConfig, to: str, keep: int) -> None:
@@ -221,7 +224,7 @@ class Offloading:
     """Keeps the experts of a model in a store, and those in use on the device. Thread-safe.
 
     Args:
-        model: A MoTE. Its first `keep` experts must be on the device, and stay; others are dropped.
+        model: A MoTE. Its first `keep` experts must be on the device, and stay; `start` drops the others.
         store: Holds the weights of all experts of the model's config.
         keep: Number of experts on the device.
     """
@@ -242,16 +245,41 @@ class Offloading:
         self._turn = threading.RLock()  # fair queue: serialises fetches, so that waiting calls are not starved
         self._left = threading.Condition()  # notified when a call has left its slot
         self._copying: torch.cuda.Stream | None = None
-        self._attached = False  # whether the blocks hold all experts
-        self._show()
-        self._overridden = ("state_dict", "save_pretrained")
-        for method in self._overridden:
-            vars(model)[method] = partial(self._with_all_experts, model, method)
+        self._attached = True  # whether the blocks hold all experts
 
     @property
     def on_device(self) -> list[str]:
         """The experts on the device, the least recently used first."""
         return [slot.expert for slot in self.slots if slot.expert is not None]
+
+    def start(self, model: "MoTEModel") -> None:
+        """Drop all experts from the model but those in the slots.
+
+        Raises:
+            ValueError: If calls of the model are running, which would miss experts.
+        """
+        with self._turn:  # calls that begin now wait for it
+            model.offloading = self
+            if self._calls_running(model):
+                model.offloading = None
+                raise ValueError("Calls of the model are running: offload its experts before or after them")
+            self._attached = False
+            self._show()
+            for method in _OVERRIDDEN:
+                vars(model)[method] = partial(self._with_all_experts, model, method)
+
+    def _calls_running(self, model: "MoTEModel") -> bool:
+        """Whether another thread runs the model's backbone without a slot, told by its Python frames."""
+        for thread, top in sys._current_frames().items():
+            frame: FrameType | None = top if thread != threading.get_ident() else None
+            while frame is not None:
+                owner = frame.f_locals.get("self")
+                if owner is self:  # waits for a slot
+                    break
+                if owner is model and frame.f_code.co_name == "_run":
+                    return True
+                frame = frame.f_back
+        return False
 
     @torch.compiler.disable  # a graph would hold the expert that was on the device when it was traced
     def run(self, backbone: nn.Module, *, expert: str, **inputs: Any) -> Any:
@@ -328,7 +356,7 @@ class Offloading:
             for prefix, block in zip(self.prefixes, self.blocks, strict=True):
                 for key, weight in block.experts.named_parameters():
                     weight.requires_grad_(self.trainable.get(prefix + key, weight.requires_grad))
-            for method in self._overridden:
+            for method in _OVERRIDDEN:
                 vars(model).pop(method, None)
 
     def _with_all_experts(self, model: "MoTEModel", method: str, *args: Any, **kwargs: Any) -> Any:
