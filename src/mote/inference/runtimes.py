@@ -57,7 +57,7 @@ def require(backend: str, quantize: str | None = None, *, packages: dict[str, tu
     if missing:
         raise OSError(
             f"The backend {backend} needs {', '.join(missing)}, which {'are' if len(missing) > 1 else 'is'} not "
-            f'installed: pip install -e ".[{backend}]"'
+            f'installed: pip install "mote-embeddings[{backend}]"'
         )
 
 

@@ -33,6 +33,7 @@ PRECISIONS = ("fp32", "bf16")
 SHARDINGS = ("ddp", "fsdp2", "deepspeed-stage-1", "deepspeed-stage-2")
 DEVICES = ("gpu", "cpu")
 
+MAX_COLUMNS = 100
 MAX_SIZE = 2**24  # beyond them, sizes in bytes overflow 64 bits
 MAX_ATTENTION = 2**48
 
@@ -171,8 +172,9 @@ def _rows(batch_size: int, processes: int, mini_batch_size: int | None, length: 
     if mini_batch_size is not None:
         numbers["mini_batch_size"] = mini_batch_size
     for name, number in numbers.items():
-        if not 1 <= number <= MAX_SIZE:
-            raise ValueError(f"{name} must be from 1 to {MAX_SIZE:,}, got {number}")
+        most = MAX_COLUMNS if name == "columns" else MAX_SIZE  # each column is a forward pass
+        if not 1 <= number <= most:
+            raise ValueError(f"{name} must be from 1 to {most:,}, got {number}")
     if batch_size % processes:
         raise ValueError(f"batch_size {batch_size} cannot be shared evenly among {processes} processes")
     rows = batch_size // processes
