@@ -118,38 +118,23 @@ def transform(
     dense = not is_mote(result.config)
     fresh = not dense and were_copies and _are_copies(result)
     settings = {**arguments, **(recorded or {})}
-    named = {(said.options or {}).get(name, name): value for name, value in settings.items()}
-    words = [*said.words.split(), source.public_name]
-    for name in said.positional:
-        words += _words(named.pop((said.options or {}).get(name, name), None))
-    place = {"overwrite": True} if in_place else {"out": target.resolve()}
-    command = command_line(*words, **named, **place)
-    shown = {name: _shown(value) for name, value in arguments.items()}
-    made = said.made.format(**shown, config=result.config)
+    command = _command(said, source, settings, {"overwrite": True} if in_place else {"out": target.resolve()})
+    made = said.made.format(**{name: _shown(value) for name, value in arguments.items()}, config=result.config)
 
     def write_card(folder: Path, step: dict[str, Any]) -> None:
-        if not dense:
-            counts = parameter_counts(result)
-            normalized = normalizes(source)
-            cards.write_mote_card(
-                folder, repo_id, result.config, counts, source, command, made=made, fresh=fresh, normalized=normalized
-            )
+        told: dict[str, Any] = {"source": source, "command": command, "made": made}
+        if dense:
+            count, converted = result.num_parameters(), step.get("converted")
+            cards.write_dense_card(folder, repo_id, source.config, count, expert=expert, converted=converted, **told)
         else:
-            cards.write_dense_card(
-                folder,
-                repo_id,
-                source.config,
-                result.num_parameters(),
-                source,
-                command,
-                made=made,
-                expert=expert,
-                converted=step.get("converted"),
-            )
+            counts, normalized = parameter_counts(result), normalizes(source)
+            cards.write_mote_card(folder, repo_id, result.config, counts, fresh=fresh, normalized=normalized, **told)
 
     details: dict[str, Any] = {"parameters": result.num_parameters()}
     if not dense:
-        details["experts"] = _tasks_by_expert(result.config)
+        config = result.config
+        tasks = {name: [task for task, expert in config.tasks.items() if expert == name] for name in config.experts}
+        details["experts"] = tasks
     write_repository(
         target,
         result,
@@ -189,8 +174,11 @@ def _target(source: MoTECheckpoint, out: str | Path | None, options: WriteOption
     )
 
 
-def _tasks_by_expert(config: Any) -> dict[str, list[str]]:
-    return {name: [task for task, expert in config.tasks.items() if expert == name] for name in config.experts}
+def _command(said: Verb, source: MoTECheckpoint, settings: Mapping[str, Any], place: dict[str, Any]) -> str:
+    options = dict(settings)
+    words = [word for name in said.positional for word in _words(options.pop(name, None))]
+    named = {(said.options or {}).get(name, name): value for name, value in options.items()}
+    return command_line(*said.words.split(), source.public_name, *words, **named, **place)
 
 
 def _words(value: Any) -> list[str]:
