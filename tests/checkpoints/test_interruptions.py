@@ -48,16 +48,16 @@ def run(source: Path, out: Path, *options: Any) -> int:
         (["--instruction", "topics=Topic: "], "Instruction for an unknown task 'topics'"),
         (["--instruction", "query=clustering: "], "The instruction 'clustering: ' of task 'query' already stands for"),
         (["--default-task", "topics"], "default_task 'topics' is not a task"),
-        (["--layers", "2"], "from 0 to 1: the backbone has 2 layers; wrong: [2]"),
-        (["--layers", "0,1,0"], "wrong: [0]"),
-        (["--layers", "-1"], "wrong: [-1]"),
+        (["--layers", "2"], "got [2]: the backbone has 2 layers, from 0 to 1"),
+        (["--layers", "0,1,0"], "got [0, 1, 0]: the backbone has 2 layers"),
+        (["--layers", "-1"], "got [-1]: the backbone has 2 layers"),
         (["--tokenizer", "nobody/nothing"], "The tokenizer nobody/nothing for "),
         (["--revision", "v2"], "is a folder: it has no revision 'v2'"),
         (["--max-shard-size", "much"], "'much'"),
         (["--src", "nobody/nothing"], "nobody/nothing is not a folder"),
     ],
 )
-def test_arguments_that_do_not_hold(
+def test_invalid_arguments(
     options: list[str], message: str, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(dense, tmp_path / "out", *options) == 1
@@ -137,7 +137,7 @@ def occupied_by_other_json(out: Path) -> None:
         occupied_by_other_json,
     ],
 )
-def test_what_is_no_mote_is_never_replaced(
+def test_other_content_is_never_replaced(
     occupy: Callable[[Path], None], dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -294,7 +294,7 @@ def test_files_that_cannot_grow(dense: Path, tmp_path: Path) -> None:
     assert len(limited) == 5
     for result in limited:
         assert (result.status, result.out, result.left) == (1, "absent", [])
-        assert re.search("error: .*tiny-mote could not be written, nothing was left behind: ", result.printed)
+        assert re.search("tiny-mote could not be written, nothing was left behind: ", result.printed)
     assert any("File too large" in result.printed for result in limited)
 
 

@@ -348,7 +348,7 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
     "a module of its own code": (
         {},
         lambda folder: (folder / "modules.json").write_text('[{"path": "", "type": "custom.Module"}]'),
-        "source has a module of its own code, custom.Module",
+        "source has a module with code of its own, custom.Module",
     ),
     "no Transformer": (
         {},
