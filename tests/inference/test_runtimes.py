@@ -45,7 +45,7 @@ def test_a_backend_that_is_not_installed(
 ) -> None:
     monkeypatch.setattr(runtimes, "find_spec", lambda name: None)
     assert run(trained_folder, tmp_path / "out", "--backend", backend) == 1
-    assert f'not installed: pip install -e ".[{backend}]"' in capsys.readouterr().err
+    assert f'not installed: pip install "mote-embeddings[{backend}]"' in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
     with pytest.raises(OSError, match="not installed"):
         load_exported(trained_folder, backend)
