@@ -72,7 +72,7 @@ def describe(schedule: Schedule, arguments: SentenceTransformerTrainingArguments
         tasks = ", ".join(dict.fromkeys(training_set.column_tasks.values()))
         dropped = f" ({schedule.dropped[name]} rows dropped per epoch)" if name in schedule.dropped else ""
         rows.append([name, f"{len(training_set.rows):,}", f"{schedule.batches[name]:,}", tasks + dropped])
-    return f"{summary}\n{table(['training set', 'rows', 'batches', 'tasks'], rows)}"
+    return f"{summary}\n{table(['training set', 'rows', 'batches', 'tasks'], rows, align='lrrl')}"
 
 
 def trainer_arguments(
@@ -95,7 +95,6 @@ def trainer_arguments(
         "report_to": "none",
         "use_cpu": not torch.accelerator.is_available(),  # explicit, so that bf16 is accepted there
         "dataloader_pin_memory": torch.cuda.is_available(),
-        "gradient_checkpointing_kwargs": {"use_reentrant": False},
         "ddp_find_unused_parameters": True,  # experts of other tasks get no gradient
         **training.trainer_arguments(),
         "output_dir": str(folder.checkpoints),

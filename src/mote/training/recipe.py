@@ -299,8 +299,11 @@ class TrainingSettings(Settings):
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "no"
 
     def trainer_arguments(self) -> dict[str, Any]:
-        """Return the settings that are the trainer's."""
-        return {key: value for key, value in self if key not in self.OURS}
+        """Return the settings that are passed to the trainer.
+
+        Without `gradient_checkpointing`, which the trainer knows by two names in turn: a run enables it on the model.
+        """
+        return {key: value for key, value in self if key not in (*self.OURS, "gradient_checkpointing")}
 
 
 @functools.cache

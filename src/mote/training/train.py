@@ -286,6 +286,8 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
     }
     if checkpoint is not None:
         _restore(checkpoint, metadata, tracker, losses)
+    if recipe.training.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     if with_fsdp():
         model.base_model_prefix = "0"  # type: ignore[assignment]  # accelerate cannot wrap `Normalize`
     trainer = (_ShardedTrainer if with_fsdp() else SentenceTransformerTrainer)(
