@@ -358,6 +358,10 @@ class TokenRoutedModel(MoTEModel):
             config.backbone_config._experts_implementation = None
         super().__init__(config, backbone)
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # the base class would look it up for each class, but finds what it has cached for `MoTEModel`
+
     def _make_block(self, layer: nn.Module) -> nn.Module:
         network = self.architecture.feed_forward
         assert network is not None, "the config's validation refuses architectures that are described by hand"
