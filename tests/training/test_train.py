@@ -15,6 +15,7 @@ from helpers.paths import SMALL_ENCODER
 from helpers.runs import break_off, command, environment, overrides, train_step, weights
 from sentence_transformers import SentenceTransformer
 
+from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import open_checkpoint
 from mote.training import teachers
 from mote.training.model import build_model
@@ -35,6 +36,8 @@ def test_each_shipped_recipe(name: str, tiny: Path, data: Path, tmp_path: Path) 
     loaded = SentenceTransformer(str(model), trust_remote_code=recipe.model.kind != "dense")
     prompted = "search_query" if recipe.model.instructions else None
     assert loaded.encode(["a text"], prompt_name=prompted).shape == (1, 16)
+    made = [step["step"] for step in read_steps(model)]
+    assert made == (["train"] if recipe.model.kind == "dense" else ["upcycle", "train"])
     assert set(record["validation"]["after"]) >= {"validation_mean", *(f"validation_{task}" for task in recipe.tasks)}
     card = (model / "README.md").read_text()
     assert f"`{name}`" in card

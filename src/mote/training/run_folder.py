@@ -1,7 +1,6 @@
 """The folder of a run: its files, its lock, and whether a recipe can start or resume there."""
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -16,6 +15,11 @@ import yaml  # type: ignore[import-untyped]
 
 from mote.training.progress import CHECKPOINT_FILE
 from mote.training.recipe import Recipe
+
+try:
+    import fcntl
+except ImportError:  # Windows: a second run in a folder is not noticed there
+    fcntl = None  # type: ignore[assignment]
 
 RECIPE_FILE = "recipe.yaml"
 CURVES_FILE = "curves.png"
@@ -162,7 +166,8 @@ def _locked(file: Path) -> int:
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if fcntl is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
                 _held.add(descriptor)
                 return descriptor

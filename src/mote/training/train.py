@@ -22,7 +22,7 @@ from transformers import PrinterCallback, Trainer
 from configuration_mote import MoTEConfig
 from mote.checkpoints.cards import write_trained_card
 from mote.checkpoints.provenance import command_line, new_step
-from mote.checkpoints.reading import Checkpoint, load_tokenizer, open_checkpoint
+from mote.checkpoints.reading import Checkpoint, is_mote, load_tokenizer, open_checkpoint
 from mote.checkpoints.writing import WriteOptions, write_repository
 from mote.training.arguments import Schedule, describe, plan_schedule, trainer_arguments
 from mote.training.data import TrainingData, TrainingSet, load_data
@@ -206,11 +206,14 @@ class TrainingRun:
             draw_curves(log, folder / CURVES_FILE, f"{self.recipe.name}: {record['steps']} steps")
             return {}
 
+        upcycled = self.recipe.model.kind != "dense" and not is_mote(self.source.config)
+        origin = {"name": self.source.public_name, "revision": self.source.revision}
         write_repository(
             self.folder.model,
             self.model,
             step=new_step("train", command=command_line("train", RECIPE_FILE), **record),
             sources=[self.source],
+            earlier=[new_step("upcycle", sources=[origin])] if upcycled else None,
             write_card=self._write_card,
             after=add_files,
             options=WriteOptions(overwrite=True),
