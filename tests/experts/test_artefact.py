@@ -26,6 +26,7 @@ from helpers.kills import stop_everywhere
 from helpers.on_disk import add, merge
 from hub.hub_server import HubServer
 from safetensors.torch import load_file, save_file
+from transformers import AutoModel
 
 import mote
 from modeling_mote import MoTEModel
@@ -139,6 +140,22 @@ def test_a_mote_to_which_an_expert_was_added(trained: Path, with_legal: Path, le
     step = read_steps(out)[-1]
     assert step["experts"]["legal"] == ["legal", "contracts"]
     assert [source["name"] for source in step["sources"]] == ["mote", "legal"]
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_an_artefact_in_memory(remote: bool, trained: Path, with_legal: Path, legal: Path) -> None:
+    model: Any = AutoModel.from_pretrained(trained, trust_remote_code=True) if remote else mote.load(trained)
+    assert (type(model) is not MoTEModel) == remote
+    model.eval()
+    mote.experts.add(model, "law", open_artefact(legal), instruction={"law": "law: ", "contracts": "contract: "})
+    assert model.config.instruction_of("contracts") == "contract: "
+    mote.experts.merge(model, {"search_query": 1, open_artefact(legal): 1}, "both")
+    with torch.no_grad():
+        assert model(**batch(), task="contracts").last_hidden_state.equal(hidden(with_legal, "legal"))
+        next(iter(model.blocks[0].shared.parameters())).add_(1e-3)
+    with pytest.raises(ValueError, match="has another base than"):
+        mote.experts.add(model, "other", open_artefact(legal))
+    assert "other" not in model.config.tasks
 
 
 def test_under_another_name(trained: Path, legal: Path, tmp_path: Path) -> None:
