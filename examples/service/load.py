@@ -25,8 +25,8 @@ class Answer:
 
     Attributes:
         request: Its body.
-        status: Of HTTP; 0 where the connection failed.
-        body: Of the answer; where the connection failed, the reason.
+        status: HTTP status; 0 if the connection failed.
+        body: Body of the answer; the reason if the connection failed.
         seconds: How long it took.
     """
 
@@ -53,7 +53,7 @@ class Client:
         self.connection.close()
 
     def get(self, path: str) -> Any:
-        """Read JSON, or text where it is no JSON."""
+        """Read JSON, or text if it is not JSON."""
         return self._send("GET", path)[1]
 
     def embed(self, request: Any) -> Answer:

@@ -48,7 +48,7 @@ logger = logging.getLogger("uvicorn.error")  # what uvicorn calls the log of the
 
 
 class Item(NamedTuple):
-    """A text to embed: what goes in front of it, and its expert (with a token router: none)."""
+    """A text to embed, its instruction, and its expert (None for a token-routed model)."""
 
     text: str
     instruction: str
@@ -56,17 +56,17 @@ class Item(NamedTuple):
 
 
 class Embedding(NamedTuple):
-    """What became of a text: its vector [H], and how many tokens it was, with instruction and special tokens."""
+    """Embedding of a text: its vector [H], and its number of tokens, instruction and special tokens included."""
 
     vector: np.ndarray
     tokens: int
 
 
 class Embedder:
-    """The model, and the way of a text through it."""
+    """The model, and the routing of texts."""
 
     def __init__(self, model: SentenceTransformer) -> None:
-        """Take a model over, and embed a text under each task, so that what fails, fails now."""
+        """Embed a text under each task, so that errors show at start."""
         self.model = model.eval()
         self.config = model[0].config
         self.tasks = [task for task, expert in self.config.tasks.items() if expert in self.config.available_experts]
@@ -80,7 +80,7 @@ class Embedder:
         self.dimensions = len(results[0].vector)
 
     def item(self, text: str, task: str | None) -> Item:
-        """Decide on the way of a text; raise `ValueError` if the task is unknown, or cannot be told."""
+        """Route a text; raise `ValueError` if the task is unknown or missing."""
         by_task = self.config.routes_by_task
         if task is not None:
             expert = self.config.expert_of(task)
@@ -99,7 +99,7 @@ class Embedder:
         return [results[row] for row in range(len(batch))]
 
     def _try(self, items: list[Item], prompt: str) -> list[Embedding | Exception]:
-        """Run some texts; where that fails, each by itself, to find out which it was."""
+        """Embed texts; if that fails, each by itself, to find the cause."""
         try:
             return self._run(items, prompt)
         except Exception as error:  # whatever tokenizer, model and device raise
@@ -107,7 +107,7 @@ class Embedder:
 
     @torch.inference_mode()
     def _run(self, items: list[Item], prompt: str) -> list[Embedding | Exception]:
-        """Run some texts through the model, each row with the expert that its item names."""
+        """Run texts through the model, each row with the expert of its item."""
         texts = [item.instruction.removeprefix(prompt) + item.text for item in items]
         features = self.model.preprocess(texts, prompt=prompt, mixed_tasks=True)
         features = batch_to_device(features, self.model.device)
@@ -143,7 +143,7 @@ class EmbeddingsRequest(BaseModel):
             raise ValueError("must be a text, or a list of texts, none of them empty")
         for index, text in enumerate(texts):
             if any("\ud800" <= character <= "\udfff" for character in text):  # JSON lets them through
-                raise ValueError(f"text {index} holds half of a surrogate pair, which is no character")
+                raise ValueError(f"text {index} holds half of a surrogate pair, which is not a character")
         return value
 
     @property
@@ -153,7 +153,7 @@ class EmbeddingsRequest(BaseModel):
 
 
 class LimitedBody:
-    """Refuses requests whose body is too long, before the whole of it is in memory."""
+    """Refuses requests whose body is too long, before all of it is in memory."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         """Wrap an application; `limit` is in bytes."""
@@ -192,7 +192,7 @@ class Service:
     """
 
     def __init__(self, embedder: Embedder, name: str, options: argparse.Namespace) -> None:
-        """Set up the batches; they are filled once requests come."""
+        """Set up batching."""
         self.embedder = embedder
         self.name = name
         self.options = options
@@ -204,7 +204,7 @@ class Service:
         self.started = int(time.time())
 
     def application(self) -> FastAPI:
-        """Lay out the paths."""
+        """Return the application with its paths."""
         app = FastAPI(title=f"{self.name}, a Mixture of Task Experts")
         app.add_middleware(LimitedBody, limit=self.options.max_body)
         app.add_api_route("/v1/embeddings", self.embeddings, methods=["POST"])
@@ -234,7 +234,7 @@ class Service:
         return JSONResponse(response(request, results))
 
     async def embed_unless_gone(self, items: list[Item], connection: Request) -> list[Embedding | Exception]:
-        """Wait for the embeddings; where the client leaves before, its texts leave the queue."""
+        """Wait for the embeddings; if the client disconnects, its texts leave the queue."""
         embedding = asyncio.create_task(self.embed(items))
         leaving = asyncio.create_task(connection.receive())  # the body has been read: what can come is the end
         try:
@@ -252,7 +252,7 @@ class Service:
         return self.embedder.embed(batch)
 
     def check(self, request: EmbeddingsRequest) -> None:
-        """Refuse what this model, or this service, cannot do."""
+        """Refuse requests that this model or service does not support."""
         if request.model != self.name:
             raise refusal(404, f"No model {request.model!r} here, but {self.name!r}", "model", "model_not_found")
         if len(request.texts) > self.options.max_inputs:
@@ -272,11 +272,11 @@ class Service:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def health(self) -> JSONResponse:
-        """Say that requests are answered."""
+        """Report that requests are answered."""
         return JSONResponse({"status": "ok"})
 
     async def metrics(self) -> PlainTextResponse:
-        """Count, in the format of Prometheus."""
+        """Return counters in the format of Prometheus."""
         stats = self.embed.stats
         metrics = {
             ("texts_total", "counter"): stats.total_processed,
@@ -289,7 +289,7 @@ class Service:
 
 
 def response(request: EmbeddingsRequest, results: list[Embedding]) -> dict[str, Any]:
-    """Lay out the answer to a request as OpenAI does."""
+    """Format the answer to a request as OpenAI does."""
     vectors = np.stack([result.vector for result in results]).astype("<f4")  # [N, H]
     if request.dimensions is not None:  # as encode(truncate_dim=…, normalize_embeddings=True)
         vectors = vectors[:, : request.dimensions]
@@ -309,14 +309,14 @@ def response(request: EmbeddingsRequest, results: list[Embedding]) -> dict[str, 
 
 
 async def http_error(_: Any, error: AnyHTTPException) -> JSONResponse:
-    """Answer with an error: one of ours, or the framework's for a path that is not there."""
+    """Answer with an error of ours, or the framework's for an unknown path."""
     detail = error.detail if isinstance(error.detail, dict) else None
     detail = detail or refusal(error.status_code, f"{error.detail}: there are {PATHS}").detail
     return JSONResponse({"error": detail}, error.status_code, error.headers)
 
 
 async def validation_error(_: Any, error: RequestValidationError) -> JSONResponse:
-    """Answer a body that does not hold, by the first thing in it that does not."""
+    """Answer an invalid body with its first error."""
     first = error.errors()[0]
     is_json = first["type"] != "json_invalid"
     param = str(first["loc"][1]) if is_json and len(first["loc"]) > 1 else None
@@ -327,12 +327,12 @@ async def validation_error(_: Any, error: RequestValidationError) -> JSONRespons
 
 
 async def unforeseen_error(_: Any, error: Exception) -> JSONResponse:
-    """Answer where the service itself failed; the log has the rest."""
+    """Answer an internal error; the log has the details."""
     return JSONResponse({"error": refusal(500, f"The service failed: {type(error).__name__}").detail}, 500)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Take a port before the model is loaded; connections are taken afterwards."""
+    """Bind the port before the model is loaded; connections are accepted afterwards."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

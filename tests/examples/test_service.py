@@ -203,7 +203,7 @@ def good_request(chance: random.Random, texts: list[str]) -> dict[str, Any]:
 # What is sent instead of the good fields; status; what the error is about; part of its message
 BAD = [
     ({"task": "serch_query"}, 400, "task", "Did you mean 'search_query'?"),
-    ({"task": None}, 400, "task", "one of: 'classification', 'clustering'"),
+    ({"task": None}, 400, "task", "Available: 'classification', 'clustering'"),
     ({"task": 3}, 400, "task", "string"),
     ({"task": ["sts"]}, 400, "task", "string"),
     ({"input": []}, 400, "input", "none of them empty"),
@@ -418,7 +418,7 @@ def test_a_service_that_cannot_start_says_why(trained_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["{dense}"], "is no MoTE but a 'bert'"),
+        (["{dense}"], "is not a MoTE but a 'bert'"),
         (["{mote}/nothing"], "is neither a folder nor"),
         (["{mote}", "--device", "cuda:99"], "There is no device 'cuda:99' here, but cpu"),
         (["{mote}", "--dtype", "float31"], "does not load in Sentence-Transformers"),
@@ -426,7 +426,7 @@ def test_a_service_that_cannot_start_says_why(trained_folder: Path) -> None:
         (["{mote}", "--port", "70000"], "--port: invalid port value: '70000'"),
     ],
 )
-def test_options_that_do_not_hold(
+def test_invalid_options(
     options: list[str],
     message: str,
     trained_folder: Path,
