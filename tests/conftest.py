@@ -15,6 +15,7 @@ from helpers.families import make_different
 from helpers.paths import SHARED, SMALL_ENCODER
 from helpers.tiers import starts_processes
 
+from modeling_mote import MoTEModel
 from mote import upcycle
 
 
@@ -40,6 +41,14 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def upcycled(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, upcycled."""
     return upcycle(str(dense), tmp_path_factory.mktemp("upcycled") / "tiny-mote")
+
+
+@pytest.fixture(scope="session")
+def trained(upcycled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with experts that differ."""
+    folder = shutil.copytree(upcycled, tmp_path_factory.mktemp("trained") / "tiny-mote")
+    make_different(MoTEModel.from_pretrained(upcycled)).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from helpers.checkpoints import (
     tiny_tokenizer,
     trusted,
 )
-from helpers.families import batch, make_different
+from helpers.families import batch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -61,17 +61,6 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     for path in folder.glob("*.safetensors"):
         tensors.update(load_file(path))
     return tensors
-
-
-@pytest.fixture(scope="module")
-def trained(upcycled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with experts that differ."""
-    folder = tmp_path_factory.mktemp("trained") / "tiny-mote"
-    make_different(MoTEModel.from_pretrained(upcycled)).save_pretrained(folder)
-    for name in FILES - files_in(folder):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes((upcycled / name).read_bytes())
-    return folder
 
 
 # The folder ----------------------------------------------------------------------------------------------------------

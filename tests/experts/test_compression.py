@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.checkpoints import edit_json, files_in, trusted
-from helpers.families import NOT_CHECKPOINTED, all_families, batch, fresh_mote, in_threads, make_different, trained_mote
+from helpers.families import NOT_CHECKPOINTED, all_families, batch, fresh_mote, in_threads, trained_mote
 from helpers.on_disk import average, compress, interpolate
 from helpers.paths import SMALL_ENCODER
 from torch import nn
@@ -56,15 +56,6 @@ def matrices(model: MoTEModel) -> Iterator[tuple[str, str, list[nn.Linear]]]:
             for name, module in experts[0].named_modules():
                 if isinstance(module, nn.Linear):
                     yield path, name, [expert.get_submodule(name) for expert in experts]
-
-
-@pytest.fixture(scope="module")
-def trained(upcycled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny MoTE, with experts that differ."""
-    folder = tmp_path_factory.mktemp("compression") / "tiny-mote"
-    shutil.copytree(upcycled, folder)
-    make_different(mote.load(upcycled)).save_pretrained(folder)
-    return folder
 
 
 # Models --------------------------------------------------------------------------------------------------------------

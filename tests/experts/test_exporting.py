@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint, files_in, read_json, trusted
-from helpers.families import all_families, batch, make_different, trained_mote
+from helpers.families import all_families, batch, trained_mote
 from helpers.on_disk import average, export
 from helpers.paths import SMALL_ENCODER
 from sentence_transformers import SentenceTransformer
@@ -28,15 +28,6 @@ from mote.cli import main
 
 EXPERTS = list(PAPER_INSTRUCTIONS)
 TEXTS = ["whales breathe air", "a recipe for bread", "a"]
-
-
-@pytest.fixture(scope="module")
-def trained(upcycled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny MoTE, with experts that differ."""
-    folder = tmp_path_factory.mktemp("exporting") / "tiny-mote"
-    shutil.copytree(upcycled, folder)
-    make_different(MoTEModel.from_pretrained(upcycled)).save_pretrained(folder)
-    return folder
 
 
 def run(source: Path, out: Path, *options: str, expert: str = "clustering") -> int:

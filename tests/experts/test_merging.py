@@ -51,15 +51,6 @@ def three_experts(name: str, **settings: Any) -> MoTEModel:
     return trained_mote(name, experts=["alpha", "beta", "gamma"], **settings)
 
 
-@pytest.fixture(scope="module")
-def trained(upcycled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny MoTE, with experts that differ."""
-    folder = tmp_path_factory.mktemp("merging") / "tiny-mote"
-    shutil.copytree(upcycled, folder)
-    make_different(MoTEModel.from_pretrained(upcycled)).save_pretrained(folder)
-    return folder
-
-
 # Models --------------------------------------------------------------------------------------------------------------
 
 

@@ -118,6 +118,12 @@ def batch(rows: int = 4, length: int = 9, seed: int = 2) -> dict[str, torch.Tens
     return {"input_ids": input_ids * attention_mask, "attention_mask": attention_mask}
 
 
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest absolute difference of two tensors of one shape."""
+    assert one.shape == other.shape
+    return (one - other).abs().max().item()
+
+
 def in_threads(count: int, serve: Callable[[int], None]) -> None:
     """Call `serve` with 0, 1, … in as many threads, all begun at once."""
     barrier = threading.Barrier(count)

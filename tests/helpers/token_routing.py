@@ -3,18 +3,13 @@
 from typing import Any
 
 import torch
-from helpers.families import dense_model
+from helpers.families import dense_model, difference
 from torch import nn
 from transformers import PreTrainedModel
 
 from token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
 EXPERTS = ["a", "b", "c", "d"]
-
-
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    assert one.shape == other.shape
-    return (one - other).abs().max().item()
 
 
 def upcycled(dense: PreTrainedModel, **settings: Any) -> TokenRoutedModel:

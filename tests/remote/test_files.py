@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.families import batch, fresh_mote, trained_mote
+from helpers.families import batch, difference, fresh_mote, trained_mote
 from helpers.paths import ROOT
-from helpers.token_routing import difference, trained
+from helpers.token_routing import trained
 from transformers import AutoModel, PreTrainedModel
 
 from compression_mote import CompressedConfig, CompressedModel

@@ -14,6 +14,7 @@ from helpers.families import (
     all_families,
     batch,
     dense_model,
+    difference,
     fresh_mote,
     in_threads,
     mote_config,
@@ -27,11 +28,6 @@ import mote
 from architectures_mote import ARCHITECTURES, weight_name
 from configuration_mote import MoTEConfig
 from modeling_mote import MoTEBlock, MoTEModel, pool
-
-
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    assert one.shape == other.shape
-    return (one - other).abs().max().item()
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.checkpoints import read_json
-from helpers.families import batch
+from helpers.families import batch, difference
 from helpers.paths import SMALL_ENCODER
-from helpers.token_routing import difference, gradients, make_different, relative, same_gradients, without_dropout
+from helpers.token_routing import gradients, make_different, relative, same_gradients, without_dropout
 from torch import nn
 from transformers import AutoModel
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.families import all_families, batch, dense_model, family, fresh_mote, in_threads, rows_of
+from helpers.families import all_families, batch, dense_model, difference, family, fresh_mote, in_threads, rows_of
 from helpers.token_routing import (
     EXPERTS,
     backward,
-    difference,
     fresh,
     gradients,
     relative,
@@ -178,6 +177,13 @@ def test_implementations_agree_with_the_reference(name: str) -> None:
     for out, result in zip(outputs[1:], results[1:], strict=True):
         assert difference(out, outputs[0]) <= 1e-5
         same_gradients(result, results[0], 1e-5)
+
+
+def test_implementation_can_be_set_after_a_task_mote_was_built() -> None:
+    fresh_mote("bert")
+    model = fresh("bert")
+    model.set_experts_implementation("grouped_mm")
+    assert model.config._experts_implementation == "grouped_mm"
 
 
 def test_the_implementation_is_the_one_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
