@@ -1,4 +1,4 @@
-"""Memory of a process that does one thing: what it takes at most, beyond what its imports took."""
+"""Memory of a process that loads one model, beyond its imports."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-# The peak is read off /proc: that of `resource` begins with the peak of the process which started this one.
+# The peak is read from /proc: `resource` starts at the peak of the parent process.
 _BEGIN = """
 import sys
 import torch
@@ -27,14 +27,14 @@ def use(model, **task):
     ids = torch.full((1, 8), 7)
     with torch.no_grad():
         model(input_ids=ids, attention_mask=torch.ones_like(ids), **task)
-        for weight in model.parameters():  # a file that is mapped takes memory when it is read
+        for weight in model.parameters():  # mapped files take memory when they are read
             weight.sum()
 
 
-for path in sys.argv[1:3]:  # the first model of a process loads code and starts threads: not what is measured
-    use(MoTEModel.from_pretrained(path), task="search_query") if path == sys.argv[2] else use(
-        AutoModel.from_pretrained(path)
-    )
+dense, moted = sys.argv[1:3]  # warm-up: the first models of a process import code and start threads
+use(AutoModel.from_pretrained(dense))
+use(MoTEModel.from_pretrained(moted), task="search_query")
+use(mote.load(moted, offload="disk"), task="search_query")
 before = status("VmRSS")
 with open("/proc/self/clear_refs", "w") as file:  # the peak begins here
     file.write("5")
@@ -48,7 +48,7 @@ class Memory(NamedTuple):
     """Bytes of resident memory.
 
     Attributes:
-        peak: The most, beyond what there was before.
+        peak: Highest, minus that before.
         after: What is left at the end, beyond what there was before.
         raw: The most, with Python, torch and transformers.
     """

@@ -1,4 +1,4 @@
-"""Memory on the device with one of four experts there, beside the dense model."""
+"""Memory with one of four experts on the device, compared with the dense model."""
 
 import gc
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def measure(options: Options) -> Benchmark:
         make_mote(dense).save_pretrained(folder / "mote")
         kinds: dict[str, Callable[[], Any]] = {
             "dense": lambda: AutoModel.from_pretrained(folder / "dense", add_pooling_layer=False, **arguments),
-            "MoTE, to='disk'": lambda: _offloaded(folder / "mote", "disk"),
+            'MoTE, offload="disk"': lambda: _offloaded(folder / "mote", "disk"),
             "MoTE, all experts": lambda: MoTEModel.from_pretrained(folder / "mote", **arguments),
         }
         arguments = {"dtype": options.dtype, "device_map": options.device}
@@ -36,7 +36,7 @@ def measure(options: Options) -> Benchmark:
             return load(path, offload=to, **arguments)
 
         if options.device != "cpu":
-            kinds["MoTE, to='cpu'"] = lambda: _offloaded(folder / "mote", "cpu")
+            kinds['MoTE, offload="cpu"'] = lambda: _offloaded(folder / "mote", "cpu")
         found = {kind: _on_device(options, load) for kind, load in kinds.items()}
         if options.device == "cpu":
             upcycle(str(SMALL_ENCODER), folder / "small")
@@ -45,7 +45,7 @@ def measure(options: Options) -> Benchmark:
     ratios = {kind: [found[kind][what] / found["dense"][what] for what in columns] for kind in found}
     return Benchmark(
         "residency",
-        f"Memory with one of four experts of {options.checkpoint.name} on the device, {options.device}",
+        f"Memory with one of four experts of {options.checkpoint.name} resident, {options.device}",
         ["", *(f"{what}, MB (/ dense)" for what in columns)],
         [
             [kind, *(f"{found[kind][what] / 1e6:.2f} ({ratios[kind][i]:.3f})" for i, what in enumerate(columns))]
@@ -54,10 +54,13 @@ def measure(options: Options) -> Benchmark:
         [
             Target(f"{what}, {kind} / dense", ratios[kind][i], 1.02)
             for kind in found
-            if "to=" in kind
+            if "offload=" in kind
             for i, what in enumerate(columns)
         ],
-        ["After a call for each of the four tasks. A process: resident memory beyond that of a small model."],
+        [
+            "After one call for each of the four tasks. Process: resident memory minus that of a process with a small "
+            "model."
+        ],
     )
 
 
@@ -82,7 +85,7 @@ def _on_device(options: Options, load: Callable[[], Any]) -> dict[str, float]:
 
 
 def _add_processes(found: dict[str, dict[str, float]], folder: Path) -> None:
-    codes = {"dense": "dense", "MoTE, to='disk'": "offloaded to disk", "MoTE, all experts": "all experts"}
+    codes = {"dense": "dense", 'MoTE, offload="disk"': "offloaded to disk", "MoTE, all experts": "all experts"}
     for kind, code in codes.items():
         path = folder / ("dense" if kind == "dense" else "mote")
         # `model` holds what was loaded until the memory is read.
