@@ -1,4 +1,4 @@
-"""What the user reads: tables, sizes, progress lines, and the colors of charts."""
+"""Output for the user: tables, sizes, progress lines, and the colors of charts."""
 
 import logging
 import os
@@ -70,20 +70,20 @@ def name_models(words: Sequence[str]) -> dict[str, str]:
     Raises:
         ValueError: If a model is given twice without a label, two have the same label, or a label has no model.
     """
-    pairs = [("", word) if "=" not in word or Path(word).exists() else _label_and_model(word) for word in words]
+    pairs = []
+    for word in words:
+        label, equals, model = word.partition("=")
+        if not equals or Path(word).exists():
+            label, model = "", word
+        if not model and equals:
+            raise ValueError(f"{word!r} names no model: expected MODEL or LABEL=MODEL")
+        pairs.append((label, model))
     names = iter(_last_parts([model for label, model in pairs if not label]))
     named = [(label or next(names), model) for label, model in pairs]
     labels = [label for label, _ in named]
     if len(set(labels)) < len(labels):
         raise ValueError(f"Two models have the same label ({', '.join(labels)}): choose others, as in LABEL=MODEL")
     return dict(named)
-
-
-def _label_and_model(word: str) -> tuple[str, str]:
-    label, _, model = word.partition("=")
-    if not model:
-        raise ValueError(f"{word!r} names no model: expected MODEL or LABEL=MODEL")
-    return label, model
 
 
 def _last_parts(models: Sequence[str]) -> list[str]:
@@ -104,7 +104,7 @@ class _Console(logging.Handler):
     """Progress to stdout as plain lines, warnings and errors to stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record to the stream of the moment, which tests and notebooks replace."""
+        """Write the record to the current stream, which tests and notebooks replace."""
         stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
         stream.write(self.format(record) + "\n")
         stream.flush()

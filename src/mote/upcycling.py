@@ -77,12 +77,13 @@ class UpcyclingOptions(WriteOptions):
         return {each.name: values[each.name] for each in fields(self) if values[each.name] != each.default}
 
 
+DTYPES = ("auto", "float32", "float16", "bfloat16")
 TOKEN_ROUTING = ("num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef")
 
 
 @dataclass
 class UpcyclingPlan:
-    """What an upcycling will do.
+    """Plan of an upcycling.
 
     Attributes:
         source: The dense checkpoint.
@@ -90,7 +91,7 @@ class UpcyclingPlan:
         out: Folder of the result.
         counts: Parameters, as from `parameter_counts`.
         file_sizes: Bytes of each file with weights.
-        notes: What the user should know.
+        notes: Remarks for the user.
     """
 
     source: Checkpoint
@@ -156,12 +157,12 @@ def upcycle(
     logger.info("%s", plan)
     tokenizer = load_tokenizer(source, options.tokenizer)
     model, dropped, write = _model_and_its_writer(plan, options.max_shard_size)
-    told = options.changed()
+    changed = options.changed()
     if options.tokenizer is not None and Path(options.tokenizer).is_dir():
-        told["tokenizer"] = Path(options.tokenizer)  # without its parents
+        changed["tokenizer"] = Path(options.tokenizer)  # without its parents
     listed = {"layers": ",".join(map(str, options.layers))} if isinstance(options.layers, list) else {}
     place = {} if out is None else {"out": target.resolve()}
-    command = command_line("upcycle", src=source.public_name, **{**place, **told, **listed})
+    command = command_line("upcycle", src=source.public_name, **{**place, **changed, **listed})
 
     def write_card(folder: Path, step: dict[str, Any]) -> None:
         normalized = st.normalizes(source)
@@ -170,7 +171,7 @@ def upcycle(
     write_repository(
         target,
         model,
-        step=new_step("upcycle", command=command, settings=told, dropped=dropped, parameters=plan.counts),
+        step=new_step("upcycle", command=command, settings=changed, dropped=dropped, parameters=plan.counts),
         sources=[source],
         write_card=write_card,
         tokenizer=tokenizer,
@@ -213,7 +214,7 @@ def plan_upcycling(
     options: UpcyclingOptions | None = None,
     **settings: Any,
 ) -> UpcyclingPlan:
-    """Work out what an upcycling will do, without reading weights or writing anything.
+    """Plan an upcycling, without reading weights or writing anything.
 
     Takes the arguments of `upcycle`, and raises its errors about source and settings.
     """
@@ -225,7 +226,9 @@ def plan_upcycling(
     config = _config(options, source, pooling)
     config.instructions = {**config.instructions, **instructions_from(prompts, config), **(options.instructions or {})}
     config.validate()
-    config.dtype = stored_dtype(source) if options.dtype == "auto" else _dtype(options.dtype)
+    if options.dtype not in DTYPES:
+        raise ValueError(f"Unknown dtype {options.dtype!r}." + alternatives(options.dtype, DTYPES))
+    config.dtype = stored_dtype(source) if options.dtype == "auto" else getattr(torch, options.dtype)
     try:
         with torch.device("meta"):
             model = mote_class(config.model_type, "model")(config).to(dtype=config.dtype)
@@ -295,10 +298,3 @@ def instructions_from(prompts: dict[str, str], config: MoTEConfig) -> dict[str, 
     given = {task: text for task, text in texts.items() if text}
     none = {config.tasks[task]: "" for task in texts.keys() - given.keys()}
     return {**none, **{config.tasks[task]: text for task, text in given.items()}, **given}
-
-
-def _dtype(name: str) -> torch.dtype:
-    known = ("float32", "float16", "bfloat16")
-    if name not in known:
-        raise ValueError(f"Unknown dtype {name!r}." + alternatives(name, ("auto", *known)))
-    return getattr(torch, name)

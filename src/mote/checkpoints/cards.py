@@ -1,6 +1,6 @@
 """Model cards: README.md of a MoTE, a dense model made of one, an expert artefact, and a trained model.
 
-The templates are in `hub_card/`. Cards take plain values, so that any part of the package can have one written.
+The templates are in `hub_card/`. Cards take plain values, so that any part of the package can write one.
 """
 
 import json
@@ -58,8 +58,8 @@ def write_mote_card(
         made=made,
         fresh=fresh,
         experts=config.experts,
-        experts_per_token=None if config.routes_by_task else config.num_experts_per_tok,
-        normalize_router=getattr(config, "norm_topk_prob", None),
+        num_experts_per_tok=None if config.routes_by_task else config.num_experts_per_tok,
+        norm_topk_prob=getattr(config, "norm_topk_prob", None),
         compression=config.compression,
         active_parameters=millions(counts["active"]),
         total_parameters=millions(counts["total"]),

@@ -9,15 +9,13 @@ _IGNORED = (".md", ".png")  # cards and pictures; any other file may change an e
 def folder_hash(folder: Path) -> str:
     """Hash the files of a model's folder with their names, apart from cards, pictures and hidden files."""
     digest = blake2b(digest_size=16)
-    for file in sorted(file for file in folder.rglob("*") if file.is_file() and _counts(file.relative_to(folder))):
-        name = file.relative_to(folder).as_posix().encode()
+    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+        path = file.relative_to(folder)
+        if path.suffix in _IGNORED or any(part.startswith(".") or part == "__pycache__" for part in path.parts):
+            continue
+        name = path.as_posix().encode()
         digest.update(len(name).to_bytes(8, "big") + name + file.stat().st_size.to_bytes(8, "big"))
         with file.open("rb") as content:
             while block := content.read(2**20):
                 digest.update(block)
     return digest.hexdigest()
-
-
-def _counts(file: Path) -> bool:
-    hidden = any(part.startswith(".") or part == "__pycache__" for part in file.parts)
-    return not hidden and file.suffix not in _IGNORED

@@ -6,7 +6,7 @@ the library's. What the library would only report (weights that stay random) is 
 
 import json
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -84,7 +84,7 @@ class Checkpoint:
 
     @property
     def short_name(self) -> str:
-        """The last part of the name, for naming what is made of it."""
+        """Last part of the name; models made of the checkpoint are named after it."""
         return Path(self.name).resolve().name if self.is_local else self.name.rsplit("/", 1)[-1]
 
     @property
@@ -226,8 +226,8 @@ def load_dense(checkpoint: Checkpoint, dtype: str | torch.dtype = "auto") -> tup
         ValueError: If the files are damaged, or lack keys or hold unknown ones.
     """
     with _reading(checkpoint):
-        loaded = AutoModel.from_pretrained(checkpoint.folder, dtype=dtype, **_how_to_load(checkpoint))
-    return _judged(checkpoint, *loaded)
+        loaded = AutoModel.from_pretrained(checkpoint.folder, dtype=dtype, **_loading_arguments(checkpoint))
+    return _checked(checkpoint, *loaded)
 
 
 def dense_without_weights(
@@ -249,12 +249,12 @@ def dense_without_weights(
     with _reading(checkpoint):
         with torch.device("meta"):
             native = type(AutoModel.from_config(checkpoint.config))
-        settings = {**_how_to_load(checkpoint), "state_dict": weights, "device_map": "meta"}
+        settings = {**_loading_arguments(checkpoint), "state_dict": weights, "device_map": "meta"}
         loaded = native.from_pretrained(None, dtype=dtype, **settings)
-    return _judged(checkpoint, *loaded)
+    return _checked(checkpoint, *loaded)
 
 
-def _how_to_load(checkpoint: Checkpoint) -> dict[str, Any]:
+def _loading_arguments(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "config": checkpoint.config,
         "key_mapping": checkpoint.key_mapping or None,
@@ -265,7 +265,7 @@ def _how_to_load(checkpoint: Checkpoint) -> dict[str, Any]:
 
 @contextmanager
 def _reading(checkpoint: Checkpoint) -> Iterator[None]:
-    """Explain errors in reading; the library's own report is checked by `_judged`."""
+    """Explain errors in reading; the library's own report is checked by `_checked`."""
     try:
         with quiet_transformers():
             yield
@@ -280,16 +280,17 @@ def _reading(checkpoint: Checkpoint) -> Iterator[None]:
         raise ValueError(f"The config of {checkpoint.name} is invalid: {type(error).__name__}: {error}") from error
 
 
-def _judged(checkpoint: Checkpoint, model: PreTrainedModel, info: dict[str, Any]) -> tuple[PreTrainedModel, list[str]]:
+def _checked(checkpoint: Checkpoint, model: PreTrainedModel, info: dict[str, Any]) -> tuple[PreTrainedModel, list[str]]:
     """Raise `ValueError` unless all weights fit; else return the model, and the keys of heads that it lacks."""
     missing = [key for key in info["missing_keys"] if not key.startswith("pooler.")]  # MoTE pools by itself
     dropped = sorted(key for key in info["unexpected_keys"] if key.split(".")[0] in HEADS)
     unexpected = sorted(set(info["unexpected_keys"]) - set(dropped))
     for problem, keys in (("lack", missing), ("hold unknown", unexpected), ("misshape", info["mismatched_keys"])):
         if keys:
+            shown = ", ".join(sorted(map(str, keys))[:5]) + (" …" if len(keys) > 5 else "")
             raise ValueError(
                 f"The weights of {checkpoint.name} {problem} {len(keys)} keys of {type(model).__name__}: "
-                f"{_some(keys)}. Known heads are dropped ({', '.join(HEADS)}); anything else must match."
+                f"{shown}. Known heads are dropped ({', '.join(HEADS)}); anything else must match."
             )
     model.config._name_or_path = checkpoint.public_name  # no path of this machine
     return model.eval(), dropped
@@ -409,7 +410,7 @@ def _open_dense(
 
 
 def _check_sizes(checkpoint: Checkpoint) -> None:
-    """Refuse sizes that are absurd beside the weights, before a model of all memory or time is built.
+    """Refuse sizes that are absurd beside the weights, before building a model exhausts memory or time.
 
     Raises:
         ValueError: If a size is not a positive integer, or far more than the weights hold.
@@ -459,8 +460,3 @@ def read_json(path: Path, kind: type = dict) -> Any:
     if not isinstance(content, kind):
         raise ValueError(f"{path} must hold a {kind.__name__}, got a {type(content).__name__}")  # noqa: TRY004
     return content
-
-
-def _some(keys: Iterable[Any]) -> str:
-    shown = sorted(map(str, keys))
-    return ", ".join(shown[:5]) + (" …" if len(shown) > 5 else "")

@@ -36,7 +36,7 @@ POOLING_FLAGS = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 
-# Where the classes of modules are. They are named, not imported, because that takes longer than upcycling.
+# Import paths of the modules' classes; to import them takes longer than upcycling.
 OUR_TRANSFORMER = "sentence_transformer_mote.MoTETransformer"
 TOKEN_ROUTED_TRANSFORMER = "token_routed_transformer_mote.TokenRoutedTransformer"
 TRANSFORMER = "sentence_transformers.base.modules.transformer.Transformer"
@@ -207,6 +207,12 @@ def write_sentence_transformer(
         for name in dict.fromkeys([OUR_TRANSFORMER, transformer]):  # the second imports the first
             code = find_spec(name.partition(".")[0])
             shutil.copy(code.origin, folder)  # type: ignore[union-attr, arg-type]  # it is installed with this package
+    carried_over = _carried_over(source)
+    if expert is None:
+        prompts: dict[str, Any] = {"prompts": prompts_of(config, carried_over)}
+    else:
+        default = expert if config.instruction_of(expert) else None
+        prompts = {"prompts": prompts_of_expert(config, expert, carried_over), "default_prompt_name": default}
     _write_json(folder / "modules.json", modules)
     _write_json(folder / "sentence_bert_config.json", settings)
     _write_json(
@@ -219,16 +225,9 @@ def write_sentence_transformer(
                 "transformers": version("transformers"),
                 "pytorch": version("torch"),
             },
-            **_prompts_and_default(config, source, expert),
+            **prompts,
         },
     )
-
-
-def _prompts_and_default(config: MoTEConfig, source: Checkpoint, expert: str | None) -> dict[str, Any]:
-    if expert is None:
-        return {"prompts": prompts_of(config, _carried_over(source))}
-    default = expert if config.instruction_of(expert) else None
-    return {"prompts": prompts_of_expert(config, expert, _carried_over(source)), "default_prompt_name": default}
 
 
 def _write_pooling(config: MoTEConfig, folder: Path) -> None:

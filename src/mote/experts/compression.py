@@ -34,7 +34,9 @@ def compress(model: MoTEModel, *, rank: int | None = None, bits: int | None = No
     require_mergeable(model.config)
     if (rank is None) == (bits is None):
         raise ValueError("Pass either rank, as in rank=16, or bits=8")
-    _require_finite(model)
+    for key, weight in (named for block in model.blocks for named in block.experts.named_parameters()):
+        if not torch.isfinite(weight).all():  # it has no decomposition and no scale
+            raise ValueError(f"The experts cannot be compressed: {key} holds non-finite values")
     settings = {key: value for key, value in model.config.to_dict().items() if key not in ("model_type", "auto_map")}
     config = CompressedConfig.from_dict({**settings, "expert_rank": rank, "expert_bits": bits})
     # Built anew, of installed classes: those of the model may be remote code.
@@ -81,14 +83,6 @@ def relative_error(model: MoTEModel, compressed: MoTEModel) -> float:
             lost += float((after[path].cpu().double() - original).square().sum())
             total += float(original.square().sum())
     return (lost / total) ** 0.5 if total else 0.0
-
-
-def _require_finite(model: MoTEModel) -> None:
-    """Raise `ValueError` if a weight is infinite or NaN: it has no decomposition and no scale."""
-    for block in model.blocks:
-        for key, weight in block.experts.named_parameters():
-            if not torch.isfinite(weight).all():
-                raise ValueError(f"The experts cannot be compressed: {key} holds non-finite values")
 
 
 def _ranks_that_save(model: MoTEModel) -> str:

@@ -31,23 +31,21 @@ def require_all_weights(encoder: "SentenceTransformer", path: str, revision: str
         ValueError: If weights are missing; those of a pooler, which Sentence-Transformers does not use, may be.
     """
     from transformers import PreTrainedModel
-
-    for module, subfolder in zip(encoder, _module_folders(path, revision), strict=False):
-        network = getattr(module, "model", None)
-        if not isinstance(network, PreTrainedModel) or network.config.model_type.startswith("mote"):
-            continue  # a MoTE's own from_pretrained is strict
-        missing = _missing_weights(type(network), path, revision, subfolder, config=copy.deepcopy(network.config))
-        if missing:
-            raise ValueError(_message(path, missing))
-
-
-def _module_folders(path: str, revision: str | None) -> list[str]:
-    """Return the subfolders of a Sentence-Transformers model's modules, in order."""
     from transformers.utils import cached_file
 
     file = cached_file(path, "modules.json", revision=revision, _raise_exceptions_for_missing_entries=False)
-    modules = json.loads(Path(file).read_text(encoding="utf-8")) if file else [{"path": ""}]
-    return [module["path"] for module in modules]
+    entries = json.loads(Path(file).read_text(encoding="utf-8")) if file else [{"path": ""}]
+    for module, entry in zip(encoder, entries, strict=False):
+        network = getattr(module, "model", None)
+        if not isinstance(network, PreTrainedModel) or network.config.model_type.startswith("mote"):
+            continue  # a MoTE's own from_pretrained is strict
+        missing = _missing_weights(type(network), path, revision, entry["path"], config=copy.deepcopy(network.config))
+        if missing:
+            shown = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
+            raise ValueError(
+                f"{path} lacks weights that its config asks for, and random ones would take their place: {shown}. "
+                "Load the files as they were saved together, in a format that the installed transformers reads"
+            )
 
 
 def _missing_weights(
@@ -68,14 +66,6 @@ def _missing_weights(
         )
     missing = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
     return sorted(key for key in missing if "pooler." not in key)
-
-
-def _message(path: str, missing: list[str]) -> str:
-    shown = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
-    return (
-        f"{path} lacks weights that its config asks for, and random ones would take their place: {shown}. Load the "
-        "files as they were saved together, in a format that the installed transformers reads"
-    )
 
 
 def load(
@@ -204,6 +194,6 @@ def check_device(device: str | None) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line: its kind and what it says first."""
+    """Format an error in one line: its type and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
