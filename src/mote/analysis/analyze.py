@@ -156,7 +156,7 @@ def analyze(
         batch_size: Batch size of `encode`.
         device: Device of the models. Default: a GPU if there is one.
         seed: Random seed of samples and t-SNE.
-        trust_remote_code: Run code that models bring along.
+        trust_remote_code: Run code from the models' repositories.
 
     Raises:
         FileNotFoundError: If a model, file or folder does not exist.
@@ -164,8 +164,10 @@ def analyze(
         ValueError: If a file is damaged, a task is unknown, a model has fewer than two tasks, brings code that is not
             trusted, or `start` does not match.
     """
-    read = isinstance(texts, str | Path) or texts is None
-    found = find_texts(texts, data, limit, seed) if read else Texts(tuple(texts), "given texts")  # type: ignore[arg-type]
+    if texts is None or isinstance(texts, str | Path):
+        found = find_texts(texts, data, limit, seed)
+    else:
+        found = Texts(tuple(texts), "given texts")
     found_pairs = find_pairs(pairs, data, limit, seed)
     labelled = models if isinstance(models, Mapping) else name_models([str(model) for model in models])
     named = {label: str(name) for label, name in labelled.items()}
@@ -283,7 +285,7 @@ def _as_json(value: Any) -> Any:
     return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
-# Rowss, as plain text and as Markdown -------------------------------------------------------------------------------
+# Tables, as plain text and as Markdown -------------------------------------------------------------------------------
 
 
 def _sections(analysis: Analysis) -> list[tuple[str, list[Rows | str]]]:
@@ -296,7 +298,7 @@ def _sections(analysis: Analysis) -> list[tuple[str, list[Rows | str]]]:
     ]
     for other in analysis.models[1:]:
         sections.append(_test_section(analysis, other.label))
-    measured = [model for model in analysis.models if model.divergence is not None]
+    measured = {model.label: model.divergence for model in analysis.models if model.divergence is not None}
     if measured:
         sections.append(("Queries and documents: divergence in nats", [_divergence_table(measured)]))
     sections += [_weight_section(model.label, model.weight_change) for model in analysis.models if model.weight_change]
@@ -324,7 +326,7 @@ def _test_section(analysis: Analysis, other: str) -> tuple[str, list[Rows | str]
     return title, [rows, f"A small p says so; one near 1 says the opposite, that {first} is more similar."]
 
 
-def _divergence_table(models: Sequence[ModelAnalysis]) -> Rows:
+def _divergence_table(measured: Mapping[str, Divergence]) -> Rows:
     rows: Rows = [
         ["of each pair, mean (standard deviation)"],
         ["KL(query ‖ document)"],
@@ -333,11 +335,10 @@ def _divergence_table(models: Sequence[ModelAnalysis]) -> Rows:
         ["cosine"],
         ["of the mean query and the mean document, KL, KL, JS"],
     ]
-    for model in models:
-        found: Any = model.divergence
+    for label, found in measured.items():
         spreads = (found.kl_query_document, found.kl_document_query, found.js, found.cosine)
         sets = (found.sets_kl_query_document, found.sets_kl_document_query, found.sets_js)
-        cells = [model.label, *(_spread(each.mean, each.std) for each in spreads), ", ".join(f"{x:.3f}" for x in sets)]
+        cells = [label, *(_spread(each.mean, each.std) for each in spreads), ", ".join(f"{x:.3f}" for x in sets)]
         for row, cell in zip(rows, cells, strict=True):
             row.append(cell)
     return rows

@@ -3,7 +3,7 @@
 import copy
 import math
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
@@ -161,10 +161,12 @@ def _parts(config: MoTEConfig, key: str, weight: torch.Tensor) -> Iterator[tuple
 def _compare(trained: Weights, begun: Weights, start: str, from_start: bool, config: MoTEConfig) -> WeightChange:
     layers = range(config.num_hidden_layers)
     by_layer = [_products(trained, begun, layer) for layer in layers]
-    in_all = _Products(Counter(), Counter())
+    in_all = _Products(defaultdict(float), defaultdict(float))
     for products in by_layer:
-        in_all.changes.update(products.changes)  # a counter adds
-        in_all.start.update(products.start)
+        for both, product in products.changes.items():
+            in_all.changes[both] += product
+        for expert, product in products.start.items():
+            in_all.start[expert] += product
     experts = list(dict.fromkeys(expert for expert, _ in trained if expert))
     pairs = list(combinations(experts, 2))
     return WeightChange(
@@ -185,8 +187,8 @@ class _Products(NamedTuple):
     Norms and cosines follow from them, and those of several layers add up.
     """
 
-    changes: Counter[tuple[str, str]]
-    start: Counter[str]
+    changes: dict[tuple[str, str], float]
+    start: dict[str, float]
 
     def relative(self, expert: str) -> float | None:
         return math.sqrt(self.changes[expert, expert] / self.start[expert]) if self.start[expert] else None
@@ -198,15 +200,15 @@ class _Products(NamedTuple):
 
 def _products(trained: Weights, begun: Weights, layer: int | None) -> _Products:
     """Multiply in float64, one layer at a time, so that no large model is held in float64."""
-    found = _Products(Counter(), Counter())
+    found = _Products(defaultdict(float), defaultdict(float))
     changes = {}
     for expert in (expert for expert, place in trained if place == layer and (expert, place) in begun):
         start = _vector(begun[expert, layer])
         changes[expert] = _vector(trained[expert, layer]) - start
-        found.start[expert] = float(start @ start)  # type: ignore[assignment]  # a counter counts in any number
-        found.changes[expert, expert] = float(changes[expert] @ changes[expert])  # type: ignore[assignment]
+        found.start[expert] = float(start @ start)
+        found.changes[expert, expert] = float(changes[expert] @ changes[expert])
     for a, b in combinations([expert for expert in changes if expert], 2):
-        found.changes[a, b] = float(changes[a] @ changes[b])  # type: ignore[assignment]
+        found.changes[a, b] = float(changes[a] @ changes[b])
     return found
 
 

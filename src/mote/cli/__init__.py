@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any
+from types import FrameType
+from typing import Annotated
 
 import typer
 
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Args:
         argv: Arguments after the program's name. Default: those of the process, whose last command this is: once it is
-            done, signals end the process without a word.
+            done, signals end the process silently.
 
     Returns:
         The exit status: 0; 1 after an error and 2 after a usage error, which are printed in one line; 130 or 143 after
@@ -84,7 +85,7 @@ def _print_error(message: str) -> None:
 def _terminable(received: list[int], last: bool) -> Iterator[None]:
     """Treat SIGTERM as an interrupt, so that what was begun is cleaned up."""
 
-    def interrupt(number: int, _: Any) -> None:
+    def interrupt(number: int, _: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough: do not interrupt the cleanup
         received.append(number)
         raise KeyboardInterrupt

@@ -1,6 +1,6 @@
 """The commands `mote upcycle`, `train`, `evaluate`, `analyze` and `memory`.
 
-Options are named as the settings of the functions that get them, so `locals()` hands them on.
+Options are named after the settings of the functions they call, so `locals()` passes them on.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from mote.cli import options
 
 @contextlib.contextmanager
 def _extra(name: str) -> Iterator[None]:
-    """Name the extra that lacks."""
+    """Name the missing extra."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -27,11 +27,12 @@ def _extra(name: str) -> Iterator[None]:
 def upcycle(
     src: Annotated[str, typer.Option(metavar="SRC", help=f"Dense text encoder: {options.SRC}.")],
     out: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Where to write. Default: the source's name with -mote.")
+        str | None, typer.Option(metavar="DIR", help="Output folder. Default: the source's name with -mote.")
     ] = None,
     revision: options.Revision = None,
     experts: Annotated[
-        list[str] | None, typer.Option("--expert", metavar="NAME", help="Repeatable. Default: the paper's four.")
+        list[str] | None,
+        typer.Option("--expert", metavar="NAME", help="Expert; repeatable. Default: the paper's four."),
     ] = None,
     layers: Annotated[
         Any,
@@ -53,17 +54,17 @@ def upcycle(
             "--instruction",
             parser=options.pair,
             metavar="TASK=TEXT",
-            help="Put in front of a task's texts; repeatable. Default: the source's prompts, then the paper's.",
+            help="Instruction in front of a task's texts; repeatable. Default: the source's prompts, then the paper's.",
         ),
     ] = None,
     default_task: Annotated[
         str | None, typer.Option(metavar="TASK", help="Task of texts without one. Default: none, an error.")
     ] = None,
     pooling: Annotated[
-        Literal["mean", "cls", "last_token"] | None, typer.Option(help="Default: the source's, or mean.")
+        Literal["mean", "cls", "last_token"] | None, typer.Option(help="Pooling. Default: the source's, or mean.")
     ] = None,
     layer_path: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Where the layers of an unknown architecture are.")
+        str | None, typer.Option(metavar="PATH", help="Path of the layers in an unknown architecture.")
     ] = None,
     shared_modules: Annotated[
         list[str] | None,
@@ -78,9 +79,11 @@ def upcycle(
         float, typer.Option(metavar="F", help="Factor of the load-balancing loss (--routing token).")
     ] = 0.01,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="SRC", help=f"A {options.SRC}. Default: the source's own.")
+        str | None, typer.Option(metavar="SRC", help=f"Tokenizer: {options.SRC}. Default: the source's own.")
     ] = None,
-    dtype: Annotated[Literal["auto", "float32", "float16", "bfloat16"], typer.Option(help="Of the weights.")] = "auto",
+    dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16"], typer.Option(help="Data type of the weights.")
+    ] = "auto",
     max_shard_size: options.MaxShardSize = "5GB",
     push: options.Push = False,
     repo_id: options.RepoId = None,
@@ -105,16 +108,16 @@ def upcycle(
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(help="A file, or the name of a shipped recipe.")],
+    recipe: Annotated[str, typer.Argument(help="Recipe: a file, or the name of a shipped one.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Settings over those of the recipe.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Read the data, print the plan, train nothing.")] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start again where a run has ended or was interrupted.")
+        bool, typer.Option("--overwrite", help="Start again over a finished or interrupted run.")
     ] = False,
 ) -> None:
-    """Train as a recipe says.
+    """Train a model by a recipe.
 
     The same command resumes an interrupted run.
     """
@@ -153,7 +156,7 @@ def evaluate(
         int | None, typer.Option(metavar="N", help="Cut each test set of the folder down to about N texts.")
     ] = None,
     reference: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="The model that gains are over. Default: the first.")
+        str | None, typer.Option(metavar="MODEL", help="Model that gains are computed over. Default: the first.")
     ] = None,
     out: Annotated[
         str | None, typer.Option(metavar="DIR", help="Write tables, scores, a chart of gains and mteb's results.")
@@ -164,7 +167,7 @@ def evaluate(
         str | None, typer.Option(metavar="T", help="float32, float16 or bfloat16. Default: as stored.")
     ] = None,
     trust_remote_code: options.TrustRemoteCode = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Compute scores again that are there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Compute cached scores again.")] = False,
 ) -> None:
     """Score models with MTEB.
 
@@ -201,9 +204,9 @@ def analyze(
     ] = None,
     start: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="What was trained. Default: what the model's folder records."),
+        typer.Option(metavar="MODEL", help="Model before training. Default: what the model's folder records."),
     ] = None,
-    limit: Annotated[int, typer.Option(metavar="N", help="How many texts, and pairs.")] = 128,
+    limit: Annotated[int, typer.Option(metavar="N", help="Number of texts, and of pairs.")] = 128,
     batch_size: options.BatchSize = 32,
     device: options.Device = None,
     seed: options.Seed = 0,
@@ -229,20 +232,21 @@ def memory(
     revision: options.Revision = None,
     experts: Annotated[
         list[str] | None,
-        typer.Option("--expert", metavar="NAME", help="Of the MoTE that a dense SRC would become; repeatable."),
+        typer.Option("--expert", metavar="NAME", help="Expert of the MoTE upcycled from a dense SRC; repeatable."),
     ] = None,
     mini_batch_size: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Mini-batch of a cached loss. Default: not cached."),
+        typer.Option(metavar="N", min=1, help="Mini-batch size of a cached loss. Default: not cached."),
     ] = None,
     columns: Annotated[int, typer.Option(metavar="N", min=1, max=100, help="Texts in a row (a hard negative: 3).")] = 2,
     gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Compute activations within blocks again.")
+        bool, typer.Option("--gradient-checkpointing", help="Recompute activations within blocks.")
     ] = False,
-    precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="bf16 is autocast.")] = "fp32",
+    precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Precision; bf16 is autocast.")] = "fp32",
     processes: Annotated[int, typer.Option(metavar="N", min=1, help="Number of devices.")] = 1,
     sharding: Annotated[
-        Literal["ddp", "fsdp2", "deepspeed-stage-1", "deepspeed-stage-2"], typer.Option(help="Of several processes.")
+        Literal["ddp", "fsdp2", "deepspeed-stage-1", "deepspeed-stage-2"],
+        typer.Option(help="Sharding over several processes."),
     ] = "ddp",
     device: Annotated[Literal["gpu", "cpu"], typer.Option(help="Kind of device.")] = "gpu",
 ) -> None:

@@ -66,16 +66,16 @@ def interpolate(
 def export(
     src: options.Mote,
     out: options.Out,
-    expert: Annotated[str, typer.Option(metavar="NAME", help="Which expert.")],
+    expert: Annotated[str, typer.Option(metavar="NAME", help="Expert to export.")],
     backend: Annotated[
-        Literal["torch", "onnx", "openvino"], typer.Option(help="Write also for this runtime on CPUs.")
+        Literal["torch", "onnx", "openvino"], typer.Option(help="Runtime on CPUs to write for as well.")
     ] = "torch",
     quantize: Annotated[
         Literal["int8"] | None, typer.Option(help="Precision of the runtime's model. Default: float32.")
     ] = None,
     texts: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="For calibration, one per line. Default: 128 that come with MoTE."),
+        typer.Option(metavar="FILE", help="Calibration texts, one per line. Default: 128 that come with MoTE."),
     ] = None,
     revision: options.Revision = None,
     max_shard_size: options.MaxShardSize = "5GB",
@@ -240,7 +240,7 @@ def remove_expert(
 def rename_expert(
     src: options.Mote,
     name: options.Expert,
-    new_name: Annotated[str, typer.Argument(metavar="NEW_NAME", help="Its new name.")],
+    new_name: Annotated[str, typer.Argument(metavar="NEW_NAME", help="New name.")],
     out: options.OutOrInPlace = None,
     revision: options.Revision = None,
     max_shard_size: options.MaxShardSize = "5GB",

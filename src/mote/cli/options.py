@@ -44,22 +44,27 @@ def weights_of(words: Sequence[str], option: str, default: float | None = None) 
 SRC = "folder, or Hub id (user/name)"
 Mote = Annotated[str, typer.Argument(metavar="SRC", help=f"MoTE: {SRC}.")]
 Expert = Annotated[str, typer.Argument(metavar="NAME", help="Expert name.")]
-Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help=f"Each a {SRC}, or LABEL=MODEL.")]
-Out = Annotated[str, typer.Option("--out", metavar="DIR", help="Where to write.")]
+Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help=f"Models, each a {SRC}, or LABEL=MODEL.")]
+Out = Annotated[str, typer.Option("--out", metavar="DIR", help="Output folder.")]
 OutOrInPlace = Annotated[
-    str | None, typer.Option("--out", metavar="DIR", help="Where to write. Default, with --overwrite: SRC itself.")
+    str | None, typer.Option("--out", metavar="DIR", help="Output folder. Default, with --overwrite: SRC itself.")
 ]
 Revision = Annotated[str | None, typer.Option(metavar="REV", help="Branch, tag or commit on the Hub.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the model that is there.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing model.")]
 MaxShardSize = Annotated[str, typer.Option(metavar="SIZE", help="Largest weight file.")]
 Push = Annotated[bool, typer.Option("--push", help="Push the result to the Hub.")]
 RepoId = Annotated[
-    str | None, typer.Option(metavar="USER/NAME", help="Where to push. Default: the name of DIR, under your user.")
+    str | None,
+    typer.Option(metavar="USER/NAME", help="Repository on the Hub. Default: the name of DIR, under your user."),
 ]
 Private = Annotated[bool, typer.Option("--private", help="Make a new repository on the Hub private.")]
-Instruction = Annotated[str | None, typer.Option(metavar="TEXT", help="Put in front of the new expert's texts.")]
-TasksOfExpert = Annotated[list[str], typer.Option("--task", metavar="TASK", help="Further task of it; repeatable.")]
+Instruction = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="Instruction in front of the new expert's texts.")
+]
+TasksOfExpert = Annotated[
+    list[str], typer.Option("--task", metavar="TASK", help="Further task of the expert; repeatable.")
+]
 BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="Batch size of embedding.")]
-Device = Annotated[str | None, typer.Option(metavar="D", help="cpu, cuda, cuda:1, mps … Default: the best there is.")]
+Device = Annotated[str | None, typer.Option(metavar="D", help="cpu, cuda, cuda:1, mps … Default: the best available.")]
 Seed = Annotated[int, typer.Option(metavar="N", help="Random seed.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that models bring along.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the models' repositories.")]

@@ -108,7 +108,7 @@ class EvaluationDataset:
         return found
 
     def files(self) -> list[Path]:
-        """The files that are read, as far as they exist."""
+        """The files that are read and exist."""
         found = [self.folder / self.path / QRELS] if self.task == "beir" else []
         for split in SPLITS[self.task]:
             try:
@@ -230,7 +230,7 @@ def find_evaluation_datasets(folder: Path, limit: int | None = None) -> list[Eva
 def read_classification(dataset: EvaluationDataset) -> dict[str, Rows]:
     """Read `train` and `test`: `text`, and as `label` a number.
 
-    A limit also shortens the train split, but leaves at least 16 texts of each label (as far as there are any). Test
+    A limit also shortens the train split, but leaves at least 16 texts of each label, or all if there are fewer. Test
     rows with labels that the train split lacks count as wrong, as in mteb, if they are few.
     """
     splits = {split: dataset.rows(split, text=TEXT, label=LABEL) for split in SPLITS["classification"]}
@@ -301,7 +301,7 @@ def read_summaries(dataset: EvaluationDataset) -> Rows:
     Where there are no human summaries, machine summaries are compared with the text itself.
 
     Raises:
-        ValueError: If rows are invalid, or the scores of each text are all equal, so that there is no order to find.
+        ValueError: If rows are invalid, or the scores of each text are all equal.
     """
     rows = _read_summaries(dataset)
     if all(len(set(row["relevance"])) == 1 for row in rows):

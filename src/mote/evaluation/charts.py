@@ -2,9 +2,9 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mote.evaluation.scores import Evaluation
@@ -72,7 +72,7 @@ def _places(types: list[str]) -> list[float]:
     return places
 
 
-def _name_types(axes: Any, types: list[str], places: list[float]) -> None:
+def _name_types(axes: Axes, types: list[str], places: list[float]) -> None:
     """Write each task type to the right of its datasets, and draw lines between types."""
     for task_type in dict.fromkeys(types):
         own = [place for place, other in zip(places, types, strict=True) if other == task_type]

@@ -193,7 +193,10 @@ class _Run:
             update={name: getattr(meta, name) for name in ("name", "revision", "experiment_kwargs")}
         )
         options: Any = {"batch_size": self.batch_size, "show_progress_bar": False}
-        _seed(task)
+        for part in with_subtasks([task]):  # else each model would get other samples
+            part.rng_state, part.np_rng = random.Random(part.seed), np.random.default_rng(part.seed)
+        random.seed(task.seed)
+        np.random.seed(task.seed)
         loaded = task.data_loaded
         try:
             with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):  # bars that cannot be turned off
@@ -247,14 +250,6 @@ def _reference(reference: str | None, models: list[EvaluatedModel]) -> str | Non
             return model.label
     labels = ", ".join(model.label for model in models)
     raise ValueError(f"The reference {reference} is not one of the models: {labels}")
-
-
-def _seed(task: AbsTask) -> None:
-    """Reset a task's random numbers: otherwise the second model would get other samples than the first."""
-    for part in with_subtasks([task]):
-        part.rng_state, part.np_rng = random.Random(part.seed), np.random.default_rng(part.seed)
-    random.seed(task.seed)
-    np.random.seed(task.seed)
 
 
 def _log(line: str) -> None:

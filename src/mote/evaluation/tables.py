@@ -67,7 +67,7 @@ def _with_notes(
     align: str,
     format: Format,  # noqa: A002
 ) -> str:
-    """Put what the numbers are above a table, and what its reader must know below it."""
+    """Add a heading above a table and notes below it."""
     layout, bullet = (markdown_table, "- ") if format == "markdown" else (table, "")
     lines = [f"{'; '.join(_heading(evaluation, format))}.", "", layout(header, rows, align=align)]
     notes = [bullet + note for note in _notes(evaluation)]

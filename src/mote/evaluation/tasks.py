@@ -129,7 +129,7 @@ def _select(names: Sequence[Sequence[str]], patterns: Sequence[str]) -> list[int
 
 
 def _name(dataset: EvaluationDataset, official: Official | None) -> str:
-    """What mteb calls a dataset: its official name, or task and name, as datasets of two tasks may share a name."""
+    """Name a dataset for mteb: its official name, or task and name, as datasets of two tasks may share a name."""
     return official.name if official else f"{dataset.task}-{dataset.name}"
 
 

@@ -196,7 +196,10 @@ class DatasetRows:
 
     def _make_pairs(self) -> None:
         """Expand each positive into a pair, all with the same number of hard negatives."""
-        rows = [_without_known(row) for row in self.rows]
+        rows = []
+        for row in self.rows:
+            texts = {text.strip() for text in (row.anchor, *row.positives)}
+            rows.append(row._replace(negatives=tuple(text for text in row.negatives if text.strip() not in texts)))
         known = sum(len(row.negatives) for row in self.rows) - sum(len(row.negatives) for row in rows)
         if known:
             self.report.notes.append(f"{known:,} hard negatives removed that equal the anchor or a positive")
@@ -308,14 +311,8 @@ class DatasetRows:
         ]
 
 
-def _without_known(row: Example) -> Example:
-    """Remove negatives that equal the anchor or a positive."""
-    known = {text.strip() for text in (row.anchor, *row.positives)}
-    return row._replace(negatives=tuple(text for text in row.negatives if text.strip() not in known))
-
-
 def _max_lengths(settings: DatasetSettings, name: str) -> dict[str, int]:
-    """Return the limits in tokens of anchors, positives and negatives, as far as there are any."""
+    """Return the limits in tokens of anchors, positives and negatives, where there are limits."""
     if settings.max_length is None:
         return {}
     if isinstance(settings.max_length, int):

@@ -37,7 +37,7 @@ class TrainingSet:
         name: Name of the dataset if the task's batches are homogeneous, else of the task.
         task: Task of the recipe.
         settings: Its settings, for these rows.
-        rows: Columns `anchor`, `positive`, `negative_1` …, `label`, as far as there are any.
+        rows: Columns `anchor`, `positive`, `negative_1` …, `label`; only those that exist.
         column_tasks: Column → task of the model (instruction and expert) of its texts.
         label_type: Content of `label`. `pairs`: ids of the row's texts, and of the group whose rows are not negatives
             of one another. `scored`: a score. `labelled`: the number of a label. `embeddings`: the teacher's.

@@ -226,14 +226,14 @@ def _gathered(model: PreTrainedModel) -> int:
     blocks: list[nn.Module] = [
         module for module in model.modules() if type(module).__name__ in MoTEModel._no_split_modules
     ]
-    blocks = blocks or [module for module in model.modules() if _is_layer(module)]
+    blocks = blocks or [
+        module
+        for module in model.modules()
+        if hasattr(module, "gradient_checkpointing") and not isinstance(module, PreTrainedModel)
+    ]
     sizes = [_size(block.parameters()) for block in blocks]
     outside = _size(model.parameters()) - sum(sizes)
     return outside + 3 * max(sizes, default=0)
-
-
-def _is_layer(module: nn.Module) -> bool:
-    return hasattr(module, "gradient_checkpointing") and not isinstance(module, PreTrainedModel)
 
 
 # Measured ------------------------------------------------------------------------------------------------------------
@@ -256,17 +256,16 @@ class LiveMemory(TorchDispatchMode):
         """Run an operation, and look at what it returns."""
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor):
-                self._add(value.untyped_storage())
+            if not isinstance(value, torch.Tensor):
+                continue
+            storage = value.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self.known:
+                self.known.add(key)
+                self.live += size
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._remove, key, size)
         return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self.known:
-            self.known.add(key)
-            self.live += size
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._remove, key, size)
 
     def _remove(self, key: int, size: int) -> None:
         self.known.discard(key)

@@ -45,7 +45,12 @@ def build_model(recipe: Recipe, source: Checkpoint, scratch: Path) -> tuple[Sent
         require_all_weights(model, str(folder))
         model.prompts = {**st.prompts_of(names)}
     else:
-        folder = source.folder if is_mote(source.config) else _upcycled(settings, source, scratch / START_FOLDER)
+        folder = source.folder
+        if not is_mote(source.config):
+            folder = scratch / START_FOLDER
+            with processes().main_process_first(), _no_progress():
+                if not folder.exists():
+                    upcycle(source, folder, _options(settings))
         model = SentenceTransformer(str(folder), trust_remote_code=True, **_loading(settings))
         first: Any = model[0]
         names = first.config
@@ -158,17 +163,9 @@ def _options(settings: ModelSettings) -> UpcyclingOptions:
     )
 
 
-def _upcycled(settings: ModelSettings, source: Checkpoint, folder: Path) -> Path:
-    """Upcycle the dense source into a folder, in one of the processes."""
-    with processes().main_process_first(), _no_progress():
-        if not folder.exists():
-            upcycle(source, folder, _options(settings))
-    return folder
-
-
 @contextlib.contextmanager
 def _no_progress() -> Iterator[None]:
-    """Silence the progress of upcycling, which is only a step of a run."""
+    """Silence the progress messages of upcycling."""
     loggers = [logging.getLogger(name) for name in ("mote.upcycling", "mote.checkpoints")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -198,9 +195,7 @@ def _check_only_experts(recipe: Recipe, names: MoTEConfig, only: list[str]) -> N
     for expert in only:
         if expert not in names.experts:
             raise ValueError(
-                f"training.only_experts: the model has no expert {expert!r}."
-                + alternatives(expert, names.experts)
-                + " "
+                f"training.only_experts: the model has no expert {expert!r}.{alternatives(expert, names.experts)} "
                 "`mote experts add` makes a new one"
             )
     for name, task in recipe.tasks.items():

@@ -387,7 +387,13 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         key, equals, value = override.partition("=")
         if not equals or not key:
             raise ValueError(f"Override {override!r}: expected key=value, as in training.learning_rate=2e-5")
-        _set(settings, key.split("."), _parse_yaml(value, f"override {override!r}"))
+        *path, name = key.split(".")
+        parent = settings
+        for part in path:
+            if not isinstance(parent.get(part), dict):
+                parent[part] = {}
+            parent = parent[part]
+        parent[name] = _parse_yaml(value, f"override {override!r}")
     return parse_recipe(settings, str(recipe))
 
 
@@ -481,11 +487,3 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         below = result.get(key)
         result[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return result
-
-
-def _set(settings: dict[str, Any], path: list[str], value: Any) -> None:
-    for key in path[:-1]:
-        if not isinstance(settings.get(key), dict):
-            settings[key] = {}
-        settings = settings[key]
-    settings[path[-1]] = value

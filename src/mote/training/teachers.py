@@ -80,7 +80,11 @@ class Teacher:
     def embed(self, texts: Sequence[str], prompt: str | None = None) -> np.ndarray:
         """Embed texts; see `teacher_embeddings`."""
         cache = self.cache or cached_assets_path("mote", "teachers")
-        folder = cache / _hash_of([self.identity, repr(prompt), str(CHUNK), *texts])
+        digest = blake2b(digest_size=16)
+        for text in (self.identity, repr(prompt), str(CHUNK), *texts):
+            content = text.encode()
+            digest.update(len(content).to_bytes(8, "big") + content)
+        folder = cache / digest.hexdigest()
         whole = self._find(folder, "embeddings")
         if whole is None:
             starts = tqdm(range(0, len(texts), CHUNK), desc=f"Embedding with {self.settings.source}", disable=None)
@@ -145,14 +149,6 @@ def _identity(source: str) -> str:
         return f"{source}@{newest_commit(source)}"
     except FileNotFoundError as error:
         raise FileNotFoundError(f"The teacher {error}") from error
-
-
-def _hash_of(texts: Sequence[str]) -> str:
-    digest = blake2b(digest_size=16)
-    for text in texts:
-        content = text.encode()
-        digest.update(len(content).to_bytes(8, "big") + content)
-    return digest.hexdigest()
 
 
 def _hash_of_file(path: Path) -> str:

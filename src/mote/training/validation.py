@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,9 @@ class Validation(BaseEvaluator):
         metrics = {"validation_mean": float(np.mean(list(scores.values())))} if scores else {}
         for task, score in scores.items():
             metrics[f"validation_{task}"] = score
-            metrics |= {f"validation_{_below(task, name)}": value for name, value in by_task[task].items()}
+            for name, value in by_task[task].items():  # `retrieval/arxiv` begins with its task
+                path = name if name.startswith(f"{task}/") else f"{task}/{name}"
+                metrics[f"validation_{path}"] = value
         return metrics
 
     def _score_pairs(self, model: SentenceTransformer, held_out: ValidationSet) -> float:
@@ -78,13 +81,8 @@ class Validation(BaseEvaluator):
         positives = self._embed(model, held_out.rows["positive"], held_out.positive)
         return float(spearmanr(model.similarity_pairwise(anchors, positives), held_out.rows["score"]).statistic)
 
-    def _embed(self, model: SentenceTransformer, texts: Any, task: str) -> np.ndarray:
+    def _embed(self, model: SentenceTransformer, texts: Iterable[str], task: str) -> np.ndarray:
         embeddings = model.encode(
             list(texts), batch_size=self.batch_size, show_progress_bar=False, **self.encodings[task]
         )
         return np.asarray(embeddings)
-
-
-def _below(task: str, dataset: str) -> str:
-    """Return the name of a dataset below its task; `retrieval/arxiv` has one already."""
-    return dataset if dataset.startswith(f"{task}/") else f"{task}/{dataset}"
