@@ -132,7 +132,7 @@ def refuse_whole_model(repo_id: str) -> None:
 
 
 def push(folder: Path, repo_id: str, private: bool = False, what: str = "a MoTE model") -> str:
-    """Create or update a model repository with what is in a folder.
+    """Create or update a model repository from a folder.
 
     Args:
         folder: Folder to push.

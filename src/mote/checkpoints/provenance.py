@@ -19,12 +19,10 @@ class Described(Protocol):
 
     @property
     def public_name(self) -> str:
-        """Hub id, or the folder's name without its place."""
-        ...
+        """Hub id, or the folder's name without its parents."""
 
     def provenance(self) -> dict[str, Any]:
         """Return `name`, `revision` and hashes; may read all of its files."""
-        ...
 
 
 def new_step(
@@ -78,7 +76,7 @@ def write_steps(steps: list[dict[str, Any]], folder: Path) -> None:
 
 
 def origin_of(steps: list[dict[str, Any]]) -> str | None:
-    """Return the name of the dense model that a model was upcycled from, if its steps tell."""
+    """Return the name of the dense model that a model was upcycled from, if its steps record it."""
     upcycled = [step for step in steps if step["step"] == "upcycle" and step["sources"]]
     return upcycled[0]["sources"][0].get("name") if upcycled else None
 

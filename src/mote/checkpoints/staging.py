@@ -137,12 +137,13 @@ class Staging:
         self.new_parents = [parent for parent in self.out.parents if not parent.exists()]
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers(with_replaced=False)
-        self.lock: int | None = None
-        while self.lock is None:  # another writer may take a folder that is not locked yet for a leftover
+        lock = None
+        while lock is None:  # another writer may take a folder that is not locked yet for a leftover
             self.work = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self.out.parent))
-            self.lock = _try_lock(self.work, ours=True)
+            lock = _try_lock(self.work, ours=True)
+        self.lock = lock
         self.folder, self.replaced = self.work / "new", self.work / "replaced"
-        self.folder.mkdir()  # with the usual permissions, which the folder around it has not
+        self.folder.mkdir()  # with the usual permissions, unlike the folder around it
         self.identity = _identity(self.folder)
         return self.folder
 
@@ -154,7 +155,7 @@ class Staging:
         finally:
             if self.out.exists() or not self.replaced.exists():
                 _remove(self.work)
-            os.close(self.lock)  # type: ignore[arg-type]
+            os.close(self.lock)
         if kind is not None:
             with suppress(OSError):  # others have put something there meanwhile
                 for parent in self.new_parents:
@@ -164,7 +165,7 @@ class Staging:
 
     def _move_into_place(self) -> None:
         with _one_at_a_time(self.out.parent):
-            self._last_look()
+            self._require_intact()
             refuse_occupied(self.out, self.overwrite)
             if self.out.is_dir() and any(self.out.iterdir()):
                 self._keep_other_files()
@@ -181,7 +182,7 @@ class Staging:
             shutil.rmtree(self.replaced, ignore_errors=True)
         self._remove_leftovers(with_replaced=True)
 
-    def _last_look(self) -> None:
+    def _require_intact(self) -> None:
         """Raise `OSError` unless the folder is the one that was made, with all files that `mote.json` lists."""
         missing = [name for name in recorded_files(self.folder) if not (self.folder / name).is_file()]
         if missing or _identity(self.folder) != self.identity:

@@ -174,7 +174,7 @@ def _write_file(path: Path, weights: dict[str, torch.Tensor], origins: dict[str,
             if location is None or not _copied(location, file, places[origin]):
                 data = dense[origin].contiguous().flatten().view(torch.uint8).numpy()
                 for offset in places[origin]:
-                    _write(file, offset, memoryview(data))  # type: ignore[arg-type]
+                    _write(file, offset, data.data)
     return size
 
 

@@ -25,7 +25,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Verb:
-    """What `transform` has to know of a function, beside what it does.
+    """How `transform` calls a function's verb, and describes its result.
 
     Attributes:
         words: Its verb on the command line, as in "experts add".
@@ -78,7 +78,7 @@ def transform(
         src: A MoTE: a folder or an id on the Hub.
         out: Folder to write. None: the source itself, with `overwrite`, if the function changes the model in place.
         function: Returns a MoTE or a dense model, or None if it has changed the model in place. Those of
-            `mote.experts` say by `verb` how they are called on the command line.
+            `mote.experts` are decorated with `verb`, which describes their command.
         *args: Its arguments after the model.
         revision: Branch, tag or commit of a source on the Hub.
         options: How the result is written.
@@ -97,18 +97,18 @@ def transform(
         PermissionError: If the Hub refuses the push.
     """
     options = options or WriteOptions()
-    said = getattr(function, "verb", None) or Verb(function.__name__, f"made by `{function.__name__}` of")
+    spec = getattr(function, "verb", None) or Verb(function.__name__, f"made by `{function.__name__}` of")
     arguments = _arguments(function, args, kwargs)
     source = open_mote(str(src), revision)
     target = _target(source, out, options)
     in_place = target.resolve() == source.folder.resolve()
     repo_id = require_writable(target, options, None if in_place else source.folder)
-    others = [*_sources_in(arguments.values())]
+    others = list(_sources_in(arguments.values()))
     if not in_place:
         for other in others:
             refuse_source(target, other.folder)
     tokenizer = load_tokenizer(source)
-    expert = source.config.require_expert(arguments[said.loads]) if said.loads else None
+    expert = source.config.require_expert(arguments[spec.loads]) if spec.loads else None
     model = load_mote(source, [expert] if expert is not None and source.config.routes_by_task else None)
     were_copies = _are_copies(model)
     changed = function(model, *args, **kwargs)
@@ -118,17 +118,17 @@ def transform(
     dense = not is_mote(result.config)
     fresh = not dense and were_copies and _are_copies(result)
     settings = {**arguments, **(recorded or {})}
-    command = _command(said, source, settings, {"overwrite": True} if in_place else {"out": target.resolve()})
-    made = said.made.format(**{name: _shown(value) for name, value in arguments.items()}, config=result.config)
+    command = _command(spec, source, settings, {"overwrite": True} if in_place else {"out": target.resolve()})
+    made = spec.made.format(**{name: _shown(value) for name, value in arguments.items()}, config=result.config)
 
     def write_card(folder: Path, step: dict[str, Any]) -> None:
-        told: dict[str, Any] = {"source": source, "command": command, "made": made}
+        common: dict[str, Any] = {"source": source, "command": command, "made": made}
         if dense:
             count, converted = result.num_parameters(), step.get("converted")
-            cards.write_dense_card(folder, repo_id, source.config, count, expert=expert, converted=converted, **told)
+            cards.write_dense_card(folder, repo_id, source.config, count, expert=expert, converted=converted, **common)
         else:
             counts, normalized = parameter_counts(result), normalizes(source)
-            cards.write_mote_card(folder, repo_id, result.config, counts, fresh=fresh, normalized=normalized, **told)
+            cards.write_mote_card(folder, repo_id, result.config, counts, fresh=fresh, normalized=normalized, **common)
 
     details: dict[str, Any] = {"parameters": result.num_parameters()}
     if not dense:
@@ -138,7 +138,7 @@ def transform(
     write_repository(
         target,
         result,
-        step=new_step(said.words.split()[-1], command=command, settings=settings, **details),
+        step=new_step(spec.words.split()[-1], command=command, settings=settings, **details),
         sources=[source, *others],
         write_card=write_card,
         tokenizer=tokenizer,
@@ -174,11 +174,11 @@ def _target(source: MoTECheckpoint, out: str | Path | None, options: WriteOption
     )
 
 
-def _command(said: Verb, source: MoTECheckpoint, settings: Mapping[str, Any], place: dict[str, Any]) -> str:
+def _command(spec: Verb, source: MoTECheckpoint, settings: Mapping[str, Any], place: dict[str, Any]) -> str:
     options = dict(settings)
-    words = [word for name in said.positional for word in _words(options.pop(name, None))]
-    named = {(said.options or {}).get(name, name): value for name, value in options.items()}
-    return command_line(*said.words.split(), source.public_name, *words, **named, **place)
+    words = [word for name in spec.positional for word in _words(options.pop(name, None))]
+    named = {(spec.options or {}).get(name, name): value for name, value in options.items()}
+    return command_line(*spec.words.split(), source.public_name, *words, **named, **place)
 
 
 def _words(value: Any) -> list[str]:

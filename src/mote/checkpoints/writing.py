@@ -154,7 +154,7 @@ def how_to_load(path: str, config: Any) -> str:
     if not is_mote(config):
         return f'AutoModel.from_pretrained("{path}")\nSentenceTransformer("{path}").encode(texts)'
     task = "search_query" if "search_query" in config.tasks else config.experts[0]
-    argument = "prompt_name" if config.instruction_of(task) else "task"  # a prompt without text tells no task
+    argument = "prompt_name" if config.instruction_of(task) else "task"  # an empty prompt selects no task
     routed = f', task="{task}"' if config.routes_by_task else ""
     return (
         f'AutoModel.from_pretrained("{path}", trust_remote_code=True)(**batch{routed}).pooler_output\n'

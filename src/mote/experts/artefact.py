@@ -1,7 +1,7 @@
 """Expert artefacts: one expert in files of its own, and the base that it belongs to.
 
-An expert is worth nothing without the attention and the embeddings that it was trained with. So its files hold a hash
-of these, its base, and no model of another base takes it in.
+An expert is useless without the attention and the embeddings that it was trained with. So its files hold a hash
+of these, its base, and it cannot be added to a model with another base.
 """
 
 import json
@@ -79,7 +79,7 @@ class ExpertArtefact:
 
     @property
     def public_name(self) -> str:
-        """Hub id, or the folder's name without its place."""
+        """Hub id, or the folder's name without its parents."""
         return self.folder.resolve().name if self.revision is None else self.source
 
     def provenance(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What functions over experts require of a model."""
+"""Checks of a model before its experts are used."""
 
 from typing import TYPE_CHECKING
 

@@ -174,7 +174,7 @@ def _mote_config(path: str | os.PathLike, experts: Any = None, **kwargs: Any) ->
 
 
 def check_device(device: str | None) -> None:
-    """Make sure that a device is there.
+    """Check that a device is available.
 
     Raises:
         ValueError: If it is not; the message lists those that are.
@@ -183,14 +183,14 @@ def check_device(device: str | None) -> None:
 
     if device is None:
         return
-    there = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    there += ["mps"] if torch.backends.mps.is_available() else []
+    available = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    available += ["mps"] if torch.backends.mps.is_available() else []
     try:
         wanted = torch.device(device)
     except RuntimeError:
         wanted = None
-    if wanted is None or (str(wanted) not in there and not (device == "cuda" and "cuda:0" in there)):
-        raise ValueError(f"There is no device {device!r} here, but {', '.join(there)}")
+    if wanted is None or (str(wanted) not in available and not (device == "cuda" and "cuda:0" in available)):
+        raise ValueError(f"There is no device {device!r} here, but {', '.join(available)}")
 
 
 def first_line(error: BaseException) -> str:

@@ -269,7 +269,7 @@ class Offloading:
                 vars(model)[method] = partial(self._with_all_experts, model, method)
 
     def _calls_running(self, model: "MoTEModel") -> bool:
-        """Whether another thread runs the model's backbone without a slot, told by its Python frames."""
+        """Whether another thread runs the model's backbone without a slot, judged by its Python frames."""
         for thread, top in sys._current_frames().items():
             frame: FrameType | None = top if thread != threading.get_ident() else None
             while frame is not None:

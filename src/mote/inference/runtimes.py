@@ -27,9 +27,9 @@ FILES = {"onnx": "onnx/model.onnx", "openvino": "openvino/openvino_model.xml"}
 
 _TO_RUN = {"torch": (), "onnx": ("onnxruntime",), "openvino": ("openvino",)}
 _TO_CONVERT = {"torch": (), "onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("openvino", "nncf")}
-_LARGEST_ONNX = 1.9e9  # bytes: a file of 2 GiB is more than ONNX can have in one piece
+_LARGEST_ONNX = 1.9e9  # bytes: a single ONNX file is limited to 2 GiB
 _BATCH = 4  # texts of one step of calibration
-# Below these, the conversion has gone wrong: rounding does not do that.
+# Lower ones mean a wrong conversion; rounding alone keeps above them.
 _LEAST_COSINES = {None: 0.9999, "int8": 0.9}
 
 logger = logging.getLogger(__name__)
@@ -78,8 +78,8 @@ def convert(
     Args:
         folder: Folder of the model, in Sentence-Transformers' format.
         backend: `"onnx"` or `"openvino"`.
-        quantize: `"int8"`: matrices in 8-bit integers. ONNX Runtime finds the scales of what they are multiplied with
-            as it runs (dynamic quantization), OpenVINO by the texts (static).
+        quantize: `"int8"`: matrices in 8-bit integers. ONNX Runtime computes the scales of activations as it
+            runs (dynamic quantization), OpenVINO from the texts (static).
         texts: Texts for calibration and comparison, as from `read_texts`.
 
     Returns:

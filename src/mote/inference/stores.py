@@ -44,7 +44,7 @@ class CpuStore:
         }
 
     def require(self, keys: Iterable[str]) -> None:
-        """No effect: all weights are there."""
+        """No effect: all weights are in memory."""
 
     def read(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return some weights."""
