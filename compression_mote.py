@@ -7,7 +7,7 @@ Building a model from a `CompressedConfig` compresses the weights that it is bui
 This file is copied into saved models whose `auto_map` names it, and into no others.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ class CompressedConfig(MoTEConfig):
     """
 
     model_type = "mote_compressed"
+    has_no_defaults_at_init: ClassVar[bool] = True  # the library would make one without settings, to print another
 
     expert_rank: int | None = None
     expert_bits: int | None = None

@@ -140,10 +140,15 @@ class Staging:
         lock = None
         while lock is None:  # another writer may take a folder that is not locked yet for a leftover
             self.work = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self.out.parent))
-            lock = _try_lock(self.work, ours=True)
+            try:
+                lock = _try_lock(self.work, ours=True)
+                if lock is not None:
+                    (self.work / "new").mkdir()  # with the usual permissions, unlike the folder around it
+            except BaseException:  # an interrupt, before `__exit__` would clean up
+                _remove(self.work)
+                raise
         self.lock = lock
         self.folder, self.replaced = self.work / "new", self.work / "replaced"
-        self.folder.mkdir()  # with the usual permissions, unlike the folder around it
         self.identity = _identity(self.folder)
         return self.folder
 
