@@ -111,7 +111,7 @@ sys.exit(cli.main())
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == status
-    assert errors.splitlines()[-1] == "interrupted: nothing was left behind"
+    assert errors.splitlines()[-1] == "interrupted: no partial result was left behind"
     assert "Traceback" not in errors
     assert os.listdir(tmp_path) == []  # noqa: PTH208
 

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -139,11 +139,12 @@ class Staging:
         self._remove_leftovers(with_replaced=False)
         lock = None
         while lock is None:  # another writer may take a folder that is not locked yet for a leftover
-            self.work = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self.out.parent))
+            self.work = self.out.parent / f"{self._prefix}{uuid.uuid4().hex}"
             try:
+                self.work.mkdir()
                 lock = _try_lock(self.work, ours=True)
                 if lock is not None:
-                    (self.work / "new").mkdir()  # with the usual permissions, unlike the folder around it
+                    (self.work / "new").mkdir()
             except BaseException:  # an interrupt, before `__exit__` would clean up
                 _remove(self.work)
                 raise

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _terminable(received, last=argv is None):
             return _run(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt as interrupt:
-        sys.stderr.write(f"interrupted: {str(interrupt) or 'nothing was left behind'}\n")
+        sys.stderr.write(f"interrupted: {str(interrupt) or 'no partial result was left behind'}\n")
         return 128 + (received[0] if received else signal.SIGINT)
     finally:
         root.removeHandler(console)
