@@ -231,8 +231,12 @@ class Staging:
 
 
 def _remove(work: Path) -> None:
-    for path in (work / "new", work / "replaced", work):  # the lock last
-        shutil.rmtree(path, ignore_errors=True)
+    try:
+        for path in (work / "new", work / "replaced", work):  # the lock last
+            shutil.rmtree(path, ignore_errors=True)
+    except BaseException:  # an interrupt: finish first
+        shutil.rmtree(work, ignore_errors=True)
+        raise
 
 
 def _try_lock(work: Path, ours: bool = False) -> int | None:
