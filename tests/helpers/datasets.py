@@ -1,36 +1,23 @@
 """Small datasets on disk, and recipes for them."""
 
-import gzip
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-from pyarrow import parquet
+from helpers.rows import write_rows
 
 from mote.training.data import TrainingData, TrainingSet, load_data
 from mote.training.recipe import Recipe, parse_recipe
 
 RETRIEVAL = {"anchor": "search_query", "positive": "search_document", "batches": "homogeneous"}
-
-
 CLASSIFICATION = {"anchor": "classification", "batches": "heterogeneous"}
-
 
 Rows = Sequence[dict[str, Any]]
 
 
 def write(folder: Path, name: str, rows: Rows, file: str = "train.jsonl") -> Path:
     """Write a dataset; the ending of the file decides on its format."""
-    path = folder / name / file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
-        return path
-    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
-    return path
+    return write_rows(folder / name / file, rows)
 
 
 def recipe_of(folder: Path, task: str = "retrieval", settings: Any = None, **parts: Any) -> Recipe:
