@@ -49,10 +49,11 @@ def write_mote_card(
         normalized: Whether Sentence-Transformers normalises the embeddings.
     """
     example = "search_query" if "search_query" in config.tasks else config.experts[0]
-    card = _render(
+    _write(
+        folder,
         "model_card.md",
         card_data(source, "finetune" if fresh else "merge", ("mote", "mixture-of-experts", "custom_code")),
-        model_name=repo_id.rsplit("/", 1)[-1],
+        repo_id,
         source=source.public_name,
         source_link=source_link(source),
         made=made,
@@ -65,7 +66,6 @@ def write_mote_card(
         total_parameters=millions(counts["total"]),
         tasks=[(task, expert, _cell(config.instruction_of(task))) for task, expert in config.tasks.items()],
         default_task=config.default_task,
-        repo_id=repo_id,
         example_task=example,
         example_instruction=escaped(config.instruction_of(example)),
         has_roles={"query", "document"} <= set(config.tasks),
@@ -73,7 +73,6 @@ def write_mote_card(
         normalized=normalized,
         command=command,
     )
-    card.save(folder / "README.md")
 
 
 def write_dense_card(
@@ -102,17 +101,17 @@ def write_dense_card(
         converted: Result of `runtimes.convert`, if the model is also there in a runtime's format.
     """
     tasks = [task for task in config.tasks if expert in (None, config.tasks[task])]
-    card = _render(
+    _write(
+        folder,
         "dense_card.md",
         card_data(source, "merge"),
-        model_name=repo_id.rsplit("/", 1)[-1],
+        repo_id,
         source=source.public_name,
         source_link=source_link(source),
         made=made,
         experts=config.experts,
         parameters=millions(parameters),
         prompts=[(task, _cell(config.instruction_of(task))) for task in tasks],
-        repo_id=repo_id,
         expert=expert,
         instruction=escaped(config.instruction_of(expert)) if expert else "",
         converted=converted,
@@ -120,7 +119,6 @@ def write_dense_card(
         pooling=config.pooling,
         command=command,
     )
-    card.save(folder / "README.md")
 
 
 def write_expert_card(
@@ -147,19 +145,18 @@ def write_expert_card(
     """
     data = card_data(source, "adapter")
     data.library_name, data.pipeline_tag, data.tags = "mote", None, ["mote", "mixture-of-experts", "task-expert"]
-    card = _render(
+    _write(
+        folder,
         "expert_card.md",
         data,
-        model_name=repo_id.rsplit("/", 1)[-1],
+        repo_id,
         name=name,
         source=source.public_name,
         tasks=[(task, _cell(text)) for task, text in instructions.items()],
         base=base,
         parameters=millions(parameters),
-        repo_id=repo_id,
         command=command,
     )
-    card.save(folder / "README.md")
 
 
 def write_trained_card(
@@ -198,11 +195,11 @@ def write_trained_card(
     routed = kind == "mote"
     example = "search_query" if "search_query" in config.tasks else config.experts[0]
     argument = "prompt_name" if instructions and config.instruction_of(example) else "task"
-    card = _render(
+    _write(
+        folder,
         "trained_model.md",
         card_data(source, "finetune", ("mote", "mixture-of-experts", "custom_code") if kind != "dense" else ()),
-        model_name=repo_id.rsplit("/", 1)[-1],
-        repo_id=repo_id,
+        repo_id,
         what=TRAINED_KINDS[kind],
         source=source.public_name,
         source_link="#training" if source.is_local else source_link(source),
@@ -218,12 +215,13 @@ def write_trained_card(
         recipe_file=recipe_file,
         curves_file=curves_file,
     )
+
+
+def _write(folder: Path, template: str, metadata: ModelCardData, repo_id: str, **values: Any) -> None:
+    path = str(files("mote.hub_card") / template)
+    name = repo_id.rsplit("/", 1)[-1]
+    card = ModelCard.from_template(metadata, template_path=path, model_name=name, repo_id=repo_id, **values)
     card.save(folder / "README.md")
-
-
-def _render(template: str, metadata: ModelCardData, **values: Any) -> ModelCard:
-    path = files("mote.hub_card") / template
-    return ModelCard.from_template(metadata, template_path=str(path), **values)
 
 
 def card_data(source: Checkpoint, relation: str, tags: tuple[str, ...] = ()) -> ModelCardData:
