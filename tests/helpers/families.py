@@ -94,8 +94,8 @@ def trained_mote(name: str, attention: str = "sdpa", **settings: Any) -> MoTEMod
     return make_different(fresh_mote(name, attention, **settings))
 
 
-def make_different(model: PreTrainedModel) -> PreTrainedModel:
-    """Give each expert noise of its own."""
+def make_different(model: PreTrainedModel, noise: float = 0.1) -> PreTrainedModel:
+    """Give each expert noise of its own, of this standard deviation."""
     generator = torch.Generator().manual_seed(1)
     changed = 0
     with torch.no_grad():
@@ -103,7 +103,7 @@ def make_different(model: PreTrainedModel) -> PreTrainedModel:
             if type(module).__name__ != "MoTEBlock":  # by name: remote code is another class than the installed one
                 continue
             for parameter in module.experts.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * noise)
                 changed += 1
     assert changed
     return model
