@@ -28,13 +28,13 @@ from transformers.utils import can_return_tuple
 
 if TYPE_CHECKING or not __package__:  # installed, as a top-level module
     try:  # transformers would take an import outside of `try` for a package that must be installed
-        from architectures_mote import Architecture, MPNetBackbone, architecture_of, attend_both_ways, weight_name
+        from architectures_mote import Architecture, MPNetBackbone, architecture_of, attend_both_ways
         from configuration_mote import MoTEConfig
         from mixed_batch_mote import groups_of
     finally:
         pass
 else:  # remote code
-    from .architectures_mote import Architecture, MPNetBackbone, architecture_of, attend_both_ways, weight_name
+    from .architectures_mote import Architecture, MPNetBackbone, architecture_of, attend_both_ways
     from .configuration_mote import MoTEConfig
     from .mixed_batch_mote import groups_of
 
@@ -129,6 +129,7 @@ class MoTEModel(PreTrainedModel):
     config: MoTEConfig
     config_class = MoTEConfig
     weight_files: tuple[str, ...] = ()  # that the weights were loaded from
+    unwanted_weights = ""  # a pattern of the names of those that are in the files, but not loaded
     offloading: Any = None  # set by `mote.load(path, offload=…)`: brings an expert to the device for a call
     routing_argument = "expert"  # of the blocks; layers that stay dense (`mote_layers`) do not get it
     base_model_prefix = ""
@@ -155,9 +156,10 @@ class MoTEModel(PreTrainedModel):
                 layers[index] = self._make_block(layer)
             else:
                 layer.register_forward_pre_hook(self._without_routing, with_kwargs=True)
-        absent = [re.escape(name) for name in config.experts if name not in config.available_experts]
-        if absent:  # weights that are in the files, and not wanted
-            self._keys_to_ignore_on_load_unexpected = {rf"\.experts\.({'|'.join(absent)})\."}
+        absent = [name for name in config.experts if name not in config.available_experts]
+        if absent:
+            self.unwanted_weights = rf"\.experts\.({'|'.join(absent)})\."
+            self._keys_to_ignore_on_load_unexpected = {self.unwanted_weights}
         self.post_init()
 
     def _make_block(self, layer: nn.Module) -> nn.Module:
@@ -330,17 +332,13 @@ class MoTEModel(PreTrainedModel):
     ) -> Any:
         """Remember the files, and look only at the weights of the experts that are wanted: there may be hundreds."""
         model.weight_files = files = tuple(checkpoint_files or ())
-        absent = set(model.config.experts) - set(model.config.available_experts)
+        unwanted = model.unwanted_weights
         mapped = not load_config.disable_mmap and all(file.endswith(".safetensors") for file in files)
         with ExitStack() as opened:
-            if absent and files and mapped and state_dict is None:
+            if unwanted and files and mapped and state_dict is None:
                 handles = [opened.enter_context(safe_open(file, framework="pt")) for file in files]
                 keys = ((file, key) for file in handles for key in file.keys())  # noqa: SIM118  # not a dict
-                state_dict = {
-                    key: file.get_slice(key)
-                    for file, key in keys
-                    if weight_name(key, model.config).expert not in absent
-                }
+                state_dict = {key: file.get_slice(key) for file, key in keys if not re.search(unwanted, key)}
             load = PreTrainedModel._load_pretrained_model
             return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
@@ -402,7 +400,9 @@ def _list_of_layers(backbone: nn.Module, architecture: Architecture) -> nn.Modul
         for path in architecture.shared_modules:
             layers[0].get_submodule(path)
     except (AttributeError, IndexError) as error:  # no such path, or no layers
-        raise ValueError(f"{type(backbone).__name__} is not built as described, {architecture[:2]}: {error}") from error
+        raise ValueError(
+            f"{type(backbone).__name__} is not built as described, {tuple(architecture)}: {error}"
+        ) from error
     return layers
 
 

@@ -32,15 +32,42 @@ from transformers.utils import can_return_tuple
 
 if TYPE_CHECKING or not __package__:  # installed, as a top-level module
     try:  # transformers would take an import outside of `try` for a package that must be installed
-        from architectures_mote import FeedForward
         from configuration_mote import MoTEConfig
         from modeling_mote import MoTEModel, present_inputs
     finally:
         pass
 else:  # remote code
-    from .architectures_mote import FeedForward
     from .configuration_mote import MoTEConfig
     from .modeling_mote import MoTEModel, present_inputs
+
+
+class FeedForward(NamedTuple):
+    """Paths of the feed-forward network in a dense layer.
+
+    `module` holds the network. `up` are its projections from the hidden size (of a gated network the gate's first, or
+    both in one), `down` is the one back, possibly outside of `module`.
+    """
+
+    module: str
+    up: tuple[str, ...]
+    down: str
+    activation: str
+    inner_dropout: str | None = None
+    outer_dropout: str | None = None
+
+
+_BERT = FeedForward("intermediate", ("intermediate.dense",), "output.dense", "intermediate.intermediate_act_fn")
+_GATED = FeedForward("mlp", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", "mlp.act_fn")
+
+# By architecture, as in `ARCHITECTURES`.
+FEED_FORWARDS = {
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie", "mpnet"), _BERT),
+    **dict.fromkeys(("nomic_bert", "eurobert", "mistral", "qwen2", "qwen3", "llama", "gemma2", "gemma3_text"), _GATED),
+    "gte": _GATED._replace(inner_dropout="mlp.dropout"),
+    "jina_embeddings_v3": FeedForward("mlp", ("mlp.fc1",), "mlp.fc2", "mlp.activation_fn"),
+    "distilbert": FeedForward("ffn", ("ffn.lin1",), "ffn.lin2", "ffn.activation", outer_dropout="ffn.dropout"),
+    "modernbert": FeedForward("mlp", ("mlp.Wi",), "mlp.Wo", "mlp.act", inner_dropout="mlp.drop"),
+}
 
 
 _ALL_EXPERTS_NEEDED = (
@@ -363,9 +390,7 @@ class TokenRoutedModel(MoTEModel):
         return True  # the base class would look it up for each class, but finds what it has cached for `MoTEModel`
 
     def _make_block(self, layer: nn.Module) -> nn.Module:
-        network = self.architecture.feed_forward
-        assert network is not None, "the config's validation refuses architectures that are described by hand"
-        return TokenRoutedBlock(layer, network, self.config)
+        return TokenRoutedBlock(layer, FEED_FORWARDS[self.config.backbone_config.model_type], self.config)
 
     @can_return_tuple
     def forward(

@@ -25,9 +25,10 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig
 
 import mote
-from architectures_mote import ARCHITECTURES, weight_name
+from architectures_mote import ARCHITECTURES
 from configuration_mote import MoTEConfig
 from modeling_mote import MoTEBlock, MoTEModel, pool
+from mote.checkpoints.tensors import weight_name
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -169,8 +170,8 @@ def test_every_supported_architecture_is_tested() -> None:
     from helpers.families import FAMILIES, REPRESENTATIVES
 
     assert set(FAMILIES) == set(ARCHITECTURES)
-    by_default = [ARCHITECTURES[name][:2] for name in REPRESENTATIVES]  # layer path and shared modules
-    assert sorted(by_default) == sorted({row[:2] for row in ARCHITECTURES.values()})
+    by_default = [ARCHITECTURES[name] for name in REPRESENTATIVES]  # layer path and shared modules
+    assert sorted(by_default) == sorted(set(ARCHITECTURES.values()))
 
 
 def test_eight_threads_serve_four_tasks() -> None:
@@ -398,7 +399,7 @@ def test_names_of_weights() -> None:
     for name in ("bert", "nomic_bert", "distilbert", "gemma3_text"):
         dense = dense_model(name)
         in_dense = {key for key in dense.state_dict() if not key.startswith("pooler.")}
-        layer_path, shared_modules, _ = ARCHITECTURES[name]
+        layer_path, shared_modules = ARCHITECTURES[name]
         model = MoTEModel(mote_config(dense, mote_layers=[1]), dense)
         names = [weight_name(key, model.config) for key in model.state_dict()]
         assert {found.dense for found in names} == in_dense

@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import re
 import zipfile
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -13,12 +14,39 @@ import torch
 from safetensors import SafetensorError
 from transformers.modeling_utils import load_state_dict, str_to_torch_dtype
 
-from architectures_mote import weight_name
+from architectures_mote import architecture_of
+from configuration_mote import MoTEConfig
 
 if TYPE_CHECKING:
     from modeling_mote import MoTEModel
 
 NOT_ONLY_TENSORS = "it is damaged, or holds more than tensors, such as code, which is not run"
+
+
+class WeightName(NamedTuple):
+    """What the key of a weight in a MoTE's state dict stands for."""
+
+    expert: str | None  # None: shared by all experts, or outside of the blocks
+    layer: int | None  # index of the block, from 0; None outside of the blocks
+    dense: str  # the weight's name in the dense model
+
+
+def weight_name(key: str, config: MoTEConfig) -> WeightName:
+    """Parse the key of a weight: `backbone.<layers>.i.shared.<path>` or `backbone.<layers>.i.experts.<name>.<path>`.
+
+    Args:
+        key: A key of the state dict, as in `backbone.encoder.layer.0.experts.clustering.output.dense.weight`.
+        config: The model's config.
+
+    Returns:
+        Here `("clustering", 0, "encoder.layer.0.output.dense.weight")`.
+    """
+    dense = key.removeprefix("backbone.")
+    layers = architecture_of(config).layer_path
+    found = re.fullmatch(rf"{re.escape(layers)}\.(\d+)\.(?:shared|experts\.([^.]+))\.(.+)", dense)
+    if found is None or int(found[1]) not in config.mote_layer_indices:
+        return WeightName(None, None, dense)
+    return WeightName(found[2], int(found[1]), f"{layers}.{found[1]}.{found[3]}")
 
 
 class TensorLocation(NamedTuple):

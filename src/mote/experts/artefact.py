@@ -19,13 +19,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
-from architectures_mote import architecture_of, weight_name
+from architectures_mote import architecture_of
 from configuration_mote import MoTEConfig
 from mote import hub
 from mote.checkpoints import cards
 from mote.checkpoints.provenance import command_line, new_step, origin_of, read_steps, write_steps
 from mote.checkpoints.reading import MoTECheckpoint, open_mote, read_json
 from mote.checkpoints.staging import EXPERT_FILE, Staging
+from mote.checkpoints.tensors import weight_name
 from mote.checkpoints.writing import WriteOptions, require_writable
 from mote.experts.checks import require_task_experts, require_uncompressed
 from mote.reporting import millions, table

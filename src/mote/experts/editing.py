@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from architectures_mote import weight_name
 from configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, alternatives
+from mote.checkpoints.tensors import weight_name
 from mote.checkpoints.transform import verb
 from mote.experts.artefact import ExpertArtefact
 from mote.experts.checks import require_all_experts, require_editable, require_uncompressed

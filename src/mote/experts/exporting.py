@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
-from architectures_mote import weight_name
+from mote.checkpoints.tensors import weight_name
 from mote.checkpoints.transform import verb
 from mote.experts.checks import require_task_experts
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from architectures_mote import weight_name
 from configuration_mote import MoTEConfig, alternatives
+from mote.checkpoints.tensors import weight_name
 from mote.checkpoints.transform import verb
 from mote.experts import editing
 from mote.experts.artefact import ExpertArtefact
