@@ -16,7 +16,7 @@ from helpers.paths import SMALL_ENCODER
 
 from mote.cli import app, main
 
-VERBS = ["upcycle", "train", "evaluate", "analyze", "average", "interpolate", "export", "compress", "memory"]
+VERBS = ["upcycle", "train", "evaluate", "analyze", "average", "interpolate", "export", "compress", "set", "memory"]
 EXPERT_VERBS = ["list", "add", "extract", "merge", "remove", "rename"]
 
 
@@ -173,6 +173,7 @@ def wrong_command_lines(verb: list[str], rest: list[str]) -> Iterator[list[str]]
         "interpolate SRC --out OUT --weight 0.5",
         "export SRC --out OUT --expert a",
         "compress SRC --out OUT --rank 1",
+        "set SRC default_task=a",
         "memory SRC --batch-size 8 --length 8",
         "experts list SRC",
         "experts add SRC mean --name x --out OUT",

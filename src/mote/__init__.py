@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mote.checkpoints.writing import WriteOptions
     from mote.evaluation.evaluate import evaluate
     from mote.evaluation.scores import Evaluation
+    from mote.experts.configuring import configure
     from mote.inference.loading import load, load_encoder
     from mote.inference.offloading import offload, restore
     from mote.inference.runtimes import load_exported
@@ -30,6 +31,7 @@ __all__ = [
     "UpcyclingPlan",
     "WriteOptions",
     "analyze",
+    "configure",
     "estimate_memory",
     "evaluate",
     "experts",
@@ -54,6 +56,7 @@ _MODULES = {
     "MoTEModel": "modeling_mote",
     **dict.fromkeys(["UpcyclingOptions", "UpcyclingPlan", "plan_upcycling", "upcycle"], "mote.upcycling"),
     "WriteOptions": "mote.checkpoints.writing",
+    "configure": "mote.experts.configuring",
     "evaluate": "mote.evaluation.evaluate",
     **dict.fromkeys(["load", "load_encoder"], "mote.inference.loading"),
     "load_exported": "mote.inference.runtimes",

@@ -133,6 +133,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "interpolate": experts.interpolate,
     "export": experts.export,
     "compress": experts.compress,
+    "set": experts.set_values,
     "memory": commands.memory,
 }
 _EXPERTS_COMMANDS: dict[str, Callable[..., None]] = {

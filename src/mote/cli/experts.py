@@ -16,32 +16,32 @@ def _transform(
     src: str,
     out: str | None,
     revision: str | None,
-    max_shard_size: str,
-    overwrite: bool,
+    write: "mote.WriteOptions",
     function: Callable[..., Any],
     *args: Any,
     **settings: Any,
 ) -> None:
     """Call `mote.transform`, without the settings that were not given."""
-    write = mote.WriteOptions(max_shard_size=max_shard_size, overwrite=overwrite)
     given = {name: value for name, value in settings.items() if value not in (None, [], {})}
     mote.transform(src, out, function, *args, revision=revision, options=write, **given)
 
 
+@options.written
 def average(
     src: options.Mote,
     out: options.Out,
     revision: options.Revision = None,
-    max_shard_size: options.MaxShardSize = "5GB",
-    overwrite: options.Overwrite = False,
+    *,
+    write: "mote.WriteOptions",
 ) -> None:
     """Average the experts into a dense model.
 
     It loads without the code of this package.
     """
-    _transform(src, out, revision, max_shard_size, overwrite, mote.experts.average)
+    _transform(src, out, revision, write, mote.experts.average)
 
 
+@options.written
 def interpolate(
     src: options.Mote,
     out: options.Out,
@@ -52,17 +52,18 @@ def interpolate(
         ),
     ],
     revision: options.Revision = None,
-    max_shard_size: options.MaxShardSize = "5GB",
-    overwrite: options.Overwrite = False,
+    *,
+    write: "mote.WriteOptions",
 ) -> None:
     """Move experts towards their mean."""
     weights = options.weights_of(weight, "--weight")
     if "" in weights and len(weights) > 1:
         raise typer.BadParameter("expected one number, or NAME=W for each expert", param_hint="--weight")
     chosen = weights.get("", weights)
-    _transform(src, out, revision, max_shard_size, overwrite, mote.experts.interpolate, chosen)
+    _transform(src, out, revision, write, mote.experts.interpolate, chosen)
 
 
+@options.written
 def export(
     src: options.Mote,
     out: options.Out,
@@ -78,8 +79,8 @@ def export(
         typer.Option(metavar="FILE", help="Calibration texts, one per line. Default: 128 that come with MoTE."),
     ] = None,
     revision: options.Revision = None,
-    max_shard_size: options.MaxShardSize = "5GB",
-    overwrite: options.Overwrite = False,
+    *,
+    write: "mote.WriteOptions",
 ) -> None:
     """Write one expert as a dense model.
 
@@ -98,11 +99,12 @@ def export(
     if backend != "torch":
         convert = partial(runtimes.convert, backend=backend, quantize=quantize, texts=for_conversion)
         settings = {"after": convert, "recorded": {"backend": backend, "quantize": quantize}}
-    _transform(src, out, revision, max_shard_size, overwrite, mote.experts.export, expert, **settings)
+    _transform(src, out, revision, write, mote.experts.export, expert, **settings)
     if backend != "torch":
         logger.info('mote.load_exported("%s", backend="%s").encode(texts)', out, backend)
 
 
+@options.written
 def compress(
     src: options.Mote,
     out: options.Out,
@@ -111,8 +113,8 @@ def compress(
     ] = None,
     bits: Annotated[int | None, typer.Option(metavar="8", help="Keep the matrices of experts in 8 bits.")] = None,
     revision: options.Revision = None,
-    max_shard_size: options.MaxShardSize = "5GB",
-    overwrite: options.Overwrite = False,
+    *,
+    write: "mote.WriteOptions",
 ) -> None:
     """Make experts take less memory.
 
@@ -120,7 +122,35 @@ def compress(
     """
     if (rank is None) == (bits is None):
         raise typer.BadParameter("expected either --rank or --bits", param_hint="--rank")
-    _transform(src, out, revision, max_shard_size, overwrite, mote.experts.compress, rank=rank, bits=bits)
+    _transform(src, out, revision, write, mote.experts.compress, rank=rank, bits=bits)
+
+
+@options.written
+def set_values(
+    src: options.Mote,
+    settings: Annotated[
+        list[Any],
+        typer.Argument(
+            parser=options.pair,
+            metavar="KEY=VALUE...",
+            help="default_task=TASK (none: an error again) or instruction.TASK=TEXT.",
+        ),
+    ],
+    out: Annotated[str | None, typer.Option("--out", metavar="DIR", help="Output folder. Default: SRC itself.")] = None,
+    revision: options.Revision = None,
+    *,
+    write: "mote.WriteOptions",
+) -> None:
+    """Set the default task or instructions of a MoTE.
+
+    Prompts and card follow.
+    """
+    from mote.experts.configuring import parse_settings
+
+    repeated = [key for index, (key, _) in enumerate(settings) if key in dict(settings[:index])]
+    if repeated:
+        raise typer.BadParameter(f"{repeated[0]!r} is set twice", param_hint="KEY=VALUE...")
+    mote.configure(src, out, **parse_settings(dict(settings)), revision=revision, options=write)
 
 
 def list_experts(src: options.Mote, revision: options.Revision = None) -> None:
@@ -128,6 +158,7 @@ def list_experts(src: options.Mote, revision: options.Revision = None) -> None:
     typer.echo(mote.experts.list_experts(src, revision=revision))
 
 
+@options.written
 def add_expert(
     src: options.Mote,
     expert: Annotated[
@@ -139,8 +170,8 @@ def add_expert(
     tasks: options.TasksOfExpert = [],  # noqa: B006
     out: options.OutOrInPlace = None,
     revision: options.Revision = None,
-    max_shard_size: options.MaxShardSize = "5GB",
-    overwrite: options.Overwrite = False,
+    *,
+    write: "mote.WriteOptions",
 ) -> None:
     """Write a MoTE with one more expert."""
     from mote.experts.artefact import artefact_or_name
@@ -153,8 +184,7 @@ def add_expert(
         src,
         out,
         revision,
-        max_shard_size,
-        overwrite,
+        write,
         mote.experts.add,
         name,
         start,
@@ -178,6 +208,7 @@ def extract_expert(
     mote.experts.extract(src, name, out, write, revision=revision)
 
 
+@options.written
 def merge_experts(
     src: options.Mote,
     experts: Annotated[
@@ -192,8 +223,8 @@ def merge_experts(
     tasks: options.TasksOfExpert = [],  # noqa: B006
     out: options.OutOrInPlace = None,
     revision: options.Revision = None,
-    max_shard_size: options.MaxShardSize = "5GB",
-    overwrite: options.Overwrite = False,
+    *,
+    write: "mote.WriteOptions",
 ) -> None:
     """Write a MoTE with one more expert, the weighted mean of others."""
     from mote.experts.artefact import artefact_or_name
@@ -205,8 +236,7 @@ def merge_experts(
         src,
         out,
         revision,
-        max_shard_size,
-        overwrite,
+        write,
         mote.experts.merge,
         weights,
         name,
@@ -215,6 +245,7 @@ def merge_experts(
     )
 
 
+@options.written
 def remove_expert(
     src: options.Mote,
     name: options.Expert,
@@ -229,22 +260,23 @@ def remove_expert(
     ] = None,
     out: options.OutOrInPlace = None,
     revision: options.Revision = None,
-    max_shard_size: options.MaxShardSize = "5GB",
-    overwrite: options.Overwrite = False,
+    *,
+    write: "mote.WriteOptions",
 ) -> None:
     """Write a MoTE with one expert less."""
     moved = {task: expert or None for task, expert in tasks or []}
-    _transform(src, out, revision, max_shard_size, overwrite, mote.experts.remove, name, tasks=moved)
+    _transform(src, out, revision, write, mote.experts.remove, name, tasks=moved)
 
 
+@options.written
 def rename_expert(
     src: options.Mote,
     name: options.Expert,
     new_name: Annotated[str, typer.Argument(metavar="NEW_NAME", help="New name.")],
     out: options.OutOrInPlace = None,
     revision: options.Revision = None,
-    max_shard_size: options.MaxShardSize = "5GB",
-    overwrite: options.Overwrite = False,
+    *,
+    write: "mote.WriteOptions",
 ) -> None:
     """Write a MoTE in which an expert has another name."""
-    _transform(src, out, revision, max_shard_size, overwrite, mote.experts.rename, name, new_name)
+    _transform(src, out, revision, write, mote.experts.rename, name, new_name)

@@ -1,9 +1,13 @@
 """Types of options and arguments that commands share, and how their values are parsed."""
 
-from collections.abc import Sequence
-from typing import Annotated
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
+
+import mote
 
 
 def pair(text: str) -> tuple[str, str]:
@@ -68,3 +72,31 @@ BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="Batch size of 
 Device = Annotated[str | None, typer.Option(metavar="D", help="cpu, cuda, cuda:1, mps … Default: the best available.")]
 Seed = Annotated[int, typer.Option(metavar="N", help="Random seed.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the models' repositories.")]
+
+
+_WRITE: dict[str, tuple[Any, Any]] = {
+    "max_shard_size": (MaxShardSize, "5GB"),
+    "push": (Push, False),
+    "repo_id": (RepoId, None),
+    "private": (Private, False),
+    "overwrite": (Overwrite, False),
+}
+
+
+def written(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of how a result is written, which it gets as one `write`, a `mote.WriteOptions`."""
+    signature = inspect.signature(command)
+    own = [parameter for name, parameter in signature.parameters.items() if name != "write"]
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for name, (annotation, default) in _WRITE.items()
+    ]
+
+    @functools.wraps(command)
+    def run(**arguments: Any) -> None:
+        write = mote.WriteOptions(**{name: arguments.pop(name) for name in _WRITE})
+        command(**arguments, write=write)
+
+    run.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *shared)}
+    return run

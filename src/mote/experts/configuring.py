@@ -1,0 +1,95 @@
+"""Settings of a MoTE on disk that decide which expert a text goes to, and what stands in front of it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from configuration_mote import alternatives
+from mote.checkpoints.transform import transform, verb
+from mote.checkpoints.writing import WriteOptions
+
+if TYPE_CHECKING:
+    from modeling_mote import MoTEModel
+
+INSTRUCTION = "instruction."  # and the task, as in "instruction.clustering"
+KEYS = ("default_task", f"{INSTRUCTION}TASK")
+
+_UNCHANGED: Any = object()
+
+
+def configure(
+    src: str | Path,
+    out: str | Path | None = None,
+    *,
+    default_task: str | None = _UNCHANGED,
+    instructions: Mapping[str, str] | None = None,
+    revision: str | None = None,
+    options: WriteOptions | None = None,
+) -> Path:
+    """Set the default task or instructions of a MoTE on disk; prompts, card and `mote.json` follow.
+
+    A model in memory has the same settings in `model.config`.
+
+    Args:
+        src: A MoTE: a folder or an id on the Hub.
+        out: Folder to write. Default: the source itself, which stays as it is if anything fails.
+        default_task: Task of texts for which none is given; None: none, which makes that an error. No instruction is
+            put in front of such texts.
+        instructions: Task → text put in front of its inputs.
+        revision: Branch, tag or commit of a source on the Hub.
+        options: How the result is written.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileNotFoundError: If the source does not exist or has no weights.
+        FileExistsError: If `out` is in use.
+        OSError: If the result cannot be written; nothing is left behind.
+        ValueError: If nothing is to be set, a task is unknown, an instruction belongs to another expert, or a source
+            on the Hub has no `out`.
+        PermissionError: If the Hub refuses the push.
+    """
+    changes: dict[str, Any] = {INSTRUCTION + task: text for task, text in (instructions or {}).items()}
+    if default_task is not _UNCHANGED:
+        changes["default_task"] = default_task
+    if not changes:
+        raise ValueError(f"Nothing to set: expected {' or '.join(KEYS)}")
+    options = options or WriteOptions()
+    if out is None:
+        options = replace(options, overwrite=True)
+    return transform(src, out, _set, changes, revision=revision, options=options)
+
+
+def parse_settings(words: Mapping[str, str]) -> dict[str, Any]:
+    """Turn words of the command line into arguments of `configure`.
+
+    Args:
+        words: Key → value, as in `{"default_task": "none", "instruction.clustering": "Topic: "}`. For the default
+            task, `none` or nothing removes it.
+
+    Raises:
+        ValueError: If a key is unknown; the message lists those that work.
+    """
+    settings: dict[str, Any] = {}
+    for key, value in words.items():
+        task = key.removeprefix(INSTRUCTION)
+        if key == "default_task":
+            settings[key] = None if value in ("", "none") else value
+        elif task and task != key:
+            settings.setdefault("instructions", {})[task] = value
+        else:
+            raise ValueError(f"Unknown setting {key!r}." + alternatives(key, KEYS))
+    return settings
+
+
+@verb("set", "made by setting {changes} in", positional=("changes",))
+def _set(model: "MoTEModel", changes: Mapping[str, Any]) -> None:
+    config = model.config
+    fields = {key: value for key, value in changes.items() if not key.startswith(INSTRUCTION)}
+    texts = {key.removeprefix(INSTRUCTION): text for key, text in changes.items() if key.startswith(INSTRUCTION)}
+    fields["instructions"] = {**config.instructions, **texts}
+    valid = type(config).from_dict({**config.to_dict(), **fields})
+    for field in fields:
+        setattr(config, field, getattr(valid, field))

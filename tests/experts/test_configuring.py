@@ -1,0 +1,118 @@
+"""Settings of a MoTE on disk: default task, instructions."""
+
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoints import contents, files_in, read_json, trusted
+from helpers.kills import stop_everywhere
+from transformers import AutoModel, pipeline
+
+import mote
+from mote.checkpoints.provenance import read_steps
+from mote.cli import main
+
+TEXTS = ["whales breathe air", "bread"]
+
+
+@pytest.fixture
+def place(trained_folder: Path, tmp_path: Path) -> Path:
+    """A MoTE of one's own, whose experts differ."""
+    return shutil.copytree(trained_folder, tmp_path / "own" / "small-mote")
+
+
+def test_a_default_task_serves_callers_without_arguments(place: Path) -> None:
+    with pytest.raises(ValueError, match="No task for the text"):
+        trusted(place).encode(TEXTS)
+    weights = (place / "model.safetensors").read_bytes()
+    (place / "notes.txt").write_text("mine")
+    assert main(["set", str(place), "default_task=clustering"]) == 0
+    assert (place / "model.safetensors").read_bytes() == weights
+    assert (place / "notes.txt").read_text() == "mine"
+    model = trusted(place)
+    assert (model.encode(TEXTS) == model.encode(TEXTS, task="clustering")).all()
+    assert not (model.encode(TEXTS) == model.encode(TEXTS, task="classification")).any()
+    features: Any = pipeline("feature-extraction", model=str(place), trust_remote_code=True)
+    batch = features.tokenizer(TEXTS[0], return_tensors="pt")
+    expected = AutoModel.from_pretrained(place, trust_remote_code=True)(**batch, task="clustering").last_hidden_state
+    assert torch.allclose(features(TEXTS[0], return_tensors=True), expected, atol=1e-5)
+
+
+def test_everything_that_names_the_settings_follows(place: Path) -> None:
+    path = mote.configure(place, default_task="sts", instructions={"clustering": "Topic: ", "sts": ""})
+    assert path == place
+    config = read_json(place / "config.json")
+    assert (config["default_task"], config["instructions"]["clustering"]) == ("sts", "Topic: ")
+    prompts = read_json(place / "config_sentence_transformers.json")["prompts"]
+    assert (prompts["clustering"], prompts["Clustering"]) == ("Topic: ", "Topic: ")
+    assert (prompts["sts"], prompts["STS"], prompts["summarization"]) == ("", "", "classification: ")
+    card = (place / "README.md").read_text()
+    assert "| `clustering` | `clustering` | `Topic: ` |" in card
+    assert "Texts without a task: the task `sts`." in card
+    step = read_steps(place)[-1]
+    changes = {"instruction.clustering": "Topic: ", "instruction.sts": "", "default_task": "sts"}
+    assert (step["step"], step["settings"]) == ("set", {"changes": changes})
+    words = "'instruction.clustering=Topic: ' instruction.sts= default_task=sts"
+    assert step["command"] == f"mote set small-mote {words} --overwrite"
+    model = trusted(place)
+    assert (model.encode(["Topic: bread"]) == model.encode(["bread"], prompt_name="clustering")).all()
+    mote.configure(place, default_task=None)
+    assert read_json(place / "config.json")["default_task"] is None
+    assert read_steps(place)[-1]["command"] == "mote set small-mote default_task= --overwrite"
+
+
+def test_into_another_folder(place: Path, tmp_path: Path) -> None:
+    before = contents(place)
+    out = tmp_path / "out"
+    assert main(["set", str(place), "default_task=clustering", "--out", str(out)]) == 0
+    assert main(["set", str(out), "default_task=none"]) == 0
+    assert contents(place) == before
+    assert files_in(out) == files_in(place) | {"mote.json"}
+    assert read_json(out / "config.json")["default_task"] is None
+    assert main(["set", str(place), "default_task=clustering", "--out", str(out)]) == 1  # it is in use
+    assert main(["set", str(place), "default_task=clustering", "--out", str(out), "--overwrite"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["default_tsk=sts"],
+            "Unknown setting 'default_tsk'. Did you mean 'default_task'? Available: 'default_task', ",
+        ),
+        (["instruction.=x"], "Unknown setting 'instruction.'. Did you mean 'instruction.TASK'?"),
+        (["default_task=clusterin"], "default_task 'clusterin' is not a task. Did you mean 'clustering'? Available: "),
+        (["instruction.topics=x"], "Instruction for an unknown task 'topics'. Available: 'classification', "),
+        (["instruction.clustering=search_query: "], "already stands for the expert 'clustering'"),
+        (["default_task=sts", "default_task=sts"], "'default_task' is set twice"),
+        (["default_task"], "'default_task': expected NAME=VALUE"),
+    ],
+)
+def test_what_cannot_be_set(words: list[str], message: str, upcycled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(upcycled)
+    assert main(["set", str(upcycled), *words]) in (1, 2)
+    assert message in capsys.readouterr().err
+    assert contents(upcycled) == before
+
+
+def test_nothing_to_set(upcycled: Path) -> None:
+    with pytest.raises(ValueError, match=r"Nothing to set: expected default_task or instruction\.TASK"):
+        mote.configure(upcycled)
+
+
+def test_killed_at_any_moment(upcycled: Path, tmp_path: Path) -> None:
+    out = tmp_path / "place" / "tiny-mote"
+    killed = stop_everywhere(out, "set", out, "default_task=sts", old=upcycled)
+    assert {result.status for result in killed} == {-signal.SIGKILL}
+    assert {result.out for result in killed} == {"old", "absent", "new"}
+    between_two_renames = [result.replaced for result in killed if result.out == "absent"]
+    assert between_two_renames == [["old"]]
+
+
+def test_files_that_cannot_grow(upcycled: Path, tmp_path: Path) -> None:
+    out = tmp_path / "place" / "tiny-mote"
+    for result in stop_everywhere(out, "set", out, "default_task=sts", how="file size", old=upcycled):
+        assert (result.status, result.out, result.left) == (1, "old", [])
