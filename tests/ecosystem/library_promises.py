@@ -1,8 +1,37 @@
-"""Libraries over Sentence-Transformers."""
+"""Libraries that embed, search, evaluate and train with a model of Sentence-Transformers or Transformers."""
 
 from typing import Any
 
+import numpy as np
+import pytest
 from ecosystem.promises import Reference, promises
+from helpers.paths import EXAMPLE_DATA
+from helpers.rows import read_rows
+from scipy.stats import pearsonr, spearmanr
+
+
+def changed_experts(model: Any, reference: Reference) -> set[str]:
+    """The experts whose weights are other than those of the reference; "shared" for weights that all share."""
+    before = reference.model.state_dict()
+    names = [name for name, weight in model[0].model.state_dict().items() if not weight.equal(before[name])]
+    return {name.split(".experts.")[1].split(".")[0] if ".experts." in name else "shared" for name in names}
+
+
+@promises("FAISS and usearch", "faiss", "usearch")
+def indices(names: dict[str, Any], reference: Reference) -> None:
+    reference.is_by(names["document_vectors"], names["documents"], "search_document")
+    reference.is_by(names["query_vectors"], names["queries"], "search_query")
+    assert np.ravel(names["found_by_faiss"]).tolist() == [1, 2]
+    assert np.ravel(names["found_by_usearch"]).tolist() == [1, 2]
+
+
+@promises("BERTopic", "bertopic", tier="slow")
+def bertopic(names: dict[str, Any], reference: Reference) -> None:
+    topics = names["topics"]
+    assert len(set(topics[:10])) == len(set(topics[10:])) == 1
+    assert topics[0] != topics[10]
+    vectors = names["topic_model"].embedding_model.embed_documents(names["texts"])
+    reference.is_by(vectors, names["texts"], "clustering")
 
 
 @promises("KeyBERT", "keybert")
@@ -11,3 +40,100 @@ def keybert(names: dict[str, Any], reference: Reference) -> None:
     assert set(whales) & {"whales", "mammals", "blowhole"}
     assert set(inflation) & {"inflation", "prices", "rise"}
     reference.is_by(names["vectors"], names["texts"], "clustering")
+
+
+@promises("SetFit", "setfit", tier="slow")
+def setfit(names: dict[str, Any], reference: Reference) -> None:
+    assert changed_experts(names["body"], reference) == {"classification", "shared"}
+    assert names["classes"].tolist() == [1, 0]
+
+
+@promises("model2vec", "model2vec", "sklearn")
+def model2vec(names: dict[str, Any], reference: Reference) -> None:
+    assert names["vectors"].shape == (2, 64)
+    texts = ["whales", "prices"]
+    batch = names["tokenizer"](texts, return_tensors="pt")
+    vectors = names["expert"](**batch).last_hidden_state.mean(1).detach()
+    reference.is_by(vectors, texts, "clustering", instruction=False)
+
+
+@promises("fastembed", "fastembed", "onnxscript")
+def fastembed(names: dict[str, Any], reference: Reference) -> None:
+    reference.is_by(names["vectors"], names["texts"], "clustering")
+
+
+@promises("transformers.js", "onnxscript", tier="slow")
+def transformers_js(names: dict[str, Any], reference: Reference) -> None:
+    reference.is_by(names["vectors"], ["Whales breathe air.", "Prices rise."], "clustering")
+
+
+def without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let mteb find the datasets of the examples."""
+    import mteb
+
+    from mote.evaluation.tasks import load_tasks
+
+    monkeypatch.setattr(mteb, "get_tasks", lambda tasks: load_tasks(EXAMPLE_DATA, tasks))
+
+
+@promises("mteb", "mteb", prepare=without_the_hub)
+def mteb(names: dict[str, Any], reference: Reference) -> None:
+    (task,) = names["tasks"]
+    pairs = read_rows(EXAMPLE_DATA / "sts" / "sts17_en" / "test.jsonl.gz")
+    one, other = (reference.embed([row[side] for row in pairs], "sts") for side in ("sentence1", "sentence2"))
+    expected = spearmanr((one * other).sum(-1), [row["score"] for row in pairs]).statistic
+    assert task.metadata.name == "STS17"
+    assert names["results"].task_results[0].get_score() == pytest.approx(expected, abs=1e-3)
+
+
+@promises("Evaluators of Sentence-Transformers")
+def evaluators(names: dict[str, Any], reference: Reference) -> None:
+    assert names["scores"]["cosine_accuracy@1"] == 1
+    similarity = names["similarity"]
+    one, other = (reference.embed(texts, "sts") for texts in (similarity.sentences1, similarity.sentences2))
+    expected = pearsonr((one * other).sum(-1), similarity.scores).statistic
+    assert names["similarities"]["pearson_cosine"] == pytest.approx(expected, abs=1e-4)
+
+
+@promises("Pairs that mean the same")
+def paraphrase_mining(names: dict[str, Any], reference: Reference) -> None:
+    vectors = reference.embed(names["texts"], "sts")
+    for score, one, other in names["pairs"]:
+        assert score == pytest.approx(vectors[one] @ vectors[other], abs=1e-4)
+    assert names["pairs"][0][1:] == [0, 2]
+
+
+@promises("Hard negatives", "datasets")
+def hard_negatives(names: dict[str, Any], reference: Reference) -> None:
+    rows = names["rows"][:]
+    queries = reference.embed(rows["query"], "search_query")
+    for column, score in (("answer", 0), ("negative", 1)):
+        expected = (queries * reference.embed(rows[column], "search_document")).sum(-1)
+        assert np.array(rows["scores"])[:, score] == pytest.approx(expected, abs=1e-4)
+
+
+@promises("Several processes", tier="processes")
+def several_processes(names: dict[str, Any], reference: Reference) -> None:
+    reference.is_by(names["vectors"], names["texts"], "clustering")
+    reference.is_by(names["documents"], names["texts"], "search_document")
+
+
+@promises("pipeline")
+def pipeline(names: dict[str, Any], reference: Reference) -> None:
+    reference.is_by(np.stack([vector.numpy() for vector in names["vectors"]]), names["texts"], "clustering")
+
+
+@promises("The trainer", "datasets")
+def trainer(names: dict[str, Any], reference: Reference) -> None:
+    assert changed_experts(names["model"], reference) == {"search_query", "search_document", "shared"}
+
+
+@promises("The trainer with roles", "datasets")
+def trainer_with_roles(names: dict[str, Any], reference: Reference) -> None:
+    assert changed_experts(names["model"], reference) == {"search_query", "search_document", "shared"}
+
+
+@promises("PEFT", "peft")
+def peft(names: dict[str, Any], reference: Reference) -> None:
+    assert names["trained"]
+    assert all(".experts.search_query." in name and ".lora_" in name for name in names["trained"])

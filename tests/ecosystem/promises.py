@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
@@ -17,24 +18,31 @@ class Promise(NamedTuple):
 
     check: Callable[[dict[str, Any], "Reference"], None]
     needs: tuple[str, ...]
-    slow: bool
+    tier: str | None
+    prepare: Callable[[pytest.MonkeyPatch], None] | None
 
 
 PROMISES: dict[str, Promise] = {}
 
 
-def promises(heading: str, *needs: str, slow: bool = False) -> Callable:
+def promises(
+    heading: str,
+    *needs: str,
+    tier: str | None = None,
+    prepare: Callable[[pytest.MonkeyPatch], None] | None = None,
+) -> Callable:
     """Register a check of the code under `heading`; with several blocks there, "heading 2" is the second.
 
     Args:
         heading: As on the page.
         *needs: Modules without which the test is skipped.
-        slow: Run it only with `-m slow`.
+        tier: "slow" or "processes"; default: the default tier.
+        prepare: Called before the code runs, to replace what is only on the Hub.
     """
 
     def register(check: Callable[[dict[str, Any], Reference], None]) -> Callable:
         assert heading not in PROMISES, heading
-        PROMISES[heading] = Promise(check, needs, slow)
+        PROMISES[heading] = Promise(check, needs, tier, prepare)
         return check
 
     return register

@@ -6,9 +6,13 @@ the fixture holds that their cosines are below 0.95.
 
 import importlib
 import itertools
+import json
 import re
 import runpy
-from collections.abc import Iterator
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from helpers.paths import ROOT
 from sentence_transformers import SentenceTransformer
 
 import mote
+from mote.inference.runtimes import convert
 
 for path in Path(__file__).parent.glob("*_promises.py"):  # they register themselves
     importlib.import_module(f"ecosystem.{path.stem}")
@@ -26,7 +31,7 @@ for path in Path(__file__).parent.glob("*_promises.py"):  # they register themse
 PAGE = (ROOT / "docs" / "ecosystem.md").read_text(encoding="utf-8")
 TEXTS = ["Whales breathe air through a blowhole.", "Prices rise and money buys less.", "how to undo a commit"]
 
-pytestmark = pytest.mark.filterwarnings("default")  # of the libraries, not ours
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries, not ours
 
 
 def blocks(language: str) -> Iterator[tuple[str, str]]:
@@ -35,6 +40,12 @@ def blocks(language: str) -> Iterator[tuple[str, str]]:
         heading = section.splitlines()[0].lstrip("# ").strip()
         for number, code in enumerate(re.findall(rf"^```{language}\n(.*?)^```", section, re.MULTILINE | re.DOTALL), 1):
             yield heading if number == 1 else f"{heading} {number}", code
+
+
+def tier(heading: str) -> list[pytest.MarkDecorator]:
+    """The mark of a block's test."""
+    name = PROMISES[heading].tier
+    return [getattr(pytest.mark, name)] if name else []
 
 
 @pytest.fixture(scope="session")
@@ -52,9 +63,7 @@ def exported(folder: Path) -> Path:
     """The clustering expert of it, as a dense model with its ONNX file where that can be made."""
     options: dict[str, Any] = {}
     if installed("onnx") and installed("onnxscript") and installed("onnxruntime"):
-        from functools import partial
-
-        options["after"] = partial(mote.inference.runtimes.convert, backend="onnx")
+        options["after"] = partial(convert, backend="onnx", texts=TEXTS)
     out = folder.with_name("model-clustering")
     mote.transform(str(folder), out, mote.experts.export, "clustering", **options)
     return out
@@ -80,30 +89,51 @@ def test_every_block_has_a_check() -> None:
     assert sorted(headings) == sorted(PROMISES)
 
 
+@pytest.fixture
+def program(
+    request: pytest.FixtureRequest, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """Write a block's code into a folder of its own, with the models that its test has; skip it without its library."""
+
+    def write(heading: str, code: str, file: str) -> Path:
+        promise = PROMISES[heading]
+        for module in promise.needs:
+            if not installed(module):
+                pytest.skip(f"{module} is not installed")
+        if EXPORTED in code:
+            code = code.replace(EXPORTED, str(request.getfixturevalue("exported")))
+        (tmp_path / file).write_text(code.replace(MODEL, reference.folder), encoding="utf-8")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("PYTHONWARNINGS", "ignore")  # of processes that the program starts
+        if promise.prepare:
+            promise.prepare(monkeypatch)
+        return tmp_path / file
+
+    return write
+
+
 @pytest.mark.parametrize(
     ("heading", "code"),
     [
-        pytest.param(heading, code, id=heading, marks=[pytest.mark.slow] if PROMISES[heading].slow else [])
+        pytest.param(heading, code, id=heading, marks=tier(heading))
         for heading, code in blocks("python")
         if heading in PROMISES  # the test above fails otherwise
     ],
 )
-def test_python(
-    heading: str,
-    code: str,
-    request: pytest.FixtureRequest,
-    reference: Reference,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    promise = PROMISES[heading]
-    for module in promise.needs:
-        if not installed(module):
-            pytest.skip(f"{module} is not installed")
-    program = tmp_path / "program.py"
-    if EXPORTED in code:
-        code = code.replace(EXPORTED, str(request.getfixturevalue("exported")))
-    program.write_text(code.replace(MODEL, reference.folder), encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONWARNINGS", "ignore")  # of processes that the program starts
-    promise.check(runpy.run_path(str(program), run_name="__main__"), reference)
+def test_python(heading: str, code: str, reference: Reference, program: Callable) -> None:
+    names = runpy.run_path(str(program(heading, code, "program.py")), run_name="__main__")
+    PROMISES[heading].check(names, reference)
+
+
+@pytest.mark.slow  # installs packages of npm
+def test_transformers_js(reference: Reference, program: Callable) -> None:
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed")
+    ((heading, code),) = blocks("js")
+    file = program(heading, code, "program.mjs")
+    options = ["--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error"]
+    installed = subprocess.run(["npm", "install", *options, "@huggingface/transformers@4"], cwd=file.parent)
+    if installed.returncode:
+        pytest.skip("@huggingface/transformers could not be installed")
+    shown = subprocess.run(["node", file.name], cwd=file.parent, check=True, capture_output=True, text=True).stdout
+    PROMISES[heading].check({"vectors": json.loads(shown)}, reference)
