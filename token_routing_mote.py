@@ -32,12 +32,12 @@ from transformers.utils import can_return_tuple
 
 if TYPE_CHECKING or not __package__:  # installed, as a top-level module
     try:  # transformers would take an import outside of `try` for a package that must be installed
-        from configuration_mote import MoTEConfig
+        from configuration_mote import MAX_EXPERTS, PAPER_INSTRUCTIONS, MoTEConfig, alternatives
         from modeling_mote import MoTEModel, present_inputs
     finally:
         pass
 else:  # remote code
-    from .configuration_mote import MoTEConfig
+    from .configuration_mote import MAX_EXPERTS, PAPER_INSTRUCTIONS, MoTEConfig, alternatives
     from .modeling_mote import MoTEModel, present_inputs
 
 
@@ -76,28 +76,41 @@ _ALL_EXPERTS_NEEDED = (
 
 
 class TokenRoutedConfig(MoTEConfig):
-    """Configuration of a [`TokenRoutedModel`]: that of a MoTE, and three settings named as in transformers.
+    """Configuration of a [`TokenRoutedModel`]: that of a MoTE, and settings named as in transformers.
 
-    The names of the experts carry no meaning here. A task decides on the instruction alone.
+    `experts` names groups of tasks, and no feed-forward network here: a task decides on the instruction alone.
 
     Args:
+        num_experts: Number of experts in a block. Default: as many as `experts` has names.
         num_experts_per_tok: Number of experts that each token goes through.
         norm_topk_prob: Scale the weights of a token's experts to sum to 1, so that a freshly upcycled model gives the
             dense model's output. With one expert per token that weight is then always 1, and only the load-balancing
             loss trains the router. False: the router's probabilities as they are.
         router_aux_loss_coef: Factor of the load-balancing loss in training. 0: no such loss.
+        router_aux_loss_type: Formula of that loss, a key of `LOSS_FACTORS`.
+        shared_expert_bias: The experts of a block have no biases of their own, but one for all, [H], added once to
+            the weighted sum of their outputs: Nomic Embed v2 as published.
 
     Raises:
-        ValueError: As in `MoTEConfig`; or if one of the three is out of range, the config describes an architecture
-            of its own, or leaves experts out.
+        ValueError: As in `MoTEConfig`; or if one of these is out of range, the config describes an architecture of
+            its own, or leaves experts out.
     """
 
     model_type = "mote_token_routed"
     routes_by_task: ClassVar[bool] = False
 
+    num_experts: int = None  # type: ignore[assignment]  # None stands for the default
     num_experts_per_tok: int = 2
     norm_topk_prob: bool = True
-    router_aux_loss_coef: float = 0.01
+    router_aux_loss_coef: float = 0.005
+    router_aux_loss_type: str = "equation_1"
+    shared_expert_bias: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Fill in the defaults and validate."""
+        if self.num_experts is None:
+            self.num_experts = len(PAPER_INSTRUCTIONS if self.experts is None else self.experts)
+        super().__post_init__(**kwargs)
 
     def validate(self) -> None:
         """Check the settings; raise `ValueError` at the first that is invalid."""
@@ -109,15 +122,19 @@ class TokenRoutedConfig(MoTEConfig):
                 "layer_path and shared_modules describe what task experts share; they cannot describe the "
                 "feed-forward network that token routing replaces"
             )
-        count = self.num_experts_per_tok
-        if type(count) is not int or not 1 <= count <= len(self.experts):
+        total, count = self.num_experts, self.num_experts_per_tok
+        if type(total) is not int or not 1 <= total <= MAX_EXPERTS:
+            raise ValueError(f"num_experts must be an integer from 1 to {MAX_EXPERTS:,}, got {total!r}")
+        if type(count) is not int or not 1 <= count <= total:
             raise ValueError(
-                f"num_experts_per_tok must be an integer from 1 to {len(self.experts)}, the number of experts, got "
-                f"{count!r}"
+                f"num_experts_per_tok must be an integer from 1 to {total}, the number of experts, got {count!r}"
             )
         factor = self.router_aux_loss_coef
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
             raise ValueError(f"router_aux_loss_coef must be a finite number, 0 or more, got {factor!r}")
+        formula = self.router_aux_loss_type
+        if formula not in LOSS_FACTORS:
+            raise ValueError(f"Unknown router_aux_loss_type {formula!r}." + alternatives(formula, LOSS_FACTORS))
 
     def load_only(self, experts: str | Iterable[str]) -> None:
         """Refuse: a text needs all experts.
@@ -142,23 +159,41 @@ class TokenRouting(NamedTuple):
     record: Callable[[torch.Tensor], None] | None = None
 
 
-def load_balancing_loss(
-    router_logits: Sequence[torch.Tensor], token_mask: torch.Tensor | None = None, num_experts_per_tok: int = 2
-) -> torch.Tensor:
-    """Compute Σ rᵢ pᵢ over the experts i, summed over the blocks.
+# Formula of the load-balancing loss → what Σ rᵢ pᵢ is multiplied by in each of L blocks, for E experts and K per token.
+LOSS_FACTORS: dict[str, Callable[[int, int, int], float]] = {
+    "equation_1": lambda num_experts, num_experts_per_tok, num_blocks: 1.0,
+    "megablocks": lambda num_experts, num_experts_per_tok, num_blocks: num_experts / num_experts_per_tok / num_blocks,
+}
 
-    It is the loss of Switch Transformers, section 2.2, without its factors (here: `router_aux_loss_coef`). rᵢ is the
-    fraction of the choices (`num_experts_per_tok` for each token) that fall on expert i, pᵢ the router's mean
-    probability for it. A block whose experts are equally busy has 1/E; one that always takes the same has up to 1/K.
+
+def load_balancing_loss(
+    router_logits: Sequence[torch.Tensor],
+    token_mask: torch.Tensor | None = None,
+    num_experts_per_tok: int = 2,
+    formula: str = "equation_1",
+    num_blocks: int | None = None,
+) -> torch.Tensor:
+    """Compute the load-balancing loss of some blocks, from Σ rᵢ pᵢ over the experts i of each.
+
+    rᵢ is the fraction of the tokens that go through expert i, so that all rᵢ add up to K (`num_experts_per_tok`); pᵢ
+    is the router's mean probability for it. Balanced, the sum is K/E.
+
+    - `"equation_1"`: its sum over the blocks (Nussbaum and Duderstadt, 2025, Equation 1, which is Switch Transformers'
+      loss, section 2.2, without the factor E).
+    - `"megablocks"`: its mean over the blocks, times E/K, so that it is 1 when balanced: how Nomic Embed v2 was trained
+      (databricks/megablocks, `batched_load_balancing_loss`), but for padding, which is left out here.
 
     Args:
         router_logits: The router's logits in each block, [B, L, E] each.
         token_mask: 1 or True for the tokens that count, [B, L]. None: all.
         num_experts_per_tok: Number of experts that each token goes through.
+        formula: A key of `LOSS_FACTORS`.
+        num_blocks: Number of blocks in the model, if these are only some of them. Default: as many as these.
 
     Returns:
         A scalar in float32. Its gradient goes through the probabilities alone: choices have none.
     """
+    factor = LOSS_FACTORS[formula](router_logits[0].shape[-1], num_experts_per_tok, num_blocks or len(router_logits))
     losses = []
     for logits in router_logits:
         probabilities = logits.float().softmax(dim=-1)  # [B, L, E]
@@ -166,10 +201,10 @@ def load_balancing_loss(
         chosen = torch.zeros_like(probabilities).scatter(-1, index, 1.0)  # [B, L, E]
         mask = torch.ones_like(probabilities[..., 0]) if token_mask is None else token_mask.to(probabilities)
         share = mask.unsqueeze(-1) / mask.sum().clamp(min=1)  # [B, L, 1], of each token in the means
-        fractions = (share * chosen).flatten(0, -2).sum(dim=0) / num_experts_per_tok  # [E]
+        fractions = (share * chosen).flatten(0, -2).sum(dim=0)  # [E]
         means = (share * probabilities).flatten(0, -2).sum(dim=0)  # [E]
         losses.append((fractions * means).sum())
-    return torch.stack(losses).sum()
+    return factor * torch.stack(losses).sum()
 
 
 class _AttachLoss(torch.autograd.Function):
@@ -200,13 +235,13 @@ class FeedForwardExperts(nn.Module):
     act_fn: Callable[[torch.Tensor], torch.Tensor]
     dropout: nn.Module
 
-    def __init__(self, config: MoTEConfig) -> None:
+    def __init__(self, config: TokenRoutedConfig) -> None:
         """Leave the rest to `copies_of`: the decorator overwrites `has_gate` and `has_bias` after `__init__`."""
         super().__init__()
-        self.num_experts = len(config.experts)
+        self.num_experts = config.num_experts
 
     @classmethod
-    def copies_of(cls, layer: nn.Module, network: FeedForward, config: MoTEConfig) -> "FeedForwardExperts":
+    def copies_of(cls, layer: nn.Module, network: FeedForward, config: TokenRoutedConfig) -> "FeedForwardExperts":
         """Make as many copies of a layer's feed-forward network as the config has experts.
 
         Where only one of the two projections has a bias (`gte`), the other gets one that begins as zeros.
@@ -215,7 +250,7 @@ class FeedForwardExperts(nn.Module):
         up: list[Any] = [layer.get_submodule(path) for path in network.up]
         down: Any = layer.get_submodule(network.down)
         experts.has_gate = sum(linear.out_features for linear in up) == 2 * down.in_features
-        experts.has_bias = any(linear.bias is not None for linear in (*up, down))
+        experts.has_bias = not config.shared_expert_bias and any(linear.bias is not None for linear in (*up, down))
         for name, linears in (("gate_up_proj" if experts.has_gate else "up_proj", up), ("down_proj", [down])):
             experts._stack(name, [linear.weight for linear in linears])
             if experts.has_bias:
@@ -282,6 +317,13 @@ class TokenRoutedFeedForward(nn.Module):
         like: Any = self.experts.down_proj  # [E, H, I]
         # The model's post_init gives the router small random weights.
         self.router = nn.Linear(like.shape[1], like.shape[0], bias=False, device=like.device, dtype=like.dtype)
+        self.bias = nn.Parameter(like.new_zeros(like.shape[1])) if config.shared_expert_bias else None  # [H]
+        self.balance = partial(
+            load_balancing_loss,
+            num_experts_per_tok=config.num_experts_per_tok,
+            formula=config.router_aux_loss_type,
+            num_blocks=len(config.mote_layer_indices),
+        )
 
     def forward(self, hidden_states: torch.Tensor, routing: TokenRouting) -> torch.Tensor:
         """Send each token through its experts.
@@ -298,11 +340,13 @@ class TokenRoutedFeedForward(nn.Module):
         if self.norm_topk_prob:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         out = self.experts(hidden_states.flatten(0, -2), index.flatten(0, -2), weights.flatten(0, -2))  # [B L, H]
+        if self.bias is not None:
+            out = out + self.bias
         out = self.dropout(out.view_as(hidden_states))
         if routing.record is not None:
             routing.record(logits)
         if routing.loss_weight and self.training and torch.is_grad_enabled():
-            loss = load_balancing_loss([logits], routing.token_mask, self.num_experts_per_tok)
+            loss = self.balance([logits], routing.token_mask)
             out = _AttachLoss.apply(out, routing.loss_weight * loss)
         return out
 
@@ -383,6 +427,8 @@ class TokenRoutedModel(MoTEModel):
     def __init__(self, config: TokenRoutedConfig, backbone: PreTrainedModel | None = None) -> None:
         if backbone is None:  # `experts_implementation=` has set it there as well, where a dense model refuses it
             config.backbone_config._experts_implementation = None
+        elif config.shared_expert_bias:
+            raise ValueError("shared_expert_bias would lose the biases of the dense model's feed-forward networks")
         super().__init__(config, backbone)
 
     @classmethod

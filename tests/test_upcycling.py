@@ -23,10 +23,11 @@ from helpers.checkpoints import (
 )
 from helpers.families import batch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoModel, AutoTokenizer
 
 from modeling_mote import MoTEModel
 from mote import plan_upcycling, upcycle
+from mote.checkpoints.reading import open_mote
 from mote.cli import main
 from mote.experts import parameter_counts
 
@@ -430,3 +431,19 @@ def test_any_text(text: str, trained: Path) -> None:
     assert np.abs(mote.encode([*TEXTS, text], task="clustering")[3] - alone).max() <= 1e-6
     assert np.isfinite(mote.encode([text], prompt_name="search_query")).all()
     assert np.isfinite(mote.encode([f"search_query: {text}", f"clustering: {text}"])).all()
+
+
+def test_the_preset_of_nomic_v2_begins_as_the_dense_model(tmp_path: Path) -> None:
+    source = dense_checkpoint(tmp_path / "source")
+    out = upcycle(str(source), tmp_path / "out", preset="nomic-v2", router_aux_loss_coef=0.5)
+    config: Any = open_mote(str(out)).config
+    assert (config.mote_layer_indices, config.num_experts, config.num_experts_per_tok) == ([1], 8, 2)
+    assert (config.router_aux_loss_type, config.router_aux_loss_coef) == ("megablocks", 0.5)
+    inputs = batch()
+    with torch.no_grad():
+        expected = AutoModel.from_pretrained(source)(**inputs).last_hidden_state
+        model = AutoModel.from_pretrained(out, trust_remote_code=True)
+        assert (model(**inputs).last_hidden_state - expected).abs().max() <= 2e-6
+    assert model.blocks[0].feed_forward.experts.down_proj.shape[0] == 8
+    with pytest.raises(ValueError, match=r"Unknown preset 'nomic-v3'.*Did you mean 'nomic-v2'"):
+        upcycle(str(source), tmp_path / "other", preset="nomic-v3")

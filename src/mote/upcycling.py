@@ -12,7 +12,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 
 from configuration_mote import MoTEConfig, alternatives
 from modeling_mote import MoTEModel
-from mote.checkpoints import cards
+from mote.checkpoints import cards, nomic_moe
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.provenance import RECORD_FILE, command_line, new_step
 from mote.checkpoints.reading import (
@@ -22,10 +22,11 @@ from mote.checkpoints.reading import (
     load_tokenizer,
     mote_class,
     open_dense,
+    quiet_transformers,
     stored_dtype,
 )
 from mote.checkpoints.staging import require_shard_size
-from mote.checkpoints.streaming import DenseWeights, can_stream, write_weights
+from mote.checkpoints.streaming import DenseWeights, MappedFiles, can_stream, write_weights
 from mote.checkpoints.tensors import parameter_counts
 from mote.checkpoints.writing import WriteOptions, how_to_load, require_writable, write_repository
 from mote.reporting import megabytes, millions
@@ -47,9 +48,12 @@ class UpcyclingOptions(WriteOptions):
         layer_path: Path of the list of layers, for an architecture that is not in MoTE's table.
         shared_modules: Paths of the submodules that make up a layer's attention, for such an architecture.
         routing: What picks the expert: the `"task"` of a text, or a learned router for each `"token"`.
-        num_experts_per_tok: Experts per token; token routing only, as are the next two.
+        num_experts: Experts in a block. Default: as many as there are names. Token routing only, as are the next four.
+        num_experts_per_tok: Experts per token.
         norm_topk_prob: Scale their weights to sum to 1, which keeps the dense model's output.
         router_aux_loss_coef: Factor of the load-balancing loss in training.
+        router_aux_loss_type: Its formula, `equation_1` or `megablocks`, see `TokenRoutedConfig`.
+        preset: Key of `PRESETS`, whose settings apply where they are not given.
         tokenizer: Folder or Hub id of a tokenizer. Default: the source's own.
         dtype: Type of the weights: `float32`, `float16`, `bfloat16`, or `auto` for the source's.
         revision: Branch, tag or commit of a source on the Hub.
@@ -64,9 +68,12 @@ class UpcyclingOptions(WriteOptions):
     layer_path: str | None = None
     shared_modules: list[str] | None = None
     routing: str = "task"
+    num_experts: int | None = None
     num_experts_per_tok: int = 2
     norm_topk_prob: bool = True
-    router_aux_loss_coef: float = 0.01
+    router_aux_loss_coef: float = 0.005
+    router_aux_loss_type: str = "equation_1"
+    preset: str | None = None
     tokenizer: str | None = None
     dtype: str = "auto"
     revision: str | None = None
@@ -76,9 +83,42 @@ class UpcyclingOptions(WriteOptions):
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {each.name: values[each.name] for each in fields(self) if values[each.name] != each.default}
 
+    def with_preset(self) -> "UpcyclingOptions":
+        """Return the same settings with those of the preset filled in.
 
+        Raises:
+            ValueError: If there is no such preset.
+        """
+        if self.preset is None:
+            return self
+        if self.preset not in PRESETS:
+            raise ValueError(f"Unknown preset {self.preset!r}." + alternatives(self.preset, PRESETS))
+        given = self.changed()
+        missing: dict[str, Any] = {name: value for name, value in PRESETS[self.preset].items() if name not in given}
+        return replace(self, preset=None, **missing)
+
+
+# Nomic Embed v2 as it was trained (arXiv:2502.07972, section 4.3), but for its upcycling, which drops biases and does
+# not scale the experts' weights, so that it does not begin as the dense model: here it does.
+PRESETS: dict[str, dict[str, Any]] = {
+    "nomic-v2": {
+        "routing": "token",
+        "layers": "every_other",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 1.0,
+        "router_aux_loss_type": "megablocks",
+    }
+}
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-TOKEN_ROUTING = ("num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef")
+TOKEN_ROUTING = (
+    "num_experts",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "router_aux_loss_coef",
+    "router_aux_loss_type",
+)
+_FIXED_AS_PUBLISHED = ("experts", "layers", "layer_path", "shared_modules", *TOKEN_ROUTING)
 
 
 @dataclass
@@ -108,12 +148,13 @@ class UpcyclingPlan:
             f"{expert} ({', '.join(task for task, to in config.tasks.items() if to == expert)})"
             for expert in config.experts
         ]
+        groups = "experts (tasks)" if config.routes_by_task else "tasks"
         layers = config.mote_layer_indices
         lines = {
             "source": f"{self.source.name} ({config.backbone_config.model_type}, "
             f"{', '.join(path.name for path in self.source.weights)})",
             **({} if config.routes_by_task else {"router": _router(config)}),
-            "experts (tasks)": "\n                   ".join(experts),
+            groups: "\n                   ".join(experts),
             "blocks": f"{len(layers)} of {config.num_hidden_layers} have experts: {', '.join(map(str, layers))}",
             "parameters": f"{millions(counts['active'])} active, {millions(counts['total'])} in all: "
             f"{millions(counts['shared'])} shared, and per expert {millions(max(counts['experts'].values()))}",
@@ -133,7 +174,8 @@ def upcycle(
     """Turn a dense checkpoint into a complete MoTE model repository.
 
     Args:
-        src: A folder or an id on the Hub, with safetensors or `.bin` files, or an opened checkpoint.
+        src: A folder or an id on the Hub, with safetensors or `.bin` files, or an opened checkpoint. Nomic Embed v2
+            (`nomic-ai/nomic-embed-text-v2-moe`), token-routed as published, is converted with every one of its weights.
         out: Folder to write. Default: the source's name with `-mote`, in the current folder.
         options: Settings.
         **settings: The same as keyword arguments: `upcycle(src, experts=["a", "b"], overwrite=True)`.
@@ -148,7 +190,7 @@ def upcycle(
         ValueError: If the source is not supported, or a setting is invalid.
         PermissionError: If the Hub refuses the push.
     """
-    options = replace(options or UpcyclingOptions(), **settings)
+    options = replace(options or UpcyclingOptions(), **settings).with_preset()
     target = Path(out) if out is not None else default_out(src.name if isinstance(src, Checkpoint) else str(src))
     repo_id = require_writable(target, options)
     plan = plan_upcycling(src, target, options)
@@ -161,12 +203,14 @@ def upcycle(
     if options.tokenizer is not None and Path(options.tokenizer).is_dir():
         changed["tokenizer"] = Path(options.tokenizer)  # without its parents
     listed = {"layers": ",".join(map(str, options.layers))} if isinstance(options.layers, list) else {}
+    published = source.format == "nomic_moe"
     place = {} if out is None else {"out": target.resolve()}
     command = command_line("upcycle", src=source.public_name, **{**place, **changed, **listed})
 
     def write_card(folder: Path, step: dict[str, Any]) -> None:
+        made: dict[str, Any] = {"made": "converted from", "fresh": False} if published else {}
         normalized = st.normalizes(source)
-        cards.write_mote_card(folder, repo_id, config, plan.counts, source, command, normalized=normalized)
+        cards.write_mote_card(folder, repo_id, config, plan.counts, source, command, normalized=normalized, **made)
 
     write_repository(
         target,
@@ -194,8 +238,14 @@ def _model_and_its_writer(
         The model; the keys of heads that are dropped; and, if the weights can be streamed from the source's files so
         that the model has none, the function that writes them into a folder.
     """
-    logger.info("Reading the dense model …")
     dtype = plan.config.dtype or "auto"
+    if plan.source.format == "nomic_moe":
+        logger.info("Reading the published model …")
+        files = MappedFiles(plan.source.weights)
+        with quiet_transformers():
+            published = {key: files[key] for key in files.stored}
+            return nomic_moe.load(plan.config, published, plan.source.public_name, dtype), [], None  # type: ignore[arg-type]
+    logger.info("Reading the dense model …")
     new_model = mote_class(plan.config.model_type, "model")
     dense, dropped = dense_without_weights(plan.source, dtype)
     weights = DenseWeights(plan.source, dense)
@@ -218,12 +268,12 @@ def plan_upcycling(
 
     Takes the arguments of `upcycle`, and raises its errors about source and settings.
     """
-    options = replace(options or UpcyclingOptions(), **settings)
+    options = replace(options or UpcyclingOptions(), **settings).with_preset()
     require_shard_size(options.max_shard_size)
     source = src if isinstance(src, Checkpoint) else open_dense(str(src), options.revision)
     prompts = st.source_prompts(source)
     pooling = options.pooling or st.source_pooling(source) or "mean"
-    config = _config(options, source, pooling)
+    config = (_published_config if source.format == "nomic_moe" else _config)(options, source, pooling)
     config.instructions = {**config.instructions, **instructions_from(prompts, config), **(options.instructions or {})}
     config.validate()
     if options.dtype not in DTYPES:
@@ -271,14 +321,27 @@ def _config(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTE
     )
 
 
+def _published_config(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTEConfig:
+    """Return the config of a mixture of experts as published, with the tasks of the options."""
+    fixed = [name for name in _FIXED_AS_PUBLISHED if name in options.changed()]
+    if fixed:
+        raise ValueError(
+            f"{source.name} is a mixture of token-routed experts already, whose {fixed[0]} cannot be chosen: leave it "
+            "out. (Upcycling to task experts starts from a dense checkpoint.)"
+        )
+    settings = {"tasks": options.tasks, "default_task": options.default_task, "pooling": pooling}
+    return type(source.config)(**{**source.config.to_dict(), **settings})  # type: ignore[return-value]
+
+
 def _router(config: Any) -> str:
     """Describe token routing."""
     weights = "weights that sum to 1" if config.norm_topk_prob else "the router's probabilities as weights"
     learns = config.num_experts_per_tok > 1 or not config.norm_topk_prob
     warning = "" if learns else "; with one expert per token these are all 1, and the router learns to balance alone"
     return (
-        f"each token through {config.num_experts_per_tok} of {len(config.experts)} experts, with {weights}{warning}; "
-        f"load balancing {config.router_aux_loss_coef:g}; a task decides on the instruction alone"
+        f"each token through {config.num_experts_per_tok} of {config.num_experts} experts, with {weights}{warning}; "
+        f"load balancing {config.router_aux_loss_coef:g} ({config.router_aux_loss_type}); a task decides on the "
+        "instruction alone"
     )
 
 

@@ -68,7 +68,6 @@ def test_the_schema_of_a_published_nomic_is_translated(prefix: bool, tmp_path: P
         ("mlp_fc1_bias", True),
         ("mlp_fc2_bias", True),
         ("moe_every_n_layers", 2),
-        ("num_experts", 8),
         ("parallel_block", True),
         ("prenorm", True),
         ("qkv_proj_bias", True),

@@ -222,6 +222,82 @@ def published_nomic(folder: Path, prefix: bool, tokenizer: bool = True, **change
     return folder
 
 
+# As in nomic-ai/nomic-embed-text-v2-moe, with other numbers.
+NOMIC_MOE_SETTINGS: dict[str, Any] = {
+    **{key: value for key, value in NOMIC_SETTINGS.items() if key != "architectures"},
+    "activation_function": "gelu",
+    "expert_choice_router": False,
+    "ffn_div": 1,
+    "mlp_fc1_bias": True,
+    "mlp_fc2_bias": True,
+    "moe_every_n_layers": 2,
+    "moe_impl": "megablocks",
+    "moe_normalize_expert_weights": False,
+    "moe_top_k": 2,
+    "n_inner": 24,
+    "n_layer": 4,
+    "n_positions": 2048,
+    "num_experts": 8,
+    "num_shared_experts": 0,
+    "pad_token_id": 0,
+    "qkv_proj_bias": True,
+    "router_aux_loss_coef": 0.1,
+    "type_vocab_size": 1,
+}
+
+
+def published_nomic_moe(folder: Path, files: bool = True, **changes: Any) -> Path:
+    """A checkpoint in the format of Nomic Embed v2, made without transformers.
+
+    Args:
+        folder: Where to write it.
+        files: Write a tokenizer, and Sentence-Transformers' files as published.
+        **changes: To the settings, after the weights are made.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    settings, hidden, inner = NOMIC_MOE_SETTINGS, 16, 24
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (NOMIC_EMBEDDINGS, hidden),
+        "embeddings.token_type_embeddings.weight": (1, hidden),
+        **{f"emb_ln.{kind}": (hidden,) for kind in ("weight", "bias")},
+    }
+    for layer in range(settings["n_layer"]):
+        of_layer: dict[str, tuple[int, ...]] = {
+            **{f"norm{i}.{kind}": (hidden,) for i in (1, 2) for kind in ("weight", "bias")},
+            **{"attn.Wqkv.weight": (3 * hidden, hidden), "attn.Wqkv.bias": (3 * hidden,)},
+            **{"attn.out_proj.weight": (hidden, hidden), "attn.out_proj.bias": (hidden,)},
+        }
+        if layer % 2:
+            of_layer |= {f"mlp.experts.mlp.{name}": (8 * inner, hidden) for name in ("w1", "w2")}
+            of_layer |= {"mlp.experts.bias": (hidden,), "mlp.router.layer.weight": (8, hidden)}
+        else:
+            of_layer |= {"mlp.fc1.weight": (inner, hidden), "mlp.fc1.bias": (inner,)}
+            of_layer |= {"mlp.fc2.weight": (hidden, inner), "mlp.fc2.bias": (hidden,)}
+        shapes |= {f"encoder.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+    save_file(_random_weights(shapes), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**settings, **changes}))
+    if files:
+        tiny_tokenizer(folder)
+        module = "sentence_transformers.models"
+        modules = [
+            ("", f"{module}.Transformer"),
+            ("1_Pooling", f"{module}.Pooling"),
+            ("2_Normalize", f"{module}.Normalize"),
+        ]
+        listed = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(modules)]
+        prompts = {"query": "search_query: ", "passage": "search_document: ", "Clustering": "clustering: "}
+        pooling = {"word_embedding_dimension": hidden, "pooling_mode_mean_tokens": True}
+        (folder / "1_Pooling").mkdir()
+        for name, content in {
+            "modules.json": listed,
+            "1_Pooling/config.json": pooling,
+            "sentence_bert_config.json": {"max_seq_length": 512, "do_lower_case": False},
+            "config_sentence_transformers.json": {"prompts": prompts, "default_prompt_name": None},
+        }.items():
+            (folder / name).write_text(json.dumps(content))
+    return folder
+
+
 def _nomic_weights(hidden: int, layers: int) -> dict[str, torch.Tensor]:
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (NOMIC_EMBEDDINGS, hidden),
@@ -238,6 +314,10 @@ def _nomic_weights(hidden: int, layers: int) -> dict[str, torch.Tensor]:
             f"encoder.layers.{layer}.mlp.fc2.weight": (hidden, NOMIC_WIDTH),
         }
         shapes |= {f"encoder.layers.{layer}.norm{i}.{kind}": (hidden,) for i in (1, 2) for kind in ("weight", "bias")}
+    return _random_weights(shapes)
+
+
+def _random_weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     return {
         key: torch.randn(shape, generator=generator) * 0.2 + (1.0 if "norm" in key and key.endswith("weight") else 0.0)

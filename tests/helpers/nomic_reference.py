@@ -2,6 +2,7 @@
 
 A post-norm encoder with rotary attention over the whole head and a SwiGLU feed-forward network (Nussbaum et al., "Nomic
 Embed", arXiv:2402.01613). `fc11` is the up projection, `fc12` the gate, and `Wqkv` stacks the three projections.
+Nomic Embed v2 (arXiv:2502.07972) has biases, a GELU instead of the gate, and experts in some of the layers.
 """
 
 import math
@@ -41,10 +42,23 @@ def reference_forward(
         }
         attended = _attention(hidden, attention_mask, of_layer, settings)
         hidden = norm(hidden + attended, f"encoder.layers.{layer}.norm1")
-        up, gate = hidden @ of_layer["mlp.fc11.weight"].T, hidden @ of_layer["mlp.fc12.weight"].T
-        down = (up * functional.silu(gate)) @ of_layer["mlp.fc2.weight"].T
-        hidden = norm(hidden + down, f"encoder.layers.{layer}.norm2")
+        hidden = norm(hidden + _feed_forward(hidden, of_layer, settings), f"encoder.layers.{layer}.norm2")
     return hidden
+
+
+def _feed_forward(hidden: torch.Tensor, of_layer: dict[str, torch.Tensor], settings: dict[str, Any]) -> torch.Tensor:
+    if "mlp.fc11.weight" in of_layer:
+        up, gate = hidden @ of_layer["mlp.fc11.weight"].T, hidden @ of_layer["mlp.fc12.weight"].T
+        return (up * functional.silu(gate)) @ of_layer["mlp.fc2.weight"].T
+    if "mlp.fc1.weight" in of_layer:
+        inner = functional.gelu(hidden @ of_layer["mlp.fc1.weight"].T + of_layer["mlp.fc1.bias"])
+        return inner @ of_layer["mlp.fc2.weight"].T + of_layer["mlp.fc2.bias"]
+    probabilities = (hidden @ of_layer["mlp.router.layer.weight"].T).softmax(dim=-1)  # [B, L, E]
+    kept = probabilities >= probabilities.topk(settings["moe_top_k"], dim=-1).values[..., -1:]
+    stacked = (settings["num_experts"], settings["n_inner"], -1)
+    ups, downs = (of_layer[f"mlp.experts.mlp.{name}"].view(stacked) for name in ("w1", "w2"))  # [E, I, H]
+    outputs = [functional.gelu(hidden @ up.T) @ down for up, down in zip(ups, downs, strict=True)]
+    return ((probabilities * kept).unsqueeze(-1) * torch.stack(outputs, dim=-2)).sum(-2) + of_layer["mlp.experts.bias"]
 
 
 def _attention(
@@ -52,13 +66,14 @@ def _attention(
 ) -> torch.Tensor:
     rows, length, width = hidden.shape
     heads = settings["n_head"]
-    projected = (hidden @ of_layer["attn.Wqkv.weight"].T).view(rows, length, 3, heads, width // heads)
+    projected = hidden @ of_layer["attn.Wqkv.weight"].T + of_layer.get("attn.Wqkv.bias", 0.0)
+    projected = projected.view(rows, length, 3, heads, width // heads)
     query, key, value = projected.permute(2, 0, 3, 1, 4)  # [B, heads, L, D] each
     query, key = (_rotate(tensor, settings["rotary_emb_base"]) for tensor in (query, key))
     scores = query @ key.transpose(-1, -2) / math.sqrt(width // heads)
     scores = scores.masked_fill(mask[:, None, None, :] == 0, -torch.inf)
     mixed = (scores.softmax(-1) @ value).transpose(1, 2).reshape(rows, length, width)
-    return mixed @ of_layer["attn.out_proj.weight"].T
+    return mixed @ of_layer["attn.out_proj.weight"].T + of_layer.get("attn.out_proj.bias", 0.0)
 
 
 def _rotate(tensor: torch.Tensor, base: float) -> torch.Tensor:

@@ -108,9 +108,9 @@ def test_parameter_counts(name: str) -> None:
     model = upcycled(dense, num_experts_per_tok=3)
     counts = parameter_counts(model)
     routers = 2 * 16 * 4
-    one = counts["experts"]["a"]
+    one = counts["experts"]["0"]
     zeros = 2 * 2 * 32 if name == "gte" else 0  # the bias that only the other projection has
-    assert counts["experts"] == dict.fromkeys(EXPERTS, one)
+    assert counts["experts"] == dict.fromkeys("0123", one)
     assert counts["total"] == sum(p.numel() for p in model.parameters()) == counts["shared"] + 4 * one
     assert counts["shared"] + one == in_dense + routers + zeros
     assert counts["active"] == counts["shared"] + 3 * one
@@ -290,7 +290,9 @@ def test_the_loss_of_three_tokens_by_hand() -> None:
     mask = torch.tensor([[1, 1, 1, 0]])
     # two experts per token: (a, b), (a, c), (b, c); six choices, two on each expert
     # mean probabilities 1.4/3, 0.8/3, 0.8/3
-    assert load_balancing_loss([probabilities.log()], mask, 2).item() == pytest.approx(1 / 3)
+    assert load_balancing_loss([probabilities.log()], mask, 2).item() == pytest.approx(2 / 3)
+    megablocks = [load_balancing_loss([probabilities.log()] * n, mask, 2, "megablocks").item() for n in (1, 2)]
+    assert megablocks == pytest.approx([1.0, 1.0])  # balanced, whatever the number of blocks and experts
     # one: a, a, b
     by_hand = (2 / 3) * (1.4 / 3) + (1 / 3) * (0.8 / 3)
     assert load_balancing_loss([probabilities.log()], mask, 1).item() == pytest.approx(by_hand)
@@ -300,11 +302,12 @@ def test_the_loss_of_three_tokens_by_hand() -> None:
     assert load_balancing_loss([probabilities.log()], None, 1).item() == pytest.approx(unmasked)
 
 
-@pytest.mark.parametrize("balance_share", [None, 0.125])
+@pytest.mark.parametrize(("balance_share", "formula"), [(None, "equation_1"), (0.125, "megablocks")])
 @all_kinds
-def test_the_loss_reaches_any_training(name: str, balance_share: float | None) -> None:
+def test_the_loss_reaches_any_training(name: str, balance_share: float | None, formula: str) -> None:
     """Its gradient is the one that plain autograd gives to the formula, padding left out."""
-    model, inputs = without_dropout(trained(name, router_aux_loss_coef=3.0)), batch()
+    trained_model = trained(name, router_aux_loss_coef=3.0, router_aux_loss_type=formula)
+    model, inputs = without_dropout(trained_model), batch()
     by_itself = backward(model, inputs, **({} if balance_share is None else {"balance_share": balance_share}))
     by_itself = {key: gradient.clone() for key, gradient in by_itself.items()}
 
@@ -317,8 +320,9 @@ def test_the_loss_reaches_any_training(name: str, balance_share: float | None) -
         tokens = torch.cat([logits[row, : lengths[row]] for row in range(4)]).softmax(dim=-1)  # [N, E]
         for expert in range(4):
             chosen = [expert in token.topk(2).indices for token in tokens]
-            loss = loss + sum(chosen) / (2 * len(tokens)) * tokens[:, expert].mean()
-    weight = 3.0 * (1.0 if balance_share is None else 4 * 0.125)
+            loss = loss + sum(chosen) / len(tokens) * tokens[:, expert].mean()
+    factor = {"equation_1": 1.0, "megablocks": 4 / 2 / 2}[formula]
+    weight = 3.0 * factor * (1.0 if balance_share is None else 4 * 0.125)
     (out.pooler_output.square().sum() + weight * loss).backward()
     same_gradients(by_itself, gradients(without), 1e-4)
     plain = backward(without, inputs)

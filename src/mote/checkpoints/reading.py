@@ -24,7 +24,7 @@ from architectures_mote import ARCHITECTURES
 from configuration_mote import MoTEConfig
 from modeling_mote import MoTEModel
 from mote import hub
-from mote.checkpoints import nomic
+from mote.checkpoints import nomic, nomic_moe
 from mote.checkpoints.tensors import NOT_ONLY_TENSORS, is_finite, load_pickle, read_on_meta, read_shapes
 
 # model_type → config and model of this package.
@@ -70,7 +70,8 @@ class Checkpoint:
         revision: Commit hash, if it came from the Hub.
         config: Config of the model; of a dense one, that of the native architecture.
         weights: Files with the weights.
-        format: "transformers" (dense), "nomic" (dense, in Nomic's own format), or "mote".
+        format: "transformers" (dense), "nomic" (dense, in Nomic's own format), "nomic_moe" (Nomic Embed v2 in the
+            same), or "mote".
         key_mapping: Renamings (regular expressions) before the native class knows the keys.
     """
 
@@ -79,7 +80,7 @@ class Checkpoint:
     revision: str | None
     config: PreTrainedConfig
     weights: list[Path]
-    format: Literal["transformers", "nomic", "mote"] = "transformers"
+    format: Literal["transformers", "nomic", "nomic_moe", "mote"] = "transformers"
     key_mapping: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -151,6 +152,15 @@ def open_checkpoint(src: str, revision: str | None = None) -> Checkpoint:
         FileNotFoundError: If the source does not exist, or has no config or no weights.
         ValueError: If its config is damaged, or not of a supported architecture.
     """
+    checkpoint = _open(src, revision)
+    if checkpoint.format == "nomic_moe":
+        raise ValueError(
+            f"{src} is a mixture of experts in Nomic's own format: write it in MoTE's first, `mote upcycle --src {src}`"
+        )
+    return checkpoint
+
+
+def _open(src: str, revision: str | None) -> Checkpoint:
     folder, commit = _locate(src, revision)
     settings = read_json(folder / "config.json")
     weights = _weight_files(folder, src)
@@ -163,10 +173,13 @@ def open_checkpoint(src: str, revision: str | None = None) -> Checkpoint:
 
 
 def open_dense(src: str, revision: str | None = None) -> Checkpoint:
-    """Open a dense checkpoint: as `open_checkpoint`, and a `ValueError` for a MoTE."""
+    """Open a dense checkpoint, or a published mixture of experts: a source of upcycling.
+
+    As `open_checkpoint`, and a `ValueError` for a MoTE.
+    """
     if _model_type(src, revision) in MOTE_CLASSES:
         raise ValueError(f"{src} is a MoTE already: upcycling starts from a dense checkpoint")
-    return open_checkpoint(src, revision)
+    return _open(src, revision)
 
 
 def open_mote(src: str, revision: str | None = None) -> MoTECheckpoint:
@@ -393,6 +406,9 @@ def _open_mote(
 def _open_dense(
     src: str, folder: Path, commit: str | None, weights: list[Path], settings: dict[str, Any]
 ) -> Checkpoint:
+    if nomic_moe.is_original(settings):
+        routed = nomic_moe.native_config(settings, read_shapes(weights), src)
+        return Checkpoint(src, folder, commit, routed, weights, "nomic_moe")
     if nomic.is_original(settings):
         shapes = read_shapes(weights)
         config = nomic.native_config(settings, shapes, src)
@@ -415,7 +431,7 @@ def _check_sizes(checkpoint: Checkpoint) -> None:
     Raises:
         ValueError: If a size is not a positive integer, or far more than the weights hold.
     """
-    config: Any = checkpoint.config.backbone_config if checkpoint.format == "mote" else checkpoint.config
+    config: Any = checkpoint.config.backbone_config if is_mote(checkpoint.config) else checkpoint.config
     shapes = read_shapes(checkpoint.weights)
     longest = max((size for shape in shapes.values() for size in shape), default=0)
     tensors = len(shapes)

@@ -149,19 +149,19 @@ def parameter_counts(model: "MoTEModel") -> dict[str, Any]:
 
     Returns:
         `total`; `active`, those that a sequence passes through, as many as in the dense model without its pooler
-        (token-routed: those that a token passes through); `shared`, by all experts (routers are); `experts`: name →
-        parameters of that expert alone.
+        (token-routed: those that a token passes through); `shared`, by all experts (routers are); `experts`: name
+        (token-routed: index) → parameters of that expert alone.
     """
     with nullcontext() if model.offloading is None else model.offloading.all_experts():
         counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
     total = sum(counts.values())
-    available, active_experts = model.config.available_experts, 1
-    routed = sum(count for name, count in counts.items() if ".feed_forward.experts." in name)
-    if routed:
-        experts = dict.fromkeys(available, routed // len(available))
-        active_experts = model.config.num_experts_per_tok
+    active_experts = 1
+    if not model.config.routes_by_task:
+        routed = sum(count for name, count in counts.items() if ".feed_forward.experts." in name)
+        indices, active_experts = range(model.config.num_experts), model.config.num_experts_per_tok
+        experts = dict.fromkeys(map(str, indices), routed // len(indices))
     else:
-        experts = dict.fromkeys(available, 0)
+        experts = dict.fromkeys(model.config.available_experts, 0)
         for name, count in counts.items():
             expert = weight_name(name, model.config).expert
             if expert is not None:

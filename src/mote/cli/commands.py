@@ -71,13 +71,24 @@ def upcycle(
         typer.Option("--shared-module", metavar="PATH", help="Attention of such a layer; repeatable."),
     ] = None,
     routing: Annotated[Literal["task", "token"], typer.Option(help="What picks the expert.")] = "task",
+    num_experts: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Experts in a block (--routing token). Default: as many as have names."),
+    ] = None,
     num_experts_per_tok: Annotated[int, typer.Option(metavar="K", help="Experts per token (--routing token).")] = 2,
     norm_topk_prob: Annotated[
         bool, typer.Option(help="Scale the weights of a token's experts to sum to 1 (--routing token).")
     ] = True,
     router_aux_loss_coef: Annotated[
         float, typer.Option(metavar="F", help="Factor of the load-balancing loss (--routing token).")
-    ] = 0.01,
+    ] = 0.005,
+    router_aux_loss_type: Annotated[
+        Literal["equation_1", "megablocks"], typer.Option(help="Formula of that loss (--routing token).")
+    ] = "equation_1",
+    preset: Annotated[
+        Literal["nomic-v2"] | None,
+        typer.Option(help="Settings at once: nomic-v2 is 8 experts in every second layer, two of them per token."),
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="SRC", help=f"Tokenizer: {options.SRC}. Default: the source's own.")
     ] = None,

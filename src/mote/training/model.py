@@ -18,7 +18,7 @@ from mote.inference.loading import require_all_weights
 from mote.training.processes import processes
 from mote.training.recipe import ModelSettings, Recipe
 from mote.training.run_folder import START_FOLDER
-from mote.upcycling import UpcyclingOptions, instructions_from, plan_upcycling, upcycle
+from mote.upcycling import TOKEN_ROUTING, UpcyclingOptions, instructions_from, plan_upcycling, upcycle
 
 
 def build_model(recipe: Recipe, source: Checkpoint, scratch: Path) -> tuple[SentenceTransformer, MoTEConfig]:
@@ -146,7 +146,6 @@ def _loading(settings: ModelSettings) -> dict[str, Any]:
 
 def _options(settings: ModelSettings) -> UpcyclingOptions:
     """Return the recipe's settings of upcycling."""
-    token_routing = ("num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef")
     instructions = settings.instruction_texts
     if not settings.instructions:
         instructions = dict.fromkeys(MoTEConfig(experts=settings.experts, tasks=settings.tasks).tasks, "")  # type: ignore[arg-type]
@@ -156,7 +155,7 @@ def _options(settings: ModelSettings) -> UpcyclingOptions:
         tasks=settings.tasks,
         instructions=instructions,
         **(
-            {"routing": "token", **{name: getattr(settings, name) for name in token_routing}}
+            {"routing": "token", **{name: getattr(settings, name) for name in TOKEN_ROUTING}}
             if settings.kind == "token_routed"
             else {}
         ),

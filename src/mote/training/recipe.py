@@ -40,9 +40,11 @@ class ModelSettings(Settings):
         layers: Blocks with experts (`every`, `every_other`, or a list of indices), for `mote` and `token_routed`.
         experts: Expert names. Default: the paper's four.
         tasks: Further tasks → the expert that serves each.
+        num_experts: Experts in a block, for `token_routed`. Default: as many as `experts`.
         num_experts_per_tok: Experts per token, for `token_routed`.
         norm_topk_prob: Whether the weights of a token's experts are scaled to sum to 1, for `token_routed`.
         router_aux_loss_coef: Weight of the load-balancing loss, for `token_routed`.
+        router_aux_loss_type: Formula of that loss, for `token_routed`.
         trust_remote_code: Whether to run the code that comes with a MoTE from the Hub.
         max_length: Maximum length of a text in tokens. Default: the source's.
         attention: Attention implementation, as transformers names it. Default: its own choice.
@@ -56,9 +58,11 @@ class ModelSettings(Settings):
     layers: str | list[int] = "every"
     experts: list[str] | None = None
     tasks: dict[str, str] = {}
+    num_experts: int | None = Field(default=None, ge=1)
     num_experts_per_tok: int = Field(default=2, ge=1)
     norm_topk_prob: bool = True
-    router_aux_loss_coef: float = Field(default=0.01, ge=0)
+    router_aux_loss_coef: float = Field(default=0.005, ge=0)
+    router_aux_loss_type: Literal["equation_1", "megablocks"] = "equation_1"
     trust_remote_code: bool = False
     max_length: int | None = Field(default=None, ge=4)
     attention: str | None = None

@@ -1,0 +1,191 @@
+"""Nomic Embed v2 as published: `nomic-ai/nomic-embed-text-v2-moe` and its `-unsupervised` sibling.
+
+A token-routed encoder in the schema of Nomic's own code, which transformers' native `nomic_bert` takes without an
+exception and without its experts. Its dense parts are those of transformers' `jina_embeddings_v3`: post-norm, biases,
+rotary positions, token types, a norm after the embeddings. The keys mean what they mean in the original code
+(`modeling_hf_nomic_bert.py` of nomic-ai/nomic-bert-2048 on the Hub, Apache-2.0).
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import JinaEmbeddingsV3Config
+
+from token_routing_mote import TokenRoutedConfig, TokenRoutedModel
+
+# The original takes 2,048 positions, but was trained, and is published, with texts of at most 512 tokens.
+MAX_SEQ_LENGTH = 512
+
+# Settings under which our model computes the same function; anything else is refused.
+_REQUIRED: dict[str, tuple[Any, ...]] = {
+    "activation_function": ("gelu",),
+    "causal": (False,),
+    "expert_choice_router": (False,),
+    "ffn_div": (1,),
+    "mlp_fc1_bias": (True,),
+    "mlp_fc2_bias": (True,),
+    "num_shared_experts": (0,),
+    "parallel_block": (False,),
+    "prenorm": (False,),
+    "qkv_proj_bias": (True,),
+    "rotary_emb_fraction": (1.0,),
+    "rotary_emb_interleaved": (False,),
+    "rotary_emb_scale_base": (None,),
+    "rotary_scaling_factor": (None,),
+    "use_rms_norm": (False, None),
+}
+
+_SIZES = ("n_embd", "n_head", "n_inner", "n_layer", "num_experts", "moe_top_k", "moe_every_n_layers")
+
+# Names in the original → names in our model; the blocks are added by `_renamed`.
+_EMBEDDINGS = {
+    "embeddings.word_embeddings": "embeddings.word_embeddings",
+    "embeddings.token_type_embeddings": "embeddings.token_type_embeddings",
+    "emb_ln": "embeddings.LayerNorm",
+}
+_LAYER = {
+    "attn.out_proj": "self_attn.o_proj",
+    "norm1": "post_attention_layernorm",
+    "norm2": "post_mlp_layernorm",
+    "mlp.fc1": "mlp.fc1",
+    "mlp.fc2": "mlp.fc2",
+}
+
+
+def is_original(settings: Mapping[str, Any]) -> bool:
+    """Whether a config is that of a mixture of experts in the schema of Nomic's own code."""
+    experts = settings.get("num_experts")
+    is_nomic = settings.get("model_type") == "nomic_bert" and "n_embd" in settings
+    return is_nomic and isinstance(experts, int) and experts > 1
+
+
+def native_config(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], name: str) -> TokenRoutedConfig:
+    """Translate the original schema.
+
+    Args:
+        settings: The original config.
+        shapes: Shapes of the tensors; the size of the vocabulary is taken from these.
+        name: Name of the checkpoint, for errors.
+
+    Raises:
+        ValueError: If our model cannot express a setting, or one is missing or invalid.
+    """
+    for key, allowed in _REQUIRED.items():
+        value = settings.get(key, allowed[0])
+        if value not in allowed:
+            raise ValueError(
+                f"{name} has {key}={value!r}, which the published Nomic Embed v2 does not have and MoTE cannot "
+                f"express (it can: {' or '.join(map(repr, allowed))})"
+            )
+    wrong = {key: settings.get(key) for key in _SIZES if type(settings.get(key)) is not int or settings[key] < 1}
+    if wrong:
+        raise ValueError(f"The config of {name} must have positive integers for {', '.join(_SIZES)}, got {wrong}")
+    every, layers = settings["moe_every_n_layers"], range(settings["n_layer"])
+    routed = [index for index in layers if index % every == 1]
+    if not routed:
+        raise ValueError(
+            f"The config of {name} has moe_every_n_layers={every}, by which none of its {len(layers)} layers has "
+            "experts: the original gives them to layer i if i % moe_every_n_layers is 1 (published: 2)"
+        )
+    vocabulary = shapes.get("embeddings.word_embeddings.weight")
+    if vocabulary is None:
+        raise ValueError(f"The weights of {name} lack embeddings.word_embeddings.weight")
+    backbone = JinaEmbeddingsV3Config(
+        vocab_size=vocabulary[0],
+        hidden_size=settings["n_embd"],
+        num_hidden_layers=settings["n_layer"],
+        num_attention_heads=settings["n_head"],
+        intermediate_size=settings["n_inner"],
+        hidden_act="gelu",
+        hidden_dropout_prob=settings.get("resid_pdrop", 0.0),
+        attention_probs_dropout_prob=settings.get("attn_pdrop", 0.0),
+        max_position_embeddings=min(settings.get("n_positions", MAX_SEQ_LENGTH), MAX_SEQ_LENGTH),
+        type_vocab_size=settings.get("type_vocab_size", 1),
+        initializer_range=settings.get("initializer_range", 0.02),
+        layer_norm_eps=settings.get("layer_norm_epsilon", 1e-5),
+        pad_token_id=settings.get("pad_token_id", 1),
+        rope_parameters={"rope_type": "default", "rope_theta": float(settings.get("rotary_emb_base", 10_000))},
+    )
+    return TokenRoutedConfig(
+        backbone_config=backbone,
+        mote_layers=routed,
+        num_experts=settings["num_experts"],
+        num_experts_per_tok=settings["moe_top_k"],
+        norm_topk_prob=bool(settings.get("moe_normalize_expert_weights", False)),
+        router_aux_loss_coef=settings.get("router_aux_loss_coef", 0.0),
+        router_aux_loss_type="megablocks",
+        shared_expert_bias=True,
+    )
+
+
+def load(
+    config: TokenRoutedConfig, weights: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype | str = "auto"
+) -> TokenRoutedModel:
+    """Build the model of the original's weights, of every one of them.
+
+    Args:
+        config: From `native_config`.
+        weights: The original's tensors by their published names.
+        name: Name of the checkpoint, for errors.
+        dtype: As in `AutoModel.from_pretrained`.
+
+    Raises:
+        ValueError: If a tensor is missing, unknown, or of another shape.
+    """
+    converted: dict[str, torch.Tensor] = {}
+    for key, tensor in weights.items():
+        parts = _parts(key, tensor, config)
+        if not parts:
+            raise ValueError(f"The weights of {name} hold {key}, which Nomic Embed v2 as published does not have")
+        converted |= {f"backbone.{ours}": part for ours, part in parts.items()}
+    config._name_or_path = name
+    loaded = TokenRoutedModel.from_pretrained(None, config=config, state_dict=converted, dtype=dtype)
+    return loaded.eval()
+
+
+def _parts(key: str, tensor: torch.Tensor, config: TokenRoutedConfig) -> dict[str, torch.Tensor]:
+    """Convert one tensor: ours by their names, none if its name is unknown.
+
+    Raises:
+        ValueError: If it does not hold all experts.
+    """
+    module, _, kind = key.rpartition(".")
+    if module in _EMBEDDINGS:
+        return {f"{_EMBEDDINGS[module]}.{kind}": tensor}
+    found = re.fullmatch(r"encoder\.layers\.(\d+)\.(.+)", key)
+    if found is None:
+        return {}
+    layer, name = int(found[1]), found[2]
+    module, _, kind = name.rpartition(".")
+    block = f"layers.{layer}"
+    if layer in config.mote_layer_indices:
+        if name in _EXPERTS:
+            ours, convert = _EXPERTS[name]
+            rows = config.num_experts * config.backbone_config.intermediate_size
+            if tensor.dim() == 2 and "experts" in ours and tensor.shape[0] != rows:
+                raise ValueError(
+                    f"{key} has {tensor.shape[0]:,} rows, expected {rows:,}: those of num_experts={config.num_experts} "
+                    f"experts, n_inner={config.backbone_config.intermediate_size} each"
+                )
+            return {f"{block}.feed_forward.{ours}": convert(tensor, config)}
+        block += ".shared"
+    if module == "attn.Wqkv":
+        projections = (f"{block}.self_attn.{one}_proj.{kind}" for one in "qkv")
+        return dict(zip(projections, tensor.chunk(3), strict=False))
+    return {f"{block}.{_LAYER[module]}.{kind}": tensor} if module in _LAYER else {}
+
+
+def _by_expert(tensor: torch.Tensor, config: TokenRoutedConfig) -> torch.Tensor:
+    """Take the experts apart, which the original puts one below the other: [E I, H] → [E, I, H]."""
+    return tensor.unflatten(0, (-1, config.backbone_config.intermediate_size))
+
+
+# Both matrices of the original's experts are [E I, H]; the second multiplies from the right.
+_EXPERTS: dict[str, tuple[str, Callable[[torch.Tensor, TokenRoutedConfig], torch.Tensor]]] = {
+    "mlp.experts.mlp.w1": ("experts.up_proj", _by_expert),
+    "mlp.experts.mlp.w2": ("experts.down_proj", lambda tensor, config: _by_expert(tensor, config).mT.contiguous()),
+    "mlp.experts.bias": ("bias", lambda tensor, config: tensor),
+    "mlp.router.layer.weight": ("router.weight", lambda tensor, config: tensor),
+}
