@@ -1,6 +1,7 @@
 """Model cards: README.md of a MoTE, a dense model made of one, an expert artefact, and a trained model.
 
-The templates are in `hub_card/`. Cards take plain values, so that any part of the package can write one.
+The templates are in `hub_card/`. Cards take plain values, so that any part of the package can write one. A card that
+other programs have written since is written anew by `mote.checkpoints.rewriting`.
 """
 
 import json
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
-from huggingface_hub import ModelCard, ModelCardData, metadata_load
+from huggingface_hub import CardData, ModelCard, ModelCardData, metadata_load
 
 from configuration_mote import MoTEConfig
 from mote.checkpoints.reading import Checkpoint
 from mote.reporting import millions
+
+MOTE_TAGS = ("mote", "mixture-of-experts", "custom_code")
 
 TRAINED_KINDS = {
     "mote": "A **MoTE** (Mixture of Task Experts): one attention and one feed-forward expert per task,",
@@ -48,31 +51,38 @@ def write_mote_card(
         fresh: Whether the experts are still copies of one another.
         normalized: Whether Sentence-Transformers normalises the embeddings.
     """
-    example = "search_query" if "search_query" in config.tasks else config.experts[0]
     _write(
         folder,
         "model_card.md",
-        card_data(source, "finetune" if fresh else "merge", ("mote", "mixture-of-experts", "custom_code")),
+        card_data(source, "finetune" if fresh else "merge", MOTE_TAGS),
         repo_id,
         source=source.public_name,
         source_link=source_link(source),
         made=made,
-        fresh=fresh,
-        experts=config.experts,
-        num_experts_per_tok=None if config.routes_by_task else config.num_experts_per_tok,
-        norm_topk_prob=getattr(config, "norm_topk_prob", None),
-        compression=config.compression,
-        active_parameters=millions(counts["active"]),
-        total_parameters=millions(counts["total"]),
-        tasks=[(task, expert, _cell(config.instruction_of(task))) for task, expert in config.tasks.items()],
-        default_task=config.default_task,
-        example_task=example,
-        example_instruction=escaped(config.instruction_of(example)),
-        has_roles={"query", "document"} <= set(config.tasks),
-        pooling=config.pooling,
-        normalized=normalized,
         command=command,
+        **mote_values(config, counts, fresh, normalized),
     )
+
+
+def mote_values(config: MoTEConfig, counts: Mapping[str, Any], fresh: bool, normalized: bool) -> dict[str, Any]:
+    """Return what the template of a MoTE's card wants to know of the model itself; arguments as `write_mote_card`."""
+    example = "search_query" if "search_query" in config.tasks else config.experts[0]
+    return {
+        "fresh": fresh,
+        "experts": config.experts,
+        "num_experts_per_tok": None if config.routes_by_task else config.num_experts_per_tok,
+        "norm_topk_prob": getattr(config, "norm_topk_prob", None),
+        "compression": config.compression,
+        "active_parameters": millions(counts["active"]),
+        "total_parameters": millions(counts["total"]),
+        "tasks": [(task, expert, cell(config.instruction_of(task))) for task, expert in config.tasks.items()],
+        "default_task": config.default_task,
+        "example_task": example,
+        "example_instruction": escaped(config.instruction_of(example)),
+        "has_roles": {"query", "document"} <= set(config.tasks),
+        "pooling": config.pooling,
+        "normalized": normalized,
+    }
 
 
 def write_dense_card(
@@ -111,7 +121,7 @@ def write_dense_card(
         made=made,
         experts=config.experts,
         parameters=millions(parameters),
-        prompts=[(task, _cell(config.instruction_of(task))) for task in tasks],
+        prompts=[(task, cell(config.instruction_of(task))) for task in tasks],
         expert=expert,
         instruction=escaped(config.instruction_of(expert)) if expert else "",
         converted=converted,
@@ -152,7 +162,7 @@ def write_expert_card(
         repo_id,
         name=name,
         source=source.public_name,
-        tasks=[(task, _cell(text)) for task, text in instructions.items()],
+        tasks=[(task, cell(text)) for task, text in instructions.items()],
         base=base,
         parameters=millions(parameters),
         command=command,
@@ -198,7 +208,7 @@ def write_trained_card(
     _write(
         folder,
         "trained_model.md",
-        card_data(source, "finetune", ("mote", "mixture-of-experts", "custom_code") if kind != "dense" else ()),
+        card_data(source, "finetune", MOTE_TAGS if kind != "dense" else ()),
         repo_id,
         what=TRAINED_KINDS[kind],
         source=source.public_name,
@@ -208,7 +218,7 @@ def write_trained_card(
         trust=kind != "dense",
         argument=f', {argument}="{example}"' if argument == "prompt_name" or routed else "",
         experts=routed,
-        tasks=[(task, expert, _cell(config.instruction_of(task))) for task, expert in config.tasks.items()],
+        tasks=[(task, expert, cell(config.instruction_of(task))) for task, expert in config.tasks.items()],
         data=data,
         seen=seen,
         scores=scores,
@@ -218,28 +228,49 @@ def write_trained_card(
 
 
 def _write(folder: Path, template: str, metadata: ModelCardData, repo_id: str, **values: Any) -> None:
+    render(template, metadata, repo_id, **values).save(folder / "README.md")
+
+
+def render(template: str, metadata: CardData, repo_id: str, **values: Any) -> ModelCard:
+    """Fill in a template of `hub_card/`."""
     path = str(files("mote.hub_card") / template)
     name = repo_id.rsplit("/", 1)[-1]
-    card = ModelCard.from_template(metadata, template_path=path, model_name=name, repo_id=repo_id, **values)
-    card.save(folder / "README.md")
+    return ModelCard.from_template(metadata, template_path=path, model_name=name, repo_id=repo_id, **values)
 
 
 def card_data(source: Checkpoint, relation: str, tags: tuple[str, ...] = ()) -> ModelCardData:
-    """Build a card's metadata: base model, and the source's language and licence."""
-    readme = source.folder / "README.md"
-    try:
-        of_source = (metadata_load(readme) if readme.is_file() else None) or {}
-    except (yaml.YAMLError, ValueError):  # an unreadable card says nothing
-        of_source = {}
+    """Build a card's metadata: base model, and the source's language and licence.
+
+    The base model is an id on the Hub: of a folder, the one that its own card names, if it does.
+    """
+    of_source = front_matter(source.folder)
+    base_model = hub_ids(of_source.get("base_model")) if source.is_local else source.name
     return ModelCardData(
-        base_model=source.public_name,
-        base_model_relation=relation,
+        base_model=base_model,
+        base_model_relation=relation if base_model else None,
         language=of_source.get("language"),
         license=of_source.get("license"),
         library_name="sentence-transformers",
         pipeline_tag="sentence-similarity",
         tags=["sentence-transformers", "feature-extraction", *tags],
+        **{name: of_source[name] for name in ("license_name", "license_link") if name in of_source},
     )
+
+
+def front_matter(folder: Path) -> dict[str, Any]:
+    """Read the metadata of the card in a folder; a card that cannot be read says nothing."""
+    readme = folder / "README.md"
+    try:
+        return (metadata_load(readme) if readme.is_file() else None) or {}
+    except (yaml.YAMLError, ValueError):
+        return {}
+
+
+def hub_ids(names: Any) -> Any:
+    """Return the name or list of names, without those that are folders rather than ids on the Hub (user/name)."""
+    if isinstance(names, list):
+        return [name for name in names if hub_ids(name)] or None
+    return names if isinstance(names, str) and "/" in names else None
 
 
 def source_link(source: Checkpoint) -> str:
@@ -252,5 +283,6 @@ def escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
+    """Escape a text for use in a table."""
     return escaped(text).replace("|", r"\|")

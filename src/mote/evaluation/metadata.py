@@ -1,0 +1,114 @@
+"""What MTEB wants to know of a model: `mteb.ModelMeta`, read from the model's own files."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from mteb import ModelMeta
+from mteb.languages import iso_mappings
+from mteb.models import SentenceTransformerEncoderWrapper
+from mteb.models.model_meta import ScoringFunction
+from mteb.models.models_protocols import MTEBModels
+from mteb.types import Licenses
+from transformers import PreTrainedModel
+
+from mote.checkpoints.cards import front_matter
+from mote.checkpoints.hashing import folder_hash
+from mote.checkpoints.reading import Checkpoint, dense_without_weights, is_mote, mote_class, open_checkpoint
+from mote.checkpoints.sentence_transformers import max_seq_length, source_modules, source_prompts
+from mote.checkpoints.tensors import parameter_counts
+
+def model_meta(source: str | Path, revision: str | None = None) -> ModelMeta:
+    """Describe a model to MTEB: `meta.load_model()` loads it, `mteb.evaluate(meta, …)` scores it.
+
+    `mteb.get_model` loads ids on the Hub alone, does not find a MoTE's dimension and active parameters, and lets
+    Transformers ask whether to run the model's code, whatever its arguments say. This reads files and asks nothing:
+    loading a MoTE through the result runs the code in its repository.
+
+    Args:
+        source: A MoTE or a dense model: a folder, or an id on the Hub.
+        revision: Branch, tag or commit on the Hub.
+
+    Returns:
+        The name (`local/NAME` for a folder), the revision (the commit, or a hash of the folder's files), dimension,
+        most tokens, parameters in all and in the token embeddings, size of the weights in MiB, licence, languages,
+        similarity, and whether there are instructions. Active parameters are those that a text, or in a token-routed
+        model a token, passes through, without the token embeddings, as MTEB counts them.
+
+    Raises:
+        FileNotFoundError: If the source does not exist or has no weights.
+        ValueError: If it is damaged, or of an architecture that is not supported.
+    """
+    checkpoint = open_checkpoint(str(source), revision)
+    routed = is_mote(checkpoint.config)
+    if routed:
+        with torch.device("meta"):
+            model = mote_class(checkpoint.config.model_type, "model")(checkpoint.config)
+    else:
+        model, _ = dense_without_weights(checkpoint)
+    parameters = model.num_parameters()
+    embeddings = model.get_input_embeddings().weight.numel()
+    card = front_matter(checkpoint.folder)
+    settings = checkpoint.read_json("config_sentence_transformers.json")
+    name = f"local/{checkpoint.short_name}" if checkpoint.is_local else checkpoint.name
+    path = str(Path(source).resolve()) if checkpoint.is_local else checkpoint.name
+    return ModelMeta.create_empty(
+        {
+            "loader": partial(load_encoder_wrapper, path),
+            "loader_kwargs": {"trust_remote_code": True} if routed else {},
+            "name": name if "/" in name else f"sentence-transformers/{name}",  # as the library completes it
+            "revision": checkpoint.revision or folder_hash(checkpoint.folder),
+            "languages": _languages(card.get("language")),
+            "n_parameters": parameters,
+            "n_active_parameters_override": parameter_counts(model)["active"] - embeddings if routed else None,
+            "n_embedding_parameters": embeddings,
+            "memory_usage_mb": round(sum(path.stat().st_size for path in checkpoint.weights) / 1024**2),
+            "max_tokens": _max_tokens(model, checkpoint),
+            "embed_dim": _dimension(checkpoint),
+            "license": _license(card.get("license")),
+            "open_weights": True,
+            "framework": ["Sentence Transformers", "PyTorch", "Transformers", "safetensors"],
+            "reference": None if checkpoint.is_local else f"https://huggingface.co/{checkpoint.name}",
+            "similarity_fn_name": ScoringFunction.from_str(settings.get("similarity_fn_name") or "cosine"),
+            "use_instructions": any(source_prompts(checkpoint).values()),
+            "adapted_from": base[0] if isinstance(base := card.get("base_model"), list) and base else base,
+        }
+    )
+
+
+def load_encoder_wrapper(path: str, name: str, revision: str | None = None, **kwargs: Any) -> MTEBModels:
+    """Load a model for MTEB.
+
+    Args:
+        path: A folder, or an id on the Hub.
+        name: Name in MTEB.
+        revision: The commit on the Hub; of a folder, its hash.
+        **kwargs: Arguments of mteb's wrapper and of `SentenceTransformer`.
+    """
+    return SentenceTransformerEncoderWrapper(path, revision=None if Path(path).is_dir() else revision, **kwargs)
+
+
+def _dimension(checkpoint: Checkpoint) -> int:
+    """Return the size of an embedding: the hidden size, unless a layer behind the pooling changes it."""
+    settings = [checkpoint.read_json(f"{one['path']}/config.json") for one in source_modules(checkpoint)[1:]]
+    sizes = [one["out_features"] for one in settings if "out_features" in one]
+    return sizes[-1] if sizes else checkpoint.config.hidden_size
+
+
+def _max_tokens(model: PreTrainedModel, checkpoint: Checkpoint) -> int | None:
+    """Return the number of tokens at which Sentence-Transformers truncates texts."""
+    of_tokenizer = checkpoint.read_json("tokenizer_config.json").get("model_max_length")
+    return max_seq_length(model, checkpoint) or (of_tokenizer if of_tokenizer and of_tokenizer < 10**9 else None)
+
+
+def _license(name: Any) -> str | None:
+    """Return a licence as MTEB takes it: one that it lists, or an address."""
+    name = str(name).lower()
+    return name if name in get_args(Licenses) or name.startswith(("https://", "http://")) else None
+
+
+def _languages(codes: Any) -> list[str] | None:
+    """Turn a card's languages, such as "en", into MTEB's, such as "eng-Latn"."""
+    convert = getattr(iso_mappings, "_hf_langs_to_iso_lang_scripts", None)  # for which mteb has no public name
+    return None if convert is None else convert(codes)
