@@ -16,7 +16,19 @@ from helpers.paths import SMALL_ENCODER
 
 from mote.cli import app, main
 
-VERBS = ["upcycle", "train", "evaluate", "analyze", "average", "interpolate", "export", "compress", "set", "memory"]
+VERBS = [
+    "upcycle",
+    "train",
+    "evaluate",
+    "analyze",
+    "average",
+    "interpolate",
+    "export",
+    "compress",
+    "set",
+    "memory",
+    "card",
+]
 EXPERT_VERBS = ["list", "add", "extract", "merge", "remove", "rename"]
 
 

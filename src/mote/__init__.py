@@ -8,10 +8,12 @@ if TYPE_CHECKING:
     from modeling_mote import MoTEModel
     from mote import experts
     from mote.analysis.analyze import Analysis, analyze
+    from mote.checkpoints.rewriting import write_card
     from mote.checkpoints.sentence_transformers import prompts_of
     from mote.checkpoints.transform import transform
     from mote.checkpoints.writing import WriteOptions
     from mote.evaluation.evaluate import evaluate
+    from mote.evaluation.metadata import model_meta
     from mote.evaluation.scores import Evaluation
     from mote.experts.configuring import configure
     from mote.inference.loading import load, load_encoder
@@ -38,6 +40,7 @@ __all__ = [
     "load",
     "load_encoder",
     "load_exported",
+    "model_meta",
     "offload",
     "plan_upcycling",
     "prompts_of",
@@ -45,6 +48,7 @@ __all__ = [
     "train",
     "transform",
     "upcycle",
+    "write_card",
 ]
 
 # Imported on first use: torch and transformers take seconds, which `mote --help` need not.
@@ -61,9 +65,11 @@ _MODULES = {
     **dict.fromkeys(["load", "load_encoder"], "mote.inference.loading"),
     "load_exported": "mote.inference.runtimes",
     **dict.fromkeys(["offload", "restore"], "mote.inference.offloading"),
+    "model_meta": "mote.evaluation.metadata",
     "prompts_of": "mote.checkpoints.sentence_transformers",
     "train": "mote.training.train",
     "transform": "mote.checkpoints.transform",
+    "write_card": "mote.checkpoints.rewriting",
 }
 
 

@@ -163,5 +163,37 @@ def push(folder: Path, repo_id: str, private: bool = False, what: str = "a MoTE 
     return str(commit.commit_url)
 
 
+def push_card(card: str, repo_id: str) -> str:
+    """Replace the card of a model on the Hub.
+
+    Args:
+        card: Content of README.md.
+        repo_id: Repository of the model, `user/name`.
+
+    Returns:
+        The URL of the commit.
+
+    Raises:
+        PermissionError: If the Hub refuses, or has no such model.
+        ConnectionError: If the connection breaks.
+    """
+    try:
+        commit = HfApi().upload_file(
+            path_or_fileobj=card.encode(),
+            path_in_repo="README.md",
+            repo_id=repo_id,
+            commit_message="Update the model card",
+        )
+    except RepositoryNotFoundError as error:
+        raise PermissionError(
+            f"{repo_id} is not on the Hub: push the model first, `hf upload {repo_id} DIR`"
+        ) from error
+    except HfHubHTTPError as error:
+        raise PermissionError(f"The Hub refused to take the card of {repo_id}: {error}") from error
+    except (HTTPError, OSError) as error:
+        raise ConnectionError(f"The push of the card of {repo_id} broke off: {error}") from error
+    return str(commit.commit_url)
+
+
 def _push_later(folder: Path, repo_id: str) -> str:
     return f"The model is complete in {folder}; push it later with `hf upload {repo_id} {folder}`"

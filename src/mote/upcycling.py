@@ -215,7 +215,14 @@ def upcycle(
     write_repository(
         target,
         model,
-        step=new_step("upcycle", command=command, settings=changed, dropped=dropped, parameters=plan.counts),
+        step=new_step(
+            "upcycle",
+            command=command,
+            settings=changed,
+            made="upcycled from",
+            dropped=dropped,
+            parameters=plan.counts,
+        ),
         sources=[source],
         write_card=write_card,
         tokenizer=tokenizer,

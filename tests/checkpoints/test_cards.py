@@ -27,7 +27,8 @@ def python_blocks(card: str) -> list[str]:
 
 def test_the_model_card(upcycled: Path) -> None:
     card = ModelCard.load(upcycled / "README.md")
-    assert card.data.base_model == "tiny"
+    assert card.data.base_model is None  # a folder is no id on the Hub
+    assert "base_model" not in (upcycled / "README.md").read_text()
     assert card.data.library_name == "sentence-transformers"
     assert card.data.pipeline_tag == "sentence-similarity"
     assert {"sentence-transformers", "feature-extraction", "mote", "custom_code"} <= set(card.data.tags)
@@ -96,7 +97,7 @@ def test_licence_and_language_of_the_source(tmp_path: Path) -> None:
 def assert_rendered(folder: Path) -> str:
     card = ModelCard.load(folder / "README.md")
     assert not re.search(r"[{}]{2}|[{]%", card.text)  # nothing of the template
-    assert card.data.base_model == "tiny"
+    assert card.data.base_model is None
     return card.text
 
 
@@ -131,3 +132,11 @@ def test_cards_of_plain_values(dense: Path, tmp_path: Path) -> None:
         assert "| pairs | homogeneous | InfoNCE | 0.05 | nli (1,000) |" in text
         assert "| `a` | 2,000 | 30,000 |" in text
         assert ("trust_remote_code=True" in text) == (kind != "dense")
+
+
+def test_the_base_model_of_a_local_source_is_the_one_that_its_own_card_names(tmp_path: Path) -> None:
+    source = dense_checkpoint(tmp_path / "source")
+    for named, expected in (("you/base", "you/base"), ("[you/base, a-folder]", ["you/base"]), ("a-folder", None)):
+        (source / "README.md").write_text(f"---\nbase_model: {named}\n---\n# Source\n")
+        data = cards.card_data(open_dense(str(source)), "finetune")
+        assert (data.base_model, data.base_model_relation) == (expected, "finetune" if expected else None)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
-from huggingface_hub import CardData, ModelCard, ModelCardData, metadata_load
+from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
 from configuration_mote import MoTEConfig
 from mote.checkpoints.reading import Checkpoint
@@ -228,14 +228,15 @@ def write_trained_card(
 
 
 def _write(folder: Path, template: str, metadata: ModelCardData, repo_id: str, **values: Any) -> None:
-    render(template, metadata, repo_id, **values).save(folder / "README.md")
+    (folder / "README.md").write_text(render(template, metadata, repo_id, **values), encoding="utf-8")
 
 
-def render(template: str, metadata: CardData, repo_id: str, **values: Any) -> ModelCard:
+def render(template: str, metadata: ModelCardData, repo_id: str, **values: Any) -> str:
     """Fill in a template of `hub_card/`."""
     path = str(files("mote.hub_card") / template)
     name = repo_id.rsplit("/", 1)[-1]
-    return ModelCard.from_template(metadata, template_path=path, model_name=name, repo_id=repo_id, **values)
+    card = ModelCard.from_template(metadata, template_path=path, model_name=name, repo_id=repo_id, **values)
+    return str(card).rstrip() + "\n"
 
 
 def card_data(source: Checkpoint, relation: str, tags: tuple[str, ...] = ()) -> ModelCardData:

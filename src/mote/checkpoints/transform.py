@@ -130,11 +130,10 @@ def transform(
             counts, normalized = parameter_counts(result), normalizes(source)
             cards.write_mote_card(folder, repo_id, result.config, counts, fresh=fresh, normalized=normalized, **common)
 
-    details: dict[str, Any] = {"parameters": result.num_parameters()}
-    if not dense:
-        config = result.config
-        tasks = {name: [task for task, expert in config.tasks.items() if expert == name] for name in config.experts}
-        details["experts"] = tasks
+    details: dict[str, Any] = {"made": made, "parameters": result.num_parameters()}
+    config = source.config if dense else result.config
+    tasks = {name: [task for task, expert in config.tasks.items() if expert == name] for name in config.experts}
+    details |= {"of_mote": tasks, "expert": expert} if dense else {"experts": tasks}
     write_repository(
         target,
         result,

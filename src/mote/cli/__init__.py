@@ -135,6 +135,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "compress": experts.compress,
     "set": experts.set_values,
     "memory": commands.memory,
+    "card": commands.card,
 }
 _EXPERTS_COMMANDS: dict[str, Callable[..., None]] = {
     "list": experts.list_experts,

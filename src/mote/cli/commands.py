@@ -1,4 +1,4 @@
-"""The commands `mote upcycle`, `train`, `evaluate`, `analyze` and `memory`.
+"""The commands `mote upcycle`, `train`, `evaluate`, `analyze`, `memory` and `card`.
 
 Options are named after the settings of the functions they call, so `locals()` passes them on.
 """
@@ -271,3 +271,25 @@ def memory(
     for name in ("src", "revision", "experts"):
         del settings[name]
     typer.echo(mote.estimate_memory(config_of(src, revision, experts), **settings))
+
+
+def card(
+    src: Annotated[
+        str, typer.Argument(metavar="SRC", help=f"MoTE, or dense model made of one: {options.SRC} (with --push).")
+    ],
+    base_model: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Base model, an id on the Hub. Default: the card's, or that in mote.json."),
+    ] = None,
+    push: Annotated[bool, typer.Option("--push", help="Push the card, and nothing else, to the Hub.")] = False,
+    repo_id: Annotated[
+        str | None,
+        typer.Option(metavar="USER/NAME", help="Name that readers load. Default: that of SRC."),
+    ] = None,
+    revision: options.Revision = None,
+) -> None:
+    """Write a model's card anew, after other programs have trained or saved it.
+
+    Sections and metadata of others are kept: training details, scores, licence.
+    """
+    mote.write_card(src, base_model=base_model, push=push, repo_id=repo_id, revision=revision)

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from mteb import ModelMeta
 from mteb.languages import iso_mappings
-from mteb.models import SentenceTransformerEncoderWrapper
+from mteb.models import ModelMeta, SentenceTransformerEncoderWrapper
 from mteb.models.model_meta import ScoringFunction
 from mteb.models.models_protocols import MTEBModels
 from mteb.types import Licenses
@@ -18,6 +17,7 @@ from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.reading import Checkpoint, dense_without_weights, is_mote, mote_class, open_checkpoint
 from mote.checkpoints.sentence_transformers import max_seq_length, source_modules, source_prompts
 from mote.checkpoints.tensors import parameter_counts
+
 
 def model_meta(source: str | Path, revision: str | None = None) -> ModelMeta:
     """Describe a model to MTEB: `meta.load_model()` loads it, `mteb.evaluate(meta, …)` scores it.

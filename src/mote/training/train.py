@@ -211,9 +211,9 @@ class TrainingRun:
         write_repository(
             self.folder.model,
             self.model,
-            step=new_step("train", command=command_line("train", RECIPE_FILE), **record),
+            step=new_step("train", command=command_line("train", RECIPE_FILE), made="trained from", **record),
             sources=[self.source],
-            earlier=[new_step("upcycle", sources=[origin])] if upcycled else None,
+            earlier=[new_step("upcycle", sources=[origin], made="upcycled from")] if upcycled else None,
             write_card=self._write_card,
             after=add_files,
             options=WriteOptions(overwrite=True),
