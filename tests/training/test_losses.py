@@ -203,6 +203,13 @@ def test_matryoshka_is_the_sum_over_dimensions(model: SentenceTransformer, size:
 # From the recipe ---------------------------------------------------------------------------------------------------
 
 
+def test_halves_are_the_models_own(model: SentenceTransformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for width, expected in ((16, [16, 8]), (384, [384, 192, 96]), (1024, [1024, 512, 256, 128, 64])):
+        monkeypatch.setattr(model, "get_embedding_dimension", lambda width=width: width)
+        loss: Any = build_loss(model, settings(), TrainingSettings(matryoshka="halves"))
+        assert list(loss.matryoshka_dims) == expected
+
+
 def settings(**changes: Any) -> TaskSettings:
     return TaskSettings.model_validate(
         {"datasets": ["x"], "anchor": "classification", "batches": "heterogeneous", **changes}

@@ -15,6 +15,8 @@ ALL = [
     "mote-every-other",
     "mote-objectives",
     "mote-static",
+    "nomic-finetune",
+    "nomic-pretrain",
     "sem-classification",
     "sem-clustering",
     "sem-retrieval",

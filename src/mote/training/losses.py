@@ -306,7 +306,14 @@ def build_loss(
     else:
         loss = _library_loss(model, task, training, processes, label_dim)
     if training.matryoshka:
-        loss = losses.MatryoshkaLoss(model, loss, training.matryoshka)
+        dimensions = training.matryoshka
+        if dimensions == "halves":
+            whole: Any = model.get_embedding_dimension()
+            dimensions = [
+                whole,
+                *(size for size in (whole // 2**n for n in range(1, 16)) if size >= min(64, whole // 2)),
+            ]
+        loss = losses.MatryoshkaLoss(model, loss, dimensions)
     return loss
 
 

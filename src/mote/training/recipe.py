@@ -199,7 +199,8 @@ class TrainingSettings(Settings):
         mini_batch_size: Rows of a forward pass, with gradient caching. Default: no caching.
         only_experts: Experts to train; everything else is frozen. Default: the whole model.
         cross_device_negatives: Whether the rows of all processes are negatives of one another.
-        matryoshka: Dimensions to which embeddings can be truncated.
+        matryoshka: Dimensions to which embeddings can be truncated, or `halves`: the model's own, its half, and so on
+            down to 64.
         num_train_epochs: Passes over the data.
         max_steps: Number of steps, in place of the epochs; -1: as many as the epochs have.
         learning_rate: Peak learning rate.
@@ -222,7 +223,7 @@ class TrainingSettings(Settings):
     mini_batch_size: int | None = Field(default=None, ge=1)
     only_experts: list[str] | None = Field(default=None, min_length=1)
     cross_device_negatives: bool = True
-    matryoshka: list[int] | None = None
+    matryoshka: list[int] | Literal["halves"] | None = None
     num_train_epochs: float = Field(default=1, gt=0)
     max_steps: int = Field(default=-1, ge=-1)
     learning_rate: float = Field(default=5e-6, gt=0)
