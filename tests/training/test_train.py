@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.inference_server import read_as_server
 from helpers.paths import SMALL_ENCODER
 from helpers.runs import break_off, command, environment, overrides, train_step, weights
 from sentence_transformers import SentenceTransformer
@@ -36,6 +37,8 @@ def test_each_shipped_recipe(name: str, tiny: Path, data: Path, tmp_path: Path) 
     loaded = SentenceTransformer(str(model), trust_remote_code=recipe.model.kind != "dense")
     prompted = "search_query" if recipe.model.instructions else None
     assert loaded.encode(["a text"], prompt_name=prompted).shape == (1, 16)
+    if recipe.model.kind == "dense":
+        assert read_as_server(model)["pooling"] == "mean"
     made = [step["step"] for step in read_steps(model)]
     assert made == (["train"] if recipe.model.kind == "dense" else ["upcycle", "train"])
     assert set(record["validation"]["after"]) >= {"validation_mean", *(f"validation_{task}" for task in recipe.tasks)}

@@ -7,10 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from configuration_mote import ROLE_HINTS, MoTEConfig
+from mote.checkpoints.plain import longest_sequence
 from mote.checkpoints.reading import Checkpoint
 
 # MTEB looks for a prompt under the task's type, for asymmetric tasks with the role, or under the role alone. These
@@ -163,7 +163,7 @@ def max_seq_length(model: PreTrainedModel, source: Checkpoint) -> int | None:
         ValueError: If the source's setting is not a positive integer.
     """
     if not source_modules(source):
-        return _longest_sequence(model)
+        return longest_sequence(model)
     length = source.read_json("sentence_bert_config.json").get("max_seq_length")
     if length is not None and (type(length) is not int or length < 1):
         raise ValueError(f"max_seq_length of {source.name} must be a positive integer, got {length!r}")
@@ -236,17 +236,6 @@ def _write_pooling(config: MoTEConfig, folder: Path) -> None:
     mode = names[config.pooling]
     settings = {"embedding_dimension": config.hidden_size, "pooling_mode": mode, "include_prompt": True}
     _write_json(folder / "config.json", settings)
-
-
-def _longest_sequence(model: PreTrainedModel) -> int | None:
-    """Return the most tokens of a sequence: RoBERTa and its kin count positions from after the padding's index."""
-    tables = [getattr(module, "position_embeddings", None) for module in model.modules()]
-    limits = [
-        table.num_embeddings - table.padding_idx - 1
-        for table in tables
-        if isinstance(table, nn.Embedding) and table.padding_idx is not None
-    ]
-    return min(limits, default=getattr(model.config, "max_position_embeddings", None))
 
 
 def _copy_files(source: Checkpoint, name: str, target: Path) -> None:

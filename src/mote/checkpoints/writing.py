@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 
 from mote import hub
+from mote.checkpoints.plain import write_plainly
 from mote.checkpoints.provenance import Described, read_steps, write_steps
 from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, is_mote, quiet_transformers
 from mote.checkpoints.sentence_transformers import max_seq_length, write_sentence_transformer
@@ -128,6 +129,9 @@ def write_repository(
             write_sentence_transformer(model, source, folder, of_mote, expert)
         else:
             model.save(str(folder), create_model_card=False)
+        transformer: Any = model if isinstance(model, PreTrainedModel) else model[0].auto_model
+        if not is_mote(transformer.config):
+            write_plainly(folder, transformer)
         details = after(folder) if after else {}
         step = {**step, "sources": described.result(), **details}
         write_card(folder, step)

@@ -1,0 +1,207 @@
+"""A dense model in the files that every reader of a Sentence-Transformers folder takes, old and new.
+
+The libraries write what their newest version reads: Sentence-Transformers (5.4 and later) other module names and
+settings, transformers (5 and later) other names in the config. Releases before those, text-embeddings-inference,
+infinity, vLLM and llama.cpp read the older names, some of them nothing else; and the newest libraries read them too.
+"""
+
+import inspect
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+Settings = dict[str, Any]
+
+# Modules that are found under `sentence_transformers.models` in Sentence-Transformers 3, and by it ever since.
+LONG_LIVED = "sentence_transformers.models."
+_MODULES = (
+    *("Transformer", "Pooling", "Normalize", "Dense", "LayerNorm", "Dropout", "CNN", "LSTM"),
+    *("WeightedLayerPooling", "WordWeights", "WordEmbeddings", "BoW", "StaticEmbedding"),
+)
+
+# Name of a pooling since Sentence-Transformers 5.4 → flag that stood for it before. Several are concatenated in this
+# order.
+POOLING_FLAGS = {
+    "cls": "pooling_mode_cls_token",
+    "max": "pooling_mode_max_tokens",
+    "mean": "pooling_mode_mean_tokens",
+    "mean_sqrt_len_tokens": "pooling_mode_mean_sqrt_len_tokens",
+    "weightedmean": "pooling_mode_weightedmean_tokens",
+    "lasttoken": "pooling_mode_lasttoken",
+}
+
+# Settings that releases before Sentence-Transformers 5.4 refuse, at the values at which they do nothing.
+_DEFAULTS: dict[str, Settings] = {
+    "Transformer": {
+        "transformer_task": "feature-extraction",
+        "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+        "module_output_name": "token_embeddings",
+        "unpad_inputs": None,
+        "processing_kwargs": {},
+    },
+    "Dense": {
+        "module_input_name": "sentence_embedding",
+        "module_output_name": "sentence_embedding",
+        "use_residual": False,
+    },
+}
+
+
+def write_plainly(folder: Path, model: PreTrainedModel) -> None:
+    """Rewrite the settings of a dense model in the names that old and new readers know; the embeddings stay the same.
+
+    Args:
+        folder: Folder of the model, as the libraries wrote it.
+        model: Its Transformers model.
+    """
+    _edit(folder / "config.json", _plain_config)
+    _edit(folder / "tokenizer_config.json", lambda settings: _plain_tokenizer_config(settings, model))
+    modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+    for module in modules:
+        name = module["type"].rsplit(".", 1)[-1]
+        if not module["type"].startswith("sentence_transformers.") or name not in _MODULES:
+            continue
+        module["type"] = LONG_LIVED + name
+        if name == "Pooling":
+            _edit(folder / module["path"] / "config.json", plain_pooling)
+        elif name == "Dense":
+            _edit(folder / module["path"] / "config.json", lambda settings: _without_defaults(settings, "Dense"))
+    _edit(folder / "sentence_bert_config.json", lambda settings: _plain_transformer(settings, folder, model))
+    _write(folder / "modules.json", modules)
+
+
+def plain_pooling(settings: Settings) -> Settings:
+    """Name poolings by flags, which both old and new releases of Sentence-Transformers read.
+
+    Args:
+        settings: Of a Pooling module, in either form.
+    """
+    modes = settings.get("pooling_mode", [mode for mode, flag in POOLING_FLAGS.items() if settings.get(flag)])
+    modes = [modes] if isinstance(modes, str) else list(modes) or ["mean"]
+    if modes != [mode for mode in POOLING_FLAGS if mode in modes]:
+        logger.warning("The poolings %s, in this order, are read by Sentence-Transformers 5.4 and later only", modes)
+        return settings
+    if not settings.get("include_prompt", True):
+        logger.warning("The instruction is left out of the pooling: only Sentence-Transformers does that, no server")
+    return {
+        "word_embedding_dimension": settings.get("embedding_dimension", settings.get("word_embedding_dimension")),
+        **{flag: mode in modes for mode, flag in POOLING_FLAGS.items()},
+        "include_prompt": settings.get("include_prompt", True),
+    }
+
+
+def longest_sequence(model: PreTrainedModel) -> int | None:
+    """Return the most tokens of a sequence: RoBERTa and its kin count positions from after the padding's index."""
+    tables = [getattr(module, "position_embeddings", None) for module in model.modules()]
+    limits = [
+        table.num_embeddings - table.padding_idx - 1
+        for table in tables
+        if isinstance(table, nn.Embedding) and table.padding_idx is not None
+    ]
+    return min(limits, default=getattr(model.config, "max_position_embeddings", None))
+
+
+def _plain_transformer(settings: Settings, folder: Path, model: PreTrainedModel) -> Settings:
+    others = _without_defaults(settings, "Transformer")
+    length, lower = others.pop("max_seq_length", None), bool(others.pop("do_lower_case", False))
+    if length is None:  # as in Sentence-Transformers
+        tokenizer = _read(folder / "tokenizer_config.json")
+        lengths = [tokenizer.get("model_max_length"), longest_sequence(model)]
+        length = min((one for one in lengths if one is not None), default=None)
+    if others:
+        logger.warning("%s are read by Sentence-Transformers 5.4 and later only", ", ".join(sorted(others)))
+    if lower:
+        _edit(folder / "tokenizer.json", _lower_casing)
+    return {"max_seq_length": length, "do_lower_case": lower, **others}
+
+
+def _without_defaults(settings: Settings, module: str) -> Settings:
+    return {
+        key: value for key, value in settings.items() if key not in _DEFAULTS[module] or value != _DEFAULTS[module][key]
+    }
+
+
+def _lower_casing(tokenizer: Settings) -> Settings:
+    """Have the tokenizer itself do what servers do not: put the texts in lower case."""
+    normalizer = tokenizer.get("normalizer")
+    if '"Lowercase"' in json.dumps(normalizer) or (normalizer or {}).get("lowercase"):
+        return tokenizer
+    steps = [{"type": "Lowercase"}, *([normalizer] if normalizer else [])]
+    return {**tokenizer, "normalizer": {"type": "Sequence", "normalizers": steps}}
+
+
+def _plain_tokenizer_config(settings: Settings, model: PreTrainedModel) -> Settings:
+    """Use the names of transformers 4 for the class without a family, and for further special tokens."""
+    settings = dict(settings)
+    if (
+        "token_type_ids" not in inspect.signature(model.forward).parameters
+    ):  # transformers 4 would pass them all the same
+        settings.setdefault("model_input_names", ["input_ids", "attention_mask"])
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    return settings
+
+
+def _plain_config(config: Settings) -> Settings:
+    """Add the names of transformers 4 and of servers to those of transformers 5, which reads both."""
+    config = _with_rope_of_transformers_4(dict(config))
+    if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
+        if config["model_type"] in ("llama", "mistral", "qwen2", "qwen3", "gemma2"):
+            logger.warning(
+                "Transformers 4 knows no %s with attention in both directions, and computes other embeddings without "
+                "a word: load this model with transformers 5",
+                config["model_type"],
+            )
+        config["use_bidirectional_attention"] = True  # as text-embeddings-inference calls it
+    if config["model_type"] == "gte":  # text-embeddings-inference has them from the published config
+        config |= {"layer_norm_type": "layer_norm", "position_embedding_type": "rope"}
+    return config
+
+
+def _with_rope_of_transformers_4(config: Settings) -> Settings:
+    rope = config.get("rope_parameters")
+    if not rope:
+        return config
+    nested = {name: dict(one) for name, one in rope.items() if isinstance(one, dict)}
+    if not nested:
+        flat = dict(rope)
+        config["rope_theta"] = flat.pop("rope_theta", None)
+        if "partial_rotary_factor" in flat:
+            config["partial_rotary_factor"] = flat.pop("partial_rotary_factor")
+        if flat.get("rope_type", "default") != "default":
+            config["rope_scaling"] = flat
+        return {key: value for key, value in config.items() if key != "rope_theta" or value is not None}
+    if set(nested) != {"full_attention", "sliding_attention"}:
+        return config
+    full, sliding = nested["full_attention"], nested["sliding_attention"]
+    thetas = full.pop("rope_theta"), sliding.pop("rope_theta")
+    if config["model_type"] == "modernbert" and full == sliding == {"rope_type": "default"}:
+        config["global_rope_theta"], config["local_rope_theta"] = thetas
+    elif config["model_type"] == "gemma3_text" and sliding == {"rope_type": "default"}:
+        del config["rope_parameters"]  # nested, it is an error in text-embeddings-inference; no reader needs it
+        config["rope_theta"], config["rope_local_base_freq"] = thetas
+        config["rope_scaling"] = None if full == {"rope_type": "default"} else full
+    return config
+
+
+def _edit(path: Path, change: Any) -> None:
+    content = _read(path)
+    if content and (changed := change(content)) != content:
+        _write(path, changed)
+
+
+def _read(path: Path) -> Settings:
+    content: Settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return content
+
+
+def _write(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
