@@ -1,0 +1,147 @@
+"""Chroma: `MoTEEmbeddingFunction`, registered as `mote`, so that collections find it when they are opened again."""
+
+import json
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+try:
+    from chromadb.api.types import Documents, EmbeddingFunction, Embeddings, Space
+    from chromadb.utils.embedding_functions import register_embedding_function
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f'{error.name} is not installed, which this module needs: pip install "mote-embeddings[chroma]"',
+        name=error.name,
+    ) from error
+
+import numpy as np
+
+from mote.integrations.encoder import TaskEncoder
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+# Settings that decide on the embeddings of documents, which a collection has already.
+_OF_DOCUMENTS = ("document_task", "revision", "encode_kwargs")
+
+
+@register_embedding_function
+class MoTEEmbeddingFunction(TaskEncoder, EmbeddingFunction[Documents]):
+    """Chroma's `EmbeddingFunction`: queries through the expert of queries, documents through that of documents.
+
+    A collection stores the arguments and, opened again in a process that has imported this module, loads the model by
+    them, with its code if `trust_remote_code` was true. It cannot do that with a loaded model: pass the function
+    to `get_collection` then.
+
+    Arguments and errors are those of [`TaskEncoder`][mote.integrations.encoder.TaskEncoder].
+    """
+
+    # By config: Chroma builds the function anew whenever it looks at a collection's configuration.
+    _built: ClassVar[dict[str, "MoTEEmbeddingFunction"]] = {}
+
+    def __init__(
+        self,
+        model: "str | os.PathLike[str] | SentenceTransformer",
+        *,
+        query_task: str | None = None,
+        document_task: str | None = None,
+        trust_remote_code: bool = False,
+        revision: str | None = None,
+        device: str | Sequence[str] | None = None,
+        encode_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            query_task=query_task,
+            document_task=document_task,
+            trust_remote_code=trust_remote_code,
+            revision=revision,
+            device=device,
+            encode_kwargs=encode_kwargs,
+        )
+        if self.path is not None:
+            self._built[json.dumps(self.get_config(), sort_keys=True)] = self
+
+    def __call__(self, input: Documents) -> Embeddings:
+        """Embed documents: B texts to B vectors [H]."""
+        return list(self.encode_documents(input).astype(np.float32))
+
+    def embed_query(self, input: Documents) -> Embeddings:
+        """Embed queries: B texts to B vectors [H]."""
+        return list(self.encode_queries(input).astype(np.float32))
+
+    @staticmethod
+    def name() -> str:
+        """Name by which a collection knows the class."""
+        return "mote"
+
+    def default_space(self) -> Space:
+        """Distance of a collection that names none."""
+        return "cosine"
+
+    def supported_spaces(self) -> list[Space]:
+        """Distances that make sense."""
+        return ["cosine", "l2", "ip"]
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments, as a collection stores them."""
+        return {
+            "model": self.path,
+            "query_task": self.query_task,
+            "document_task": self.document_task,
+            "trust_remote_code": self.trust_remote_code,
+            "revision": self.revision,
+            "device": self.device,
+            "encode_kwargs": self.encode_kwargs,
+        }
+
+    @staticmethod
+    def build_from_config(config: dict[str, Any]) -> "MoTEEmbeddingFunction":
+        """Return the function of a stored config, the same one for the same config."""
+        if config["model"] is None:
+            return _OfLoadedModel(config)
+        built = MoTEEmbeddingFunction._built.get(json.dumps(config, sort_keys=True))
+        return built or MoTEEmbeddingFunction(**config)
+
+    @staticmethod
+    def validate_config(config: dict[str, Any]) -> None:
+        """Check a stored config.
+
+        Raises:
+            ValueError: If it has other keys than `get_config` returns.
+        """
+        expected = ["model", "query_task", "document_task", "trust_remote_code", "revision", "device", "encode_kwargs"]
+        if sorted(config) != sorted(expected):
+            raise ValueError(f"The config of a MoTEEmbeddingFunction has the keys {expected}, got {list(config)}")
+
+    def validate_config_update(self, old_config: dict[str, Any], new_config: dict[str, Any]) -> None:
+        """Check that a collection's documents, which are embedded already, suit another config.
+
+        Raises:
+            ValueError: If they would be embedded in another way.
+        """
+        for name in _OF_DOCUMENTS:
+            if old_config[name] != new_config[name]:
+                raise ValueError(
+                    f"The documents of this collection were embedded with {name}={old_config[name]!r}, so it cannot "
+                    f"become {new_config[name]!r}: make another collection"
+                )
+
+
+class _OfLoadedModel(MoTEEmbeddingFunction):
+    """What a collection finds whose function had a loaded model: it says so when used."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = config
+
+    def __call__(self, input: Documents) -> Embeddings:
+        raise ValueError(
+            "This collection was made with a loaded model, which its configuration cannot name: pass "
+            "`embedding_function=MoTEEmbeddingFunction(…)` to get_collection()"
+        )
+
+    def embed_query(self, input: Documents) -> Embeddings:
+        return self(input)
+
+    def get_config(self) -> dict[str, Any]:
+        return self._config

@@ -1,0 +1,26 @@
+"""LangChain: `MoTEEmbeddings`, for vector stores and retrievers."""
+
+try:
+    from langchain_core.embeddings import Embeddings
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f'{error.name} is not installed, which this module needs: pip install "mote-embeddings[langchain]"',
+        name=error.name,
+    ) from error
+
+from mote.integrations.encoder import TaskEncoder
+
+
+class MoTEEmbeddings(TaskEncoder, Embeddings):
+    """LangChain's `Embeddings`: queries through the experts of queries, documents through those of documents.
+
+    Arguments and errors are those of [`TaskEncoder`][mote.integrations.encoder.TaskEncoder].
+    """
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        """Embed documents: B texts to B lists of H numbers."""
+        return self.encode_documents(texts).tolist()
+
+    def embed_query(self, text: str) -> list[float]:
+        """Embed a query: a list of H numbers."""
+        return self.encode_queries([text])[0].tolist()

@@ -1,0 +1,105 @@
+"""LlamaIndex: `MoTEEmbedding`, for indices, retrievers and ingestion."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+try:
+    from llama_index.core.base.embeddings.base import BaseEmbedding
+    from llama_index.core.bridge.pydantic import Field, PrivateAttr
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f'{error.name} is not installed, which this module needs: pip install "mote-embeddings[llamaindex]"',
+        name=error.name,
+    ) from error
+
+from mote.integrations.encoder import TaskEncoder
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+
+class MoTEEmbedding(BaseEmbedding):
+    """LlamaIndex's `BaseEmbedding`: queries through the expert of queries, texts through that of documents.
+
+    Args:
+        model_name: A folder, an id on the Hub, or a loaded `SentenceTransformer`.
+        query_task: As in [`TaskEncoder`][mote.integrations.encoder.TaskEncoder], with all that follow.
+        document_task: See there.
+        trust_remote_code: See there.
+        revision: See there.
+        device: See there.
+        encode_kwargs: See there; without a `batch_size`, `embed_batch_size` is that.
+        **kwargs: Arguments of `BaseEmbedding`: `embed_batch_size`, `num_workers` …
+
+    Raises:
+        ValueError: As `TaskEncoder`, at once: nothing is tried again. Or if there is an `embeddings_cache`, which knows
+            a text by its words alone, and queries and documents have different tasks.
+    """
+
+    query_task: str | None = Field(default=None, description="Task of queries")
+    document_task: str | None = Field(default=None, description="Task of documents")
+    trust_remote_code: bool = Field(default=False, description="Whether the code of the model is run")
+    revision: str | None = Field(default=None, description="Branch, tag or commit on the Hub")
+    device: str | list[str] | None = Field(default=None, description="Device or devices that the model runs on")
+    encode_kwargs: dict[str, Any] = Field(default_factory=dict, description="Other arguments of encode")
+    _encoder: TaskEncoder = PrivateAttr()
+
+    def __init__(
+        self,
+        model_name: "str | os.PathLike[str] | SentenceTransformer",
+        *,
+        query_task: str | None = None,
+        document_task: str | None = None,
+        trust_remote_code: bool = False,
+        revision: str | None = None,
+        device: str | Sequence[str] | None = None,
+        encode_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if model_name == "":  # as serialized below
+            raise ValueError(
+                "This embedding was made with a loaded model: from_dict(…, model_name=MODEL) takes it again"
+            )
+        if kwargs.get("embeddings_cache") is not None and (query_task is None or query_task != document_task):
+            raise ValueError(
+                "An embeddings_cache has one embedding per text, so that a query would get that of a document: leave "
+                "it out, or pass the same `query_task=` and `document_task=`"
+            )
+        settings: dict[str, Any] = {
+            "query_task": query_task,
+            "document_task": document_task,
+            "trust_remote_code": trust_remote_code,
+            "revision": revision,
+            "device": device,
+            "encode_kwargs": encode_kwargs,
+        }
+        encoder = TaskEncoder(model_name, **settings)
+        settings |= {"device": encoder.device, "encode_kwargs": encoder.encode_kwargs}
+        super().__init__(model_name=encoder.path or "", **settings, **kwargs)
+        self._encoder = encoder
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name that serialized objects have."""
+        return "MoTEEmbedding"
+
+    def _get_query_embedding(self, query: str) -> list[float]:
+        return self._encoder.encode_queries([query])[0].tolist()
+
+    def _get_text_embedding(self, text: str) -> list[float]:
+        return self._get_text_embeddings([text])[0]
+
+    def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+        batch_size = self.encode_kwargs.get("batch_size", self.embed_batch_size)
+        return self._encoder.encode_documents(texts, batch_size=batch_size).tolist()
+
+    async def _aget_query_embedding(self, query: str) -> list[float]:
+        return await asyncio.to_thread(self._get_query_embedding, query)
+
+    async def _aget_text_embedding(self, text: str) -> list[float]:
+        return await asyncio.to_thread(self._get_text_embedding, text)
+
+    async def _aget_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+        return await asyncio.to_thread(self._get_text_embeddings, texts)

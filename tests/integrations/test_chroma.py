@@ -1,0 +1,169 @@
+"""Chroma's `EmbeddingFunction` over a MoTE."""
+
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ecosystem.promises import Reference
+from sentence_transformers import SentenceTransformer
+
+pytest.importorskip("chromadb", reason="the extra `chroma` is not installed")
+
+import chromadb
+from chromadb.api.types import EmbeddingFunction
+from chromadb.config import Settings
+
+from mote.integrations.chroma import MoTEEmbeddingFunction
+
+TEXTS = ["Whales breathe air through a blowhole.", "Prices rise and money buys less.", "git reset undoes a commit."]
+SETTINGS = Settings(anonymized_telemetry=False)
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Any:
+    return chromadb.PersistentClient(str(tmp_path / "chroma"), SETTINGS)
+
+
+@pytest.fixture
+def function(trained_folder: Path) -> MoTEEmbeddingFunction:
+    return MoTEEmbeddingFunction(trained_folder, trust_remote_code=True, device="cpu")
+
+
+def stored(collection: Any) -> np.ndarray:
+    """Get the vectors of a collection's documents, in the order of `TEXTS`."""
+    return collection.get(ids=["0", "1", "2"], include=["embeddings"])["embeddings"]
+
+
+def filled(client: Any, function: Any, **settings: Any) -> Any:
+    collection = client.create_collection(f"texts-{uuid.uuid4()}", embedding_function=function, **settings)
+    collection.add(ids=["0", "1", "2"], documents=TEXTS)
+    return collection
+
+
+def is_queried_by(collection: Any, task: str, document_task: str, reference: Reference) -> None:
+    """Fail unless a collection's answer to a query is that of the expert of `task`."""
+    found = collection.query(query_texts=[TEXTS[1]], n_results=3)
+    documents = reference.embed(TEXTS, document_task)
+    distances = 1 - documents @ reference.embed(TEXTS[1:2], task)[0]
+    assert found["distances"][0] == pytest.approx(sorted(distances), abs=1e-4)
+    assert found["documents"][0][0] == TEXTS[distances.argmin()]
+
+
+def test_queries_and_documents(client: Any, function: EmbeddingFunction, reference: Reference) -> None:
+    collection = filled(client, function)
+    reference.is_by(stored(collection), TEXTS, "search_document")
+    reference.is_by(function.embed_query(TEXTS), TEXTS, "search_query")
+    is_queried_by(collection, "search_query", "search_document", reference)
+
+
+def test_two_functions_of_one_model(client: Any, trained_folder: Path, reference: Reference) -> None:
+    first = MoTEEmbeddingFunction(trained_folder, trust_remote_code=True)
+    second = MoTEEmbeddingFunction(
+        trained_folder, trust_remote_code=True, query_task="clustering", document_task="clustering"
+    )
+    reference.is_by(stored(filled(client, first)), TEXTS, "search_document")
+    collection = filled(client, second)
+    reference.is_by(stored(collection), TEXTS, "clustering")
+    is_queried_by(collection, "clustering", "clustering", reference)
+    reference.is_by(first.embed_query(TEXTS), TEXTS, "search_query")
+
+
+def test_collections_know_their_function(client: Any, trained_folder: Path, reference: Reference) -> None:
+    settings: dict[str, Any] = {"trust_remote_code": True, "device": "cpu", "encode_kwargs": {"batch_size": 2}}
+    function = MoTEEmbeddingFunction(trained_folder, query_task="sts", **settings)
+    collection = client.get_collection(filled(client, function).name)  # without a function
+    assert collection.configuration["embedding_function"] is function  # loaded once
+    is_queried_by(collection, "sts", "search_document", reference)
+    assert collection.configuration_json["embedding_function"] == {
+        "name": "mote",
+        "type": "known",
+        "config": {
+            **settings,
+            "model": str(trained_folder),
+            "query_task": "sts",
+            "document_task": None,
+            "revision": None,
+        },
+    }
+
+
+REOPEN = """
+import sys
+import chromadb
+{imports}
+collection = chromadb.PersistentClient(sys.argv[1]).get_collection(sys.argv[2])
+try:
+    found = collection.query(query_texts=[sys.argv[3]], n_results=3)
+    again = collection.query(query_texts=[sys.argv[3]], n_results=3)
+    assert found["distances"] == again["distances"]
+    print(*found["distances"][0])
+    configuration = collection.configuration
+    assert configuration["embedding_function"] is collection.configuration["embedding_function"], "loaded twice"
+except ValueError as error:
+    print(error)
+"""
+
+
+def reopened(tmp_path: Path, name: str, imports: str) -> str:
+    """Query a collection in another process; return what it prints."""
+    command = [sys.executable, "-c", REOPEN.format(imports=imports), str(tmp_path / "chroma"), name, TEXTS[1]]
+    environment = {**os.environ, "ANONYMIZED_TELEMETRY": "False"}
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd="/", env=environment).stdout
+
+
+@pytest.mark.processes
+def test_reopened_in_another_process(
+    client: Any, trained_folder: Path, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trained_folder.parent)
+    function = MoTEEmbeddingFunction(trained_folder.name, trust_remote_code=True, query_task="clustering", device="cpu")
+    name = filled(client, function).name
+    distances = [float(each) for each in reopened(tmp_path, name, "import mote.integrations.chroma").split()]
+    expected = 1 - reference.embed(TEXTS, "search_document") @ reference.embed(TEXTS[1:2], "clustering")[0]
+    assert distances == pytest.approx(sorted(expected), abs=1e-4)
+    assert "Embedding function mote not found" in reopened(tmp_path, name, "")
+
+
+def test_loaded_models_must_be_passed_again(client: Any, model: SentenceTransformer, reference: Reference) -> None:
+    function = MoTEEmbeddingFunction(model)
+    name = filled(client, function).name
+    reference.is_by(stored(client.get_collection(name)), TEXTS, "search_document")
+    for use in ({"query_texts": TEXTS[:1]}, {"documents": TEXTS[:1], "ids": ["3"]}):
+        collection = client.get_collection(name)
+        with pytest.raises(ValueError, match=r"pass `embedding_function=MoTEEmbeddingFunction\(…\)` to get_collection"):
+            (collection.query if "query_texts" in use else collection.add)(**use)
+    is_queried_by(client.get_collection(name, function), "search_query", "search_document", reference)
+
+
+def test_chroma_s_own_function_is_another(client: Any, function: EmbeddingFunction) -> None:
+    from chromadb.utils.embedding_functions import SentenceTransformerEmbeddingFunction
+
+    assert function.name() != SentenceTransformerEmbeddingFunction.name()
+    assert not function.is_legacy()
+    assert function.default_space() == "cosine"
+    assert set(function.supported_spaces()) == {"cosine", "l2", "ip"}
+
+
+def test_updates_must_suit_the_documents(
+    client: Any, trained_folder: Path, function: Any, reference: Reference
+) -> None:
+    collection = filled(client, function)
+    for settings in ({"document_task": "clustering"}, {"encode_kwargs": {"truncate_dim": 8}}):
+        other = MoTEEmbeddingFunction(trained_folder, trust_remote_code=True, device="cpu", **settings)
+        with pytest.raises(ValueError, match=f"were embedded with {next(iter(settings))}="):
+            collection.modify(configuration={"embedding_function": other})
+    queries = MoTEEmbeddingFunction(trained_folder, trust_remote_code=True, device="cpu", query_task="clustering")
+    collection.modify(configuration={"embedding_function": queries})
+    is_queried_by(client.get_collection(collection.name), "clustering", "search_document", reference)
+
+
+def test_configs_are_validated(function: MoTEEmbeddingFunction) -> None:
+    config = function.get_config()
+    function.validate_config(config)
+    with pytest.raises(ValueError, match="has the keys"):
+        function.validate_config({**config, "default_prompt_name": "search_document"})

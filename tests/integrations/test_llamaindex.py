@@ -1,0 +1,132 @@
+"""LlamaIndex's `BaseEmbedding` over a MoTE."""
+
+import asyncio
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ecosystem.promises import Reference
+from sentence_transformers import SentenceTransformer
+
+pytest.importorskip("llama_index.core", reason="the extra `llamaindex` is not installed")
+
+from llama_index.core import VectorStoreIndex
+from llama_index.core.embeddings import BaseEmbedding
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.schema import MetadataMode, TextNode
+from llama_index.core.storage.kvstore import SimpleKVStore
+
+from mote.integrations.llamaindex import MoTEEmbedding
+
+TEXTS = ["Whales breathe air through a blowhole.", "Prices rise and money buys less.", "git reset undoes a commit."]
+
+
+def test_queries_and_texts(trained_folder: Path, reference: Reference) -> None:
+    embedding: BaseEmbedding = MoTEEmbedding(trained_folder, trust_remote_code=True, embed_batch_size=2)
+    reference.is_by(embedding.get_query_embedding(TEXTS[0]), TEXTS[:1], "search_query")
+    reference.is_by(embedding.get_text_embedding(TEXTS[0]), TEXTS[:1], "search_document")
+    reference.is_by(embedding.get_text_embedding_batch(TEXTS), TEXTS, "search_document")
+
+
+def test_index(model: SentenceTransformer, reference: Reference, tmp_path: Path) -> None:
+    embedding = MoTEEmbedding(model)
+    index = VectorStoreIndex([TextNode(text=text) for text in TEXTS], embed_model=embedding)
+    (found,) = index.as_retriever(similarity_top_k=1).retrieve(TEXTS[1])
+    query, texts = reference.embed(TEXTS[1:2], "search_query"), reference.embed(TEXTS, "search_document")
+    scores = (texts @ query.T)[:, 0]
+    assert found.node.get_content(metadata_mode=MetadataMode.NONE) == TEXTS[scores.argmax()]
+    assert found.score == pytest.approx(scores.max(), abs=1e-4)
+
+
+def test_async(model: SentenceTransformer, reference: Reference) -> None:
+    embedding = MoTEEmbedding(model, query_task="clustering", embed_batch_size=2)
+
+    async def all_of_them() -> None:
+        query, text, texts = await asyncio.gather(
+            embedding.aget_query_embedding(TEXTS[0]),
+            embedding.aget_text_embedding(TEXTS[0]),
+            embedding.aget_text_embedding_batch(TEXTS),
+        )
+        reference.is_by(query, TEXTS[:1], "clustering")
+        reference.is_by(text, TEXTS[:1], "search_document")
+        reference.is_by(texts, TEXTS, "search_document")
+
+    asyncio.run(all_of_them())
+
+
+def test_async_calls_leave_the_loop_free(model: SentenceTransformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding = MoTEEmbedding(model)
+    threads: list[int] = []
+    encode = SentenceTransformer.encode
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        threads.append(threading.get_ident())
+        return encode(*args, **kwargs)
+
+    monkeypatch.setattr(SentenceTransformer, "encode", record)
+    asyncio.run(embedding.aget_text_embedding_batch(TEXTS))
+    assert threads
+    assert threading.get_ident() not in threads
+
+
+def test_serialization(trained_folder: Path, reference: Reference) -> None:
+    embedding = MoTEEmbedding(
+        trained_folder,
+        trust_remote_code=True,
+        document_task="clustering",
+        encode_kwargs={"normalize_embeddings": True},
+        embed_batch_size=3,
+    )
+    copies = [
+        MoTEEmbedding.from_dict(embedding.to_dict()),
+        MoTEEmbedding.from_json(embedding.to_json()),
+        pickle.loads(pickle.dumps(embedding)),
+    ]
+    for copy in copies:
+        assert copy.to_dict() == embedding.to_dict()
+        reference.is_by(copy.get_text_embedding_batch(TEXTS), TEXTS, "clustering")
+
+
+def test_serialization_of_a_loaded_model(model: SentenceTransformer, reference: Reference) -> None:
+    stored = MoTEEmbedding(model, query_task="clustering").to_dict()
+    with pytest.raises(ValueError, match="model_name="):
+        MoTEEmbedding.from_dict(stored)
+    again = MoTEEmbedding.from_dict(stored, model_name=model)
+    reference.is_by(again.get_query_embedding(TEXTS[0]), TEXTS[:1], "clustering")
+
+
+def test_ingestion_knows_the_task(model: SentenceTransformer, reference: Reference) -> None:
+    cached = IngestionPipeline(transformations=[MoTEEmbedding(model)])
+    nodes = [TextNode(text=text, id_=str(number)) for number, text in enumerate(TEXTS)]
+    reference.is_by([node.embedding for node in cached.run(nodes=nodes)], TEXTS, "search_document")
+    other = IngestionPipeline(transformations=[MoTEEmbedding(model, document_task="clustering")], cache=cached.cache)
+    reference.is_by([node.embedding for node in other.run(nodes=nodes)], TEXTS, "clustering")
+
+
+def test_an_error_is_raised_at_once(model: SentenceTransformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding = MoTEEmbedding(model)
+    calls: list[Any] = []
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        raise ValueError("No task")
+
+    monkeypatch.setattr(SentenceTransformer, "encode", fail)
+    with pytest.raises(ValueError, match="No task"):
+        embedding.get_query_embedding(TEXTS[0])
+    with pytest.raises(ValueError, match="No task"):
+        embedding.get_text_embedding_batch(TEXTS)
+    assert len(calls) == 2
+
+
+def test_a_cache_that_would_mix_up_queries_and_texts_is_refused(
+    model: SentenceTransformer, reference: Reference
+) -> None:
+    with pytest.raises(ValueError, match="a query would get that of a document"):
+        MoTEEmbedding(model, embeddings_cache=SimpleKVStore())
+    settings = {"query_task": "clustering", "document_task": "clustering"}
+    embedding = MoTEEmbedding(model, embeddings_cache=SimpleKVStore(), **settings)
+    for _ in range(2):
+        reference.is_by(embedding.get_text_embedding(TEXTS[0]), TEXTS[:1], "clustering")
