@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any, get_args
 
@@ -59,6 +60,9 @@ def test_documented_names_exist() -> None:
     texts = (page.read_text(encoding="utf-8") for page in PAGES)
     names = {name for text in texts for name in re.findall(r"\bmote(?:\.[A-Za-z_]+)+", text)}
     for name in names - {"mote.json", "mote.md"}:
+        if name.startswith("mote.integrations."):  # their libraries may be missing: tests/integrations imports them
+            assert find_spec(".".join(name.split(".")[:3])) is not None, name
+            continue
         try:
             resolve_name(name)
         except (AttributeError, ImportError):

@@ -1,0 +1,70 @@
+"""Search with a MoTE in LangChain, LlamaIndex and Chroma.
+
+    pip install "mote-embeddings[langchain,llamaindex,chroma]"
+    python examples/06_search_libraries.py [--src FOLDER_OR_HUB_ID]
+
+Queries go through the expert of queries, documents through that of documents. Runs in seconds on a CPU.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import chromadb
+from langchain_core.vectorstores import InMemoryVectorStore
+from llama_index.core import VectorStoreIndex
+from llama_index.core.schema import TextNode
+from sentence_transformers import SentenceTransformer
+from transformers.utils import logging
+
+import mote
+from mote.integrations.chroma import MoTEEmbeddingFunction
+from mote.integrations.langchain import MoTEEmbeddings
+from mote.integrations.llamaindex import MoTEEmbedding
+
+SMALL_ENCODER = Path(__file__).parent / "small-encoder"
+DOCUMENTS = [
+    "Whales are mammals: they breathe air through a blowhole.",
+    "To undo the last commit but keep your changes, run git reset --soft HEAD~1.",
+    "Inflation means that prices rise and money buys less than before.",
+]
+QUERY = "why does everything cost more than last year"
+
+
+def with_langchain(model: SentenceTransformer) -> None:
+    store = InMemoryVectorStore.from_texts(DOCUMENTS, MoTEEmbeddings(model))
+    document, score = store.similarity_search_with_score(QUERY, k=1)[0]
+    print(f"LangChain:  {score:.2f}  {document.page_content}")
+
+
+def with_llamaindex(model: SentenceTransformer) -> None:
+    index = VectorStoreIndex([TextNode(text=text) for text in DOCUMENTS], embed_model=MoTEEmbedding(model))
+    found = index.as_retriever(similarity_top_k=1).retrieve(QUERY)[0]
+    print(f"LlamaIndex: {found.score:.2f}  {found.text}")
+
+
+def with_chroma(folder: Path) -> None:
+    function = MoTEEmbeddingFunction(folder, trust_remote_code=True)  # by its path, a collection finds it again
+    collection = chromadb.EphemeralClient().create_collection("documents", embedding_function=function)
+    collection.add(ids=["whales", "git", "prices"], documents=DOCUMENTS)
+    found = collection.query(query_texts=[QUERY], n_results=1)
+    print(f"Chroma:     {1 - found['distances'][0][0]:.2f}  {found['documents'][0][0]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--src", default=str(SMALL_ENCODER), help="dense encoder")
+    source = parser.parse_args().src
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = mote.upcycle(source, Path(temporary) / "encoder-mote")
+        model = SentenceTransformer(str(folder), trust_remote_code=True)
+        print(QUERY)
+        with_langchain(model)
+        with_llamaindex(model)
+        with_chroma(folder)
+
+
+if __name__ == "__main__":
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    main()
