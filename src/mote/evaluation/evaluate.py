@@ -189,9 +189,8 @@ class _Run:
     def _compute(self, model: EvaluatedModel, task: AbsTask) -> TaskResult:
         encoder = _FiniteEncoder(model.load())
         meta = model.meta(limit=self.limit)
-        encoder.mteb_model_meta = encoder.mteb_model_meta.model_copy(
-            update={name: getattr(meta, name) for name in ("name", "revision", "experiment_kwargs")}
-        )
+        key = {name: getattr(meta, name) for name in ("name", "revision", "experiment_kwargs")}
+        encoder.mteb_model_meta = encoder.mteb_model_meta.model_copy(update={**model.described(), **key})
         options: Any = {"batch_size": self.batch_size, "show_progress_bar": False}
         for part in with_subtasks([task]):  # else each model would get other samples
             part.rng_state, part.np_rng = random.Random(part.seed), np.random.default_rng(part.seed)

@@ -54,6 +54,16 @@ class EvaluatedModel:
             overwrites={"name": name, "revision": self.revision, "experiment_kwargs": experiment or None}
         )
 
+    def described(self) -> dict[str, Any]:
+        """What else mteb records: dimension, parameters, licence …; nothing for files of an unknown kind."""
+        from mote.evaluation.metadata import model_meta
+
+        try:
+            meta = model_meta(self.path, None if Path(self.path).is_dir() else self.revision)
+        except (ValueError, OSError):  # other modules, other architectures: mteb says what it knows
+            return {}
+        return {name: value for name, value in meta if value is not None and name != "loader_kwargs"}
+
     def check(self) -> None:
         """Make sure that it loads, without reading its weights.
 

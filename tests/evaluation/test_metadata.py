@@ -1,0 +1,130 @@
+"""What MTEB is told of a model."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.checkpoints import dense_checkpoint
+from hub.hub_server import HubServer
+
+mteb = pytest.importorskip("mteb")
+
+import mote  # noqa: E402
+from mote import experts, transform, upcycle  # noqa: E402
+from mote.evaluation.tasks import load_tasks  # noqa: E402
+
+
+def test_a_mote(trained_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(trained_folder, tmp_path / "small-mote")
+    head = "license: Apache-2.0\nlanguage: [en, de]\nbase_model: you/base"
+    (folder / "README.md").write_text(f"---\n{head}\n---\n")
+    meta = mote.model_meta(folder)
+    model = mote.load(folder)
+    counts = experts.parameter_counts(model)
+    embeddings = model.get_input_embeddings().weight.numel()
+    assert (meta.name, meta.embed_dim, meta.max_tokens) == ("local/small-mote", model.config.hidden_size, 256)
+    assert (meta.n_parameters, meta.n_embedding_parameters) == (counts["total"], embeddings)
+    assert meta.n_active_parameters == counts["active"] - embeddings < counts["total"] - embeddings
+    assert meta.memory_usage_mb == round(4 * counts["total"] / 2**20)
+    assert (meta.license, meta.languages, meta.adapted_from) == ("apache-2.0", ["deu-Latn", "eng-Latn"], "you/base")
+    assert meta.use_instructions is True
+    assert meta.similarity_fn_name == "cosine"
+    assert meta.loader_kwargs == {"trust_remote_code": True}
+    assert str(tmp_path) not in json.dumps(meta.to_dict())  # what results say names no path of this machine
+    again = mote.model_meta(str(folder))
+    assert (again.revision, hash(again)) == (meta.revision, hash(meta))
+    assert type(meta).model_validate(dict(meta)) == meta
+
+
+def test_its_dense_source_has_as_many_active_parameters(tmp_path: Path) -> None:
+    settings: Any = {"pooling": "cls", "normalize": True}
+    source = dense_checkpoint(tmp_path / "dense", sentence_transformers=settings)
+    dense, routed = mote.model_meta(source), mote.model_meta(upcycle(str(source), tmp_path / "mote"))
+    pooler = 16 * 16 + 16  # which a MoTE does not have
+    assert dense.n_active_parameters == (routed.n_active_parameters or 0) + pooler
+    assert dense.n_parameters is not None
+    assert routed.n_parameters is not None
+    assert dense.n_parameters < routed.n_parameters
+    assert (dense.loader_kwargs, dense.use_instructions) == ({}, False)
+    tokens = mote.model_meta(upcycle(str(source), tmp_path / "routed", routing="token"))
+    assert tokens.n_active_parameters is not None
+    assert tokens.n_parameters is not None
+    assert dense.n_active_parameters is not None
+    assert dense.n_active_parameters < tokens.n_active_parameters < tokens.n_parameters
+    expert = mote.model_meta(transform(tmp_path / "mote", tmp_path / "expert", experts.export, "clustering"))
+    assert (expert.n_parameters, expert.embed_dim) == (dense.n_parameters, dense.embed_dim)
+    assert expert.loader_kwargs == {}
+
+
+@pytest.mark.parametrize("name", ["cc", "other", None])
+def test_a_licence_that_mteb_does_not_know(name: str | None, upcycled: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(upcycled, tmp_path / "tiny-mote")
+    (folder / "README.md").write_text(f"---\nlicense: {name}\n---\n")
+    assert mote.model_meta(folder).license is None
+
+
+def test_what_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        mote.model_meta(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")  # mteb's own: its result format, unknown prompt names
+def test_mteb_scores_with_it_and_records_it(trained_folder: Path, data: Path, tmp_path: Path) -> None:
+    meta = mote.model_meta(trained_folder)
+    tasks = load_tasks(data, ["part0"])
+    cache = mteb.ResultCache(tmp_path)
+    results = mteb.evaluate(meta, tasks, cache=cache, show_progress_bar=False, co2_tracker=False)
+    assert results.model_name == meta.name
+    score = results.task_results[0].get_score()
+    loaded = meta.load_model()
+    again = mteb.evaluate(loaded, tasks, cache=None, show_progress_bar=False, co2_tracker=False)
+    assert again.task_results[0].get_score() == score
+    (recorded,) = tmp_path.rglob("model_meta.json")
+    found = json.loads(recorded.read_text())
+    for name in ("name", "revision", "n_parameters", "n_active_parameters_override", "embed_dim", "max_tokens"):
+        assert found[name] == getattr(meta, name) != None  # noqa: E711
+    assert found["use_instructions"] is True
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mote_evaluate_records_it(trained_folder: Path, data: Path, tmp_path: Path) -> None:
+    mote.evaluate([str(trained_folder)], data=data, tasks=["part0"], out=tmp_path, trust_remote_code=True)
+    (recorded,) = tmp_path.rglob("model_meta.json")
+    found, meta = json.loads(recorded.read_text()), mote.model_meta(trained_folder)
+    for name in ("n_parameters", "n_active_parameters_override", "n_embedding_parameters", "embed_dim", "max_tokens"):
+        assert found[name] == getattr(meta, name) != None  # noqa: E711
+
+
+LOAD = """
+import sys
+import mote
+
+meta = mote.model_meta("me/small-mote")
+assert meta.name == "me/small-mote", meta.name
+assert meta.revision == sys.argv[1], meta.revision
+assert meta.reference == "https://huggingface.co/me/small-mote"
+assert meta.embed_dim and meta.max_tokens and meta.n_active_parameters
+model = meta.load_model(device="cpu")
+print(model.model[0].config.experts)
+"""
+
+
+@pytest.mark.processes
+def test_from_the_hub_without_a_question(trained_folder: Path, tmp_path: Path) -> None:
+    with HubServer() as server:
+        commit = server.add_repo("me/small-mote", trained_folder)
+        done = subprocess.run(
+            [sys.executable, "-c", LOAD, commit],
+            env=server.environment(tmp_path),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "custom code" not in done.stdout + done.stderr
+    assert done.stdout.startswith("['classification', ")
