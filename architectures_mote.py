@@ -5,8 +5,6 @@ This file is copied into every saved model and loaded from there (`trust_remote_
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import nn
 from transformers import MPNetModel
 from transformers.masking_utils import create_bidirectional_mask
 
@@ -80,23 +78,9 @@ def architecture_of(config: MoTEConfig) -> Architecture:
 class MPNetBackbone(MPNetModel):
     """MPNet, whose own forward drops the keyword arguments that its encoder would hand to the layers."""
 
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
         """Embed, mask and encode, as in the base class."""
-        embedded = self.embeddings(input_ids=input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds)
+        others = {name: kwargs.pop(name, None) for name in ("position_ids", "inputs_embeds")}
+        embedded = self.embeddings(input_ids=input_ids, **others)
         mask = create_bidirectional_mask(config=self.config, inputs_embeds=embedded, attention_mask=attention_mask)
         return self.encoder(embedded, attention_mask=mask, **kwargs, return_dict=True)
-
-
-def attend_both_ways(backbone: nn.Module) -> None:
-    """Make a decoder whose config says `is_causal=False` bidirectional: sdpa without a mask asks the module instead."""
-    if getattr(backbone.config, "is_causal", True) is False:
-        for module in backbone.modules():
-            if hasattr(module, "is_causal"):
-                module.is_causal = False  # type: ignore[assignment]

@@ -43,7 +43,7 @@ class CompressedConfig(MoTEConfig):
     expert_bits: int | None = None
 
     @property
-    def compression(self) -> str | None:
+    def compression(self) -> str | None:  # type: ignore[override]
         """How the experts are compressed, in words."""
         return (
             "8-bit integers" if self.expert_rank is None else f"differences of rank {self.expert_rank} from their mean"

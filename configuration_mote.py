@@ -12,19 +12,19 @@ from operator import attrgetter
 from typing import Any, ClassVar
 
 from torch import nn
+from transformers.utils import logging
 from transformers.utils.versions import require_version
 
-require_version("transformers>=5.17", "MoTE models need it: pip install -U transformers")
+INSTALL = 'MoTE models need: pip install -U "transformers>=5.17" "sentence-transformers>=6.0"'
+require_version("transformers>=5.17", INSTALL)
 
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig  # noqa: E402  # names that older versions lack
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig  # noqa: E402
+
+logger: Any = logging.get_logger(__name__)
 
 # The experts and instructions of the paper (Romero et al., arXiv:2506.17781).
-PAPER_INSTRUCTIONS = {
-    "classification": "classification: ",
-    "clustering": "clustering: ",
-    "search_query": "search_query: ",
-    "search_document": "search_document: ",
-}
+_PAPER_EXPERTS = ("classification", "clustering", "search_query", "search_document")
+PAPER_INSTRUCTIONS = {expert: f"{expert}: " for expert in _PAPER_EXPERTS}
 
 # Tasks that no expert is trained on, and the expert that serves each. `query` and `document` are Sentence-Transformers'
 # names for the two sides of search and reranking.
@@ -67,6 +67,20 @@ def _of_backbone(name: str, doc: str) -> property:
     return property(get, lambda config, value: setattr(config.backbone_config, name, value), doc=doc)
 
 
+class NoHead:
+    """What `AutoModelForSequenceClassification`, and so `CrossEncoder`, finds for a MoTE."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> None:
+        """Raise `ValueError`, which says what to do instead."""
+        raise ValueError(
+            "A MoTE is an embedding model, and has no head for scores or classes. Train one on an exported expert, "
+            "which is a dense model: `mote export MODEL --expert NAME --out DIR`"
+        )
+
+    _from_config = from_pretrained
+
+
 class MoTEConfig(PreTrainedConfig):
     """Configuration of a [`MoTEModel`].
 
@@ -81,6 +95,8 @@ class MoTEConfig(PreTrainedConfig):
         mote_layers: `"every"` block has experts, `"every_other"` (the 2nd, 4th, …), or a list of indices from 0.
         pooling: How `pooler_output` is computed: `"mean"`, `"cls"` (first token) or `"last_token"`.
         default_task: Task of texts for which none is given. Default: none, which makes that an error.
+        route_by_text: Whether an instruction that a text begins with picks its expert. False where texts come from
+            strangers: then only prompts, `task=` and the default task do.
         loaded_experts: The experts whose weights are present; the others are known by name only. Default: all.
             Set by `from_pretrained(path, experts=[…])`.
         layer_path: Path of the backbone's list of layers, as in `"encoder.layer"`. Needed only for architectures that
@@ -93,6 +109,7 @@ class MoTEConfig(PreTrainedConfig):
 
     model_type = "mote"
     routes_by_task: ClassVar[bool] = True
+    compression: ClassVar[str | property | None] = None  # of the experts, in words; see `compression_mote.py`
     sub_configs: ClassVar[dict[str, Any]] = {"backbone_config": AutoConfig}
 
     # None stands for the defaults, which `__post_init__` fills in.
@@ -103,6 +120,7 @@ class MoTEConfig(PreTrainedConfig):
     mote_layers: str | list[int] = "every"
     pooling: str = "mean"
     default_task: str | None = None
+    route_by_text: bool = True
     loaded_experts: list[str] | None = None
     layer_path: str | None = None
     shared_modules: list[str] | None = None
@@ -160,6 +178,12 @@ class MoTEConfig(PreTrainedConfig):
         self.loaded_experts = [name for name in present if name in selected]
         self.validate()
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """As in the base class; and let `NoHead` answer for models with a head."""
+        super().register_for_auto_class(auto_class)
+        AutoModelForSequenceClassification.register(cls, NoHead, exist_ok=True)
+
     # Validation --------------------------------------------------------------------------------------------------
 
     def validate(self) -> None:
@@ -206,6 +230,8 @@ class MoTEConfig(PreTrainedConfig):
                 raise ValueError(f"Instruction for an unknown task {task!r}." + alternatives(task, self.tasks))
             if not isinstance(text, str):
                 raise ValueError(f"The instruction of task {task!r} must be a string, got {text!r}")  # noqa: TRY004
+        if type(self.route_by_text) is not bool:
+            raise ValueError(f"route_by_text must be True or False, got {self.route_by_text!r}")
         if not self.routes_by_task:
             return
         expert_of_text: dict[str, str] = {}  # a prompt's text picks the expert
@@ -223,27 +249,6 @@ class MoTEConfig(PreTrainedConfig):
     def available_experts(self) -> list[str]:
         """The experts whose weights are present, in the order of `experts`."""
         return self.experts if self.loaded_experts is None else self.loaded_experts
-
-    @property
-    def compression(self) -> str | None:
-        """How the experts are compressed, in words; None here, see `compression_mote.py`."""
-        return None
-
-    def require_expert(self, name: str) -> str:
-        """Return the name of an expert whose weights are present.
-
-        Raises:
-            ValueError: If there is no such expert, or it was not loaded.
-        """
-        if name not in self.experts:
-            raise ValueError(f"Unknown expert {name!r}." + alternatives(name, self.experts))
-        if name not in self.available_experts:
-            raise ValueError(f"The expert {name!r} {self._not_loaded()}")
-        return name
-
-    def _not_loaded(self) -> str:
-        loaded = ", ".join(map(repr, self.available_experts))
-        return f"was not loaded (loaded: {loaded}). Load the model without `experts=`, or with it in the list."
 
     @property
     def mote_layer_indices(self) -> list[int]:
@@ -275,12 +280,18 @@ class MoTEConfig(PreTrainedConfig):
         """
         task = self.default_task if task is None else task
         if task is None:
-            raise ValueError(f"Pass `task=`: this model has no default_task.{alternatives('', self.tasks)}")
+            raise ValueError(
+                "No task, and the model has no default_task. Pass `task=` to the model, or load it with "
+                "from_pretrained(…, default_task=…), in a pipeline with model_kwargs={'default_task': …}."
+                + alternatives("", self.tasks)
+            )
         expert = self.tasks.get(task) if isinstance(task, str) else None
         if expert is None:
             raise ValueError(f"Unknown task {task!r}." + alternatives(task, self.tasks))
         if self.loaded_experts is not None and expert not in self.loaded_experts:
-            raise ValueError(f"Task {task!r} needs the expert {expert!r}, which {self._not_loaded()}")
+            raise ValueError(
+                f"Task {task!r} needs the expert {expert!r}, which was not loaded: experts={self.loaded_experts}"
+            )
         return expert
 
     def instruction_of(self, task: str) -> str:
@@ -293,7 +304,7 @@ class MoTEConfig(PreTrainedConfig):
         1. An explicit `task`, unless it is only a role hint.
         2. The `prompt`, when its text is an instruction of the config.
         3. The role hints `query` and `document`.
-        4. The instruction that a text itself begins with, text by text.
+        4. The instruction that a text itself begins with, text by text; not if `route_by_text` is False.
         5. The config's `default_task`.
 
         Args:
@@ -317,26 +328,53 @@ class MoTEConfig(PreTrainedConfig):
         if task is not None and task not in ROLE_HINTS:
             self.expert_of(task)
             return task
-        task_of_instruction: dict[str, str] = {}
-        for name in self.tasks:
-            task_of_instruction.setdefault(self.instruction_of(name), name)
-        task_of_instruction.pop("", None)
-        if prompt in task_of_instruction:
-            return task_of_instruction[prompt]
+        instructions = self._tasks_of_instructions()
+        if prompt in instructions:
+            return instructions[prompt]
         if task in self.tasks:
             return task
-        longest_first = sorted(task_of_instruction.items(), key=lambda item: -len(item[0]))
         tasks = []
         for text in ((prompt or "") + _text_of(each) for each in inputs):
-            found = next((name for start, name in longest_first if text.startswith(start)), self.default_task)
+            routing = text if self.route_by_text else prompt or ""
+            found = next((name for start, name in instructions.items() if routing.startswith(start)), self.default_task)
             if found is None:
-                raise ValueError(
-                    f"No task for the text {text[:60]!r}: it begins with no known instruction, and the model has no "
-                    "default_task. Pass `task=`, or the `prompt_name=` of a task that has an instruction."
-                    + alternatives("", self.tasks)
-                )
+                raise ValueError(self._no_task(text, prompt))
             tasks.append(found)
         return tasks[0] if len(set(tasks)) == 1 else tasks
+
+    def _tasks_of_instructions(self) -> dict[str, str]:
+        """Return instruction → task, the longest instructions first."""
+        found = {self.instruction_of(task): task for task in reversed(self.tasks)}  # of the same text, the first counts
+        return {text: found[text] for text in sorted(found, key=len, reverse=True) if text}
+
+    def _no_task(self, text: str, prompt: str | None) -> str:
+        """Explain what to write for a text that no rule gives a task."""
+        off = "its own instruction does not count (route_by_text=False)"
+        reason = "it begins with no known instruction" if self.route_by_text else off
+        start, task = "".join(text.split()).casefold(), self.available_experts[0]
+        nearly = [each for each in self._tasks_of_instructions() if start.startswith("".join(each.split()).casefold())]
+        for name in self.tasks:  # a prompt's name where its text belongs
+            if prompt == name or (name in self.experts and re.match(rf"{name}\w", text)):
+                nearly.append(self.instruction_of(name))
+        hint = f" Did you mean {nearly[0]!r}?" if any(nearly) and self.route_by_text else ""
+        return (
+            f"No task for the text {text[:60]!r}: {reason}, and the model has no default_task.{hint}\n"
+            "Pass `task=`, or the `prompt_name=` of a task that has an instruction (in training: `prompts=`)."
+            f"{alternatives('', self.tasks)}\nWhere nothing can be passed, load with SentenceTransformer(…, "
+            f'default_prompt_name="{task}") for instruction and expert, or config_kwargs={{"default_task": "{task}"}} '
+            f"for the expert alone, also in training; `mote set DIR default_task={task}` writes that into a folder."
+        )
+
+    def warn_of_instructions(self, inputs: Sequence[Any], prompt: str | None) -> None:
+        """Warn, once, of a prompt in front of a text that begins with an instruction itself."""
+        known = self._tasks_of_instructions() if prompt else {}
+        twice = (start for text in inputs for start in known if isinstance(text, str) and text.startswith(start))
+        if (found := next(twice, None)) is not None:
+            logger.warning_once(
+                f"The prompt {prompt!r} is put in front of a text that already begins with the instruction {found!r}: "
+                "the model reads both. Keep one, the prompt (`prompt_name=`, `encode_query`, a default prompt) or the "
+                "instruction in the text (a library's prefix or instruction)."
+            )
 
 
 def _text_of(value: Any) -> str:

@@ -28,13 +28,13 @@ from transformers.utils import can_return_tuple
 
 if TYPE_CHECKING or not __package__:  # installed, as a top-level module
     try:  # transformers would take an import outside of `try` for a package that must be installed
-        from architectures_mote import Architecture, MPNetBackbone, architecture_of, attend_both_ways
+        from architectures_mote import MPNetBackbone, architecture_of
         from configuration_mote import MoTEConfig
         from mixed_batch_mote import groups_of
     finally:
         pass
 else:  # remote code
-    from .architectures_mote import Architecture, MPNetBackbone, architecture_of, attend_both_ways
+    from .architectures_mote import MPNetBackbone, architecture_of
     from .configuration_mote import MoTEConfig
     from .mixed_batch_mote import groups_of
 
@@ -146,11 +146,15 @@ class MoTEModel(PreTrainedModel):
             config._attn_implementation = backbone.config._attn_implementation
             config.backbone_config = backbone.config
         super().__init__(config)
-        for flag in ("output_hidden_states", "output_attentions"):  # which the backbone reads off its own config
-            if getattr(config, flag):
-                setattr(config.backbone_config, flag, True)
         self.backbone = _adapt(AutoModel.from_config(config.backbone_config) if backbone is None else backbone)
-        layers = _list_of_layers(self.backbone, self.architecture)
+        architecture = architecture_of(config)
+        try:
+            layers: Any = self.backbone.get_submodule(architecture.layer_path)
+            for path in architecture.shared_modules:
+                layers[0].get_submodule(path)
+        except (AttributeError, IndexError) as error:  # no such path, or no layers
+            name = type(self.backbone).__name__
+            raise ValueError(f"{name} is not built as described, {tuple(architecture)}: {error}") from error
         for index, layer in enumerate(layers):
             if index in config.mote_layer_indices:
                 layers[index] = self._make_block(layer)
@@ -163,21 +167,16 @@ class MoTEModel(PreTrainedModel):
         self.post_init()
 
     def _make_block(self, layer: nn.Module) -> nn.Module:
-        return MoTEBlock(layer, self.config.available_experts, self.architecture.shared_modules)
+        return MoTEBlock(layer, self.config.available_experts, architecture_of(self.config).shared_modules)
 
     @classmethod
     def _without_routing(cls, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return args, {name: value for name, value in kwargs.items() if name != cls.routing_argument}
 
     @property
-    def architecture(self) -> Architecture:
-        """The backbone's row in the table of architectures."""
-        return architecture_of(self.config)
-
-    @property
     def blocks(self) -> list[MoTEBlock]:
         """The blocks that have experts, in order."""
-        layers: Any = self.backbone.get_submodule(self.architecture.layer_path)
+        layers: Any = self.backbone.get_submodule(architecture_of(self.config).layer_path)
         return [layers[index] for index in self.config.mote_layer_indices]
 
     def get_input_embeddings(self) -> nn.Module:
@@ -227,6 +226,9 @@ class MoTEModel(PreTrainedModel):
 
     def _run(self, sequences: dict[str, torch.Tensor], kwargs: dict) -> BaseModelOutputWithPooling:
         """Run rows with the same routing: the dense model's compute, and pooling."""
+        for flag in ("output_hidden_states", "output_attentions"):  # which the backbone reads off its own config
+            if kwargs.get(flag) is None and getattr(self.config, flag):
+                kwargs[flag] = getattr(self.config, flag)
         if self.offloading is None:
             out = self.backbone(**sequences, **kwargs)
         else:
@@ -270,7 +272,7 @@ class MoTEModel(PreTrainedModel):
                 raise ValueError("Pass either `task` or `task_ids`, not both")
             if task_ids.dim() != 1 or task_ids.is_floating_point() or task_ids.dtype == torch.bool:
                 raise ValueError(
-                    f"task_ids must be integers of shape [B], got {task_ids.dtype} of shape {list(task_ids.shape)}"
+                    f"task_ids must be integers of shape [B], got {task_ids.dtype}, {list(task_ids.shape)}"
                 )
             names, ids = list(self.config.tasks), task_ids.tolist()
             wrong = sorted({i for i in ids if not 0 <= i < len(names)})
@@ -287,11 +289,10 @@ class MoTEModel(PreTrainedModel):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the layers in place, rather than the model: all experts of all layers share one graph.
 
-        It fits every length and number of rows, mixed batches included; a single row and batches without padding have
-        graphs of their own. Experts that are added later are not compiled until the next call. Takes the arguments of
-        `torch.compile`; `dynamic` is True by default.
+        Takes the arguments of `torch.compile`; `dynamic` is True by default. Experts that are added later are not
+        compiled until the next call. See `docs/serving.md`.
         """
-        layers: Any = self.backbone.get_submodule(self.architecture.layer_path)
+        layers: Any = self.backbone.get_submodule(architecture_of(self.config).layer_path)
         for layer in layers:
             for module in layer.experts.values() if isinstance(layer, MoTEBlock) else [layer]:
                 module.compile(*args, **{"dynamic": True, **kwargs})
@@ -389,21 +390,11 @@ def _adapt(backbone: PreTrainedModel) -> PreTrainedModel:
         backbone.pooler = None  # type: ignore[assignment]  # see `pool`
     if getattr(backbone.config, "use_cache", False):
         backbone.config.use_cache = False  # nothing is generated
-    attend_both_ways(backbone)
+    if getattr(backbone.config, "is_causal", True) is False:  # sdpa without a mask asks the module, not the config
+        for module in backbone.modules():
+            if hasattr(module, "is_causal"):
+                module.is_causal = False  # type: ignore[assignment]
     return backbone
-
-
-def _list_of_layers(backbone: nn.Module, architecture: Architecture) -> nn.ModuleList:
-    """Return the layers, after a look for the modules that the architecture names."""
-    try:
-        layers: Any = backbone.get_submodule(architecture.layer_path)
-        for path in architecture.shared_modules:
-            layers[0].get_submodule(path)
-    except (AttributeError, IndexError) as error:  # no such path, or no layers
-        raise ValueError(
-            f"{type(backbone).__name__} is not built as described, {tuple(architecture)}: {error}"
-        ) from error
-    return layers
 
 
 MoTEModel.register_for_auto_class("AutoModel")

@@ -7,8 +7,13 @@ file from there. It depends on sentence-transformers, transformers and torch alo
 from typing import Any
 
 import torch
-from sentence_transformers.base.modules import Transformer
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils.versions import require_version
+
+for needed in ("transformers>=5.17", "sentence-transformers>=6.0"):
+    require_version(needed, 'MoTE models need: pip install -U "transformers>=5.17" "sentence-transformers>=6.0"')
+
+from sentence_transformers.base.modules import Transformer  # noqa: E402  # a name that older versions lack
 
 
 class MoTETransformer(Transformer):
@@ -24,6 +29,20 @@ class MoTETransformer(Transformer):
     """
 
     forward_kwargs = {"task"}  # otherwise `encode(task=…)` is silently dropped
+
+    def __init__(self, *args: Any, backend: str = "torch", **kwargs: Any) -> None:
+        if backend != "torch":
+            raise ValueError(
+                f"A MoTE runs on torch alone. For backend={backend!r}, export an expert: "
+                f"`mote export MODEL --expert NAME --backend {backend} --out DIR`"
+            )
+        super().__init__(*args, backend=backend, **kwargs)
+
+    def __repr__(self) -> str:
+        shown = {"experts": self.config.available_experts, "tasks": list(self.config.tasks)}
+        shown |= {name: getattr(self.config, name) for name in ("default_task", "route_by_text")}
+        shown |= {"backbone": self.config.backbone_config.model_type, "max_seq_length": self.max_seq_length}
+        return f"{type(self).__name__}({shown})"
 
     def preprocess(
         self,
@@ -53,6 +72,7 @@ class MoTETransformer(Transformer):
         if not inputs:
             return {}
         tasks = self.config.task_of(inputs, task, prompt)
+        self.config.warn_of_instructions(inputs, prompt)
         mixed = not isinstance(tasks, str)
         features = super().preprocess(inputs, prompt, processing_kwargs, task=task, mixed_tasks=mixed, **kwargs)
         ids = {name: i for i, name in enumerate(self.config.tasks)}
@@ -79,7 +99,9 @@ class MoTETransformer(Transformer):
         route = features.get("route", task or features.get("task"))
         routing = {"task": None, "task_ids": route} if isinstance(route, torch.Tensor) else {"task": route}
         inputs = {name: value for name, value in features.items() if name != "route"}
-        return super().forward(inputs, **routing, **kwargs)
+        out = super().forward(inputs, **routing, **kwargs)
+        features.update(out)  # as the base class leaves them; losses over layers read them there
+        return out
 
     def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
         """Save the model, the tokenizer, the settings, and the code that loads them."""

@@ -52,6 +52,7 @@ class TokenRoutedTransformer(MoTETransformer):
             return {}
         if task is not None and task not in ROLE_HINTS:
             self.config.expert_of(task)
+        self.config.warn_of_instructions(inputs, prompt)
         return Transformer.preprocess(self, inputs, prompt, processing_kwargs, task=task, **kwargs)
 
     def forward(self, features: dict[str, Any], task: str | None = None, **kwargs: Any) -> dict[str, Any]:
@@ -67,4 +68,6 @@ class TokenRoutedTransformer(MoTETransformer):
         """
         inputs = {name: value for name, value in features.items() if name != "balance_share"}
         share = features.get("balance_share")
-        return Transformer.forward(self, inputs, task=None, balance_share=share, **kwargs)
+        out = Transformer.forward(self, inputs, task=None, balance_share=share, **kwargs)
+        features.update(out)  # as the base class leaves them; losses over layers read them there
+        return out

@@ -11,6 +11,7 @@
 
 A `task` puts its instruction in front of the texts, as `encode(texts, prompt_name=task)` does, and picks the expert.
 Without one the rules of `encode(texts)` apply: a text's own instruction, then the model's default task, else an error.
+With `--no-route-by-text` a text's own instruction does not count.
 
 Requests that come at the same time are embedded together, whatever their tasks: the model is told the task of each row.
 """
@@ -362,6 +363,7 @@ def arguments() -> argparse.Namespace:
     add("--port", type=port, default=8000, help="0 takes a free one (default: %(default)s)")
     add("--max-batch-size", type=positive, default=32, help="texts in a batch (default: %(default)s)")
     add("--batch-timeout", type=positive, default=5, metavar="MS", help="wait for more texts (default: %(default)s ms)")
+    add("--no-route-by-text", action="store_true", help="an instruction in a text does not pick its expert")
     add("--device", help="cpu, cuda, cuda:1 … (default: a GPU if there is one)")
     add("--dtype", help="of the weights, as in bfloat16 (default: as stored)")
     add("--max-inputs", type=positive, default=2048, help="texts in a request (default: %(default)s)")
@@ -381,6 +383,8 @@ def main() -> None:
         source = open_mote(options.model, options.revision)
         with listen(options.host, options.port) as listener:
             model = load_encoder(str(source.folder), device=options.device, dtype=options.dtype, trust_remote_code=True)
+            if options.no_route_by_text:
+                model[0].config.route_by_text = False
             name = options.name or source.short_name
             app = Service(Embedder(model), name, options).application()
             config = uvicorn.Config(

@@ -296,6 +296,16 @@ def test_without_a_task_the_rules_of_the_model_apply(server: Server, reference: 
         assert abs(vectors[1] - reference("a whale", "clustering")).max() < 1e-5
 
 
+def test_a_text_does_not_pick_its_expert_where_that_is_off(trained_folder: Path, reference: Reference) -> None:
+    request = {"model": NAME, "input": "clustering: a whale"}
+    with Server(trained_folder, "--no-route-by-text") as closed:
+        answer = closed.embed(request)
+        check_error(answer, 400, "task", "its own instruction does not count (route_by_text=False)")
+        assert answer.body["error"]["code"] == "missing_task"
+        vector = vectors_of(closed.embed({**request, "task": "search_document"}))[0]
+    assert abs(vector - reference("clustering: a whale", "search_document")).max() < 1e-5
+
+
 def test_fewer_dimensions_are_of_length_one_again(server: Server, model: SentenceTransformer) -> None:
     request = {"model": NAME, "task": "sts", "input": ["a whale", "a compiler"], "dimensions": 7}
     expected = model.encode(request["input"], prompt_name="sts", truncate_dim=7, normalize_embeddings=True)

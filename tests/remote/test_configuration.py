@@ -40,6 +40,7 @@ def test_the_defaults_are_the_paper_s() -> None:
     assert default.backbone_config.model_type == "nomic_bert"
     assert default.mote_layer_indices == list(range(default.num_hidden_layers))
     assert (default.pooling, default.default_task, default.loaded_experts) == ("mean", None, None)
+    assert default.route_by_text is True
 
 
 def test_tasks_that_the_paper_does_not_train_on_come_with_their_expert() -> None:
@@ -153,6 +154,8 @@ def test_layers_that_have_experts(layers: Any, indices: list[int]) -> None:
             )
         ],
         ({"mote_layers": "every_other", "backbone_config": {**BACKBONE, "num_hidden_layers": 1}}, "of two layers"),
+        ({"route_by_text": "false"}, "route_by_text must be True or False, got 'false'"),
+        ({"route_by_text": 0}, "route_by_text must be True or False, got 0"),
         ({"pooling": "max"}, "Unknown pooling 'max'.*'mean', 'cls', 'last_token'"),
         ({"pooling": "lasttoken"}, "Did you mean 'last_token'"),
         ({"default_task": "clusterin"}, "default_task 'clusterin' is not a task. Did you mean 'clustering'"),
@@ -259,14 +262,14 @@ def test_an_unknown_task(task: Any) -> None:
 
 def test_no_task_is_the_default_task() -> None:
     assert config(default_task="sts").expert_of(None) == "classification"
-    with pytest.raises(ValueError, match=r"Pass `task=`: .*no default_task\. Available: 'classification'"):
+    with pytest.raises(ValueError, match=r"no default_task\. Pass `task=` .* Available: 'classification'"):
         config().expert_of(None)
 
 
 def test_a_task_whose_expert_is_not_loaded() -> None:
     partial = config(loaded_experts=["clustering"])
     assert partial.expert_of("clustering") == "clustering"
-    with pytest.raises(ValueError, match=r"'sts' needs the expert 'classification', .* \(loaded: 'clustering'\)"):
+    with pytest.raises(ValueError, match=r"'sts' needs the expert 'classification', .* experts=\['clustering'\]"):
         partial.expert_of("sts")
 
 
@@ -359,9 +362,65 @@ def test_an_input_without_a_text_has_no_default_task(value: Any) -> None:
 
 @pytest.mark.parametrize("prompt", [None, "", "Find: "])
 def test_there_is_no_silent_default(prompt: str | None) -> None:
-    message = "No task for the text '.*y': it begins with no known instruction.*'classification', .*, 'topics'"
+    message = "(?s)No task for the text '.*y': it begins with no known instruction.*'classification', .*, 'topics'"
     with pytest.raises(ValueError, match=message):
         config(**RULES).task_of(["cluster: x", "y"] if not prompt else ["y"], prompt=prompt)
+
+
+NEARLY = [
+    ("cluster:x", None, "cluster: "),
+    ("Cluster: x", None, "cluster: "),
+    ("  cluster : x", None, "cluster: "),
+    ("CLUSTER: BY TOPIC: x", None, "cluster: by topic: "),
+    ("x", "Cluster: ", "cluster: "),
+    ("x", "search_query:", "search_query: "),
+    ("clusteringx", None, "cluster: "),  # its name for its text, put in front by a library
+    ("search_querywhat is x", None, "search_query: "),
+    ("what is x", "search_query", "search_query: "),
+    ("x", "topics", "cluster: by topic: "),
+    ("x", "document", "search_document: "),
+]
+
+
+@pytest.mark.parametrize(("text", "prompt", "meant"), NEARLY)
+def test_a_nearly_right_instruction(text: str, prompt: str | None, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"Did you mean '{meant}'") as error:
+        config(**RULES).task_of([text], prompt=prompt)
+    assert len(str(error.value).splitlines()) == 3
+    with pytest.raises(ValueError, match="route_by_text=False") as error:
+        config(**RULES, route_by_text=False).task_of([text])
+    assert "Did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["documentary films", "querying", "clustering algorithms", "a cluster: x", "", "topics"]
+)
+def test_a_text_that_is_not_nearly_an_instruction(text: str) -> None:
+    with pytest.raises(ValueError, match="No task for the text") as error:
+        config(**RULES).task_of([text])
+    assert "Did you mean" not in str(error.value)
+
+
+def test_the_remedies_name_an_expert_that_is_loaded() -> None:
+    with pytest.raises(ValueError, match="`mote set DIR default_task=search_query`"):
+        config(loaded_experts=["search_query"]).task_of(["x"])
+
+
+@pytest.mark.parametrize(
+    ("text", "task", "prompt", "decided"),
+    [
+        ("cluster: x", None, None, "sts"),
+        ("by topic: x", None, "cluster: ", "clustering"),
+        ("topic: x", None, "cluster: by ", "clustering"),  # the prompt alone; with the text it would be `topics`
+        ("x", None, "cluster: by topic: about ", "topics"),
+        ("classify: x", "query", None, "query"),
+        ("classify: x", "clustering", None, "clustering"),
+    ],
+)
+def test_texts_that_may_not_pick_their_expert(text: str, task: Any, prompt: str | None, decided: str) -> None:
+    closed = config(**RULES, default_task="sts", route_by_text=False)
+    assert closed.task_of([text], task, prompt) == decided
+    assert MoTEConfig.from_dict(closed.to_dict()).route_by_text is False
 
 
 def test_an_unknown_explicit_task_is_not_passed_over() -> None:
@@ -393,4 +452,4 @@ def test_an_empty_instruction_decides_nothing() -> None:
 def test_long_texts_do_not_flood_the_error() -> None:
     with pytest.raises(ValueError, match="No task") as raised:
         config().task_of(["x" * 100_000])
-    assert len(str(raised.value)) < 500
+    assert len(str(raised.value)) < 800

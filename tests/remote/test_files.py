@@ -1,5 +1,6 @@
 """The files that a saved model carries: which, how long, and what a user reads where they do not work."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from helpers.token_routing import trained
 from transformers import AutoModel, PreTrainedModel
 
 from compression_mote import CompressedConfig, CompressedModel
+from configuration_mote import INSTALL
 
 TASK_MOTE = {
     "architectures_mote.py",
@@ -92,13 +94,41 @@ def test_auto_model_needs_no_sentence_transformers(trained_folder: Path) -> None
 OLD_VERSION = """
 import importlib.metadata
 version = importlib.metadata.version
-importlib.metadata.version = lambda name: "5.0.0" if name == "transformers" else version(name)
+importlib.metadata.version = lambda name: "5.1.0" if name == {library!r} else version(name)
 """
 
 
 def test_an_old_transformers_is_named(tmp_path: Path) -> None:
     trained_mote("bert").save_pretrained(tmp_path)
-    assert last_line(tmp_path, OLD_VERSION) == "MoTE models need it: pip install -U transformers"
+    assert last_line(tmp_path, OLD_VERSION.format(library="transformers")) == INSTALL
+
+
+@pytest.mark.parametrize("library", ["transformers", "sentence-transformers"])
+def test_versions_that_sentence_transformers_needs(library: str, trained_folder: Path) -> None:
+    setup = OLD_VERSION.format(library=library) + (
+        "import sentence_transformers\nsys.modules['sentence_transformers.base.modules'] = None\n"
+        f"sentence_transformers.SentenceTransformer({str(trained_folder)!r}, trust_remote_code=True)"
+    )
+    run = load(trained_folder, setup)
+    least = {"transformers": "5.17", "sentence-transformers": "6.0"}[library]
+    wanted = f"ImportError: {library}>={least} is required for a normal functioning of this module, but found "
+    assert run.stderr.strip().splitlines()[-2:] == [f"{wanted}{library}==5.1.0.", INSTALL]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("MOTE_OLD_PYTHON" not in os.environ, reason="MOTE_OLD_PYTHON names no interpreter")
+@pytest.mark.parametrize(
+    "call", ["transformers.AutoModel.from_pretrained", "sentence_transformers.SentenceTransformer"]
+)
+def test_old_versions_themselves(call: str, trained_folder: Path, tmp_path: Path) -> None:
+    """An interpreter with Sentence-Transformers 5 and transformers 4, which the environment names."""
+    script = f"import sentence_transformers, transformers\n{call}({str(trained_folder)!r}, trust_remote_code=True)"
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(
+        [os.environ["MOTE_OLD_PYTHON"], "-P", "-c", script],
+        capture_output=True, text=True, timeout=120, check=False, env=environment,
+    )  # fmt: skip
+    assert run.stderr.strip().splitlines()[-1] == INSTALL
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_without_trust_nothing_is_loaded(trained_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "No task for the text .*Available: 'classification', 'clustering'"),
+        ({}, "(?s)No task for the text .*Available: 'classification', 'clustering'"),
         ({"prompt": "unheard of: "}, "No task for the text 'unheard of: "),
         ({"task": "serch_query"}, "Unknown task 'serch_query'. Did you mean 'search_query'"),
         ({"task": ["clustering"] * 4}, "must be one name for all texts"),

@@ -21,7 +21,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoTokenizer, P
 from transformers.utils import logging
 
 from architectures_mote import ARCHITECTURES
-from configuration_mote import MoTEConfig
+from configuration_mote import MoTEConfig, alternatives
 from modeling_mote import MoTEModel
 from mote import hub
 from mote.checkpoints import nomic, nomic_moe
@@ -476,3 +476,17 @@ def read_json(path: Path, kind: type = dict) -> Any:
     if not isinstance(content, kind):
         raise ValueError(f"{path} must hold a {kind.__name__}, got a {type(content).__name__}")  # noqa: TRY004
     return content
+
+
+def require_expert(config: MoTEConfig, name: str) -> str:
+    """Return the name of an expert whose weights are present.
+
+    Raises:
+        ValueError: If there is no such expert, or it was not loaded.
+    """
+    if name not in config.experts:
+        raise ValueError(f"Unknown expert {name!r}." + alternatives(name, config.experts))
+    if name not in config.available_experts:
+        loaded = ", ".join(map(repr, config.available_experts))
+        raise ValueError(f"The expert {name!r} was not loaded (loaded: {loaded}): add it to `experts=`")
+    return name

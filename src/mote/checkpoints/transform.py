@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from mote.checkpoints import cards
 from mote.checkpoints.provenance import command_line, new_step, plain
-from mote.checkpoints.reading import MoTECheckpoint, is_mote, load_mote, load_tokenizer, open_mote
+from mote.checkpoints.reading import MoTECheckpoint, is_mote, load_mote, load_tokenizer, open_mote, require_expert
 from mote.checkpoints.sentence_transformers import normalizes
 from mote.checkpoints.staging import refuse_source
 from mote.checkpoints.tensors import parameter_counts
@@ -108,7 +108,7 @@ def transform(
         for other in others:
             refuse_source(target, other.folder)
     tokenizer = load_tokenizer(source)
-    expert = source.config.require_expert(arguments[spec.loads]) if spec.loads else None
+    expert = require_expert(source.config, arguments[spec.loads]) if spec.loads else None
     model = load_mote(source, [expert] if expert is not None and source.config.routes_by_task else None)
     were_copies = _are_copies(model)
     changed = function(model, *args, **kwargs)

@@ -24,7 +24,7 @@ from configuration_mote import MoTEConfig
 from mote import hub
 from mote.checkpoints import cards
 from mote.checkpoints.provenance import command_line, new_step, origin_of, read_steps, write_steps
-from mote.checkpoints.reading import MoTECheckpoint, open_mote, read_json
+from mote.checkpoints.reading import MoTECheckpoint, open_mote, read_json, require_expert
 from mote.checkpoints.staging import EXPERT_FILE, Staging
 from mote.checkpoints.tensors import weight_name
 from mote.checkpoints.writing import WriteOptions, require_writable
@@ -217,7 +217,7 @@ def extract(
     config = source.config
     require_task_experts(config)
     require_uncompressed(config)
-    config.require_expert(name)
+    require_expert(config, name)
     logger.info("Extracting the expert %s …", name)
     command = command_line("experts", "extract", source.public_name, name, out=out.resolve())
     with Staging(out, options.overwrite) as folder:

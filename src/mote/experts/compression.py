@@ -5,6 +5,7 @@ import logging
 import torch
 from torch import nn
 
+from architectures_mote import architecture_of
 from compression_mote import CompressedConfig, CompressedModel, compress_block
 from configuration_mote import MoTEConfig
 from modeling_mote import MoTEModel
@@ -65,7 +66,7 @@ def compress(model: MoTEModel, *, rank: int | None = None, bits: int | None = No
 
 def expert_bytes(model: MoTEModel) -> int:
     """Count the bytes of all experts and, where they are differences from it, of their mean."""
-    attention = tuple(f"{path}." for path in model.architecture.shared_modules)
+    attention = tuple(f"{path}." for path in architecture_of(model.config).shared_modules)
     weights = [weight for block in model.blocks for weight in block.experts.parameters()]
     for block in model.blocks:
         weights += [weight for path, weight in block.shared.named_parameters() if not path.startswith(attention)]

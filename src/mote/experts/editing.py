@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from architectures_mote import architecture_of
 from configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, alternatives
+from mote.checkpoints.reading import require_expert
 from mote.checkpoints.tensors import weight_name
 from mote.checkpoints.transform import verb
 from mote.experts.artefact import ExpertArtefact
@@ -131,7 +133,7 @@ def weights(model: "MoTEModel", name: str) -> dict[str, torch.Tensor]:
     """
     require_editable(model)
     require_uncompressed(model.config)
-    model.config.require_expert(name)
+    require_expert(model.config, name)
     named = ((weight_name(key, model.config), weight) for key, weight in model.state_dict().items())
     return {found.dense: weight for found, weight in named if found.expert == name}
 
@@ -173,7 +175,7 @@ def _copies(model: "MoTEModel", like: str, new_weights: Mapping[str, torch.Tenso
     for index, block in zip(model.config.mote_layer_indices, model.blocks, strict=True):
         shared: dict[int, Any] = {id(module): module for module in block.shared.modules()}  # targets of `SharedModule`
         expert = copy.deepcopy(block.experts[like], shared)
-        prefix = f"{model.architecture.layer_path}.{index}."
+        prefix = f"{architecture_of(model.config).layer_path}.{index}."
         expert.load_state_dict(
             {key.removeprefix(prefix): weight for key, weight in new_weights.items() if key.startswith(prefix)}
         )

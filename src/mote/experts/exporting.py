@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
+from mote.checkpoints.reading import require_expert
 from mote.checkpoints.tensors import weight_name
 from mote.checkpoints.transform import verb
 from mote.experts.checks import require_task_experts
@@ -31,7 +32,7 @@ def export(model: "MoTEModel", name: str) -> PreTrainedModel:
         ValueError: If there is no such expert, it is not loaded, or the model is token-routed.
     """
     require_task_experts(model.config)
-    model.config.require_expert(name)
+    require_expert(model.config, name)
     weights: dict[str, torch.Tensor] = {}
     for key, weight in dequantized_state_dict(model, name).items():
         found = weight_name(key, model.config)
