@@ -1,0 +1,266 @@
+"""A demo of a MoTE to click through: a map of texts under each expert, search, and which expert a text goes to.
+
+    pip install -e ".[train]" -r examples/space/requirements.txt        # in a clone
+    python examples/space/app.py [--model FOLDER_OR_HUB_ID] [--port 7860]
+
+Without a model it trains one by `recipe.yaml` at its first start, from the repository's small encoder and data (about a
+minute on two cores), and keeps it in huggingface_hub's cache of assets. A MoTE carries its own code, which the demo
+runs: show models that you trust.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import os
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # before gradio is imported
+
+import gradio as gr
+import pandas as pd
+import views
+from huggingface_hub import cached_assets_path
+from matplotlib.figure import Figure
+from sentence_transformers import SentenceTransformer
+
+HERE = Path(__file__).resolve().parent
+TEXTS: dict[str, list[tuple[str, str]]] = json.loads((HERE / "texts.json").read_text(encoding="utf-8"))
+*MAPS, COMMANDS = TEXTS
+PAIRS = TEXTS[COMMANDS]  # what a command does, and the command
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7a5195", "#6b6b6b")
+INTRODUCTION = """# One text, several experts
+A MoTE (Mixture of Task Experts) embeds a text through the expert of its task: search, classification or clustering. So
+the same texts lie closer together, or further apart, from task to task."""
+CALLS = (
+    "encode(text)",
+    "encode(text, task=…)",
+    "encode(text, prompt_name=…)",
+    "encode_query(text)",
+    "encode_document(text)",
+)
+NONE = "none"
+CSS = "#spread table { width: 100%; margin: 0 } #spread :is(th, td) { padding: 3px 8px }"
+
+
+def trained_model() -> Path:
+    """Return the folder of the demo's own model, which is trained where there is none yet."""
+    recipe, clone = HERE / "recipe.yaml", HERE.parent
+    if not (clone / "small-encoder").is_dir():
+        raise SystemExit("Name a model: --model FOLDER_OR_HUB_ID, or the variable MODEL. Only a clone can train one.")
+    output = cached_assets_path("mote", "space", blake2b(recipe.read_bytes(), digest_size=4).hexdigest())
+    if not (output / "model").is_dir():
+        from mote import train
+        from mote.reporting import console_logging
+
+        console_logging()
+        print("No model was named. A small one is trained first, once: about a minute on two cores.", flush=True)
+        train(recipe, [f"output={output}", f"model.source={clone / 'small-encoder'}", f"data.folder={clone / 'data'}"])
+    return output / "model"
+
+
+def read_lines(lines: str) -> list[tuple[str, str]]:
+    """Read lines of `group | text`, sorted by group; a line without a group is of the group "text"."""
+    parts = [line.partition("|") for line in lines.splitlines() if line.strip()]
+    return sorted((group.strip(), text.strip()) if bar else ("text", group.strip()) for group, bar, text in parts)
+
+
+def write_lines(name: str) -> str:
+    return "\n".join(f"{group} | {text}" for group, text in TEXTS[name])
+
+
+def heat_map(view: views.View, groups: list[str], colours: dict[str, str]) -> Figure:
+    """Draw the similarities of texts that are sorted by group; the colours at the side are those of the map."""
+    starts = [i for i in range(len(groups)) if i == 0 or groups[i] != groups[i - 1]]
+    middles = [start + (groups.count(groups[start]) - 1) / 2 for start in starts]
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(view.similarity, cmap="viridis", vmin=0, vmax=1)
+    axes.set_xticks([])
+    axes.set_yticks(middles, [groups[start] for start in starts])
+    axes.tick_params(length=0, pad=14)
+    beside = [-0.03] * len(starts)
+    axes.scatter(beside, middles, c=list(colours.values()), transform=axes.get_yaxis_transform(), clip_on=False)
+    for start in starts[1:]:
+        axes.axhline(start - 0.5, color="white", linewidth=0.8)
+        axes.axvline(start - 0.5, color="white", linewidth=0.8)
+    figure.colorbar(image, ax=axes, label="cosine similarity")
+    return figure
+
+
+def says_errors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Show an error of the model on the page, in the model's own words."""
+
+    @functools.wraps(function)
+    def inner(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except ValueError as error:
+            raise gr.Error(str(error), duration=None, print_exception=False) from error
+
+    return inner
+
+
+class Demo:
+    """A model, and what the page asks of it. The threads of several visitors share it."""
+
+    def __init__(self, model: SentenceTransformer, source: str) -> None:
+        config = views.config_of(model)
+        self.model, self.about = model, views.about(model, source)
+        self.experts, self.tasks = list(config.available_experts), list(config.tasks)
+        roles = ("query", "document")
+        self.sides = tuple(config.tasks.get(role, self.experts[0]) for role in roles)
+        self.prompts = [name for name, text in model.prompts.items() if text]
+        self.default_task = config.default_task or NONE
+        self.views = functools.lru_cache(16)(functools.partial(views.views, model))
+        self.found_first = functools.cache(functools.partial(views.found_first, model, PAIRS))
+
+    def show(self, lines: str, expert: str) -> tuple[Any, Figure, str]:
+        """Show texts as an expert embeds them, and what each expert makes of their groups."""
+        groups, texts = zip(*read_lines(lines), strict=True) if lines.strip() else ((), ())
+        seen = self.views(texts, groups)
+        limit = 1.05 * max(abs(view.points).max() for view in seen.values())  # one scale for all experts
+        colours = dict(zip(dict.fromkeys(groups), itertools.cycle(COLOURS)))
+        points = pd.DataFrame(seen[expert].points, columns=["x", "y"]).assign(group=groups, text=texts)
+        plot = gr.ScatterPlot(points, x_lim=[-limit, limit], y_lim=[-limit, limit], color_map=colours)
+        table = (
+            "| expert | nearest text has the same group | cosine within groups | between groups |\n| --- "
+            + "| --: " * 3
+        )
+        for name, view in seen.items():
+            cells = (name, f"{view.nearest:.0%}", f"{view.within:.2f}", f"{view.between:.2f}")
+            table += "|\n| " + " | ".join(f"**{cell}**" if name == expert else cell for cell in cells)
+        return plot, heat_map(seen[expert], list(groups), colours), table + " |"
+
+    def search(self, query: str, documents: str, *others: str) -> tuple[pd.DataFrame, str]:
+        """Rank documents by the experts of search, and by two others."""
+        texts = [line.strip() for line in documents.splitlines() if line.strip()]
+        if not query.strip() or not texts:
+            raise ValueError("Write a query, and at least one document.")
+        places = {text: rank for rank, _, text in views.search(self.model, query, texts, *others)}
+        ranked = views.search(self.model, query, texts, *self.sides)
+        rows = [(rank, f"{score:.2f}", text, places[text]) for rank, score, text in ranked]
+        table = pd.DataFrame(rows, columns=["rank", "cosine", "document", "rank by the others"])
+        counts = (
+            f"With each of the {len(PAIRS)} descriptions that belong to the example commands as the query, its own "
+            f"command comes first **{self.found_first(*self.sides)}** times by `{self.sides[0]}` → `{self.sides[1]}`, "
+            f"**{self.found_first(*others)}** times by `{others[0]}` → `{others[1]}`."
+        )
+        return table, counts
+
+    def route(self, text: str, call: str, task: str, prompt_name: str, default_task: str) -> str:
+        """Say which expert a text goes to, and why."""
+        role = {"encode_query(text)": "query", "encode_document(text)": "document"}.get(call)
+        way = views.way(
+            self.model,
+            text,
+            task if "task" in call else role,
+            prompt_name if "prompt" in call else role,
+            None if default_task == NONE else default_task,
+        )
+        rules = (f"{number}. {f'**{rule}** ←' if number == way.rule else rule}" for number, rule in views.RULES.items())
+        return f"## Expert: {way.expert}\nThe model reads `{way.reads}`\n\nThe first rule that applies:\n" + "\n".join(
+            rules
+        )
+
+
+def page(demo: Demo) -> gr.Blocks:
+    with gr.Blocks(title="MoTE: one text, several experts", analytics_enabled=False) as blocks:
+        gr.Markdown(f"{INTRODUCTION}\n\n{demo.about}")
+        with gr.Tab("The same texts, other experts"):
+            map_tab(demo, blocks)
+        with gr.Tab("Search"):
+            search_tab(demo, blocks)
+        with gr.Tab("Which expert?"):
+            route_tab(demo, blocks)
+    return blocks
+
+
+def map_tab(demo: Demo, blocks: gr.Blocks) -> None:
+    with gr.Row():
+        expert = gr.Radio(demo.experts, value=demo.experts[0], label="Expert", scale=3)
+        example = gr.Dropdown(MAPS, value=MAPS[0], label="Example texts", scale=2)
+    with gr.Row(equal_height=True):
+        points = gr.ScatterPlot(
+            x="x",
+            y="y",
+            color="group",
+            colors_in_legend=[],
+            tooltip=["text", "group"],
+            x_title="first principal component",
+            y_title="second",
+            height=330,
+            label="Map: each point is a text; hover to read it",
+            show_label=True,
+            scale=3,
+            elem_id="map",
+        )
+        heat = gr.Plot(label="Cosine of each text to each other", scale=2, elem_id="heat-map")
+    spread = gr.Markdown(elem_id="spread")
+    with gr.Accordion("Edit the texts: one per line, as group | text", open=False):
+        lines = gr.Textbox(write_lines(MAPS[0]), lines=12, show_label=False, label="Texts", elem_id="texts")
+        update = gr.Button("Show these texts")
+    show = {"fn": says_errors(demo.show), "inputs": [lines, expert], "outputs": [points, heat, spread]}
+    example.change(write_lines, example, lines).then(**show)
+    gr.on([expert.change, update.click, blocks.load], **show)
+
+
+def search_tab(demo: Demo, blocks: gr.Blocks) -> None:
+    with gr.Row():
+        with gr.Column(scale=2):
+            query = gr.Textbox(PAIRS[8][0], label="Query", elem_id="query")
+            gr.Examples([[PAIRS[i][0]] for i in (8, 18, 26, 32)], query, label="Example queries")
+            commands = "\n".join(command for _, command in PAIRS)
+            documents = gr.Textbox(commands, lines=8, max_lines=8, label="Documents, one per line", elem_id="documents")
+            others = [
+                gr.Dropdown(demo.experts, value=demo.experts[min(1, len(demo.experts) - 1)], label=label)
+                for label in ("Compare: query through the expert", "documents through")
+            ]
+            button = gr.Button("Search", variant="primary")
+        with gr.Column(scale=3):
+            label, widths = f"By the experts of search: {' → '.join(demo.sides)}", ["9%", "11%", "62%", "18%"]
+            ranked = gr.Dataframe(
+                label=label, column_widths=widths, max_height=440, interactive=False, elem_id="ranked"
+            )
+            counts = gr.Markdown(elem_id="counts")
+    triggers = [button.click, query.submit, blocks.load]
+    gr.on(triggers, says_errors(demo.search), [query, documents, *others], [ranked, counts])
+
+
+def route_tab(demo: Demo, blocks: gr.Blocks) -> None:
+    with gr.Row():
+        with gr.Column(scale=3):
+            text = gr.Textbox("clustering: How do whales breathe?", label="Text", elem_id="text")
+            call = gr.Radio(CALLS, value=CALLS[0], label="Call")
+            task = gr.Dropdown(demo.tasks, label="task=", allow_custom_value=True, visible=False)
+            prompt_name = gr.Dropdown(demo.prompts, label="prompt_name=", visible=False)
+            default_task = gr.Dropdown([NONE, *demo.tasks], value=demo.default_task, label="The model's default_task")
+            button = gr.Button("Find its expert", variant="primary")
+        with gr.Column(scale=3):
+            answer = gr.Markdown(elem_id="answer")
+    chosen = [task, prompt_name]
+    call.change(lambda name: [gr.update(visible=f"{box}=" in name) for box in ("task", "prompt_name")], call, chosen)
+    triggers = [button.click, text.submit, blocks.load]
+    gr.on(triggers, says_errors(demo.route), [text, call, *chosen, default_task], answer)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=os.environ.get("MODEL"), help="a MoTE: a folder, or an id on the Hub")
+    parser.add_argument("--port", type=int, help="default: the first free one from 7860")
+    options = parser.parse_args()
+    source = str(options.model or trained_model())
+    demo = Demo(SentenceTransformer(source, trust_remote_code=True), source)
+    theme = gr.themes.Default(
+        primary_hue="indigo", font="system-ui", font_mono="ui-monospace"
+    )  # no fonts from elsewhere
+    page(demo).queue(default_concurrency_limit=4).launch(
+        server_port=options.port, theme=theme, css=CSS, ssr_mode=False, footer_links=["gradio"]
+    )
+
+
+if __name__ == "__main__":
+    main()

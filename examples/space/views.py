@@ -1,0 +1,169 @@
+"""What the demo shows, without its user interface: embeddings as a map, search, and the way of a text to its expert."""
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.linalg import orthogonal_procrustes
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.util import semantic_search
+from sklearn.decomposition import PCA
+
+RULES = {
+    1: "`task=` names the task. It picks the expert and leaves the text as it is.",
+    2: "The prompt is the instruction of a task: it stands in front of the text, and picks the expert.",
+    3: "`encode_query` and `encode_document` are for the two sides of search.",
+    4: "The text itself begins with an instruction.",
+    5: "The model has a `default_task`.",
+}
+
+
+class View(NamedTuple):
+    """How one expert sees some texts: points [N, 2], cosines [N, N], and what these say about the groups."""
+
+    points: np.ndarray
+    similarity: np.ndarray
+    nearest: float
+    within: float
+    between: float
+
+
+class Way(NamedTuple):
+    """How a text finds its expert: the text that the model reads, and the number of the rule that applied."""
+
+    task: str
+    expert: str
+    reads: str
+    rule: int
+
+
+def config_of(model: SentenceTransformer) -> Any:
+    """Return the `MoTEConfig` of a model.
+
+    Raises:
+        ValueError: If the model has no task experts.
+    """
+    config = getattr(model[0], "config", None)
+    if not getattr(config, "routes_by_task", False):
+        raise ValueError("This is not a MoTE with an expert per task: the demo has nothing to show with it.")
+    return config
+
+
+def embed(model: SentenceTransformer, texts: Sequence[str], task: str) -> np.ndarray:
+    """Embed texts [N, H] of length 1 by a task's instruction and expert."""
+    instruction = config_of(model).instruction_of(task)
+    return model.encode(list(texts), task=task, prompt=instruction, normalize_embeddings=True, show_progress_bar=False)
+
+
+def views(model: SentenceTransformer, texts: Sequence[str], groups: Sequence[str]) -> dict[str, View]:
+    """Return how each expert sees the texts.
+
+    The points are the two principal components of an expert's embeddings. PCA leaves their rotation open: they are
+    turned to lie as those of the first expert do (orthogonal Procrustes), so that what moves is the model's doing.
+    """
+    if len(texts) < 3:
+        raise ValueError("A map needs three texts or more.")
+    of_group = np.array(groups)
+    same = of_group[:, None] == of_group[None, :]
+    others = ~np.eye(len(texts), dtype=bool)
+    seen: dict[str, View] = {}
+    for expert in config_of(model).available_experts:
+        embeddings = embed(model, texts, expert)
+        points = PCA(2).fit_transform(embeddings)
+        if seen:
+            points = points @ orthogonal_procrustes(points, next(iter(seen.values())).points)[0]
+        similarity = embeddings @ embeddings.T
+        nearest = np.where(others, similarity, -np.inf).argmax(axis=1)
+        within, between = similarity[same & others], similarity[~same]
+        seen[expert] = View(
+            points,
+            similarity,
+            float((of_group[nearest] == of_group).mean()),
+            float(within.mean()) if within.size else float("nan"),
+            float(between.mean()) if between.size else float("nan"),
+        )
+    return seen
+
+
+def search(
+    model: SentenceTransformer, query: str, documents: Sequence[str], query_task: str, document_task: str
+) -> list[tuple[int, float, str]]:
+    """Return rank, cosine and text of each document, best first."""
+    found = semantic_search(
+        embed(model, [query], query_task), embed(model, documents, document_task), top_k=len(documents)
+    )[0]
+    return [(rank, hit["score"], documents[hit["corpus_id"]]) for rank, hit in enumerate(found, 1)]
+
+
+def found_first(
+    model: SentenceTransformer, pairs: Sequence[tuple[str, str]], query_task: str, document_task: str
+) -> int:
+    """Count the queries whose own document comes first among the documents of all pairs."""
+    queries, documents = zip(*pairs, strict=True)
+    scores = embed(model, queries, query_task) @ embed(model, documents, document_task).T
+    return int((scores.argmax(axis=1) == np.arange(len(pairs))).sum())
+
+
+def way(
+    model: SentenceTransformer,
+    text: str,
+    task: str | None = None,
+    prompt_name: str | None = None,
+    default_task: str | None = None,
+) -> Way:
+    """Apply the model's own rules (`MoTEConfig.task_of`) to a text.
+
+    Args:
+        model: A MoTE.
+        text: What the user wrote.
+        task: As in `encode(task=…)`; `encode_query` and `encode_document` pass "query" and "document".
+        prompt_name: As in `encode(prompt_name=…)`.
+        default_task: The model's `default_task`, as if its config said so.
+
+    Raises:
+        ValueError: If no rule applies, or a name is unknown: the model's own sentence.
+    """
+    config = copy.deepcopy(config_of(model))  # another thread reads the model's
+    config.default_task = default_task
+    prompt = model.prompts[prompt_name] if prompt_name else ""
+    chosen = config.task_of([text], task, prompt)
+    if task or prompt:
+        rule = 3 if task in ("query", "document") else 1 if task else 2
+    else:
+        config.default_task = None
+        rule = 4 if _begins_with_instruction(config, text) else 5
+    return Way(chosen, config.expert_of(chosen), prompt + text, rule)
+
+
+def _begins_with_instruction(config: Any, text: str) -> bool:
+    try:
+        return bool(config.task_of([text]))
+    except ValueError:
+        return False
+
+
+def about(model: SentenceTransformer, source: str) -> str:
+    """Say which model this is, and how it was trained, as far as its folder tells."""
+    config, name = config_of(model), Path(source).name
+    first, *rest = (model.encode("A text.", task=expert, prompt="") for expert in config.available_experts)
+    if rest and all(np.array_equal(first, other) for other in rest):
+        return f"**{name}** is **not trained**: its experts are copies of one another. Only the instructions differ."
+    record = Path(source) / "mote.json"
+    steps = json.loads(record.read_text(encoding="utf-8"))["steps"] if record.is_file() else []
+    run = next((step for step in reversed(steps) if step["step"] == "train"), None)
+    if run is None:
+        link = f"[{source}](https://huggingface.co/{source})" if not Path(source).exists() else f"`{name}`"
+        return f"Model: **{link}**. Its card says how it was trained."
+    texts = sum(expert["texts"] for expert in run["experts"].values())
+    said = (
+        f"Model: **{run['sources'][0]['name']}**, upcycled to {len(config.experts)} experts and trained for "
+        f"{run['steps']} steps on {texts:,} texts by the recipe `{run['recipe']}`."
+    )
+    if run["recipe"] == "space":
+        said += (
+            " A small model and a minute of training: enough to see an effect. It was not trained on the texts here."
+        )
+    return said
