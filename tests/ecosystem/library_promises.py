@@ -123,6 +123,13 @@ def pipeline(names: dict[str, Any], reference: Reference) -> None:
     reference.is_by(np.stack([vector.numpy() for vector in names["vectors"]]), names["texts"], "clustering")
 
 
+@promises("What needs a dense model")
+def dense_only(names: dict[str, Any], reference: Reference) -> None:
+    assert "no head for scores or classes" in names["about_scores"]
+    assert "`mote export MODEL --expert NAME --out DIR`" in names["about_scores"]
+    assert "`mote export MODEL --expert NAME --backend onnx --out DIR`" in names["about_runtimes"]
+
+
 @promises("The trainer", "datasets")
 def trainer(names: dict[str, Any], reference: Reference) -> None:
     assert changed_experts(names["model"], reference) == {"search_query", "search_document", "shared"}

@@ -1,4 +1,4 @@
-"""What docs/ecosystem.md says of other libraries' own classes is still so: queries that no argument of theirs tells apart.
+"""What docs/ecosystem.md says of other libraries' own classes is so: where queries go.
 
 A MoTE is called in the same way for both there, so nothing on this side can tell. When one of these fails, that library
 has changed: the page can be shorter.
@@ -25,9 +25,7 @@ def test_langchain_takes_the_arguments_of_documents_for_queries(reference: Refer
     documents = {"encode_kwargs": {"prompt_name": "search_document"}}
     alone = langchain.HuggingFaceEmbeddings(**settings, **documents)
     reference.is_by(alone.embed_query(TEXTS[0]), TEXTS[:1], "search_document")
-    both = langchain.HuggingFaceEmbeddings(
-        **settings, **documents, query_encode_kwargs={"prompt_name": "search_query"}
-    )
+    both = langchain.HuggingFaceEmbeddings(**settings, **documents, query_encode_kwargs={"prompt_name": "search_query"})
     reference.is_by(both.embed_query(TEXTS[0]), TEXTS[:1], "search_query")
 
 
