@@ -15,14 +15,17 @@ from helpers.checkpoints import (
     published_nomic,
     tiny_tokenizer,
 )
-from helpers.families import batch
+from helpers.families import batch, trained_mote
+from helpers.inference_server import read_as_server
 from helpers.nomic_reference import published_tensors, reference_forward
 from safetensors.torch import load_file
+from transformers import AutoModel
 
 from modeling_mote import MoTEModel
-from mote import upcycle
+from mote import transform, upcycle
 from mote.checkpoints import nomic
 from mote.checkpoints.reading import load_dense, load_tokenizer, open_dense, stored_dtype
+from mote.experts import export
 
 EXPERTS = ["classification", "clustering", "search_query", "search_document"]
 
@@ -106,6 +109,92 @@ def test_a_nomic_without_a_tokenizer_has_that_of_bert(tmp_path: Path, monkeypatc
     monkeypatch.setattr(nomic, "TOKENIZER", str(tiny_tokenizer(tmp_path / "bert")))
     source = open_dense(str(published_nomic(tmp_path / "nomic", True, tokenizer=False)))
     assert len(load_tokenizer(source, None)) == 60
+
+
+# The way back ---------------------------------------------------------------------------------------------------------
+
+
+def published_expert(source: Path, folder: Path, **upcycling: Any) -> Path:
+    """An expert of an upcycled checkpoint, in Nomic's published format."""
+    upcycle(str(source), folder / "mote", experts=["clustering"], **upcycling)
+    return transform(folder / "mote", folder / "out", export, "clustering", format="published")
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_the_published_format_comes_back(prefix: bool, tmp_path: Path) -> None:
+    source = published_nomic(tmp_path / "nomic", prefix, max_trained_positions=32, pad_token_id=3)
+    out = published_expert(source, tmp_path)
+    tensors, expected = load_file(out / "model.safetensors"), published_tensors(source)
+    left_out = {key for key in expected if key.startswith("cls.")}
+    assert tensors.keys() == expected.keys() - left_out
+    assert all(tensors[key].equal(expected[key]) for key in tensors)
+    settings, original = (json.loads((folder / "config.json").read_text()) for folder in (out, source))
+    differing = {key for key, value in original.items() if settings.get(key) != value}
+    assert differing <= {
+        *("architectures", "auto_map", "torch_dtype", "transformers_version", "tie_word_embeddings"),  # not of Nomic
+        *("n_inner", "vocab_size"),  # as the weights have them
+    }
+    assert (settings["n_inner"], settings["vocab_size"]) == (NOMIC_WIDTH, NOMIC_EMBEDDINGS)
+    assert "auto_map" not in settings  # it needs no code
+
+
+def test_the_published_format_is_read_by_transformers_and_by_us(tmp_path: Path) -> None:
+    out = published_expert(published_nomic(tmp_path / "nomic", False), tmp_path)
+    inputs = batch()
+    mote = MoTEModel.from_pretrained(tmp_path / "mote")
+    again = MoTEModel.from_pretrained(upcycle(str(out), tmp_path / "again", experts=["clustering"]))
+    with torch.no_grad():
+        expected = mote(**inputs, task="clustering").last_hidden_state
+        assert AutoModel.from_pretrained(out)(**inputs).last_hidden_state.equal(expected)
+        assert again(**inputs, task="clustering").last_hidden_state.equal(expected)
+    assert open_dense(str(out)).format == "nomic"
+    assert read_as_server(out)["pooling"] == "mean"
+
+
+def test_servers_refuse_the_native_format(tmp_path: Path) -> None:
+    upcycle(str(published_nomic(tmp_path / "nomic", False)), tmp_path / "mote", experts=["clustering"])
+    with pytest.raises(ValueError, match="n_embd=None is no int"):
+        read_as_server(transform(tmp_path / "mote", tmp_path / "out", export, "clustering"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("rope_parameters", {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}),
+        ("head_dim", 4),
+    ],
+)
+def test_what_the_published_format_cannot_express_is_refused(setting: str, value: Any) -> None:
+    mote = trained_mote("nomic_bert")
+    setattr(mote.config.backbone_config, setting, value)
+    with pytest.raises(ValueError, match=f"published format of NomicBERT cannot express {setting}="):
+        export(mote, "alpha", format="published")
+
+
+def test_a_family_without_a_published_format() -> None:
+    with pytest.raises(ValueError, match="'bert' is published in the native format of transformers: leave out"):
+        export(trained_mote("bert"), "alpha", format="published")
+
+
+@pytest.mark.slow
+def test_the_fixture_comes_back(shared: Path, tmp_path: Path) -> None:
+    source = shared / "fixtures" / "nomic-embed-original"
+    out = published_expert(source, tmp_path, tokenizer=str(tiny_tokenizer(tmp_path / "tokenizer")))
+    tensors, original = load_file(out / "model.safetensors"), load_file(source / "model.safetensors")
+    assert tensors.keys() == original.keys()
+    assert all(tensors[key].equal(original[key]) for key in tensors)
+    fixture = load_file(source / "expected.safetensors")
+    expected = fixture.pop("last_hidden_state")
+    settings = json.loads((out / "config.json").read_text())
+    with torch.no_grad():
+        native = AutoModel.from_pretrained(out)(**fixture).last_hidden_state
+    for found in (native, reference_forward(tensors, settings, **fixture)):
+        assert difference(found, expected, fixture["attention_mask"]) <= 1e-5
+    read_as_server(out)
+
+
+# The originals --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

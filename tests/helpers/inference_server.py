@@ -74,6 +74,9 @@ def read_as_server(folder: Path) -> dict[str, Any]:
 
     Returns:
         Its `pooling` and `max_input_length`, the `prompts` that it offers, and the paths of `dense` layers.
+
+    Raises:
+        ValueError: If config.json lacks what the server wants.
     """
     config = _json(folder / "config.json")
     assert config["architectures"], "architectures"
@@ -87,7 +90,8 @@ def read_as_server(folder: Path) -> dict[str, Any]:
     rope = config.get("rope_parameters")
     if rope is not None and config["model_type"] != "modernbert" and not {"rope_theta", "rope_type"} <= rope.keys():
         problems.append(f"rope_parameters={rope}")
-    assert problems == []
+    if problems:
+        raise ValueError(f"Failed to parse config.json: {'; '.join(problems)}")
     assert isinstance(config.get("max_position_embeddings", config.get("max_trained_positions")), int)
     assert (folder / "tokenizer.json").is_file()
     assert (folder / "model.safetensors").is_file() or (folder / "model.safetensors.index.json").is_file()

@@ -84,7 +84,42 @@ def native_config(settings: dict[str, Any], shapes: dict[str, tuple[int, ...]], 
         hidden_act="silu",
         rope_parameters={"rope_type": "default", "rope_theta": float(settings["rotary_emb_base"])},
     )
-    return NomicBertConfig(**translated)
+    trained = settings.get("max_trained_positions")  # means nothing to the native model, but something to servers
+    return NomicBertConfig(**translated, **({} if trained is None else {"max_trained_positions": trained}))
+
+
+def published_settings(config: NomicBertConfig) -> dict[str, Any]:
+    """Say in the original schema what a native config says: the way back of `native_config`.
+
+    The native model writes its weights under the original names by itself. `n_inner` is the width of the
+    feed-forward network as it is, so the original code, which rounds it up to a multiple of 256, can load real models
+    but not tiny ones.
+
+    Args:
+        config: Of a native model.
+
+    Raises:
+        ValueError: If the original schema cannot express a setting.
+    """
+    rope = config.rope_parameters
+    heads = config.num_attention_heads
+    cannot = {
+        "hidden_act": config.hidden_act != "silu",
+        "rope_parameters": rope is None or rope["rope_type"] != "default" or rope.get("partial_rotary_factor", 1) != 1,
+        "head_dim": config.head_dim not in (None, config.hidden_size // heads),
+    }
+    if any(cannot.values()):
+        named = ", ".join(f"{key}={getattr(config, key)!r}" for key, refused in cannot.items() if refused)
+        raise ValueError(f"The published format of NomicBERT cannot express {named}")
+    return {
+        **{key: allowed[0] for key, allowed in _REQUIRED.items() if "expert" not in key and "moe" not in key},
+        **{old: getattr(config, new) for old, new in _RENAMED.items()},
+        "embd_pdrop": config.hidden_dropout_prob,
+        "max_trained_positions": getattr(config, "max_trained_positions", 2048),  # as where the key is absent
+        "n_inner": config.intermediate_size,
+        "pad_vocab_size_multiple": 64 if config.vocab_size % 64 == 0 else 1,
+        "rotary_emb_base": rope["rope_theta"],  # type: ignore[index]
+    }
 
 
 def key_mapping(shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:

@@ -68,6 +68,12 @@ def export(
     src: options.Mote,
     out: options.Out,
     expert: Annotated[str, typer.Option(metavar="NAME", help="Expert to export.")],
+    format: Annotated[  # noqa: A002
+        Literal["native", "published"],
+        typer.Option(
+            help="Config: transformers' keys alone, or also those of the family's published one, for servers."
+        ),
+    ] = "native",
     backend: Annotated[
         Literal["torch", "onnx", "openvino"], typer.Option(help="Runtime on CPUs to write for as well.")
     ] = "torch",
@@ -95,10 +101,10 @@ def export(
     if backend == "torch" and texts is not None:
         raise ValueError("texts are for the backends 'onnx' and 'openvino': choose one, as in `--backend openvino`")
     runtimes.require(backend, quantize)
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"format": None if format == "native" else format}
     if backend != "torch":
         convert = partial(runtimes.convert, backend=backend, quantize=quantize, texts=for_conversion)
-        settings = {"after": convert, "recorded": {"backend": backend, "quantize": quantize}}
+        settings |= {"after": convert, "recorded": {"backend": backend, "quantize": quantize}}
     _transform(src, out, revision, write, mote.experts.export, expert, **settings)
     if backend != "torch":
         logger.info('mote.load_exported("%s", backend="%s").encode(texts)', out, backend)

@@ -1,12 +1,14 @@
 """One expert of a MoTE as a dense model of the backbone's own architecture, which needs no code of MoTE."""
 
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
+from mote.checkpoints import nomic
 from mote.checkpoints.reading import require_expert
 from mote.checkpoints.tensors import weight_name
 from mote.checkpoints.transform import verb
@@ -16,29 +18,52 @@ if TYPE_CHECKING:
     from modeling_mote import MoTEModel
 
 
+# Model type → keys of its published config, where that differs from transformers' own.
+PUBLISHED: Mapping[str, Callable[[Any], dict[str, Any]]] = {"nomic_bert": nomic.published_settings}
+
+
 @verb("export", "the expert `{name}` of", options={"name": "expert"}, loads="name")
-def export(model: "MoTEModel", name: str) -> PreTrainedModel:
+def export(
+    model: "MoTEModel",
+    name: str,
+    format: Literal["native", "published"] = "native",  # noqa: A002
+) -> PreTrainedModel:
     """Make one expert a dense model of the backbone's own architecture, which needs no code of MoTE.
 
     Args:
         model: A MoTE in memory; not modified.
         name: Name of the expert.
+        format: "published" adds the keys of the family's published config to the native ones, for servers that know
+            no others. Transformers reads both; weights have the published names in either.
 
     Returns:
         The native model, without a pooler: its `last_hidden_state` equals that of the MoTE for this expert, bit for
         bit. Its weights are copies, so both models can be used and trained. Compressed weights are dequantized.
 
     Raises:
-        ValueError: If there is no such expert, it is not loaded, or the model is token-routed.
+        ValueError: If there is no such expert, it is not loaded, or the model is token-routed; or if its family
+            has no published format of its own, or one that cannot express a setting.
     """
     require_task_experts(model.config)
     require_expert(model.config, name)
+    published = _published_settings(model.config.backbone_config) if format == "published" else {}
     weights: dict[str, torch.Tensor] = {}
     for key, weight in dequantized_state_dict(model, name).items():
         found = weight_name(key, model.config)
         if found.expert in (None, name):  # an expert's own come after the shared mean of compressed ones
             weights[found.dense] = weight.clone()
-    return native_model(model, weights)
+    dense = native_model(model, weights)
+    dense.config.update(published)
+    return dense
+
+
+def _published_settings(config: Any) -> dict[str, Any]:
+    if config.model_type not in PUBLISHED:
+        raise ValueError(
+            f"{config.model_type!r} is published in the native format of transformers: leave out `--format published`, "
+            f"which is for {', '.join(PUBLISHED)}"
+        )
+    return PUBLISHED[config.model_type](config)
 
 
 def dequantized_state_dict(model: nn.Module, expert: str) -> dict[str, torch.Tensor]:
