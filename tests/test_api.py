@@ -3,8 +3,11 @@
 import importlib
 import subprocess
 import sys
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
+from helpers.paths import SMALL_ENCODER
 
 import mote
 
@@ -14,6 +17,25 @@ def test_every_public_name_exists(module: str) -> None:
     found = importlib.import_module(module)
     for name in found.__all__:
         assert getattr(found, name) is not None
+
+
+def test_results_are_shown_as_tables(fresh_folder: Path) -> None:
+    experts = mote.experts.list_experts(str(fresh_folder))
+    assert repr(experts) == str(experts)
+    assert experts._repr_markdown_().startswith("| expert | parameters | instruction | tasks |\n")
+    plan = mote.plan_upcycling(SMALL_ENCODER, "out")
+    assert repr(plan).startswith("source:            ")
+    assert "| parameters | 3.7 M active, 6.1 M in all: " in plan._repr_markdown_()
+    estimate = mote.estimate_memory(experts.config, batch_size=4, length=8)
+    assert "\ntotal " in repr(estimate)
+    assert "\n| total | " in estimate._repr_markdown_()
+    evaluation = mote.Evaluation({"a": {"x": 1.0}}, {"x": "STS"})
+    assert repr(evaluation) == evaluation.table()
+    assert "| STS (1) | 1.00 |" in evaluation._repr_markdown_()
+
+
+def test_the_version() -> None:
+    assert mote.__version__ == version("mote-embeddings")
 
 
 def test_unknown_names_are_refused() -> None:

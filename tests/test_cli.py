@@ -1,5 +1,6 @@
 """The command line itself: help, exit statuses, errors, signals. What the verbs do is tested with what they call."""
 
+import json
 import logging
 import os
 import signal
@@ -39,6 +40,41 @@ def test_every_verb_has_help(words: list[str], capsys: pytest.CaptureFixture[str
     assert text.startswith(" ".join(["Usage: mote", *words]))
 
 
+@pytest.mark.parametrize("words", [[], ["experts"]])
+def test_a_group_alone_shows_its_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    shown = capsys.readouterr().err
+    assert main([*words, "--help"]) == 0
+    assert shown == capsys.readouterr().out
+
+
+def test_json_is_all_that_is_on_stdout(fresh_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["experts", "list", str(fresh_folder), "--json"]) == 0
+    experts = json.loads(capsys.readouterr().out)
+    assert experts.keys() == {"base", "default_task", "experts"}
+    assert experts["experts"][1] == {
+        "name": "clustering",
+        "parameters": 791_808,
+        "instruction": "clustering: ",
+        "tasks": ["clustering"],
+    }
+    assert main(["memory", str(fresh_folder), "--batch-size", "4", "--length", "8", "--json"]) == 0
+    estimate = json.loads(capsys.readouterr().out)
+    assert estimate["weights"] == 24_481_792
+    assert estimate["total"] > estimate["weights"]
+
+
+def test_quiet_prints_results_and_warnings_alone(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "mote")
+    assert main(["-q", "upcycle", "--src", str(dense), "--out", out]) == 0
+    assert capsys.readouterr().out == ""
+    assert main(["-q", "experts", "list", out]) == 0
+    assert capsys.readouterr().out.startswith("expert ")
+    assert "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ
+
+
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == "mote 0.1.0\n"
@@ -58,9 +94,8 @@ assert not {"torch", "transformers", "numpy", "datasets"} & sys.modules.keys()
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "Missing command."),
         (["upcycl"], "No such command 'upcycl'. Did you mean 'upcycle'?"),
-        (["upcycle", "--srx", "x"], "No such option: --srx"),
+        (["upcycle", "--srx", "x"], "No such option: --srx (Possible options: --src)"),
         (["upcycle"], "Missing option '--src'."),
         (["average", "x"], "Missing option '--out'."),
         (["experts", "lst"], "No such command 'lst'. Did you mean 'list'?"),

@@ -27,7 +27,7 @@ def test_every_module_is_distributed() -> None:
 
 def test_every_package_is_distributed() -> None:
     packages = {".".join(path.parent.relative_to(ROOT / "src").parts) for path in ROOT.glob("src/**/__init__.py")}
-    assert set(SETUPTOOLS["packages"]) == packages | {"mote.hub_card"}
+    assert set(SETUPTOOLS["packages"]) == packages | {"mote.hub_card", "mote.example_data"}
 
 
 @pytest.mark.parametrize("module", REMOTE_CODE)

@@ -60,7 +60,7 @@ def test_progress_goes_to_stdout_and_warnings_to_stderr(
 
 def test_a_second_call_does_not_print_twice(logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
     console_logging()
-    console_logging(debug=True)
+    console_logging(logging.DEBUG)
     logger.debug("once")
     assert capsys.readouterr().out == "once\n"
 
@@ -73,6 +73,12 @@ def test_only_the_first_process_prints_progress(
     logger.info("step 1")
     logger.warning("odd")
     assert capsys.readouterr() == ("", "warning: odd\n")
+
+
+def test_progress_can_go_to_stderr(logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    console_logging().progress = "stderr"
+    logger.info("step 1")
+    assert capsys.readouterr() == ("", "step 1\n")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """MoTE: text-embedding models with one feed-forward expert per task."""
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from mote.training.memory import MemoryEstimate, estimate_memory
     from mote.training.train import train
     from mote.upcycling import UpcyclingOptions, UpcyclingPlan, plan_upcycling, upcycle
+
+    __version__: str
 
 __all__ = [
     "Analysis",
@@ -74,6 +77,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("mote-embeddings")
     if name == "experts":
         return import_module("mote.experts")
     if name not in _MODULES:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from itertools import count
 from pathlib import Path
+from typing import Literal
 
 from rich.cells import cell_len
 
@@ -46,6 +47,21 @@ def markdown_table(header: Sequence[object], rows: Iterable[Sequence[object]], *
     rule = ["---" if side == "l" else "---:" for side in align]
     lines = ([" ".join(str(cell).replace("|", r"\|").splitlines()) for cell in row] for row in (header, rule, *rows))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+class Report:
+    """A result that a session of Python shows as its text, and a notebook as its Markdown."""
+
+    def to_markdown(self) -> str:
+        """Format as Markdown."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        """Show as `print` does."""
+        return str(self)
+
+    def _repr_markdown_(self) -> str:
+        return self.to_markdown()
 
 
 def megabytes(size: int) -> str:
@@ -100,12 +116,15 @@ def _last_parts(models: Sequence[str]) -> list[str]:
     ]
 
 
-class _Console(logging.Handler):
-    """Progress to stdout as plain lines, warnings and errors to stderr."""
+class Console(logging.Handler):
+    """Progress to stdout (or wherever `progress` says) as plain lines, warnings and errors to stderr."""
+
+    progress: Literal["stdout", "stderr"] = "stdout"
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record to the current stream, which tests and notebooks replace."""
-        stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+        to_stderr = record.levelno >= logging.WARNING or self.progress == "stderr"
+        stream = sys.stderr if to_stderr else sys.stdout
         stream.write(self.format(record) + "\n")
         stream.flush()
 
@@ -115,20 +134,20 @@ class _Console(logging.Handler):
         return f"{record.levelname.lower()}: {message}" if record.levelno >= logging.WARNING else message
 
 
-def console_logging(debug: bool = False) -> logging.Handler:
+def console_logging(level: int = logging.INFO) -> Console:
     """Print what the package logs, as the command line does.
 
     In a job of several processes (`RANK` is set) only the first prints progress; all print warnings.
 
     Args:
-        debug: Print debug messages too.
+        level: Least level that is printed: `logging.DEBUG`, `INFO` or `WARNING`.
 
     Returns:
         The handler, to remove it from the logger `mote`. A second call returns the same one.
     """
     logger = logging.getLogger("mote")
-    console = next((handler for handler in logger.handlers if isinstance(handler, _Console)), None) or _Console()
+    console = next((handler for handler in logger.handlers if isinstance(handler, Console)), None) or Console()
     console.setLevel(logging.WARNING if os.environ.get("RANK", "0") != "0" else logging.NOTSET)
     logger.addHandler(console)  # a logger takes a handler once
-    logger.setLevel(logging.DEBUG if debug else logging.INFO)
+    logger.setLevel(level)
     return console

@@ -29,7 +29,7 @@ from mote.checkpoints.staging import require_shard_size
 from mote.checkpoints.streaming import DenseWeights, MappedFiles, can_stream, write_weights
 from mote.checkpoints.tensors import parameter_counts
 from mote.checkpoints.writing import WriteOptions, how_to_load, require_writable, write_repository
-from mote.reporting import megabytes, millions
+from mote.reporting import Report, markdown_table, megabytes, millions
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +121,8 @@ TOKEN_ROUTING = (
 _FIXED_AS_PUBLISHED = ("experts", "layers", "layer_path", "shared_modules", *TOKEN_ROUTING)
 
 
-@dataclass
-class UpcyclingPlan:
+@dataclass(repr=False)
+class UpcyclingPlan(Report):
     """Plan of an upcycling.
 
     Attributes:
@@ -143,6 +143,19 @@ class UpcyclingPlan:
 
     def __str__(self) -> str:
         """Lay the plan out in lines."""
+        lines = [
+            f"{name + ':' if index == 0 else '':<18} {text}"
+            for name, texts in self._lines().items()
+            for index, text in enumerate(texts)
+        ]
+        return "\n".join(lines + self.notes)
+
+    def to_markdown(self) -> str:
+        """Format as Markdown."""
+        rows = markdown_table(["", ""], [(name, "; ".join(texts)) for name, texts in self._lines().items()], align="ll")
+        return "\n\n".join([rows, *self.notes])
+
+    def _lines(self) -> dict[str, list[str]]:
         config, counts = self.config, self.counts
         experts = [
             f"{expert} ({', '.join(task for task, to in config.tasks.items() if to == expert)})"
@@ -150,19 +163,22 @@ class UpcyclingPlan:
         ]
         groups = "experts (tasks)" if config.routes_by_task else "tasks"
         layers = config.mote_layer_indices
-        lines = {
-            "source": f"{self.source.name} ({config.backbone_config.model_type}, "
-            f"{', '.join(path.name for path in self.source.weights)})",
-            **({} if config.routes_by_task else {"router": _router(config)}),
-            groups: "\n                   ".join(experts),
-            "blocks": f"{len(layers)} of {config.num_hidden_layers} have experts: {', '.join(map(str, layers))}",
-            "parameters": f"{millions(counts['active'])} active, {millions(counts['total'])} in all: "
-            f"{millions(counts['shared'])} shared, and per expert {millions(max(counts['experts'].values()))}",
-            "weights": f"{megabytes(sum(self.file_sizes))} ({str(config.dtype).removeprefix('torch.')}), in files of "
-            f"{', '.join(map(megabytes, self.file_sizes))}",
-            "out": str(self.out),
+        weights = ", ".join(path.name for path in self.source.weights)
+        return {
+            "source": [f"{self.source.name} ({config.backbone_config.model_type}, {weights})"],
+            **({} if config.routes_by_task else {"router": [_router(config)]}),
+            groups: experts,
+            "blocks": [f"{len(layers)} of {config.num_hidden_layers} have experts: {', '.join(map(str, layers))}"],
+            "parameters": [
+                f"{millions(counts['active'])} active, {millions(counts['total'])} in all: "
+                f"{millions(counts['shared'])} shared, and per expert {millions(max(counts['experts'].values()))}"
+            ],
+            "weights": [
+                f"{megabytes(sum(self.file_sizes))} ({str(config.dtype).removeprefix('torch.')}), in files of "
+                f"{', '.join(map(megabytes, self.file_sizes))}"
+            ],
+            "out": [str(self.out)],
         }
-        return "\n".join([f"{name + ':':<18} {text}" for name, text in lines.items()] + self.notes)
 
 
 def upcycle(

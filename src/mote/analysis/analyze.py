@@ -32,7 +32,7 @@ from mote.analysis.weight_change import WeightChange, find_start, weight_change_
 from mote.data.texts import Pairs, Texts, find_pairs, find_texts
 from mote.hub import commit_of
 from mote.inference.loading import check_device, load_encoder
-from mote.reporting import markdown_table, name_models, table
+from mote.reporting import Report, markdown_table, name_models, table
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ class ModelAnalysis:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Analysis:
+@dataclass(frozen=True, repr=False)
+class Analysis(Report):
     """Results for some models.
 
     Attributes:
@@ -89,6 +89,22 @@ class Analysis:
         for title, content in _sections(self):
             lines = [part if isinstance(part, str) else table(part[0], part[1:]) for part in content]
             blocks.append("\n".join([title, *("  " + line for part in lines for line in part.splitlines())]))
+        return "\n\n".join(blocks)
+
+    def to_markdown(self) -> str:
+        """Format as Markdown."""
+        pairs = (
+            f"{len(self.pairs.queries)}, {self.pairs.source}" if self.pairs else "none; the same texts took both roles"
+        )
+        about = [
+            f"Texts: {len(self.texts.texts)}, {self.texts.source}.",
+            f"Pairs: {pairs}.",
+            *(f"Tasks of {model.label}: {_tasks_of(model)}." for model in self.models),
+        ]
+        blocks = ["# How far the experts have specialised", "  \n".join(about)]
+        for title, content in _sections(self):
+            blocks.append(f"## {title}")
+            blocks += [f"- {part}" if isinstance(part, str) else markdown_table(part[0], part[1:]) for part in content]
         return "\n\n".join(blocks)
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,7 +136,9 @@ class Analysis:
             plots.draw_tsne(layouts, folder / "tsne.png")
         if changes := {label: model.weight_change for label, model in by_label.items() if model.weight_change}:
             plots.draw_weight_change(changes, folder / "weight_change.png")
-        (folder / "analysis.md").write_text(_markdown(self, folder), encoding="utf-8")
+        charts = [f"![{name}]({name})" for name in CHARTS if (folder / name).is_file()]
+        text = "\n\n".join([self.to_markdown(), "## Charts", *charts]) + "\n"
+        (folder / "analysis.md").write_text(text, encoding="utf-8")
         return folder
 
 
@@ -372,21 +390,6 @@ def _percent(value: float | None) -> str:
 
 def _cosine(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-def _markdown(analysis: Analysis, folder: Path) -> str:
-    pairs = analysis.pairs
-    about = [
-        f"Texts: {len(analysis.texts.texts)}, {analysis.texts.source}.",
-        f"Pairs: {len(pairs.queries)}, {pairs.source}." if pairs else "Pairs: none; the same texts took both roles.",
-        *(f"Tasks of {model.label}: {_tasks_of(model)}." for model in analysis.models),
-    ]
-    blocks = ["# How far the experts have specialised", "  \n".join(about)]
-    for title, content in _sections(analysis):
-        blocks.append(f"## {title}")
-        blocks += [f"- {part}" if isinstance(part, str) else markdown_table(part[0], part[1:]) for part in content]
-    charts = [name for name in CHARTS if (folder / name).is_file()]
-    return "\n\n".join([*blocks, "## Charts", *(f"![{name}]({name})" for name in charts)]) + "\n"
 
 
 def _tasks_of(model: ModelAnalysis) -> str:

@@ -54,6 +54,8 @@ HEADS = (
     "vocab_transform",
 )
 
+SMALL_ENCODER = "examples/small-encoder"  # of the README and of the recipe `smoke`
+
 FILES_BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "README.md", "[0-9]*_*/*"]
 
 # Libraries' errors for a config whose values are invalid.
@@ -361,6 +363,11 @@ def quiet_transformers() -> Iterator[None]:
 def _locate(src: str, revision: str | None) -> tuple[Path, str | None]:
     """Find the folder of a source, and its commit if it is on the Hub."""
     folder, commit = Path(src), None
+    if src == SMALL_ENCODER and not folder.is_dir():
+        raise FileNotFoundError(
+            f"{src} is in MoTE's repository: run this at the root of a clone, or name another encoder (in a recipe: "
+            "model.source=…), as in sentence-transformers/all-MiniLM-L6-v2"
+        )
     if not folder.is_dir():
         folder = hub.fetch(src, revision, [*FILES_BESIDE_WEIGHTS, "model*.safetensors"])
         if not any(folder.glob("model*.safetensors")):

@@ -14,12 +14,17 @@ from typing import Annotated
 
 import typer
 
+import mote
 from mote.cli import commands, experts
 from mote.reporting import console_logging
 
+_NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # read by huggingface_hub and transformers when they are imported
+
 # The tables of rich_markup_mode cut the names of options off in narrow terminals.
-app = typer.Typer(name="mote", pretty_exceptions_enable=False, rich_markup_mode=None)
-experts_app = typer.Typer(rich_markup_mode=None, help="List, add, extract, merge, remove and rename experts.")
+app = typer.Typer(name="mote", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+experts_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="List, add, extract, merge, remove and rename experts."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     root = logging.getLogger("mote")
     level = root.level
     console = console_logging()
+    bars = os.environ.get(_NO_BARS)
     received: list[int] = []
     try:
         with _terminable(received, last=argv is None):
@@ -48,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         root.removeHandler(console)
         root.setLevel(level)
+        if bars is None:
+            os.environ.pop(_NO_BARS, None)
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -58,8 +66,12 @@ def _run(argv: Sequence[str]) -> int:
     except typer.Exit as end:
         return end.exit_code
     except typer.TyperException as error:  # of the command line itself
-        place = getattr(getattr(error, "ctx", None), "command_path", "mote")
-        _print_error(f"{error.format_message()} (see `{place} --help`)")
+        message = error.format_message()
+        if message.startswith("Usage: "):  # no arguments: the help itself
+            typer.echo(message, err=True)
+        else:
+            place = getattr(getattr(error, "ctx", None), "command_path", "mote")
+            _print_error(f"{message} (see `{place} --help`)")
         return error.exit_code
     except BrokenPipeError:  # whoever read the output has gone, as in `mote experts list SRC | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -105,9 +117,7 @@ def _terminable(received: list[int], last: bool) -> Iterator[None]:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"mote {version('mote-embeddings')}")
+        typer.echo(f"mote {mote.__version__}")
         raise typer.Exit
 
 
@@ -117,11 +127,15 @@ def _mote(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", envvar="MOTE_DEBUG", help="Print debug messages, and errors with tracebacks.")
+        bool,
+        typer.Option("--debug", "-v", envvar="MOTE_DEBUG", help="Print debug messages, and errors with tracebacks."),
     ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print results, warnings and errors alone.")] = False,
 ) -> None:
     """Text-embedding models with task experts."""
-    console_logging(debug)
+    console_logging(logging.DEBUG if debug else logging.WARNING if quiet else logging.INFO)
+    if quiet:
+        os.environ.setdefault(_NO_BARS, "1")
 
 
 _COMMANDS: dict[str, Callable[..., None]] = {

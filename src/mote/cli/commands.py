@@ -4,6 +4,7 @@ Options are named after the settings of the functions they call, so `locals()` p
 """
 
 import contextlib
+import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -179,17 +180,19 @@ def evaluate(
     ] = None,
     trust_remote_code: options.TrustRemoteCode = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Compute cached scores again.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Score models with MTEB.
 
     The same command resumes where it was interrupted.
     """
     settings = {**locals(), "tasks": tasks or ()}
+    del settings["as_json"]
     with _extra("evaluate"):
         run = mote.evaluate
     evaluation = run(**settings)
-    typer.echo("\n" + evaluation.table())
-    if out is not None:
+    typer.echo(evaluation.to_json().rstrip() if as_json else "\n" + evaluation.table())
+    if out is not None and not as_json:
         typer.echo(f"\nWrote {out}")
     if failed := evaluation.failed():
         raise ValueError(f"{len(failed)} of {len(models) * len(evaluation.types)} scores failed: {'; '.join(failed)}")
@@ -222,18 +225,21 @@ def analyze(
     device: options.Device = None,
     seed: options.Seed = 0,
     trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
 ) -> None:
     """Show how far experts have specialised.
 
     By similarity between tasks, by divergence between queries and documents, and by each expert's weight change.
     """
     settings = locals()
+    del settings["as_json"]
     from transformers.utils import logging
 
     with _extra("evaluate"):
         run = mote.analyze
     logging.disable_progress_bar()
-    typer.echo(f"\n{run(**settings)}")
+    analysis = run(**settings)
+    typer.echo(json.dumps(analysis.to_dict(), indent=2, ensure_ascii=False) if as_json else f"\n{analysis}")
 
 
 def memory(
@@ -260,6 +266,7 @@ def memory(
         typer.Option(help="Sharding over several processes."),
     ] = "ddp",
     device: Annotated[Literal["gpu", "cpu"], typer.Option(help="Kind of device.")] = "gpu",
+    as_json: options.Json = False,
 ) -> None:
     """Estimate the memory of training.
 
@@ -268,9 +275,10 @@ def memory(
     settings = locals()
     from mote.training.memory import config_of
 
-    for name in ("src", "revision", "experts"):
+    for name in ("src", "revision", "experts", "as_json"):
         del settings[name]
-    typer.echo(mote.estimate_memory(config_of(src, revision, experts), **settings))
+    estimate = mote.estimate_memory(config_of(src, revision, experts), **settings)
+    typer.echo(json.dumps(estimate.to_dict(), indent=2) if as_json else estimate)
 
 
 def card(

@@ -1,5 +1,6 @@
 """Commands that make another model of a MoTE, and `mote experts …`."""
 
+import json
 import logging
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -159,9 +160,10 @@ def set_values(
     mote.configure(src, out, **parse_settings(dict(settings)), revision=revision, options=write)
 
 
-def list_experts(src: options.Mote, revision: options.Revision = None) -> None:
+def list_experts(src: options.Mote, revision: options.Revision = None, as_json: options.Json = False) -> None:
     """List the experts of a MoTE."""
-    typer.echo(mote.experts.list_experts(src, revision=revision))
+    experts = mote.experts.list_experts(src, revision=revision)
+    typer.echo(json.dumps(experts.to_dict(), indent=2, ensure_ascii=False) if as_json else experts)
 
 
 @options.written

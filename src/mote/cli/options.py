@@ -2,12 +2,14 @@
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 
 import mote
+from mote.reporting import console_logging
 
 
 def pair(text: str) -> tuple[str, str]:
@@ -45,6 +47,12 @@ def weights_of(words: Sequence[str], option: str, default: float | None = None) 
     return weights
 
 
+def _progress_to_stderr(wanted: bool) -> bool:
+    if wanted:
+        console_logging(logging.getLogger("mote").level).progress = "stderr"
+    return wanted
+
+
 SRC = "folder, or Hub id (user/name)"
 Mote = Annotated[str, typer.Argument(metavar="SRC", help=f"MoTE: {SRC}.")]
 Expert = Annotated[str, typer.Argument(metavar="NAME", help="Expert name.")]
@@ -71,6 +79,9 @@ TasksOfExpert = Annotated[
 BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="Batch size of embedding.")]
 Device = Annotated[str | None, typer.Option(metavar="D", help="cpu, cuda, cuda:1, mps … Default: the best available.")]
 Seed = Annotated[int, typer.Option(metavar="N", help="Random seed.")]
+Json = Annotated[
+    bool, typer.Option("--json", callback=_progress_to_stderr, help="Print JSON. Progress goes to stderr.")
+]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the models' repositories.")]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from configuration_mote import alternatives
 from mote.evaluation.statistics import Comparison, compare_scores
 from mote.evaluation.tables import Format, dataset_table, mean_table
+from mote.reporting import Report
 
 TASK_TYPES = (
     "Retrieval",
@@ -22,8 +23,8 @@ TASK_TYPES = (
 """Task types of MTEB in the paper's order."""
 
 
-@dataclass(frozen=True)
-class Evaluation:
+@dataclass(frozen=True, repr=False)
+class Evaluation(Report):
     """Scores of models on datasets.
 
     Means are taken over the datasets that all models have a score for, so that columns can be compared; models without
@@ -111,6 +112,14 @@ class Evaluation:
         """Compare each model with the reference, if there is one."""
         reference = self.reference
         return [self.compare(model, reference) for model in self.models if reference is not None and model != reference]
+
+    def __str__(self) -> str:
+        """Format mean scores by task type as text."""
+        return self.table()
+
+    def to_markdown(self) -> str:
+        """Format mean scores by task type as Markdown."""
+        return self.table("markdown")
 
     def table(self, format: Format = "text") -> str:  # noqa: A002
         """Mean scores by task type, as text or Markdown."""

@@ -29,7 +29,7 @@ from mote.checkpoints.staging import EXPERT_FILE, Staging
 from mote.checkpoints.tensors import weight_name
 from mote.checkpoints.writing import WriteOptions, require_writable
 from mote.experts.checks import require_task_experts, require_uncompressed
-from mote.reporting import millions, table
+from mote.reporting import Report, markdown_table, millions, table
 
 if TYPE_CHECKING:
     from modeling_mote import MoTEModel
@@ -260,8 +260,8 @@ def _write(source: MoTECheckpoint, name: str, folder: Path, repo_id: str, comman
     write_steps([*steps, step], folder)
 
 
-@dataclass
-class ExpertList:
+@dataclass(frozen=True, repr=False)
+class ExpertList(Report):
     """The experts of a MoTE.
 
     Attributes:
@@ -276,16 +276,39 @@ class ExpertList:
 
     def __str__(self) -> str:
         """Format as a table."""
+        return f"{table(*self._table(), align='lrll')}\nbase  {self.base_hash}"
+
+    def to_markdown(self) -> str:
+        """Format as Markdown."""
+        return f"{markdown_table(*self._table(), align='lrll')}\n\nbase `{self.base_hash}`"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON values; the number of parameters is None for an expert that is not in the files."""
+        experts = [
+            {
+                "name": name,
+                "parameters": self.parameters.get(name),
+                "instruction": self.config.instruction_of(name),
+                "tasks": self._tasks_of(name),
+            }
+            for name in self.config.experts
+        ]
+        return {"base": self.base_hash, "default_task": self.config.default_task, "experts": experts}
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
         rows = [
-            (
+            [
                 name,
                 millions(self.parameters[name]) if name in self.parameters else "not here",
                 repr(self.config.instruction_of(name)),
-                ", ".join(task for task, expert in self.config.tasks.items() if expert == name),
-            )
+                ", ".join(self._tasks_of(name)),
+            ]
             for name in self.config.experts
         ]
-        return f"{table(('expert', 'parameters', 'instruction', 'tasks'), rows, align='lrll')}\nbase  {self.base_hash}"
+        return ["expert", "parameters", "instruction", "tasks"], rows
+
+    def _tasks_of(self, name: str) -> list[str]:
+        return [task for task, expert in self.config.tasks.items() if expert == name]
 
 
 def list_experts(src: str, *, revision: str | None = None) -> ExpertList:

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -154,7 +153,7 @@ def _find_datasets(recipe: Recipe) -> list[DatasetRows]:
     datasets: dict[str, DatasetRows] = {}
     for name, task in recipe.tasks.items():
         for settings in task.datasets:
-            for location in find_datasets(settings, Path(recipe.data.folder)):
+            for location in find_datasets(settings, recipe.data.place):
                 other = datasets.setdefault(location.name, DatasetRows(location, name, task))
                 if other.location is not location:
                     raise ValueError(

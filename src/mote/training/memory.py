@@ -27,7 +27,7 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from configuration_mote import MoTEConfig, alternatives
 from modeling_mote import MoTEModel
 from mote.checkpoints.reading import is_mote, mote_class, open_checkpoint
-from mote.reporting import table
+from mote.reporting import Report, markdown_table, table
 
 PRECISIONS = ("fp32", "bf16")
 SHARDINGS = ("ddp", "fsdp2", "deepspeed-stage-1", "deepspeed-stage-2")
@@ -40,8 +40,8 @@ MAX_ATTENTION = 2**48
 EAGER_ONLY = ("mpnet",)  # in transformers itself
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
+@dataclass(frozen=True, repr=False)
+class MemoryEstimate(Report):
     """Memory of a training step on one device, in bytes.
 
     Attributes:
@@ -74,10 +74,19 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         """A table in GiB."""
+        return table(["", "GiB"], self._rows())
+
+    def to_markdown(self) -> str:
+        """A table in GiB, as Markdown."""
+        return markdown_table(["", "GiB"], self._rows())
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the bytes of each part, and in `total` those of the peak."""
         parts = {name: size for name, size in asdict(self).items() if name != "at_once"}
-        return table(
-            ["", "GiB"], [(name, f"{size / 2**30:.2f}") for name, size in {**parts, "total": self.total}.items()]
-        )
+        return {**parts, "total": self.total}
+
+    def _rows(self) -> list[tuple[str, str]]:
+        return [(name, f"{size / 2**30:.2f}") for name, size in self.to_dict().items()]
 
 
 def estimate_memory(

@@ -21,6 +21,7 @@ from configuration_mote import alternatives
 from mote.data.settings import Settings
 
 SHIPPED = files("mote") / "recipes"
+EXAMPLE_DATA = "examples/data"
 
 MAX_VALUES = 100_000  # in a recipe, with aliases counted as often as they are used
 MAX_DEPTH = 30
@@ -177,7 +178,7 @@ class DataSettings(Settings):
     """Settings of all datasets.
 
     Attributes:
-        folder: Folder in which relative paths of datasets are looked up.
+        folder: Folder in which relative paths of datasets are looked up. `examples/data` comes with the package.
         limit: Maximum number of rows of each dataset, a seeded sample; a dataset's own limit wins.
         max_invalid_fraction: Fraction of invalid rows (empty, wrong type, missing column) above which a dataset is
             refused.
@@ -186,6 +187,13 @@ class DataSettings(Settings):
     folder: str = "."
     limit: int | None = Field(default=None, ge=1)
     max_invalid_fraction: float = Field(default=0.01, ge=0, le=1)
+
+    @property
+    def place(self) -> Path:
+        """The folder; `examples/data` also where there is no clone of the repository."""
+        if self.folder == EXAMPLE_DATA and not Path(EXAMPLE_DATA).exists():
+            return Path(str(files("mote.example_data")))
+        return Path(self.folder)
 
 
 class TrainingSettings(Settings):

@@ -1,0 +1,153 @@
+"""The wheel, built and installed where there is no clone: its metadata, its types, and what users do first."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+from helpers.paths import ROOT, SMALL_ENCODER
+
+# The wheel is tried with these interpreters, whose environments have its dependencies: `A/bin/python:B/bin/python`.
+PYTHONS = [sys.executable, *filter(None, os.environ.get("MOTE_TEST_PYTHONS", "").split(os.pathsep))]
+
+
+def run(*command: object, cwd: Path, status: int = 0) -> str:
+    """Run a command offline; return what it prints."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def built(folder: Path, source: str | None = None) -> Path:
+    """Build the wheel, as if the repository were published at `source`."""
+    copy = folder / "clone"
+    unused = shutil.ignore_patterns(".*", "tests", "benchmarks", "docs", "runs", "build", "*.egg-info")
+    shutil.copytree(ROOT, copy, ignore=unused)
+    if source is not None:
+        settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+        added = settings.replace("[project.urls]", f'[project.urls]\nSource = "{source}"\n#', 1)
+        (copy / "pyproject.toml").write_text(added, encoding="utf-8")
+    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
+    run(*pip, "--wheel-dir", folder, copy, cwd=folder)
+    shutil.rmtree(copy)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory.mktemp("wheel"))
+
+
+def installed(wheel: Path, folder: Path, python: str) -> Path:
+    """Install the wheel into a fresh environment that has the packages of another one; return its interpreter."""
+    run(python, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    packages = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    new = folder / "bin" / "python"
+    others = (str(Path(find_spec("torch").origin).parents[1]),) if python == sys.executable else ()  # type: ignore[union-attr, arg-type]
+    own = run(python, "-c", packages, cwd=folder).strip()
+    place = Path(run(new, "-c", packages, cwd=folder).strip())
+    (place / "dependencies.pth").write_text("\n".join(dict.fromkeys([own, *others])) + "\n")
+    pip = (sys.executable, "-m", "pip", "--python", new, "install", "--quiet")
+    run(*pip, "--no-deps", "--no-index", "--ignore-installed", wheel, cwd=folder)
+    return new
+
+
+def metadata_of(wheel: Path) -> str:
+    with ZipFile(wheel) as file:
+        name = next(name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
+        return file.read(name).decode()
+
+
+def test_links_in_the_metadata_lead_somewhere(wheel: Path, tmp_path: Path) -> None:
+    text = metadata_of(wheel)
+    assert re.findall(r"\]\((?!https://)[^)]*\)", text) == []
+    assert "scores on 60 test sets (how, and what else)" in text  # a link as long as it leads nowhere
+    assert "[the paper](https://arxiv.org/abs/2506.17781)" in text
+    published = metadata_of(built(tmp_path, "https://example.org/you/mote"))
+    assert re.findall(r"\]\((?!https://)[^)]*\)", published) == []
+    assert "([how, and what else](https://example.org/you/mote/blob/main/docs/results.md))" in published
+    assert "](https://example.org/you/mote/raw/main/docs/results/figure3/similarity.png)" in published
+
+
+def test_what_it_holds(wheel: Path) -> None:
+    with ZipFile(wheel) as file:
+        names = set(file.namelist())
+        for stub in (name for name in names if name.endswith("-stubs/__init__.pyi")):
+            assert file.read(stub) == file.read(stub.replace("-stubs/__init__.pyi", ".py"))
+    modules = {path.stem for path in ROOT.glob("*_mote.py")}
+    assert {f"{module}-stubs/__init__.pyi" for module in modules} <= names
+    assert {"mote/py.typed", "mote/recipes/smoke.yaml", "mote/example_data/README.md"} <= names
+    assert not any(name.startswith(("tests/", "setup", "examples/")) for name in names)
+    assert wheel.stat().st_size < 1_000_000
+
+
+USER = """\
+import mote
+from mote import MoTEConfig, MoTEModel
+
+model: MoTEModel = mote.load("folder")
+reveal_type(model)
+reveal_type(model.config)
+reveal_type(MoTEConfig().tasks)
+reveal_type(mote.upcycle("a", "b"))
+reveal_type(mote.experts.list_experts("a"))
+reveal_type(mote.__version__)
+mote.upcycle(3)
+mote.configure("folder", defualt_task="sts")
+MoTEConfig().task_of(3)
+"""
+SHOWN = """\
+5: note: Revealed type is "modeling_mote.MoTEModel"
+6: note: Revealed type is "configuration_mote.MoTEConfig"
+7: note: Revealed type is "dict[str, str]"
+8: note: Revealed type is "pathlib.Path"
+9: note: Revealed type is "mote.experts.artefact.ExpertList"
+10: note: Revealed type is "str"
+11: error: Argument 1 to "upcycle" has incompatible type "int"; expected "str | Path | Checkpoint"  [arg-type]
+12: error: Unexpected keyword argument "defualt_task" for "configure"; did you mean "default_task"?  [call-arg]
+13: error: Argument 1 to "task_of" of "MoTEConfig" has incompatible type "int"; expected "Sequence[Any]"  [arg-type]
+"""
+
+
+@pytest.mark.slow
+def test_a_users_types_are_checked(wheel: Path, tmp_path: Path) -> None:
+    python = installed(wheel, tmp_path / "env", sys.executable)
+    (tmp_path / "user.py").write_text(USER)
+    options = ("--strict", "--no-incremental", "--config-file", os.devnull, "--python-executable", python)
+    printed = run(sys.executable, "-m", "mypy", *options, "user.py", cwd=tmp_path, status=1)
+    lines = [line.removeprefix("user.py:") for line in printed.splitlines() if line.startswith("user.py:")]
+    assert [line for line in lines if "defined in" not in line] == SHOWN.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", PYTHONS)
+def test_without_a_clone(python: str, wheel: Path, tmp_path: Path) -> None:
+    mote = installed(wheel, tmp_path / "env", python).with_name("mote")
+    source = shutil.copytree(SMALL_ENCODER, tmp_path / "encoder")
+    place = tmp_path / "empty"
+    place.mkdir()
+    assert "upcycle" in run(mote, "--help", cwd=place)
+    assert run(mote, "--version", cwd=place).startswith("mote ")
+    for command in (("upcycle", "--src", "examples/small-encoder"), ("train", "smoke")):
+        error = run(mote, *command, cwd=place, status=1)
+        assert "is in MoTE's repository: run this at the root of a clone, or name another encoder" in error
+    run(mote, "upcycle", "--src", source, "--out", "small-mote", cwd=place)
+    encode = """
+import mote
+from sentence_transformers import SentenceTransformer
+assert "site-packages" in mote.__file__, mote.__file__
+model = SentenceTransformer("small-mote", trust_remote_code=True)
+print(model.encode_query(["whales"]).shape, mote.__version__)
+"""
+    assert "(1, 256) 0.1.0" in run(mote.with_name("python"), "-c", encode, cwd=place)
+    run(mote, "export", "small-mote", "--expert", "clustering", "--out", "dense", cwd=place)
+    run(mote, "set", "small-mote", "default_task=clustering", cwd=place)
+    settings = ("max_steps=2", "batch_size=16", "mini_batch_size=8", "eval_steps=null")
+    run(mote, "train", "smoke", f"model.source={source}", *(f"training.{one}" for one in settings), cwd=place)
+    assert (place / "runs" / "smoke" / "model" / "model.safetensors").is_file()
