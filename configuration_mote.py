@@ -151,6 +151,9 @@ class MoTEConfig(PreTrainedConfig):
         if self.instructions is None:
             self.instructions = {task: text for task, text in PAPER_INSTRUCTIONS.items() if task in own_names}
         kwargs.pop("model_type", None)  # the class has it: a subclass may be built of another one's dict
+        for name in kwargs:  # the base class keeps whatever it is given
+            if near := difflib.get_close_matches(name, MoTEConfig.__annotations__, n=1, cutoff=0.8):
+                raise ValueError(f"Unknown setting {name!r}. Did you mean {near[0]!r}?")
         super().__post_init__(**kwargs)
         self.validate()
 
@@ -281,9 +284,9 @@ class MoTEConfig(PreTrainedConfig):
         task = self.default_task if task is None else task
         if task is None:
             raise ValueError(
-                "No task, and the model has no default_task. Pass `task=` to the model, or load it with "
-                "from_pretrained(…, default_task=…), in a pipeline with model_kwargs={'default_task': …}."
-                + alternatives("", self.tasks)
+                "No task, and the model has no default_task. Pass `task=` to the model; or load it with "
+                "from_pretrained(…, default_task=…), in a pipeline with model_kwargs={'default_task': …}; or write it "
+                "into a folder: `mote set DIR default_task=…`." + alternatives("", self.tasks)
             )
         expert = self.tasks.get(task) if isinstance(task, str) else None
         if expert is None:

@@ -155,6 +155,10 @@ def test_layers_that_have_experts(layers: Any, indices: list[int]) -> None:
         ],
         ({"mote_layers": "every_other", "backbone_config": {**BACKBONE, "num_hidden_layers": 1}}, "of two layers"),
         ({"route_by_text": "false"}, "route_by_text must be True or False, got 'false'"),
+        ({"default_tasks": "sts"}, "Unknown setting 'default_tasks'. Did you mean 'default_task'"),
+        ({"expert": ["a"]}, "Unknown setting 'expert'. Did you mean 'experts'"),
+        ({"task": {"a": "b"}}, "Unknown setting 'task'. Did you mean 'tasks'"),
+        ({"mote_layer": [0]}, "Unknown setting 'mote_layer'. Did you mean 'mote_layers'"),
         ({"route_by_text": 0}, "route_by_text must be True or False, got 0"),
         ({"pooling": "max"}, "Unknown pooling 'max'.*'mean', 'cls', 'last_token'"),
         ({"pooling": "lasttoken"}, "Did you mean 'last_token'"),
@@ -169,6 +173,11 @@ def test_layers_that_have_experts(layers: Any, indices: list[int]) -> None:
 def test_invalid_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(**settings)
+
+
+def test_settings_of_others_are_kept() -> None:
+    """As the base class does: libraries write their own into a config."""
+    assert config(quantization_note="x", tokenizer_class="T").quantization_note == "x"
 
 
 def test_experts_without_instructions_do_not_collide() -> None:
