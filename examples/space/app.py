@@ -3,9 +3,9 @@
     pip install -e ".[train]" -r examples/space/requirements.txt        # in a clone
     python examples/space/app.py [--model FOLDER_OR_HUB_ID] [--port 7860]
 
-Without a model it trains one by `recipe.yaml` at its first start, from the repository's small encoder and data (about a
-minute on two cores), and keeps it in huggingface_hub's cache of assets. A MoTE carries its own code, which the demo
-runs: show models that you trust.
+Without a model it trains one by `recipe.yaml` at its first start, from the repository's small encoder and data (a
+minute or two on two cores), and keeps it in huggingface_hub's cache of assets. A MoTE carries its own code, which the
+demo runs: show models that you trust.
 """
 
 import argparse
@@ -33,8 +33,8 @@ TEXTS: dict[str, list[tuple[str, str]]] = json.loads((HERE / "texts.json").read_
 PAIRS = TEXTS[COMMANDS]  # what a command does, and the command
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7a5195", "#6b6b6b")
 INTRODUCTION = """# One text, several experts
-A MoTE (Mixture of Task Experts) embeds a text through the expert of its task: search, classification or clustering. So
-the same texts lie closer together, or further apart, from task to task."""
+A MoTE (Mixture of Task Experts) embeds a text through the expert of its task. Each of them sees the same texts
+differently."""
 CALLS = (
     "encode(text)",
     "encode(text, task=…)",
@@ -43,7 +43,11 @@ CALLS = (
     "encode_document(text)",
 )
 NONE = "none"
-CSS = "#spread table { width: 100%; margin: 0 } #spread :is(th, td) { padding: 3px 8px }"
+CSS = """
+#spread table { width: 100%; margin: 0; border: 0 }
+#spread :is(th, td) { padding: 2px 10px; border: 0; border-bottom: 1px solid var(--border-color-primary) }
+#introduction h1 { margin: 0 }
+"""
 
 
 def trained_model() -> Path:
@@ -57,7 +61,7 @@ def trained_model() -> Path:
         from mote.reporting import console_logging
 
         console_logging()
-        print("No model was named. A small one is trained first, once: about a minute on two cores.", flush=True)
+        print("No model was named. A small one is trained first, once: a minute or two on two cores.", flush=True)
         train(recipe, [f"output={output}", f"model.source={clone / 'small-encoder'}", f"data.folder={clone / 'data'}"])
     return output / "model"
 
@@ -76,9 +80,10 @@ def heat_map(view: views.View, groups: list[str], colours: dict[str, str]) -> Fi
     """Draw the similarities of texts that are sorted by group; the colours at the side are those of the map."""
     starts = [i for i in range(len(groups)) if i == 0 or groups[i] != groups[i - 1]]
     middles = [start + (groups.count(groups[start]) - 1) / 2 for start in starts]
-    figure = Figure(figsize=(6, 4), layout="constrained")
+    figure = Figure(figsize=(5.6, 4.1), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(view.similarity, cmap="viridis", vmin=0, vmax=1)
+    axes.set_title("Cosine similarity of each text to each other", fontsize=10)
     axes.set_xticks([])
     axes.set_yticks(middles, [groups[start] for start in starts])
     axes.tick_params(length=0, pad=14)
@@ -87,7 +92,7 @@ def heat_map(view: views.View, groups: list[str], colours: dict[str, str]) -> Fi
     for start in starts[1:]:
         axes.axhline(start - 0.5, color="white", linewidth=0.8)
         axes.axvline(start - 0.5, color="white", linewidth=0.8)
-    figure.colorbar(image, ax=axes, label="cosine similarity")
+    figure.colorbar(image, ax=axes)
     return figure
 
 
@@ -114,7 +119,7 @@ class Demo:
         roles = ("query", "document")
         self.sides = tuple(config.tasks.get(role, self.experts[0]) for role in roles)
         self.prompts = [name for name, text in model.prompts.items() if text]
-        self.default_task = config.default_task or NONE
+        self.default_task, self.route_by_text = config.default_task or NONE, getattr(config, "route_by_text", True)
         self.views = functools.lru_cache(16)(functools.partial(views.views, model))
         self.found_first = functools.cache(functools.partial(views.found_first, model, PAIRS))
 
@@ -143,7 +148,7 @@ class Demo:
         places = {text: rank for rank, _, text in views.search(self.model, query, texts, *others)}
         ranked = views.search(self.model, query, texts, *self.sides)
         rows = [(rank, f"{score:.2f}", text, places[text]) for rank, score, text in ranked]
-        table = pd.DataFrame(rows, columns=["rank", "cosine", "document", "rank by the others"])
+        table = pd.DataFrame(rows, columns=["rank", "cosine", "document", "by the others"])
         counts = (
             f"With each of the {len(PAIRS)} descriptions that belong to the example commands as the query, its own "
             f"command comes first **{self.found_first(*self.sides)}** times by `{self.sides[0]}` → `{self.sides[1]}`, "
@@ -151,25 +156,20 @@ class Demo:
         )
         return table, counts
 
-    def route(self, text: str, call: str, task: str, prompt_name: str, default_task: str) -> str:
+    def route(self, text: str, call: str, task: str, prompt_name: str, default_task: str, by_text: bool) -> str:
         """Say which expert a text goes to, and why."""
         role = {"encode_query(text)": "query", "encode_document(text)": "document"}.get(call)
-        way = views.way(
-            self.model,
-            text,
-            task if "task" in call else role,
-            prompt_name if "prompt" in call else role,
-            None if default_task == NONE else default_task,
-        )
+        task_name, prompt = (task if "task" in call else role), (prompt_name if "prompt" in call else role)
+        default = None if default_task == NONE else default_task
+        way = views.way(self.model, text, task_name, prompt, default_task=default, route_by_text=by_text)
         rules = (f"{number}. {f'**{rule}** ←' if number == way.rule else rule}" for number, rule in views.RULES.items())
-        return f"## Expert: {way.expert}\nThe model reads `{way.reads}`\n\nThe first rule that applies:\n" + "\n".join(
-            rules
-        )
+        found = f"## Expert: {way.expert}\nThe model reads `{way.reads}`\n\nThe first rule that applies:\n"
+        return found + "\n".join(rules)
 
 
 def page(demo: Demo) -> gr.Blocks:
     with gr.Blocks(title="MoTE: one text, several experts", analytics_enabled=False) as blocks:
-        gr.Markdown(f"{INTRODUCTION}\n\n{demo.about}")
+        gr.Markdown(f"{INTRODUCTION}\n{demo.about}", elem_id="introduction")
         with gr.Tab("The same texts, other experts"):
             map_tab(demo, blocks)
         with gr.Tab("Search"):
@@ -183,7 +183,7 @@ def map_tab(demo: Demo, blocks: gr.Blocks) -> None:
     with gr.Row():
         expert = gr.Radio(demo.experts, value=demo.experts[0], label="Expert", scale=3)
         example = gr.Dropdown(MAPS, value=MAPS[0], label="Example texts", scale=2)
-    with gr.Row(equal_height=True):
+    with gr.Row():
         points = gr.ScatterPlot(
             x="x",
             y="y",
@@ -191,14 +191,14 @@ def map_tab(demo: Demo, blocks: gr.Blocks) -> None:
             colors_in_legend=[],
             tooltip=["text", "group"],
             x_title="first principal component",
-            y_title="second",
-            height=330,
+            y_title="second principal component",
+            height=350,
             label="Map: each point is a text; hover to read it",
             show_label=True,
             scale=3,
             elem_id="map",
         )
-        heat = gr.Plot(label="Cosine of each text to each other", scale=2, elem_id="heat-map")
+        heat = gr.Plot(label="Similarity matrix", show_label=False, scale=2, elem_id="heat-map")
     spread = gr.Markdown(elem_id="spread")
     with gr.Accordion("Edit the texts: one per line, as group | text", open=False):
         lines = gr.Textbox(write_lines(MAPS[0]), lines=12, show_label=False, label="Texts", elem_id="texts")
@@ -214,14 +214,16 @@ def search_tab(demo: Demo, blocks: gr.Blocks) -> None:
             query = gr.Textbox(PAIRS[8][0], label="Query", elem_id="query")
             gr.Examples([[PAIRS[i][0]] for i in (8, 18, 26, 32)], query, label="Example queries")
             commands = "\n".join(command for _, command in PAIRS)
-            documents = gr.Textbox(commands, lines=8, max_lines=8, label="Documents, one per line", elem_id="documents")
-            others = [
-                gr.Dropdown(demo.experts, value=demo.experts[min(1, len(demo.experts) - 1)], label=label)
-                for label in ("Compare: query through the expert", "documents through")
-            ]
+            documents = gr.Textbox(commands, lines=5, max_lines=5, label="Documents, one per line", elem_id="documents")
+            with gr.Row():
+                others = [
+                    gr.Dropdown(demo.experts, value=demo.experts[min(i, len(demo.experts) - 1)], label=label)
+                    for i, label in enumerate(("Compare with: query by", "documents by"))
+                ]
             button = gr.Button("Search", variant="primary")
         with gr.Column(scale=3):
-            label, widths = f"By the experts of search: {' → '.join(demo.sides)}", ["9%", "11%", "62%", "18%"]
+            label = f"Ranked by {' → '.join(demo.sides)}; in the last column, the rank by the two others"
+            widths = ["9%", "11%", "61%", "19%"]
             ranked = gr.Dataframe(
                 label=label, column_widths=widths, max_height=440, interactive=False, elem_id="ranked"
             )
@@ -238,13 +240,14 @@ def route_tab(demo: Demo, blocks: gr.Blocks) -> None:
             task = gr.Dropdown(demo.tasks, label="task=", allow_custom_value=True, visible=False)
             prompt_name = gr.Dropdown(demo.prompts, label="prompt_name=", visible=False)
             default_task = gr.Dropdown([NONE, *demo.tasks], value=demo.default_task, label="The model's default_task")
+            by_text = gr.Checkbox(demo.route_by_text, label="Instructions in a text count (the model's route_by_text)")
             button = gr.Button("Find its expert", variant="primary")
         with gr.Column(scale=3):
             answer = gr.Markdown(elem_id="answer")
     chosen = [task, prompt_name]
     call.change(lambda name: [gr.update(visible=f"{box}=" in name) for box in ("task", "prompt_name")], call, chosen)
     triggers = [button.click, text.submit, blocks.load]
-    gr.on(triggers, says_errors(demo.route), [text, call, *chosen, default_task], answer)
+    gr.on(triggers, says_errors(demo.route), [text, call, *chosen, default_task, by_text], answer)
 
 
 def main() -> None:

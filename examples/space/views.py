@@ -16,7 +16,7 @@ RULES = {
     1: "`task=` names the task. It picks the expert and leaves the text as it is.",
     2: "The prompt is the instruction of a task: it stands in front of the text, and picks the expert.",
     3: "`encode_query` and `encode_document` are for the two sides of search.",
-    4: "The text itself begins with an instruction.",
+    4: "The text itself begins with an instruction (unless `route_by_text` is off).",
     5: "The model has a `default_task`.",
 }
 
@@ -112,7 +112,9 @@ def way(
     text: str,
     task: str | None = None,
     prompt_name: str | None = None,
+    *,
     default_task: str | None = None,
+    route_by_text: bool = True,
 ) -> Way:
     """Apply the model's own rules (`MoTEConfig.task_of`) to a text.
 
@@ -122,12 +124,13 @@ def way(
         task: As in `encode(task=…)`; `encode_query` and `encode_document` pass "query" and "document".
         prompt_name: As in `encode(prompt_name=…)`.
         default_task: The model's `default_task`, as if its config said so.
+        route_by_text: The model's `route_by_text`, likewise.
 
     Raises:
         ValueError: If no rule applies, or a name is unknown: the model's own sentence.
     """
     config = copy.deepcopy(config_of(model))  # another thread reads the model's
-    config.default_task = default_task
+    config.default_task, config.route_by_text = default_task, route_by_text
     prompt = model.prompts[prompt_name] if prompt_name else ""
     chosen = config.task_of([text], task, prompt)
     if task or prompt:
@@ -163,7 +166,5 @@ def about(model: SentenceTransformer, source: str) -> str:
         f"{run['steps']} steps on {texts:,} texts by the recipe `{run['recipe']}`."
     )
     if run["recipe"] == "space":
-        said += (
-            " A small model and a minute of training: enough to see an effect. It was not trained on the texts here."
-        )
+        said += " A small model, trained briefly: enough to see an effect. It was not trained on the texts here."
     return said

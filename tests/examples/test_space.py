@@ -110,6 +110,8 @@ def test_a_text_finds_its_expert(
 def test_the_instruction_of_a_text_comes_before_the_default(views: ModuleType, model: SentenceTransformer) -> None:
     text = "clustering: whales"
     assert views.way(model, text, default_task="sts") == ("clustering", "clustering", text, 4)
+    by_default = views.way(model, text, default_task="sts", route_by_text=False)
+    assert by_default == ("sts", "classification", text, 5)
 
 
 def test_errors_are_the_models_own(views: ModuleType, model: SentenceTransformer, dense: Path) -> None:
