@@ -64,6 +64,19 @@ def test_everything_that_names_the_settings_follows(place: Path) -> None:
     assert read_steps(place)[-1]["command"] == "mote set small-mote default_task= --overwrite"
 
 
+def test_texts_that_may_not_pick_their_expert(place: Path) -> None:
+    assert main(["set", str(place), "default_task=sts", "route_by_text=false"]) == 0
+    closed = trusted(place)
+    text = "clustering: whales"
+    assert (closed.encode(text) == closed.encode(text, task="sts")).all()
+    assert read_steps(place)[-1]["command"] == "mote set small-mote default_task=sts route_by_text=false --overwrite"
+    by_itself = "A text that already begins with an instruction finds its expert by itself."
+    assert by_itself not in (place / "README.md").read_text()
+    mote.configure(place, route_by_text=True)
+    assert by_itself in (place / "README.md").read_text()
+    assert (trusted(place).encode(text) == closed.encode(text, task="clustering")).all()
+
+
 def test_into_another_folder(place: Path, tmp_path: Path) -> None:
     before = contents(place)
     out = tmp_path / "out"
@@ -83,6 +96,7 @@ def test_into_another_folder(place: Path, tmp_path: Path) -> None:
             ["default_tsk=sts"],
             "Unknown setting 'default_tsk'. Did you mean 'default_task'? Available: 'default_task', ",
         ),
+        (["route_by_text=no"], "route_by_text must be true or false, got 'no'"),
         (["instruction.=x"], "Unknown setting 'instruction.'. Did you mean 'instruction.TASK'?"),
         (["default_task=clusterin"], "default_task 'clusterin' is not a task. Did you mean 'clustering'? Available: "),
         (["instruction.topics=x"], "Instruction for an unknown task 'topics'. Available: 'classification', "),
@@ -99,7 +113,9 @@ def test_what_cannot_be_set(words: list[str], message: str, upcycled: Path, caps
 
 
 def test_nothing_to_set(upcycled: Path) -> None:
-    with pytest.raises(ValueError, match=r"Nothing to set: expected default_task or instruction\.TASK"):
+    with pytest.raises(
+        ValueError, match=r"Nothing to set: expected default_task or route_by_text or instruction\.TASK"
+    ):
         mote.configure(upcycled)
 
 

@@ -77,6 +77,7 @@ def mote_values(config: MoTEConfig, counts: Mapping[str, Any], fresh: bool, norm
         "total_parameters": millions(counts["total"]),
         "tasks": [(task, expert, cell(config.instruction_of(task))) for task, expert in config.tasks.items()],
         "default_task": config.default_task,
+        "route_by_text": config.route_by_text,
         "example_task": example,
         "example_instruction": escaped(config.instruction_of(example)),
         "has_roles": {"query", "document"} <= set(config.tasks),

@@ -185,6 +185,7 @@ def _words(value: Any) -> list[str]:
         return []
     if isinstance(value, Mapping):
         values = {key: f"{one:g}" if isinstance(one, int | float) else one or "" for key, one in value.items()}
+        values |= {key: str(one).lower() for key, one in value.items() if isinstance(one, bool)}
         return [f"{plain(key)}={one}" for key, one in values.items()]
     return [str(plain(one)) for one in (value if isinstance(value, list | tuple) else [value])]
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from modeling_mote import MoTEModel
 
 INSTRUCTION = "instruction."  # and the task, as in "instruction.clustering"
-KEYS = ("default_task", f"{INSTRUCTION}TASK")
+KEYS = ("default_task", "route_by_text", f"{INSTRUCTION}TASK")
 
 _UNCHANGED: Any = object()
 
@@ -23,11 +23,12 @@ def configure(
     out: str | Path | None = None,
     *,
     default_task: str | None = _UNCHANGED,
+    route_by_text: bool | None = None,
     instructions: Mapping[str, str] | None = None,
     revision: str | None = None,
     options: WriteOptions | None = None,
 ) -> Path:
-    """Set the default task or instructions of a MoTE on disk; prompts, card and `mote.json` follow.
+    """Set how a MoTE on disk finds the task of a text; prompts, card and `mote.json` follow.
 
     A model in memory has the same settings in `model.config`.
 
@@ -36,6 +37,7 @@ def configure(
         out: Folder to write. Default: the source itself, which stays as it is if anything fails.
         default_task: Task of texts for which none is given; None: none, which makes that an error. No instruction is
             put in front of such texts.
+        route_by_text: Whether an instruction that a text begins with picks its expert. None: as it is.
         instructions: Task → text put in front of its inputs.
         revision: Branch, tag or commit of a source on the Hub.
         options: How the result is written.
@@ -54,6 +56,8 @@ def configure(
     changes: dict[str, Any] = {INSTRUCTION + task: text for task, text in (instructions or {}).items()}
     if default_task is not _UNCHANGED:
         changes["default_task"] = default_task
+    if route_by_text is not None:
+        changes["route_by_text"] = route_by_text
     if not changes:
         raise ValueError(f"Nothing to set: expected {' or '.join(KEYS)}")
     options = options or WriteOptions()
@@ -67,16 +71,20 @@ def parse_settings(words: Mapping[str, str]) -> dict[str, Any]:
 
     Args:
         words: Key → value, as in `{"default_task": "none", "instruction.clustering": "Topic: "}`. For the default
-            task, `none` or nothing removes it.
+            task, `none` or nothing removes it; `route_by_text` is `true` or `false`.
 
     Raises:
-        ValueError: If a key is unknown; the message lists those that work.
+        ValueError: If a key is unknown, and the message lists those that work; or `route_by_text` is something else.
     """
     settings: dict[str, Any] = {}
     for key, value in words.items():
         task = key.removeprefix(INSTRUCTION)
         if key == "default_task":
             settings[key] = None if value in ("", "none") else value
+        elif key == "route_by_text":
+            if value.lower() not in ("true", "false"):
+                raise ValueError(f"route_by_text must be true or false, got {value!r}")
+            settings[key] = value.lower() == "true"
         elif task and task != key:
             settings.setdefault("instructions", {})[task] = value
         else:
