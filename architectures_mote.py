@@ -1,7 +1,4 @@
-"""The model families that MoTE supports, one row each.
-
-This file is copied into every saved model and loaded from there (`trust_remote_code=True`).
-"""
+"""The model families that MoTE supports. This file is copied into every saved model and loaded from there."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,30 +22,17 @@ class Architecture(NamedTuple):
 
 
 _BERT = Architecture("encoder.layer", ("attention.self", "attention.output.dense"))
-_POST_NORM = Architecture("layers", ("self_attn",))
 _PRE_NORM = Architecture("layers", ("self_attn", "input_layernorm"))
 _SANDWICH_NORM = Architecture("layers", ("self_attn", "input_layernorm", "post_attention_layernorm"))
 
 ARCHITECTURES = {
-    "nomic_bert": _POST_NORM,
-    "jina_embeddings_v3": _POST_NORM,
-    "gte": _POST_NORM,
-    "bert": _BERT,
-    "roberta": _BERT,
-    "xlm-roberta": _BERT,
-    "camembert": _BERT,
-    "electra": _BERT,
-    "ernie": _BERT,
+    **dict.fromkeys(["nomic_bert", "jina_embeddings_v3", "gte"], Architecture("layers", ("self_attn",))),
+    **dict.fromkeys(["bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie"], _BERT),
     "mpnet": Architecture("encoder.layer", ("attention.attn",)),
     "distilbert": Architecture("transformer.layer", ("attention",)),
     "modernbert": Architecture("layers", ("attn", "attn_norm")),
-    "eurobert": _PRE_NORM,
-    "mistral": _PRE_NORM,
-    "qwen2": _PRE_NORM,
-    "qwen3": _PRE_NORM,
-    "llama": _PRE_NORM,
-    "gemma2": _SANDWICH_NORM,
-    "gemma3_text": _SANDWICH_NORM,
+    **dict.fromkeys(["eurobert", "mistral", "qwen2", "qwen3", "llama"], _PRE_NORM),
+    **dict.fromkeys(["gemma2", "gemma3_text"], _SANDWICH_NORM),
 }
 
 REFUSED_ARCHITECTURES = {

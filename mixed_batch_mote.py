@@ -2,8 +2,7 @@
 
 A group has one expert and rows of about the same length. It ends with its longest row, so less padding is computed than
 in the dense model. Rows that follow each other are views, and a group's results are written into those of the batch.
-
-This file is copied into every saved model and loaded from there (`trust_remote_code=True`). It depends on torch alone.
+This file is copied into every saved model and loaded from there. It depends on torch alone.
 """
 
 from typing import Any, NamedTuple

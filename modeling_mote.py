@@ -15,7 +15,8 @@ Models", Findings of ACL 2025 (arXiv:2506.17781).
 
 import copy
 import re
-from contextlib import ExitStack
+import shutil
+from contextlib import ExitStack, suppress
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModel, MPNetModel, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
-from transformers.utils import can_return_tuple
+from transformers.utils import cached_file, can_return_tuple
 
 if TYPE_CHECKING or not __package__:  # installed, as a top-level module
     try:  # transformers would take an import outside of `try` for a package that must be installed
@@ -128,7 +129,9 @@ class MoTEModel(PreTrainedModel):
 
     config: MoTEConfig
     config_class = MoTEConfig
+    model_tags = ["mote", "mixture-of-experts", "custom_code"]  # of its card on the Hub
     weight_files: tuple[str, ...] = ()  # that the weights were loaded from
+    record: str | None = None  # path of the `mote.json` beside them, which says how the model was made
     unwanted_weights = ""  # a pattern of the names of those that are in the files, but not loaded
     offloading: Any = None  # set by `mote.load(path, offload=…)`: brings an expert to the device for a call
     routing_argument = "expert"  # of the blocks; layers that stay dense (`mote_layers`) do not get it
@@ -325,6 +328,9 @@ class MoTEModel(PreTrainedModel):
                 f"The weights of {model.name_or_path!r} do not match its config (a {model.config.model_type!r} with "
                 f"the experts {model.config.available_experts}): {'; '.join(problems)}"
             )
+        with suppress(OSError):  # there is none, or no connection
+            hub = {key: kwargs.get(key) for key in ("revision", "token", "cache_dir", "local_files_only")}
+            model.record = cached_file(model.name_or_path, "mote.json", **hub)
         return (model, info) if output_loading_info else model
 
     @staticmethod
@@ -333,14 +339,13 @@ class MoTEModel(PreTrainedModel):
     ) -> Any:
         """Remember the files, and look only at the weights of the experts that are wanted: there may be hundreds."""
         model.weight_files = files = tuple(checkpoint_files or ())
-        unwanted = model.unwanted_weights
+        unwanted, load = model.unwanted_weights, PreTrainedModel._load_pretrained_model
         mapped = not load_config.disable_mmap and all(file.endswith(".safetensors") for file in files)
         with ExitStack() as opened:
             if unwanted and files and mapped and state_dict is None:
                 handles = [opened.enter_context(safe_open(file, framework="pt")) for file in files]
                 keys = ((file, key) for file in handles for key in file.keys())  # noqa: SIM118  # not a dict
                 state_dict = {key: file.get_slice(key) for file, key in keys if not re.search(unwanted, key)}
-            load = PreTrainedModel._load_pretrained_model
             return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
@@ -349,6 +354,8 @@ class MoTEModel(PreTrainedModel):
             self.offloading.before_saving(save_directory)
         kwargs.setdefault("save_original_format", False)
         super().save_pretrained(save_directory, *args, **kwargs)
+        with suppress(OSError):  # it is there already, or was removed
+            shutil.copy(self.record or "", save_directory)
 
 
 def present_inputs(*inputs: torch.Tensor | None) -> dict[str, torch.Tensor]:

@@ -1,9 +1,9 @@
 """The Sentence-Transformers module of MoTE: decides which task a text is for, and passes it to the model.
 
-`modules.json` of a saved model names `MoTETransformer`; `SentenceTransformer(path, trust_remote_code=True)` loads this
-file from there. It depends on sentence-transformers, transformers and torch alone.
+`SentenceTransformer(path, trust_remote_code=True)` loads this file, which a saved model's `modules.json` names.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -13,7 +13,26 @@ from transformers.utils.versions import require_version
 for needed in ("transformers>=5.17", "sentence-transformers>=6.0"):
     require_version(needed, 'MoTE models need: pip install -U "transformers>=5.17" "sentence-transformers>=6.0"')
 
+from sentence_transformers import SentenceTransformerModelCardData  # noqa: E402
 from sentence_transformers.base.modules import Transformer  # noqa: E402  # a name that older versions lack
+
+
+class MoTECardData(SentenceTransformerModelCardData):
+    """The card that Sentence-Transformers writes of a model that it has trained, with what a MoTE needs."""
+
+    def generate_usage_snippet(self) -> str:
+        """Add `trust_remote_code`, a task, and the table of tasks."""
+        config: Any = self.model[0].config  # type: ignore[index]  # there is a model whenever a card is written
+        snippet = super().generate_usage_snippet().replace('")\n', '", trust_remote_code=True)\n', 1)
+        snippet = snippet.replace("encode(sentences)", f'encode(sentences, task="{config.available_experts[0]}")')
+        rows = [f"| `{name}` | `{config.tasks[name]}` | `{config.instruction_of(name)!r}` |" for name in config.tasks]
+        return "\n".join([snippet, "", "| task | expert | instruction |", "| --- | --- | --- |", *rows, ""])
+
+    def compute_dataset_metrics(self, dataset: Any, info: Any, loss: Any, router_mapping: Any = None) -> Any:
+        """Count tokens as for the first expert: there may be no task for documents."""
+        config: Any = self.model[0].config  # type: ignore[index]
+        tasks = dict.fromkeys(getattr(dataset, "column_names", None) or (), config.available_experts[0])
+        return super().compute_dataset_metrics(dataset, info, loss, {**tasks, **(router_mapping or {})})
 
 
 class MoTETransformer(Transformer):
@@ -102,6 +121,15 @@ class MoTETransformer(Transformer):
         out = super().forward(inputs, **routing, **kwargs)
         features.update(out)  # as the base class leaves them; losses over layers read them there
         return out
+
+    def on_model_ready(self, model: Any) -> None:
+        """Let the card that is saved with the model be that of a MoTE, and not say "Not trained yet" for ever."""
+        card, text = model.model_card_data, model._model_card_text or ""
+        card.__class__ = MoTECardData if type(card) is SentenceTransformerModelCardData else type(card)
+        card.add_tags(self.model.model_tags)
+        for name, value in re.findall(r"(?m)^(base_model|license): (\S+)$", text):
+            setattr(card, name, getattr(card, name) or value)
+        model._model_card_text = re.sub(r"(?m)^> \*\*Not trained yet(.*\n>)*.*\n+", "", text) or None
 
     def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
         """Save the model, the tokenizer, the settings, and the code that loads them."""

@@ -1,0 +1,214 @@
+"""The card and the record of a model that other programs train, save and push."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.families import make_different
+from hub.hub_server import HubServer
+from huggingface_hub import ModelCard, metadata_load
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel
+
+from mote import upcycle, write_card
+from mote.checkpoints.provenance import read_steps
+
+HEAD = "base_model: you/base\nlicense: apache-2.0\n"
+
+
+@pytest.fixture
+def source(upcycled: Path, tmp_path: Path) -> Path:
+    """A fresh MoTE whose card names a base model and a licence."""
+    folder = shutil.copytree(upcycled, tmp_path / "tiny-mote")
+    readme = folder / "README.md"
+    readme.write_text(readme.read_text().replace("---\n", f"---\n{HEAD}", 1))
+    return folder
+
+
+def load(folder: Path) -> SentenceTransformer:
+    return SentenceTransformer(str(folder), trust_remote_code=True, device="cpu")
+
+
+def snippet_of(card: str, name: Path) -> dict:
+    """Run the card's first snippet, with the model's folder in place of Sentence-Transformers' placeholder."""
+    code = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)[0]
+    values: dict = {"texts": ["a"], "queries": ["a"], "documents": ["b"]}
+    exec(re.sub(r'SentenceTransformer\("[^"]+"', f'SentenceTransformer("{name}"', code), values)
+    return values
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("roles", [True, False])
+def test_the_card_of_sentence_transformers_trainer(
+    roles: bool, source: Path, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from datasets import Dataset
+    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    if not roles:  # no prompts for queries and documents: the snippet is another one
+        source = upcycle(str(dense), tmp_path / "named", experts=["find", "sort"], instructions={"find": "find | : "})
+        (source / "README.md").write_text(f"---\n{HEAD}---\n")
+    one, other = ("search_query: ", "search_document: ") if roles else ("find | : ", "find | : ")
+    model = load(source)
+    arguments = SentenceTransformerTrainingArguments(
+        str(tmp_path / "run"), max_steps=1, learning_rate=1e-2, report_to=[], prompts={"a": one, "b": other}
+    )
+    data = Dataset.from_dict({"a": ["whales", "bread", "ships", "tea"], "b": ["breathe", "rises", "sail", "boils"]})
+    trainer = SentenceTransformerTrainer(model, arguments, data, loss=MultipleNegativesRankingLoss(model))
+    trainer.train()
+    trainer.save_model(str(tmp_path / "final"))
+    for folder in (tmp_path / "final", tmp_path / "run" / "checkpoint-1"):
+        card = (folder / "README.md").read_text()
+        data_of_card = metadata_load(folder / "README.md")
+        assert {"mote", "custom_code", "generated_from_trainer"} <= set(data_of_card["tags"])
+        assert (data_of_card["base_model"], data_of_card["license"]) == ("you/base", "apache-2.0")
+        assert "Not trained yet" not in card
+        assert "| `search_query` | `search_query` |" in card if roles else "| `find` | `find` |" in card
+        assert "MultipleNegativesRankingLoss" in card
+        snippet_of(card, folder)
+        assert read_steps(folder) == read_steps(source) != []
+    written = write_card(tmp_path / "final")
+    assert "#### All Hyperparameters" in written
+    assert write_card(tmp_path / "final") == written
+    snippet_of(written, tmp_path / "final")
+
+
+def test_a_loop_of_ones_own(source: Path, tmp_path: Path) -> None:
+    model = load(source)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    features = model.preprocess(["a whale"], prompt="clustering: ")
+    model(features)["sentence_embedding"].pow(2).sum().backward()
+    optimizer.step()
+    for name in ("once", "twice"):
+        model.save_pretrained(str(tmp_path / name))
+        card = (tmp_path / name / "README.md").read_text()
+        assert "Not trained yet" not in card
+        assert "identical copies" not in card
+        before = (source / "README.md").read_text()
+        note = re.compile(r"> \*\*Not trained yet.*?\n\n", re.DOTALL)
+        assert card == note.sub("", before) != before  # nothing else is lost
+        assert read_steps(tmp_path / name) == read_steps(source)
+        model = load(tmp_path / name)
+    write_card(tmp_path / "once")
+    assert "Not trained yet" not in (tmp_path / "once" / "README.md").read_text()
+
+
+def test_the_note_comes_back_where_it_is_true(source: Path, tmp_path: Path) -> None:
+    load(source).save_pretrained(str(tmp_path / "same"))
+    assert "Not trained yet" in write_card(tmp_path / "same")
+
+
+def test_the_record_of_an_auto_model(source: Path, tmp_path: Path) -> None:
+    model = AutoModel.from_pretrained(source, trust_remote_code=True)
+    make_different(model).save_pretrained(tmp_path / "saved")
+    assert read_steps(tmp_path / "saved") == read_steps(source)
+    model.save_pretrained(source)  # onto itself
+    assert read_steps(source) == read_steps(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("kind", ["absent", "a new model", "state_dict"])
+def test_without_a_record(kind: str, source: Path, tmp_path: Path) -> None:
+    (source / "mote.json").unlink()
+    model = AutoModel.from_pretrained(source, trust_remote_code=True)
+    if kind == "a new model":
+        model = type(model)(model.config)
+    elif kind == "state_dict":
+        model = type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict())
+    model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved" / "mote.json").exists()
+
+
+def test_a_card_of_ones_own_class_is_left_alone(source: Path) -> None:
+    from sentence_transformers import SentenceTransformerModelCardData
+
+    class Mine(SentenceTransformerModelCardData):
+        pass
+
+    mine = Mine(license="mit")
+    model = SentenceTransformer(str(source), trust_remote_code=True, device="cpu", model_card_data=mine)
+    assert type(model.model_card_data) is Mine
+    assert model.model_card_data.license == "mit"
+    assert "mote" in model.model_card_data.tags
+    assert type(load(source).model_card_data).__name__ == "MoTECardData"
+
+
+@pytest.mark.parametrize("card", [None, "", "no head", "---\n- a list\n---\n", "---\nlicense: [mit\n---\n"])
+def test_a_card_that_cannot_be_read(card: str | None, source: Path, tmp_path: Path) -> None:
+    (source / "README.md").unlink() if card is None else (source / "README.md").write_text(card)
+    model = load(source)
+    assert model.model_card_data.base_model is None
+    model.save_pretrained(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "README.md").exists()
+
+
+PUSH = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class NotInstalled(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("mote", "modeling_mote", "configuration_mote", "sentence_transformer_mote"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, NotInstalled())
+import torch
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel
+
+for load, target in ((SentenceTransformer, "user/st"), (AutoModel.from_pretrained, "user/auto")):
+    model = load("you/tiny-mote", trust_remote_code=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    model.push_to_hub(target)
+"""
+
+CARD = """
+from mote.cli import main
+assert main(["card", "user/auto", "--push", "--base-model", "you/base"]) == 0
+assert main(["card", "user/auto"]) == 1
+assert main(["card", "user/auto", "--push", "--repo-id", "user/none"]) == 1
+"""
+
+
+@pytest.mark.processes
+def test_pushes_by_the_libraries_alone(source: Path, tmp_path: Path) -> None:
+    with HubServer() as server:
+        server.add_repo("you/tiny-mote", source)
+        outputs = []
+        for code in (PUSH, CARD):
+            done = subprocess.run(
+                [sys.executable, "-c", code],
+                env=server.environment(tmp_path / "home", token="hf_write"),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, done.stderr
+            outputs.append({name: server.files(f"user/{name}") for name in ("st", "auto")})
+            stderr = done.stderr
+    pushed, after = outputs
+    record = json.loads((source / "mote.json").read_text())
+    for name in ("st", "auto"):
+        assert json.loads(pushed[name]["mote.json"]) == record
+        assert {"mote", "custom_code"} <= set(ModelCard(pushed[name]["README.md"].decode()).data.tags)
+    card = pushed["st"]["README.md"].decode()
+    assert "trust_remote_code=True" in card
+    assert "| `clustering` | `clustering` | `clustering: ` |" in card
+    assert "base_model: you/base" in card
+    assert "Not trained yet" not in card
+    card = after["auto"]["README.md"].decode()
+    assert 'SentenceTransformer("user/auto", trust_remote_code=True)' in card
+    assert "base_model: you/base" in card
+    assert "Not trained yet" not in card
+    assert "[More Information Needed]" not in card
+    assert after["auto"].keys() == pushed["auto"].keys()
+    assert "user/auto is on the Hub: push its card with `--push`, or name a folder" in stderr
+    assert "user/none is not on the Hub: push the model first, `hf upload user/none DIR`" in stderr
