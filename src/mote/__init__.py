@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mote.checkpoints.sentence_transformers import prompts_of
     from mote.checkpoints.transform import transform
     from mote.checkpoints.writing import WriteOptions
+    from mote.corpora.embed import embed_corpus
     from mote.evaluation.evaluate import evaluate
     from mote.evaluation.metadata import model_meta
     from mote.evaluation.scores import Evaluation
@@ -37,6 +38,7 @@ __all__ = [
     "WriteOptions",
     "analyze",
     "configure",
+    "embed_corpus",
     "estimate_memory",
     "evaluate",
     "experts",
@@ -64,6 +66,7 @@ _MODULES = {
     **dict.fromkeys(["UpcyclingOptions", "UpcyclingPlan", "plan_upcycling", "upcycle"], "mote.upcycling"),
     "WriteOptions": "mote.checkpoints.writing",
     "configure": "mote.experts.configuring",
+    "embed_corpus": "mote.corpora.embed",
     "evaluate": "mote.evaluation.evaluate",
     **dict.fromkeys(["load", "load_encoder"], "mote.inference.loading"),
     "load_exported": "mote.inference.runtimes",

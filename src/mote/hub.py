@@ -36,28 +36,32 @@ def fetch(src: str, revision: str | None, patterns: list[str]) -> Path:
         raise FileNotFoundError(f"{src} is not a folder, and could not be fetched from the Hub: {error}") from error
 
 
-def newest_commit(name: str) -> str:
+def newest_commit(name: str, revision: str | None = None) -> str:
     """Find the newest commit of a repository on the Hub; without a connection, the one that was downloaded.
+
+    Args:
+        name: The repository.
+        revision: Branch, tag or commit. Default: the main branch.
 
     Raises:
         FileNotFoundError: If there is none.
     """
     try:
-        return str(HfApi().model_info(name).sha)
+        return str(HfApi().model_info(name, revision=revision).sha)
     except HfHubHTTPError as error:
         reason = str(error).strip().partition("\n")[0]
         raise FileNotFoundError(f"{name} is neither a folder nor available on the Hub: {reason}") from error
     except HFValidationError as error:
         raise FileNotFoundError(f"{name} is neither a folder nor an id on the Hub (user/name)") from error
     except (HTTPError, OSError, OfflineModeIsEnabled) as error:
-        file = try_to_load_from_cache(name, "config.json")
+        file = try_to_load_from_cache(name, "config.json", revision=revision)
         if isinstance(file, str):
             return Path(file).parent.name
         raise FileNotFoundError(f"{name} is not a folder, and the Hub cannot be reached") from error
 
 
-def commit_of(model: str) -> str | None:
-    """Make sure that a model exists; find its newest commit on the Hub.
+def commit_of(model: str, revision: str | None = None) -> str | None:
+    """Make sure that a model exists; find its newest commit on the Hub, of the main branch or of another revision.
 
     Returns:
         The commit; None for a folder.
@@ -68,7 +72,7 @@ def commit_of(model: str) -> str | None:
     """
     folder = Path(model)
     if not folder.is_dir():
-        return newest_commit(model)
+        return newest_commit(model, revision)
     if any(file for place in (".", "0_*") for file in folder.glob(f"{place}/adapter_config.json")):
         raise ValueError(
             f"{model} holds an adapter (adapter_config.json), not the model that it adapts: merge the two first, with "

@@ -142,7 +142,7 @@ class Staging:
             self.work = self.out.parent / f"{self._prefix}{uuid.uuid4().hex}"
             try:
                 self.work.mkdir()
-                lock = _try_lock(self.work, ours=True)
+                lock = try_lock(self.work, ours=True)
                 if lock is not None:
                     (self.work / "new").mkdir()
             except BaseException:  # an interrupt, before `__exit__` would clean up
@@ -224,7 +224,7 @@ class Staging:
         for path in self.out.parent.glob(f"{glob.escape(self._prefix)}*"):
             content = {child.name for child in path.iterdir()} if path.is_dir() else {"a file"}
             if content <= {"lock", "new", "replaced"} and (with_replaced or "replaced" not in content):
-                lock = _try_lock(path)
+                lock = try_lock(path)
                 if lock is not None:
                     _remove(path)
                     os.close(lock)
@@ -239,7 +239,7 @@ def _remove(work: Path) -> None:
         raise
 
 
-def _try_lock(work: Path, ours: bool = False) -> int | None:
+def try_lock(work: Path, ours: bool = False) -> int | None:
     """Lock the folder of a writer until the returned file descriptor is closed.
 
     Args:

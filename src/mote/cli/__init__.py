@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import mote
-from mote.cli import commands, experts
+from mote.cli import commands, corpora, experts
 from mote.reporting import console_logging
 
 _NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # read by huggingface_hub and transformers when they are imported
@@ -143,6 +143,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "train": commands.train,
     "evaluate": commands.evaluate,
     "analyze": commands.analyze,
+    "embed": corpora.embed,
     "average": experts.average,
     "interpolate": experts.interpolate,
     "export": experts.export,

@@ -3,26 +3,13 @@
 Options are named after the settings of the functions they call, so `locals()` passes them on.
 """
 
-import contextlib
 import json
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import typer
 
 import mote
 from mote.cli import options
-
-
-@contextlib.contextmanager
-def _extra(name: str) -> Iterator[None]:
-    """Name the missing extra."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise OSError(
-            f'{error.name} is not installed, which this command needs: pip install "mote-embeddings[{name}]"'
-        ) from error
 
 
 def upcycle(
@@ -135,7 +122,7 @@ def train(
     """
     from transformers.utils import logging
 
-    with _extra("train"):
+    with options.extra("train"):
         from datasets.utils import logging as datasets_logging
 
         from mote.training import train as training
@@ -188,7 +175,7 @@ def evaluate(
     """
     settings = {**locals(), "tasks": tasks or ()}
     del settings["as_json"]
-    with _extra("evaluate"):
+    with options.extra("evaluate"):
         run = mote.evaluate
     evaluation = run(**settings)
     typer.echo(evaluation.to_json().rstrip() if as_json else "\n" + evaluation.table())
@@ -235,7 +222,7 @@ def analyze(
     del settings["as_json"]
     from transformers.utils import logging
 
-    with _extra("evaluate"):
+    with options.extra("evaluate"):
         run = mote.analyze
     logging.disable_progress_bar()
     analysis = run(**settings)

@@ -1,15 +1,27 @@
 """Types of options and arguments that commands share, and how their values are parsed."""
 
+import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
 
 import mote
 from mote.reporting import console_logging
+
+
+@contextlib.contextmanager
+def extra(name: str) -> Iterator[None]:
+    """Name the missing extra."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise OSError(
+            f'{error.name} is not installed, which this command needs: pip install "mote-embeddings[{name}]"'
+        ) from error
 
 
 def pair(text: str) -> tuple[str, str]:

@@ -145,10 +145,19 @@ def _texts(value: Any, column: str) -> list[str]:
 
 
 def _text(text: Any, column: str) -> str:
+    if not check_string(text, column).strip():
+        raise ValueError(f"{column!r} is empty")
+    return text
+
+
+def check_string(text: Any, column: str) -> str:
+    """Return a value of a column that is a string in valid Unicode, and may be empty.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
     if not isinstance(text, str):
         raise ValueError(f"{column!r} must be a string, got {type(text).__name__}")  # noqa: TRY004
-    if not text.strip():
-        raise ValueError(f"{column!r} is empty")
     try:
         text.encode()
     except UnicodeEncodeError:

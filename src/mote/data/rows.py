@@ -11,21 +11,26 @@ import json
 import logging
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from configuration_mote import alternatives
 
 if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
     from mote.data.settings import DatasetSettings
 
 HUB = "hub:"
 ENDINGS = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
 MAX_LINE = 2**26
 """Length of a line at most, in bytes: longer ones come from damaged files and compression bombs."""
+PARQUET_BATCH = 4096
+"""Rows of a parquet file that are in memory at once, beside those of its reader."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +59,30 @@ def read_files(files: Iterable[Path]) -> Iterator[Row]:
         ValueError: If a file is of another format, truncated or damaged, or has a line longer than `MAX_LINE`.
     """
     for file in files:
-        if file.suffix == ".parquet":
-            yield from _read_parquet(file)
-        elif has_columns(file):
-            yield from (_parse(where, line) for where, line in _read_lines(file))
-        else:
-            raise ValueError(f"{file}: unknown format, expected one of {', '.join(ENDINGS)}")
+        yield from read_file(file)
+
+
+def read_file(file: Path, start: int = 0) -> Iterator[Row]:
+    """Read one file, as `read_files` does.
+
+    Args:
+        file: The file.
+        start: Rows to pass over; they are not parsed.
+    """
+    if file.suffix == ".parquet":
+        yield from _read_parquet(file, start)
+    elif has_columns(file):
+        yield from (_parse(where, line) for where, line in islice(_read_lines(file), start, None))
+    else:
+        raise ValueError(f"{file}: unknown format, expected one of {', '.join(ENDINGS)}")
+
+
+def count_rows(file: Path) -> int:
+    """Count the rows of a file, invalid ones included, without parsing them; errors as in `read_files`."""
+    if file.suffix != ".parquet":
+        return sum(1 for _ in _read_lines(file))
+    with _open_parquet(file) as table:
+        return int(table.metadata.num_rows)
 
 
 def require_valid(rows: Iterable[Row]) -> Iterator[Row]:
@@ -118,21 +141,34 @@ def _parse(where: str, line: bytes) -> Row:
     return Row(where, content)
 
 
-def _read_parquet(file: Path) -> Iterator[Row]:
+def _read_parquet(file: Path, start: int) -> Iterator[Row]:
+    with _open_parquet(file) as table:
+        sizes = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
+        first, passed = 0, 0  # whole groups before `start` are not read
+        while first < len(sizes) and passed + sizes[first] <= start:
+            passed += sizes[first]
+            first += 1
+        batches = table.iter_batches(PARQUET_BATCH, row_groups=list(range(first, len(sizes))))
+        rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+        yield from numbered(str(file), islice(rows, start - passed, None), start)
+
+
+@contextmanager
+def _open_parquet(file: Path) -> "Iterator[ParquetFile]":
     import pyarrow
     from pyarrow import parquet
 
     _require_regular(file)
     try:
         with parquet.ParquetFile(file) as table:
-            rows = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches())
-            yield from _numbered(str(file), rows)
+            yield table
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise ValueError(f"{file} is truncated or damaged: {error}") from error
 
 
-def _numbered(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[Row]:
-    return (Row(f"{name}: row {number}", row) for number, row in enumerate(rows, start=1))
+def numbered(name: str, rows: Iterable[dict[str, Any]], start: int = 0) -> Iterator[Row]:
+    """Give rows their places, of which the first is after `start` others."""
+    return (Row(f"{name}: row {number}", row) for number, row in enumerate(rows, start + 1))
 
 
 # Datasets ------------------------------------------------------------------------------------------------------------
@@ -214,10 +250,18 @@ def read_rows(location: Location[Any]) -> Iterator[Row]:
         FileNotFoundError: If there is no such dataset on the Hub.
         ValueError: If a file is truncated or damaged, or the dataset on the Hub has no such split.
     """
-    yield from read_files(location.files) if location.files else _numbered(location.name, _from_hub(location.settings))
+    yield from (
+        read_files(location.files) if location.files else numbered(location.name, load_from_hub(location.settings))
+    )
 
 
-def _from_hub(settings: "DatasetSettings") -> Iterable[dict[str, Any]]:
+def load_from_hub(settings: "DatasetSettings") -> Any:
+    """Load a dataset from the Hub, or from the cache of `datasets`.
+
+    Raises:
+        FileNotFoundError: If there is none, or the Hub cannot be reached.
+        ValueError: If the dataset has no such split, or its name is also a folder.
+    """
     import datasets
 
     name = settings.path.removeprefix(HUB)
@@ -240,7 +284,7 @@ def _matches(path: str, folder: Path) -> list[Path]:
         matches = sorted(Path(target.anchor or ".").glob(str(target.relative_to(target.anchor))))
         if matches:
             return matches
-        raise FileNotFoundError(f"Nothing matches the pattern {path} in {folder} (data.folder)")
+        raise FileNotFoundError(f"Nothing matches the pattern {path} in {folder}")
     nearest = next(parent for parent in target.parents if parent.exists())
     inside = [child.name for child in sorted(nearest.iterdir()) if not child.name.startswith(".")]
     missing = target.relative_to(nearest).parts[0]

@@ -1,0 +1,220 @@
+"""`mote embed`: a corpus to embeddings, shard by shard."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from configuration_mote import alternatives
+from mote.checkpoints.staging import require_space
+from mote.corpora.cluster import on_ray, require_ray
+from mote.corpora.encoding import find_model, on_devices
+from mote.corpora.index import check_index, write_index
+from mote.corpora.job import Finished, Job, embed_shards
+from mote.corpora.source import Reader, find_corpus
+from mote.corpora.store import DTYPES, Store, open_store, read_manifest
+from mote.inference.loading import check_device
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+ENGINES = ("local", "ray")
+
+logger = logging.getLogger(__name__)
+
+
+def embed_corpus(
+    model: str | Path,
+    files: str | Path | Sequence[str | Path],
+    out: str | Path,
+    *,
+    task: str | None = None,
+    prompt: str | None = None,
+    task_column: str | None = None,
+    text_columns: Sequence[str] = (),
+    id_column: str | None = None,
+    split: str = "train",
+    subset: str | None = None,
+    dtype: str = "float32",
+    dimensions: int | None = None,
+    batch_size: int = 32,
+    shard_size: int = 50_000,
+    index: str | None = None,
+    device: str | Sequence[str] | None = None,
+    processes: int | None = None,
+    engine: str = "local",
+    address: str | None = None,
+    backend: str = "torch",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    overwrite: bool = False,
+) -> Path:
+    """Embed the texts of a corpus.
+
+    The same call resumes one that was killed. Memory is bounded by two shards, whatever the size of the corpus.
+
+    Args:
+        model: Any Sentence-Transformers model: a folder, or an id on the Hub.
+        files: `.jsonl`, `.jsonl.gz`, `.json.gz` and `.parquet` files, patterns, folders with files for the split, and
+            `hub:user/name`.
+        out: Folder for `shard-00000.parquet`, … (columns `id` and `embedding`, in the order of the corpus),
+            `manifest.json` and `index.faiss`.
+        task: Task of all texts: the name of a prompt, or a task of a MoTE. Default: the model's default.
+        prompt: Text in front of all texts, in place of a task.
+        task_column: Column that holds the task of each row, in place of a task for all.
+        text_columns: Columns whose texts are joined by a space. Default: the one that has a usual name, with `title`
+            in front of `text`.
+        id_column: Column of ids, strings or integers. Default: `_id` or `id`, else the number of the row, from 0.
+        split: Split of folders and datasets on the Hub.
+        subset: Configuration of a dataset on the Hub.
+        dtype: `"float32"`, `"float16"`, or `"int8"`, scaled by the ranges of the first shard's embeddings.
+        dimensions: Dimensions that are kept. Default: all.
+        batch_size: Batch size.
+        shard_size: Texts in a shard.
+        index: FAISS index of this factory string, such as `"Flat"`, `"HNSW32"` or `"IVF1024,Flat"`; inner product of
+            normalised embeddings. Row i is the i-th text.
+        device: Device, or several, each with a process of its own. Default: the best available.
+        processes: Number of processes on the CPU; with Ray the number of workers.
+        engine: `"local"`, or `"ray"` for a cluster by Ray Data.
+        address: Address of a Ray cluster. Default: a local one is started.
+        backend: `"torch"`; for a folder written by `mote export` also `"onnx"` or `"openvino"`.
+        revision: Branch, tag or commit of a model on the Hub.
+        trust_remote_code: Run the code in the model's repository.
+        overwrite: Replace other embeddings in the folder.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileNotFoundError: If the model or a file does not exist.
+        OSError: If a package is not installed, another process writes to the folder, or its disk is full.
+        ValueError: If a setting, a row or an embedding is invalid, or the folder holds something else.
+    """
+    numbers = {"batch_size": batch_size, "shard_size": shard_size, "dimensions": dimensions, "processes": processes}
+    _check(numbers, dtype, engine, sum(value is not None for value in (task, prompt, task_column)))
+    devices = _devices(device, processes, engine, address, backend)
+    folder = Path(out)
+    read_manifest(folder)  # refuses anything else
+    corpus = find_corpus(
+        [str(file) for file in ([files] if isinstance(files, str | Path) else files)],
+        split=split,
+        subset=subset,
+        text_columns=text_columns,
+        id_column=id_column,
+        task_column=task_column,
+    )
+    found = find_model(
+        str(model),
+        revision=revision,
+        backend=backend,
+        trust_remote_code=trust_remote_code,
+        batch_size=batch_size,
+        dimensions=dimensions,
+        prompt=prompt,
+        task=task,
+    )
+    encoder = found.load("meta" if engine == "ray" else "cpu" if len(devices) > 1 else next(iter(devices), None))
+    dimension = found.check(encoder)
+    if index is not None:
+        check_index(index, dimension)
+    logger.info("Counting texts …")
+    job = Job(found, corpus.counted(), folder, dtype, shard_size)
+
+    def start(job: Job, shards: Sequence[int], progress: Callable[[int], object]) -> Iterator[Finished]:
+        if engine == "ray":
+            return on_ray(job, shards, address, processes)
+        return _locally(job, shards, encoder, devices, progress)
+
+    with open_store(folder, job.manifest(), overwrite) as store:
+        try:
+            _embed(replace(job, ranges=store.manifest["ranges"]), store, start, dimension)
+            if index is not None:
+                write_index(store, index)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"finished shards are kept in {folder}, and the same command resumes") from None
+    return folder
+
+
+def _check(numbers: dict[str, int | None], dtype: str, engine: str, tasks: int) -> None:
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}")
+    for name, value, known in (("dtype", dtype, tuple(DTYPES)), ("engine", engine, ENGINES)):
+        if value not in known:
+            raise ValueError(f"Unknown {name} {value!r}." + alternatives(value, known))
+    if engine == "ray":
+        require_ray()
+    if tasks > 1:
+        raise ValueError("task, prompt and task_column exclude one another: give one of them")
+
+
+def _devices(
+    device: str | Sequence[str] | None, processes: int | None, engine: str, address: str | None, backend: str
+) -> list[str]:
+    devices = [device] if isinstance(device, str) else list(device or ())
+    if engine == "ray":
+        if devices:
+            raise ValueError("device is for the engine local: Ray gives each worker its device")
+        return []
+    if address is not None:
+        raise ValueError("address is for the engine ray: add `--engine ray`")
+    if devices and processes is not None:
+        raise ValueError("device and processes exclude one another: processes are of the CPU, a device has one each")
+    for one in devices:
+        check_device(one)
+    devices = devices or ["cpu"] * (processes or 0)
+    if backend != "torch" and (len(devices) > 1 or set(devices) - {"cpu"}):
+        raise ValueError(f"The backend {backend} runs in one process on the CPU; in several with `--engine ray`")
+    return devices
+
+
+def _locally(
+    job: Job,
+    shards: Sequence[int],
+    encoder: "SentenceTransformer",
+    devices: Sequence[str],
+    progress: Callable[[int], object],
+) -> Iterator[Finished]:
+    with on_devices(job.model, encoder, devices, progress) as encode_all:
+        yield from embed_shards(job, shards, Reader(job.corpus), encoder, encode_all)
+
+
+def _embed(job: Job, store: Store, start: Callable[..., Iterator[Finished]], dimension: int | None) -> None:
+    """Make the shards that are not finished."""
+    shards, rows = store.unfinished(), len(job.corpus)
+    if not shards:
+        logger.info("All %s texts are embedded in %s", f"{rows:,}", store.folder)
+        return
+    left = sum(len(range(*job.rows_of(number))) for number in shards)
+    require_space(store.folder, left * (dimension or 0) * DTYPES[job.dtype].bit_width // 8)
+    libraries = ("mote-embeddings", "torch", "transformers", "sentence-transformers")
+    store.record(complete=False, versions={name: version(name) for name in libraries})
+    begun, done = time.perf_counter(), rows - left
+    if done:
+        logger.info("%s of %s texts are embedded already", f"{done:,}", f"{rows:,}")
+    with (
+        tqdm(total=rows, initial=done, unit=" texts", desc="Embedding", disable=None) as bar,
+        closing(start(job, shards, bar.update)) as results,  # type: ignore[type-var]
+    ):
+        for finished in results:
+            store.record_shard(finished.number, finished.entry, dimension=finished.dimension, ranges=finished.ranges)
+            done += finished.entry["rows"]
+            bar.update(max(0, done - bar.n))
+            if bar.disable:
+                rate = (done - rows + left) / (time.perf_counter() - begun)
+                logger.info(
+                    "%s of %s texts, %.0f per second, %s left",
+                    f"{done:,}",
+                    f"{rows:,}",
+                    rate,
+                    tqdm.format_interval((rows - done) / rate),
+                )
+    seconds = time.perf_counter() - begun
+    store.record(complete=True)
+    logger.info("Embedded %s texts in %.1f s (%.0f per second): %s", f"{left:,}", seconds, left / seconds, store.folder)

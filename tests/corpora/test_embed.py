@@ -1,0 +1,370 @@
+"""`mote embed`: embeddings are those of `encode`, and a run that ends early resumes."""
+
+import errno
+import json
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.checkpoints import contents, dense_checkpoint, read_json, trusted
+from helpers.rows import write_rows
+from pyarrow import parquet
+from sentence_transformers import SentenceTransformer
+
+import mote
+from mote.checkpoints.staging import try_lock
+from mote.cli import main
+from mote.corpora import job, read_embeddings, store
+from mote.corpora.encoding import Model
+from mote.inference.loading import load_encoder
+
+WORDS = ["whales", "breathe", "air", "rain", "tomorrow", "proof", "theorem", "card", "bank", "list", "files", "folder"]
+TEXTS = [" ".join([chr(97 + number), *WORDS[: (7 * number) % 12]]) for number in range(20)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Sentence-Transformers model with two prompts."""
+    settings = {"prompts": {"query": "query: ", "document": ""}}
+    return dense_checkpoint(tmp_path_factory.mktemp("dense") / "tiny", sentence_transformers=settings)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    rows = [{"_id": f"d{number}", "text": text} for number, text in enumerate(TEXTS)]
+    return write_rows(tmp_path / "corpus.jsonl.gz", rows)
+
+
+def embed(model: Path, corpus: Path, name: str = "out", **settings: Any) -> Path:
+    return mote.embed_corpus(model, corpus, corpus.parent / name, **{"shard_size": 6, **settings})
+
+
+def embeddings_in(folder: Path) -> np.ndarray:
+    return np.concatenate(list(read_embeddings(folder)[1]))
+
+
+def expected(model: Path, **arguments: Any) -> np.ndarray:
+    return np.asarray(SentenceTransformer(str(model)).encode(TEXTS, **arguments))
+
+
+# Embeddings ----------------------------------------------------------------------------------------------------------
+
+
+def test_embeddings_are_those_of_encode(model: Path, corpus: Path) -> None:
+    out = corpus.parent / "out"
+    assert main(["embed", str(model), str(corpus), "--out", str(out), "--shard-size", "6"]) == 0
+    assert sorted(path.name for path in out.iterdir()) == [
+        "manifest.json",
+        *(f"shard-0000{i}.parquet" for i in range(4)),
+    ]
+    ids, parts = read_embeddings(out)
+    assert ids == [f"d{number}" for number in range(20)]
+    assert np.allclose(np.concatenate(list(parts)), expected(model), atol=1e-5)
+    schema = parquet.read_schema(out / "shard-00000.parquet")
+    assert (str(schema.field("id").type), str(schema.field("embedding").type)) == (
+        "string",
+        "fixed_size_list<element: float>[16]",
+    )
+    manifest = read_json(out / "manifest.json")
+    assert (manifest["rows"], manifest["dimension"], manifest["complete"]) == (20, 16, True)
+    assert [shard["rows"] for shard in manifest["shards"].values()] == [6, 6, 6, 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments"),
+    [
+        ({"task": "query"}, {"prompt_name": "query"}),
+        ({"task": "document"}, {"prompt_name": "document"}),
+        ({"prompt": "rain "}, {"prompt": "rain "}),
+        ({"dimensions": 5}, {"truncate_dim": 5}),
+    ],
+)
+def test_settings_of_encode(settings: Any, arguments: Any, model: Path, corpus: Path) -> None:
+    found = embeddings_in(embed(model, corpus, **settings))
+    assert np.allclose(found, expected(model, **arguments), atol=1e-5)
+    assert ("task" not in settings and "dimensions" not in settings) or read_json(corpus.parent / "out/manifest.json")[
+        next(iter(settings))
+    ] == next(iter(settings.values()))
+
+
+def test_experts(trained_folder: Path, corpus: Path) -> None:
+    encoder = trusted(trained_folder)
+    found = embeddings_in(embed(trained_folder, corpus, task="clustering", trust_remote_code=True))
+    assert np.allclose(found, encoder.encode(TEXTS, prompt_name="clustering"), atol=1e-5)
+    assert not np.allclose(found, encoder.encode(TEXTS, prompt_name="classification"), atol=1e-2)
+
+
+def test_a_task_without_an_instruction(trained: Path) -> None:
+    encoder = trusted(trained)
+    task = next(iter(encoder[0].config.tasks))
+    encoder.prompts.pop(task)
+    assert Model(str(trained)).arguments(encoder, task) == {"task": task, "prompt": ""}
+
+
+def test_a_column_of_tasks(model: Path, tmp_path: Path) -> None:
+    tasks = ["query" if number % 3 else "document" for number in range(20)]
+    rows = [{"text": text, "role": task} for text, task in zip(TEXTS, tasks, strict=True)]
+    found = embeddings_in(embed(model, write_rows(tmp_path / "rows.parquet", rows), task_column="role"))
+    by_task = {task: expected(model, prompt_name=task) for task in ("query", "document")}
+    assert np.allclose(found, [by_task[task][row] for row, task in enumerate(tasks)], atol=1e-5)
+    rows[9]["role"] = "qery"
+    with pytest.raises(ValueError, match=r"rows.parquet: row 10: Unknown task 'qery'. Did you mean 'query'\?"):
+        embed(model, write_rows(tmp_path / "rows.parquet", rows), "other", task_column="role")
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("float16", 1e-3), ("int8", None)])
+def test_smaller_dtypes(dtype: str, error: float | None, model: Path, corpus: Path) -> None:
+    found, wanted = embeddings_in(embed(model, corpus, dtype=dtype)), expected(model)
+    if error is None:
+        least, largest = wanted[:6].min(0), wanted[:6].max(0)  # of the first shard
+        wanted = wanted.clip(least, largest)
+        assert (abs(found - wanted) <= (largest - least) / 255 * 0.51 + 1e-5).all()
+        assert len(np.unique(found)) > 100
+    else:
+        assert np.allclose(found, wanted, atol=error)
+    column = parquet.read_table(corpus.parent / "out/shard-00001.parquet")["embedding"]
+    assert str(column.type) == f"fixed_size_list<element: {dtype.replace('float16', 'halffloat')}>[16]"
+
+
+def test_values_beyond_the_ranges_are_clipped() -> None:
+    ranges = [[-1.0, 0.0], [1.0, 0.0]]
+    stored = store.quantized(np.array([[-9, 5], [9, -5], [0, 0]], np.float32), "int8", ranges)
+    assert stored[:, 0].tolist() in ([-128, 127, -1], [-128, 126, -1])  # the largest may round down
+    assert np.allclose(store.dequantized(stored, ranges), [[-1, 0], [1, 0], [0, 0]], atol=0.01)
+
+
+def test_windows_do_not_change_the_order(model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mote.corpora.encoding.WINDOW", 4)
+    assert np.allclose(embeddings_in(embed(model, corpus, shard_size=10)), expected(model), atol=1e-5)
+
+
+def test_a_faiss_index(model: Path, corpus: Path) -> None:
+    faiss = pytest.importorskip("faiss")
+    out = embed(model, corpus, index="Flat")
+    wanted = expected(model, normalize_embeddings=True)
+    scores, rows = faiss.read_index(str(out / "index.faiss")).search(wanted[:3], 20)
+    assert np.array_equal(rows[:, 0], [0, 1, 2])
+    assert np.allclose(scores, np.sort(wanted[:3] @ wanted.T)[:, ::-1], atol=1e-5)
+    before = contents(out)
+    embed(model, corpus, index="Flat")
+    assert contents(out) == before
+    embed(model, corpus, index="HNSW8")  # of the same embeddings
+    assert contents(out)["index.faiss"] != before["index.faiss"]
+    for factory, message in [("Flet", "cannot make the index 'Flet'"), ("IVF64,Flat", "cannot make the index")]:
+        with pytest.raises(ValueError, match=message):
+            embed(model, corpus, index=factory)
+
+
+# Runs that end early -------------------------------------------------------------------------------------------------
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, shard: int, error: BaseException) -> None:
+    write = store.write_shard
+
+    def stop(folder: Path, number: int, *args: Any) -> Any:
+        if number == shard:
+            raise error
+        return write(folder, number, *args)
+
+    monkeypatch.setattr(job, "write_shard", stop)
+
+
+def count_texts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    counts: list[int] = []
+    encode = Model.encode
+
+    def counting(self: Model, encoder: Any, window: Any, **pool: Any) -> np.ndarray:
+        counts.append(len(window.texts))
+        return encode(self, encoder, window, **pool)
+
+    monkeypatch.setattr(Model, "encode", counting)
+    return counts
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_an_interrupted_run_resumes(
+    dtype: str, model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = contents(embed(model, corpus, "whole", dtype=dtype))
+    with monkeypatch.context() as patched:
+        interrupt_at(patched, 2, KeyboardInterrupt())
+        words = ["embed", str(model), str(corpus), "--out", str(corpus.parent / "out"), "--shard-size", "6"]
+        assert main([*words, "--dtype", dtype]) == 130
+    assert "the same command resumes" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="are incomplete: the command that began them resumes"):
+        read_embeddings(corpus.parent / "out")
+    counts = count_texts(monkeypatch)
+    out = embed(model, corpus, dtype=dtype)
+    assert counts == [6, 2]
+    assert contents(out) == whole
+    embed(model, corpus, dtype=dtype)
+    assert counts == [6, 2]
+
+
+def test_a_smaller_batch_resumes(model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        interrupt_at(patched, 2, RuntimeError("out of memory"))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            embed(model, corpus)
+    assert np.allclose(embeddings_in(embed(model, corpus, batch_size=2)), expected(model), atol=1e-5)
+
+
+def test_other_embeddings_are_refused_or_replaced(model: Path, corpus: Path) -> None:
+    out = embed(model, corpus)
+    with pytest.raises(
+        ValueError, match=r"differ in: task \(None, now 'query'\), shard_size \(6, now 7\). .*--overwrite"
+    ):
+        embed(model, corpus, task="query", shard_size=7)
+    write_rows(corpus, [{"_id": "x", "text": "another"}])
+    with pytest.raises(ValueError, match=r"differ in: input\. "):
+        embed(model, corpus)
+    embed(model, corpus, overwrite=True)
+    assert read_embeddings(out)[0] == ["x"]
+    assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "shard-00000.parquet"]
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-9])])
+def test_a_damaged_shard_is_made_again(damage: Callable[[Path], object], model: Path, corpus: Path) -> None:
+    out = embed(model, corpus)
+    whole = contents(out)
+    damage(out / "shard-00001.parquet")
+    with pytest.raises(ValueError, match=r"shard-00001.parquet is missing or damaged"):
+        read_embeddings(out)
+    assert contents(embed(model, corpus)) == whole
+
+
+def test_what_others_left_is_not_touched(model: Path, corpus: Path) -> None:
+    out = embed(model, corpus)
+    (out / "shard-00099.parquet").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds shard-00099.parquet, which is not of this corpus"):
+        embed(model, corpus)
+    for name, text, message in [
+        ("notes.txt", "mine", "something other than embeddings"),
+        ("manifest.json", "{", "is damaged"),
+        ("manifest.json", '{"format": 2, "shards": {}}', "a later version"),
+    ]:
+        folder = corpus.parent / f"{name}{len(text)}"
+        write = folder / name
+        folder.mkdir()
+        write.write_text(text)
+        for overwrite in (False, True):
+            with pytest.raises(ValueError, match=message):
+                embed(model, corpus, folder.name, overwrite=overwrite)
+        assert contents(folder) == {name: text.encode()}
+
+
+def test_a_second_writer_is_refused(model: Path, corpus: Path) -> None:
+    (corpus.parent / "out").mkdir()
+    lock = try_lock(corpus.parent / "out", ours=True)
+    assert lock is not None
+    with pytest.raises(OSError, match="is being written by another process"):
+        embed(model, corpus)
+
+
+def test_a_full_disk(model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 100}))
+        with pytest.raises(OSError, match=r"out needs 0\.0 MB, but its disk has 0\.0 MB left"):
+            embed(model, corpus)
+    assert not (corpus.parent / "out").exists()
+    write_table, calls = parquet.write_table, []
+
+    def fail(table: Any, path: Path, **settings: Any) -> None:
+        calls.append(path)
+        write_table(table, path, **settings)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(parquet, "write_table", fail)
+        with pytest.raises(OSError, match=r"shard-00001.parquet could not be written: .*No space left"):
+            embed(model, corpus)
+    assert sorted(contents(corpus.parent / "out")) == ["manifest.json", "shard-00000.parquet"]
+    embed(model, corpus)
+
+
+def test_an_embedding_that_is_not_finite(model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = Model.encode
+
+    def broken(self: Model, encoder: Any, window: Any, **pool: Any) -> np.ndarray:
+        embeddings = encode(self, encoder, window, **pool)
+        embeddings[window.rows.index(3)] = self.batch_size * 1e5 if self.batch_size > 1 else np.nan
+        return embeddings
+
+    monkeypatch.setattr(Model, "encode", broken)
+    with pytest.raises(
+        ValueError, match=r"corpus.jsonl.gz:4: the embedding is not finite \(in its shard 1 of 6 are not\)"
+    ):
+        embed(model, corpus, batch_size=1)
+    assert not (corpus.parent / "out").exists()
+    with pytest.raises(ValueError, match=r"corpus.jsonl.gz:4: the embedding is not finite in float16"):
+        embed(model, corpus, dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task": "qery"}, "Unknown task 'qery'. Did you mean 'query'? Available: 'query', 'document'."),
+        ({"task": "query", "prompt": "x"}, "exclude one another"),
+        ({"dtype": "int4"}, "Unknown dtype 'int4'"),
+        ({"engine": "spark"}, "Unknown engine 'spark'"),
+        ({"dimensions": 17}, "dimensions 17: the model's embeddings have 16"),
+        ({"shard_size": 0}, "shard_size must be at least 1, got 0"),
+        ({"device": "cuda:9"}, "There is no device 'cuda:9' here"),
+        ({"device": ["cpu"], "processes": 2}, "device and processes exclude one another"),
+        ({"address": "auto"}, "address is for the engine ray"),
+        ({"backend": "onnx", "processes": 2}, "The backend onnx runs in one process on the CPU"),
+    ],
+)
+def test_wrong_settings(settings: Any, message: str, model: Path, corpus: Path) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        embed(model, corpus, **settings)
+    assert message in str(error.value)
+    assert not (corpus.parent / "out").exists()
+
+
+# Size ----------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_does_not_grow_with_the_corpus(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Quick(Model):
+        def encode(self, encoder: Any, window: Any, **pool: Any) -> np.ndarray:
+            return np.ones((len(window.texts), 16), np.float32)
+
+    encoder = load_encoder(model)
+    monkeypatch.setattr("mote.corpora.encoding.Model", Quick)
+    monkeypatch.setattr(Quick, "load", lambda *_: encoder)
+    peaks = []
+    for size in (1_000, 1_000, 10_000):  # the first imports what is imported on first use
+        lines = (json.dumps({"text": "whales " * 100 + str(row)}) + "\n" for row in range(size))
+        (tmp_path / "corpus.jsonl").write_text("".join(lines))
+        tracemalloc.start()
+        embed(model, tmp_path / "corpus.jsonl", f"out{len(peaks)}", shard_size=200)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[2] < 1.2 * peaks[1], peaks
+
+
+# Several processes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_two_processes(model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mote.corpora.encoding.WINDOW", 4)
+    one, two = embed(model, corpus, "one", dtype="int8"), embed(model, corpus, "two", dtype="int8", processes=2)
+    assert contents(one) == contents(two)  # one thread each
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_ray(model: Path, corpus: Path) -> None:
+    pytest.importorskip("ray")
+    one = embed(model, corpus, "one", dtype="int8")
+    assert contents(embed(model, corpus, "ray", dtype="int8", engine="ray", processes=2)) == contents(one)
+    write_rows(corpus, [{"text": "a"}, {"text": None}])
+    with pytest.raises(ValueError, match=r"corpus.jsonl.gz:2: 'text' is null"):
+        embed(model, corpus, "broken", engine="ray")
+    assert not (corpus.parent / "broken").exists()
