@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
+from huggingface_hub.utils import tqdm
 
 from configuration_mote import alternatives
 from mote.checkpoints.staging import require_space
