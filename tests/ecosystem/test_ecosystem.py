@@ -84,6 +84,16 @@ def test_a_wrong_expert_shows(reference: Reference) -> None:
             assert (reference.embed(TEXTS, one) * wrong).sum(-1).max() < 0.95
 
 
+def test_a_text_without_a_task_is_told_what_to_write(folder: Path) -> None:
+    ((_, shown),) = blocks("text")
+    with pytest.raises(ValueError, match="No task") as error:
+        SentenceTransformer(str(folder), trust_remote_code=True).encode("Prices rise.")
+    first, *others = str(error.value).splitlines()
+    assert first == shown.strip()
+    for way in ("task=", "prompt_name=", "default_prompt_name=", "config_kwargs=", "mote set DIR default_task="):
+        assert way in " ".join(others)
+
+
 def test_every_block_has_a_check() -> None:
     headings = [heading for language in ("python", "js") for heading, _ in blocks(language)]
     assert sorted(headings) == sorted(PROMISES)
