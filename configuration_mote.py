@@ -163,8 +163,7 @@ class MoTEConfig(PreTrainedConfig):
         selected = kwargs.pop("experts", None)
         result = super().from_dict(config_dict, **kwargs)
         if selected is not None:
-            config = result[0] if isinstance(result, tuple) else result
-            config.load_only(selected)
+            (result[0] if isinstance(result, tuple) else result).load_only(selected)
         return result
 
     def load_only(self, experts: str | Iterable[str]) -> None:

@@ -50,8 +50,7 @@ class SharedModule:
     """
 
     def __init__(self, container: nn.Module, name: str) -> None:
-        self.container = container
-        self.name = name
+        self.container, self.name = container, name
 
     @property
     def module(self) -> Any:
@@ -280,8 +279,7 @@ class MoTEModel(PreTrainedModel):
             names, ids = list(self.config.tasks), task_ids.tolist()
             wrong = sorted({i for i in ids if not 0 <= i < len(names)})
             if wrong:
-                listing = ", ".join(f"{i}={name}" for i, name in enumerate(names))
-                raise ValueError(f"task_ids {wrong} are out of range. Tasks: {listing}.")
+                raise ValueError(f"task_ids {wrong} are out of range. Tasks: {dict(enumerate(names))}")
             task = [names[i] for i in ids]
         if task is None or isinstance(task, str):
             return [self.config.expert_of(task)] * batch_size

@@ -368,7 +368,7 @@ def test_mean_pooling_of_a_long_text_in_float16() -> None:
         ({"task": ["alpha"]}, "1 tasks for 4 rows"),
         ({"task": ["alpha"] * 5}, "5 tasks for 4 rows"),
         ({"task": "alpha", "task_ids": torch.zeros(4, dtype=torch.long)}, "not both"),
-        ({"task_ids": torch.tensor([0, 1, 2, 0])}, r"task_ids \[2\] are out of range. Tasks: 0=alpha, 1=beta"),
+        ({"task_ids": torch.tensor([0, 1, 2, 0])}, r"task_ids \[2\] are out of range. Tasks: {0: 'alpha', 1: 'beta'"),
         ({"task_ids": torch.tensor([0, 1, -1, 0])}, r"task_ids \[-1\] are out of range"),
         ({"task_ids": torch.zeros(3, dtype=torch.long)}, "3 tasks for 4 rows"),
         ({"task_ids": torch.zeros(4)}, "must be integers"),
