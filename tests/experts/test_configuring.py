@@ -77,6 +77,18 @@ def test_texts_that_may_not_pick_their_expert(place: Path) -> None:
     assert (trusted(place).encode(text) == closed.encode(text, task="clustering")).all()
 
 
+def test_what_others_wrote_into_the_card_stays(fresh_folder: Path, tmp_path: Path) -> None:
+    place = shutil.copytree(fresh_folder, tmp_path / "small-mote")
+    card = (place / "README.md").read_text()
+    (place / "README.md").write_text(f"{card}\n## Training Details\n\nThree epochs.\n")
+    mote.configure(place, default_task="sts")
+    after = (place / "README.md").read_text()
+    assert "## Training Details\n\nThree epochs." in after
+    assert "Texts without a task: the task `sts`." in after
+    assert "upcycled from\n[small-encoder]" in after
+    assert "\nmote set small-mote default_task=sts --overwrite\n" in after
+
+
 def test_into_another_folder(place: Path, tmp_path: Path) -> None:
     before = contents(place)
     out = tmp_path / "out"

@@ -83,7 +83,7 @@ def write_card(
         raise ValueError(f"{src} is on the Hub: push its card with `--push`, or name a folder")
     name = source.short_name if source.is_local else source.name
     name = hub.check_before_push(repo_id or name) if push else repo_id or name
-    card = _rendered(source, name, base_model)
+    card = rewritten_card(source, name, base_model)
     if source.is_local:
         (source.folder / "README.md").write_text(card, encoding="utf-8")
         logger.info("Wrote %s", source.folder / "README.md")
@@ -92,7 +92,17 @@ def write_card(
     return card
 
 
-def _rendered(source: Checkpoint, repo_id: str, base_model: str | None) -> str:
+def rewritten_card(source: Checkpoint, repo_id: str, base_model: str | None = None) -> str:
+    """Return the card that `write_card` writes.
+
+    Args:
+        source: The model.
+        repo_id: Name that readers load.
+        base_model: As in `write_card`.
+
+    Raises:
+        ValueError: If it is neither a MoTE nor made of one.
+    """
     steps = read_steps(source.folder)
     readme = source.folder / "README.md"
     lead, sections = _kept(readme.read_text(encoding="utf-8") if readme.is_file() else "")

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from mote.checkpoints import cards
-from mote.checkpoints.provenance import command_line, new_step, plain
+from mote.checkpoints.provenance import command_line, new_step, plain, read_steps, write_steps
 from mote.checkpoints.reading import MoTECheckpoint, is_mote, load_mote, load_tokenizer, open_mote, require_expert
+from mote.checkpoints.rewriting import rewritten_card
 from mote.checkpoints.sentence_transformers import normalizes
 from mote.checkpoints.staging import refuse_source
 from mote.checkpoints.tensors import parameter_counts
@@ -34,6 +36,7 @@ class Verb:
         positional: Arguments that follow the source on the command line.
         options: Argument → option, where the two have different names.
         loads: Argument that names the only expert to load; a dense result is then that expert.
+        same_model: Whether the result is the same model with other settings: what its card says otherwise stays.
     """
 
     words: str
@@ -41,6 +44,7 @@ class Verb:
     positional: tuple[str, ...] = ()
     options: Mapping[str, str] | None = None
     loads: str | None = None
+    same_model: bool = False
 
 
 def verb(
@@ -50,11 +54,12 @@ def verb(
     positional: tuple[str, ...] = (),
     options: Mapping[str, str] | None = None,
     loads: str | None = None,
+    same_model: bool = False,
 ) -> Callable[[Function], Function]:
     """Decorate a function over a model with its `Verb`; it stays an ordinary function."""
 
     def decorate(function: Function) -> Function:
-        function.verb = Verb(words, made, positional, options, loads)  # type: ignore[attr-defined]
+        function.verb = Verb(words, made, positional, options, loads, same_model)  # type: ignore[attr-defined]
         return function
 
     return decorate
@@ -122,6 +127,13 @@ def transform(
     made = spec.made.format(**{name: _shown(value) for name, value in arguments.items()}, config=result.config)
 
     def write_card(folder: Path, step: dict[str, Any]) -> None:
+        if spec.same_model:
+            write_steps([*read_steps(source.folder), step], folder)
+            if (source.folder / "README.md").is_file():
+                shutil.copyfile(source.folder / "README.md", folder / "README.md")
+            card = rewritten_card(open_mote(str(folder)), repo_id)
+            (folder / "README.md").write_text(card, encoding="utf-8")
+            return
         common: dict[str, Any] = {"source": source, "command": command, "made": made}
         if dense:
             count, converted = result.num_parameters(), step.get("converted")
@@ -130,7 +142,9 @@ def transform(
             counts, normalized = parameter_counts(result), normalizes(source)
             cards.write_mote_card(folder, repo_id, result.config, counts, fresh=fresh, normalized=normalized, **common)
 
-    details: dict[str, Any] = {"made": made, "parameters": result.num_parameters()}
+    details: dict[str, Any] = {"parameters": result.num_parameters()}
+    if not spec.same_model:
+        details["made"] = made
     config = source.config if dense else result.config
     tasks = {name: [task for task, expert in config.tasks.items() if expert == name] for name in config.experts}
     details |= {"of_mote": tasks, "expert": expert} if dense else {"experts": tasks}

@@ -140,7 +140,8 @@ def set_values(
         typer.Argument(
             parser=options.pair,
             metavar="KEY=VALUE...",
-            help="default_task=TASK (none: an error again) or instruction.TASK=TEXT.",
+            help="default_task=TASK (none: an error again), route_by_text=false (an instruction in a text does not "
+            "pick its expert) or instruction.TASK=TEXT.",
         ),
     ],
     out: Annotated[str | None, typer.Option("--out", metavar="DIR", help="Output folder. Default: SRC itself.")] = None,
@@ -148,7 +149,7 @@ def set_values(
     *,
     write: "mote.WriteOptions",
 ) -> None:
-    """Set the default task or instructions of a MoTE.
+    """Set how a MoTE finds the task of a text, and its instructions.
 
     Prompts and card follow.
     """

@@ -30,7 +30,7 @@ def configure(
 ) -> Path:
     """Set how a MoTE on disk finds the task of a text; prompts, card and `mote.json` follow.
 
-    A model in memory has the same settings in `model.config`.
+    Weights stay. A model in memory has the same settings in `model.config`.
 
     Args:
         src: A MoTE: a folder or an id on the Hub.
@@ -92,7 +92,7 @@ def parse_settings(words: Mapping[str, str]) -> dict[str, Any]:
     return settings
 
 
-@verb("set", "made by setting {changes} in", positional=("changes",))
+@verb("set", "made by setting {changes} in", positional=("changes",), same_model=True)
 def _set(model: "MoTEModel", changes: Mapping[str, Any]) -> None:
     config = model.config
     fields = {key: value for key, value in changes.items() if not key.startswith(INSTRUCTION)}
