@@ -36,6 +36,9 @@ POOLING_FLAGS = {
     "lasttoken": "pooling_mode_lasttoken",
 }
 
+# Decoders whose `is_causal` transformers 4 does not read.
+_CAUSAL_IN_TRANSFORMERS_4 = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
+
 # Settings that releases before Sentence-Transformers 5.4 refuse, at the values at which they do nothing.
 _DEFAULTS: dict[str, Settings] = {
     "Transformer": {
@@ -153,14 +156,14 @@ def _plain_tokenizer_config(settings: Settings, model: PreTrainedModel) -> Setti
 def _plain_config(config: Settings) -> Settings:
     """Add the names of transformers 4 and of servers to those of transformers 5, which reads both."""
     config = _with_rope_of_transformers_4(dict(config))
-    if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
-        if config["model_type"] in ("llama", "mistral", "qwen2", "qwen3", "gemma2"):
-            logger.warning(
-                "Transformers 4 knows no %s with attention in both directions, and computes other embeddings without "
-                "a word: load this model with transformers 5",
-                config["model_type"],
-            )
-        config["use_bidirectional_attention"] = True  # as text-embeddings-inference calls it
+    if config.get("is_causal") is False and config["model_type"] in _CAUSAL_IN_TRANSFORMERS_4:
+        logger.warning(
+            "Transformers 4 knows no %s with attention in both directions, and computes other embeddings without a "
+            "word: load this model with transformers 5",
+            config["model_type"],
+        )
+        if config["model_type"] in ("llama", "mistral", "qwen3"):
+            config["use_bidirectional_attention"] = True  # as text-embeddings-inference calls it
     if config["model_type"] == "gte":  # text-embeddings-inference has them from the published config
         config |= {"layer_norm_type": "layer_norm", "position_embedding_type": "rope"}
     return config
