@@ -57,9 +57,3 @@ def test_async(model: SentenceTransformer, reference: Reference) -> None:
 def test_pickling(trained_folder: Path, reference: Reference) -> None:
     embeddings = MoTEEmbeddings(trained_folder, trust_remote_code=True, document_task="clustering")
     reference.is_by(pickle.loads(pickle.dumps(embeddings)).embed_documents(TEXTS), TEXTS, "clustering")
-
-
-@pytest.mark.processes
-def test_several_processes(trained_folder: Path, reference: Reference) -> None:
-    embeddings = MoTEEmbeddings(trained_folder, trust_remote_code=True, device=["cpu", "cpu"])
-    reference.is_by(embeddings.embed_documents(TEXTS), TEXTS, "search_document")

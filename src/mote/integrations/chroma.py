@@ -3,10 +3,10 @@
 import json
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 try:
-    from chromadb.api.types import Documents, EmbeddingFunction, Embeddings, Space
+    from chromadb.api.types import Documents, Embeddable, EmbeddingFunction, Embeddings, Space
     from chromadb.utils.embedding_functions import register_embedding_function
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
@@ -26,7 +26,7 @@ _OF_DOCUMENTS = ("document_task", "revision", "encode_kwargs")
 
 
 @register_embedding_function
-class MoTEEmbeddingFunction(TaskEncoder, EmbeddingFunction[Documents]):
+class MoTEEmbeddingFunction(TaskEncoder, EmbeddingFunction[Embeddable]):
     """Chroma's `EmbeddingFunction`: queries through the expert of queries, documents through that of documents.
 
     A collection stores the arguments and, opened again in a process that has imported this module, loads the model by
@@ -62,13 +62,13 @@ class MoTEEmbeddingFunction(TaskEncoder, EmbeddingFunction[Documents]):
         if self.path is not None:
             self._built[json.dumps(self.get_config(), sort_keys=True)] = self
 
-    def __call__(self, input: Documents) -> Embeddings:
+    def __call__(self, input: Embeddable) -> Embeddings:
         """Embed documents: B texts to B vectors [H]."""
-        return list(self.encode_documents(input).astype(np.float32))
+        return list(self.encode_documents(cast(Documents, input)).astype(np.float32))
 
-    def embed_query(self, input: Documents) -> Embeddings:
+    def embed_query(self, input: Embeddable) -> Embeddings:
         """Embed queries: B texts to B vectors [H]."""
-        return list(self.encode_queries(input).astype(np.float32))
+        return list(self.encode_queries(cast(Documents, input)).astype(np.float32))
 
     @staticmethod
     def name() -> str:
@@ -134,13 +134,13 @@ class _OfLoadedModel(MoTEEmbeddingFunction):
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = config
 
-    def __call__(self, input: Documents) -> Embeddings:
+    def __call__(self, input: Embeddable) -> Embeddings:
         raise ValueError(
             "This collection was made with a loaded model, which its configuration cannot name: pass "
             "`embedding_function=MoTEEmbeddingFunction(…)` to get_collection()"
         )
 
-    def embed_query(self, input: Documents) -> Embeddings:
+    def embed_query(self, input: Embeddable) -> Embeddings:
         return self(input)
 
     def get_config(self) -> dict[str, Any]:
