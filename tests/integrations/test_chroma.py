@@ -66,11 +66,12 @@ def test_two_functions_of_one_model(client: Any, trained_folder: Path, reference
     second = MoTEEmbeddingFunction(
         trained_folder, trust_remote_code=True, query_task="clustering", document_task="clustering"
     )
-    reference.is_by(stored(filled(client, first)), TEXTS, "search_document")
-    collection = filled(client, second)
-    reference.is_by(stored(collection), TEXTS, "clustering")
-    is_queried_by(collection, "clustering", "clustering", reference)
-    reference.is_by(first.embed_query(TEXTS), TEXTS, "search_query")
+    search, clusters = filled(client, first), filled(client, second)
+    reference.is_by(stored(search), TEXTS, "search_document")
+    reference.is_by(stored(clusters), TEXTS, "clustering")
+    for again in (lambda collection: collection, lambda collection: client.get_collection(collection.name)):
+        is_queried_by(again(search), "search_query", "search_document", reference)
+        is_queried_by(again(clusters), "clustering", "clustering", reference)
 
 
 def test_collections_know_their_function(client: Any, trained_folder: Path, reference: Reference) -> None:
