@@ -26,10 +26,11 @@ def test_queries_and_documents(trained_folder: Path, reference: Reference) -> No
     reference.is_by(encoder.encode_documents(TEXTS), TEXTS, "search_document")
 
 
-def test_other_tasks(model: SentenceTransformer, reference: Reference) -> None:
-    encoder = TaskEncoder(model, query_task="clustering", document_task="sts")
-    reference.is_by(encoder.encode_queries(TEXTS), TEXTS, "clustering")
-    reference.is_by(encoder.encode_documents(TEXTS), TEXTS, "sts")
+@pytest.mark.parametrize(("query_task", "document_task"), [("clustering", "sts"), ("document", "query")])
+def test_other_tasks(model: SentenceTransformer, reference: Reference, query_task: str, document_task: str) -> None:
+    encoder = TaskEncoder(model, query_task=query_task, document_task=document_task)
+    reference.is_by(encoder.encode_queries(TEXTS), TEXTS, query_task)
+    reference.is_by(encoder.encode_documents(TEXTS), TEXTS, document_task)
 
 
 def test_a_default_prompt_is_not_used(trained_folder: Path, reference: Reference) -> None:
