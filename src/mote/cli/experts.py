@@ -149,7 +149,7 @@ def set_values(
     *,
     write: "mote.WriteOptions",
 ) -> None:
-    """Set how a MoTE finds the task of a text, and its instructions.
+    """Set default task, instructions and routing.
 
     Prompts and card follow.
     """
