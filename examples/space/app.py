@@ -44,8 +44,9 @@ CALLS = (
 )
 NONE = "none"
 CSS = """
-#spread table { width: 100%; margin: 0; border: 0 }
-#spread :is(th, td) { padding: 2px 10px; border: 0; border-bottom: 1px solid var(--border-color-primary) }
+#spread table { width: 100%; margin: 0 }
+#spread :is(table, tr, th, td) { border: 0 }
+#spread :is(th, td) { padding: 2px 10px; border-bottom: 1px solid var(--border-color-primary) }
 #introduction h1 { margin: 0 }
 """
 
@@ -198,7 +199,7 @@ def map_tab(demo: Demo, blocks: gr.Blocks) -> None:
             scale=3,
             elem_id="map",
         )
-        heat = gr.Plot(label="Similarity matrix", show_label=False, scale=2, elem_id="heat-map")
+        heat = gr.Plot(format="png", label="Similarity matrix", show_label=False, scale=2, elem_id="heat-map")
     spread = gr.Markdown(elem_id="spread")
     with gr.Accordion("Edit the texts: one per line, as group | text", open=False):
         lines = gr.Textbox(write_lines(MAPS[0]), lines=12, show_label=False, label="Texts", elem_id="texts")
@@ -247,7 +248,8 @@ def route_tab(demo: Demo, blocks: gr.Blocks) -> None:
     chosen = [task, prompt_name]
     call.change(lambda name: [gr.update(visible=f"{box}=" in name) for box in ("task", "prompt_name")], call, chosen)
     triggers = [button.click, text.submit, blocks.load]
-    gr.on(triggers, says_errors(demo.route), [text, call, *chosen, default_task, by_text], answer)
+    found = gr.on(triggers, says_errors(demo.route), [text, call, *chosen, default_task, by_text], answer)
+    found.failure(lambda: "## No expert", None, answer)
 
 
 def main() -> None:
