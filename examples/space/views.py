@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.linalg import orthogonal_procrustes
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.util import semantic_search
 from sklearn.decomposition import PCA
 
 RULES = {
@@ -92,10 +91,8 @@ def search(
     model: SentenceTransformer, query: str, documents: Sequence[str], query_task: str, document_task: str
 ) -> list[tuple[int, float, str]]:
     """Return rank, cosine and text of each document, best first."""
-    found = semantic_search(
-        embed(model, [query], query_task), embed(model, documents, document_task), top_k=len(documents)
-    )[0]
-    return [(rank, hit["score"], documents[hit["corpus_id"]]) for rank, hit in enumerate(found, 1)]
+    scores = embed(model, documents, document_task) @ embed(model, [query], query_task)[0]
+    return [(rank, float(scores[i]), documents[i]) for rank, i in enumerate((-scores).argsort(), 1)]
 
 
 def found_first(
@@ -131,7 +128,7 @@ def way(
     """
     config = copy.deepcopy(config_of(model))  # another thread reads the model's
     config.default_task, config.route_by_text = default_task, route_by_text
-    prompt = model.prompts[prompt_name] if prompt_name else ""
+    prompt = (model.prompts[prompt_name] if prompt_name else None) or ""
     chosen = config.task_of([text], task, prompt)
     if task or prompt:
         rule = 3 if task in ("query", "document") else 1 if task else 2
