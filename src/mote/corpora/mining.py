@@ -1,0 +1,170 @@
+"""Hard negatives: documents that a teacher finds near a query, and that are not known to answer it.
+
+Near-duplicates of the positive answer the query as well, so a candidate is accepted only if it scores clearly below the
+positive ("positive-aware" mining, Moreira et al., "NV-Retriever", arXiv:2407.15831; Nussbaum and Duderstadt,
+arXiv:2502.07972, Equation 5).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from mote.corpora.scorers import Scorer
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiningSettings:
+    """Which candidates become negatives.
+
+    Attributes:
+        negatives: Number of negatives of a row, at most.
+        skip: Best-ranked candidates that are left out.
+        depth: Rank up to which candidates are considered, known positives not counted.
+        relative_margin: A negative scores below the positive by this fraction of the positive's score: 0.05 is the
+            papers' 0.95. None: no such condition.
+        absolute_margin: A negative scores below the positive by this much. None: no such condition.
+        sampling: The best-ranked of the accepted candidates, or random ones.
+        seed: Seed of random ones, drawn for each row by itself.
+    """
+
+    negatives: int = 5
+    skip: int = 0
+    depth: int = 100
+    relative_margin: float | None = 0.05
+    absolute_margin: float | None = None
+    sampling: Literal["top", "random"] = "top"
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` at the first setting that is out of range."""
+        if self.negatives < 1:
+            raise ValueError(f"negatives must be at least 1, got {self.negatives}")
+        if not 0 <= self.skip < self.depth:
+            raise ValueError(f"skip must be from 0 to below depth ({self.depth}), got {self.skip}")
+        if self.depth - self.skip < self.negatives:
+            raise ValueError(
+                f"{self.negatives} negatives cannot be found in {self.depth - self.skip} candidates: raise depth"
+            )
+        for name in ("relative_margin", "absolute_margin"):
+            margin = getattr(self, name)
+            if margin is not None and not 0 <= margin < float("inf"):
+                raise ValueError(f"{name} must be 0 or more, got {margin}")
+        if self.sampling not in ("top", "random"):
+            raise ValueError(f"sampling must be 'top' or 'random', got {self.sampling!r}")
+
+    def limit(self, positive: np.ndarray) -> np.ndarray:
+        """Return the score that a negative must stay below, for the scores of positives; infinite without a margin."""
+        limits = np.full(np.shape(positive), np.inf)
+        if self.relative_margin is not None:
+            limits = np.minimum(limits, positive - self.relative_margin * np.abs(positive))
+        if self.absolute_margin is not None:
+            limits = np.minimum(limits, positive - self.absolute_margin)
+        return limits
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The pairs of a dataset, its texts without repeats.
+
+    Attributes:
+        queries: The anchors.
+        documents: The positives, and whatever else is in the corpus.
+        anchors: Place of each row's anchor in `queries`, [R].
+        positives: Place of each row's positive in `documents`, [R].
+    """
+
+    queries: list[str]
+    documents: list[str]
+    anchors: np.ndarray
+    positives: np.ndarray
+
+    @classmethod
+    def of(cls, anchors: Sequence[str], positives: Sequence[str], corpus: Sequence[str] = ()) -> "Pairs":
+        """Find the repeats: texts that are equal but for blanks around them and between their words, and for case."""
+        queries, documents = _Texts(), _Texts()
+        rows = [
+            (queries.add(anchor), documents.add(positive)) for anchor, positive in zip(anchors, positives, strict=True)
+        ]
+        for text in corpus:
+            documents.add(text)
+        places = np.array(rows, dtype=np.int64).reshape(-1, 2)
+        return cls(queries.texts, documents.texts, places[:, 0], places[:, 1])
+
+    def known(self) -> list[set[int]]:
+        """Return for each query the documents that are never its negatives: its positives in any row, its own text."""
+        known: list[set[int]] = [set() for _ in self.queries]
+        for anchor, positive in zip(self.anchors.tolist(), self.positives.tolist(), strict=True):
+            known[anchor].add(positive)
+        place = {_normalized(text): index for index, text in enumerate(self.documents)}
+        for query, text in enumerate(self.queries):
+            if (own := place.get(_normalized(text))) is not None:
+                known[query].add(own)
+        return known
+
+
+class _Texts:
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.places: dict[str, int] = {}
+
+    def add(self, text: str) -> int:
+        place = self.places.setdefault(_normalized(text), len(self.texts))
+        if place == len(self.texts):
+            self.texts.append(text)
+        return place
+
+
+def _normalized(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+@dataclass
+class Mined:
+    """Negatives of the rows of a dataset.
+
+    Attributes:
+        documents: Place of each negative in the corpus, [R, n]; -1 where fewer were accepted.
+        scores: Their scores, [R, n]; NaN where there is none.
+        positive_scores: Scores of the positives, [R].
+        too_near: Number of candidates of each row that a margin refused, [R].
+    """
+
+    documents: np.ndarray
+    scores: np.ndarray
+    positive_scores: np.ndarray
+    too_near: np.ndarray
+
+
+def mine(pairs: Pairs, scorer: Scorer, settings: MiningSettings, rows: np.ndarray, known: list[set[int]]) -> Mined:
+    """Mine negatives for some rows of a dataset. A row's do not depend on what other rows are asked for.
+
+    Args:
+        pairs: The dataset.
+        scorer: The teacher, over `pairs.queries` and `pairs.documents`.
+        settings: Which candidates are accepted.
+        rows: Places of rows, [R].
+        known: From `pairs.known()`.
+    """
+    anchors = pairs.anchors[rows]
+    queries, of_row = np.unique(anchors, return_inverse=True)
+    most_known = max((len(known[query]) for query in queries.tolist()), default=0)
+    count = min(settings.depth + most_known, len(pairs.documents))
+    candidates, scores = scorer.nearest(queries, count)
+    positive_scores = scorer.score(anchors, pairs.positives[rows])
+    limits = settings.limit(positive_scores)
+    shape = (len(rows), settings.negatives)
+    mined = Mined(np.full(shape, -1), np.full(shape, np.nan), positive_scores, np.zeros(len(rows), dtype=np.int64))
+    for index, query in enumerate(of_row.tolist()):
+        unknown = [place not in known[queries[query]] for place in candidates[query].tolist()]
+        ranked = np.flatnonzero(unknown)[settings.skip : settings.depth]
+        accepted = ranked[scores[query, ranked] < limits[index]]
+        mined.too_near[index] = len(ranked) - len(accepted)
+        if settings.sampling == "random":
+            generator = np.random.default_rng((settings.seed, int(rows[index])))
+            accepted = np.sort(generator.permutation(accepted)[: settings.negatives])
+        accepted = accepted[: settings.negatives]
+        mined.documents[index, : len(accepted)] = candidates[query, accepted]
+        mined.scores[index, : len(accepted)] = scores[query, accepted]
+    return mined

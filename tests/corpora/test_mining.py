@@ -1,0 +1,129 @@
+"""Hard negatives on planted sets whose right answer is known."""
+
+import numpy as np
+import pytest
+
+from mote.corpora.filtering import consistent
+from mote.corpora.mining import MiningSettings, Pairs, mine
+from mote.corpora.scorers import BM25Scorer, EmbeddingScorer, Scorer
+
+faiss = pytest.importorskip("faiss")
+
+
+class Given:
+    """Scores as given, [queries, documents]."""
+
+    def __init__(self, scores: list[list[float]]) -> None:
+        self.scores = np.array(scores)
+
+    def nearest(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+        order = np.argsort(-self.scores[queries], axis=1, kind="stable")[:, :count]
+        return order, np.take_along_axis(self.scores[queries], order, axis=1)
+
+    def score(self, queries: np.ndarray, documents: np.ndarray) -> np.ndarray:
+        return self.scores[queries, documents]
+
+
+def mined(pairs: Pairs, scorer: Scorer, rows: list[int] | None = None, **settings: object) -> list[list[int]]:
+    chosen = np.arange(len(pairs.anchors)) if rows is None else np.array(rows)
+    result = mine(pairs, scorer, MiningSettings(**settings), chosen, pairs.known())  # type: ignore[arg-type]
+    return [[place for place in row if place >= 0] for row in result.documents.tolist()]
+
+
+def test_candidates_at_the_margin_are_refused() -> None:
+    pairs = Pairs.of(["q"], ["positive"], ["duplicate", "at the margin", "below", "far"])
+    scorer = Given([[0.8, 0.79, 0.76, 0.7599, 0.1]])
+    assert mined(pairs, scorer, negatives=4) == [[3, 4]]  # below 0.95 x 0.8
+    assert mined(pairs, scorer, negatives=4, relative_margin=None) == [[1, 2, 3, 4]]
+    assert mined(pairs, scorer, negatives=4, relative_margin=None, absolute_margin=0.5) == [[4]]
+    assert mined(pairs, scorer, negatives=1, skip=3) == [[4]]
+    assert mined(pairs, scorer, negatives=1, depth=2) == [[]]  # two candidates were looked at
+    assert mined(pairs, Given([[-0.8, -0.81, -0.85, -0.9, -0.95]]), negatives=4) == [[2, 3, 4]]  # below -0.84
+
+
+def test_known_positives_and_the_query_itself_are_no_negatives() -> None:
+    anchors, positives = ["q", "Q ", "other"], ["one", "two", "three"]
+    pairs = Pairs.of(anchors, positives, ["Three", " one", "q", "four"])
+    assert pairs.queries == ["q", "other"]
+    assert pairs.documents == ["one", "two", "three", "q", "four"]  # repeats left out
+    scorer = Given([[0.5, 0.9, 0.3, 0.99, 0.2], [0.1, 0.2, 0.9, 0.3, 0.4]])
+    assert mined(pairs, scorer, negatives=4) == [[2, 4], [2, 4], [4, 3, 1, 0]]
+
+
+def test_random_ones_follow_the_seed_and_not_the_other_rows() -> None:
+    generator = np.random.default_rng(0)
+    pairs = Pairs.of([f"q{i}" for i in range(6)], [f"d{i}" for i in range(6)], [f"e{i}" for i in range(50)])
+    scorer = Given(generator.random((6, 56)).tolist())
+    settings = {"negatives": 3, "depth": 40, "relative_margin": None, "sampling": "random"}
+    whole = mined(pairs, scorer, **settings)
+    assert whole == [mined(pairs, scorer, [row], **settings)[0] for row in range(6)]
+    assert whole != mined(pairs, scorer, **{**settings, "seed": 1})
+    assert whole != mined(pairs, scorer, **{**settings, "sampling": "top"})
+
+
+@pytest.mark.parametrize("shard", [7, 1000])
+def test_embeddings_are_searched_exactly_in_one_piece_or_in_several(shard: int) -> None:
+    generator = np.random.default_rng(0)
+    queries, documents = (generator.standard_normal((n, 16)).astype(np.float32) for n in (20, 200))
+    documents[50] = documents[10]  # the same score: the first one first
+    scorer = EmbeddingScorer(queries, documents, shard)
+    places, scores = scorer.nearest(np.arange(20), 12)
+    exact = queries.astype(np.float64) @ documents.astype(np.float64).T
+    expected = np.argsort(-exact, axis=1, kind="stable")[:, :12]
+    assert (places == expected).all()
+    assert np.allclose(scores, np.take_along_axis(exact, expected, axis=1), atol=1e-12)
+
+
+def test_a_random_corpus_gives_the_nearest_allowed_documents() -> None:
+    generator = np.random.default_rng(1)
+    documents = generator.standard_normal((300, 32))
+    queries = documents[:40] + 0.3 * generator.standard_normal((40, 32))
+    documents[100:140] = documents[:40] + 0.01 * generator.standard_normal((40, 32))  # near-duplicates of positives
+    vectors = [(one / np.linalg.norm(one, axis=1, keepdims=True)).astype(np.float32) for one in (queries, documents)]
+    texts = [f"d{i}" for i in range(300)]
+    pairs = Pairs.of([f"q{i}" for i in range(40)], texts[:40], texts[40:])
+    result = mined(pairs, EmbeddingScorer(*vectors), negatives=5, depth=50)
+    scores = vectors[0].astype(np.float64) @ vectors[1].astype(np.float64).T
+    for row in range(40):
+        ranked = np.argsort(-scores[row], kind="stable")
+        allowed = [place for place in ranked if scores[row, place] < 0.95 * scores[row, row]]
+        assert result[row] == allowed[:5]
+        assert 100 + row not in result[row]
+
+
+def test_a_pair_stays_if_its_positive_is_among_the_nearest() -> None:
+    pairs = Pairs.of(["a", "a", "b", "c"], ["a1", "a2", "b1", "c1"])
+    scorer = Given([[0.9, 0.5, 0.1, 0.2], [0.3, 0.3, 0.2, 0.4], [0.7, 0.2, 0.1, 0.7]])
+    stays = [consistent(pairs, scorer, nearest, np.arange(4), pairs.known()).tolist() for nearest in (1, 3, 4)]
+    # The other positive of "a" does not count against its second one; three others score above that of "b".
+    assert stays == [[True, True, False, True], [True, True, False, True], [True, True, True, True]]
+
+
+def test_bm25() -> None:
+    pytest.importorskip("bm25s")
+    documents = ["whales come up for air", "the whale sings", "bread is baked", "air and water", "nothing here"]
+    pairs = Pairs.of(["how do whales get air", "whale song", "the"], documents[:3], documents[3:])
+    scorer = BM25Scorer(pairs.queries, pairs.documents)
+    places, scores = scorer.nearest(np.array([0, 2]), 5)
+    assert places[0, :2].tolist() == [0, 3]
+    assert scores[1].tolist() == [0.0] * 5  # no word is left of the query
+    assert scorer.score(np.array([0, 1]), np.array([0, 1])).tolist() == [
+        scores[0, 0],
+        scorer.nearest(np.array([1]), 1)[1][0, 0],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"negatives": 0}, "negatives must be at least 1, got 0"),
+        ({"skip": 100}, r"skip must be from 0 to below depth \(100\), got 100"),
+        ({"skip": 98}, "5 negatives cannot be found in 2 candidates: raise depth"),
+        ({"relative_margin": -0.1}, "relative_margin must be 0 or more, got -0.1"),
+        ({"absolute_margin": float("nan")}, "absolute_margin must be 0 or more, got nan"),
+        ({"sampling": "best"}, "sampling must be 'top' or 'random', got 'best'"),
+    ],
+)
+def test_settings_out_of_range(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MiningSettings(**settings)
