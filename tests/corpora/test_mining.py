@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from mote.corpora.filtering import consistent
-from mote.corpora.mining import MiningSettings, Pairs, mine
+from mote.corpora.mining import MiningSettings, mine
+from mote.corpora.pairs import Pairs
 from mote.corpora.scorers import BM25Scorer, EmbeddingScorer, Scorer
 
 faiss = pytest.importorskip("faiss")
@@ -26,7 +27,7 @@ class Given:
 
 def mined(pairs: Pairs, scorer: Scorer, rows: list[int] | None = None, **settings: object) -> list[list[int]]:
     chosen = np.arange(len(pairs.anchors)) if rows is None else np.array(rows)
-    result = mine(pairs, scorer, MiningSettings(**settings), chosen, pairs.known())  # type: ignore[arg-type]
+    result = mine(pairs, scorer, MiningSettings(**settings), chosen)  # type: ignore[arg-type]
     return [[place for place in row if place >= 0] for row in result.documents.tolist()]
 
 
@@ -94,7 +95,7 @@ def test_a_random_corpus_gives_the_nearest_allowed_documents() -> None:
 def test_a_pair_stays_if_its_positive_is_among_the_nearest() -> None:
     pairs = Pairs.of(["a", "a", "b", "c"], ["a1", "a2", "b1", "c1"])
     scorer = Given([[0.9, 0.5, 0.1, 0.2], [0.3, 0.3, 0.2, 0.4], [0.7, 0.2, 0.1, 0.7]])
-    stays = [consistent(pairs, scorer, nearest, np.arange(4), pairs.known()).tolist() for nearest in (1, 3, 4)]
+    stays = [consistent(pairs, scorer, nearest, np.arange(4)).tolist() for nearest in (1, 3, 4)]
     # The other positive of "a" does not count against its second one; three others score above that of "b".
     assert stays == [[True, True, False, True], [True, True, False, True], [True, True, True, True]]
 

@@ -5,12 +5,12 @@ positive ("positive-aware" mining, Moreira et al., "NV-Retriever", arXiv:2407.15
 arXiv:2502.07972, Equation 5).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from mote.corpora.pairs import Pairs
 from mote.corpora.scorers import Scorer
 
 
@@ -64,62 +64,6 @@ class MiningSettings:
         return limits
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """The pairs of a dataset, its texts without repeats.
-
-    Attributes:
-        queries: The anchors.
-        documents: The positives, and whatever else is in the corpus.
-        anchors: Place of each row's anchor in `queries`, [R].
-        positives: Place of each row's positive in `documents`, [R].
-    """
-
-    queries: list[str]
-    documents: list[str]
-    anchors: np.ndarray
-    positives: np.ndarray
-
-    @classmethod
-    def of(cls, anchors: Sequence[str], positives: Sequence[str], corpus: Sequence[str] = ()) -> "Pairs":
-        """Find the repeats: texts that are equal but for blanks around them and between their words, and for case."""
-        queries, documents = _Texts(), _Texts()
-        rows = [
-            (queries.add(anchor), documents.add(positive)) for anchor, positive in zip(anchors, positives, strict=True)
-        ]
-        for text in corpus:
-            documents.add(text)
-        places = np.array(rows, dtype=np.int64).reshape(-1, 2)
-        return cls(queries.texts, documents.texts, places[:, 0], places[:, 1])
-
-    def known(self) -> list[set[int]]:
-        """Return for each query the documents that are never its negatives: its positives in any row, its own text."""
-        known: list[set[int]] = [set() for _ in self.queries]
-        for anchor, positive in zip(self.anchors.tolist(), self.positives.tolist(), strict=True):
-            known[anchor].add(positive)
-        place = {_normalized(text): index for index, text in enumerate(self.documents)}
-        for query, text in enumerate(self.queries):
-            if (own := place.get(_normalized(text))) is not None:
-                known[query].add(own)
-        return known
-
-
-class _Texts:
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.places: dict[str, int] = {}
-
-    def add(self, text: str) -> int:
-        place = self.places.setdefault(_normalized(text), len(self.texts))
-        if place == len(self.texts):
-            self.texts.append(text)
-        return place
-
-
-def _normalized(text: str) -> str:
-    return " ".join(text.casefold().split())
-
-
 @dataclass
 class Mined:
     """Negatives of the rows of a dataset.
@@ -137,7 +81,7 @@ class Mined:
     too_near: np.ndarray
 
 
-def mine(pairs: Pairs, scorer: Scorer, settings: MiningSettings, rows: np.ndarray, known: list[set[int]]) -> Mined:
+def mine(pairs: Pairs, scorer: Scorer, settings: MiningSettings, rows: np.ndarray) -> Mined:
     """Mine negatives for some rows of a dataset. A row's do not depend on what other rows are asked for.
 
     Args:
@@ -145,11 +89,10 @@ def mine(pairs: Pairs, scorer: Scorer, settings: MiningSettings, rows: np.ndarra
         scorer: The teacher, over `pairs.queries` and `pairs.documents`.
         settings: Which candidates are accepted.
         rows: Places of rows, [R].
-        known: From `pairs.known()`.
     """
     anchors = pairs.anchors[rows]
     queries, of_row = np.unique(anchors, return_inverse=True)
-    most_known = max((len(known[query]) for query in queries.tolist()), default=0)
+    most_known = max((len(pairs.known[query]) for query in queries.tolist()), default=0)
     count = min(settings.depth + most_known, len(pairs.documents))
     candidates, scores = scorer.nearest(queries, count)
     positive_scores = scorer.score(anchors, pairs.positives[rows])
@@ -157,7 +100,7 @@ def mine(pairs: Pairs, scorer: Scorer, settings: MiningSettings, rows: np.ndarra
     shape = (len(rows), settings.negatives)
     mined = Mined(np.full(shape, -1), np.full(shape, np.nan), positive_scores, np.zeros(len(rows), dtype=np.int64))
     for index, query in enumerate(of_row.tolist()):
-        unknown = [place not in known[queries[query]] for place in candidates[query].tolist()]
+        unknown = [place not in pairs.known[queries[query]] for place in candidates[query].tolist()]
         ranked = np.flatnonzero(unknown)[settings.skip : settings.depth]
         accepted = ranked[scores[query, ranked] < limits[index]]
         mined.too_near[index] = len(ranked) - len(accepted)
@@ -167,4 +110,25 @@ def mine(pairs: Pairs, scorer: Scorer, settings: MiningSettings, rows: np.ndarra
         accepted = accepted[: settings.negatives]
         mined.documents[index, : len(accepted)] = candidates[query, accepted]
         mined.scores[index, : len(accepted)] = scores[query, accepted]
+    return mined
+
+
+def judge(pairs: Pairs, scorer: Scorer, settings: MiningSettings, rows: np.ndarray) -> Mined:
+    """Keep or drop the negatives that some rows have already, in their order.
+
+    Takes what `mine` takes; of the settings only the margins count. `Mined.documents` has as many columns as any row of
+    the dataset has negatives.
+    """
+    positive_scores = scorer.score(pairs.anchors[rows], pairs.positives[rows])
+    limits = settings.limit(positive_scores)
+    shape = (len(rows), max(map(len, pairs.negatives), default=0))
+    mined = Mined(np.full(shape, -1), np.full(shape, np.nan), positive_scores, np.zeros(len(rows), dtype=np.int64))
+    for index, row in enumerate(rows.tolist()):
+        query = pairs.anchors[row]
+        places = np.array([each for each in pairs.negatives[row] if each not in pairs.known[query]], dtype=np.int64)
+        scores = scorer.score(np.full(len(places), query), places)
+        accepted = scores < limits[index]
+        mined.too_near[index] = len(places) - accepted.sum()
+        mined.documents[index, : accepted.sum()] = places[accepted]
+        mined.scores[index, : accepted.sum()] = scores[accepted]
     return mined

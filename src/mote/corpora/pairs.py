@@ -1,0 +1,181 @@
+"""Datasets of pairs: their rows, and their texts without repeats."""
+
+import gzip
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mote.data.columns import Columns, check_row, find_columns
+from mote.data.rows import Location, read_files, read_rows, require_valid
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The texts of a dataset, each once, and which of them its rows hold.
+
+    Texts are the same if they differ in nothing but case and blanks.
+
+    Attributes:
+        queries: The anchors.
+        documents: The positives, the negatives that rows have already, and whatever else is in the corpus.
+        anchors: Place of each row's anchor in `queries`, [R].
+        positives: Place of each row's (first) positive in `documents`, [R].
+        of_rows: Places of all positives of each row.
+        negatives: Places of the negatives that each row has already.
+        known: For each query the documents that are never its negatives: its positives in any row, and its own text.
+    """
+
+    queries: list[str]
+    documents: list[str]
+    anchors: np.ndarray
+    positives: np.ndarray
+    of_rows: list[list[int]]
+    negatives: list[list[int]]
+    known: list[set[int]]
+
+    @classmethod
+    def of(
+        cls,
+        anchors: Iterable[str],
+        positives: Iterable[str | Sequence[str]],
+        corpus: Iterable[str] = (),
+        negatives: Iterable[Sequence[str]] | None = None,
+    ) -> "Pairs":
+        """Find the repeats.
+
+        Args:
+            anchors: Anchor of each row.
+            positives: Positive of each row, or several.
+            corpus: Further documents.
+            negatives: Negatives of each row. Default: none.
+        """
+        queries, documents = _Texts(), _Texts()
+        known: list[set[int]] = []
+        anchors_of_rows: list[int] = []
+        of_rows: list[list[int]] = []
+        for anchor, texts in zip(anchors, positives, strict=True):
+            query = queries.add(anchor)
+            places = [documents.add(text) for text in ([texts] if isinstance(texts, str) else texts)]
+            known += [set() for _ in range(len(queries.texts) - len(known))]
+            known[query].update(places)
+            anchors_of_rows.append(query)
+            of_rows.append(places)
+        found = [[documents.add(text) for text in texts] for texts in negatives or ()]
+        for text in corpus:
+            documents.add(text)
+        for query, text in enumerate(queries.texts):
+            if (own := documents.places.get(_normalized(text))) is not None:
+                known[query].add(own)
+        return cls(
+            queries=queries.texts,
+            documents=documents.texts,
+            anchors=np.array(anchors_of_rows, dtype=np.int64),
+            positives=np.array([places[0] for places in of_rows], dtype=np.int64),
+            of_rows=of_rows,
+            negatives=found or [[] for _ in of_rows],
+            known=known,
+        )
+
+    def part(self, rows: slice) -> "Pairs":
+        """Return the pairs of some rows, with their own texts alone."""
+        documents = self.documents
+        return Pairs.of(
+            [self.queries[place] for place in self.anchors[rows].tolist()],
+            [[documents[place] for place in self.of_rows[row]] for row in range(*rows.indices(len(self.anchors)))],
+        )
+
+
+class _Texts:
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.places: dict[str, int] = {}
+
+    def add(self, text: str) -> int:
+        place = self.places.setdefault(_normalized(text), len(self.texts))
+        if place == len(self.texts):
+            self.texts.append(text)
+        return place
+
+
+def _normalized(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+@dataclass(frozen=True)
+class PairDataset:
+    """The rows of a dataset of pairs.
+
+    Attributes:
+        name: Name of the dataset.
+        rows: The rows as they were read.
+        columns: What their columns mean.
+        pairs: Their texts.
+    """
+
+    name: str
+    rows: list[dict[str, Any]]
+    columns: Columns
+    pairs: Pairs
+
+    def without_negatives(self, row: int) -> dict[str, Any]:
+        """Return a row without the columns of its negatives."""
+        left_out = self.columns.names.get("negative", ())
+        return {name: value for name, value in self.rows[row].items() if name not in left_out}
+
+
+def read_pairs(location: Location[Any], corpus: Iterable[str] = ()) -> PairDataset:
+    """Read a dataset of pairs into memory.
+
+    Args:
+        location: Where it is.
+        corpus: Further documents.
+
+    Raises:
+        ValueError: If a row is invalid, there is none, or they are not pairs.
+    """
+    rows, examples, columns = [], [], None
+    for row in require_valid(read_rows(location)):
+        columns = columns or find_columns(location.settings, row.content, location.name)
+        if columns.row_type != "pairs":
+            raise ValueError(f"{location.name}: expected pairs (anchor, positive), got {columns.row_type} rows")
+        try:
+            examples.append(check_row(row.content, columns))
+        except ValueError as error:
+            raise ValueError(f"{row.where}: {error}") from error
+        rows.append(row.content)
+    if columns is None:
+        raise ValueError(f"{location.name} has no rows")
+    pairs = Pairs.of(
+        [example.anchor for example in examples],
+        [example.positives for example in examples],
+        corpus,
+        [example.negatives for example in examples],
+    )
+    return PairDataset(location.name, rows, columns, pairs)
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write rows as packed JSON lines; equal rows give equal files, byte for byte."""
+    with path.open("wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+
+
+def read_texts(files: Sequence[Path]) -> list[str]:
+    """Read the texts of corpus files, a `title` in front of its `text`.
+
+    Raises:
+        FileNotFoundError: If a file does not exist.
+        ValueError: If a row is invalid, or has no text.
+    """
+    texts = []
+    for row in require_valid(read_files(files)):
+        text = row.content.get("text")
+        if not isinstance(text, str):
+            raise ValueError(f"{row.where}: 'text' must be a string, got {type(text).__name__}")  # noqa: TRY004
+        texts.append(f"{row.content.get('title') or ''} {text}".strip())
+    return texts
