@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from mote.checkpoints.transform import transform
     from mote.checkpoints.writing import WriteOptions
     from mote.corpora.embed import embed_corpus
+    from mote.corpora.filtering import filter_pairs
+    from mote.corpora.negatives import mine_negatives
     from mote.evaluation.evaluate import evaluate
     from mote.evaluation.metadata import model_meta
     from mote.evaluation.scores import Evaluation
@@ -42,9 +44,11 @@ __all__ = [
     "estimate_memory",
     "evaluate",
     "experts",
+    "filter_pairs",
     "load",
     "load_encoder",
     "load_exported",
+    "mine_negatives",
     "model_meta",
     "offload",
     "plan_upcycling",
@@ -67,6 +71,8 @@ _MODULES = {
     "WriteOptions": "mote.checkpoints.writing",
     "configure": "mote.experts.configuring",
     "embed_corpus": "mote.corpora.embed",
+    "filter_pairs": "mote.corpora.filtering",
+    "mine_negatives": "mote.corpora.negatives",
     "evaluate": "mote.evaluation.evaluate",
     **dict.fromkeys(["load", "load_encoder"], "mote.inference.loading"),
     "load_exported": "mote.inference.runtimes",

@@ -144,6 +144,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "evaluate": commands.evaluate,
     "analyze": commands.analyze,
     "embed": corpora.embed,
+    "mine": corpora.mine,
+    "filter": corpora.filter_pairs,
     "average": experts.average,
     "interpolate": experts.interpolate,
     "export": experts.export,

@@ -1,4 +1,4 @@
-"""The command `mote embed`."""
+"""The commands `mote embed`, `mine` and `filter`."""
 
 from typing import Annotated, Literal
 
@@ -71,3 +71,109 @@ def embed(
         run = mote.embed_corpus
     logging.disable_progress_bar()
     run(**settings)
+
+
+Datasets = Annotated[
+    list[str], typer.Argument(metavar="DATASET...", help="Paths and patterns in the data folder, or hub:user/name.")
+]
+Data = Annotated[str, typer.Option(metavar="FOLDER", help="Data folder.")]
+Split = Annotated[str, typer.Option(metavar="NAME", help="Split of each dataset.")]
+Subset = Annotated[str | None, typer.Option(metavar="NAME", help="Configuration of a dataset on the Hub.")]
+OutOfRun = Annotated[str, typer.Option("--out", metavar="DIR", help="Output folder; an unfinished run is resumed.")]
+QueryTask = Annotated[str, typer.Option(metavar="NAME", help="Task of the queries: the name of a prompt.")]
+DocumentTask = Annotated[str, typer.Option(metavar="NAME", help="Task of the documents: the name of a prompt.")]
+Devices = Annotated[
+    list[str] | None,
+    typer.Option("--device", metavar="D", help="cpu, cuda:0 …; repeatable, a process each. Default: the best one."),
+]
+Processes = Annotated[int | None, typer.Option(metavar="N", min=1, help="Processes on the CPU.")]
+ReplaceRun = Annotated[bool, typer.Option("--overwrite", help="Replace another run in DIR.")]
+
+
+def mine(
+    datasets: Datasets,
+    out: OutOfRun,
+    model: Annotated[
+        str, typer.Option(metavar="MODEL", help=f"Teacher: bm25, or any Sentence-Transformers model, a {options.SRC}.")
+    ],
+    data: Data = ".",
+    split: Split = "train",
+    subset: Subset = None,
+    corpus: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Texts that are candidates beside the dataset's own; repeatable."),
+    ] = None,
+    negatives: Annotated[int, typer.Option(metavar="N", min=1, help="Negatives of a row, at most.")] = 5,
+    skip: Annotated[int, typer.Option(metavar="N", min=0, help="Best-ranked candidates left out.")] = 0,
+    depth: Annotated[int, typer.Option(metavar="N", min=1, help="Rank up to which candidates are considered.")] = 100,
+    relative_margin: Annotated[
+        float | None,
+        typer.Option(metavar="F", help="Fraction of the positive's score that a negative stays below it; -1: none."),
+    ] = 0.05,
+    absolute_margin: Annotated[
+        float | None, typer.Option(metavar="F", help="A negative scores below the positive by this much.")
+    ] = None,
+    sampling: Annotated[
+        Literal["top", "random"], typer.Option(help="Which of the accepted candidates are taken.")
+    ] = "top",
+    given: Annotated[
+        bool, typer.Option("--filter", help="Mine nothing: keep or drop the negatives that rows have already.")
+    ] = False,
+    query_task: QueryTask = "query",
+    document_task: DocumentTask = "document",
+    batch_size: options.BatchSize = 32,
+    device: Devices = None,
+    processes: Processes = None,
+    seed: options.Seed = 42,
+    revision: options.Revision = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    overwrite: ReplaceRun = False,
+) -> None:
+    """Mine hard negatives for datasets of pairs.
+
+    A candidate is taken if it is near the query and clearly less so than the positive. The same command resumes.
+    """
+    settings = locals()
+    with options.extra("corpora"):
+        from mote.corpora.mining import MiningSettings
+        from mote.corpora.run import Teacher
+
+    if relative_margin is not None and relative_margin < 0:
+        settings["relative_margin"] = None
+    teacher = Teacher(**{name: settings[name] for name in Teacher.__dataclass_fields__})
+    chosen = MiningSettings(**{name: settings[name] for name in MiningSettings.__dataclass_fields__})
+    kwargs = {name: settings[name] for name in ("data", "split", "subset", "given", "overwrite")}
+    mote.mine_negatives(datasets, out, teacher, chosen, corpus=corpus or (), **kwargs)
+
+
+def filter_pairs(
+    datasets: Datasets,
+    out: OutOfRun,
+    model: Annotated[
+        str, typer.Option(metavar="MODEL", help=f"bm25, or any Sentence-Transformers model, a {options.SRC}.")
+    ],
+    data: Data = ".",
+    split: Split = "train",
+    subset: Subset = None,
+    nearest: Annotated[int, typer.Option(metavar="K", min=1, help="Documents among which the positive must be.")] = 2,
+    shard_size: Annotated[int, typer.Option(metavar="N", min=1, help="Pairs that are compared.")] = 1_000_000,
+    query_task: QueryTask = "query",
+    document_task: DocumentTask = "document",
+    batch_size: options.BatchSize = 32,
+    device: Devices = None,
+    processes: Processes = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    overwrite: ReplaceRun = False,
+) -> None:
+    """Drop the pairs that a model does not confirm.
+
+    A pair stays if its positive is among the nearest documents of its query. The same command resumes.
+    """
+    settings = locals()
+    with options.extra("corpora"):
+        from mote.corpora.run import Teacher
+
+    teacher = Teacher(**{name: settings[name] for name in Teacher.__dataclass_fields__})
+    kwargs = {name: settings[name] for name in ("nearest", "shard_size", "data", "split", "subset", "overwrite")}
+    mote.filter_pairs(datasets, out, teacher, **kwargs)

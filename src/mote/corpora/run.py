@@ -226,7 +226,7 @@ def decide(
 
 def _write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
     with path.open("wb") as file:
-        np.savez(file, **arrays)
+        np.savez(file, **arrays)  # type: ignore[arg-type]  # its keyword arguments are arrays
 
 
 def locate(datasets: Sequence[str], folder: str | Path, split: str, subset: str | None) -> list[Location[Any]]:

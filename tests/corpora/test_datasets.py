@@ -1,0 +1,208 @@
+"""`mote mine` and `mote filter` on datasets: same rows, columns that recipes read, resumed runs, clear errors."""
+
+import gzip
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.checkpoints import contents, dense_checkpoint
+from helpers.rows import write_rows
+
+import mote
+from mote.cli import main
+from mote.corpora import MiningSettings, Teacher, run
+from mote.data.columns import check_row, find_columns
+from mote.data.settings import DatasetSettings
+
+pytest.importorskip("faiss")
+pytest.importorskip("bm25s")
+
+ANIMALS = ["whale", "otter", "heron", "badger", "lynx", "gecko", "moose", "stoat", "finch", "viper"]
+PLACES = ["river", "forest", "desert", "island"]
+ROWS = [
+    {"id": number, "query": f"{animal} {place}", "positive": f"the {animal} of the {place} {number}"}
+    for number, (animal, place) in enumerate((animal, place) for animal in ANIMALS for place in PLACES)
+]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    write_rows(tmp_path / "data/retrieval/animals/train.jsonl.gz", ROWS)
+    write_rows(tmp_path / "data/retrieval/few/train.jsonl", ROWS[:6])
+    return tmp_path / "data"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    settings = {"prompts": {"query": "query: ", "document": ""}}
+    return dense_checkpoint(tmp_path_factory.mktemp("dense") / "tiny", sentence_transformers=settings)
+
+
+def rows_in(file: Path) -> list[dict[str, Any]]:
+    with gzip.open(file, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def mine(data: Path, model: str | Path, name: str = "mined", **settings: Any) -> Path:
+    own = {key: settings.pop(key) for key in list(settings) if key in MiningSettings.__dataclass_fields__}
+    chosen = MiningSettings(**{"negatives": 3, "depth": 20, "relative_margin": None, **own})
+    teacher = Teacher(model=str(model))
+    return mote.mine_negatives(["retrieval/*"], data.parent / name, teacher, chosen, data=data, **settings)
+
+
+def test_rows_come_back_with_negatives_that_recipes_read(data: Path) -> None:
+    out = data.parent / "mined"
+    command = ["mine", "retrieval/*", "--model", "bm25", "--data", str(data), "--out", str(out), "--negatives", "3"]
+    assert main([*command, "--relative-margin", "0.3"]) == 0
+    mined = rows_in(out / "retrieval/animals/train.jsonl.gz")
+    assert [{key: row[key] for key in ROWS[0]} for row in mined] == ROWS
+    columns = find_columns(DatasetSettings(path="x"), mined[0], "mined")
+    for row in mined:
+        negatives = check_row(row, columns).negatives
+        animal, place = row["query"].split()
+        assert len(negatives) == 3
+        assert all(animal in text or place in text for text in negatives)  # near
+        assert row["positive"] not in negatives
+    entry = json.loads((out / "record.json").read_text())["datasets"]["retrieval/animals"]
+    assert (entry["rows"], entry["with_all_negatives"], entry["without_negatives"]) == (40, 40, 0)
+    assert entry["mean_positive_score"] > entry["mean_negative_score"] > 0
+    assert (out / "scores.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in out.iterdir()) == ["record.json", "retrieval", "scores.png"]
+
+
+def test_in_blocks_and_in_one_piece_the_same(data: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = mine(data, model, sampling="random")
+    monkeypatch.setattr(run, "BLOCK", 7)
+    blocks = mine(data, model, "blocks", sampling="random")
+    file = "retrieval/animals/train.jsonl.gz"
+    assert (blocks / file).read_bytes() == (whole / file).read_bytes()
+
+
+def test_a_corpus_adds_candidates(data: Path) -> None:
+    corpus = write_rows(data.parent / "corpus.jsonl", [{"title": "whale river", "text": "whale river whale river"}])
+    mined = rows_in(mine(data, "bm25", corpus=[corpus]) / "retrieval/few/train.jsonl.gz")
+    assert "whale river whale river whale river" in [mined[0][f"negative_{number}"] for number in (1, 2, 3)]
+
+
+def test_given_negatives_are_kept_or_dropped(data: Path) -> None:
+    near, far = "the whale of the river", "nothing at all"
+    rows = [{"query": "whale river", "positive": "the whale of the river 0", "negative_1": near, "negative_2": far}]
+    write_rows(data / "retrieval/few/train.jsonl", rows * 2)
+    write_rows(data / "retrieval/animals/train.jsonl.gz", rows)
+    with pytest.raises(ValueError, match="has negatives already: `--filter` keeps or drops them"):
+        mine(data, "bm25")
+    out = mine(data, "bm25", "judged", given=True, relative_margin=0.05)
+    (row,) = rows_in(out / "retrieval/animals/train.jsonl.gz")
+    assert row == {"query": "whale river", "positive": "the whale of the river 0", "negative_1": far}
+    with pytest.raises(ValueError, match="has no negatives to keep or drop"):
+        mine(write_plain(data), "bm25", "other", given=True)
+
+
+def write_plain(data: Path) -> Path:
+    write_rows(data / "retrieval/few/train.jsonl", ROWS[:6])
+    write_rows(data / "retrieval/animals/train.jsonl.gz", ROWS)
+    return data
+
+
+# Filtering -----------------------------------------------------------------------------------------------------------
+
+
+def test_planted_mismatches_are_dropped_and_others_kept(data: Path) -> None:
+    wrong = {3, 11, 30}
+    planted = [
+        {**row, "positive": ROWS[(row["id"] + 5) % 40]["positive"]} if row["id"] in wrong else row for row in ROWS
+    ]
+    write_rows(data / "retrieval/animals/train.jsonl.gz", planted)
+    out = data.parent / "filtered"
+    command = ["filter", "retrieval/animals", "--model", "bm25", "--data", str(data), "--out", str(out)]
+    assert main([*command, "--nearest", "1", "--shard-size", "25"]) == 0
+    assert rows_in(out / "retrieval/animals/train.jsonl.gz") == [
+        row for index, row in enumerate(planted) if index not in wrong
+    ]
+    entry = json.loads((out / "record.json").read_text())["datasets"]["retrieval/animals"]
+    assert (entry["rows"], entry["kept"], entry["dropped"]) == (40, 37, 3)
+    assert sorted(row["id"] for row in entry["examples"]) == sorted(wrong)
+
+
+# Interruptions -------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_left_alone_and_another_one_refused(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    out = mine(data, "bm25")
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*.gz")}
+    assert mine(data, "bm25") == out
+    assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*.gz")}
+    with pytest.raises(ValueError, match="holds another run, which differs in settings: choose another folder"):
+        mine(data, "bm25", negatives=2)
+    write_rows(data / "retrieval/few/train.jsonl", ROWS[:7])
+    with pytest.raises(ValueError, match="differs in inputs"):
+        mine(data, "bm25")
+    mine(data, "bm25", negatives=2, overwrite=True)
+    assert len(rows_in(out / "retrieval/few/train.jsonl.gz")) == 7
+    (out / "retrieval/few/train.jsonl.gz").write_bytes(b"damaged")
+    mine(data, "bm25", negatives=2)
+    assert len(rows_in(out / "retrieval/few/train.jsonl.gz")) == 7
+
+
+@pytest.mark.processes
+def test_killed_at_random_moments_it_ends_the_same(data: Path, model: Path) -> None:
+    expected = contents(mine(data, model, "undisturbed"))
+    processes, chance = multiprocessing.get_context("spawn"), random.Random(0)
+    out, kills = data.parent / "killed", 0
+    while kills < 20:
+        process = processes.Process(target=mine, args=(data, model, "killed"))
+        process.start()
+        process.join(chance.uniform(3.0, 12.0))
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+            kills += 1
+        process.join()
+        if process.exitcode == 0:
+            break
+    time.sleep(0.1)
+    assert contents(mine(data, model, "killed")) == expected
+    assert not (out / ".work").exists()
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"query": "a", "positive": ""}], r"train\.jsonl:1: 'positive' is empty"),
+        ([{"text": "a", "label": "b"}], r"expected pairs \(anchor, positive\), got labelled rows"),
+        ([{"query": "a"}], r"expected pairs \(anchor, positive\), got texts rows"),
+        ([], "retrieval/few has no rows"),
+    ],
+)
+def test_rows_that_cannot_be_mined(rows: list[dict[str, Any]], message: str, data: Path) -> None:
+    write_rows(data / "retrieval/few/train.jsonl", rows)
+    with pytest.raises(ValueError, match=message):
+        mine(data, "bm25")
+
+
+def test_folders_that_hold_something_else(data: Path) -> None:
+    out = data.parent / "mined"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds something other than a run of `mote mine`"):
+        mine(data, "bm25")
+    assert (out / "notes.txt").exists()
+    (out / "notes.txt").unlink()
+    (out / "record.json").write_text("{")
+    with pytest.raises(ValueError, match="is damaged"):
+        mine(data, "bm25")
+
+
+def test_an_unknown_task_of_the_teacher(data: Path, model: Path) -> None:
+    with pytest.raises(ValueError, match="Unknown task 'questions'"):
+        mote.filter_pairs(
+            ["retrieval/few"], data.parent / "out", Teacher(model=str(model), query_task="questions"), data=data
+        )
