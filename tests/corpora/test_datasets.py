@@ -115,9 +115,8 @@ def write_plain(data: Path) -> Path:
 
 def test_planted_mismatches_are_dropped_and_others_kept(data: Path) -> None:
     wrong = {3, 11, 30}
-    planted = [
-        {**row, "positive": ROWS[(row["id"] + 5) % 40]["positive"]} if row["id"] in wrong else row for row in ROWS
-    ]
+    positives = {number: ROWS[(number + 5) % 40]["positive"] for number in wrong}
+    planted = [{**row, "positive": positives.get(row["id"], row["positive"])} for row in ROWS]
     write_rows(data / "retrieval/animals/train.jsonl.gz", planted)
     out = data.parent / "filtered"
     command = ["filter", "retrieval/animals", "--model", "bm25", "--data", str(data), "--out", str(out)]
@@ -151,11 +150,12 @@ def test_a_finished_run_is_left_alone_and_another_one_refused(data: Path, caplog
 
 
 @pytest.mark.processes
-def test_killed_at_random_moments_it_ends_the_same(data: Path, model: Path) -> None:
+@pytest.mark.parametrize("wanted", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_it_ends_the_same(wanted: int, data: Path, model: Path) -> None:
     expected = contents(mine(data, model, "undisturbed"))
     processes, chance = multiprocessing.get_context("spawn"), random.Random(0)
     out, kills = data.parent / "killed", 0
-    while kills < 20:
+    while kills < wanted:
         process = processes.Process(target=mine, args=(data, model, "killed"))
         process.start()
         process.join(chance.uniform(3.0, 12.0))
