@@ -52,8 +52,8 @@ def setfit(names: dict[str, Any], reference: Reference) -> None:
 def model2vec(names: dict[str, Any], reference: Reference) -> None:
     assert names["vectors"].shape == (2, 64)
     texts = ["whales", "prices"]
-    batch = names["tokenizer"](texts, return_tensors="pt")
-    vectors = names["expert"](**batch).last_hidden_state.mean(1).detach()
+    batches = [reference.tokenizer(text, return_tensors="pt") for text in texts]
+    vectors = [names["expert"](**batch).last_hidden_state[0].mean(0).detach().numpy() for batch in batches]
     reference.is_by(vectors, texts, "clustering", instruction=False)
 
 
