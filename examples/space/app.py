@@ -258,7 +258,10 @@ def main() -> None:
     parser.add_argument("--port", type=int, help="default: the first free one from 7860")
     options = parser.parse_args()
     source = str(options.model or trained_model())
-    demo = Demo(SentenceTransformer(source, trust_remote_code=True), source)
+    try:
+        demo = Demo(SentenceTransformer(source, trust_remote_code=True), source)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     theme = gr.themes.Default(
         primary_hue="indigo", font="system-ui", font_mono="ui-monospace"
     )  # no fonts from elsewhere
