@@ -2,6 +2,9 @@
 
 import errno
 import json
+import os
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from corpora import kill_embed
 from helpers.checkpoints import contents, dense_checkpoint, read_json, trusted
 from helpers.rows import write_rows
+from helpers.tiers import TESTS
 from pyarrow import parquet
 from sentence_transformers import SentenceTransformer
 
@@ -358,13 +363,53 @@ def test_two_processes(model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatc
     assert contents(one) == contents(two)  # one thread each
 
 
+def test_killed_at_random_moments(model: Path, tmp_path: Path) -> None:
+    rows = [{"text": f"{text} {number}"} for number in range(100) for text in TEXTS]
+    corpus, out = write_rows(tmp_path / "corpus.jsonl.gz", rows), tmp_path / "out"
+    words = [out, 20, "embed", model, corpus, "--out", out, "--shard-size", 100, "--dtype", "int8"]
+    done = subprocess.run(
+        [sys.executable, kill_embed.__file__, *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    finished = set(map(int, done.stdout.splitlines()[-1].split()))
+    assert len(finished) > 3, finished  # kills came early and late
+
+
+def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
+    (tmp_path / "parent.py").write_text("""
+import multiprocessing, os, signal, time
+from mote.corpora.encoding import _InWorker
+def wait(_):
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+if __name__ == "__main__":
+    multiprocessing.get_context("spawn").Process(target=wait, args=(_InWorker(1),)).start()
+    time.sleep(600)
+""")
+    command = [sys.executable, str(tmp_path / "parent.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        parent.kill()
+        assert parent.stdout.read() == b""  # ends once the worker has closed it, too
+    assert not Path(f"/proc/{worker}/cmdline").exists() or not Path(f"/proc/{worker}/cmdline").read_bytes()
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_ray(model: Path, corpus: Path) -> None:
-    pytest.importorskip("ray")
-    one = embed(model, corpus, "one", dtype="int8")
-    assert contents(embed(model, corpus, "ray", dtype="int8", engine="ray", processes=2)) == contents(one)
-    write_rows(corpus, [{"text": "a"}, {"text": None}])
-    with pytest.raises(ValueError, match=r"corpus.jsonl.gz:2: 'text' is null"):
-        embed(model, corpus, "broken", engine="ray")
-    assert not (corpus.parent / "broken").exists()
+    ray = pytest.importorskip("ray")
+    one = contents(embed(model, corpus, "one", dtype="int8"))
+    ray.init(address="local", num_cpus=2, include_dashboard=False)  # once, as it takes long
+    try:
+        assert contents(embed(model, corpus, "ray", dtype="int8", engine="ray", processes=2)) == one
+        write_rows(corpus, [{"text": "a"}, {"text": None}])
+        with pytest.raises(ValueError, match=r"corpus.jsonl.gz:2: 'text' is null"):
+            embed(model, corpus, "broken", engine="ray")
+        assert not (corpus.parent / "broken").exists()
+    finally:
+        ray.shutdown()

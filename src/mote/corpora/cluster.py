@@ -69,13 +69,13 @@ def _embedded(job: Job, numbers: Sequence[int], workers: int | None) -> Iterator
         _Worker,
         fn_constructor_args=(job,),
         batch_size=1,
-        concurrency=workers,
+        compute=ray.data.ActorPoolStrategy(size=workers),
         num_cpus=cpus,
         num_gpus=min(1, gpus / workers) if gpus else None,
     )
     try:
         for row in results.iter_rows():
-            yield row["finished"]
+            yield Finished(**row["finished"])
     except (ray.exceptions.RayTaskError, ray.exceptions.UserCodeException) as error:
         raise _cause(error) from error
 
@@ -97,5 +97,5 @@ class _Worker:
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Embed some shards."""
         with on_devices(self.job.model, self.encoder, (), lambda _: None) as encode_all:
-            finished = list(embed_shards(self.job, map(int, batch["number"]), self.reader, self.encoder, encode_all))
-        return {"finished": finished}
+            finished = embed_shards(self.job, map(int, batch["number"]), self.reader, self.encoder, encode_all)
+            return {"finished": [shard._asdict() for shard in finished]}

@@ -2,12 +2,11 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import parent_process
-from multiprocessing.connection import wait
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -212,22 +211,26 @@ def on_devices(
 
 
 class _InWorker:
-    """Sets a worker process up when the model arrives there, as Sentence-Transformers leaves no other place for it."""
+    """Sets a worker process up when the model arrives there: Sentence-Transformers leaves no other place for it."""
 
     def __init__(self, threads: int | None) -> None:
         self.threads = threads
 
     def __reduce__(self) -> Any:
-        return _set_up_worker, (self.threads,)
+        return _set_up_worker, (os.getpid(), self.threads)
 
 
-def _set_up_worker(threads: int | None) -> _InWorker:
-    """Share the cores among the processes, and end with the parent: a killed one cannot stop its workers."""
+def _set_up_worker(parent: int, threads: int | None) -> _InWorker:
+    """Share the cores among the processes, and end with the parent: if killed, it leaves its workers waiting."""
     import torch
 
-    parent = parent_process()
-    if parent is not None:
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    if os.getpid() != parent:
+        threading.Thread(target=watch, daemon=True).start()
         if threads is not None:
             torch.set_num_threads(threads)
-        threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
     return _InWorker(threads)
