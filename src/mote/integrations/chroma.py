@@ -5,23 +5,21 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-try:
-    from chromadb.api.types import Documents, Embeddable, EmbeddingFunction, Embeddings, Space
-    from chromadb.utils.embedding_functions import register_embedding_function
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f'{error.name} is not installed, which this module needs: pip install "mote-embeddings[chroma]"',
-        name=error.name,
-    ) from error
-
 import numpy as np
 
+from mote.integrations import extra
 from mote.integrations.encoder import TaskEncoder
+
+with extra("chroma"):
+    from chromadb.api.types import Documents, Embeddable, EmbeddingFunction, Embeddings, Space
+    from chromadb.utils.embedding_functions import register_embedding_function
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
-# Settings that decide on the embeddings of documents, which a collection has already.
+_SETTINGS = ("query_task", "document_task", "trust_remote_code", "revision", "device", "encode_kwargs")
+
+# Those that decide on the embeddings of documents, which a collection has already.
 _OF_DOCUMENTS = ("document_task", "revision", "encode_kwargs")
 
 
@@ -85,15 +83,7 @@ class MoTEEmbeddingFunction(TaskEncoder, EmbeddingFunction[Embeddable]):
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments, as a collection stores them."""
-        return {
-            "model": self.path,
-            "query_task": self.query_task,
-            "document_task": self.document_task,
-            "trust_remote_code": self.trust_remote_code,
-            "revision": self.revision,
-            "device": self.device,
-            "encode_kwargs": self.encode_kwargs,
-        }
+        return {"model": self.path, **{name: getattr(self, name) for name in _SETTINGS}}
 
     @staticmethod
     def build_from_config(config: dict[str, Any]) -> "MoTEEmbeddingFunction":
@@ -110,7 +100,7 @@ class MoTEEmbeddingFunction(TaskEncoder, EmbeddingFunction[Embeddable]):
         Raises:
             ValueError: If it has other keys than `get_config` returns.
         """
-        expected = ["model", "query_task", "document_task", "trust_remote_code", "revision", "device", "encode_kwargs"]
+        expected = ["model", *_SETTINGS]
         if sorted(config) != sorted(expected):
             raise ValueError(f"The config of a MoTEEmbeddingFunction has the keys {expected}, got {list(config)}")
 

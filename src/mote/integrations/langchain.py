@@ -1,14 +1,10 @@
 """LangChain: `MoTEEmbeddings`, for vector stores and retrievers."""
 
-try:
-    from langchain_core.embeddings import Embeddings
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f'{error.name} is not installed, which this module needs: pip install "mote-embeddings[langchain]"',
-        name=error.name,
-    ) from error
-
+from mote.integrations import extra
 from mote.integrations.encoder import TaskEncoder
+
+with extra("langchain"):
+    from langchain_core.embeddings import Embeddings
 
 
 class MoTEEmbeddings(TaskEncoder, Embeddings):

@@ -5,16 +5,12 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-try:
+from mote.integrations import extra
+from mote.integrations.encoder import TaskEncoder
+
+with extra("llamaindex"):
     from llama_index.core.base.embeddings.base import BaseEmbedding
     from llama_index.core.bridge.pydantic import Field, PrivateAttr
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f'{error.name} is not installed, which this module needs: pip install "mote-embeddings[llamaindex]"',
-        name=error.name,
-    ) from error
-
-from mote.integrations.encoder import TaskEncoder
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
