@@ -218,7 +218,7 @@ def test_without_a_card_and_without_a_record(folder: Path, dense: Path, tmp_path
     assert "a **MoTE** (Mixture of Task Experts).\n" in card
     assert "mote upcycle" not in card
     plain = shutil.copytree(dense, tmp_path / "plain")
-    with pytest.raises(ValueError, match="is no MoTE, and has no mote"):
+    with pytest.raises(ValueError, match="is not a MoTE, and has no mote"):
         write_card(plain)
     assert not (plain / "README.md").exists()
 

@@ -8,6 +8,7 @@ infinity, vLLM and llama.cpp read the older names, some of them nothing else; an
 import inspect
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 Settings = dict[str, Any]
 
 # Modules that are found under `sentence_transformers.models` in Sentence-Transformers 3, and by it ever since.
-LONG_LIVED = "sentence_transformers.models."
+_LONG_LIVED = "sentence_transformers.models."
 _MODULES = (
     *("Transformer", "Pooling", "Normalize", "Dense", "LayerNorm", "Dropout", "CNN", "LSTM"),
     *("WeightedLayerPooling", "WordWeights", "WordEmbeddings", "BoW", "StaticEmbedding"),
@@ -70,7 +71,7 @@ def write_plainly(folder: Path, model: PreTrainedModel) -> None:
         name = module["type"].rsplit(".", 1)[-1]
         if not module["type"].startswith("sentence_transformers.") or name not in _MODULES:
             continue
-        module["type"] = LONG_LIVED + name
+        module["type"] = _LONG_LIVED + name
         if name == "Pooling":
             _edit(folder / module["path"] / "config.json", plain_pooling)
         elif name == "Dense":
@@ -142,9 +143,7 @@ def _lower_casing(tokenizer: Settings) -> Settings:
 def _plain_tokenizer_config(settings: Settings, model: PreTrainedModel) -> Settings:
     """Use the names of transformers 4 for the class without a family, and for further special tokens."""
     settings = dict(settings)
-    if (
-        "token_type_ids" not in inspect.signature(model.forward).parameters
-    ):  # transformers 4 would pass them all the same
+    if "token_type_ids" not in inspect.signature(model.forward).parameters:  # which transformers 4 passes all the same
         settings.setdefault("model_input_names", ["input_ids", "attention_mask"])
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -158,8 +157,8 @@ def _plain_config(config: Settings) -> Settings:
     config = _with_rope_of_transformers_4(dict(config))
     if config.get("is_causal") is False and config["model_type"] in _CAUSAL_IN_TRANSFORMERS_4:
         logger.warning(
-            "Transformers 4 knows no %s with attention in both directions, and computes other embeddings without a "
-            "word: load this model with transformers 5",
+            "Transformers 4 knows no %s with attention in both directions, and silently computes other embeddings: "
+            "load this model with transformers 5",
             config["model_type"],
         )
         if config["model_type"] in ("llama", "mistral", "qwen3"):
@@ -176,12 +175,10 @@ def _with_rope_of_transformers_4(config: Settings) -> Settings:
     nested = {name: dict(one) for name, one in rope.items() if isinstance(one, dict)}
     if not nested:
         flat = dict(rope)
-        config["rope_theta"] = flat.pop("rope_theta", None)
-        if "partial_rotary_factor" in flat:
-            config["partial_rotary_factor"] = flat.pop("partial_rotary_factor")
+        config |= {key: flat.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in flat}
         if flat.get("rope_type", "default") != "default":
             config["rope_scaling"] = flat
-        return {key: value for key, value in config.items() if key != "rope_theta" or value is not None}
+        return config
     if set(nested) != {"full_attention", "sliding_attention"}:
         return config
     full, sliding = nested["full_attention"], nested["sliding_attention"]
@@ -195,7 +192,7 @@ def _with_rope_of_transformers_4(config: Settings) -> Settings:
     return config
 
 
-def _edit(path: Path, change: Any) -> None:
+def _edit(path: Path, change: Callable[[Settings], Settings]) -> None:
     content = _read(path)
     if content and (changed := change(content)) != content:
         _write(path, changed)
@@ -206,5 +203,5 @@ def _read(path: Path) -> Settings:
     return content
 
 
-def _write(path: Path, content: Any) -> None:
+def _write(path: Path, content: Settings | list[Settings]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -111,7 +111,7 @@ def rewritten_card(source: Checkpoint, repo_id: str, base_model: str | None = No
     elif any(step["step"] != "extract" for step in steps):
         template, values = "dense_card.md", _values_of_dense(source, steps)
     else:
-        raise ValueError(f"{source.name} is no MoTE, and has no mote.json that says it was made of one")
+        raise ValueError(f"{source.name} is not a MoTE, and has no mote.json that says it was made of one")
     data = _metadata(source, steps, base_model)
     values |= {
         "source": None,
@@ -219,7 +219,7 @@ def _sections(text: str) -> Iterator[tuple[str, str]]:
 def experts_are_copies(source: Checkpoint) -> bool:
     """Whether the experts of a MoTE are equal, as upcycling leaves them; reads one weight at a time.
 
-    Compressed experts, and those of a file that is no safetensors, count as different.
+    Compressed experts, and those in a file of another format than safetensors, count as different.
     """
     config: Any = source.config
     if config.compression is not None or any(path.suffix != ".safetensors" for path in source.weights):

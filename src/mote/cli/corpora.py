@@ -156,7 +156,7 @@ def filter_pairs(
     split: Split = "train",
     subset: Subset = None,
     nearest: Annotated[int, typer.Option(metavar="K", min=1, help="Documents among which the positive must be.")] = 2,
-    shard_size: Annotated[int, typer.Option(metavar="N", min=1, help="Pairs that are compared.")] = 1_000_000,
+    shard_size: Annotated[int, typer.Option(metavar="N", min=1, help="Pairs compared with one another.")] = 1_000_000,
     query_task: QueryTask = "query",
     document_task: DocumentTask = "document",
     batch_size: options.BatchSize = 32,
