@@ -163,7 +163,7 @@ def test_the_trainer_as_it_is(trained_folder: Path, tmp_path: Path) -> None:
 
     pairs = datasets.Dataset.from_dict({"anchor": TEXTS * 4, "positive": TEXTS[::-1] * 4})
     after = []
-    for factor in (0.0, 100.0):
+    for factor in (0.0, 50.0):
         model = sentence_transformer(trained_folder, router_aux_loss_coef=factor)
         model[0].model.gradient_checkpointing_enable()
         arguments = SentenceTransformerTrainingArguments(
@@ -178,19 +178,19 @@ def test_the_trainer_as_it_is(trained_folder: Path, tmp_path: Path) -> None:
         with torch.no_grad():
             logits = mote(tokens["input_ids"], tokens["attention_mask"], output_router_logits=True).router_logits
         after.append(load_balancing_loss(logits, tokens["attention_mask"], 2).item() / len(logits))
-    assert after[1] < 0.3 < 0.35 < after[0]
-    assert after[1] >= 0.25 - 1e-3
+    assert after[1] < 0.6 < 0.7 < after[0]
+    assert after[1] >= 0.5 - 2e-3
 
 
 def test_the_plan(tmp_path: Path) -> None:
     def plan(**settings: Any) -> str:
         return str(plan_upcycling(str(SMALL_ENCODER), tmp_path / "out", routing="token", **settings))
 
-    assert "each token through 2 of 4 experts, with weights that sum to 1; load balancing 0.01" in plan()
+    assert "each token through 2 of 4 experts, with weights that sum to 1; load balancing 0.005" in plan()
     assert "with the router's probabilities as weights" in plan(norm_topk_prob=False, num_experts_per_tok=1)
     assert "these are all 1, and the router learns to balance alone" in plan(num_experts_per_tok=1)
     counts = plan_upcycling(str(SMALL_ENCODER), routing="token", num_experts_per_tok=3).counts
-    assert counts["active"] == counts["shared"] + 3 * counts["experts"]["clustering"]
+    assert counts["active"] == counts["shared"] + 3 * counts["experts"]["0"]
 
 
 def test_the_recorded_command_makes_the_same_model(tmp_path: Path) -> None:

@@ -355,7 +355,7 @@ def test_rows_laid_end_to_end_count_as_rows(monkeypatch: pytest.MonkeyPatch) -> 
         lambda module, args, kwargs: weights.append(kwargs["routing"].loss_weight), with_kwargs=True
     )
     model(input_ids=torch.tensor([[5, 6, 7, 8]]), balance_share=0.5, cu_seq_lens_q=torch.tensor([0, 1, 2, 4]))
-    assert weights == [pytest.approx(0.01 * 3 * 0.5)]
+    assert weights == [pytest.approx(0.005 * 3 * 0.5)]
 
 
 def test_no_loss_outside_of_training() -> None:
