@@ -23,6 +23,8 @@ VERBS = [
     "evaluate",
     "analyze",
     "embed",
+    "mine",
+    "filter",
     "average",
     "interpolate",
     "export",
@@ -39,6 +41,10 @@ def test_every_verb_has_help(words: list[str], capsys: pytest.CaptureFixture[str
     assert main([*words, "--help"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(" ".join(["Usage: mote", *words]))
+
+
+def test_no_verb_is_left_out_here() -> None:
+    assert {command.name for command in app.registered_commands} == set(VERBS)
 
 
 @pytest.mark.parametrize("words", [[], ["experts"]])
@@ -218,12 +224,15 @@ def wrong_command_lines(verb: list[str], rest: list[str]) -> Iterator[list[str]]
         "evaluate SRC --data SRC",
         "analyze SRC",
         "embed SRC SRC --out OUT",
+        "mine SRC --model bm25 --out OUT",
+        "filter SRC --model bm25 --out OUT",
         "average SRC --out OUT",
         "interpolate SRC --out OUT --weight 0.5",
         "export SRC --out OUT --expert a",
         "compress SRC --out OUT --rank 1",
         "set SRC default_task=a",
         "memory SRC --batch-size 8 --length 8",
+        "card SRC",
         "experts list SRC",
         "experts add SRC mean --name x --out OUT",
         "experts extract SRC a --out OUT",
