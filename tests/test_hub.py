@@ -8,21 +8,9 @@ from pathlib import Path
 import pytest
 from helpers.checkpoints import dense_checkpoint, published_nomic, tiny_tokenizer
 from hub.hub_server import HubServer
+from hub.stranger import STRANGER
 
 ROOT = Path(__file__).parents[1]
-
-# A stranger's machine: transformers is installed, this project is not.
-STRANGER = """
-import sys
-from importlib.abc import MetaPathFinder
-
-class NotInstalled(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("mote", "modeling_mote", "configuration_mote", "sentence_transformer_mote"):
-            raise ModuleNotFoundError(name)
-
-sys.meta_path.insert(0, NotInstalled())
-"""
 
 LOAD = (
     STRANGER

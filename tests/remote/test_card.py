@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.families import make_different
 from hub.hub_server import HubServer
+from hub.stranger import STRANGER
 from huggingface_hub import ModelCard, metadata_load
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
@@ -147,16 +148,8 @@ def test_a_card_that_cannot_be_read(card: str | None, source: Path, tmp_path: Pa
     assert (tmp_path / "saved" / "README.md").exists()
 
 
-PUSH = """
-import sys
-from importlib.abc import MetaPathFinder
-
-class NotInstalled(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("mote", "modeling_mote", "configuration_mote", "sentence_transformer_mote"):
-            raise ModuleNotFoundError(name)
-
-sys.meta_path.insert(0, NotInstalled())
+PUSH = f"""
+{STRANGER}
 import torch
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
