@@ -1,4 +1,4 @@
-"""What docs/ecosystem.md says of other libraries' own classes is so: where queries go.
+"""What docs/ecosystem.md says of other libraries' own classes holds: where queries go.
 
 A MoTE is called in the same way for both there, so nothing on this side can tell. When one of these fails, that library
 has changed: the page can be shorter.

@@ -28,7 +28,7 @@ def test_queries_and_documents(trained_folder: Path, reference: Reference) -> No
 
 
 def test_a_prompt_for_both_is_refused(model: SentenceTransformer) -> None:
-    # LangChain's own class would embed queries with it, through the documents' expert, without a word.
+    # LangChain's own class would embed queries with it, through the documents' expert, silently.
     with pytest.raises(ValueError, match="pass `query_task=` and `document_task=`"):
         MoTEEmbeddings(model, encode_kwargs={"prompt_name": "search_document"})
 

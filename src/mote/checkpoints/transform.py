@@ -127,24 +127,17 @@ def transform(
     made = spec.made.format(**{name: _shown(value) for name, value in arguments.items()}, config=result.config)
 
     def write_card(folder: Path, step: dict[str, Any]) -> None:
-        if spec.same_model:
-            write_steps([*read_steps(source.folder), step], folder)
-            if (source.folder / "README.md").is_file():
-                shutil.copyfile(source.folder / "README.md", folder / "README.md")
-            card = rewritten_card(open_mote(str(folder)), repo_id)
-            (folder / "README.md").write_text(card, encoding="utf-8")
-            return
         common: dict[str, Any] = {"source": source, "command": command, "made": made}
-        if dense:
+        if spec.same_model:
+            _update_card(source, folder, repo_id, step)
+        elif dense:
             count, converted = result.num_parameters(), step.get("converted")
             cards.write_dense_card(folder, repo_id, source.config, count, expert=expert, converted=converted, **common)
         else:
             counts, normalized = parameter_counts(result), normalizes(source)
             cards.write_mote_card(folder, repo_id, result.config, counts, fresh=fresh, normalized=normalized, **common)
 
-    details: dict[str, Any] = {"parameters": result.num_parameters()}
-    if not spec.same_model:
-        details["made"] = made
+    details: dict[str, Any] = {"parameters": result.num_parameters(), **({} if spec.same_model else {"made": made})}
     config = source.config if dense else result.config
     tasks = {name: [task for task, expert in config.tasks.items() if expert == name] for name in config.experts}
     details |= {"of_mote": tasks, "expert": expert} if dense else {"experts": tasks}
@@ -185,6 +178,15 @@ def _target(source: MoTECheckpoint, out: str | Path | None, options: WriteOption
         "Name the folder to write with `--out`"
         + (f", or use `--overwrite` to change {source.name} itself" if source.is_local else "")
     )
+
+
+def _update_card(source: MoTECheckpoint, folder: Path, repo_id: str, step: dict[str, Any]) -> None:
+    """Write the source's card anew for the model in `folder`, which is complete but for card and record."""
+    write_steps([*read_steps(source.folder), step], folder)  # which the card shows
+    if (source.folder / "README.md").is_file():
+        shutil.copyfile(source.folder / "README.md", folder / "README.md")
+    card = rewritten_card(open_mote(str(folder)), repo_id)
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def _command(spec: Verb, source: MoTECheckpoint, settings: Mapping[str, Any], place: dict[str, Any]) -> str:
