@@ -15,7 +15,7 @@ from torch import nn
 from transformers.utils import logging
 from transformers.utils.versions import require_version
 
-INSTALL = 'MoTE models need: pip install -U "transformers>=5.17" "sentence-transformers>=6.0"'
+INSTALL = 'A MoTE needs: pip install -U "transformers>=5.17" "sentence-transformers>=6.0", or `mote export` an expert'
 require_version("transformers>=5.17", INSTALL)
 
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig  # noqa: E402
@@ -65,6 +65,12 @@ def _of_backbone(name: str, doc: str) -> property:
     """Make a property that reads and writes a setting of the backbone."""
     get = attrgetter(f"backbone_config.{name}")
     return property(get, lambda config, value: setattr(config.backbone_config, name, value), doc=doc)
+
+
+def _refuse_misspelled(names: Iterable[str]) -> None:
+    for name in sorted(set(names) - set(MoTEConfig.__annotations__)):
+        if near := difflib.get_close_matches(name, MoTEConfig.__annotations__, n=1, cutoff=0.8):
+            raise ValueError(f"Unknown setting {name!r}. Did you mean {near[0]!r}?")
 
 
 class NoHead:
@@ -151,9 +157,7 @@ class MoTEConfig(PreTrainedConfig):
         if self.instructions is None:
             self.instructions = {task: text for task, text in PAPER_INSTRUCTIONS.items() if task in own_names}
         kwargs.pop("model_type", None)  # the class has it: a subclass may be built of another one's dict
-        for name in kwargs:  # the base class keeps whatever it is given
-            if near := difflib.get_close_matches(name, MoTEConfig.__annotations__, n=1, cutoff=0.8):
-                raise ValueError(f"Unknown setting {name!r}. Did you mean {near[0]!r}?")
+        _refuse_misspelled(kwargs)  # the base class keeps whatever it is given
         super().__post_init__(**kwargs)
         self.validate()
 
@@ -161,9 +165,10 @@ class MoTEConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Build from a dict; `experts=[…]` among the keyword arguments selects the experts to load."""
         selected = kwargs.pop("experts", None)
+        _refuse_misspelled(kwargs)  # the base class drops them
         result = super().from_dict(config_dict, **kwargs)
-        if selected is not None:
-            (result[0] if isinstance(result, tuple) else result).load_only(selected)
+        config = result[0] if isinstance(result, tuple) else result
+        config.validate() if selected is None else config.load_only(selected)
         return result
 
     def load_only(self, experts: str | Iterable[str]) -> None:
@@ -185,8 +190,6 @@ class MoTEConfig(PreTrainedConfig):
         """As in the base class; and let `NoHead` answer for models with a head."""
         super().register_for_auto_class(auto_class)
         AutoModelForSequenceClassification.register(cls, NoHead, exist_ok=True)
-
-    # Validation --------------------------------------------------------------------------------------------------
 
     def validate(self) -> None:
         """Check names, references between them, sizes and layer indices; raise `ValueError` at the first problem."""
@@ -245,8 +248,6 @@ class MoTEConfig(PreTrainedConfig):
                     f"{expert_of_text[text]!r}: give the tasks of different experts different instructions"
                 )
 
-    # Experts and layers ------------------------------------------------------------------------------------------
-
     @property
     def available_experts(self) -> list[str]:
         """The experts whose weights are present, in the order of `experts`."""
@@ -271,8 +272,6 @@ class MoTEConfig(PreTrainedConfig):
                 f"got {self.mote_layers!r}: the backbone has {count} layers, from 0 to {count - 1}"
             )
         return sorted(indices)
-
-    # Tasks → experts ---------------------------------------------------------------------------------------------
 
     def expert_of(self, task: str | None) -> str:
         """Return the name of the expert that serves `task`; None: the `default_task`.

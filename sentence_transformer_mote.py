@@ -10,8 +10,9 @@ import torch
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils.versions import require_version
 
-for needed in ("transformers>=5.17", "sentence-transformers>=6.0"):
-    require_version(needed, 'MoTE models need: pip install -U "transformers>=5.17" "sentence-transformers>=6.0"')
+HINT = 'A MoTE needs: pip install -U "transformers>=5.17" "sentence-transformers>=6.0", or `mote export` an expert'
+require_version("transformers>=5.17", HINT)
+require_version("sentence-transformers>=6.0", HINT)
 
 from sentence_transformers import SentenceTransformerModelCardData  # noqa: E402
 from sentence_transformers.base.modules import Transformer  # noqa: E402  # a name that older versions lack

@@ -260,6 +260,22 @@ def test_an_invalid_selection(experts: list[str], message: str) -> None:
         MoTEConfig.from_dict(config().to_dict(), experts=experts)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"default_task": "clusterin"}, r"default_task 'clusterin' is not a task\. Did you mean 'clustering'"),
+        ({"route_by_text": "no"}, "route_by_text must be True or False, got 'no'"),
+        ({"route_by_tex": False}, r"Unknown setting 'route_by_tex'\. Did you mean 'route_by_text'"),
+        ({"experts": ["clustering"], "defaulttask": "clustering"}, r"Did you mean 'default_task'"),
+    ],
+)
+def test_an_invalid_setting_while_loading(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """The base class sets what it knows without a look, and drops the rest."""
+    config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        MoTEConfig.from_pretrained(tmp_path, **settings)
+
+
 # Which expert serves a task ------------------------------------------------------------------------------------------
 
 
