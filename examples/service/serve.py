@@ -222,7 +222,11 @@ class Service:
         try:
             items = [self.embedder.item(text, request.task) for text in request.texts]
         except ValueError as error:
-            raise refusal(400, str(error), "task", "unknown_task" if request.task else "missing_task") from error
+            if request.task:
+                raise refusal(400, str(error), "task", "unknown_task") from error
+            reason = str(error).splitlines()[0]  # what follows is for whoever loads the model
+            message = f"{reason} Send `task`.{alternatives('', self.embedder.tasks)}"
+            raise refusal(400, message, "task", "missing_task") from error
         self.waiting += len(items)
         try:
             results = await self.embed_unless_gone(items, connection)

@@ -302,6 +302,9 @@ def test_a_text_does_not_pick_its_expert_where_that_is_off(trained_folder: Path,
         answer = closed.embed(request)
         check_error(answer, 400, "task", "its own instruction does not count (route_by_text=False)")
         assert answer.body["error"]["code"] == "missing_task"
+        message = answer.body["error"]["message"]
+        assert "Send `task`. Available: 'classification', 'clustering'" in message
+        assert not any(word in message for word in ("SentenceTransformer(", "prompt_name", "mote set"))
         vector = vectors_of(closed.embed({**request, "task": "search_document"}))[0]
     assert abs(vector - reference("clustering: a whale", "search_document")).max() < 1e-5
 
