@@ -181,6 +181,7 @@ def test_a_dense_model(average: bool, folder: Path, tmp_path: Path) -> None:
     assert before.split("## How it was made")[0] == card.split("## How it was made")[0]
     assert write_card(out) == card
     assert "mote" not in metadata_load(out / "README.md")["tags"]
+    assert ("with them, send `clustering: ` and the text." in card) is not average
     assert "trust_remote_code" not in card
     assert "mote upcycle" in card
     assert ("mote average" if average else "mote export") in card
@@ -249,3 +250,25 @@ def test_different_experts_after_saving_by_transformers(upcycled: Path, tmp_path
     model = make_different(MoTEModel.from_pretrained(upcycled))
     model.save_pretrained(tmp_path / "saved")
     assert "Not trained yet" not in write_card(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("damaged", [b"---\nlicense: [\n---\n# x\n", b"---\n- a list\n---\n", b"\xff\xfe\x00"])
+def test_metadata_that_cannot_be_read_are_not_lost(damaged: bytes, folder: Path) -> None:
+    (folder / "README.md").write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"The metadata of the card .*README\.md cannot be read"):
+        write_card(folder)
+    assert (folder / "README.md").read_bytes() == damaged
+    with pytest.raises(ValueError, match="cannot be read"):
+        mote.configure(folder, default_task="clustering")
+    assert (folder / "README.md").read_bytes() == damaged
+    assert open_mote(str(folder)).config.default_task is None
+
+
+def test_the_recipe_that_trained_it_is_named(folder: Path) -> None:
+    record = json.loads((folder / "mote.json").read_text())
+    source = {"name": "you/base", "revision": "1" * 40}
+    record["steps"].append({"step": "train", "sources": [source], "made": "trained from", "recipe": "short"})
+    (folder / "mote.json").write_text(json.dumps(record))
+    for _ in range(2):
+        lead = " ".join(write_card(folder).split())
+        assert "trained by the recipe `short` from [you/base](https://huggingface.co/you/base)." in lead

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import ModelCardData
+import yaml  # type: ignore[import-untyped]
+from huggingface_hub import ModelCardData, metadata_load
 from safetensors import safe_open
 
 from mote import hub
@@ -72,7 +73,8 @@ def write_card(
 
     Raises:
         FileNotFoundError: If the source does not exist or has no weights.
-        ValueError: If it is neither a MoTE nor made of one, `base_model` is not an id, or an id comes without `push`.
+        ValueError: If it is neither a MoTE nor made of one, `base_model` is not an id, an id comes without `push`, or
+            the metadata of the present card are damaged.
         PermissionError: If the Hub refuses the push.
         ConnectionError: If the Hub cannot be reached.
     """
@@ -101,11 +103,11 @@ def rewritten_card(source: Checkpoint, repo_id: str, base_model: str | None = No
         base_model: As in `write_card`.
 
     Raises:
-        ValueError: If it is neither a MoTE nor made of one.
+        ValueError: If it is neither a MoTE nor made of one, or the metadata of its card are damaged.
     """
     steps = read_steps(source.folder)
     readme = source.folder / "README.md"
-    lead, sections = _kept(readme.read_text(encoding="utf-8") if readme.is_file() else "")
+    lead, sections = _kept(_read(readme))
     if is_mote(source.config):
         template, values = "model_card.md", _values_of_mote(source, steps)
     elif any(step["step"] != "extract" for step in steps):
@@ -158,7 +160,8 @@ def _origin(steps: list[dict[str, Any]]) -> dict[str, Any]:
         if "made" in step and step["sources"]:
             source = step["sources"][0]
             page = f"https://huggingface.co/{source['name']}" if source.get("revision") else "#how-it-was-made"
-            return {"made": step["made"], "source": source["name"], "source_link": page}
+            made = f"trained by the recipe `{step['recipe']}` from" if step.get("recipe") else step["made"]
+            return {"made": made, "source": source["name"], "source_link": page}
     return {}
 
 
@@ -185,6 +188,20 @@ def _metadata(source: Checkpoint, steps: list[dict[str, Any]], base_model: str |
         if data.get(key) is None and key != "base_model_relation":
             data[key] = value
     return data
+
+
+def _read(readme: Path) -> str:
+    """Read a card, whose metadata would be lost if they could not be read."""
+    try:
+        if not readme.is_file():
+            return ""
+        metadata_load(readme)
+        return readme.read_text(encoding="utf-8")
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(
+            f"The metadata of the card {readme} cannot be read ({' '.join(str(error).split())}): mend what is between "
+            "its lines `---`, or remove the card"
+        ) from error
 
 
 def _kept(card: str) -> tuple[str, str]:
