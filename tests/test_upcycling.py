@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
 
 from modeling_mote import MoTEModel
-from mote import plan_upcycling, upcycle
+from mote import experts, plan_upcycling, transform, upcycle
 from mote.checkpoints.reading import open_mote
 from mote.cli import main
 from mote.experts import parameter_counts
@@ -447,3 +447,13 @@ def test_the_preset_of_nomic_v2_begins_as_the_dense_model(tmp_path: Path) -> Non
     assert model.blocks[0].feed_forward.experts.down_proj.shape[0] == 8
     with pytest.raises(ValueError, match=r"Unknown preset 'nomic-v3'.*Did you mean 'nomic-v2'"):
         upcycle(str(source), tmp_path / "other", preset="nomic-v3")
+
+
+def test_an_exported_expert_can_be_upcycled_again(trained_folder: Path, tmp_path: Path) -> None:
+    """It has one instruction for everything, which cannot pick an expert."""
+    expert = transform(trained_folder, tmp_path / "expert", experts.export, "clustering")
+    with pytest.raises(ValueError, match=r"already stands for .* count as instructions: .* `--expert NAME`"):
+        plan_upcycling(expert)
+    assert plan_upcycling(expert, experts=["clustering", "topics"]).config.experts == ["clustering", "topics"]
+    others = {f"{prefix}{role}": f"{role}: " for role in ("query", "document") for prefix in ("", "search_")}
+    assert plan_upcycling(expert, instructions=others).config.instruction_of("clustering") == "clustering: "

@@ -297,8 +297,17 @@ def plan_upcycling(
     prompts = st.source_prompts(source)
     pooling = options.pooling or st.source_pooling(source) or "mean"
     config = (_published_config if source.format == "nomic_moe" else _config)(options, source, pooling)
-    config.instructions = {**config.instructions, **instructions_from(prompts, config), **(options.instructions or {})}
-    config.validate()
+    of_source = instructions_from(prompts, config)
+    config.instructions = {**config.instructions, **of_source, **(options.instructions or {})}
+    try:
+        config.validate()
+    except ValueError as error:
+        if not of_source:
+            raise
+        raise ValueError(
+            f"{error}. Prompts of {source.name} count as instructions: write others with `--instruction TASK=TEXT`, or "
+            "choose the experts with `--expert NAME`"
+        ) from error
     if options.dtype not in DTYPES:
         raise ValueError(f"Unknown dtype {options.dtype!r}." + alternatives(options.dtype, DTYPES))
     config.dtype = stored_dtype(source) if options.dtype == "auto" else getattr(torch, options.dtype)
