@@ -130,3 +130,9 @@ def test_a_cache_that_would_mix_up_queries_and_texts_is_refused(
     embedding = MoTEEmbedding(model, embeddings_cache=SimpleKVStore(), **settings)
     for _ in range(2):
         reference.is_by(embedding.get_text_embedding(TEXTS[0]), TEXTS[:1], "clustering")
+
+
+def test_a_misspelled_argument_is_an_error(model: SentenceTransformer) -> None:
+    """The base class would ignore it, and the queries have the wrong expert."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'query_tsk'"):
+        MoTEEmbedding(model, query_tsk="clustering")

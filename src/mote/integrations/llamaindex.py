@@ -63,6 +63,8 @@ class MoTEEmbedding(BaseEmbedding):
                 "An embeddings_cache has one embedding per text, so that a query would get that of a document: leave "
                 "it out, or pass the same `query_task=` and `document_task=`"
             )
+        if unknown := kwargs.keys() - type(self).model_fields.keys():  # which the base class ignores
+            raise TypeError(f"MoTEEmbedding() got an unexpected keyword argument {min(unknown)!r}")
         settings: dict[str, Any] = {
             "query_task": query_task,
             "document_task": document_task,
