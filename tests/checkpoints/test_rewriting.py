@@ -272,3 +272,12 @@ def test_the_recipe_that_trained_it_is_named(folder: Path) -> None:
     for _ in range(2):
         lead = " ".join(write_card(folder).split())
         assert "trained by the recipe `short` from [you/base](https://huggingface.co/you/base)." in lead
+
+
+def test_one_expert_and_a_task_whose_name_would_end_a_cell(dense: Path, tmp_path: Path) -> None:
+    folder = upcycle(str(dense), tmp_path / "one", experts=["größe"], tasks={"a | b": "größe"})
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert r"| `a \| b` | `größe` | none |" in card
+    assert "1 task expert in one text-embedding model" in card
+    assert write_card(folder) == write_card(folder)
+    assert write_card(folder).count("in one text-embedding model") == 1

@@ -40,7 +40,7 @@ _GENERATED = (
     "> **Not trained yet.**",
     "It embeds as that MoTE does for the tasks below",
 )
-_EXPERTS_IN_ONE = re.compile(r"\d+ (task )?experts in one text-embedding model")
+_EXPERTS_IN_ONE = re.compile(r"\d+ (task )?experts? in one text-embedding model")
 
 # Steps of `mote.json` after which equal experts are no longer those of the dense model.
 _CHANGING = ("train", "merge", "average", "interpolate")
@@ -146,7 +146,7 @@ def _values_of_dense(source: Checkpoint, steps: list[dict[str, Any]]) -> dict[st
         "experts": list(experts),
         "expert": expert,
         "parameters": millions(model.num_parameters()),
-        "prompts": [(task, cell(prompts.get(task, ""))) for task in tasks],
+        "prompts": [(cell(task), cell(prompts.get(task, ""))) for task in tasks],
         "instruction": escaped(prompts.get(default) or ""),
         "example_task": None if default else next((task for task in tasks if prompts.get(task)), None),
         "converted": steps[-1].get("converted"),
