@@ -29,11 +29,14 @@ class MoTECardData(SentenceTransformerModelCardData):
         rows = [f"| `{name}` | `{config.tasks[name]}` | `{config.instruction_of(name)!r}` |" for name in config.tasks]
         return "\n".join([snippet, "", "| task | expert | instruction |", "| --- | --- | --- |", *rows, ""])
 
-    def compute_dataset_metrics(self, dataset: Any, info: Any, loss: Any, router_mapping: Any = None) -> Any:
-        """Count tokens as for the first expert: there may be no task for documents."""
+    def compute_dataset_metrics(self, *args: Any, **kwargs: Any) -> Any:
+        """Count tokens; where there is no task, for documents say, as for the first expert."""
         config: Any = self.model[0].config  # type: ignore[index]
-        tasks = dict.fromkeys(getattr(dataset, "column_names", None) or (), config.available_experts[0])
-        return super().compute_dataset_metrics(dataset, info, loss, {**tasks, **(router_mapping or {})})
+        default, config.default_task = config.default_task, config.default_task or config.available_experts[0]
+        try:
+            return super().compute_dataset_metrics(*args, **kwargs)
+        finally:
+            config.default_task = default
 
 
 class MoTETransformer(Transformer):
@@ -95,15 +98,12 @@ class MoTETransformer(Transformer):
         self.config.warn_of_instructions(inputs, prompt)
         mixed = not isinstance(tasks, str)
         features = super().preprocess(inputs, prompt, processing_kwargs, task=task, mixed_tasks=mixed, **kwargs)
-        ids = {name: i for i, name in enumerate(self.config.tasks)}
-        features["route"] = torch.tensor([ids[name] for name in tasks]) if mixed else tasks
+        features["route"] = torch.tensor([list(self.config.tasks).index(name) for name in tasks]) if mixed else tasks
         return features
 
-    def _should_flatten_inputs(
-        self, modality: Any, processor_inputs: dict[str, Any], mixed_tasks: bool = False, **kwargs: Any
-    ) -> bool:
+    def _should_flatten_inputs(self, *args: Any, mixed_tasks: bool = False, **kwargs: Any) -> bool:
         """Keep rows of several tasks apart: flash attention without padding would join them into one sequence."""
-        return not mixed_tasks and super()._should_flatten_inputs(modality, processor_inputs, **kwargs)
+        return not mixed_tasks and super()._should_flatten_inputs(*args, **kwargs)
 
     def forward(self, features: dict[str, Any], task: str | None = None, **kwargs: Any) -> dict[str, Any]:
         """Run the model.
@@ -118,8 +118,7 @@ class MoTETransformer(Transformer):
         """
         route = features.get("route", task or features.get("task"))
         routing = {"task": None, "task_ids": route} if isinstance(route, torch.Tensor) else {"task": route}
-        inputs = {name: value for name, value in features.items() if name != "route"}
-        out = super().forward(inputs, **routing, **kwargs)
+        out = super().forward({name: value for name, value in features.items() if name != "route"}, **routing, **kwargs)
         features.update(out)  # as the base class leaves them; losses over layers read them there
         return out
 
