@@ -6,7 +6,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from mote.corpora.encoding import on_devices
+from mote.corpora.encoding import Devices
 from mote.corpora.job import Finished, Job, embed_shards
 from mote.corpora.source import Reader
 
@@ -92,10 +92,9 @@ class _Worker:
     def __init__(self, job: Job) -> None:
         self.reader = Reader(job.corpus)
         self.job = job
-        self.encoder = job.model.load()
+        self.devices = Devices(job.model.load())
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Embed some shards."""
-        with on_devices(self.job.model, self.encoder, (), lambda _: None) as encode_all:
-            finished = embed_shards(self.job, map(int, batch["number"]), self.reader, self.encoder, encode_all)
-            return {"finished": [shard._asdict() for shard in finished]}
+        finished = embed_shards(self.job, map(int, batch["number"]), self.devices, reader=self.reader)
+        return {"finished": [shard._asdict() for shard in finished]}

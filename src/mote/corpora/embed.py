@@ -7,24 +7,23 @@ from contextlib import closing
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from huggingface_hub.utils import tqdm
 
 from configuration_mote import alternatives
 from mote.checkpoints.staging import require_space
 from mote.corpora.cluster import on_ray, require_ray
-from mote.corpora.encoding import find_model, on_devices
+from mote.corpora.encoding import Devices, find_model
 from mote.corpora.index import check_index, write_index
 from mote.corpora.job import Finished, Job, embed_shards
-from mote.corpora.source import Reader, find_corpus
+from mote.corpora.source import find_corpus
 from mote.corpora.store import DTYPES, Store, open_store, read_manifest
 from mote.inference.loading import check_device
 
-if TYPE_CHECKING:
-    from sentence_transformers import SentenceTransformer
-
 ENGINES = ("local", "ray")
+
+Engine = Callable[[Job, Sequence[int], Callable[[int], object]], Iterator[Finished]]
+"""Makes shards of a job; it may tell in between how many texts it has embedded."""
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +97,7 @@ def embed_corpus(
     """
     numbers = {"batch_size": batch_size, "shard_size": shard_size, "dimensions": dimensions, "processes": processes}
     _check(numbers, dtype, engine, sum(value is not None for value in (task, prompt, task_column)))
-    devices = _devices(device, processes, engine, address, backend)
+    devices = check_devices(device, processes, engine, address, backend)
     folder = Path(out)
     read_manifest(folder)  # refuses anything else
     corpus = find_corpus(
@@ -119,26 +118,47 @@ def embed_corpus(
         prompt=prompt,
         task=task,
     )
-    encoder = found.load("meta" if engine == "ray" else "cpu" if len(devices) > 1 else next(iter(devices), None))
+    encoder = found.load("meta" if engine == "ray" else first_device(devices))
     dimension = found.check(encoder)
     if index is not None:
         check_index(index, dimension)
     logger.info("Counting texts …")
     job = Job(found, corpus.counted(), folder, dtype, shard_size)
+    if engine == "ray":
+        run_job(job, lambda job, shards, _: on_ray(job, shards, address, processes), dimension, index, overwrite)
+    else:
+        with Devices(encoder, devices) as ready:
+            run_job(job, locally(ready), dimension, index, overwrite)
+    return folder
 
-    def start(job: Job, shards: Sequence[int], progress: Callable[[int], object]) -> Iterator[Finished]:
-        if engine == "ray":
-            return on_ray(job, shards, address, processes)
-        return _locally(job, shards, encoder, devices, progress)
 
-    with open_store(folder, job.manifest(), overwrite) as store:
+def locally(devices: Devices) -> Engine:
+    """Return the engine that runs on devices of this machine."""
+    return lambda job, shards, progress: embed_shards(job, shards, devices, progress)
+
+
+def run_job(job: Job, engine: Engine, dimension: int | None, index: str | None = None, overwrite: bool = False) -> None:
+    """Make what a job lacks.
+
+    Args:
+        job: The job.
+        engine: What embeds its shards.
+        dimension: Dimension of the embeddings, if it is known.
+        index: As in `embed_corpus`.
+        overwrite: As in `embed_corpus`.
+
+    Raises:
+        OSError: As in `embed_corpus`.
+        ValueError: As in `embed_corpus`.
+    """
+    with open_store(job.folder, job.manifest(), overwrite) as store:
         try:
-            _embed(replace(job, ranges=store.manifest["ranges"]), store, start, dimension)
+            _embed(replace(job, ranges=store.manifest["ranges"]), store, engine, dimension)
             if index is not None:
                 write_index(store, index)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"finished shards are kept in {folder}, and the same command resumes") from None
-    return folder
+            message = f"finished shards are kept in {job.folder}, and the same command resumes"
+            raise KeyboardInterrupt(message) from None
 
 
 def _check(numbers: dict[str, int | None], dtype: str, engine: str, tasks: int) -> None:
@@ -154,9 +174,18 @@ def _check(numbers: dict[str, int | None], dtype: str, engine: str, tasks: int) 
         raise ValueError("task, prompt and task_column exclude one another: give one of them")
 
 
-def _devices(
-    device: str | Sequence[str] | None, processes: int | None, engine: str, address: str | None, backend: str
+def check_devices(
+    device: str | Sequence[str] | None,
+    processes: int | None,
+    engine: str = "local",
+    address: str | None = None,
+    backend: str = "torch",
 ) -> list[str]:
+    """Return the devices that settings of `embed_corpus` stand for; none for the best one.
+
+    Raises:
+        ValueError: If they exclude one another, or a device does not exist.
+    """
     devices = [device] if isinstance(device, str) else list(device or ())
     if engine == "ray":
         if devices:
@@ -174,18 +203,12 @@ def _devices(
     return devices
 
 
-def _locally(
-    job: Job,
-    shards: Sequence[int],
-    encoder: "SentenceTransformer",
-    devices: Sequence[str],
-    progress: Callable[[int], object],
-) -> Iterator[Finished]:
-    with on_devices(job.model, encoder, devices, progress) as encode_all:
-        yield from embed_shards(job, shards, Reader(job.corpus), encoder, encode_all)
+def first_device(devices: Sequence[str]) -> str | None:
+    """Return the device on which a model is loaded that runs on some devices; None for the best one."""
+    return "cpu" if len(devices) > 1 else next(iter(devices), None)
 
 
-def _embed(job: Job, store: Store, start: Callable[..., Iterator[Finished]], dimension: int | None) -> None:
+def _embed(job: Job, store: Store, engine: Engine, dimension: int | None) -> None:
     """Make the shards that are not finished."""
     shards, rows = store.unfinished(), len(job.corpus)
     if not shards:
@@ -200,7 +223,7 @@ def _embed(job: Job, store: Store, start: Callable[..., Iterator[Finished]], dim
         logger.info("%s of %s texts are embedded already", f"{done:,}", f"{rows:,}")
     with (
         tqdm(total=rows, initial=done, unit=" texts", desc="Embedding", disable=None) as bar,
-        closing(start(job, shards, bar.update)) as results,  # type: ignore[type-var]
+        closing(engine(job, shards, bar.update)) as results,  # type: ignore[type-var]
     ):
         for finished in results:
             store.record_shard(finished.number, finished.entry, dimension=finished.dimension, ranges=finished.ranges)

@@ -5,8 +5,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +36,7 @@ class Model:
         backend: `"torch"`; for a folder written by `mote export` also `"onnx"` or `"openvino"`.
         trust_remote_code: Run the code in its repository.
         revision: Commit on the Hub; None for a folder.
+        content: Hash of a folder; None for a model on the Hub.
         batch_size: Texts in a batch.
         dimensions: Dimensions that are kept. Default: all.
         prompt: Prompt of all texts.
@@ -45,6 +47,7 @@ class Model:
     backend: str = "torch"
     trust_remote_code: bool = False
     revision: str | None = None
+    content: str | None = None
     batch_size: int = 32
     dimensions: int | None = None
     prompt: str | None = None
@@ -52,8 +55,7 @@ class Model:
 
     def identity(self) -> dict[str, str | None]:
         """Describe it for the manifest: the commit of the Hub, or a hash of the folder."""
-        revision = self.revision or folder_hash(Path(self.source))
-        return {"name": self.source, "revision": revision, "backend": self.backend}
+        return {"name": self.source, "revision": self.revision or self.content, "backend": self.backend}
 
     def load(self, device: str | None = None) -> "SentenceTransformer":
         """Load it.
@@ -119,12 +121,14 @@ class Model:
 
 
 def find_model(source: str, *, revision: str | None = None, **settings: Any) -> Model:
-    """Find a model, without loading it.
+    """Find a model and what it holds, without loading it.
 
     Raises:
         FileNotFoundError: If it is neither a folder with a model nor on the Hub.
     """
-    return Model(source, revision=commit_of(source, revision), **settings)
+    commit = commit_of(source, revision)
+    content = folder_hash(Path(source)) if commit is None else None
+    return Model(source, revision=commit, content=content, **settings)
 
 
 class Window(NamedTuple):
@@ -160,54 +164,70 @@ def windows(documents: Sequence[Document], model: Model, encoder: "SentenceTrans
             yield Window(part, [documents[row].text for row in part], arguments)
 
 
-EncodeAll = Callable[[Iterable[Window]], Iterator[np.ndarray]]
-"""Embeds windows, in order."""
+class Devices:
+    """A model on its device in this process, or on several, in a process for each. Closed like a file.
 
-
-@contextmanager
-def on_devices(
-    model: Model, encoder: "SentenceTransformer", devices: Sequence[str], progress: Callable[[int], object]
-) -> Iterator[EncodeAll]:
-    """Make a model ready: in this process, or with several devices in a process for each.
+    The processes start with the first texts, and serve any number of runs.
 
     Args:
-        model: Settings of the model.
         encoder: The model.
-        devices: Devices of the processes, such as `["cuda:0", "cuda:1"]` or `["cpu", "cpu"]`; for one or none the
-            encoder stays in this process, on its own device.
-        progress: Called with a number of texts whenever they are embedded.
+        names: Devices of the processes, such as `["cuda:0", "cuda:1"]` or `["cpu", "cpu"]`; for one or none the encoder
+            stays in this process, on its own device.
     """
-    if len(devices) < 2:
-        hook = encoder.register_forward_hook(lambda _, __, output: progress(len(output["sentence_embedding"])))
+
+    def __init__(self, encoder: "SentenceTransformer", names: Sequence[str] = ()) -> None:
+        self.encoder = encoder
+        self.names = list(names) if len(names) > 1 else []
+        self._pools: list[Any] = []
+        self._free: SimpleQueue[Any] = SimpleQueue()
+        self._threads = ThreadPoolExecutor(max(1, len(self.names)))
+
+    def encode(
+        self, model: Model, windows: Iterable[Window], progress: Callable[[int], object]
+    ) -> Iterator[np.ndarray]:
+        """Embed windows, in order.
+
+        Args:
+            model: How.
+            windows: The windows.
+            progress: Called with a number of texts whenever they are embedded.
+        """
+        if not self.names:
+            return (self._here(model, window, progress) for window in windows)
+        if not self._pools:
+            threads = max(1, (os.cpu_count() or 1) // len(self.names))
+            in_worker = _InWorker(threads if set(self.names) == {"cpu"} else None)
+            self.encoder.in_worker = in_worker  # type: ignore[assignment]
+            for name in self.names:  # a pool each: a free one takes a window
+                self._pools.append(self.encoder.start_multi_process_pool([name]))
+                self._free.put(self._pools[-1])
+        return self._threads.map(partial(self._in_a_process, model, progress), windows)
+
+    def _here(self, model: Model, window: Window, progress: Callable[[int], object]) -> np.ndarray:
+        hook = self.encoder.register_forward_hook(lambda _, __, output: progress(len(output["sentence_embedding"])))
         try:
-            yield lambda windows: (model.encode(encoder, window) for window in windows)
+            return model.encode(self.encoder, window)
         finally:
             hook.remove()
-        return
 
-    threads = max(1, (os.cpu_count() or 1) // len(devices))
-    encoder.in_worker = _InWorker(threads if set(devices) == {"cpu"} else None)  # type: ignore[assignment]
-    pools = [encoder.start_multi_process_pool([device]) for device in devices]  # one each: a free one takes a window
-    free: SimpleQueue[Any] = SimpleQueue()
-    for pool in pools:
-        free.put(pool)
-
-    def encode(window: Window) -> np.ndarray:
-        pool = free.get()
+    def _in_a_process(self, model: Model, progress: Callable[[int], object], window: Window) -> np.ndarray:
+        pool = self._free.get()
         try:
-            return model.encode(encoder, window, pool=pool, chunk_size=len(window.texts))
+            return model.encode(self.encoder, window, pool=pool, chunk_size=len(window.texts))
         finally:
-            free.put(pool)
+            self._free.put(pool)
             progress(len(window.texts))
 
-    with ThreadPoolExecutor(len(pools)) as executor:
-        try:
-            yield lambda windows: executor.map(encode, windows)
-        finally:
-            executor.shutdown(wait=False, cancel_futures=True)
-            for pool in pools:
-                with suppress(ValueError):
-                    encoder.stop_multi_process_pool(pool)
+    def __enter__(self) -> "Devices":
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the processes."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for pool in self._pools:
+            with suppress(ValueError):
+                self.encoder.stop_multi_process_pool(pool)
 
 
 class _InWorker:

@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from mote.corpora.store import INDEX, Store, is_intact, read_embeddings, sha256, write_whole
+from mote.corpora.folder import is_intact, sha256, write_whole
+from mote.corpora.store import INDEX, Store, read_embeddings
 
 SAMPLE = 2**18
 """Embeddings that train an index, at most: as many as FAISS takes for 1,024 clusters."""

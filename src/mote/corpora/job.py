@@ -1,19 +1,17 @@
 """What a run embeds, and the work of one shard: the same on every engine."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mote.corpora.encoding import EncodeAll, Model, Window, windows
+from mote.corpora.encoding import Devices, Model, Window, windows
+from mote.corpora.folder import FORMAT
 from mote.corpora.source import Corpus, Document, Reader
-from mote.corpora.store import FORMAT, quantized, write_shard
-
-if TYPE_CHECKING:
-    from sentence_transformers import SentenceTransformer
+from mote.corpora.store import quantized, write_shard
 
 
 class Finished(NamedTuple):
@@ -106,19 +104,31 @@ def _require_finite(documents: Sequence[Document], embeddings: np.ndarray, where
 
 
 def embed_shards(
-    job: Job, numbers: Iterable[int], reader: Reader, encoder: "SentenceTransformer", encode_all: EncodeAll
+    job: Job,
+    numbers: Iterable[int],
+    devices: Devices,
+    progress: Callable[[int], object] = lambda _: None,
+    reader: Reader | None = None,
 ) -> Iterator[Finished]:
     """Embed shards, in order.
+
+    Args:
+        job: The job.
+        numbers: Shards.
+        devices: The model.
+        progress: Called with a number of texts whenever they are embedded.
+        reader: Reader of the corpus, to go on with. Default: a new one.
 
     Raises:
         OSError: If one cannot be written.
         ValueError: If a row, a task or an embedding is invalid.
     """
+    reader = reader or Reader(job.corpus)
 
     def begin(number: int) -> tuple[int, list[Document], list[Window], Iterator[np.ndarray]]:
         documents = reader.read(*job.rows_of(number))
-        cut = list(windows(documents, job.model, encoder))
-        return number, documents, cut, encode_all(cut)
+        cut = list(windows(documents, job.model, devices.encoder))
+        return number, documents, cut, devices.encode(job.model, cut, progress)
 
     # Each is begun before the one in front of it is awaited: no device is idle in between.
     for begun, _ in pairwise(chain(map(begin, numbers), [None])):

@@ -6,9 +6,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub.utils.sha import sha_fileobj
-
 from configuration_mote import alternatives
+from mote.corpora.folder import sha256
 from mote.data.columns import check_string
 from mote.data.rows import Row, count_rows, find_datasets, load_from_hub, numbered, read_file
 from mote.data.settings import DatasetSettings
@@ -106,9 +105,7 @@ class Part:
         if self.file is None:
             dataset = load_from_hub(self.settings)
             return replace(self, rows=len(dataset), sha256=dataset._fingerprint)
-        with self.file.open("rb") as content:
-            sha256 = sha_fileobj(content).hex()
-        return replace(self, rows=count_rows(self.file), sha256=sha256)
+        return replace(self, rows=count_rows(self.file), sha256=sha256(self.file))
 
     def read(self, start: int = 0) -> Iterator[Row]:
         """Read it from a row on."""

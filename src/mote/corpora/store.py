@@ -1,28 +1,27 @@
-"""The folder of a corpus's embeddings: shards, and the manifest that says which are finished.
+"""The folder of a corpus's embeddings: shards, and the manifest that says which are finished."""
 
-A shard takes its place whole, then enters the manifest with the hash of its file. After a kill between the two it is
-made again, the same as before.
-"""
-
-import json
 import logging
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import pyarrow
-from huggingface_hub.utils.sha import sha_fileobj
 from pyarrow import parquet
 
-from mote.checkpoints.staging import try_lock
+from mote.corpora.folder import (
+    is_intact,
+    only_writer,
+    read_record,
+    remove_leftovers,
+    sha256,
+    write_record,
+    write_whole,
+)
 
 MANIFEST = "manifest.json"
 INDEX = "index.faiss"
-FORMAT = 1  # readers refuse later ones
 DTYPES = {"float32": pyarrow.float32(), "float16": pyarrow.float16(), "int8": pyarrow.int8()}
 
 # A run resumes another one that agrees in these; names may differ, as files and models are known by their hashes.
@@ -48,8 +47,7 @@ class Store:
     def record(self, **changes: Any) -> None:
         """Change the manifest."""
         self.manifest |= changes
-        content = json.dumps(self.manifest, indent=1, ensure_ascii=False) + "\n"
-        write_whole(self.folder / MANIFEST, lambda path: path.write_text(content, encoding="utf-8"))
+        write_record(self.folder / MANIFEST, self.manifest)
 
     def record_shard(self, number: int, entry: dict[str, Any], **changes: Any) -> None:
         """Enter a finished shard."""
@@ -86,20 +84,15 @@ def open_store(folder: Path, manifest: dict[str, Any], overwrite: bool = False) 
         OSError: If another process is writing there, or the folder cannot be made.
         ValueError: If it holds something else, or, without `overwrite`, other embeddings.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = try_lock(folder, ours=True)
-    if lock is None:
-        raise OSError(f"{folder} is being written by another process: wait for it, or choose another folder")
-    try:
+    with only_writer(folder):
         found = read_manifest(folder)
+        remove_leftovers(folder)
         if found is not None and overwrite:
             for path in (*folder.glob("shard-*.parquet"), folder / INDEX):
                 path.unlink(missing_ok=True)
         elif found is not None and found["shards"]:
             _require_same(folder, found, manifest)
             manifest = found
-        for leftover in folder.glob(".*.writing-*"):  # of a killed writer
-            leftover.unlink(missing_ok=True)
         store = Store(folder, manifest)
         store.record()
         try:
@@ -107,11 +100,6 @@ def open_store(folder: Path, manifest: dict[str, Any], overwrite: bool = False) 
         finally:
             if not store.manifest["shards"]:
                 (folder / MANIFEST).unlink(missing_ok=True)
-    finally:
-        (folder / "lock").unlink(missing_ok=True)
-        os.close(lock)
-        with suppress(OSError):  # not empty
-            folder.rmdir()
 
 
 def _require_same(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -156,29 +144,6 @@ def write_shard(folder: Path, number: int, ids: Sequence[str], embeddings: np.nd
     return {"rows": len(ids), "sha256": sha256(path)}
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let a function write a file beside its place, and put it there.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
-    unfinished = path.with_name(f".{path.name}.writing-{uuid4().hex}")
-    try:
-        write(unfinished)
-        unfinished.replace(path)
-    except BaseException as error:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise OSError(f"{path} could not be written: {error}. The same command resumes") from error
-        raise
-
-
-def is_intact(path: Path, entry: dict[str, Any]) -> bool:
-    """Whether a file is the one that an entry of the manifest describes."""
-    return path.is_file() and sha256(path) == entry["sha256"]
-
-
 def shard_name(number: int) -> str:
     """Return the file name of a shard."""
     return f"shard-{number:05}.parquet"
@@ -186,12 +151,6 @@ def shard_name(number: int) -> str:
 
 def _shard_names(manifest: dict[str, Any]) -> list[str]:
     return [shard_name(number) for number in range(-(-manifest["rows"] // manifest["shard_size"]))]
-
-
-def sha256(path: Path) -> str:
-    """Hash a file."""
-    with path.open("rb") as content:
-        return sha_fileobj(content).hex()
 
 
 # Reading -------------------------------------------------------------------------------------------------------------
@@ -206,23 +165,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     Raises:
         ValueError: If the folder holds something else, or the manifest is damaged or of a later version.
     """
-    if folder.is_file():
-        raise ValueError(f"{folder} is a file, expected a folder")
-    file = folder / MANIFEST
-    if not file.is_file():
-        if any(not path.name.startswith(".") and path.name != "lock" for path in folder.glob("*")):
-            raise ValueError(f"{folder} holds something other than embeddings: choose another folder")
-        return None
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-        later = manifest["format"] > FORMAT
-        if not isinstance(manifest["shards"], dict):
-            raise TypeError("shards")
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is damaged: choose another folder") from error
-    if later:
-        raise ValueError(f"{folder} was written by a later version of MoTE, which is needed to read it")
-    return dict(manifest)
+    return read_record(folder, MANIFEST, "shards", "embeddings")
 
 
 def read_embeddings(folder: str | Path) -> tuple[list[str], Iterator[np.ndarray]]:
