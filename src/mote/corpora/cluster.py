@@ -73,17 +73,10 @@ def _embedded(job: Job, numbers: Sequence[int], workers: int | None) -> Iterator
         num_cpus=cpus,
         num_gpus=min(1, gpus / workers) if gpus else None,
     )
-    try:
-        for row in results.iter_rows():
-            yield Finished(**row["finished"])
-    except (ray.exceptions.RayTaskError, ray.exceptions.UserCodeException) as error:
-        raise _cause(error) from error
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Find what the work itself has raised, below what Ray wraps it in."""
-    below: Any = getattr(error, "cause", None) or error.__cause__
-    return error if below is None else _cause(below)
+    for row in results.iter_rows():
+        if "error" in row:
+            raise row["error"]
+        yield Finished(**row["finished"])
 
 
 class _Worker:
@@ -95,6 +88,9 @@ class _Worker:
         self.devices = Devices(job.model.load())
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Embed some shards."""
-        finished = embed_shards(self.job, map(int, batch["number"]), self.devices, reader=self.reader)
-        return {"finished": [shard._asdict() for shard in finished]}
+        """Embed some shards. An error is a result: of one that is raised, Ray may keep the text alone."""
+        try:
+            finished = embed_shards(self.job, map(int, batch["number"]), self.devices, reader=self.reader)
+            return {"finished": [shard._asdict() for shard in finished]}
+        except (OSError, ValueError) as error:
+            return {"error": [error]}
