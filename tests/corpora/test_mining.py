@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from mote.corpora.filtering import consistent
-from mote.corpora.mining import MiningSettings, mine
+from mote.corpora.mining import MiningSettings, judge, mine
 from mote.corpora.pairs import Pairs
-from mote.corpora.scorers import BM25Scorer, EmbeddingScorer, Scorer
+from mote.corpora.scorers import BM25Scorer, EmbeddingScorer, Scorer, nearest_unknown
 
 faiss = pytest.importorskip("faiss")
 
@@ -75,6 +75,43 @@ def test_embeddings_are_searched_exactly_in_one_piece_or_in_several(shard: int) 
     assert np.allclose(scores, np.take_along_axis(exact, expected, axis=1), atol=1e-12)
 
 
+@pytest.mark.parametrize("shard", [7, 1000])
+@pytest.mark.parametrize("noise", [0.0, 1e-7])
+def test_scores_that_float32_cannot_tell_apart(noise: float, shard: int) -> None:
+    generator = np.random.default_rng(0)
+    documents = generator.standard_normal((400, 64))
+    documents[100:350] = documents[100] + noise * generator.standard_normal((250, 64))  # more than are searched for
+    queries, documents = documents[100:102].astype(np.float32), documents.astype(np.float32)
+    places, _ = EmbeddingScorer(queries, documents, shard).nearest(np.arange(2), 9)
+    exact = queries.astype(np.float64) @ documents.astype(np.float64).T
+    assert (places == np.argsort(-exact, axis=1, kind="stable")[:, :9]).all()
+
+
+def test_a_query_with_many_known_documents_does_not_widen_the_search_of_others() -> None:
+    pairs = Pairs.of(["a"] * 50 + ["b"], [f"d{i}" for i in range(51)], ["e", "f"])
+    asked: list[tuple[list[int], int]] = []
+
+    class Recording(Given):
+        def nearest(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+            asked.append((queries.tolist(), count))
+            return super().nearest(queries, count)
+
+    scorer = Recording(np.random.default_rng(0).random((2, 53)).tolist())
+    found = [places.tolist() for places, _ in nearest_unknown(pairs, scorer, np.array([50, 0]), 3)]
+    ranked = np.argsort(-scorer.scores, axis=1, kind="stable").tolist()
+    assert found == [[place for place in ranked[1] if place != 50][:3], [place for place in ranked[0] if place >= 50]]
+    assert asked == [([1], 5), ([0], 53)]
+
+
+def test_judging_drops_repeats_and_known_positives() -> None:
+    pairs = Pairs.of(["q", "r"], ["one", "two"], negatives=[["far", "near", "FAR ", "One"], []])
+    scorer = Given([[0.8, 0.1, 0.2, 0.79], [0.1, 0.9, 0.2, 0.3]])
+    judged = judge(pairs, scorer, MiningSettings(), np.arange(2))
+    assert judged.documents.tolist() == [[2, -1, -1, -1], [-1, -1, -1, -1]]
+    assert judged.too_near.tolist() == [1, 0]
+    assert judged.scores[0, 0] == 0.2
+
+
 def test_a_random_corpus_gives_the_nearest_allowed_documents() -> None:
     generator = np.random.default_rng(1)
     documents = generator.standard_normal((300, 32))
@@ -106,12 +143,24 @@ def test_bm25() -> None:
     pairs = Pairs.of(["how do whales get air", "whale song", "the"], documents[:3], documents[3:])
     scorer = BM25Scorer(pairs.queries, pairs.documents)
     places, scores = scorer.nearest(np.array([0, 2]), 5)
-    assert places[0, :2].tolist() == [0, 3]
-    assert scores[1].tolist() == [0.0] * 5  # no word is left of the query
-    assert scorer.score(np.array([0, 1]), np.array([0, 1])).tolist() == [
-        scores[0, 0],
-        scorer.nearest(np.array([1]), 1)[1][0, 0],
-    ]
+    assert places.tolist() == [[0, 3, -1, -1, -1], [-1] * 5]  # no word is left of the last query
+    assert scores[1].tolist() == [-np.inf] * 5
+    assert scorer.score(np.array([1, 0]), np.array([0, 0])).tolist() == [0.0, scores[0, 0]]
+    assert mined(pairs, scorer, negatives=3) == [[3], [], []]  # none without a word of the query
+
+
+def test_bm25_ranks_equal_scores_by_place() -> None:
+    pytest.importorskip("bm25s")
+    generator = np.random.default_rng(0)
+    words = np.array([f"word{i}" for i in range(12)])
+    documents = [" ".join(generator.choice(words, 3)) for _ in range(300)]
+    scorer = BM25Scorer([" ".join(words[:3])], documents)
+    exact = scorer.score(np.zeros(300, dtype=int), np.arange(300))
+    assert len(np.unique(exact)) < 60
+    found = [place for place in np.argsort(-exact, kind="stable").tolist() if exact[place] > 0]
+    for count in (1, 10, 50, 300):
+        wanted = found[:count]
+        assert scorer.nearest(np.array([0]), count)[0][0].tolist() == wanted + [-1] * (count - len(wanted))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from mote.corpora.pairs import Pairs
-from mote.corpora.scorers import Scorer
+from mote.corpora.scorers import Scorer, nearest_unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,26 +90,19 @@ def mine(pairs: Pairs, scorer: Scorer, settings: MiningSettings, rows: np.ndarra
         settings: Which candidates are accepted.
         rows: Places of rows, [R].
     """
-    anchors = pairs.anchors[rows]
-    queries, of_row = np.unique(anchors, return_inverse=True)
-    most_known = max((len(pairs.known[query]) for query in queries.tolist()), default=0)
-    count = min(settings.depth + most_known, len(pairs.documents))
-    candidates, scores = scorer.nearest(queries, count)
-    positive_scores = scorer.score(anchors, pairs.positives[rows])
+    positive_scores = scorer.score(pairs.anchors[rows], pairs.positives[rows])
+    mined = _none(positive_scores, settings.negatives)
     limits = settings.limit(positive_scores)
-    shape = (len(rows), settings.negatives)
-    mined = Mined(np.full(shape, -1), np.full(shape, np.nan), positive_scores, np.zeros(len(rows), dtype=np.int64))
-    for index, query in enumerate(of_row.tolist()):
-        unknown = [place not in pairs.known[queries[query]] for place in candidates[query].tolist()]
-        ranked = np.flatnonzero(unknown)[settings.skip : settings.depth]
-        accepted = ranked[scores[query, ranked] < limits[index]]
+    for index, (places, scores) in enumerate(nearest_unknown(pairs, scorer, rows, settings.depth)):
+        ranked = np.arange(settings.skip, len(places))
+        accepted = ranked[scores[ranked] < limits[index]]
         mined.too_near[index] = len(ranked) - len(accepted)
         if settings.sampling == "random":
             generator = np.random.default_rng((settings.seed, int(rows[index])))
             accepted = np.sort(generator.permutation(accepted)[: settings.negatives])
         accepted = accepted[: settings.negatives]
-        mined.documents[index, : len(accepted)] = candidates[query, accepted]
-        mined.scores[index, : len(accepted)] = scores[query, accepted]
+        mined.documents[index, : len(accepted)] = places[accepted]
+        mined.scores[index, : len(accepted)] = scores[accepted]
     return mined
 
 
@@ -120,15 +113,25 @@ def judge(pairs: Pairs, scorer: Scorer, settings: MiningSettings, rows: np.ndarr
     the dataset has negatives.
     """
     positive_scores = scorer.score(pairs.anchors[rows], pairs.positives[rows])
-    limits = settings.limit(positive_scores)
-    shape = (len(rows), max(map(len, pairs.negatives), default=0))
-    mined = Mined(np.full(shape, -1), np.full(shape, np.nan), positive_scores, np.zeros(len(rows), dtype=np.int64))
-    for index, row in enumerate(rows.tolist()):
-        query = pairs.anchors[row]
-        places = np.array([each for each in pairs.negatives[row] if each not in pairs.known[query]], dtype=np.int64)
-        scores = scorer.score(np.full(len(places), query), places)
-        accepted = scores < limits[index]
-        mined.too_near[index] = len(places) - accepted.sum()
-        mined.documents[index, : accepted.sum()] = places[accepted]
-        mined.scores[index, : accepted.sum()] = scores[accepted]
+    mined = _none(positive_scores, max(map(len, pairs.negatives), default=0))
+    given = [
+        [place for place in dict.fromkeys(pairs.negatives[row]) if place not in pairs.known[pairs.anchors[row]]]
+        for row in rows.tolist()
+    ]
+    counts = list(map(len, given))
+    places = np.array([place for each in given for place in each], dtype=np.int64)
+    scores = scorer.score(np.repeat(pairs.anchors[rows], counts), places)
+    accepted = scores < np.repeat(settings.limit(positive_scores), counts)
+    ends = np.cumsum(counts)
+    for index, (start, end) in enumerate(zip(ends - counts, ends, strict=True)):
+        kept = start + np.flatnonzero(accepted[start:end])
+        mined.too_near[index] = end - start - len(kept)
+        mined.documents[index, : len(kept)] = places[kept]
+        mined.scores[index, : len(kept)] = scores[kept]
     return mined
+
+
+def _none(positive_scores: np.ndarray, negatives: int) -> Mined:
+    """Begin with rows without negatives."""
+    shape = (len(positive_scores), negatives)
+    return Mined(np.full(shape, -1), np.full(shape, np.nan), positive_scores, np.zeros(shape[0], dtype=np.int64))

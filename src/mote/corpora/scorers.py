@@ -1,16 +1,20 @@
 """What ranks documents for queries: the embeddings of a model, exactly, or BM25.
 
-Both give the same answer however the work is cut up: candidates are scored again, pair by pair, in float64, and those
-with equal scores are ordered by their place in the corpus.
+Both give the same answer however the work is cut up: scores are in float64, pair by pair, and documents with equal
+scores are ordered by their place in the corpus.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from mote.corpora.pairs import Pairs
+
 SHARD = 2**18
 """Documents that are searched at once: 400 MB of 384 dimensions."""
+SPARE = 32
+"""Documents beyond those asked for, so that one search is nearly always enough."""
 
 
 class Scorer(Protocol):
@@ -24,7 +28,7 @@ class Scorer(Protocol):
             count: Documents for each, at most as many as there are.
 
         Returns:
-            Their places and scores, the best first, [Q, count] each.
+            Their places and scores, the best first, [Q, count] each; -1 and -inf where a scorer finds no more.
         """
 
     def score(self, queries: np.ndarray, documents: np.ndarray) -> np.ndarray:
@@ -44,20 +48,34 @@ class EmbeddingScorer:
         self.queries = queries
         self.documents = documents
         self.shard = shard
+        parts = (documents[start : start + shard] for start in range(0, len(documents), shard))
+        self.longest = max(float(np.linalg.norm(part, axis=1).max()) for part in parts)
 
     def nearest(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """See `Scorer`."""
+        return self._nearest(queries, count, count + SPARE)
+
+    def _nearest(self, queries: np.ndarray, count: int, wanted: int) -> tuple[np.ndarray, np.ndarray]:
+        """Search in float32 for more documents than are needed, until none that was left out can be among the best."""
         import faiss
 
-        wanted = np.ascontiguousarray(self.queries[queries], dtype=np.float32)
-        found = []
+        vectors = np.ascontiguousarray(self.queries[queries], dtype=np.float32)
+        found, left_out = [], np.full(len(queries), -np.inf)  # the highest score that one left out has in float32
         for start in range(0, len(self.documents), self.shard):
             part = np.ascontiguousarray(self.documents[start : start + self.shard], dtype=np.float32)
-            _, places = faiss.knn(wanted, part, min(count, len(part)), metric=faiss.METRIC_INNER_PRODUCT)
+            scores, places = faiss.knn(vectors, part, min(wanted, len(part)), metric=faiss.METRIC_INNER_PRODUCT)
             found.append(start + places)
+            if wanted < len(part):
+                left_out = np.maximum(left_out, scores[:, -1])
         places = np.concatenate(found, axis=1).astype(np.int64)
         rows = np.repeat(queries, places.shape[1])
-        return _best(places, self.score(rows, places.ravel()).reshape(places.shape), count)
+        places, scores = _best(places, self.score(rows, places.ravel()).reshape(places.shape), count)
+        # Of the sum of D products in float32.
+        error = vectors.shape[1] * np.finfo(np.float32).eps * np.linalg.norm(vectors, axis=1) * self.longest
+        unsure = scores[:, -1] <= left_out + error
+        if unsure.any():
+            places[unsure], scores[unsure] = self._nearest(queries[unsure], count, 2 * wanted)
+        return places, scores
 
     def score(self, queries: np.ndarray, documents: np.ndarray, block: int = 2**16) -> np.ndarray:
         """See `Scorer`."""
@@ -94,16 +112,24 @@ class BM25Scorer:
         return self.index.get_scores(tokens).astype(np.float64) if tokens else np.zeros(self.count)
 
     def nearest(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `Scorer`."""
-        ranked = [_best(np.arange(self.count)[None], self._scores(query)[None], count) for query in queries]
-        return np.concatenate([places for places, _ in ranked]), np.concatenate([scores for _, scores in ranked])
+        """See `Scorer`. Documents without a word of the query are not found."""
+        places, scores = np.full((len(queries), count), -1), np.full((len(queries), count), -np.inf)
+        for row, query in enumerate(queries.tolist()):
+            of_all = self._scores(query)
+            found = np.flatnonzero(of_all > 0)
+            if len(found) > count:  # all that reach the score at the last rank: ties are for `_best`
+                found = found[of_all[found] >= -np.partition(-of_all[found], count - 1)[count - 1]]
+            best, of_best = _best(found[None], of_all[found][None], count)
+            places[row, : best.size], scores[row, : best.size] = best[0], of_best[0]
+        return places, scores
 
     def score(self, queries: np.ndarray, documents: np.ndarray) -> np.ndarray:
         """See `Scorer`."""
         scores = np.empty(len(queries))
-        for query in np.unique(queries):
-            rows = queries == query
-            scores[rows] = self._scores(query)[documents[rows]]
+        order = np.argsort(queries, kind="stable")
+        for rows in np.split(order, np.flatnonzero(np.diff(queries[order])) + 1):
+            if len(rows):
+                scores[rows] = self._scores(int(queries[rows[0]]))[documents[rows]]
         return scores
 
 
@@ -111,3 +137,31 @@ def _best(places: np.ndarray, scores: np.ndarray, count: int) -> tuple[np.ndarra
     """Keep the `count` highest scores of each row, the first place first among equal ones."""
     order = np.lexsort((places, -scores), axis=1)[:, :count]
     return np.take_along_axis(places, order, axis=1), np.take_along_axis(scores, order, axis=1)
+
+
+def nearest_unknown(
+    pairs: Pairs, scorer: Scorer, rows: np.ndarray, count: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Find, for each row, the documents with the highest scores that are not known to answer its query.
+
+    Args:
+        pairs: The dataset.
+        scorer: The teacher, over `pairs.queries` and `pairs.documents`.
+        rows: Places of rows, [R].
+        count: Documents for each, at most.
+
+    Yields:
+        Their places and scores, the best first.
+    """
+    queries, of_row = np.unique(pairs.anchors[rows], return_inverse=True)
+    # As many more as are known are asked for; queries with many known ones apart, not to burden the others.
+    more = np.array([1 << len(pairs.known[query]).bit_length() for query in queries.tolist()])
+    found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    for extra in np.unique(more).tolist():
+        members = np.flatnonzero(more == extra)
+        nearest = scorer.nearest(queries[members], min(count + extra, len(pairs.documents)))
+        for member, places, scores in zip(members.tolist(), *nearest, strict=True):
+            known = pairs.known[queries[member]]
+            kept = [rank for rank, place in enumerate(places.tolist()) if place >= 0 and place not in known][:count]
+            found[member] = places[kept], scores[kept]
+    return (found[member] for member in of_row.tolist())
