@@ -5,18 +5,23 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from helpers.checkpoints import contents, dense_checkpoint
 from helpers.rows import write_rows
 
 import mote
+from mote.checkpoints.staging import try_lock
 from mote.cli import main
-from mote.corpora import MiningSettings, Teacher, run
+from mote.corpora import MiningSettings, Teacher, negatives, run
+from mote.corpora.encoding import Model
 from mote.data.columns import check_row, find_columns
 from mote.data.settings import DatasetSettings
 
@@ -104,6 +109,50 @@ def test_given_negatives_are_kept_or_dropped(data: Path) -> None:
         mine(write_plain(data), "bm25", "other", given=True)
 
 
+def test_negatives_of_a_row_keep_their_spelling_and_order(data: Path) -> None:
+    rows = [
+        {"query": "otter", "positive": "the otter"},  # the first row has none
+        {"query": "whale", "positive": "the whale", "negative_1": "A  Lynx", "negative_2": "The WHALE"},
+        {"query": "heron", "positive": "the heron", "negative_1": "a lynx"},
+    ]
+    write_rows(data / "retrieval/few/train.jsonl", rows)
+    write_rows(data / "retrieval/animals/train.jsonl.gz", rows)
+    assert rows_in(mine(data, "bm25", given=True) / "retrieval/few/train.jsonl.gz") == [
+        rows[0],
+        {key: text for key, text in rows[1].items() if key != "negative_2"},
+        rows[2],
+    ]
+
+
+def test_rows_whose_every_candidate_is_refused(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    out = mine(data, "bm25", relative_margin=1.0)
+    assert rows_in(out / "retrieval/animals/train.jsonl.gz") == ROWS
+    entry = json.loads((out / "record.json").read_text())["datasets"]["retrieval/animals"]
+    assert (entry["without_negatives"], entry["negatives"], entry["mean_negative_score"]) == (40, 0, None)
+
+
+def test_repeated_rows_and_an_empty_text_of_the_corpus(data: Path, model: Path) -> None:
+    write_rows(data / "retrieval/few/train.jsonl", [ROWS[0], {**ROWS[0], "positive": ROWS[0]["positive"].upper()}] * 2)
+    corpus = write_rows(data.parent / "corpus.jsonl", [{"text": " "}, {"text": "one"}, {"text": "ONE "}])
+    few = rows_in(mine(data, model, corpus=[corpus]) / "retrieval/few/train.jsonl.gz")
+    assert [row["negative_1"] for row in few] == ["one"] * 4
+    assert all("negative_2" not in row for row in few)
+
+
+def test_a_dataset_on_the_hub(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = datasets.Dataset.from_list(ROWS[:8])
+    for module in ("mote.data.rows", "mote.corpora.run"):
+        monkeypatch.setattr(f"{module}.load_from_hub", lambda settings: dataset)
+    out = data.parent / "hub"
+    run_again = partial(mote.mine_negatives, ["hub:me/animals"], out, Teacher(model="bm25"), subset="small")
+    run_again(settings=MiningSettings(negatives=1, relative_margin=None))
+    mined = rows_in(out / "me/animals/small/train.jsonl.gz")
+    assert [row["query"] for row in mined] == [row["query"] for row in ROWS[:8]]
+    dataset = datasets.Dataset.from_list(ROWS[:9])
+    with pytest.raises(ValueError, match="differs in inputs"):
+        run_again(settings=MiningSettings(negatives=1, relative_margin=None))
+
+
 def write_plain(data: Path) -> Path:
     write_rows(data / "retrieval/few/train.jsonl", ROWS[:6])
     write_rows(data / "retrieval/animals/train.jsonl.gz", ROWS)
@@ -149,6 +198,51 @@ def test_a_finished_run_is_left_alone_and_another_one_refused(data: Path, caplog
     assert len(rows_in(out / "retrieval/few/train.jsonl.gz")) == 7
 
 
+def test_the_teacher_is_loaded_once_and_known_by_its_weights(
+    data: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[str] = []
+    load = Model.load
+    monkeypatch.setattr(Model, "load", lambda self, device: loads.append(self.source) or load(self, device))
+    folder = Path(shutil.copytree(model, tmp_path / "teacher"))
+    mine(data, folder)  # two datasets, two sides each
+    assert len(loads) == 1
+    mine(data, folder)
+    assert len(loads) == 1  # all is finished
+    (weights,) = folder.rglob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0?")
+    with pytest.raises(ValueError, match="holds another run, which differs in teacher"):
+        mine(data, folder)
+
+
+def test_a_second_writer_is_refused(data: Path) -> None:
+    (data.parent / "mined").mkdir()
+    lock = try_lock(data.parent / "mined", ours=True)
+    assert lock is not None
+    with pytest.raises(OSError, match="is being written by another process"):
+        mine(data, "bm25")
+
+
+def test_an_interrupted_run_says_that_it_resumes(
+    data: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = contents(mine(data, model, "whole"))
+    write, calls = negatives.write_rows, []
+
+    def stop(path: Path, rows: Any) -> None:
+        calls.append(path)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        write(path, rows)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(negatives, "write_rows", stop)
+        words = ["mine", "retrieval/*", "--model", str(model), "--data", str(data), "--out", str(data.parent / "mined")]
+        assert main([*words, "--negatives", "3", "--depth", "20", "--relative-margin", "-1"]) == 130
+    assert "the same command resumes" in capsys.readouterr().err
+    assert contents(mine(data, model)) == expected
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("wanted", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_at_random_moments_it_ends_the_same(wanted: int, data: Path, model: Path) -> None:
@@ -180,10 +274,13 @@ def test_killed_at_random_moments_it_ends_the_same(wanted: int, data: Path, mode
         ([{"text": "a", "label": "b"}], r"expected pairs \(anchor, positive\), got labelled rows"),
         ([{"query": "a"}], r"expected pairs \(anchor, positive\), got texts rows"),
         ([], "retrieval/few has no rows"),
+        ([{"query": "a", "positive": "b", "raw": b"c"}], r"row 1: .*bytes is not JSON serializable"),
     ],
 )
 def test_rows_that_cannot_be_mined(rows: list[dict[str, Any]], message: str, data: Path) -> None:
-    write_rows(data / "retrieval/few/train.jsonl", rows)
+    packed = any(isinstance(value, bytes) for row in rows for value in row.values())
+    (data / "retrieval/few/train.jsonl").unlink()
+    write_rows(data / f"retrieval/few/train.{'parquet' if packed else 'jsonl'}", rows)
     with pytest.raises(ValueError, match=message):
         mine(data, "bm25")
 
@@ -206,3 +303,13 @@ def test_an_unknown_task_of_the_teacher(data: Path, model: Path) -> None:
         mote.filter_pairs(
             ["retrieval/few"], data.parent / "out", Teacher(model=str(model), query_task="questions"), data=data
         )
+    assert not (data.parent / "out").exists()
+
+
+def test_a_truncated_teacher(data: Path, model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "teacher"))
+    (weights,) = folder.rglob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="teacher does not load"):
+        mine(data, folder)
+    assert not (data.parent / "mined").exists()

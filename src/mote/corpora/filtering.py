@@ -6,7 +6,7 @@ arXiv:2212.03533, section 3.1).
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from mote.corpora.pairs import PairDataset, Pairs, read_pairs, write_rows
 from mote.corpora.run import Run, Teacher, decide, inputs_of, locate, open_run
-from mote.corpora.scorers import Scorer
+from mote.corpora.scorers import Scorer, nearest_unknown
 from mote.reporting import table
 
 EXAMPLES = 20  # of dropped pairs, in the record
@@ -35,16 +35,10 @@ def consistent(pairs: Pairs, scorer: Scorer, nearest: int, rows: np.ndarray) -> 
     Returns:
         True for rows that stay, [R].
     """
-    anchors, positives = pairs.anchors[rows], pairs.positives[rows]
-    queries, of_row = np.unique(anchors, return_inverse=True)
-    most_known = max((len(pairs.known[query]) for query in queries.tolist()), default=0)
-    candidates, scores = scorer.nearest(queries, min(nearest + most_known, len(pairs.documents)))
-    own = scorer.score(anchors, positives)
-    stays = np.empty(len(rows), dtype=bool)
-    for index, query in enumerate(of_row.tolist()):
-        unknown = [place not in pairs.known[queries[query]] for place in candidates[query].tolist()]
-        stays[index] = (unknown & (scores[query] > own[index])).sum() < nearest
-    return stays
+    own = scorer.score(pairs.anchors[rows], pairs.positives[rows])
+    others = nearest_unknown(pairs, scorer, rows, nearest)
+    above = [(scores > score).sum() for (_, scores), score in zip(others, own, strict=True)]
+    return np.array(above) < nearest
 
 
 def filter_pairs(
@@ -88,23 +82,36 @@ def filter_pairs(
             raise ValueError(f"{name} must be at least 1, got {number}")
     folder = Path(out)
     locations = locate(datasets, data, split, subset)
+    model = teacher.find()
     settings = {"nearest": nearest, "shard_size": shard_size}
-    record = {"what": "filter", "teacher": teacher.identity(), "settings": settings, "inputs": inputs_of(locations)}
-    with open_run(folder, record, overwrite) as run:
+    record = {
+        "what": "filter",
+        "teacher": teacher.identity(model),
+        "settings": settings,
+        "inputs": inputs_of(locations),
+    }
+    with open_run(folder, record, overwrite) as run, teacher.scorers(model) as scorer_of:
         for location in locations:
             if not run.is_finished(location.name):
                 file = f"{location.name}/{split}.jsonl.gz"
-                _filter(run, read_pairs(location), teacher, nearest, shard_size, file)
+                _filter(run, read_pairs(location), scorer_of, nearest, shard_size, file)
         entries = run.record["datasets"]
     logger.info("\n%s", filtering_report(entries))
     return folder
 
 
-def _filter(run: Run, dataset: PairDataset, teacher: Teacher, nearest: int, shard_size: int, file: str) -> None:
+def _filter(
+    run: Run,
+    dataset: PairDataset,
+    scorer_of: Callable[[Pairs, Path], Scorer],
+    nearest: int,
+    shard_size: int,
+    file: str,
+) -> None:
     name, kept = dataset.name, []
     for number, start in enumerate(range(0, len(dataset.rows), shard_size)):
         pairs, work = dataset.pairs.part(slice(start, start + shard_size)), run.work(name) / str(number)
-        scorer = teacher.scorer(pairs, work)
+        scorer = scorer_of(pairs, work)
         stays = decide(
             work,
             len(pairs.anchors),

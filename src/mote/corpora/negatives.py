@@ -1,7 +1,7 @@
 """`mote mine`: datasets of pairs, written again with hard negatives."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from mote.corpora.folder import write_whole
 from mote.corpora.mining import Mined, MiningSettings, judge, mine
-from mote.corpora.pairs import PairDataset, read_pairs, read_texts, write_rows
-from mote.corpora.run import Run, Teacher, decide, inputs_of, locate, open_run
-from mote.corpora.store import sha256, write_whole
+from mote.corpora.pairs import PairDataset, Pairs, read_pairs, write_rows
+from mote.corpora.run import CHART, Run, Teacher, decide, inputs_of, locate, open_run
+from mote.corpora.scorers import Scorer
+from mote.corpora.source import find_corpus
 from mote.reporting import COLORS, table
 
 BINS = 60  # of the chart
@@ -46,7 +48,7 @@ def mine_negatives(
         data: Data folder.
         split: Split of each dataset.
         subset: Configuration of a dataset on the Hub.
-        corpus: Files whose texts are candidates in every dataset, beside its own positives.
+        corpus: Files whose texts are candidates in every dataset, beside its own positives; read as `mote embed` does.
         given: Mine nothing: keep or drop, by the margins, the negatives that rows have already.
         overwrite: Replace another run in the folder.
 
@@ -60,26 +62,36 @@ def mine_negatives(
     """
     settings, folder = settings or MiningSettings(), Path(out)
     locations = locate(datasets, data, split, subset)
+    model = teacher.find()
+    texts = find_corpus([str(file) for file in corpus], split=split).counted() if corpus else None
     record = {
         "what": "mine",
-        "teacher": teacher.identity(),
+        "teacher": teacher.identity(model),
         "settings": asdict(settings),
         "given": given,
         "inputs": inputs_of(locations),
-        "corpus": [sha256(Path(file)) for file in corpus],
+        "corpus": [part.sha256 for part in texts.parts] if texts else [],
     }
-    texts = read_texts([Path(file) for file in corpus])
-    with open_run(folder, record, overwrite) as run:
+    with open_run(folder, record, overwrite) as run, teacher.scorers(model) as scorer_of:
+        candidates = [document.text for document in texts.read()] if texts else []
         for location in locations:
             if not run.is_finished(location.name):
-                _mine(run, read_pairs(location, texts), teacher, settings, given, f"{location.name}/{split}.jsonl.gz")
+                dataset = read_pairs(location, candidates)
+                _mine(run, dataset, scorer_of, settings, given, f"{location.name}/{split}.jsonl.gz")
         entries = run.record["datasets"]
-        write_whole(folder / "scores.png", lambda path: _draw(entries, path))
+        write_whole(folder / CHART, lambda path: _draw(entries, path))
     logger.info("\n%s", mining_report(entries))
     return folder
 
 
-def _mine(run: Run, dataset: PairDataset, teacher: Teacher, settings: MiningSettings, given: bool, file: str) -> None:
+def _mine(
+    run: Run,
+    dataset: PairDataset,
+    scorer_of: Callable[[Pairs, Path], Scorer],
+    settings: MiningSettings,
+    given: bool,
+    file: str,
+) -> None:
     name, pairs = dataset.name, dataset.pairs
     has_negatives = "negative" in dataset.columns.names
     if has_negatives and not given:
@@ -89,7 +101,7 @@ def _mine(run: Run, dataset: PairDataset, teacher: Teacher, settings: MiningSett
     counts = len(dataset.rows), len(pairs.queries), len(pairs.documents)
     logger.info("%s: %d rows, %d queries, %d documents", name, *counts)
     work = run.work(name)
-    scorer = teacher.scorer(pairs, work)
+    scorer = scorer_of(pairs, work)
     block = partial(judge if given else mine, pairs, scorer, settings)
     mined = Mined(**decide(work, len(dataset.rows), lambda rows: vars(block(rows)), name))
     run.finish(name, file, lambda path: write_rows(path, _rows(dataset, mined)), **_statistics(mined))
@@ -97,7 +109,8 @@ def _mine(run: Run, dataset: PairDataset, teacher: Teacher, settings: MiningSett
 
 def _rows(dataset: PairDataset, mined: Mined) -> Iterator[dict[str, Any]]:
     for row, places in enumerate(mined.documents.tolist()):
-        negatives = [dataset.pairs.documents[place] for place in places if place >= 0]
+        given = dict(zip(dataset.pairs.negatives[row], dataset.negatives[row], strict=True))  # as the row spells them
+        negatives = [given.get(place, dataset.pairs.documents[place]) for place in places if place >= 0]
         columns = {f"negative_{number}": text for number, text in enumerate(negatives, start=1)}
         yield {**dataset.without_negatives(row), **columns}
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mote.data.columns import Columns, check_row, find_columns
-from mote.data.rows import Location, read_files, read_rows, require_valid
+from mote.data.rows import Location, read_rows, require_valid
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class Pairs:
             of_rows.append(places)
         found = [[documents.add(text) for text in texts] for texts in negatives or ()]
         for text in corpus:
-            documents.add(text)
+            if text.strip():  # trainers refuse empty negatives
+                documents.add(text)
         for query, text in enumerate(queries.texts):
             if (own := documents.places.get(_normalized(text))) is not None:
                 known[query].add(own)
@@ -113,12 +114,14 @@ class PairDataset:
         name: Name of the dataset.
         rows: The rows as they were read.
         columns: What their columns mean.
+        negatives: Negatives of each row.
         pairs: Their texts.
     """
 
     name: str
     rows: list[dict[str, Any]]
     columns: Columns
+    negatives: list[tuple[str, ...]]
     pairs: Pairs
 
     def without_negatives(self, row: int) -> dict[str, Any]:
@@ -137,25 +140,25 @@ def read_pairs(location: Location[Any], corpus: Iterable[str] = ()) -> PairDatas
     Raises:
         ValueError: If a row is invalid, there is none, or they are not pairs.
     """
-    rows, examples, columns = [], [], None
-    for row in require_valid(read_rows(location)):
-        columns = columns or find_columns(location.settings, row.content, location.name)
-        if columns.row_type != "pairs":
-            raise ValueError(f"{location.name}: expected pairs (anchor, positive), got {columns.row_type} rows")
+    rows = list(require_valid(read_rows(location)))
+    if not rows:
+        raise ValueError(f"{location.name} has no rows")
+    present = dict.fromkeys(column for row in rows for column in row.content)  # some have fewer negatives than others
+    columns = find_columns(location.settings, present, location.name)
+    if columns.row_type != "pairs":
+        raise ValueError(f"{location.name}: expected pairs (anchor, positive), got {columns.row_type} rows")
+    examples = []
+    for row in rows:
         try:
             examples.append(check_row(row.content, columns))
-        except ValueError as error:
+            json.dumps(row.content)
+        except (ValueError, TypeError) as error:
             raise ValueError(f"{row.where}: {error}") from error
-        rows.append(row.content)
-    if columns is None:
-        raise ValueError(f"{location.name} has no rows")
+    negatives = [example.negatives for example in examples]
     pairs = Pairs.of(
-        [example.anchor for example in examples],
-        [example.positives for example in examples],
-        corpus,
-        [example.negatives for example in examples],
+        [example.anchor for example in examples], [example.positives for example in examples], corpus, negatives
     )
-    return PairDataset(location.name, rows, columns, pairs)
+    return PairDataset(location.name, [row.content for row in rows], columns, negatives, pairs)
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -163,19 +166,3 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     with path.open("wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-
-
-def read_texts(files: Sequence[Path]) -> list[str]:
-    """Read the texts of corpus files, a `title` in front of its `text`.
-
-    Raises:
-        FileNotFoundError: If a file does not exist.
-        ValueError: If a row is invalid, or has no text.
-    """
-    texts = []
-    for row in require_valid(read_files(files)):
-        text = row.content.get("text")
-        if not isinstance(text, str):
-            raise ValueError(f"{row.where}: 'text' must be a string, got {type(text).__name__}")  # noqa: TRY004
-        texts.append(f"{row.content.get('title') or ''} {text}".strip())
-    return texts

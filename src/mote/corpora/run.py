@@ -5,11 +5,11 @@ names those that are finished. Until then `.work/` holds the teacher's embedding
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,34 @@ import pyarrow
 from pyarrow import parquet
 from tqdm import tqdm
 
-from mote.checkpoints.staging import try_lock
-from mote.corpora.embed import embed_corpus
+from mote.corpora.embed import check_devices, first_device, locally, run_job
+from mote.corpora.encoding import Devices, Model, find_model
+from mote.corpora.folder import (
+    FORMAT,
+    is_intact,
+    only_writer,
+    read_record,
+    remove_leftovers,
+    sha256,
+    write_record,
+    write_whole,
+)
+from mote.corpora.job import Job
 from mote.corpora.pairs import Pairs
 from mote.corpora.scorers import BM25Scorer, EmbeddingScorer, Scorer
-from mote.corpora.store import is_intact, read_embeddings, sha256, write_whole
-from mote.data.rows import Location, find_datasets
+from mote.corpora.source import find_corpus
+from mote.corpora.store import read_embeddings
+from mote.data.rows import Location, find_datasets, load_from_hub
 from mote.data.settings import DatasetSettings
 
 BM25 = "bm25"
 BLOCK = 4096
 """Rows that are decided together, and kept through a kill."""
+SHARD = 50_000
+"""Texts that are embedded together, and kept through a kill."""
 RECORD = "record.json"
+CHART = "scores.png"
+WORK = ".work"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,47 +72,72 @@ class Teacher:
     revision: str | None = None
     trust_remote_code: bool = False
 
-    def identity(self) -> dict[str, Any]:
-        """Return what decides on the scores."""
-        return {name: getattr(self, name) for name in ("model", "query_task", "document_task", "revision")}
+    def find(self) -> Model | None:
+        """Find the model, without loading it; None for BM25.
 
-    def scorer(self, pairs: Pairs, work: Path) -> Scorer:
-        """Score the texts of a dataset; embeddings are kept in `work`, and resumed from there."""
+        Raises:
+            FileNotFoundError: If there is none.
+            ValueError: If a device does not exist.
+        """
         if self.model == BM25:
-            return BM25Scorer(pairs.queries, pairs.documents)
-        return EmbeddingScorer(
-            self._embed(pairs.queries, self.query_task, work / "queries"),
-            self._embed(pairs.documents, self.document_task, work / "documents"),
-        )
+            return None
+        check_devices(self.device, self.processes)
+        trusted = {"trust_remote_code": self.trust_remote_code}
+        return find_model(self.model, revision=self.revision, batch_size=self.batch_size, **trusted)
 
-    def _embed(self, texts: list[str], task: str, folder: Path) -> np.ndarray:
-        """Embed texts [N] into normalised embeddings [N, D], mapped from the disk."""
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / "texts.parquet"
-        table = pyarrow.table({"text": texts})
-        write_whole(file, lambda path: parquet.write_table(table, path))
-        embedded = embed_corpus(
-            self.model,
-            file,
-            folder / "embeddings",
-            task=task,
-            text_columns=["text"],
-            batch_size=self.batch_size,
-            device=self.device,
-            processes=self.processes,
-            revision=self.revision,
-            trust_remote_code=self.trust_remote_code,
-        )
-        whole, done = None, 0
-        for part in read_embeddings(embedded)[1]:
-            if whole is None:
-                shape = (len(texts), part.shape[1])
-                whole = np.lib.format.open_memmap(folder / "normalized.npy", "w+", np.float32, shape)
-            lengths = np.linalg.norm(part, axis=1, keepdims=True)
-            whole[done : done + len(part)] = part / np.maximum(lengths, 1e-12)
-            done += len(part)
-        assert whole is not None, "a dataset has rows"
-        return whole
+    def identity(self, model: Model | None) -> dict[str, Any]:
+        """Return what decides on the scores, for the model that `find` has found."""
+        if model is None:
+            return {"model": BM25}
+        return {"model": model.identity(), "query_task": self.query_task, "document_task": self.document_task}
+
+    @contextmanager
+    def scorers(self, model: Model | None) -> Iterator[Callable[[Pairs, Path], Scorer]]:
+        """Make scorers of datasets, each of its texts and a folder where embeddings are kept, and resumed from.
+
+        The model is loaded for the first dataset, and stays for all.
+
+        Args:
+            model: From `find`.
+        """
+        if model is None:
+            yield lambda pairs, _: BM25Scorer(pairs.queries, pairs.documents)
+            return
+        tasks = {name: replace(model, task=getattr(self, f"{name}_task")) for name in ("query", "document")}
+        names = check_devices(self.device, self.processes)
+        with ExitStack() as closing:
+
+            @cache
+            def load() -> Devices:
+                encoder = model.load(first_device(names))
+                for one in tasks.values():
+                    one.check(encoder)
+                return closing.enter_context(Devices(encoder, names))
+
+            def scorer(pairs: Pairs, work: Path) -> Scorer:
+                queries = _embed(pairs.queries, tasks["query"], load(), work / "queries")
+                return EmbeddingScorer(queries, _embed(pairs.documents, tasks["document"], load(), work / "documents"))
+
+            yield scorer
+
+
+def _embed(texts: list[str], model: Model, devices: Devices, folder: Path) -> np.ndarray:
+    """Embed texts [N] into normalised embeddings [N, D], mapped from the disk."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "texts.parquet"
+    write_whole(file, lambda path: parquet.write_table(pyarrow.table({"text": texts}), path))
+    job = Job(model, find_corpus([str(file)]).counted(), folder / "embeddings", "float32", SHARD)
+    run_job(job, locally(devices), model.check(devices.encoder))
+    whole, done = None, 0
+    for part in read_embeddings(job.folder)[1]:
+        if whole is None:
+            shape = (len(texts), part.shape[1])
+            whole = np.lib.format.open_memmap(folder / "normalized.npy", "w+", np.float32, shape)
+        lengths = np.linalg.norm(part, axis=1, keepdims=True)
+        whole[done : done + len(part)] = part / np.maximum(lengths, 1e-12)
+        done += len(part)
+    assert whole is not None, "a dataset has rows"
+    return whole
 
 
 class Run:
@@ -113,8 +154,7 @@ class Run:
 
     def save(self) -> None:
         """Write the record."""
-        text = json.dumps(self.record, indent=1, ensure_ascii=False) + "\n"
-        write_whole(self.folder / RECORD, lambda path: path.write_text(text, encoding="utf-8"))
+        write_record(self.folder / RECORD, self.record)
 
     def is_finished(self, name: str) -> bool:
         """Whether a dataset is finished, and its file as it was written."""
@@ -132,7 +172,7 @@ class Run:
 
     def work(self, name: str) -> Path:
         """Return the folder for what a dataset needs until it is finished."""
-        return self.folder / ".work" / name.replace("/", "--")
+        return self.folder / WORK / name.replace("/", "--")
 
 
 @contextmanager
@@ -148,52 +188,33 @@ def open_run(out: Path, record: dict[str, Any], overwrite: bool) -> Iterator[Run
         OSError: If another process is writing there.
         ValueError: If the folder holds something else, or another run.
     """
-    file = out / RECORD
-    if out.exists() and not file.is_file() and any(path.name not in (".work", "lock") for path in out.iterdir()):
-        raise ValueError(f"{out} holds something other than a run of `mote {record['what']}`: choose another folder")
-    work = out / ".work"
-    work.mkdir(parents=True, exist_ok=True)
-    lock = try_lock(work, ours=True)
-    if lock is None:
-        raise OSError(f"{out} is being written by another process: wait for it, or choose another folder")
-    try:
-        record = json.loads(json.dumps({"format": 1, **record}))
-        found = _read(file)
-        if found is not None and not overwrite:
-            different = [key for key in record if found.get(key) != record[key]]
-            if different:
-                raise ValueError(
-                    f"{out} holds another run, which differs in {', '.join(different)}: choose another folder, or "
-                    "replace it with --overwrite"
-                )
-            run = Run(out, found)
-        else:
+    record = json.loads(json.dumps({"format": FORMAT, **record}))
+    with only_writer(out):
+        found = read_record(out, RECORD, "datasets", f"a run of `mote {record['what']}`")
+        remove_leftovers(out)
+        different = [key for key in record if found is not None and found.get(key) != record[key]]
+        if different and not overwrite:
+            raise ValueError(
+                f"{out} holds another run, which differs in {', '.join(different)}: choose another folder, or replace "
+                "it with --overwrite"
+            )
+        if found is None or overwrite:
             for entry in (found or {}).get("datasets", {}).values():
                 (out / entry["file"]).unlink(missing_ok=True)
-            for path in work.iterdir():
-                if path.is_dir():
-                    shutil.rmtree(path)
-            run = Run(out, {**record, "datasets": {}})
+            (out / CHART).unlink(missing_ok=True)
+            shutil.rmtree(out / WORK, ignore_errors=True)
+            found = {**record, "datasets": {}}
+        run = Run(out, found)
         run.save()
         try:
             yield run
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"what is finished is kept in {out}, and the same command resumes") from None
-        shutil.rmtree(work, ignore_errors=True)
-    finally:
-        os.close(lock)
-
-
-def _read(file: Path) -> dict[str, Any] | None:
-    if not file.is_file():
-        return None
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(record["datasets"], dict):
-            raise TypeError("datasets")
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is damaged: choose another folder, or remove it") from error
-    return dict(record)
+        else:
+            shutil.rmtree(out / WORK, ignore_errors=True)
+        finally:
+            if not run.record["datasets"] and not (out / WORK).exists():  # nothing was begun
+                (out / RECORD).unlink()
 
 
 def decide(
@@ -245,6 +266,9 @@ def locate(datasets: Sequence[str], folder: str | Path, split: str, subset: str 
     return found
 
 
-def inputs_of(locations: Sequence[Location[Any]]) -> dict[str, Any]:
-    """Describe datasets for the record: their files by hashes."""
-    return {each.name: [sha256(file) for file in each.files] or each.settings.model_dump() for each in locations}
+def inputs_of(locations: Sequence[Location[Any]]) -> dict[str, list[str]]:
+    """Describe datasets for the record: by hashes of their files, or the fingerprint that `datasets` knows them by."""
+    return {
+        each.name: [sha256(file) for file in each.files] or [load_from_hub(each.settings)._fingerprint]
+        for each in locations
+    }
