@@ -53,7 +53,7 @@ class UpcyclingOptions(WriteOptions):
         norm_topk_prob: Scale their weights to sum to 1, which keeps the dense model's output.
         router_aux_loss_coef: Factor of the load-balancing loss in training.
         router_aux_loss_type: Its formula, `equation_1` or `megablocks`, see `TokenRoutedConfig`.
-        preset: Key of `PRESETS`, whose settings apply where they are not given.
+        preset: Key of `PRESETS`, whose settings take the place of these defaults.
         tokenizer: Folder or Hub id of a tokenizer. Default: the source's own.
         dtype: Type of the weights: `float32`, `float16`, `bfloat16`, or `auto` for the source's.
         revision: Branch, tag or commit of a source on the Hub.

@@ -16,6 +16,7 @@ import datasets
 import pytest
 from helpers.checkpoints import contents, dense_checkpoint
 from helpers.rows import write_rows
+from sentence_transformers import SentenceTransformer
 
 import mote
 from mote.checkpoints.staging import try_lock
@@ -57,7 +58,7 @@ def rows_in(file: Path) -> list[dict[str, Any]]:
 def mine(data: Path, model: str | Path, name: str = "mined", **settings: Any) -> Path:
     own = {key: settings.pop(key) for key in list(settings) if key in MiningSettings.__dataclass_fields__}
     chosen = MiningSettings(**{"negatives": 3, "depth": 20, "relative_margin": None, **own})
-    teacher = Teacher(model=str(model))
+    teacher = Teacher(model=str(model), processes=settings.pop("processes", None))
     return mote.mine_negatives(["retrieval/*"], data.parent / name, teacher, chosen, data=data, **settings)
 
 
@@ -213,6 +214,20 @@ def test_the_teacher_is_loaded_once_and_known_by_its_weights(
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0?")
     with pytest.raises(ValueError, match="holds another run, which differs in teacher"):
         mine(data, folder)
+
+
+@pytest.mark.processes
+def test_two_processes_start_once_and_change_nothing(data: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = contents(mine(data, model))
+    starts: list[list[str]] = []
+    start = SentenceTransformer.start_multi_process_pool
+    monkeypatch.setattr(
+        SentenceTransformer,
+        "start_multi_process_pool",
+        lambda self, devices: starts.append(devices) or start(self, devices),
+    )
+    assert contents(mine(data, model, "two", processes=2)) == one  # one thread each
+    assert starts == [["cpu"], ["cpu"]]
 
 
 def test_a_second_writer_is_refused(data: Path) -> None:

@@ -75,7 +75,7 @@ def upcycle(
     ] = "equation_1",
     preset: Annotated[
         Literal["nomic-v2"] | None,
-        typer.Option(help="Settings at once: nomic-v2 is 8 experts in every second layer, two of them per token."),
+        typer.Option(help="Other defaults: of nomic-v2, 8 experts in every second layer, two of them per token."),
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="SRC", help=f"Tokenizer: {options.SRC}. Default: the source's own.")
