@@ -33,7 +33,14 @@ def test_a_mote(trained_folder: Path, tmp_path: Path) -> None:
     assert (meta.license, meta.languages, meta.adapted_from) == ("apache-2.0", ["deu-Latn", "eng-Latn"], "you/base")
     assert meta.use_instructions is True
     assert meta.similarity_fn_name == "cosine"
-    assert meta.loader_kwargs == {"trust_remote_code": True}
+    assert meta.loader_kwargs["trust_remote_code"] is True
+    prompts = meta.loader_kwargs["model_prompts"]
+    assert (prompts["query"], prompts["Clustering"], prompts["STS"]) == (
+        "search_query: ",
+        "clustering: ",
+        "classification: ",
+    )
+    assert "clustering" not in prompts  # which MTEB would warn of
     assert str(tmp_path) not in json.dumps(meta.to_dict())  # what results say names no path of this machine
     again = mote.model_meta(str(folder))
     assert (again.revision, hash(again)) == (meta.revision, hash(meta))
@@ -57,7 +64,8 @@ def test_its_dense_source_has_as_many_active_parameters(tmp_path: Path) -> None:
     assert dense.n_active_parameters < tokens.n_active_parameters < tokens.n_parameters
     expert = mote.model_meta(transform(tmp_path / "mote", tmp_path / "expert", experts.export, "clustering"))
     assert (expert.n_parameters, expert.embed_dim) == (dense.n_parameters, dense.embed_dim)
-    assert expert.loader_kwargs == {}
+    assert "trust_remote_code" not in expert.loader_kwargs
+    assert expert.loader_kwargs["model_prompts"]["Clustering"] == "clustering: "
 
 
 @pytest.mark.parametrize("name", ["cc", "other", None])

@@ -12,10 +12,11 @@ from mteb.models.models_protocols import MTEBModels
 from mteb.types import Licenses
 from transformers import PreTrainedModel
 
+from configuration_mote import ROLE_HINTS
 from mote.checkpoints.cards import front_matter
 from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.reading import Checkpoint, dense_without_weights, is_mote, mote_class, open_checkpoint
-from mote.checkpoints.sentence_transformers import max_seq_length, source_modules, source_prompts
+from mote.checkpoints.sentence_transformers import MTEB_PROMPTS, max_seq_length, source_modules, source_prompts
 from mote.checkpoints.tensors import parameter_counts
 
 
@@ -33,8 +34,8 @@ def model_meta(source: str | Path, revision: str | None = None) -> ModelMeta:
     Returns:
         The name (`local/NAME` for a folder), the revision (the commit, or a hash of the folder's files), dimension,
         most tokens, parameters in all and in the token embeddings, size of the weights in MiB, licence, languages,
-        similarity, and whether there are instructions. Active parameters are those that a text, or in a token-routed
-        model a token, passes through, without the token embeddings, as MTEB counts them.
+        similarity, and the prompts of MTEB's task types (in `loader_kwargs`). Active parameters are those that a text,
+        or in a token-routed model a token, passes through, without the token embeddings, as MTEB counts them.
 
     Raises:
         FileNotFoundError: If the source does not exist or has no weights.
@@ -52,11 +53,16 @@ def model_meta(source: str | Path, revision: str | None = None) -> ModelMeta:
     card = front_matter(checkpoint.folder)
     settings = checkpoint.read_json("config_sentence_transformers.json")
     name = f"local/{checkpoint.short_name}" if checkpoint.is_local else checkpoint.name
+    names = (*MTEB_PROMPTS, *ROLE_HINTS)  # MTEB warns of every other one
+    prompts = {key: text for key, text in source_prompts(checkpoint).items() if key in names}
     path = str(Path(source).resolve()) if checkpoint.is_local else checkpoint.name
     return ModelMeta.create_empty(
         {
             "loader": partial(load_encoder_wrapper, path),
-            "loader_kwargs": {"trust_remote_code": True} if routed else {},
+            "loader_kwargs": {
+                **({"trust_remote_code": True} if routed else {}),
+                **({"model_prompts": prompts} if any(prompts.values()) else {}),
+            },
             "name": name if "/" in name else f"sentence-transformers/{name}",  # as the library completes it
             "revision": checkpoint.revision or folder_hash(checkpoint.folder),
             "languages": _languages(card.get("language")),
