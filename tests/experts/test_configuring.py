@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import contents, files_in, read_json, trusted
+from helpers.checkpoints import contents, dense_checkpoint, files_in, read_json, trusted
 from helpers.kills import stop_everywhere
 from transformers import AutoModel, pipeline
 
@@ -144,3 +144,9 @@ def test_files_that_cannot_grow(upcycled: Path, tmp_path: Path) -> None:
     out = tmp_path / "place" / "tiny-mote"
     for result in stop_everywhere(out, "set", out, "default_task=sts", how="file size", old=upcycled):
         assert (result.status, result.out, result.left) == (1, "old", [])
+
+
+def test_a_token_routed_model_never_asks_the_text(tmp_path: Path) -> None:
+    folder = mote.upcycle(str(dense_checkpoint(tmp_path / "dense")), tmp_path / "routed", routing="token")
+    with pytest.raises(ValueError, match="route_by_text has no effect here"):
+        mote.configure(folder, route_by_text=False)

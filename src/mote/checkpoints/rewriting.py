@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import yaml  # type: ignore[import-untyped]
@@ -87,8 +88,14 @@ def write_card(
     name = hub.check_before_push(repo_id or name) if push else repo_id or name
     card = rewritten_card(source, name, base_model)
     if source.is_local:
-        (source.folder / "README.md").write_text(card, encoding="utf-8")
-        logger.info("Wrote %s", source.folder / "README.md")
+        path = source.folder / "README.md"
+        unfinished = path.with_name(f".{path.name}.{uuid4().hex}")
+        try:
+            unfinished.write_text(card, encoding="utf-8")
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        logger.info("Wrote %s", path)
     if push:
         logger.info("Pushed: %s", hub.push_card(card, name))
     return card

@@ -98,6 +98,8 @@ def _set(model: "MoTEModel", changes: Mapping[str, Any]) -> None:
     fields = {key: value for key, value in changes.items() if not key.startswith(INSTRUCTION)}
     texts = {key.removeprefix(INSTRUCTION): text for key, text in changes.items() if key.startswith(INSTRUCTION)}
     fields["instructions"] = {**config.instructions, **texts}
+    if "route_by_text" in fields and not config.routes_by_task:
+        raise ValueError("route_by_text has no effect here: each token of this model finds its experts by a router")
     valid = type(config).from_dict({**config.to_dict(), **fields})
     for field in fields:
         setattr(config, field, getattr(valid, field))

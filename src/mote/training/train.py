@@ -18,6 +18,7 @@ from sentence_transformers.base.losses.gradcache import uses_gradient_cache
 from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
 from torch import nn
 from transformers import PrinterCallback, Trainer
+from transformers.trainer_utils import IntervalStrategy
 
 from configuration_mote import MoTEConfig
 from mote.checkpoints.cards import write_trained_card
@@ -277,6 +278,8 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
     logger.info(str(data))
     schedule = plan_schedule(recipe, data.sets, state.num_processes)
     arguments = trainer_arguments(recipe, folder, data.sets, names)
+    if not data.validation:
+        arguments.eval_strategy = IntervalStrategy.NO
     logger.info(describe(schedule, arguments, data.sets))
     tracker = Tracker()
     torch.manual_seed(recipe.training.seed)  # for the weights that a loss may have
