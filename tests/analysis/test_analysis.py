@@ -222,8 +222,12 @@ def copied(source: Path, target: Path) -> Path:
     return target
 
 
-def test_without_a_start_experts_are_compared_with_their_mean(trained_folder: Path) -> None:
+def test_without_a_start_experts_are_compared_with_their_mean(trained_folder: Path, tmp_path: Path) -> None:
     (model,) = analyze([trained_folder], texts=TEXTS[:2]).models
+    assert "it comes from small-encoder, which is not here" in model.notes[-1]
+    unrecorded = copied(trained_folder, tmp_path / "model")
+    (unrecorded / "mote.json").unlink()
+    (model,) = analyze([unrecorded], texts=TEXTS[:2]).models
     assert model.weight_change is not None
     assert not model.weight_change.from_start
     assert model.weight_change.shared == []
