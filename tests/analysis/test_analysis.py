@@ -225,7 +225,7 @@ def copied(source: Path, target: Path) -> Path:
 def test_without_a_start_experts_are_compared_with_their_mean(trained_folder: Path, tmp_path: Path) -> None:
     (model,) = analyze([trained_folder], texts=TEXTS[:2]).models
     assert "it comes from small-encoder, which is not here" in model.notes[-1]
-    unrecorded = copied(trained_folder, tmp_path / "model")
+    unrecorded = shutil.copytree(trained_folder, tmp_path / "model")
     (unrecorded / "mote.json").unlink()
     (model,) = analyze([unrecorded], texts=TEXTS[:2]).models
     assert model.weight_change is not None
