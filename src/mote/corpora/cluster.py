@@ -56,6 +56,7 @@ def _embedded(job: Job, numbers: Sequence[int], workers: int | None) -> Iterator
 
     if not numbers:
         return
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False  # there is one already
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -211,6 +211,10 @@ def first_device(devices: Sequence[str]) -> str | None:
 def _embed(job: Job, store: Store, engine: Engine, dimension: int | None) -> None:
     """Make the shards that are not finished."""
     shards, rows = store.unfinished(), len(job.corpus)
+    if job.dtype == "int8" and job.shard_size < min(rows, 1000):
+        logger.warning(
+            "The ranges of int8 are those of %d texts, the first shard: a larger one clips less", job.shard_size
+        )
     if not shards:
         logger.info("All %s texts are embedded in %s", f"{rows:,}", store.folder)
         return
