@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-from pyarrow import parquet
-
 
 def write_rows(path: Path, rows: Sequence[Any]) -> Path:
     """Write `.jsonl`, packed where the name ends in `.gz`, or `.parquet`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
+        import pyarrow  # an extra brings it, and not every environment that runs tests has that extra
+        from pyarrow import parquet
+
         parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
         return path
     text = "".join(json.dumps(row) + "\n" for row in rows).encode()
