@@ -37,8 +37,8 @@ ARCHITECTURES = {
 
 REFUSED_ARCHITECTURES = {
     "albert": "it uses one layer again and again, so its blocks cannot have experts of their own",
-    "deberta": "it does not hand keyword arguments down to its layers, so they cannot be told the expert",
-    "deberta-v2": "it does not hand keyword arguments down to its layers, so they cannot be told the expert",
+    "deberta": "it does not pass keyword arguments down to its layers, so they cannot be told the expert",
+    "deberta-v2": "it does not pass keyword arguments down to its layers, so they cannot be told the expert",
 }
 
 

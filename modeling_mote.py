@@ -112,7 +112,7 @@ class MoTEBlock(nn.Module):
             The dense layer's output: [B, L, H], in some architectures inside a tuple.
         """
         if expert is None:
-            raise RuntimeError("The block was not told its expert: the backbone does not hand keyword arguments down")
+            raise RuntimeError("The block was not told its expert: the backbone does not pass keyword arguments down")
         return self.experts[expert](hidden_states, *args, **kwargs)
 
 
@@ -130,14 +130,14 @@ class MoTEModel(PreTrainedModel):
     config_class = MoTEConfig
     model_tags = ["mote", "mixture-of-experts", "custom_code"]  # of its card on the Hub
     weight_files: tuple[str, ...] = ()  # that the weights were loaded from
-    record: str | None = None  # path of the `mote.json` beside them, which says how the model was made
+    record: str | None = None  # path of the `mote.json` next to them, which says how the model was made
     unwanted_weights = ""  # a pattern of the names of those that are in the files, but not loaded
     offloading: Any = None  # set by `mote.load(path, offload=…)`: brings an expert to the device for a call
     routing_argument = "expert"  # of the blocks; layers that stay dense (`mote_layers`) do not get it
     base_model_prefix = ""
     supports_gradient_checkpointing = True
     _no_split_modules = ["MoTEBlock"]
-    # A backbone that lacks one of these refuses it by itself.
+    # A backbone that lacks one of these refuses it on its own.
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True

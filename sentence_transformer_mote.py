@@ -123,7 +123,7 @@ class MoTETransformer(Transformer):
         return out
 
     def on_model_ready(self, model: Any) -> None:
-        """Let the card that is saved with the model be that of a MoTE, and not say "Not trained yet" for ever."""
+        """Let the card that is saved with the model be that of a MoTE, and not say "Not trained yet" forever."""
         card, text = model.model_card_data, model._model_card_text or ""
         card.__class__ = MoTECardData if type(card) is SentenceTransformerModelCardData else type(card)
         card.add_tags(self.model.model_tags)

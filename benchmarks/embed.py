@@ -1,4 +1,4 @@
-"""Cost of `mote embed`: its speed beside plain `encode`, and its memory over a corpus ten times larger.
+"""Cost of `mote embed`: its speed compared with plain `encode`, and its memory over a corpus ten times larger.
 
     python -m benchmarks.embed speed [--model MODEL] [--data FILE] [--texts N] [--seconds N]
     python -m benchmarks.embed memory [--model MODEL] [--data FILE] [--texts N]

@@ -1,1 +1,1 @@
-"""What a model repository carries beside the model: the template of its card."""
+"""What a model repository carries besides the model: the templates of its cards."""

@@ -20,7 +20,7 @@ which nine measure the teacher)::
 `TEXT_SETS`, and `sts/stsbenchmark` and `beir/nfcorpus` for the figures. A second run with the same `--work-dir`, texts
 and teacher finds the teacher's embeddings there.
 
-Needs: mote[train] (`datasets` beside `sentence-transformers`).
+Needs: mote[train] (`datasets` besides `sentence-transformers`).
 """
 
 import argparse
@@ -180,7 +180,7 @@ def document_frequencies(tokenizer: BertTokenizer, texts: Sequence[str]) -> Coun
 def choose_pieces(tokenizer: BertTokenizer, texts: Sequence[str], size: int) -> list[str]:
     """Choose the pieces of the teacher's vocabulary that the student keeps.
 
-    Kept rather than trained anew, for two reasons. Each piece's embedding can start as the teacher's. And a WordPiece
+    Kept rather than trained again, for two reasons. Each piece's embedding can start as the teacher's. And a WordPiece
     vocabulary trained on these texts splits more words of texts that it was not trained on: 20% of the words of the
     STS benchmark's dev part, against 11% with this choice (and 4% with the teacher's whole vocabulary).
 
@@ -288,7 +288,7 @@ def copy_embeddings(student: BertModel, teacher: BertModel, teacher_ids: Sequenc
 
 
 def build_student(teacher_folder: Path, texts: Sequence[str], folder: Path) -> SentenceTransformer:
-    """Build the untrained student, by way of a folder from which sentence-transformers loads its first module."""
+    """Build the untrained student, through a folder from which sentence-transformers loads its first module."""
     teacher_tokenizer = AutoTokenizer.from_pretrained(teacher_folder)
     if not isinstance(teacher_tokenizer, BertTokenizer):
         raise TypeError(f"The teacher's tokenizer is a {type(teacher_tokenizer).__name__}; expected a BertTokenizer.")
@@ -369,7 +369,7 @@ def train(
         model=student,
         args=arguments,
         train_dataset=train_dataset,
-        # On vectors of length 1 this is the mean squared error, but for a factor (two over the number of
+        # On vectors of length 1 this is the mean squared error, except for a factor (two over the number of
         # dimensions) that would make the loss too small to read.
         loss=EmbedDistillLoss(student, distance_metric="cosine"),
         evaluator=evaluator,

@@ -71,7 +71,7 @@ def trained_folder(fresh_folder: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """Real checkpoints and data beside the repository, where there are any."""
+    """Real checkpoints and data next to the repository, where there are any."""
     if not SHARED.is_dir():
-        pytest.skip("no ../shared beside the repository")
+        pytest.skip("no ../shared next to the repository")
     return SHARED

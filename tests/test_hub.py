@@ -174,7 +174,7 @@ def test_a_hub_that_cannot_be_reached(server: HubServer, tmp_path: Path) -> None
         command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert "error: The Hub cannot be reached for the push, nothing was begun" in done.stderr
+    assert "error: The Hub cannot be reached for the push, nothing was started" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
@@ -187,7 +187,7 @@ def test_a_push_that_breaks_off_keeps_the_result(
     from mote.hub import push
 
     monkeypatch.setattr(HfApi, "create_repo", lambda *_, **__: HfApi(endpoint="http://127.0.0.1:9").whoami(token="x"))
-    with pytest.raises(ConnectionError, match=r"(?s)The push of user/tiny broke off.*hf upload user/tiny"):
+    with pytest.raises(ConnectionError, match=r"(?s)The push of user/tiny was cut off.*hf upload user/tiny"):
         push(tmp_path, "user/tiny")
 
 

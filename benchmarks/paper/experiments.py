@@ -153,7 +153,7 @@ SCALES = {
 
 
 def recipe_of(name: str, scale: Scale, source: str, data: str, seed: int, changes: Sequence[str] = ()) -> Recipe:
-    """Return the complete recipe of one run, but for its output folder."""
+    """Return the complete recipe of one run, except for its output folder."""
     variant = VARIANTS[name]
     rates = scale.learning_rates
     rate = rates.get(name, rates.get(""))

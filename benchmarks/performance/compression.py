@@ -1,4 +1,4 @@
-"""Compressed experts: rank against memory, speed and quality, beside 8 bits, Expert Averaging and the dense source."""
+"""Compressed experts: rank against memory, speed and quality, with 8 bits, Expert Averaging and the dense source."""
 
 import tempfile
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""`encode` of an exported expert by every path there is on a CPU, beside Sentence-Transformers' default.
+"""`encode` of an exported expert by every path there is on a CPU, compared with Sentence-Transformers' default.
 
 The default is `SentenceTransformer(dense).encode(texts)`: torch, float32, batches of 32 sorted by length. Every path
 embeds the same texts in the same batches, with as many threads and without an instruction, so that nothing but the

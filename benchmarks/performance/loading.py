@@ -1,4 +1,4 @@
-"""Loading one expert of a MoTE, beside loading the dense checkpoint of the same size: time and peak memory."""
+"""Loading one expert of a MoTE, compared with loading the dense checkpoint of the same size: time and peak memory."""
 
 import statistics
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Switching experts: from the CPU's memory and from disk, beside the time that moving the bytes alone takes."""
+"""Switching experts: from the CPU's memory and from disk, compared with the time that moving the bytes alone takes."""
 
 import copy
 import os

@@ -100,7 +100,7 @@ class Embedder:
         return [results[row] for row in range(len(batch))]
 
     def _try(self, items: list[Item], prompt: str) -> list[Embedding | Exception]:
-        """Embed texts; if that fails, each by itself, to find the cause."""
+        """Embed texts; if that fails, each alone, to find the cause."""
         try:
             return self._run(items, prompt)
         except Exception as error:  # whatever tokenizer, model and device raise
@@ -139,7 +139,7 @@ class EmbeddingsRequest(BaseModel):
     def _check_input(cls, value: Any) -> Any:
         texts = value if isinstance(value, list) else [value]
         if any(isinstance(text, int | list) for text in texts):
-            raise ValueError("lists of tokens are not taken, as clients may have another tokenizer: send texts")
+            raise ValueError("lists of tokens are not accepted, as clients may have another tokenizer: send texts")
         if not texts or not all(isinstance(text, str) and text for text in texts):
             raise ValueError("must be a text, or a list of texts, none of them empty")
         for index, text in enumerate(texts):
@@ -362,7 +362,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("model", help="a MoTE: a folder, or an id on the Hub")
     add("--revision", help="branch, tag or commit on the Hub")
-    add("--name", help="by which clients ask for it (default: the last part of MODEL)")
+    add("--name", help="name that clients ask for (default: the last part of MODEL)")
     add("--host", default="127.0.0.1", help="address to listen at (default: %(default)s, this machine alone)")
     add("--port", type=port, default=8000, help="0 takes a free one (default: %(default)s)")
     add("--max-batch-size", type=positive, default=32, help="texts in a batch (default: %(default)s)")
@@ -373,12 +373,12 @@ def arguments() -> argparse.Namespace:
     add("--max-inputs", type=positive, default=2048, help="texts in a request (default: %(default)s)")
     add("--max-body", type=positive, default=16 * 2**20, metavar="BYTES", help="of a request (default: 16 MiB)")
     add("--max-waiting", type=positive, default=8192, help="texts unanswered, before 503 (default: %(default)s)")
-    add("--grace", type=positive, default=30, metavar="S", help="to answer what is begun, at the end (default: 30 s)")
+    add("--grace", type=positive, default=30, metavar="S", help="to answer open requests, at the end (default: 30 s)")
     return parser.parse_args()
 
 
 def main() -> None:
-    # uvicorn answers what is begun, then raises the signal again, which shall not look like a failure
+    # uvicorn answers open requests, then raises the signal again, which must not look like a failure
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))
     options = arguments()

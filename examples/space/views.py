@@ -64,7 +64,7 @@ def views(model: SentenceTransformer, texts: Sequence[str], groups: Sequence[str
     turned to lie as those of the first expert do (orthogonal Procrustes), so that what moves is the model's doing.
     """
     if len(texts) < 3:
-        raise ValueError("A map needs three texts or more.")
+        raise ValueError("A map needs at least three texts.")
     of_group = np.array(groups)
     same = of_group[:, None] == of_group[None, :]
     others = ~np.eye(len(texts), dtype=bool)

@@ -109,7 +109,7 @@ def check_before_push(repo_id: str) -> str:
             f"The Hub did not accept the token, log in again with `hf auth login`: {error}"
         ) from error
     except (HTTPError, OSError) as error:  # httpx's connection errors are not OSErrors
-        raise ConnectionError(f"The Hub cannot be reached for the push, nothing was begun: {error}") from error
+        raise ConnectionError(f"The Hub cannot be reached for the push, nothing was started: {error}") from error
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise PermissionError(
             f"The token of {user['name']} may only read: make one with write access at huggingface.co/settings/tokens"
@@ -127,7 +127,7 @@ def refuse_whole_model(repo_id: str) -> None:
     try:
         is_model = HfApi().file_exists(repo_id, "config.json")
     except (HTTPError, OSError) as error:
-        raise ConnectionError(f"The Hub cannot be asked what is in {repo_id}, nothing was begun: {error}") from error
+        raise ConnectionError(f"The Hub cannot be asked what is in {repo_id}, nothing was started: {error}") from error
     if is_model:
         raise ValueError(
             f"{repo_id} holds a whole model, whose weights and card a push would replace: name another repository "
@@ -163,7 +163,7 @@ def push(folder: Path, repo_id: str, private: bool = False, what: str = "a MoTE 
     except HfHubHTTPError as error:
         raise PermissionError(f"The Hub refused to take {repo_id}: {error}\n{_push_later(folder, repo_id)}") from error
     except (HTTPError, OSError) as error:
-        raise ConnectionError(f"The push of {repo_id} broke off: {error}\n{_push_later(folder, repo_id)}") from error
+        raise ConnectionError(f"The push of {repo_id} was cut off: {error}\n{_push_later(folder, repo_id)}") from error
     return str(commit.commit_url)
 
 
@@ -195,7 +195,7 @@ def push_card(card: str, repo_id: str) -> str:
     except HfHubHTTPError as error:
         raise PermissionError(f"The Hub refused to take the card of {repo_id}: {error}") from error
     except (HTTPError, OSError) as error:
-        raise ConnectionError(f"The push of the card of {repo_id} broke off: {error}") from error
+        raise ConnectionError(f"The push of the card of {repo_id} was cut off: {error}") from error
     return str(commit.commit_url)
 
 

@@ -27,7 +27,7 @@ def python_blocks(card: str) -> list[str]:
 
 def test_the_model_card(upcycled: Path) -> None:
     card = ModelCard.load(upcycled / "README.md")
-    assert card.data.base_model is None  # a folder is no id on the Hub
+    assert card.data.base_model is None  # a folder is not an id on the Hub
     assert "base_model" not in (upcycled / "README.md").read_text()
     assert card.data.library_name == "sentence-transformers"
     assert card.data.pipeline_tag == "sentence-similarity"

@@ -142,8 +142,8 @@ def second_shard(folder: Path) -> Path:
 SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
     "no config": ({}, lambda folder: remove(folder / "config.json"), "source has no config.json"),
     "no weights": ({}, lambda folder: remove(folder / "model.safetensors"), "has no weights: .*found config.json, tok"),
-    "config is no JSON": ({}, lambda folder: cut(folder / "config.json"), "config.json is not valid JSON"),
-    "config is no text": (
+    "config is not JSON": ({}, lambda folder: cut(folder / "config.json"), "config.json is not valid JSON"),
+    "config is not text": (
         {},
         lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe{}"),
         "config.json is not valid JSON",
@@ -274,7 +274,7 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
         lambda folder: remove(second_shard(folder)),
         r"source lacks pytorch_model-00002-of-\d+.bin, named in pytorch_model.bin.index.json",
     ),
-    "index is no JSON": (
+    "index is not JSON": (
         {"shards": True},
         lambda folder: cut(folder / "model.safetensors.index.json"),
         "index.json is not valid JSON",
@@ -340,7 +340,7 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
         lambda folder: (folder / "modules.json").write_text('[{"path": "1_Pooling"}]'),
         "source has a modules.json that is not in Sentence-Transformers' format",
     ),
-    "modules are no list": (
+    "modules are not a list": (
         {},
         lambda folder: (folder / "modules.json").write_text('{"0": {}}'),
         "modules.json must hold a list, got a dict",

@@ -202,7 +202,7 @@ def test_a_result_has_the_usual_permissions(tmp_path: Path) -> None:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A clone of a repository on the Hub, in which somebody has made notes."""
+    """A clone of a repository on the Hub, in which someone has made notes."""
     out = tmp_path / "out"
     out.mkdir()
     old = ("2_Dense/config.json", "model-00001-of-00002.safetensors", "recipe.yaml", "vocab.txt", "old_mote.py")

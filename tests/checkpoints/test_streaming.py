@@ -279,7 +279,7 @@ def test_a_model_larger_than_memory(
     }
     for path in written:
         with safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118 - it is no dict
+            for key in file.keys():  # noqa: SIM118 - it is not a dict
                 dense_key = re.sub(r"\.(shared|experts\.\w+)\.", ".", key.removeprefix("backbone."))
                 with safe_open(stored[dense_key], "pt") as of_source:
                     assert file.get_tensor(key).equal(of_source.get_tensor(dense_key)), key

@@ -46,7 +46,7 @@ def test_pairs_of_files(tmp_path: Path) -> None:
     assert pairs is not None
     assert (pairs.queries, pairs.documents, pairs.source) == (("a", "d"), ("b", "e"), "pairs.jsonl")
     file.write_text('{"query": "a", "positive": "b"}\n')
-    with pytest.raises(ValueError, match=r"pairs\.jsonl has 1 pairs: expected two"):
+    with pytest.raises(ValueError, match=r"pairs\.jsonl has 1 pairs: expected at least two"):
         find_pairs(file)
     assert find_pairs() is None
 
@@ -65,7 +65,7 @@ def test_texts_and_pairs_of_a_folder_are_of_all_its_datasets() -> None:
     ("content", "message"),
     [
         ("", "has no texts: expected one per line"),
-        ('{"text": "one"}', "has 1 texts: a distribution takes two at least; give one with `--texts FILE`"),
+        ('{"text": "one"}', "has 1 texts: a distribution needs at least two; give one with `--texts FILE`"),
         ('{"text": "one"}\n{"title": "two"}', r":2 has the columns title: expected one of text, query"),
         ('{"text": ["one"]}\n{"text": 3}', r":2: 'text' must be a text that is not empty, got 3"),
         ('{"text": " "}', r":1: 'text' must be a text that is not empty, got ' '"),

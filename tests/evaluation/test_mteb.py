@@ -25,7 +25,7 @@ TASKS = {  # one dataset of each of the seven types, and the roles in which its 
 }
 
 
-@pytest.mark.filterwarnings("ignore:Task name")  # mteb, of prompts that are no task types of its own
+@pytest.mark.filterwarnings("ignore:Task name")  # mteb, about prompts that are not task types of its own
 @pytest.mark.filterwarnings("ignore:Some prompts")
 @pytest.mark.parametrize("name", TASKS)
 def test_each_task_type_and_role_reaches_its_expert(name: str, trained_folder: Path) -> None:

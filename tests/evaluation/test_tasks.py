@@ -32,7 +32,7 @@ TYPES = {  # set of the examples → its name and type in mteb, and its main sco
     "summarization/arxiv": ("summarization-arxiv", "Summarization", "cosine_spearman"),
 }
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),  # mteb's own, of prompts that are no task types, and sklearn's
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # mteb's, about prompts that are not task types, and sklearn's
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 Rows = list[dict[str, Any]]

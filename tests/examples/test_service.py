@@ -212,8 +212,8 @@ BAD = [
     ({"input": ["a", None]}, 400, "input", "a list of texts"),
     ({"input": {"text": "a"}}, 400, "input", "a list of texts"),
     ({"input": None}, 400, "input", "must be a text"),
-    ({"input": [1, 2]}, 400, "input", "lists of tokens are not taken"),
-    ({"input": [[1, 2], [3]]}, 400, "input", "lists of tokens are not taken"),
+    ({"input": [1, 2]}, 400, "input", "lists of tokens are not accepted"),
+    ({"input": [[1, 2], [3]]}, 400, "input", "lists of tokens are not accepted"),
     ({"input": ["a", "\ud800"]}, 400, "input", "text 1 holds half of a surrogate pair"),
     ({"input": ["a"] * 2049}, 400, "input", "send 2048 at most"),
     ({"model": "text-embedding-3-small"}, 404, "model", f"but '{NAME}'"),
@@ -377,7 +377,7 @@ def test_limits_then_a_clean_end_with_requests_under_way(trained_folder: Path, r
         assert server.stop(signal.SIGTERM) == 0
         for thread in threads:
             thread.join(timeout=10)
-        assert len(answers) == 2  # what was begun has been answered
+        assert len(answers) == 2  # open requests have been answered
         for answer in answers:
             check(answer, reference)
         assert_nothing_is_left(server)

@@ -412,8 +412,8 @@ def a_weight_less(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut, "is damaged or cut: copy or extract the expert 'legal' again"),
-        (one_bit, "is damaged or cut"),
+        (cut, "is damaged or truncated: copy or extract the expert 'legal' again"),
+        (one_bit, "is damaged or truncated"),
         (no_weights, "lacks expert.safetensors"),
         (no_description, "it has no expert.json: `mote experts extract` makes one"),
         (no_json, "expert.json is not valid JSON"),

@@ -47,7 +47,7 @@ def hidden(model: Any, **task: str) -> torch.Tensor:
 
 
 def three_experts(name: str, **settings: Any) -> MoTEModel:
-    """Three, because a third is no number of any float type."""
+    """Three, because no float type can represent a third."""
     return trained_mote(name, experts=["alpha", "beta", "gamma"], **settings)
 
 

@@ -201,7 +201,7 @@ def published_nomic(folder: Path, prefix: bool, tokenizer: bool = True, **change
 
     Args:
         folder: Where to write it.
-        prefix: True as in nomic-bert-2048: keys under `bert.` beside a `cls` head, in pytorch_model.bin. False as in
+        prefix: True as in nomic-bert-2048: keys under `bert.` next to a `cls` head, in pytorch_model.bin. False as in
             nomic-embed-text: no prefix, no head, safetensors, and `n_inner` a float.
         tokenizer: Write a tokenizer.
         **changes: To the settings.

@@ -125,7 +125,7 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def in_threads(count: int, serve: Callable[[int], None]) -> None:
-    """Call `serve` with 0, 1, … in as many threads, all begun at once."""
+    """Call `serve` with 0, 1, … in as many threads, all started at once."""
     barrier = threading.Barrier(count)
 
     def begin(thread: int) -> None:

@@ -82,7 +82,7 @@ def read_as_server(folder: Path) -> dict[str, Any]:
     assert config["architectures"], "architectures"
     architecture = ARCHITECTURES[config["model_type"]]
     problems = [
-        f"{key}={config.get(key)!r} is no {kind}"
+        f"{key}={config.get(key)!r} is not a valid {kind}"
         for kind, keys in architecture.items()
         for key in keys.split()
         if not _is(kind, config.get(key))

@@ -27,7 +27,7 @@ class Outcome(NamedTuple):
         status: Exit status; negative: the signal that ended it.
         printed: The end of what it printed.
         out: State of the output folder: "absent", "old", "new", or "broken".
-        left: Names beside the output folder.
+        left: Names next to the output folder.
         replaced: States of older outputs that were moved aside and not yet removed.
     """
 
@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
 def stop_everywhere(out: Path, *command: object, how: str = "SIGKILL", old: Path | None = None) -> list[Outcome]:
     """Run a command that writes `out`, first undisturbed, then stopped at its first, second, … change on disk.
 
-    After all of these, one more run must succeed, write the same as the first, and leave nothing beside it.
+    After all of these, one more run must succeed, write the same as the first, and leave nothing next to it.
 
     Args:
         out: The folder that the command writes, in a folder of its own.

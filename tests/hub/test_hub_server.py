@@ -192,7 +192,7 @@ def test_broken_download_resumes(server: HubServer, client: Client, folder: Path
     chunk = 10 * 2**20  # what the client has not received as a whole chunk it asks for again
     server.add_repo("user/name", folder)
     server.fail("download", after=chunk + 1000, times=1)
-    # huggingface_hub 2 goes on by itself, huggingface_hub 1 with the next call
+    # huggingface_hub 2 resumes on its own, huggingface_hub 1 with the next call
     code = f"""
 result = call(hf_hub_download, "user/name", "{WEIGHTS}")
 result = hf_hub_download("user/name", "{WEIGHTS}") if isinstance(result, dict) else result
@@ -206,7 +206,7 @@ result = hf_hub_download("user/name", "{WEIGHTS}") if isinstance(result, dict) e
 def test_broken_upload(server: HubServer, client: Client, folder: Path) -> None:
     server.create_repo("user/name")
     server.fail("upload", times=1)
-    # huggingface_hub 2 repeats by itself, huggingface_hub 1 leaves that to the next call
+    # huggingface_hub 2 repeats it on its own, huggingface_hub 1 leaves that to the next call
     push = """call(api.upload_folder, repo_id="user/name", folder_path=folder)"""
     client(f"result = {push}; result = {push} if isinstance(result, dict) else result", token="hf_write")
 

@@ -611,6 +611,6 @@ def test_on_a_gpu_copies_are_pinned_and_leave_the_device(tmp_path: Path) -> None
             assert model.offloading.slots[0].ready is not None
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() - kept < size
-    model.half().float().cpu()  # moves what is there, and goes on
+    model.half().float().cpu()  # moves what is there, and continues
     with torch.no_grad():
         model(**batch(), task="a")

@@ -328,7 +328,7 @@ OF_OWN_PREFIXES = ["clustering", "search_query", "topics"]
         (["x"], "query", "search_document: ", "search_document"),
         (["search_query: x"], None, "classify: ", "classification"),
         (["x"], None, "cluster: ", "clustering"),  # not `mail`, which has the same instruction and comes later
-        # 3. The role hints, also beside a prompt that is no instruction.
+        # 3. The role hints, also with a prompt that is not an instruction.
         (["x"], "query", None, "query"),
         (["x"], "document", None, "document"),
         (["x"], "query", "Find: ", "query"),

@@ -81,7 +81,7 @@ def load(folder: Path, setup: str) -> subprocess.CompletedProcess[str]:
 
 
 def last_line(folder: Path, setup: str) -> str:
-    """What somebody reads last whose model does not load."""
+    """The last lines that someone whose model does not load reads."""
     run = load(folder, setup)
     assert run.returncode == 1, run.stderr
     return run.stderr.strip().splitlines()[-1]

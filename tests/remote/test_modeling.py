@@ -347,7 +347,7 @@ def test_pooling_without_a_mask_and_of_nothing_but_padding() -> None:
 
 
 def test_mean_pooling_counts_tokens_exactly_in_bfloat16() -> None:
-    hidden = torch.ones(1, 511, 4, dtype=torch.bfloat16)  # 511 is no bfloat16 number
+    hidden = torch.ones(1, 511, 4, dtype=torch.bfloat16)  # bfloat16 cannot represent 511
     assert pool(hidden, torch.ones(1, 511, dtype=torch.long), "mean").eq(1).all()
 
 

@@ -78,7 +78,7 @@ def estimated(model: MoTEModel, precision: str, gradient_checkpointing: bool = F
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Kernels have work space for each thread, which the estimate does not count: beside a tiny model it is much."""
+    """Kernels have work space for each thread, which the estimate does not count: for a tiny model it is much."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

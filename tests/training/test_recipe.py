@@ -200,7 +200,7 @@ def test_aliases_are_allowed(tmp_path: Path) -> None:
         ("training.seed=-1", "training.seed: Input should be greater than or equal to 0"),
         ("training.seed=100000000000000000000", "training.seed: Input should be less than 4294967296"),
         ("training.save_total_limit=1", "training.save_total_limit"),
-        ("training={bf16: true, fp16: true}", "bf16 and fp16 exclude each other"),
+        ("training={bf16: true, fp16: true}", "bf16 and fp16 are mutually exclusive"),
     ],
 )
 def test_numbers_that_are_refused(override: str, message: str) -> None:

@@ -115,7 +115,7 @@ def test_overwrite_keeps_the_model_until_the_new_one_is_complete(settings: list[
 
 
 def test_an_interrupted_overwrite_is_resumed(settings: list[str], tmp_path: Path) -> None:
-    """A checkpoint beside a finished model belongs to a run that was to replace it."""
+    """A checkpoint next to a finished model belongs to a run that was to replace it."""
     model = train("ic", settings)
     recipe = load_recipe("ic", settings)
     folder = RunFolder(tmp_path / "run")

@@ -31,7 +31,7 @@ def test_each_shipped_recipe(name: str, tiny: Path, data: Path, tmp_path: Path) 
     model = train(name, overrides(tiny, data, tmp_path / "run"))
     record = train_step(model)
     assert record["steps"] == 2
-    recipe = load_recipe(model / "recipe.yaml")  # what lies beside the weights is a recipe
+    recipe = load_recipe(model / "recipe.yaml")  # what lies next to the weights is a recipe
     assert (recipe.name, recipe.training.max_steps) == (name, 2)
     assert (model / "curves.png").read_bytes().startswith(b"\x89PNG")
     loaded = SentenceTransformer(str(model), trust_remote_code=recipe.model.kind != "dense")

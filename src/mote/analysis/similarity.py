@@ -17,7 +17,7 @@ from mote.inference.loading import check_device, load_encoder
 
 Similarity = dict[tuple[str, str], NDArray[np.float64]]
 
-# Names of the two roles of search: the paper's first, last those that Sentence-Transformers adds by itself.
+# Names of the two roles of search: the paper's first, last those that Sentence-Transformers adds on its own.
 ROLES = (("search_query", "search_document"), ("query", "passage"), ("query", "document"))
 
 

@@ -1,7 +1,7 @@
 """Write a model's card anew: what it says of the model from the model's files, what others wrote kept.
 
 Sentence-Transformers' trainer, `save_pretrained` after a training loop and `push_to_hub` each write or keep a card that
-knows less than the files beside it.
+knows less than the files next to it.
 """
 
 import logging
@@ -206,7 +206,7 @@ def _read(readme: Path) -> str:
         return readme.read_text(encoding="utf-8")
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(
-            f"The metadata of the card {readme} cannot be read ({' '.join(str(error).split())}): mend what is between "
+            f"The metadata of the card {readme} cannot be read ({' '.join(str(error).split())}): fix what is between "
             "its lines `---`, or remove the card"
         ) from error
 

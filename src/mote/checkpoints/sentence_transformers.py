@@ -108,7 +108,7 @@ def normalizes(source: Checkpoint) -> bool:
 def source_prompts(source: Checkpoint) -> dict[str, str]:
     """Read the prompts of a Sentence-Transformers source, if it has any.
 
-    An empty prompt beside others means that such texts get none; if all are empty, they are the library's defaults.
+    An empty prompt among others means that such texts get none; if all are empty, they are the library's defaults.
     """
     prompts = source.read_json("config_sentence_transformers.json").get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
@@ -177,7 +177,7 @@ def write_sentence_transformer(
     of_mote: MoTEConfig | None = None,
     expert: str | None = None,
 ) -> None:
-    """Write the files of Sentence-Transformers beside a model, with the source's modules and settings if it has any.
+    """Write the files of Sentence-Transformers next to a model, with the source's modules and settings if it has any.
 
     Args:
         model: The new model.

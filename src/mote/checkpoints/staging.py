@@ -113,7 +113,7 @@ class Staging:
 
     If the block raises, nothing stays behind. If the process is killed, the final place holds what it held before,
     and the next writer to the same place removes the leftover. Only between two renames, when a model is replaced, can
-    a kill leave the place empty; the replaced model is then in `.NAME.writing-…/replaced` beside it until another one
+    a kill leave the place empty; the replaced model is then in `.NAME.writing-…/replaced` next to it until another one
     is written.
 
     Each writer has a folder of its own with a random name, and a lock in it for as long as it runs; writers in other

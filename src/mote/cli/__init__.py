@@ -95,7 +95,7 @@ def _print_error(message: str) -> None:
 
 @contextlib.contextmanager
 def _terminable(received: list[int], last: bool) -> Iterator[None]:
-    """Treat SIGTERM as an interrupt, so that what was begun is cleaned up."""
+    """Treat SIGTERM as an interrupt, so that what was started is cleaned up."""
 
     def interrupt(number: int, _: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough: do not interrupt the cleanup

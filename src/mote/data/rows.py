@@ -30,7 +30,7 @@ ENDINGS = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
 MAX_LINE = 2**26
 """Length of a line at most, in bytes: longer ones come from damaged files and compression bombs."""
 PARQUET_BATCH = 4096
-"""Rows of a parquet file that are in memory at once, beside those of its reader."""
+"""Rows of a parquet file that are in memory at once, besides those of its reader."""
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ class Texts:
     def __post_init__(self) -> None:
         """Refuse fewer than two."""
         if len(self.texts) < 2:
-            raise ValueError(f"{self.source} has {len(self.texts)} texts: a distribution takes two at least; {_BOTH}")
+            raise ValueError(f"{self.source} has {len(self.texts)} texts: a distribution needs at least two; {_BOTH}")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Pairs:
     def __post_init__(self) -> None:
         """Refuse fewer than two."""
         if len(self.queries) < 2:
-            raise ValueError(f"{self.source} has {len(self.queries)} pairs: expected two at least")
+            raise ValueError(f"{self.source} has {len(self.queries)} pairs: expected at least two")
 
 
 def read_texts(file: str | Path | None = None) -> list[str]:
@@ -97,7 +97,7 @@ def find_texts(
         ValueError: If a file is damaged, a row has no text, there are fewer than two texts, or both are given.
     """
     if limit < 2:
-        raise ValueError(f"limit {limit}: a distribution takes two texts at least")
+        raise ValueError(f"limit {limit}: a distribution needs at least two texts")
     if file is not None and folder is not None:
         raise ValueError("Texts come from a file (`--texts`) or from a folder (`--data`): give one of them")
     if folder is not None:

@@ -33,7 +33,7 @@ class Cache(mteb.ResultCache):
         """
         try:
             super().__init__(folder)
-            folder.mkdir(parents=True, exist_ok=True)  # not every version of mteb does it by itself
+            folder.mkdir(parents=True, exist_ok=True)  # not every version of mteb does it
         except OSError as error:
             raise CacheError(f"Results cannot be written to {folder}: {error}") from error
         for leftover in folder.glob(f"{_ASIDE}*"):  # of a killed writer: writing takes no time

@@ -80,7 +80,7 @@ def choose_tasks(
         return load_tasks(Path(data), names, limit)
     if limit is not None:
         raise ValueError(
-            "--limit cuts datasets of --data alone: scores on parts of MTEB's own datasets would be no MTEB scores. "
+            "--limit cuts datasets of --data alone: scores on parts of MTEB's own datasets would not be MTEB scores. "
             "Choose some of them with --task instead"
         )
     try:
@@ -97,7 +97,7 @@ def choose_tasks(
 def load_tasks(folder: str | Path, names: Sequence[str] = (), limit: int | None = None) -> list[AbsTask]:
     """Make tasks of the datasets of a data folder that have a test split.
 
-    Files are read when mteb loads a task, so that a broken dataset fails by itself.
+    Files are read when mteb loads a task, so that a broken dataset fails alone.
 
     Args:
         folder: A data folder, as docs/evaluation.md describes it.

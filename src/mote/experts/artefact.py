@@ -103,7 +103,7 @@ class ExpertArtefact:
         remedy = f"copy or extract the expert {self.name!r} again"
         with path.open("rb") as file:
             if sha_fileobj(file).hex() != self.settings["weights"]["sha256"]:
-                raise ValueError(f"{path} is not the file that {EXPERT_FILE} describes, it is damaged or cut: {remedy}")
+                raise ValueError(f"{path} does not match {EXPERT_FILE}, it is damaged or truncated: {remedy}")
         try:
             weights = load_file(path)
         except SafetensorError as error:

@@ -22,7 +22,7 @@ def compress(model: MoTEModel, *, rank: int | None = None, bits: int | None = No
 
     Args:
         model: A MoTE with all its experts; not modified.
-        rank: Rank of the differences, from 1 to the full rank of the matrices, which is exact but for rounding.
+        rank: Rank of the differences, from 1 to the full rank of the matrices, which is exact except for rounding.
         bits: 8, for integers with a scale for each row of a matrix.
 
     Returns:

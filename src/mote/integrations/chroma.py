@@ -34,7 +34,7 @@ class MoTEEmbeddingFunction(TaskEncoder, EmbeddingFunction[Embeddable]):
     Arguments and errors are those of [`TaskEncoder`][mote.integrations.encoder.TaskEncoder].
     """
 
-    # By config: Chroma builds the function anew whenever it looks at a collection's configuration.
+    # By config: Chroma builds the function again whenever it looks at a collection's configuration.
     _built: ClassVar[dict[str, "MoTEEmbeddingFunction"]] = {}
 
     def __init__(

@@ -170,9 +170,9 @@ class DatasetRows:
         if self.row_type == "scored":
             self._fit_scores()
         elif self.label_type == "scored":
-            raise ValueError(f"{self.name} has no scores, which {self.task.loss} needs; InfoNCE goes without")
+            raise ValueError(f"{self.name} has no scores, which {self.task.loss} needs; InfoNCE does not")
         elif self.label_type == "labelled" and self.row_type != "labelled":
-            raise ValueError(f"{self.name} has no labels, which {self.task.loss} needs; InfoNCE goes without")
+            raise ValueError(f"{self.name} has no labels, which {self.task.loss} needs; InfoNCE does not")
         elif self.label_type == "pairs" and self.row_type == "texts":
             raise ValueError(
                 f"{self.name} has single texts, {self.task.loss} takes pairs or texts with labels. Name columns that "

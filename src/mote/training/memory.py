@@ -1,7 +1,7 @@
 """Estimate the memory of a training step without running it.
 
 What follows from the number of parameters is counted. Activations are measured: one mini-batch runs forward and
-backward on fake tensors, which have shapes but no contents, while every allocation is recorded. So the estimates hold
+backward on fake tensors, which have shapes but no data, while every allocation is recorded. So the estimates hold
 for any architecture, with gradient checkpointing and mixed precision, and need neither memory nor a GPU.
 """
 

@@ -303,7 +303,7 @@ class TrainingSettings(Settings):
     @model_validator(mode="after")
     def _one_precision(self) -> "TrainingSettings":
         if self.bf16 and self.fp16:
-            raise ValueError("bf16 and fp16 exclude each other")
+            raise ValueError("bf16 and fp16 are mutually exclusive")
         return self
 
     @property
@@ -433,7 +433,7 @@ def parse_recipe(settings: dict[str, Any], name: str = "recipe") -> Recipe:
 
 
 def _read(recipe: str, base: Path | None = None, extended_by: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Read a recipe's settings over those that it extends; that one is looked up beside it first."""
+    """Read a recipe's settings over those that it extends; that one is looked up next to it first."""
     path = Path(recipe) if base is None else base / recipe
     found = next((candidate for candidate in (path, path.with_name(path.name + ".yaml")) if candidate.is_file()), None)
     if found is not None:
@@ -448,7 +448,7 @@ def _read(recipe: str, base: Path | None = None, extended_by: tuple[str, ...] = 
     if "extends" in settings:
         extended = str(settings["extends"])
         if extended in extended_by:
-            raise ValueError(f"The recipe {extended} extends itself, by way of {', '.join(extended_by)}")
+            raise ValueError(f"The recipe {extended} extends itself, through {', '.join(extended_by)}")
         settings = _merged(_read(extended, folder, (*extended_by, extended)), settings)
     return settings
 

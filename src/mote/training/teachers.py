@@ -1,7 +1,7 @@
 """Embeddings of a teacher, cached on disk, so that a killed run resumes where it was.
 
 The folder of a list of texts is named by a hash of the teacher, the prompt and the texts. It holds a file for each
-chunk of texts until all are embedded, then one file. Each file is written beside its place and renamed, and has the
+chunk of texts until all are embedded, then one file. Each file is written next to its place and renamed, and has the
 hash of its content in its name, which reveals damage.
 """
 
