@@ -102,14 +102,10 @@ def run_pairs(source: Path, folder: Path, count: int) -> list[Run]:
 def _timed(command: list[str], out: Path, *option: str) -> tuple[float, str]:
     """Time a command that writes `out`, its last argument; dirty pages are written to disk first."""
     shutil.rmtree(out, ignore_errors=True)
-    _sync()
+    subprocess.run(["sync"], check=True)
     started = perf_counter()
     done = subprocess.run([*command, *option, str(out)], check=True, capture_output=True, text=True)
     return perf_counter() - started, done.stdout
-
-
-def _sync() -> None:
-    subprocess.run(["sync"], check=True)
 
 
 def _row(label: str, written: int, runs: list[Run]) -> list[str]:

@@ -1,4 +1,4 @@
-"""One expert in files of its own, and MoTEs on disk with one expert more, less, or under another name."""
+"""One expert in files of its own."""
 
 import json
 import shutil
@@ -11,72 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import (
-    contents,
-    dense_checkpoint,
-    edit_json,
-    edit_weights,
-    files_in,
-    read_json,
-    tiny_tokenizer,
-    trusted,
-)
+from helpers.checkpoints import edit_json, edit_weights, files_in, read_json, tiny_tokenizer, trusted
 from helpers.families import all_families, batch, make_different, trained_mote
 from helpers.kills import stop_everywhere
-from helpers.on_disk import add, merge
+from helpers.on_disk import add, base_hash, hidden
 from hub.hub_server import HubServer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 import mote
 from modeling_mote import MoTEModel
-from mote import WriteOptions, upcycle
+from mote import upcycle
 from mote.checkpoints.provenance import read_steps
 from mote.cli import main
 from mote.experts import extract, list_experts
 from mote.experts.artefact import FORMAT, open_artefact
 
 TEXTS = ["a contract", "bread"]
-OF_CLASSIFICATION = {"sts": "clustering", "pair_classification": "clustering", "summarization": None}
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny MoTE with Sentence-Transformers' files, and experts that differ."""
-    folder = tmp_path_factory.mktemp("trained")
-    dense_checkpoint(folder / "tiny", sentence_transformers={"normalize": True, "prompts": {"mine": "My: "}})
-    upcycle(str(folder / "tiny"), folder / "mote")
-    make_different(MoTEModel.from_pretrained(folder / "mote")).save_pretrained(folder / "mote")
-    return folder / "mote"
-
-
-@pytest.fixture(scope="module")
-def with_legal(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with one expert more."""
-    out = tmp_path_factory.mktemp("with") / "legal-mote"
-    add(trained, "search_query", out, name="legal", instruction="legal: ", tasks=["contracts"])
-    model = MoTEModel.from_pretrained(out)
-    with torch.no_grad():
-        for block in model.blocks:
-            for parameter in block.experts["legal"].parameters():
-                parameter.mul_(1.25)
-    model.save_pretrained(out)
-    return out
-
-
-@pytest.fixture(scope="module")
-def legal(with_legal: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """That expert, in files of its own."""
-    return extract(str(with_legal), "legal", tmp_path_factory.mktemp("legal") / "legal")
-
-
-def base_hash(folder: Path) -> str:
-    return list_experts(str(folder)).base_hash
-
-
-def hidden(folder: Path, task: str) -> torch.Tensor:
-    with torch.no_grad():
-        return mote.load(folder).eval()(**batch(), task=task).last_hidden_state
 
 
 # Into files, and back ------------------------------------------------------------------------------------------------
@@ -106,13 +57,13 @@ def test_extract_and_add_are_exact(name: str, tmp_path: Path) -> None:
     assert one == other
 
 
-def test_files_of_an_artefact(with_legal: Path, legal: Path, trained: Path) -> None:
+def test_files_of_an_artefact(with_legal: Path, legal: Path, tiny_mote: Path) -> None:
     assert files_in(legal) == {"README.md", "expert.json", "expert.safetensors", "mote.json"}
     told = read_json(legal / "expert.json")
     assert (told["format"], told["name"], told["tasks"]) == (FORMAT, "legal", ["legal", "contracts"])
     assert told["instructions"] == {"legal": "legal: "}
     base = {"name": "legal-mote", "upcycled_from": "tiny", "architecture": "bert", "layers": [0, 1], "pooling": "mean"}
-    assert told["base"] == {**base, "dtype": "float32", "hash": base_hash(trained)}
+    assert told["base"] == {**base, "dtype": "float32", "hash": base_hash(tiny_mote)}
     steps = read_steps(legal)
     assert [step["step"] for step in steps] == ["upcycle", "add", "extract"]
     assert steps[-1]["command"] == "mote experts extract legal-mote legal --out legal"
@@ -123,8 +74,8 @@ def test_files_of_an_artefact(with_legal: Path, legal: Path, trained: Path) -> N
     assert str(with_legal.parent) not in card + (legal / "expert.json").read_text()
 
 
-def test_a_mote_to_which_an_expert_was_added(trained: Path, with_legal: Path, legal: Path, tmp_path: Path) -> None:
-    out = add(trained, legal, tmp_path / "out")
+def test_a_mote_to_which_an_expert_was_added(tiny_mote: Path, with_legal: Path, legal: Path, tmp_path: Path) -> None:
+    out = add(tiny_mote, legal, tmp_path / "out")
     assert files_in(out) == {*files_in(with_legal)}
     for task in ("legal", "contracts", "search_query", "clustering"):
         assert hidden(out, task).equal(hidden(with_legal, task))
@@ -143,8 +94,8 @@ def test_a_mote_to_which_an_expert_was_added(trained: Path, with_legal: Path, le
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_an_artefact_in_memory(remote: bool, trained: Path, with_legal: Path, legal: Path) -> None:
-    model: Any = AutoModel.from_pretrained(trained, trust_remote_code=True) if remote else mote.load(trained)
+def test_an_artefact_in_memory(remote: bool, tiny_mote: Path, with_legal: Path, legal: Path) -> None:
+    model: Any = AutoModel.from_pretrained(tiny_mote, trust_remote_code=True) if remote else mote.load(tiny_mote)
     assert (type(model) is not MoTEModel) == remote
     model.eval()
     mote.experts.add(model, "law", open_artefact(legal), instruction={"law": "law: ", "contracts": "contract: "})
@@ -158,8 +109,8 @@ def test_an_artefact_in_memory(remote: bool, trained: Path, with_legal: Path, le
     assert "other" not in model.config.tasks
 
 
-def test_under_another_name(trained: Path, legal: Path, tmp_path: Path) -> None:
-    out = add(trained, legal, tmp_path / "out", name="law", instruction="law: ")
+def test_under_another_name(tiny_mote: Path, legal: Path, tmp_path: Path) -> None:
+    out = add(tiny_mote, legal, tmp_path / "out", name="law", instruction="law: ")
     config = MoTEModel.from_pretrained(out).config
     assert [task for task, expert in config.tasks.items() if expert == "law"] == ["law", "contracts"]
     assert (config.instruction_of("law"), config.instruction_of("contracts")) == ("law: ", "law: ")
@@ -168,11 +119,11 @@ def test_under_another_name(trained: Path, legal: Path, tmp_path: Path) -> None:
 
 
 def test_tasks_that_another_expert_has_stay_there(
-    trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_mote: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    files = extract(str(trained), "classification", tmp_path / "files")
+    files = extract(str(tiny_mote), "classification", tmp_path / "files")
     caplog.set_level("INFO", "mote")
-    out = add(trained, files, tmp_path / "out", name="second", instruction="2: ", tasks=["sts"])
+    out = add(tiny_mote, files, tmp_path / "out", name="second", instruction="2: ", tasks=["sts"])
     tasks = MoTEModel.from_pretrained(out).config.tasks
     assert (tasks["sts"], tasks["summarization"]) == ("second", "classification")
     assert (
@@ -180,73 +131,8 @@ def test_tasks_that_another_expert_has_stay_there(
         in caplog.messages
     )
     with pytest.raises(ValueError, match=r"instruction 'classification: ' .* already stands for"):
-        add(trained, files, tmp_path / "twice", name="third")
+        add(tiny_mote, files, tmp_path / "twice", name="third")
     assert not (tmp_path / "twice").exists()
-
-
-def test_copies_of_a_fresh_model_are_not_called_trained(upcycled: Path, tmp_path: Path) -> None:
-    out = add(upcycled, "mean", tmp_path / "out", name="new")
-    assert "Not trained yet" in (out / "README.md").read_text()
-    mote.transform(out, tmp_path / "less", mote.experts.remove, "new")
-    assert "Not trained yet" in (tmp_path / "less" / "README.md").read_text()
-
-
-def test_merging(trained: Path, with_legal: Path, legal: Path, tmp_path: Path) -> None:
-    out = merge(trained, {"search_query": 1, str(legal): 3}, "both", tmp_path / "out", tasks=["x", "y"])
-    weights, whole = (load_file(folder / "model.safetensors") for folder in (out, with_legal))
-    for key, weight in weights.items():
-        if ".experts.both." in key:
-            query, other = (whole[key.replace("both", name)].double() for name in ("search_query", "legal"))
-            assert weight.equal((0.25 * query + 0.75 * other).float())
-    assert MoTEModel.from_pretrained(out).config.tasks["y"] == "both"
-    everything = dict.fromkeys(MoTEModel.from_pretrained(trained).config.experts, 0.7)
-    merge(trained, everything, "middle", tmp_path / "middle")
-    with torch.no_grad():
-        averaged = mote.experts.average(MoTEModel.from_pretrained(trained))(**batch()).last_hidden_state
-    assert hidden(tmp_path / "middle", "middle").equal(averaged)
-    alone = merge(trained, {str(legal): 0.1}, "alone", tmp_path / "alone")
-    assert hidden(alone, "alone").equal(hidden(with_legal, "legal"))
-
-
-def test_removed_and_renamed_in_place(with_legal: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(with_legal, tmp_path / "mote")
-    (folder / "notes").mkdir()
-    (folder / "notes" / "mine.txt").write_text("mine")
-    (folder / "my-model.safetensors").write_text("mine as well")
-    before = hidden(folder, "legal")
-    assert main(["experts", "rename", str(folder), "legal", "law", "--overwrite"]) == 0
-    remove = ["experts", "remove", str(folder), "classification", "--overwrite"]
-    assert main([*remove, "--task", "sts=law", "--task", "pair_classification=", "--task", "summarization="]) == 0
-    assert hidden(folder, "law").equal(hidden(folder, "sts"))
-    assert hidden(folder, "law").equal(before)
-    assert (folder / "notes" / "mine.txt").read_text() == "mine"
-    assert files_in(folder) == {*files_in(with_legal), "notes/mine.txt", "my-model.safetensors"}
-    assert [path.name for path in tmp_path.iterdir()] == ["mote"]
-    prompts = read_json(folder / "config_sentence_transformers.json")["prompts"]
-    assert not {"classification", "Classification", "legal", "summarization"} & prompts.keys()
-    assert prompts["STS"] == prompts["law"] == "legal: "
-    *_, renamed, removed = read_steps(folder)
-    assert removed["command"].startswith("mote experts remove mote classification --task sts=law ")
-    assert renamed["command"] == "mote experts rename mote legal law --overwrite"
-
-
-def test_shards_of_a_model_changed_in_place(with_legal: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "mote"
-    options = WriteOptions(max_shard_size="20KB")
-    mote.transform(with_legal, folder, mote.experts.rename, "legal", "law", options=options)
-    assert len(list(folder.glob("*.safetensors"))) > 1
-    mote.transform(folder, None, mote.experts.rename, "law", "legal", options=WriteOptions(overwrite=True))
-    assert [path.name for path in folder.glob("*model*safetensors*")] == ["model.safetensors"]
-    assert hidden(folder, "legal").equal(hidden(with_legal, "legal"))
-
-
-def test_the_list(with_legal: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["experts", "list", str(with_legal)]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0].split() == ["expert", "parameters", "instruction", "tasks"]
-    assert printed[-2].split(None, 3)[0] == "legal"
-    assert printed[-2].split("'legal: '")[1].strip() == "legal, contracts"
-    assert printed[-1] == f"base  {base_hash(with_legal)}"
 
 
 def test_a_folder_with_some_of_its_experts(with_legal: Path, legal: Path, tmp_path: Path) -> None:
@@ -265,13 +151,13 @@ def test_a_folder_with_some_of_its_experts(with_legal: Path, legal: Path, tmp_pa
 # The base ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_base_hash_tells_bases_apart(trained: Path, upcycled: Path, dense: Path, tmp_path: Path) -> None:
-    model = MoTEModel.from_pretrained(trained)
-    first = base_hash(trained)
+def test_the_base_hash_tells_bases_apart(tiny_mote: Path, upcycled: Path, dense: Path, tmp_path: Path) -> None:
+    model = MoTEModel.from_pretrained(tiny_mote)
+    first = base_hash(tiny_mote)
     shared = [key for key in model.state_dict() if ".experts." not in key]
     assert len(shared) > 20
     for number, key in enumerate(shared):
-        folder = shutil.copytree(trained, tmp_path / str(number))
+        folder = shutil.copytree(tiny_mote, tmp_path / str(number))
         weights = load_file(folder / "model.safetensors")
         bits = weights[key].view(-1).view(torch.int32)
         bits[-1] ^= 1  # the last bit of the last number
@@ -283,9 +169,9 @@ def test_the_base_hash_tells_bases_apart(trained: Path, upcycled: Path, dense: P
         assert len(base_hashs) == 2
     half = upcycle(str(dense), tmp_path / "half", dtype="bfloat16")
     assert base_hash(half) != base_hash(upcycled)
-    config = read_json(trained / "config.json")
+    config = read_json(tiny_mote / "config.json")
     for number, changed in enumerate(({"layer_norm_eps": 1e-3}, {"hidden_act": "relu"})):
-        folder = shutil.copytree(trained, tmp_path / f"config{number}")
+        folder = shutil.copytree(tiny_mote, tmp_path / f"config{number}")
         edit_json(folder / "config.json", backbone_config={**config["backbone_config"], **changed})
         assert base_hash(folder) != first
 
@@ -324,15 +210,15 @@ def other_type(folder: Path) -> str:
 
 @pytest.mark.parametrize("change", [changed_attention, other_pooling, other_type])
 def test_a_wrong_base_is_refused(
-    change: Callable[[Path], str], trained: Path, legal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: Callable[[Path], str], tiny_mote: Path, legal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = shutil.copytree(trained, tmp_path / "other")
+    folder = shutil.copytree(tiny_mote, tmp_path / "other")
     message = change(folder)
     for verb in (["add", str(folder), str(legal)], ["merge", str(folder), "clustering", str(legal), "--name", "x"]):
         assert main(["experts", *verb, "--out", str(tmp_path / "out")]) == 1
         error = capsys.readouterr().err
         assert f"error: The expert 'legal' of {legal} has another base than {folder}" in error
-        assert f"legal-mote (base {base_hash(trained)}), and {folder} has the base {base_hash(folder)}" in error
+        assert f"legal-mote (base {base_hash(tiny_mote)}), and {folder} has the base {base_hash(folder)}" in error
         assert message in error
         assert "What works: legal-mote itself, or a MoTE that shares its base" in error
     assert not (tmp_path / "out").exists()
@@ -433,118 +319,28 @@ def a_weight_less(folder: Path) -> None:
 def test_damaged_files(
     damage: Callable[[Path], None],
     message: str,
-    trained: Path,
+    tiny_mote: Path,
     legal: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     files = shutil.copytree(legal, tmp_path / "legal")
     damage(files)
-    assert main(["experts", "add", str(trained), str(files), "--out", str(tmp_path / "out")]) == 1
+    assert main(["experts", "add", str(tiny_mote), str(files), "--out", str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["add", "{}", "clusterin", "--name", "x"], "Unknown expert 'clusterin'. Did you mean 'clustering'?"),
-        (["add", "{}", "clustering"], "needs a name of its own: give it one with `--name`"),
-        (["add", "{}", "clustering", "--name", "clustering"], "There is an expert 'clustering' already"),
-        (["add", "{}", "mean", "--name", "a.b"], "must be one word"),
-        (["add", "{}", "{}"], "is a whole model, it has no expert.json"),
-        (["add", "nobody/nothing", "mean", "--name", "x"], "nobody/nothing is not a folder"),
-        (["add", "{}", "nobody/nothing"], "nobody/nothing is not a folder"),
-        (
-            ["merge", "{}", "clustering=0", "--name", "x"],
-            "The weight of 'clustering' is 0.0: expected a number above 0",
-        ),
-        (["merge", "{}", "clustering=nan", "--name", "x"], "is nan"),
-        (["merge", "{}", "clustering=1e308", "classification=1.5e308", "--name", "x"], "too large for their sum"),
-        (["merge", "{}", "clustering=much", "--name", "x"], "'clustering=much': expected NAME=NUMBER"),
-        (["merge", "{}", "clustering", "clustering=2", "--name", "x"], "each name once"),
-        (["remove", "{}", "clusterin"], "Unknown expert 'clusterin'"),
-        (["remove", "{}", "search_query"], "(`--task query=classification`), or None (`--task query=`)"),
-        (["rename", "{}", "clustering", "sts"], "'sts' is already a task"),
-        (["extract", "{}", "clusterin"], "Unknown expert 'clusterin'. Did you mean 'clustering'?"),
-        (["extract", "{}", "sts"], "Unknown expert 'sts'"),
-    ],
-)
-def test_invalid_command_lines(
-    words: list[str], message: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["experts", *(word.format(trained) for word in words), "--out", str(tmp_path / "out")]
-    assert main(command) in (1, 2)
-    error = capsys.readouterr().err
-    assert message in error
-    assert "Traceback" not in error
-    assert not any(tmp_path.iterdir())
-
-
-def test_output_folders(trained: Path, with_legal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = shutil.copytree(trained, tmp_path / "mote")
-    before = contents(tmp_path)
-
-    def refused(*words: str) -> str:
-        assert main(["experts", *words]) == 1
-        assert contents(tmp_path) == before
-        return capsys.readouterr().err
-
-    words = ("add", str(folder), "mean", "--name", "x")
-    assert f"the folder to write with `--out`, or use `--overwrite` to change {folder} itself" in refused(*words)
-    assert "is in use: choose another folder, or replace" in refused(*words, "--out", str(folder))
-    assert "something other than a MoTE" in refused(*words, "--out", str(tmp_path), "--overwrite")
-    extracting = ("extract", str(folder), "clustering", "--out", str(folder))
-    assert "is in use" in refused(*extracting)
-    assert "is the source itself" in refused(*extracting, "--overwrite")
-    files = extract(str(folder), "clustering", tmp_path / "files")
-    assert main(["experts", "extract", str(with_legal), "legal", "--out", str(files), "--overwrite"]) == 0
-    assert open_artefact(str(files)).name == "legal"
-    with pytest.raises(ValueError, match="is inside the source"):
-        extract(str(folder), "clustering", folder / "clustering")
-    inside = extract(str(with_legal), "legal", folder / "legal")
-    for place in (inside, folder):  # the expert's own files, and what holds them
-        with pytest.raises(ValueError, match="is the source itself, or holds it"):
-            add(with_legal, inside, place, name="x", instruction="x: ", overwrite=True)
-    add(folder, inside, None, name="x", instruction="x: ", overwrite=True)  # in place, other files stay
-    assert open_artefact(str(inside)).name == "legal"
-
-
-def test_token_routers_and_compressed_experts(dense: Path, trained: Path, legal: Path, tmp_path: Path) -> None:
-    routed = upcycle(str(dense), tmp_path / "routed", routing="token")
-    for call in (
-        lambda: list_experts(str(routed)),
-        lambda: extract(str(routed), "clustering", tmp_path / "out"),
-        lambda: add(routed, legal, tmp_path / "out"),
-        lambda: mote.transform(routed, tmp_path / "out", mote.experts.rename, "clustering", "x"),
-    ):
-        with pytest.raises(ValueError, match="token-routed"):
-            call()
-    assert main(["compress", str(trained), "--rank", "2", "--out", str(tmp_path / "small")]) == 0
-    small = str(tmp_path / "small")
-    for call in (
-        lambda: extract(small, "clustering", tmp_path / "out"),
-        lambda: add(Path(small), "mean", tmp_path / "out", name="x"),
-    ):
-        with pytest.raises(ValueError, match=r"are compressed .* before `mote compress`"):
-            call()
-    expected = hidden(tmp_path / "small", "clustering")
-    renamed = mote.transform(small, tmp_path / "out", mote.experts.rename, "clustering", "x")
-    assert hidden(renamed, "x").equal(expected)
-    mote.transform(small, tmp_path / "less", mote.experts.remove, "clustering")
-    assert hidden(tmp_path / "less", "query").equal(hidden(tmp_path / "small", "query"))
-
-
-def test_pickled_weights_are_refused(trained: Path, tmp_path: Path) -> None:
+def test_pickled_weights_are_refused(tiny_mote: Path, tmp_path: Path) -> None:
     from helpers.checkpoints import to_bin
 
-    folder = shutil.copytree(trained, tmp_path / "bin")
+    folder = shutil.copytree(tiny_mote, tmp_path / "bin")
     to_bin(folder)
     with pytest.raises(ValueError, match=r"pytorch_model.bin: expected safetensors"):
         extract(str(folder), "clustering", tmp_path / "out")
-    lacking = shutil.copytree(trained, tmp_path / "less")
+    lacking = shutil.copytree(tiny_mote, tmp_path / "less")
     edit_weights(lacking, backbone__encoder__layer__0__experts__clustering__output__dense__bias=None)
     with pytest.raises(ValueError, match=r"lacks 1 of the weights of the expert 'clustering', such as"):
         extract(str(lacking), "clustering", tmp_path / "out")
@@ -555,38 +351,13 @@ def test_pickled_weights_are_refused(trained: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_killed_while_an_expert_is_extracted(trained: Path, tmp_path: Path) -> None:
+def test_killed_while_an_expert_is_extracted(tiny_mote: Path, tmp_path: Path) -> None:
     out = tmp_path / "place" / "clustering"
-    command = ["experts", "extract", trained, "clustering", "--out", out]
+    command = ["experts", "extract", tiny_mote, "clustering", "--out", out]
     killed = stop_everywhere(out, *command)
     assert len(killed) >= 4
     assert {result.status for result in killed} == {-signal.SIGKILL}
     assert {result.out for result in killed} <= {"absent", "new"}
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_killed_while_a_mote_is_written(trained: Path, legal: Path, tmp_path: Path) -> None:
-    out = tmp_path / "place" / "out"
-    before = contents(trained)
-    killed = stop_everywhere(out, "experts", "add", trained, legal, "--out", out)
-    assert len(killed) > 15
-    assert {result.status for result in killed} == {-signal.SIGKILL}
-    assert {result.out for result in killed} <= {"absent", "new"}
-    assert contents(trained) == before
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_killed_while_a_mote_is_changed_in_place(with_legal: Path, tmp_path: Path) -> None:
-    old = shutil.copytree(with_legal, tmp_path / "old")
-    (old / "notes.txt").write_text("mine")
-    out = tmp_path / "place" / "mote"
-    command = ["experts", "rename", out, "legal", "law", "--overwrite"]
-    killed = stop_everywhere(out, *command, old=old)
-    assert {result.status for result in killed} == {-signal.SIGKILL}
-    assert {result.out for result in killed} == {"old", "absent", "new"}
-    assert [result.replaced for result in killed if result.out == "absent"] == [["old"]]
 
 
 # The Hub -------------------------------------------------------------------------------------------------------------
@@ -620,7 +391,7 @@ def run_mote(
 
 
 @pytest.mark.processes
-def test_to_the_hub_and_back(trained: Path, with_legal: Path, tmp_path: Path) -> None:
+def test_to_the_hub_and_back(tiny_mote: Path, with_legal: Path, tmp_path: Path) -> None:
     push = ["extract", "user/legal-mote", "legal", "--out", "legal", "--push"]
     with HubServer() as server:
         server.add_repo("user/legal-mote", with_legal)
@@ -634,9 +405,9 @@ def test_to_the_hub_and_back(trained: Path, with_legal: Path, tmp_path: Path) ->
         assert "base_model: user/legal-mote" in pushed["README.md"].decode()
         assert json.loads(pushed["expert.json"])["base"]["name"] == "user/legal-mote"
 
-        add = ["add", trained, "user/legal", "--out", "new"]
-        unknown = ["add", trained, "user/nothing", "--out", "x"]
-        a_model = ["add", trained, "user/legal-mote", "--out", "x"]
+        add = ["add", tiny_mote, "user/legal", "--out", "new"]
+        unknown = ["add", tiny_mote, "user/nothing", "--out", "x"]
+        a_model = ["add", tiny_mote, "user/legal-mote", "--out", "x"]
         in_place = ["rename", "user/legal-mote", "legal", "law", "--overwrite"]
         listed = ["list", "user/legal-mote"]
         statuses, out, error = run_mote(server, tmp_path / "fresh", add, unknown, a_model, in_place, push, listed)

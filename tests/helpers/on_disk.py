@@ -1,13 +1,17 @@
-"""Verbs over experts on disk, as the command line calls them."""
+"""Verbs over experts on disk, as the command line calls them, and what comes out."""
 
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from helpers.families import batch
+
 import mote
 from mote import WriteOptions
 from mote.data.texts import read_texts
+from mote.experts import list_experts
 from mote.experts.artefact import artefact_or_name
 from mote.inference.runtimes import convert
 
@@ -50,3 +54,14 @@ def export(
     if backend != "torch":
         after = partial(convert, backend=backend, quantize=quantize, texts=read_texts())
     return mote.transform(src, out, mote.experts.export, expert, after=after, options=WriteOptions(**options))
+
+
+def base_hash(folder: Path) -> str:
+    """The base that `mote experts list` names."""
+    return list_experts(str(folder)).base_hash
+
+
+def hidden(folder: Path, task: str) -> torch.Tensor:
+    """Hidden states of a batch under a task."""
+    with torch.no_grad():
+        return mote.load(folder).eval()(**batch(), task=task).last_hidden_state

@@ -7,57 +7,23 @@ import random
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.checkpoints import edit_weights, trusted
-from helpers.families import all_families, batch, dense_model, fresh_mote, in_threads, trained_mote
+from helpers.families import all_families, batch, dense_model, fresh_mote, trained_mote
+from helpers.offloading import FOUR, assert_same, experts_in, offloaded, outputs, saved
+from helpers.paths import SMALL_ENCODER
 from transformers import AutoModel
 
 import mote
 from modeling_mote import MoTEModel
 from mote import upcycle
-from mote.inference.offloading import Offloading, weights_of_experts
-from mote.inference.stores import CpuStore, DiskStore
+from mote.inference.offloading import Offloading
+from mote.inference.stores import DiskStore
 from token_routing_mote import TokenRoutedConfig, TokenRoutedModel
-
-FOUR = ["a", "b", "c", "d"]
-ROOT = Path(__file__).parents[2]
-
-
-def saved(folder: Path, name: str = "bert", shards: bool = False, **settings: Any) -> MoTEModel:
-    """A model of four different experts, as it is in memory, and in a folder."""
-    model = trained_mote(name, experts=FOUR, **settings)
-    model.save_pretrained(folder, max_shard_size="5KB" if shards else "5GB")
-    return model
-
-
-def offloaded(folder: Path, to: str = "disk", keep: int = 1, **kwargs: Any) -> MoTEModel:
-    """Load it with experts offloaded; to the CPU on machines without a GPU, too, where users get an error."""
-    if to == "disk" or torch.accelerator.is_available():
-        return mote.load(folder, offload=to, keep=keep, **kwargs)
-    model = MoTEModel.from_pretrained(folder, **kwargs)
-    Offloading(model, CpuStore(weights_of_experts(model).items()), keep).start(model)
-    return model
-
-
-def outputs(model: MoTEModel, tasks: list[Any]) -> list[torch.Tensor]:
-    with torch.no_grad():
-        return [model(**batch(), task=task).pooler_output for task in tasks]
-
-
-def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    assert len(found) == len(expected)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-
-def experts_in(model: MoTEModel) -> int:
-    """How many experts' worth of weights the model's blocks hold."""
-    one = max(mote.experts.parameter_counts(model)["experts"].values()) // len(model.blocks)
-    return max(sum(p.numel() for p in block.experts.parameters()) for block in model.blocks) // one
 
 
 @all_families
@@ -81,137 +47,6 @@ def test_the_least_recently_used_leaves(tmp_path: Path) -> None:
         assert set(model.blocks[0].experts) == set(model.offloading.on_device)
         assert experts_in(model) == 2
     assert resident == ["ba", "ab", "ba", "ac", "cb", "bd"]
-
-
-@pytest.mark.parametrize(("to", "keep"), [("cpu", 1), ("cpu", 2), ("disk", 1), ("disk", 2)])
-def test_eight_threads(to: str, keep: int, tmp_path: Path) -> None:
-    expected_of, model = saved(tmp_path), offloaded(tmp_path, to, keep)
-    tasks: list[Any] = [*FOUR, ["a", "b", "c", "d"], ["d", "d", "a", "b"]]
-    expected = outputs(expected_of, tasks)
-    wrong: list[Any] = []
-    most, done = 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal most
-        shared = mote.experts.parameter_counts(model)["shared"]
-        one = max(mote.experts.parameter_counts(expected_of)["experts"].values())
-        while not done.is_set():
-            most = max(most, -(-(sum(p.numel() for p in model.parameters()) - shared) // one))
-
-    def serve(thread: int) -> None:
-        order = random.Random(thread)
-        for _ in range(12):
-            index = order.randrange(len(tasks))
-            try:
-                if not torch.equal(outputs(model, [tasks[index]])[0], expected[index]):
-                    wrong.append((thread, tasks[index]))
-            except Exception as error:
-                wrong.append(error)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    in_threads(8, serve)
-    done.set()
-    watcher.join()
-    assert wrong == []
-    assert 1 <= most <= keep
-    assert not any(slot.users for slot in model.offloading.slots)
-
-
-def test_an_expert_in_use_stays_and_others_wait(tmp_path: Path) -> None:
-    expected = outputs(saved(tmp_path), ["b"])
-    model = offloaded(tmp_path)
-    found: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: found.extend(outputs(model, ["b"])))
-    with model.offloading.expert("a"):
-        thread.start()
-        thread.join(0.3)
-        assert thread.is_alive()
-        assert model.offloading.on_device == ["a"]
-    thread.join()
-    assert_same(found, expected)
-
-
-def test_none_starves_while_another_expert_is_in_use_without_pause(tmp_path: Path) -> None:
-    saved(tmp_path)
-    model, done = offloaded(tmp_path), threading.Event()
-
-    def serve_a() -> None:
-        while not done.is_set():
-            outputs(model, ["a"])
-
-    threads = [threading.Thread(target=serve_a) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    other = threading.Thread(target=lambda: outputs(model, ["b"] * 3))
-    other.start()
-    other.join(30)
-    starved = other.is_alive()
-    done.set()
-    for thread in [*threads, other]:
-        thread.join()
-    assert not starved
-
-
-def test_calls_go_on_while_experts_are_restored(tmp_path: Path) -> None:
-    expected = outputs(saved(tmp_path), FOUR)
-    wrong: list[Any] = []
-
-    def serve(model: MoTEModel, thread: int) -> None:
-        try:
-            for _ in range(10):
-                if not torch.equal(outputs(model, [FOUR[thread]])[0], expected[thread]):
-                    wrong.append(thread)
-        except Exception as error:
-            wrong.append(error)
-
-    for _ in range(5):
-        model = offloaded(tmp_path)
-        threads = [threading.Thread(target=serve, args=[model, thread]) for thread in range(4)]
-        for thread in threads:
-            thread.start()
-        mote.restore(model)
-        for thread in threads:
-            thread.join()
-    assert wrong == []
-
-
-def test_offloading_is_refused_while_calls_run(tmp_path: Path) -> None:
-    expected = outputs(saved(tmp_path), FOUR)
-    model = mote.load(tmp_path).eval()
-    entered, go_on = threading.Event(), threading.Event()
-
-    def pause(*_: Any) -> None:
-        entered.set()
-        go_on.wait(30)
-
-    hook = model.blocks[0].experts["c"].register_forward_pre_hook(pause)
-    found: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: found.extend(outputs(model, ["c"])))
-    thread.start()
-    assert entered.wait(30)
-    with pytest.raises(ValueError, match="Calls of the model are running"):
-        mote.offload(model, "disk")
-    go_on.set()
-    thread.join()
-    hook.remove()
-    assert_same(found, expected[2:3])
-    assert model.offloading is None
-    mote.offload(model, "disk")
-    assert_same(outputs(model, FOUR), expected)
-
-
-def test_a_call_that_saw_experts_offloaded_runs_after_they_are_restored(tmp_path: Path) -> None:
-    """As where another thread restores them just after it has looked."""
-    expected = outputs(saved(tmp_path), ["b"])
-    model = offloaded(tmp_path)
-    waited = model.offloading
-    mote.restore(model)
-    with waited.expert("b"):
-        assert_same(outputs(model, ["b"]), expected)
-    with torch.no_grad():
-        found = waited.run(model.backbone, **batch(), expert="b").last_hidden_state
-        assert torch.equal(found, model(**batch(), task="b").last_hidden_state)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["torch.compile(model)", "model.compile()"])
@@ -346,7 +181,6 @@ def test_state_dict_and_average_see_all_experts(tmp_path: Path) -> None:
 
 
 def test_compressed_experts(tmp_path: Path) -> None:
-
     for name, settings in {"rank": {"rank": 4}, "bits": {"bits": 8}}.items():
         model = mote.experts.compress(trained_mote("bert", experts=FOUR), **settings)
         model.save_pretrained(tmp_path / name)
@@ -368,7 +202,7 @@ def test_remote_code(tmp_path: Path) -> None:
 
 
 def test_sentence_transformers(tmp_path: Path) -> None:
-    upcycle(str(ROOT / "examples" / "small-encoder"), tmp_path / "mote")
+    upcycle(str(SMALL_ENCODER), tmp_path / "mote")
     expected = trusted(tmp_path / "mote")
     model: Any = mote.load_encoder(tmp_path / "mote", offload="disk", trust_remote_code=True)
     for task in ("search_query", "clustering", "search_document"):
@@ -435,10 +269,6 @@ def test_modules_replaced_meanwhile_are_refused(tmp_path: Path) -> None:
 
 def touch(folder: Path) -> None:
     edit_weights(folder, **{"backbone__embeddings__LayerNorm__bias": torch.ones(16)})
-
-
-def truncate(folder: Path) -> None:
-    os.truncate(folder / "model.safetensors", 3000)
 
 
 def delete(folder: Path) -> None:
@@ -561,41 +391,7 @@ def test_loading_takes_no_more_memory_than_the_dense_model(tmp_path: Path) -> No
     assert found["disk"] <= 1.1 * found["dense"] + 2**20, found
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@needs_gpu
-@pytest.mark.parametrize("to", ["cpu", "disk"])
-@pytest.mark.parametrize("keep", [1, 2])
-def test_on_a_gpu_equal_under_threads(to: str, keep: int, tmp_path: Path) -> None:
-    expected_of = saved(tmp_path).cuda()
-    model = mote.load(tmp_path, offload=to, keep=keep).cuda()
-    inputs = {name: value.cuda() for name, value in batch().items()}
-    with torch.no_grad():
-        expected = {task: expected_of(**inputs, task=task).pooler_output for task in FOUR}
-    wrong: list[Any] = []
-
-    def serve(thread: int) -> None:
-        order = random.Random(thread)
-        stream = torch.cuda.Stream() if thread % 2 else torch.cuda.default_stream()
-        with torch.no_grad(), torch.cuda.stream(stream):
-            for _ in range(50):
-                task = order.choice(FOUR)
-                found = model(**inputs, task=task).pooler_output
-                stream.synchronize()
-                if not torch.equal(found, expected[task]):
-                    wrong.append((thread, task))
-
-    torch.cuda.synchronize()
-    in_threads(8, serve)
-    assert wrong == []
-    mote.restore(model)
-    with torch.no_grad():
-        for task in FOUR:
-            assert torch.equal(model(**inputs, task=task).pooler_output, expected[task])
-
-
-@needs_gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_copies_are_pinned_and_leave_the_device(tmp_path: Path) -> None:
     model = saved(tmp_path).cuda()
     before = torch.cuda.memory_allocated()

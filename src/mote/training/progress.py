@@ -58,7 +58,10 @@ class Tracker:
             NonFiniteError: If the loss is non-finite in any process.
         """
         state = processes()
-        counts = [_tokens(column) for column in features]
+        counts = [
+            column["cu_seq_lens_q"][-1] if "cu_seq_lens_q" in column else column["attention_mask"].sum()
+            for column in features
+        ]
         values = torch.stack([loss.detach().cpu().double(), *(count.cpu().double() for count in counts)])
         if state.num_processes > 1:
             values = reduce(values.to(state.device), "sum")
@@ -95,10 +98,6 @@ class Tracker:
 def count_texts(column: dict[str, Any]) -> int:
     """Count the texts of a column; with flash attention they are concatenated in one row."""
     return len(column["cu_seq_lens_q"]) - 1 if "cu_seq_lens_q" in column else len(column["attention_mask"])
-
-
-def _tokens(column: dict[str, Any]) -> Tensor:
-    return column["cu_seq_lens_q"][-1] if "cu_seq_lens_q" in column else column["attention_mask"].sum()
 
 
 class TrackedLoss(nn.Module):

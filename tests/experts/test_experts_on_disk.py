@@ -1,0 +1,201 @@
+"""MoTEs on disk with one expert more, less, or under another name."""
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.checkpoints import contents, files_in, read_json
+from helpers.families import batch
+from helpers.kills import stop_everywhere
+from helpers.on_disk import add, base_hash, hidden, merge
+from safetensors.torch import load_file
+
+import mote
+from modeling_mote import MoTEModel
+from mote import WriteOptions, upcycle
+from mote.checkpoints.provenance import read_steps
+from mote.cli import main
+from mote.experts import extract, list_experts
+from mote.experts.artefact import open_artefact
+
+
+def test_copies_of_a_fresh_model_are_not_called_trained(upcycled: Path, tmp_path: Path) -> None:
+    out = add(upcycled, "mean", tmp_path / "out", name="new")
+    assert "Not trained yet" in (out / "README.md").read_text()
+    mote.transform(out, tmp_path / "less", mote.experts.remove, "new")
+    assert "Not trained yet" in (tmp_path / "less" / "README.md").read_text()
+
+
+def test_merging(tiny_mote: Path, with_legal: Path, legal: Path, tmp_path: Path) -> None:
+    out = merge(tiny_mote, {"search_query": 1, str(legal): 3}, "both", tmp_path / "out", tasks=["x", "y"])
+    weights, whole = (load_file(folder / "model.safetensors") for folder in (out, with_legal))
+    for key, weight in weights.items():
+        if ".experts.both." in key:
+            query, other = (whole[key.replace("both", name)].double() for name in ("search_query", "legal"))
+            assert weight.equal((0.25 * query + 0.75 * other).float())
+    assert MoTEModel.from_pretrained(out).config.tasks["y"] == "both"
+    everything = dict.fromkeys(MoTEModel.from_pretrained(tiny_mote).config.experts, 0.7)
+    merge(tiny_mote, everything, "middle", tmp_path / "middle")
+    with torch.no_grad():
+        averaged = mote.experts.average(MoTEModel.from_pretrained(tiny_mote))(**batch()).last_hidden_state
+    assert hidden(tmp_path / "middle", "middle").equal(averaged)
+    alone = merge(tiny_mote, {str(legal): 0.1}, "alone", tmp_path / "alone")
+    assert hidden(alone, "alone").equal(hidden(with_legal, "legal"))
+
+
+def test_removed_and_renamed_in_place(with_legal: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(with_legal, tmp_path / "mote")
+    (folder / "notes").mkdir()
+    (folder / "notes" / "mine.txt").write_text("mine")
+    (folder / "my-model.safetensors").write_text("mine as well")
+    before = hidden(folder, "legal")
+    assert main(["experts", "rename", str(folder), "legal", "law", "--overwrite"]) == 0
+    remove = ["experts", "remove", str(folder), "classification", "--overwrite"]
+    assert main([*remove, "--task", "sts=law", "--task", "pair_classification=", "--task", "summarization="]) == 0
+    assert hidden(folder, "law").equal(hidden(folder, "sts"))
+    assert hidden(folder, "law").equal(before)
+    assert (folder / "notes" / "mine.txt").read_text() == "mine"
+    assert files_in(folder) == {*files_in(with_legal), "notes/mine.txt", "my-model.safetensors"}
+    assert [path.name for path in tmp_path.iterdir()] == ["mote"]
+    prompts = read_json(folder / "config_sentence_transformers.json")["prompts"]
+    assert not {"classification", "Classification", "legal", "summarization"} & prompts.keys()
+    assert prompts["STS"] == prompts["law"] == "legal: "
+    *_, renamed, removed = read_steps(folder)
+    assert removed["command"].startswith("mote experts remove mote classification --task sts=law ")
+    assert renamed["command"] == "mote experts rename mote legal law --overwrite"
+
+
+def test_shards_of_a_model_changed_in_place(with_legal: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mote"
+    options = WriteOptions(max_shard_size="20KB")
+    mote.transform(with_legal, folder, mote.experts.rename, "legal", "law", options=options)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    mote.transform(folder, None, mote.experts.rename, "law", "legal", options=WriteOptions(overwrite=True))
+    assert [path.name for path in folder.glob("*model*safetensors*")] == ["model.safetensors"]
+    assert hidden(folder, "legal").equal(hidden(with_legal, "legal"))
+
+
+def test_the_list(with_legal: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["experts", "list", str(with_legal)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].split() == ["expert", "parameters", "instruction", "tasks"]
+    assert printed[-2].split(None, 3)[0] == "legal"
+    assert printed[-2].split("'legal: '")[1].strip() == "legal, contracts"
+    assert printed[-1] == f"base  {base_hash(with_legal)}"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["add", "{}", "clusterin", "--name", "x"], "Unknown expert 'clusterin'. Did you mean 'clustering'?"),
+        (["add", "{}", "clustering"], "needs a name of its own: give it one with `--name`"),
+        (["add", "{}", "clustering", "--name", "clustering"], "There is an expert 'clustering' already"),
+        (["add", "{}", "mean", "--name", "a.b"], "must be one word"),
+        (["add", "{}", "{}"], "is a whole model, it has no expert.json"),
+        (["add", "nobody/nothing", "mean", "--name", "x"], "nobody/nothing is not a folder"),
+        (["add", "{}", "nobody/nothing"], "nobody/nothing is not a folder"),
+        (
+            ["merge", "{}", "clustering=0", "--name", "x"],
+            "The weight of 'clustering' is 0.0: expected a number above 0",
+        ),
+        (["merge", "{}", "clustering=nan", "--name", "x"], "is nan"),
+        (["merge", "{}", "clustering=1e308", "classification=1.5e308", "--name", "x"], "too large for their sum"),
+        (["merge", "{}", "clustering=much", "--name", "x"], "'clustering=much': expected NAME=NUMBER"),
+        (["merge", "{}", "clustering", "clustering=2", "--name", "x"], "each name once"),
+        (["remove", "{}", "clusterin"], "Unknown expert 'clusterin'"),
+        (["remove", "{}", "search_query"], "(`--task query=classification`), or None (`--task query=`)"),
+        (["rename", "{}", "clustering", "sts"], "'sts' is already a task"),
+        (["extract", "{}", "clusterin"], "Unknown expert 'clusterin'. Did you mean 'clustering'?"),
+        (["extract", "{}", "sts"], "Unknown expert 'sts'"),
+    ],
+)
+def test_invalid_command_lines(
+    words: list[str], message: str, tiny_mote: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["experts", *(word.format(tiny_mote) for word in words), "--out", str(tmp_path / "out")]
+    assert main(command) in (1, 2)
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert not any(tmp_path.iterdir())
+
+
+def test_output_folders(tiny_mote: Path, with_legal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shutil.copytree(tiny_mote, tmp_path / "mote")
+    before = contents(tmp_path)
+
+    def refused(*words: str) -> str:
+        assert main(["experts", *words]) == 1
+        assert contents(tmp_path) == before
+        return capsys.readouterr().err
+
+    words = ("add", str(folder), "mean", "--name", "x")
+    assert f"the folder to write with `--out`, or use `--overwrite` to change {folder} itself" in refused(*words)
+    assert "is in use: choose another folder, or replace" in refused(*words, "--out", str(folder))
+    assert "something other than a MoTE" in refused(*words, "--out", str(tmp_path), "--overwrite")
+    extracting = ("extract", str(folder), "clustering", "--out", str(folder))
+    assert "is in use" in refused(*extracting)
+    assert "is the source itself" in refused(*extracting, "--overwrite")
+    files = extract(str(folder), "clustering", tmp_path / "files")
+    assert main(["experts", "extract", str(with_legal), "legal", "--out", str(files), "--overwrite"]) == 0
+    assert open_artefact(str(files)).name == "legal"
+    with pytest.raises(ValueError, match="is inside the source"):
+        extract(str(folder), "clustering", folder / "clustering")
+    inside = extract(str(with_legal), "legal", folder / "legal")
+    for place in (inside, folder):  # the expert's own files, and what holds them
+        with pytest.raises(ValueError, match="is the source itself, or holds it"):
+            add(with_legal, inside, place, name="x", instruction="x: ", overwrite=True)
+    add(folder, inside, None, name="x", instruction="x: ", overwrite=True)  # in place, other files stay
+    assert open_artefact(str(inside)).name == "legal"
+
+
+def test_token_routers_and_compressed_experts(dense: Path, tiny_mote: Path, legal: Path, tmp_path: Path) -> None:
+    routed = upcycle(str(dense), tmp_path / "routed", routing="token")
+    for call in (
+        lambda: list_experts(str(routed)),
+        lambda: extract(str(routed), "clustering", tmp_path / "out"),
+        lambda: add(routed, legal, tmp_path / "out"),
+        lambda: mote.transform(routed, tmp_path / "out", mote.experts.rename, "clustering", "x"),
+    ):
+        with pytest.raises(ValueError, match="token-routed"):
+            call()
+    assert main(["compress", str(tiny_mote), "--rank", "2", "--out", str(tmp_path / "small")]) == 0
+    small = str(tmp_path / "small")
+    for call in (
+        lambda: extract(small, "clustering", tmp_path / "out"),
+        lambda: add(Path(small), "mean", tmp_path / "out", name="x"),
+    ):
+        with pytest.raises(ValueError, match=r"are compressed .* before `mote compress`"):
+            call()
+    expected = hidden(tmp_path / "small", "clustering")
+    renamed = mote.transform(small, tmp_path / "out", mote.experts.rename, "clustering", "x")
+    assert hidden(renamed, "x").equal(expected)
+    mote.transform(small, tmp_path / "less", mote.experts.remove, "clustering")
+    assert hidden(tmp_path / "less", "query").equal(hidden(tmp_path / "small", "query"))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_killed_while_a_mote_is_written(tiny_mote: Path, legal: Path, tmp_path: Path) -> None:
+    out = tmp_path / "place" / "out"
+    before = contents(tiny_mote)
+    killed = stop_everywhere(out, "experts", "add", tiny_mote, legal, "--out", out)
+    assert len(killed) > 15
+    assert {result.status for result in killed} == {-signal.SIGKILL}
+    assert {result.out for result in killed} <= {"absent", "new"}
+    assert contents(tiny_mote) == before
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_killed_while_a_mote_is_changed_in_place(with_legal: Path, tmp_path: Path) -> None:
+    old = shutil.copytree(with_legal, tmp_path / "old")
+    (old / "notes.txt").write_text("mine")
+    out = tmp_path / "place" / "mote"
+    command = ["experts", "rename", out, "legal", "law", "--overwrite"]
+    killed = stop_everywhere(out, *command, old=old)
+    assert {result.status for result in killed} == {-signal.SIGKILL}
+    assert {result.out for result in killed} == {"old", "absent", "new"}
+    assert [result.replaced for result in killed if result.out == "absent"] == [["old"]]
