@@ -1,5 +1,6 @@
 """Compiled models: how many graphs there are, and that they give what the model gives."""
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -94,26 +95,22 @@ def test_layers_that_stay_dense_are_compiled_too() -> None:
 
 @pytest.mark.parametrize("whole", [True, False], ids=["torch.compile(model)", "backbone.compile()"])
 def test_as_a_whole_there_is_one_graph_for_each_task(whole: bool) -> None:
-    model, compiled, counter = (
-        trained_mote("bert", experts=TASKS),
-        trained_mote("bert", experts=TASKS),
-        CompileCounter(),
-    )
+    tasks, lengths = TASKS[:2], LENGTHS[::3]
+    model, counter = trained_mote("bert", experts=tasks), CompileCounter()
+    compiled = trained_mote("bert", experts=tasks)
     if whole:
         compiled = torch.compile(compiled, dynamic=True, backend=counter)
     else:
         compiled.backbone.compile(dynamic=True, backend=counter)
-    for rows in ROWS[1:]:
-        for task in TASKS:
-            for length in LENGTHS:
-                check(compiled, model, rows, length, task)
-    assert counter.frame_count == len(TASKS)
+    for rows, task, length in itertools.product(ROWS[1:], tasks, lengths):
+        check(compiled, model, rows, length, task)
+    assert counter.frame_count == len(tasks)
     assert not counters["graph_break"]
-    for length in LENGTHS:
+    for length in lengths:
         check(compiled, model, 1, length, "a")
-    assert counter.frame_count == len(TASKS) + 1
-    for rows, length in MIXED[::10]:
-        check(compiled, model, rows, length, tasks_of(rows, length))
+    assert counter.frame_count == len(tasks) + 1
+    check(compiled, model, 3, 9, ["a", "b", "b"])
+    check(compiled, model, 7, 17, [*"abbabaa"])
 
 
 def test_mixed_batches_leave_a_model_compiled_as_a_whole_as_it_is() -> None:

@@ -26,6 +26,15 @@ from mote.training.run_folder import RunFolder
 from mote.training.train import plan, prepare, train
 
 
+def of_encoder(data: Path, out: Path, *more: str) -> list[str]:
+    """A small run of the repository's encoder. Its checkpoints are large: there is only the last one."""
+    return overrides(SMALL_ENCODER, data, out, "training.save_steps=100", *more)
+
+
+def losses_of(run: Path) -> list[float]:
+    return [line["loss"] for line in read_log(run)]
+
+
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_each_shipped_recipe(name: str, tiny: Path, data: Path, tmp_path: Path) -> None:
     model = train(name, overrides(tiny, data, tmp_path / "run"))
@@ -79,13 +88,20 @@ class Spy:
             self.experts[expert] += 1
 
 
-def test_instructions_and_experts_are_those_of_the_task(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = load_recipe("mote", overrides(SMALL_ENCODER, data, tmp_path / "run", "training.max_steps=-1"))
-    ready = prepare(recipe, RunFolder(tmp_path / "run"))
-    spy = Spy(ready.model, monkeypatch)
-    ready.train()
+@pytest.fixture(scope="module")
+def epoch(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Spy, dict[str, Any]]:
+    """What a model was given in a whole epoch, and the record of that run."""
+    folder = RunFolder(tmp_path_factory.mktemp("epoch") / "run")
+    run = prepare(load_recipe("mote", of_encoder(data, folder.path, "training.max_steps=-1")), folder)
+    with pytest.MonkeyPatch.context() as patched:
+        spy = Spy(run.model, patched)
+        run.train()
+    run.finish(None)
+    return spy, train_step(folder.model)
+
+
+def test_instructions_and_experts_are_those_of_the_task(epoch: tuple[Spy, dict[str, Any]]) -> None:
+    spy, _ = epoch
     instructions = {
         "search_query": "search _ query : ",
         "search_document": "search _ document : ",
@@ -101,7 +117,7 @@ def test_instructions_and_experts_are_those_of_the_task(
 
 def test_dense_recipes_have_instructions_or_not(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, begins in (("ic", True), ("em", False)):
-        recipe = load_recipe(name, overrides(SMALL_ENCODER, data, tmp_path / name))
+        recipe = load_recipe(name, of_encoder(data, tmp_path / name))
         ready = prepare(recipe, RunFolder(tmp_path / name))
         spy = Spy(ready.model, monkeypatch)
         ready.train()
@@ -112,9 +128,8 @@ def test_dense_recipes_have_instructions_or_not(data: Path, tmp_path: Path, monk
         assert set(told) == {begins}
 
 
-def test_each_batch_is_of_one_task_and_every_row_is_seen_once(data: Path, tmp_path: Path) -> None:
-    folder = train("mote", overrides(SMALL_ENCODER, data, tmp_path / "run", "training.max_steps=-1"))
-    record = train_step(folder)
+def test_each_batch_is_of_one_task_and_every_row_is_seen_once(epoch: tuple[Spy, dict[str, Any]]) -> None:
+    _, record = epoch
     used: Counter[str] = Counter()
     for dataset in record["data"]:
         used[dataset["name"] if dataset["task"] == "retrieval" else dataset["task"]] += dataset["used"]
@@ -145,9 +160,7 @@ def test_the_first_loss_is_the_closed_form_with_the_tasks_temperature(
 ) -> None:
     others = [f"tasks.{name}=null" for name in ("retrieval", "classification", "clustering") if name != task]
     dataset = {"retrieval": "retrieval/tldr_pages", "clustering": "clustering/arxiv_titles"}[task]
-    recipe = load_recipe(
-        "mote", overrides(SMALL_ENCODER, data, tmp_path / "run", *others, f"tasks.{task}.datasets=[{dataset}]")
-    )
+    recipe = load_recipe("mote", of_encoder(data, tmp_path / "run", *others, f"tasks.{task}.datasets=[{dataset}]"))
     ready = prepare(recipe, RunFolder(tmp_path / "run"))
     (training_set,) = ready.data.sets.values()
     first = next(iter(ready.trainer.get_train_dataloader().batch_sampler))
@@ -181,7 +194,7 @@ def by_hand_at(anchors: torch.Tensor, positives: torch.Tensor, allowed: list, te
 
 def test_experts_without_data_stay_as_they_were(data: Path, tmp_path: Path) -> None:
     others = ["tasks.classification=null", "tasks.clustering=null"]
-    recipe = load_recipe("mote", overrides(SMALL_ENCODER, data, tmp_path / "run", *others))
+    recipe = load_recipe("mote", of_encoder(data, tmp_path / "run", *others))
     start = build_model(recipe, open_checkpoint(recipe.model.source), tmp_path)[0][0].model.state_dict()
     trained = weights(train(recipe))
     moved = {
@@ -194,9 +207,8 @@ def test_experts_without_data_stay_as_they_were(data: Path, tmp_path: Path) -> N
 
 def test_losses_of_two_steps(data: Path, tmp_path: Path) -> None:
     """Against values stored when this was written: what changes them changes what is learned."""
-    train("mote", overrides(SMALL_ENCODER, data, tmp_path / "run"))
-    losses = [line["loss"] for line in read_log(tmp_path / "run")]
-    assert losses == pytest.approx(GOLDEN, rel=1e-3)
+    train("mote", of_encoder(data, tmp_path / "run"))
+    assert losses_of(tmp_path / "run") == pytest.approx(GOLDEN, rel=1e-3)
 
 
 GOLDEN = [1.178751, 1.235412]
@@ -210,36 +222,40 @@ def test_the_order_does_not_depend_on_the_number_of_workers(tiny: Path, data: Pa
     assert not all(torch.equal(one[key], seed[key]) for key in one)
 
 
+SLOWLY = "training.learning_rate=1e-4"
+
+
+@pytest.fixture(scope="module")
+def two_steps(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that others are compared with."""
+    folder = tmp_path_factory.mktemp("two") / "steps"
+    train("mote", of_encoder(data, folder, SLOWLY))
+    return folder
+
+
 @pytest.mark.parametrize(
     "setting", ["training.gradient_checkpointing=true", "training.mini_batch_size=null", "training.mini_batch_size=3"]
 )
-def test_ways_to_save_memory_change_nothing(setting: str, data: Path, tmp_path: Path) -> None:
-    one = weights(train("mote", overrides(SMALL_ENCODER, data, tmp_path / "one", "training.learning_rate=1e-4")))
-    other = weights(
-        train("mote", overrides(SMALL_ENCODER, data, tmp_path / "other", "training.learning_rate=1e-4", setting))
-    )
-    losses = [[line["loss"] for line in read_log(tmp_path / name)] for name in ("one", "other")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+def test_ways_to_save_memory_change_nothing(setting: str, two_steps: Path, data: Path, tmp_path: Path) -> None:
+    one = weights(two_steps / "model")
+    other = weights(train("mote", of_encoder(data, tmp_path / "other", SLOWLY, setting)))
+    assert losses_of(two_steps) == pytest.approx(losses_of(tmp_path / "other"), rel=1e-4)
     # Adam divides by the gradient's own size, so that of a weight whose gradient is nearly zero may go either way
     different = sum((one[key] - other[key]).abs().gt(1e-5).sum().item() for key in one)
     assert different < 0.001 * sum(weight.numel() for weight in one.values())
 
 
-def test_bf16(data: Path, tmp_path: Path) -> None:
-    train("mote", overrides(SMALL_ENCODER, data, tmp_path / "one"))
-    model = train("mote", overrides(SMALL_ENCODER, data, tmp_path / "other", "training.bf16=true"))
-    losses = [[line["loss"] for line in read_log(tmp_path / name)] for name in ("one", "other")]
-    assert losses[0] != losses[1]
-    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+def test_bf16(two_steps: Path, data: Path, tmp_path: Path) -> None:
+    model = train("mote", of_encoder(data, tmp_path / "other", SLOWLY, "training.bf16=true"))
+    assert losses_of(two_steps) != losses_of(tmp_path / "other")
+    assert losses_of(two_steps) == pytest.approx(losses_of(tmp_path / "other"), rel=0.05)
     assert {weight.dtype for weight in weights(model).values()} == {torch.float32}
 
 
 @pytest.mark.slow
-def test_compiled(data: Path, tmp_path: Path) -> None:
-    train("mote", overrides(SMALL_ENCODER, data, tmp_path / "one"))
-    train("mote", overrides(SMALL_ENCODER, data, tmp_path / "other", "training.torch_compile=true"))
-    losses = [[line["loss"] for line in read_log(tmp_path / name)] for name in ("one", "other")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+def test_compiled(two_steps: Path, data: Path, tmp_path: Path) -> None:
+    train("mote", of_encoder(data, tmp_path / "other", SLOWLY, "training.torch_compile=true"))
+    assert losses_of(two_steps) == pytest.approx(losses_of(tmp_path / "other"), rel=1e-3)
 
 
 def test_matryoshka_and_given_negatives(tiny: Path, tmp_path: Path) -> None:
@@ -280,7 +296,7 @@ def test_a_teacher_is_learned_from(tiny: Path, data: Path, tmp_path: Path, monke
         "training.learning_rate=1e-2",
     )
     train("mote", settings)
-    losses = [line["loss"] for line in read_log(tmp_path / "run")]
+    losses = losses_of(tmp_path / "run")
     assert sum(losses[-3:]) < sum(losses[:3]) - 0.05
 
 
