@@ -7,7 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Barrier
@@ -46,7 +46,7 @@ def test_threads_that_write_to_one_place(writers: int, overwrite: bool, tmp_path
             started.wait()
             with Staging(out, overwrite) as folder:
                 write(folder, str(number), *(f"file{i}" for i in range(20)))
-                written.wait()
+                written.wait(timeout=60)  # an error before here would leave the others waiting
 
         with ThreadPoolExecutor(writers) as pool:
             futures = [pool.submit(work, number) for number in range(writers)]
@@ -59,6 +59,21 @@ def test_threads_that_write_to_one_place(writers: int, overwrite: bool, tmp_path
         assert sum(error is None for error in errors) == (writers if overwrite else 1)
         assert all(error is None or "in use" in str(error) for error in errors)
         assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_leftover_that_goes_while_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".out.writing-0").mkdir()
+    listed = Path.iterdir
+
+    def removed_by_another(folder: Path) -> Iterator[Path]:
+        if folder.name == ".out.writing-0":
+            folder.rmdir()
+        return listed(folder)
+
+    monkeypatch.setattr(Path, "iterdir", removed_by_another)
+    with Staging(tmp_path / "out") as folder:
+        write(folder, "text", "file")
+    assert files_in(tmp_path / "out") >= {"file"}
 
 
 def test_threads_that_upcycle_to_one_place(dense: Path, upcycled: Path, tmp_path: Path) -> None:

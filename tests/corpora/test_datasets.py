@@ -58,7 +58,8 @@ def rows_in(file: Path) -> list[dict[str, Any]]:
 def mine(data: Path, model: str | Path, name: str = "mined", **settings: Any) -> Path:
     own = {key: settings.pop(key) for key in list(settings) if key in MiningSettings.__dataclass_fields__}
     chosen = MiningSettings(**{"negatives": 3, "depth": 20, "relative_margin": None, **own})
-    teacher = Teacher(model=str(model), processes=settings.pop("processes", None))
+    of_teacher = {key: settings.pop(key) for key in list(settings) if key in Teacher.__dataclass_fields__}
+    teacher = Teacher(model=str(model), **of_teacher)
     return mote.mine_negatives(["retrieval/*"], data.parent / name, teacher, chosen, data=data, **settings)
 
 
@@ -216,6 +217,55 @@ def test_the_teacher_is_loaded_once_and_known_by_its_weights(
         mine(data, folder)
 
 
+def test_embeddings_are_kept_for_other_runs(data: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"embeddings": data.parent / "embeddings"}
+    first = contents(mine(data, model, "first", **kept))
+    monkeypatch.setattr(Model, "load", lambda *_: pytest.fail("the embeddings are there"))
+    assert contents(mine(data, model, "again", **kept)) == first
+    mine(data, model, "margin", relative_margin=0.05, **kept)
+    teacher = Teacher(model=str(model), **kept)
+    mote.filter_pairs(["retrieval/*"], data.parent / "filtered", teacher, data=data)  # one shard has the same texts
+    with pytest.raises(pytest.fail.Exception):
+        mine(data, model, "fewer", dimensions=8, **kept)
+
+
+def test_fewer_dimensions(data: Path, model: Path) -> None:
+    folder = mine(data, model, dimensions=8)
+    record = json.loads((folder / "record.json").read_text())
+    (row,) = rows_in(folder / "retrieval/few/train.jsonl.gz")[:1]
+    encoder = SentenceTransformer(str(model), device="cpu", truncate_dim=8)
+    query = encoder.encode_query([row["query"]], normalize_embeddings=True)
+    documents = encoder.encode_document([each["positive"] for each in ROWS[1:6]], normalize_embeddings=True)
+    assert row["negative_1"] == ROWS[1 + int((documents @ query[0]).argmax())]["positive"]
+    assert record["teacher"]["dimensions"] == 8
+    with pytest.raises(ValueError, match="dimensions 99: the model's embeddings have 16"):
+        mine(data, model, "too_many", dimensions=99)
+
+
+@pytest.mark.slow
+def test_on_ray(data: Path, model: Path) -> None:
+    pytest.importorskip("ray")
+    local = contents(mine(data, model, processes=2))
+    assert contents(mine(data, model, "ray", engine="ray", processes=1)) == local
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["onnx", "openvino"])
+def test_runtimes_mine_nearly_the_same(backend: str, data: Path, trained_folder: Path) -> None:
+    pytest.importorskip({"onnx": "onnxruntime", "openvino": "openvino"}[backend])
+    exported = data.parent / backend
+    command = ["export", str(trained_folder), "--expert", "search_document", "--out", str(exported)]
+    assert main([*command, "--backend", backend]) == 0
+    tasks = {"query_task": "search_document", "document_task": "search_document"}
+    with_torch, with_runtime = mine(data, exported, **tasks), mine(data, exported, "runtime", backend=backend, **tasks)
+    pairs = zip(
+        *(rows_in(each / "retrieval/animals/train.jsonl.gz") for each in (with_torch, with_runtime)), strict=True
+    )
+    same = sum(one["negative_1"] == other["negative_1"] for one, other in pairs)
+    assert same >= 0.9 * len(ROWS)  # OpenVINO computes in bfloat16 where the CPU does
+    assert json.loads((with_runtime / "record.json").read_text())["teacher"]["model"]["backend"] == backend
+
+
 @pytest.mark.processes
 def test_two_processes_start_once_and_change_nothing(data: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = contents(mine(data, model))
@@ -319,6 +369,16 @@ def test_an_unknown_task_of_the_teacher(data: Path, model: Path) -> None:
             ["retrieval/few"], data.parent / "out", Teacher(model=str(model), query_task="questions"), data=data
         )
     assert not (data.parent / "out").exists()
+
+
+def test_settings_that_do_not_fit(data: Path, model: Path) -> None:
+    with pytest.raises(ValueError, match="backend is a setting of embedding, which BM25 does without"):
+        mine(data, "bm25", backend="onnx")
+    with pytest.raises(ValueError, match="address is for the engine ray"):
+        mine(data, model, address="10.0.0.1:6379")
+    with pytest.raises(ValueError, match="runs in one process on the CPU"):
+        mine(data, model, backend="onnx", processes=2)
+    assert not (data.parent / "mined").exists()
 
 
 def test_a_truncated_teacher(data: Path, model: Path, tmp_path: Path) -> None:

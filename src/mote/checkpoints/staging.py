@@ -222,7 +222,10 @@ class Staging:
     def _remove_leftovers(self, with_replaced: bool) -> None:
         """Remove what killed writers to the same place left; a model that was being replaced only `with_replaced`."""
         for path in self.out.parent.glob(f"{glob.escape(self._prefix)}*"):
-            content = {child.name for child in path.iterdir()} if path.is_dir() else {"a file"}
+            try:
+                content = {child.name for child in path.iterdir()}
+            except OSError:  # a file, or another writer has removed it
+                continue
             if content <= {"lock", "new", "replaced"} and (with_replaced or "replaced" not in content):
                 lock = try_lock(path)
                 if lock is not None:

@@ -7,6 +7,18 @@ import typer
 import mote
 from mote.cli import options
 
+Device = Annotated[
+    list[str] | None,
+    typer.Option(metavar="D", help="cpu, cuda:0 …; repeatable, a process each. Default: the best available."),
+]
+Processes = Annotated[int | None, typer.Option(metavar="N", min=1, help="Processes on the CPU; with Ray, workers.")]
+Engine = Annotated[Literal["local", "ray"], typer.Option(help="This machine, or a cluster by Ray Data.")]
+Address = Annotated[
+    str | None, typer.Option(metavar="ADDRESS", help="Ray cluster to join. Default: a local one is started.")
+]
+Backend = Annotated[Literal["torch", "onnx", "openvino"], typer.Option(help="Runtime of a model from `mote export`.")]
+Dimensions = Annotated[int | None, typer.Option(metavar="N", min=1, help="Dimensions kept. Default: all.")]
+
 
 def embed(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=f"Any Sentence-Transformers model: {options.SRC}.")],
@@ -36,26 +48,17 @@ def embed(
     dtype: Annotated[
         Literal["float32", "float16", "int8"], typer.Option(help="Data type of the embeddings.")
     ] = "float32",
-    dimensions: Annotated[int | None, typer.Option(metavar="N", min=1, help="Dimensions kept. Default: all.")] = None,
+    dimensions: Dimensions = None,
     batch_size: options.BatchSize = 32,
     shard_size: Annotated[int, typer.Option(metavar="N", min=1, help="Texts in a file; bounds the memory.")] = 50_000,
     index: Annotated[
         str | None, typer.Option(metavar="FACTORY", help="Also write a FAISS index: Flat, HNSW32, IVF1024,Flat …")
     ] = None,
-    device: Annotated[
-        list[str] | None,
-        typer.Option(metavar="D", help="cpu, cuda:0 …; repeatable, a process each. Default: the best available."),
-    ] = None,
-    processes: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Processes on the CPU; with Ray, workers.")
-    ] = None,
-    engine: Annotated[Literal["local", "ray"], typer.Option(help="This machine, or a cluster by Ray Data.")] = "local",
-    address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Ray cluster to join. Default: a local one is started.")
-    ] = None,
-    backend: Annotated[
-        Literal["torch", "onnx", "openvino"], typer.Option(help="Runtime of a model from `mote export`.")
-    ] = "torch",
+    device: Device = None,
+    processes: Processes = None,
+    engine: Engine = "local",
+    address: Address = None,
+    backend: Backend = "torch",
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace other embeddings in DIR.")] = False,
@@ -82,11 +85,10 @@ Subset = Annotated[str | None, typer.Option(metavar="NAME", help="Configuration 
 OutOfRun = Annotated[str, typer.Option("--out", metavar="DIR", help="Output folder; an unfinished run is resumed.")]
 QueryTask = Annotated[str, typer.Option(metavar="NAME", help="Task of the queries: the name of a prompt.")]
 DocumentTask = Annotated[str, typer.Option(metavar="NAME", help="Task of the documents: the name of a prompt.")]
-Devices = Annotated[
-    list[str] | None,
-    typer.Option("--device", metavar="D", help="cpu, cuda:0 …; repeatable, a process each. Default: the best one."),
+Kept = Annotated[
+    str | None,
+    typer.Option("--embeddings", metavar="DIR", help="Folder that keeps embeddings, for other runs on these texts."),
 ]
-Processes = Annotated[int | None, typer.Option(metavar="N", min=1, help="Processes on the CPU.")]
 ReplaceRun = Annotated[bool, typer.Option("--overwrite", help="Replace another run in DIR.")]
 
 
@@ -122,8 +124,13 @@ def mine(
     query_task: QueryTask = "query",
     document_task: DocumentTask = "document",
     batch_size: options.BatchSize = 32,
-    device: Devices = None,
+    dimensions: Dimensions = None,
+    device: Device = None,
     processes: Processes = None,
+    engine: Engine = "local",
+    address: Address = None,
+    backend: Backend = "torch",
+    embeddings: Kept = None,
     seed: options.Seed = 42,
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
@@ -160,8 +167,13 @@ def filter_pairs(
     query_task: QueryTask = "query",
     document_task: DocumentTask = "document",
     batch_size: options.BatchSize = 32,
-    device: Devices = None,
+    dimensions: Dimensions = None,
+    device: Device = None,
     processes: Processes = None,
+    engine: Engine = "local",
+    address: Address = None,
+    backend: Backend = "torch",
+    embeddings: Kept = None,
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
     overwrite: ReplaceRun = False,

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from importlib.metadata import version
@@ -12,18 +12,12 @@ from huggingface_hub.utils import tqdm
 
 from configuration_mote import alternatives
 from mote.checkpoints.staging import require_space
-from mote.corpora.cluster import on_ray, require_ray
-from mote.corpora.encoding import Devices, find_model
+from mote.corpora.embedder import Embedder
+from mote.corpora.encoding import find_model
 from mote.corpora.index import check_index, write_index
-from mote.corpora.job import Finished, Job, embed_shards
+from mote.corpora.job import Job
 from mote.corpora.source import find_corpus
 from mote.corpora.store import DTYPES, Store, open_store, read_manifest
-from mote.inference.loading import check_device
-
-ENGINES = ("local", "ray")
-
-Engine = Callable[[Job, Sequence[int], Callable[[int], object]], Iterator[Finished]]
-"""Makes shards of a job; it may tell in between how many texts it has embedded."""
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +90,13 @@ def embed_corpus(
         ValueError: If a setting, a row or an embedding is invalid, or the folder holds something else.
     """
     numbers = {"batch_size": batch_size, "shard_size": shard_size, "dimensions": dimensions, "processes": processes}
-    _check(numbers, dtype, engine, sum(value is not None for value in (task, prompt, task_column)))
-    devices = check_devices(device, processes, engine, address, backend)
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}")
+    if dtype not in DTYPES:
+        raise ValueError(f"Unknown dtype {dtype!r}." + alternatives(dtype, DTYPES))
+    if sum(value is not None for value in (task, prompt, task_column)) > 1:
+        raise ValueError("task, prompt and task_column exclude one another: give one of them")
     folder = Path(out)
     read_manifest(folder)  # refuses anything else
     corpus = find_corpus(
@@ -118,32 +117,22 @@ def embed_corpus(
         prompt=prompt,
         task=task,
     )
-    encoder = found.load("meta" if engine == "ray" else first_device(devices))
-    dimension = found.check(encoder)
-    if index is not None:
-        check_index(index, dimension)
-    logger.info("Counting texts …")
-    job = Job(found, corpus.counted(), folder, dtype, shard_size)
-    if engine == "ray":
-        run_job(job, lambda job, shards, _: on_ray(job, shards, address, processes), dimension, index, overwrite)
-    else:
-        with Devices(encoder, devices) as ready:
-            run_job(job, locally(ready), dimension, index, overwrite)
+    where = {"device": device, "processes": processes, "engine": engine, "address": address}
+    with Embedder(found, **where) as embedder:  # type: ignore[arg-type]
+        dimension = found.check(embedder.encoder)
+        if index is not None:
+            check_index(index, dimension)
+        logger.info("Counting texts …")
+        run_job(Job(found, corpus.counted(), folder, dtype, shard_size), embedder, index, overwrite)
     return folder
 
 
-def locally(devices: Devices) -> Engine:
-    """Return the engine that runs on devices of this machine."""
-    return lambda job, shards, progress: embed_shards(job, shards, devices, progress)
-
-
-def run_job(job: Job, engine: Engine, dimension: int | None, index: str | None = None, overwrite: bool = False) -> None:
+def run_job(job: Job, embedder: Embedder, index: str | None = None, overwrite: bool = False) -> None:
     """Make what a job lacks.
 
     Args:
         job: The job.
-        engine: What embeds its shards.
-        dimension: Dimension of the embeddings, if it is known.
+        embedder: What embeds its shards; not used if none is missing.
         index: As in `embed_corpus`.
         overwrite: As in `embed_corpus`.
 
@@ -153,7 +142,7 @@ def run_job(job: Job, engine: Engine, dimension: int | None, index: str | None =
     """
     with open_store(job.folder, job.manifest(), overwrite) as store:
         try:
-            _embed(replace(job, ranges=store.manifest["ranges"]), store, engine, dimension)
+            _embed(replace(job, ranges=store.manifest["ranges"]), store, embedder)
             if index is not None:
                 write_index(store, index)
         except KeyboardInterrupt:
@@ -161,54 +150,7 @@ def run_job(job: Job, engine: Engine, dimension: int | None, index: str | None =
             raise KeyboardInterrupt(message) from None
 
 
-def _check(numbers: dict[str, int | None], dtype: str, engine: str, tasks: int) -> None:
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise ValueError(f"{name} must be at least 1, got {number}")
-    for name, value, known in (("dtype", dtype, tuple(DTYPES)), ("engine", engine, ENGINES)):
-        if value not in known:
-            raise ValueError(f"Unknown {name} {value!r}." + alternatives(value, known))
-    if engine == "ray":
-        require_ray()
-    if tasks > 1:
-        raise ValueError("task, prompt and task_column exclude one another: give one of them")
-
-
-def check_devices(
-    device: str | Sequence[str] | None,
-    processes: int | None,
-    engine: str = "local",
-    address: str | None = None,
-    backend: str = "torch",
-) -> list[str]:
-    """Return the devices that settings of `embed_corpus` stand for; none for the best one.
-
-    Raises:
-        ValueError: If they exclude one another, or a device does not exist.
-    """
-    devices = [device] if isinstance(device, str) else list(device or ())
-    if engine == "ray":
-        if devices:
-            raise ValueError("device is for the engine local: Ray gives each worker its device")
-        return []
-    if address is not None:
-        raise ValueError("address is for the engine ray: add `--engine ray`")
-    if devices and processes is not None:
-        raise ValueError("device and processes exclude one another: processes are of the CPU, a device has one each")
-    for one in devices:
-        check_device(one)
-    devices = devices or ["cpu"] * (processes or 0)
-    if backend != "torch" and (len(devices) > 1 or set(devices) - {"cpu"}):
-        raise ValueError(f"The backend {backend} runs in one process on the CPU; in several with `--engine ray`")
-    return devices
-
-
-def first_device(devices: Sequence[str]) -> str | None:
-    """Return the device on which a model is loaded that runs on some devices; None for the best one."""
-    return "cpu" if len(devices) > 1 else next(iter(devices), None)
-
-
-def _embed(job: Job, store: Store, engine: Engine, dimension: int | None) -> None:
+def _embed(job: Job, store: Store, embedder: Embedder) -> None:
     """Make the shards that are not finished."""
     shards, rows = store.unfinished(), len(job.corpus)
     if job.dtype == "int8" and job.shard_size < min(rows, 1000):
@@ -219,7 +161,8 @@ def _embed(job: Job, store: Store, engine: Engine, dimension: int | None) -> Non
         logger.info("All %s texts are embedded in %s", f"{rows:,}", store.folder)
         return
     left = sum(len(range(*job.rows_of(number))) for number in shards)
-    require_space(store.folder, left * (dimension or 0) * DTYPES[job.dtype].bit_width // 8)
+    dimension = job.model.check(embedder.encoder) or 0
+    require_space(store.folder, left * dimension * DTYPES[job.dtype].bit_width // 8)
     libraries = ("mote-embeddings", "torch", "transformers", "sentence-transformers")
     store.record(complete=False, versions={name: version(name) for name in libraries})
     begun, done = time.perf_counter(), rows - left
@@ -227,7 +170,7 @@ def _embed(job: Job, store: Store, engine: Engine, dimension: int | None) -> Non
         logger.info("%s of %s texts are embedded already", f"{done:,}", f"{rows:,}")
     with (
         tqdm(total=rows, initial=done, unit=" texts", desc="Embedding", disable=None) as bar,
-        closing(engine(job, shards, bar.update)) as results,  # type: ignore[type-var]
+        closing(embedder.embed(job, shards, bar.update)) as results,  # type: ignore[type-var]
     ):
         for finished in results:
             store.record_shard(finished.number, finished.entry, dimension=finished.dimension, ranges=finished.ranges)

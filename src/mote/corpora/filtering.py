@@ -6,14 +6,14 @@ arXiv:2212.03533, section 3.1).
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mote.corpora.pairs import PairDataset, Pairs, read_pairs, write_rows
-from mote.corpora.run import Run, Teacher, decide, inputs_of, locate, open_run
+from mote.corpora.run import FoundTeacher, Run, Teacher, decide, inputs_of, locate, open_run
 from mote.corpora.scorers import Scorer, nearest_unknown
 from mote.reporting import table
 
@@ -82,19 +82,19 @@ def filter_pairs(
             raise ValueError(f"{name} must be at least 1, got {number}")
     folder = Path(out)
     locations = locate(datasets, data, split, subset)
-    model = teacher.find()
+    found = teacher.find()
     settings = {"nearest": nearest, "shard_size": shard_size}
     record = {
         "what": "filter",
-        "teacher": teacher.identity(model),
+        "teacher": found.identity(),
         "settings": settings,
         "inputs": inputs_of(locations),
     }
-    with open_run(folder, record, overwrite) as run, teacher.scorers(model) as scorer_of:
+    with found, open_run(folder, record, overwrite) as run:
         for location in locations:
             if not run.is_finished(location.name):
                 file = f"{location.name}/{split}.jsonl.gz"
-                _filter(run, read_pairs(location), scorer_of, nearest, shard_size, file)
+                _filter(run, read_pairs(location), found, nearest, shard_size, file)
         entries = run.record["datasets"]
     logger.info("\n%s", filtering_report(entries))
     return folder
@@ -103,7 +103,7 @@ def filter_pairs(
 def _filter(
     run: Run,
     dataset: PairDataset,
-    scorer_of: Callable[[Pairs, Path], Scorer],
+    teacher: FoundTeacher,
     nearest: int,
     shard_size: int,
     file: str,
@@ -111,7 +111,7 @@ def _filter(
     name, kept = dataset.name, []
     for number, start in enumerate(range(0, len(dataset.rows), shard_size)):
         pairs, work = dataset.pairs.part(slice(start, start + shard_size)), run.work(name) / str(number)
-        scorer = scorer_of(pairs, work)
+        scorer = teacher.scorer(pairs, work)
         stays = decide(
             work,
             len(pairs.anchors),

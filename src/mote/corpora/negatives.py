@@ -1,7 +1,7 @@
 """`mote mine`: datasets of pairs, written again with hard negatives."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,8 @@ from matplotlib.figure import Figure
 
 from mote.corpora.folder import write_whole
 from mote.corpora.mining import Mined, MiningSettings, judge, mine
-from mote.corpora.pairs import PairDataset, Pairs, read_pairs, write_rows
-from mote.corpora.run import CHART, Run, Teacher, decide, inputs_of, locate, open_run
-from mote.corpora.scorers import Scorer
+from mote.corpora.pairs import PairDataset, read_pairs, write_rows
+from mote.corpora.run import CHART, FoundTeacher, Run, Teacher, decide, inputs_of, locate, open_run
 from mote.corpora.source import find_corpus
 from mote.reporting import COLORS, table
 
@@ -62,22 +61,22 @@ def mine_negatives(
     """
     settings, folder = settings or MiningSettings(), Path(out)
     locations = locate(datasets, data, split, subset)
-    model = teacher.find()
+    found = teacher.find()
     texts = find_corpus([str(file) for file in corpus], split=split).counted() if corpus else None
     record = {
         "what": "mine",
-        "teacher": teacher.identity(model),
+        "teacher": found.identity(),
         "settings": asdict(settings),
         "given": given,
         "inputs": inputs_of(locations),
         "corpus": [part.sha256 for part in texts.parts] if texts else [],
     }
-    with open_run(folder, record, overwrite) as run, teacher.scorers(model) as scorer_of:
+    with found, open_run(folder, record, overwrite) as run:
         candidates = [document.text for document in texts.read()] if texts else []
         for location in locations:
             if not run.is_finished(location.name):
                 dataset = read_pairs(location, candidates)
-                _mine(run, dataset, scorer_of, settings, given, f"{location.name}/{split}.jsonl.gz")
+                _mine(run, dataset, found, settings, given, f"{location.name}/{split}.jsonl.gz")
         entries = run.record["datasets"]
         write_whole(folder / CHART, lambda path: _draw(entries, path))
     logger.info("\n%s", mining_report(entries))
@@ -87,7 +86,7 @@ def mine_negatives(
 def _mine(
     run: Run,
     dataset: PairDataset,
-    scorer_of: Callable[[Pairs, Path], Scorer],
+    teacher: FoundTeacher,
     settings: MiningSettings,
     given: bool,
     file: str,
@@ -101,7 +100,7 @@ def _mine(
     counts = len(dataset.rows), len(pairs.queries), len(pairs.documents)
     logger.info("%s: %d rows, %d queries, %d documents", name, *counts)
     work = run.work(name)
-    scorer = scorer_of(pairs, work)
+    scorer = teacher.scorer(pairs, work)
     block = partial(judge if given else mine, pairs, scorer, settings)
     mined = Mined(**decide(work, len(dataset.rows), lambda rows: vars(block(rows)), name))
     run.finish(name, file, lambda path: write_rows(path, _rows(dataset, mined)), **_statistics(mined))

@@ -7,9 +7,8 @@ names those that are finished. Until then `.work/` holds the teacher's embedding
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import cache
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ import pyarrow
 from pyarrow import parquet
 from tqdm import tqdm
 
-from mote.corpora.embed import check_devices, first_device, locally, run_job
-from mote.corpora.encoding import Devices, Model, find_model
+from mote.corpora.embed import run_job
+from mote.corpora.embedder import Embedder
+from mote.corpora.encoding import Model, find_model
 from mote.corpora.folder import (
     FORMAT,
     is_intact,
@@ -34,7 +34,7 @@ from mote.corpora.job import Job
 from mote.corpora.pairs import Pairs
 from mote.corpora.scorers import BM25Scorer, EmbeddingScorer, Scorer
 from mote.corpora.source import find_corpus
-from mote.corpora.store import read_embeddings
+from mote.corpora.store import key_of, read_embeddings
 from mote.data.rows import Location, find_datasets, load_from_hub
 from mote.data.settings import DatasetSettings
 
@@ -57,8 +57,13 @@ class Teacher:
         query_task: Task of the queries: the name of a prompt of the model, or a task of a MoTE.
         document_task: Task of the documents.
         batch_size: Batch size of embedding.
+        dimensions: Dimensions of the embeddings that are kept. Default: all.
         device: Device, or several.
-        processes: Number of processes on the CPU.
+        processes: Number of processes on the CPU; with Ray the number of workers.
+        engine: `"local"`, or `"ray"` for a cluster by Ray Data.
+        address: Address of a Ray cluster. Default: a local one is started.
+        backend: `"torch"`; for a folder written by `mote export` also `"onnx"` or `"openvino"`.
+        embeddings: Folder that keeps the embeddings, for other runs with the same texts. Default: none.
         revision: Branch, tag or commit of a model on the Hub.
         trust_remote_code: Run the code in the model's repository.
     """
@@ -67,77 +72,102 @@ class Teacher:
     query_task: str = "query"
     document_task: str = "document"
     batch_size: int = 32
+    dimensions: int | None = None
     device: str | Sequence[str] | None = None
     processes: int | None = None
+    engine: str = "local"
+    address: str | None = None
+    backend: str = "torch"
+    embeddings: str | Path | None = None
     revision: str | None = None
     trust_remote_code: bool = False
 
-    def find(self) -> Model | None:
-        """Find the model, without loading it; None for BM25.
+    def find(self) -> "FoundTeacher":
+        """Find the model, without loading it.
 
         Raises:
             FileNotFoundError: If there is none.
-            ValueError: If a device does not exist.
+            OSError: If a package is not installed.
+            ValueError: If a setting is invalid.
         """
         if self.model == BM25:
-            return None
-        check_devices(self.device, self.processes)
-        trusted = {"trust_remote_code": self.trust_remote_code}
-        return find_model(self.model, revision=self.revision, batch_size=self.batch_size, **trusted)
+            given = [each.name for each in fields(self)[1:] if getattr(self, each.name) != each.default]
+            if given:
+                raise ValueError(f"{given[0]} is a setting of embedding, which BM25 does without: leave it out")
+            return FoundTeacher(self)
+        model = find_model(
+            self.model,
+            revision=self.revision,
+            batch_size=self.batch_size,
+            dimensions=self.dimensions,
+            backend=self.backend,
+            trust_remote_code=self.trust_remote_code,
+        )
+        models = replace(model, task=self.query_task), replace(model, task=self.document_task)
+        where = {name: getattr(self, name) for name in ("device", "processes", "engine", "address")}
+        return FoundTeacher(self, Embedder(*models, **where))
 
-    def identity(self, model: Model | None) -> dict[str, Any]:
-        """Return what decides on the scores, for the model that `find` has found."""
-        if model is None:
+
+class FoundTeacher:
+    """A teacher that makes scorers of datasets. Closed like a file.
+
+    Args:
+        teacher: Its settings.
+        embedder: What embeds queries (its first model) and documents (its second). None for BM25.
+    """
+
+    def __init__(self, teacher: Teacher, embedder: Embedder | None = None) -> None:
+        self.teacher = teacher
+        self.embedder = embedder
+
+    def identity(self) -> dict[str, Any]:
+        """Return what decides on the scores."""
+        if self.embedder is None:
             return {"model": BM25}
-        return {"model": model.identity(), "query_task": self.query_task, "document_task": self.document_task}
+        settings = {name: getattr(self.teacher, name) for name in ("query_task", "document_task", "dimensions")}
+        return {"model": self.embedder.models[0].identity(), **settings}
 
-    @contextmanager
-    def scorers(self, model: Model | None) -> Iterator[Callable[[Pairs, Path], Scorer]]:
-        """Make scorers of datasets, each of its texts and a folder where embeddings are kept, and resumed from.
-
-        The model is loaded for the first dataset, and stays for all.
+    def scorer(self, pairs: Pairs, work: Path) -> Scorer:
+        """Make the scorer of a dataset; what embeds loads the model if anything is missing, and keeps it.
 
         Args:
-            model: From `find`.
+            pairs: Its texts.
+            work: Folder for embeddings, which a run resumes from.
         """
-        if model is None:
-            yield lambda pairs, _: BM25Scorer(pairs.queries, pairs.documents)
-            return
-        tasks = {name: replace(model, task=getattr(self, f"{name}_task")) for name in ("query", "document")}
-        names = check_devices(self.device, self.processes)
-        with ExitStack() as closing:
+        if self.embedder is None:
+            return BM25Scorer(pairs.queries, pairs.documents)
+        of_queries, of_documents = self.embedder.models
+        queries = self._embed(pairs.queries, of_queries, self.embedder, work / "queries")
+        return EmbeddingScorer(queries, self._embed(pairs.documents, of_documents, self.embedder, work / "documents"))
 
-            @cache
-            def load() -> Devices:
-                encoder = model.load(first_device(names))
-                for one in tasks.values():
-                    one.check(encoder)
-                return closing.enter_context(Devices(encoder, names))
+    def _embed(self, texts: list[str], model: Model, embedder: Embedder, work: Path) -> np.ndarray:
+        """Embed texts [N] into normalised embeddings [N, D], mapped from the disk."""
+        work.mkdir(parents=True, exist_ok=True)
+        file = work / "texts.parquet"
+        write_whole(file, lambda path: parquet.write_table(pyarrow.table({"text": texts}), path))
+        job = Job(model, find_corpus([str(file)]).counted(), work / "embeddings", "float32", SHARD)
+        if self.teacher.embeddings is not None:
+            job = replace(job, folder=Path(self.teacher.embeddings) / key_of(job.manifest()))
+        run_job(job, embedder)
+        whole, done = None, 0
+        for part in read_embeddings(job.folder)[1]:
+            if whole is None:
+                shape = (len(texts), part.shape[1])
+                whole = np.lib.format.open_memmap(work / "normalized.npy", "w+", np.float32, shape)
+            lengths = np.linalg.norm(part, axis=1, keepdims=True)
+            whole[done : done + len(part)] = part / np.maximum(lengths, 1e-12)
+            done += len(part)
+        assert whole is not None, "a dataset has rows"
+        return whole
 
-            def scorer(pairs: Pairs, work: Path) -> Scorer:
-                queries = _embed(pairs.queries, tasks["query"], load(), work / "queries")
-                return EmbeddingScorer(queries, _embed(pairs.documents, tasks["document"], load(), work / "documents"))
+    def __enter__(self) -> "FoundTeacher":
+        """Return itself."""
+        return self
 
-            yield scorer
-
-
-def _embed(texts: list[str], model: Model, devices: Devices, folder: Path) -> np.ndarray:
-    """Embed texts [N] into normalised embeddings [N, D], mapped from the disk."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "texts.parquet"
-    write_whole(file, lambda path: parquet.write_table(pyarrow.table({"text": texts}), path))
-    job = Job(model, find_corpus([str(file)]).counted(), folder / "embeddings", "float32", SHARD)
-    run_job(job, locally(devices), model.check(devices.encoder))
-    whole, done = None, 0
-    for part in read_embeddings(job.folder)[1]:
-        if whole is None:
-            shape = (len(texts), part.shape[1])
-            whole = np.lib.format.open_memmap(folder / "normalized.npy", "w+", np.float32, shape)
-        lengths = np.linalg.norm(part, axis=1, keepdims=True)
-        whole[done : done + len(part)] = part / np.maximum(lengths, 1e-12)
-        done += len(part)
-    assert whole is not None, "a dataset has rows"
-    return whole
+    def __exit__(self, *details: Any) -> None:
+        """End the processes."""
+        if self.embedder is not None:
+            self.embedder.__exit__(*details)
 
 
 class Run:
@@ -213,7 +243,9 @@ def open_run(out: Path, record: dict[str, Any], overwrite: bool) -> Iterator[Run
         else:
             shutil.rmtree(out / WORK, ignore_errors=True)
         finally:
-            if not run.record["datasets"] and not (out / WORK).exists():  # nothing was begun
+            begun = any(any((out / WORK).rglob(name)) for name in ("shard-*", "block-*"))
+            if not run.record["datasets"] and not begun:
+                shutil.rmtree(out / WORK, ignore_errors=True)
                 (out / RECORD).unlink()
 
 

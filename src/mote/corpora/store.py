@@ -1,5 +1,7 @@
 """The folder of a corpus's embeddings: shards, and the manifest that says which are finished."""
 
+import hashlib
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -113,6 +115,12 @@ def _require_same(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -
             f"{folder} holds other embeddings, which differ in: {details}. Choose another folder, or replace them with "
             "--overwrite"
         )
+
+
+def key_of(manifest: dict[str, Any]) -> str:
+    """Name a folder after all that decides on its embeddings."""
+    identity = {key: _without_names(manifest[key]) for key in _IDENTITY}
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _without_names(value: Any) -> Any:

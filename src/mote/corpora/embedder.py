@@ -1,0 +1,110 @@
+"""What embeds the shards of a job: the model on devices of this machine, or on a cluster."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from configuration_mote import alternatives
+from mote.corpora.cluster import on_ray, require_ray
+from mote.corpora.encoding import Devices, Model
+from mote.corpora.job import Finished, Job, embed_shards
+from mote.inference.loading import check_device
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+ENGINES = ("local", "ray")
+
+
+class Embedder:
+    """Embeds shards. The model is loaded, and processes start, when they are first needed. Closed like a file.
+
+    Args:
+        models: The model; of one that embeds several tasks, its settings for each.
+        device: Device, or several, each with a process of its own. Default: the best available.
+        processes: Number of processes on the CPU; with Ray the number of workers.
+        engine: `"local"`, or `"ray"` for a cluster by Ray Data.
+        address: Address of a Ray cluster. Default: a local one is started.
+
+    Raises:
+        OSError: If a package is not installed.
+        ValueError: If settings exclude one another, or a device does not exist.
+    """
+
+    def __init__(
+        self,
+        *models: Model,
+        device: str | Sequence[str] | None = None,
+        processes: int | None = None,
+        engine: str = "local",
+        address: str | None = None,
+    ) -> None:
+        self.models = models
+        self.on_cluster = engine == "ray"
+        self.address, self.processes = address, processes
+        self.devices = self._devices(device, engine)
+        self._closing = ExitStack()
+
+    def _devices(self, device: str | Sequence[str] | None, engine: str) -> list[str]:
+        """Return the devices that the settings stand for; none for the best one."""
+        if engine not in ENGINES:
+            raise ValueError(f"Unknown engine {engine!r}." + alternatives(engine, ENGINES))
+        devices = [device] if isinstance(device, str) else list(device or ())
+        if self.on_cluster:
+            require_ray()
+            if devices:
+                raise ValueError("device is for the engine local: Ray gives each worker its device")
+            return []
+        if self.address is not None:
+            raise ValueError("address is for the engine ray: add `--engine ray`")
+        if devices and self.processes is not None:
+            raise ValueError(
+                "device and processes exclude one another: processes are of the CPU, a device has one each"
+            )
+        for one in devices:
+            check_device(one)
+        devices = devices or ["cpu"] * (self.processes or 0)
+        backend = self.models[0].backend
+        if backend != "torch" and (len(devices) > 1 or set(devices) - {"cpu"}):
+            raise ValueError(f"The backend {backend} runs in one process on the CPU; in several with `--engine ray`")
+        return devices
+
+    @cached_property
+    def encoder(self) -> "SentenceTransformer":
+        """The model in this process; for a cluster, without weights.
+
+        Raises:
+            FileNotFoundError: If a file is missing.
+            OSError: If a runtime is not installed.
+            ValueError: If the model does not load, knows no such task, or has fewer dimensions than asked for.
+        """
+        here = "cpu" if len(self.devices) > 1 else next(iter(self.devices), None)
+        encoder = self.models[0].load("meta" if self.on_cluster else here)
+        for model in self.models:
+            model.check(encoder)
+        return encoder
+
+    @cached_property
+    def _local(self) -> Devices:
+        return self._closing.enter_context(Devices(self.encoder, self.devices))
+
+    def embed(self, job: Job, numbers: Sequence[int], progress: Callable[[int], object]) -> Iterator[Finished]:
+        """Embed shards of a job.
+
+        Args:
+            job: The job.
+            numbers: Shards.
+            progress: Called in between with a number of texts that are embedded, if that is known.
+        """
+        if self.on_cluster:
+            return on_ray(job, numbers, self.address, self.processes)
+        return embed_shards(job, numbers, self._local, progress)
+
+    def __enter__(self) -> "Embedder":
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the processes."""
+        self._closing.close()
