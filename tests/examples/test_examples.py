@@ -62,7 +62,7 @@ def test_upcycle_and_train(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_add_a_task(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("datasets")
-    shown = run("04_add_a_task", capsys, monkeypatch, "--steps", "4", "--out", str(tmp_path))
+    shown = run("04_add_a_task", capsys, monkeypatch, "--steps", "2", "--out", str(tmp_path))
     assert re.search(r"weights changed: [1-9]\d*, outside the new expert: 0$", shown, re.MULTILINE)
     sizes = re.search(r"file of its own: (\d\.\d) MB, the whole model: (\d+\.\d) MB", shown)
     assert sizes is not None

@@ -77,10 +77,10 @@ def test_maps_differ_by_the_model_alone(views: ModuleType, trained_folder: Path)
 
 
 def test_search(views: ModuleType, model: SentenceTransformer) -> None:
-    pairs = TEXTS["Commands, and what they do"]
+    pairs = TEXTS["Commands, and what they do"][:8]
     queries, commands = (list(column) for column in zip(*pairs, strict=True))
-    scores = model.similarity(model.encode_query(queries[8]), model.encode_document(commands))[0]
-    ranked = views.search(model, queries[8], commands, "query", "document")
+    scores = model.similarity(model.encode_query(queries[5]), model.encode_document(commands))[0]
+    ranked = views.search(model, queries[5], commands, "query", "document")
     assert [rank for rank, _, _ in ranked] == list(range(1, len(commands) + 1))
     assert [text for _, _, text in ranked] == [commands[i] for i in scores.argsort(descending=True)]
     assert ranked[0][1] == pytest.approx(scores.max().item(), abs=1e-5)

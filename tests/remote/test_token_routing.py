@@ -495,7 +495,10 @@ def test_blocks_on_disk(tmp_path: Path) -> None:
         ({"router_aux_loss_coef": "much"}, "got 'much'"),
         ({"loaded_experts": ["a"]}, "With token routing every text needs all experts"),
         ({"layer_path": "layers", "shared_modules": ["mlp"]}, "cannot describe the feed-forward network"),
-        ({"backbone_config": {"model_type": "albert"}}, "does not support 'albert': it uses one layer again"),
+        (
+            {"backbone_config": {"model_type": "albert", "hidden_size": 64, "intermediate_size": 64}},
+            "does not support 'albert': it uses one layer again",
+        ),
     ],
 )
 def test_invalid_settings(settings: dict[str, Any], message: str) -> None:
