@@ -1,0 +1,175 @@
+"""What mined negatives, and their margin, are worth: Nomic Embed v2's Table 8 (arXiv:2502.07972) at a small scale.
+
+    python -m benchmarks.mining --source MODEL --teacher MODEL --data DATA --out RUNS [--backend openvino]
+
+Mines negatives with the margin and without one, fine-tunes the dense model without negatives and with either kind, on
+the same rows in the same steps, and scores all on the retrieval sets. What is there is reused, and an interrupted
+command resumes; several may share the work. Prints the table; writes `scores.json`.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from filelock import FileLock, Timeout
+
+import mote
+from benchmarks.paper.runs import Scores
+from benchmarks.paper.tables import cell
+from mote.corpora import MiningSettings, Teacher
+from mote.evaluation.statistics import compare_scores
+from mote.reporting import console_logging
+from mote.training.recipe import load_recipe
+
+START = "start"
+PAPER = {"start": None, "no negatives": None, "mined": 52.87, "mined below 0.95": 55.20}
+"""Variant → the paper's mean over FiQA, HotpotQA and NQ, with Arctic-embed-L as the teacher."""
+MARGINS = {"mined": None, "mined below 0.95": 0.05}
+ROWS = {
+    "medquad": 5500,
+    "stackexchange_qa": 5500,
+    "stackexchange_title_body": 5500,
+    "scitldr": 5500,
+    "arguana_counter": 5500,
+    "gsm8k": 5500,
+    "conference_papers": 5000,
+}
+"""Dataset → rows at most: 30,032 in all."""
+SETTINGS = [
+    "tasks.classification=null",
+    "tasks.clustering=null",
+    "training.batch_size=128",
+    "training.mini_batch_size=16",
+    "training.bf16=true",
+    "training.learning_rate=1.5e-4",
+    "model.max_length=64",
+    "validation.limit=40",
+]
+NEGATIVES = 2
+LIMIT = 100  # queries of each test set, with about ten documents for each
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The models of the comparison, and their scores.
+
+    Attributes:
+        source: Dense model that is fine-tuned.
+        teacher: Model that mines.
+        data: Data folder.
+        out: Folder for negatives, models and scores.
+        seeds: Seeds of each variant.
+    """
+
+    source: str
+    teacher: Teacher
+    data: str
+    out: Path
+    seeds: list[int]
+
+    def mined(self, variant: str, timeout: float = -1) -> Path:
+        """Return the folder with the negatives of a variant; mine them first if they do not exist."""
+        chosen = MiningSettings(negatives=4, depth=50, relative_margin=MARGINS[variant])
+        datasets, folder = [f"retrieval/{name}" for name in ROWS], self.out / _file(variant)
+        with _alone(folder, timeout):
+            return mote.mine_negatives(datasets, folder, self.teacher, chosen, data=self.data)
+
+    def model(self, variant: str, seed: int) -> Path:
+        """Return a fine-tuned model; train it first if it does not exist."""
+        if variant == START:
+            return Path(self.source)
+        folder = self.out / f"{_file(variant)}-seed{seed}"
+        if not (folder / "model").exists():
+            data = self.mined(variant) if variant in MARGINS else self.data
+            negatives = NEGATIVES if variant in MARGINS else 0
+            rows = [{"path": f"retrieval/{name}", "limit": n, "negatives": negatives} for name, n in ROWS.items()]
+            own = [f"tasks.retrieval.datasets={json.dumps(rows)}", f"training.seed={seed}", f"output={folder}"]
+            mote.train(load_recipe("em", [f"model.source={self.source}", f"data.folder={data}", *SETTINGS, *own]))
+        return folder / "model"
+
+    def score(self, variant: str, seed: int) -> mote.Evaluation:
+        """Score a model on the retrieval sets."""
+        label = f"{_file(variant)}-seed{seed}"
+        return mote.evaluate(
+            {label: str(self.model(variant, seed))},
+            data=self.data,
+            tasks=["beir/*"],
+            limit=LIMIT,
+            dtype="bfloat16",
+            out=self.out / "scores" / label,
+        )
+
+    def share(self) -> None:
+        """Make what no other command is making."""
+        for variant in MARGINS:
+            with suppress(Timeout):
+                self.mined(variant, timeout=0)
+        for seed in self.seeds:
+            for variant in PAPER:
+                with suppress(Timeout), _alone(self.out / f"{_file(variant)}-seed{seed}", timeout=0):
+                    self.score(variant, seed)
+
+    def scores(self) -> Scores:
+        """Collect the scores of all models; wait for other commands."""
+        every: dict[str, dict[str, list[float]]] = {}
+        types: dict[str, str] = {}
+        for variant in PAPER:
+            of_variant = every.setdefault(variant, {})
+            for seed in self.seeds[:1] if variant == START else self.seeds:
+                with _alone(self.out / f"{_file(variant)}-seed{seed}"):
+                    evaluation = self.score(variant, seed)
+                types |= evaluation.types
+                for dataset, score in next(iter(evaluation.scores.values())).items():
+                    of_variant.setdefault(dataset, []).append(score)
+        return Scores(every, types)
+
+
+def report(scores: Scores) -> str:
+    """Lay out the scores beside the paper's."""
+    datasets = list(scores.types)
+    lines = ["| | nDCG@10 here | paper |", "| --- | --- | --- |"]
+    for variant, of_paper in PAPER.items():
+        lines.append(f"| {variant} | {cell(scores, variant, datasets)} | {of_paper or ''} |")
+    mined = tuple(MARGINS)
+    for name, reference in ((mined[0], "no negatives"), (mined[1], "no negatives"), mined[::-1]):
+        means = [[mean(scores.every[one][dataset]) for dataset in datasets] for one in (name, reference)]
+        lines.append(f"\n{compare_scores(name, reference, *means)}")
+    return "\n".join(lines)
+
+
+def _file(variant: str) -> str:
+    return variant.replace(" ", "-")
+
+
+@contextmanager
+def _alone(folder: Path, timeout: float = -1) -> Iterator[None]:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock", timeout=timeout):
+        yield
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", required=True)
+    parser.add_argument("--teacher", required=True)
+    parser.add_argument("--backend", default="torch")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43])
+    given = parser.parse_args()
+    console_logging()
+    teacher = Teacher(model=given.teacher, backend=given.backend, batch_size=64, embeddings=given.out / "embeddings")
+    comparison = Comparison(given.source, teacher, given.data, given.out, given.seeds)
+    comparison.share()
+    scores = comparison.scores()
+    (given.out / "scores.json").write_text(json.dumps({"types": scores.types, "scores": scores.every}, indent=1) + "\n")
+    print(report(scores))
+
+
+if __name__ == "__main__":
+    main()
