@@ -18,7 +18,8 @@ from transformers.utils.versions import require_version
 INSTALL = 'A MoTE needs: pip install -U "transformers>=5.17" "sentence-transformers>=6.0", or `mote export` an expert'
 require_version("transformers>=5.17", INSTALL)
 
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig  # noqa: E402
+import transformers  # noqa: E402
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig  # noqa: E402
 
 logger: Any = logging.get_logger(__name__)
 
@@ -74,14 +75,17 @@ def _refuse_misspelled(names: Iterable[str]) -> None:
 
 
 class NoHead:
-    """What `AutoModelForSequenceClassification`, and so `CrossEncoder`, finds for a MoTE."""
+    """What `AutoModelForMaskedLM`, and `AutoModelForSequenceClassification` (`CrossEncoder`), find for a MoTE."""
+
+    __module__ = "transformers.none"  # other registered classes come before those that a folder's `auto_map` names
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> None:
         """Raise `ValueError`, which says what to do instead."""
         raise ValueError(
             "A MoTE is an embedding model, and has no head for scores or classes. Train one on an exported expert, "
-            "which is a dense model: `mote export MODEL --expert NAME --out DIR`"
+            "which is a dense model: `mote export MODEL --expert NAME --out DIR`. A head for masked language modelling "
+            "is there after `mote upcycle --src SRC --with-head`, which keeps the source's"
         )
 
     _from_config = from_pretrained
@@ -189,7 +193,8 @@ class MoTEConfig(PreTrainedConfig):
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """As in the base class; and let `NoHead` answer for models with a head."""
         super().register_for_auto_class(auto_class)
-        AutoModelForSequenceClassification.register(cls, NoHead, exist_ok=True)
+        for with_head in (transformers.AutoModelForMaskedLM, transformers.AutoModelForSequenceClassification):
+            with_head.register(cls, NoHead, exist_ok=True)
 
     def validate(self) -> None:
         """Check names, references between them, sizes and layer indices; raise `ValueError` at the first problem."""
@@ -201,8 +206,7 @@ class MoTEConfig(PreTrainedConfig):
                 raise ValueError(f"Task {task!r} names the expert {expert!r}." + alternatives(expert, self.experts))
             if task in self.experts and task != expert:
                 raise ValueError(f"Task {task!r} must go to the expert of its own name, not to {expert!r}")
-        default = self.default_task
-        if default is not None and default not in self.tasks:
+        if (default := self.default_task) is not None and default not in self.tasks:
             raise ValueError(f"default_task {default!r} is not a task." + alternatives(default, self.tasks))
         if self.pooling not in POOLING_MODES:
             raise ValueError(f"Unknown pooling {self.pooling!r}." + alternatives(self.pooling, POOLING_MODES))
@@ -223,8 +227,7 @@ class MoTEConfig(PreTrainedConfig):
                 raise ValueError(f"Expert name {name!r} must be one word of letters, digits, '_' and '-'")
             if hasattr(nn.ModuleDict(), name):
                 raise ValueError(f"Expert name {name!r} is taken by torch's ModuleDict: choose another")
-        repeated = sorted({name for name in self.experts if self.experts.count(name) > 1})
-        if repeated:
+        if repeated := sorted({name for name in self.experts if self.experts.count(name) > 1}):
             raise ValueError(f"Expert names must differ; repeated: {', '.join(map(repr, repeated))}")
         if self.loaded_experts is not None and not set() < set(self.loaded_experts) <= set(self.experts):
             raise ValueError(f"loaded_experts {self.loaded_experts!r} must be some of the experts {self.experts!r}")
@@ -241,8 +244,7 @@ class MoTEConfig(PreTrainedConfig):
             return
         expert_of_text: dict[str, str] = {}  # a prompt's text picks the expert
         for task, expert in self.tasks.items():
-            text = self.instruction_of(task)
-            if text and expert_of_text.setdefault(text, expert) != expert:
+            if (text := self.instruction_of(task)) and expert_of_text.setdefault(text, expert) != expert:
                 raise ValueError(
                     f"The instruction {text!r} of task {task!r} already stands for the expert "
                     f"{expert_of_text[text]!r}: give the tasks of different experts different instructions"
@@ -286,8 +288,7 @@ class MoTEConfig(PreTrainedConfig):
                 "from_pretrained(…, default_task=…), in a pipeline with model_kwargs={'default_task': …}; or write it "
                 "into a folder: `mote set DIR default_task=…`." + alternatives("", self.tasks)
             )
-        expert = self.tasks.get(task) if isinstance(task, str) else None
-        if expert is None:
+        if not isinstance(task, str) or (expert := self.tasks.get(task)) is None:
             raise ValueError(f"Unknown task {task!r}." + alternatives(task, self.tasks))
         if self.loaded_experts is not None and expert not in self.loaded_experts:
             raise ValueError(

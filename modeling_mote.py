@@ -78,9 +78,8 @@ class MoTEBlock(nn.Module):
         for path in shared_modules:
             parent, _, name = path.rpartition(".")
             delattr(layer.get_submodule(parent), name)
-        self.experts = nn.ModuleDict(
-            {name: layer if i == 0 else copy.deepcopy(layer) for i, name in enumerate(experts)}
-        )
+        copies = [layer, *(copy.deepcopy(layer) for _ in experts[1:])]
+        self.experts = nn.ModuleDict(dict(zip(experts, copies, strict=True)))
         for expert in self.experts.values():
             for path, module in shared.items():
                 parent, _, name = path.rpartition(".")
@@ -162,10 +161,11 @@ class MoTEModel(PreTrainedModel):
                 layers[index] = self._make_block(layer)
             else:
                 layer.register_forward_pre_hook(self._without_routing, with_kwargs=True)
-        absent = [name for name in config.experts if name not in config.available_experts]
-        if absent:
-            self.unwanted_weights = rf"\.experts\.({'|'.join(absent)})\."
-            self._keys_to_ignore_on_load_unexpected = {self.unwanted_weights}
+        unwanted = [rf"\.experts\.{name}\." for name in config.experts if name not in config.available_experts]
+        if "ForMaskedLM" in str(config.architectures) and self._auto_class == "AutoModel":  # saved with a head
+            unwanted.append(r"^head\.")
+        self.unwanted_weights = "|".join(unwanted)
+        self._keys_to_ignore_on_load_unexpected = {self.unwanted_weights} if unwanted else set()
         self.post_init()
 
     def _make_block(self, layer: nn.Module) -> nn.Module:
@@ -277,8 +277,7 @@ class MoTEModel(PreTrainedModel):
                     f"task_ids must be integers of shape [B], got {task_ids.dtype}, {list(task_ids.shape)}"
                 )
             names, ids = list(self.config.tasks), task_ids.tolist()
-            wrong = sorted({i for i in ids if not 0 <= i < len(names)})
-            if wrong:
+            if wrong := sorted({i for i in ids if not 0 <= i < len(names)}):
                 raise ValueError(f"task_ids {wrong} are out of range. Tasks: {dict(enumerate(names))}")
             task = [names[i] for i in ids]
         if task is None or isinstance(task, str):
@@ -350,6 +349,7 @@ class MoTEModel(PreTrainedModel):
         """Save under the names of the modules, not under those of the hub file the backbone came from."""
         if self.offloading is not None:
             self.offloading.before_saving(save_directory)
+        (getattr(self.config, "auto_map", None) or {}).pop("AutoModelForMaskedLM", None)  # unless the class is that
         kwargs.setdefault("save_original_format", False)
         super().save_pretrained(save_directory, *args, **kwargs)
         with suppress(OSError):  # it is there already, or was removed

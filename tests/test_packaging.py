@@ -16,6 +16,7 @@ REMOTE_CODE = [
     "modeling_mote",
     "sentence_transformer_mote",
     "compression_mote",
+    "masked_lm_mote",
     "token_routing_mote",
     "token_routed_transformer_mote",
 ]

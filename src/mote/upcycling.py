@@ -54,6 +54,7 @@ class UpcyclingOptions(WriteOptions):
         router_aux_loss_coef: Factor of the load-balancing loss in training.
         router_aux_loss_type: Its formula, `equation_1` or `megablocks`, see `TokenRoutedConfig`.
         preset: Key of `PRESETS`, whose settings take the place of these defaults.
+        with_head: Keep the source's head for masked language modelling: the result is a `MoTEForMaskedLM`.
         tokenizer: Folder or Hub id of a tokenizer. Default: the source's own.
         dtype: Type of the weights: `float32`, `float16`, `bfloat16`, or `auto` for the source's.
         revision: Branch, tag or commit of a source on the Hub.
@@ -74,6 +75,7 @@ class UpcyclingOptions(WriteOptions):
     router_aux_loss_coef: float = 0.005
     router_aux_loss_type: str = "equation_1"
     preset: str | None = None
+    with_head: bool = False
     tokenizer: str | None = None
     dtype: str = "auto"
     revision: str | None = None
@@ -214,7 +216,7 @@ def upcycle(
     require_writable(target, replace(options, push=False), source.folder)
     logger.info("%s", plan)
     tokenizer = load_tokenizer(source, options.tokenizer)
-    model, dropped, write = _model_and_its_writer(plan, options.max_shard_size)
+    model, dropped, write = _model_and_its_writer(plan, options.max_shard_size, options.with_head)
     changed = options.changed()
     if options.tokenizer is not None and Path(options.tokenizer).is_dir():
         changed["tokenizer"] = Path(options.tokenizer)  # without its parents
@@ -253,7 +255,7 @@ def upcycle(
 
 
 def _model_and_its_writer(
-    plan: UpcyclingPlan, max_shard_size: str
+    plan: UpcyclingPlan, max_shard_size: str, with_head: bool
 ) -> tuple[MoTEModel, list[str], Callable[[Path], None] | None]:
     """Make sure that the source's weights fit, and build the MoTE.
 
@@ -269,14 +271,15 @@ def _model_and_its_writer(
             published = {key: files[key] for key in files.stored}
             return nomic_moe.load(plan.config, published, plan.source.public_name, dtype), [], None  # type: ignore[arg-type]
     logger.info("Reading the dense model …")
-    new_model = mote_class(plan.config.model_type, "model")
-    dense, dropped = dense_without_weights(plan.source, dtype)
-    weights = DenseWeights(plan.source, dense)
-    model = new_model(plan.config, dense)
-    if can_stream(model, weights):
-        logger.info("Copying its blocks into %d experts …", len(plan.config.experts))
-        return model, dropped, partial(write_weights, model, weights, max_shard_size=max_shard_size)
-    dense, dropped = load_dense(plan.source, dtype)
+    new_model = mote_class(plan.config.model_type, "masked_lm" if with_head else "model")
+    dense, dropped = dense_without_weights(plan.source, dtype, with_head=with_head)
+    if not with_head:  # a head's weights are not named as the encoder's, and most are tied
+        weights = DenseWeights(plan.source, dense)
+        model = new_model(plan.config, dense)
+        if can_stream(model, weights):
+            logger.info("Copying its blocks into %d experts …", len(plan.config.experts))
+            return model, dropped, partial(write_weights, model, weights, max_shard_size=max_shard_size)
+    dense, dropped = load_dense(plan.source, dtype, with_head=with_head)
     logger.info("Copying its blocks into %d experts, in memory …", len(plan.config.experts))
     return new_model(plan.config, dense), dropped, None
 
@@ -313,10 +316,11 @@ def plan_upcycling(
     config.dtype = stored_dtype(source) if options.dtype == "auto" else getattr(torch, options.dtype)
     try:
         with torch.device("meta"):
-            model = mote_class(config.model_type, "model")(config).to(dtype=config.dtype)
+            kind: Any = "masked_lm" if options.with_head else "model"
+            model = mote_class(config.model_type, kind)(config).to(dtype=config.dtype)
     except KeyError as error:
         raise ValueError(f"The config of {source.name} asks for {error}, which transformers does not have") from error
-    weights = model.state_dict()
+    weights = {name: weight for name, weight in model.state_dict().items() if name not in model.all_tied_weights_keys}
     shards = split_torch_state_dict_into_shards(weights, max_shard_size=options.max_shard_size).filename_to_tensors
     return UpcyclingPlan(
         source=source,

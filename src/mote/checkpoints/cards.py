@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
 from configuration_mote import MoTEConfig
-from mote.checkpoints.reading import Checkpoint
+from mote.checkpoints.reading import Checkpoint, has_head
 from mote.reporting import millions
 
 MOTE_TAGS = ("mote", "mixture-of-experts", "custom_code")
@@ -83,6 +83,7 @@ def mote_values(config: MoTEConfig, counts: Mapping[str, Any], fresh: bool, norm
         "has_roles": {"query", "document"} <= set(config.tasks),
         "pooling": config.pooling,
         "normalized": normalized,
+        "has_head": has_head(config),
     }
 
 

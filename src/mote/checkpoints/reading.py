@@ -17,7 +17,15 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils.sha import sha_fileobj
 from safetensors import SafetensorError, safe_open
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 from architectures_mote import ARCHITECTURES
@@ -27,11 +35,21 @@ from mote import hub
 from mote.checkpoints import nomic, nomic_moe
 from mote.checkpoints.tensors import NOT_ONLY_TENSORS, is_finite, load_pickle, read_on_meta, read_shapes
 
-# model_type → config and model of this package.
+# model_type → this package's classes.
 MOTE_CLASSES = {
-    "mote": ("configuration_mote.MoTEConfig", "modeling_mote.MoTEModel"),
-    "mote_token_routed": ("token_routing_mote.TokenRoutedConfig", "token_routing_mote.TokenRoutedModel"),
-    "mote_compressed": ("compression_mote.CompressedConfig", "compression_mote.CompressedModel"),
+    "mote": {
+        "config": "configuration_mote.MoTEConfig",
+        "model": "modeling_mote.MoTEModel",
+        "masked_lm": "masked_lm_mote.MoTEForMaskedLM",
+    },
+    "mote_token_routed": {
+        "config": "token_routing_mote.TokenRoutedConfig",
+        "model": "token_routing_mote.TokenRoutedModel",
+    },
+    "mote_compressed": {
+        "config": "compression_mote.CompressedConfig",
+        "model": "compression_mote.CompressedModel",
+    },
 }
 
 # Heads of pre-training and fine-tuning, which a checkpoint may hold beside the encoder. They are dropped; any other
@@ -203,36 +221,55 @@ def is_mote(config: PreTrainedConfig) -> bool:
     return config.model_type in MOTE_CLASSES
 
 
-def mote_class(model_type: str, kind: Literal["config", "model"]) -> Any:
-    """Return this package's class for a `model_type`."""
-    module, _, name = MOTE_CLASSES[model_type][kind == "model"].partition(".")
+def has_head(config: PreTrainedConfig) -> bool:
+    """Whether a MoTE was saved with a head for masked language modelling."""
+    return any(name.endswith("ForMaskedLM") for name in config.architectures or ())
+
+
+def mote_class(model_type: str, kind: Literal["config", "model", "masked_lm"]) -> Any:
+    """Return this package's class for a `model_type`.
+
+    Raises:
+        ValueError: If models of this type cannot have a head.
+    """
+    if kind not in MOTE_CLASSES[model_type]:
+        raise ValueError(
+            f"A {model_type!r} has no head for masked language modelling, only a 'mote', whose experts are those of "
+            "tasks, has: leave out `--with-head`"
+        )
+    module, _, name = MOTE_CLASSES[model_type][kind].partition(".")
     return getattr(import_module(module), name)
 
 
-def load_mote(checkpoint: Checkpoint, experts: list[str] | None = None) -> MoTEModel:
+def load_mote(checkpoint: Checkpoint, experts: list[str] | None = None, *, with_head: bool = False) -> MoTEModel:
     """Load a MoTE in the type in which it is stored.
 
     Args:
         checkpoint: From `open_mote`.
         experts: Load the weights of these alone. Default: all.
+        with_head: Load its head, too, if it has one.
 
     Raises:
         ValueError: If config and weights do not match.
     """
     with quiet_transformers():
-        model = mote_class(checkpoint.config.model_type, "model").from_pretrained(
+        kind: Any = "masked_lm" if with_head and has_head(checkpoint.config) else "model"
+        model = mote_class(checkpoint.config.model_type, kind).from_pretrained(
             checkpoint.folder, dtype="auto", experts=experts
         )
     model.config._name_or_path = checkpoint.public_name  # no path of this machine
     return model.eval()
 
 
-def load_dense(checkpoint: Checkpoint, dtype: str | torch.dtype = "auto") -> tuple[PreTrainedModel, list[str]]:
+def load_dense(
+    checkpoint: Checkpoint, dtype: str | torch.dtype = "auto", *, with_head: bool = False
+) -> tuple[PreTrainedModel, list[str]]:
     """Load the native dense model, every weight of it from the checkpoint.
 
     Args:
         checkpoint: From `open_dense`.
         dtype: As in `AutoModel.from_pretrained`.
+        with_head: Load the model with its head for masked language modelling.
 
     Returns:
         The model, and the keys of heads that were dropped.
@@ -241,18 +278,20 @@ def load_dense(checkpoint: Checkpoint, dtype: str | torch.dtype = "auto") -> tup
         ValueError: If the files are damaged, or lack keys or hold unknown ones.
     """
     with _reading(checkpoint):
-        loaded = AutoModel.from_pretrained(checkpoint.folder, dtype=dtype, **_loading_arguments(checkpoint))
+        auto = AutoModelForMaskedLM if with_head else AutoModel
+        loaded = auto.from_pretrained(checkpoint.folder, dtype=dtype, **_loading_arguments(checkpoint))
     return _checked(checkpoint, *loaded)
 
 
 def dense_without_weights(
-    checkpoint: Checkpoint, dtype: str | torch.dtype = "auto"
+    checkpoint: Checkpoint, dtype: str | torch.dtype = "auto", *, with_head: bool = False
 ) -> tuple[PreTrainedModel, list[str]]:
     """Build the native dense model on the meta device, after the checks of `load_dense`.
 
     Args:
         checkpoint: From `open_dense`.
         dtype: As in `AutoModel.from_pretrained`.
+        with_head: As in `load_dense`.
 
     Returns:
         The model without data, and the keys of heads that would be dropped.
@@ -263,7 +302,8 @@ def dense_without_weights(
     weights = read_on_meta(checkpoint.weights)
     with _reading(checkpoint):
         with torch.device("meta"):
-            native = type(AutoModel.from_config(checkpoint.config))
+            auto = AutoModelForMaskedLM if with_head else AutoModel
+            native = type(auto.from_config(checkpoint.config))
         settings = {**_loading_arguments(checkpoint), "state_dict": weights, "device_map": "meta"}
         loaded = native.from_pretrained(None, dtype=dtype, **settings)
     return _checked(checkpoint, *loaded)
@@ -297,8 +337,18 @@ def _reading(checkpoint: Checkpoint) -> Iterator[None]:
 
 def _checked(checkpoint: Checkpoint, model: PreTrainedModel, info: dict[str, Any]) -> tuple[PreTrainedModel, list[str]]:
     """Raise `ValueError` unless all weights fit; else return the model, and the keys of heads that it lacks."""
+    prefix = f"{model.base_model_prefix}."
     missing = [key for key in info["missing_keys"] if not key.startswith("pooler.")]  # MoTE pools by itself
-    dropped = sorted(key for key in info["unexpected_keys"] if key.split(".")[0] in HEADS)
+    if model.base_model is not model:
+        lost = sorted(key for key in missing if not key.startswith(prefix))
+        if checkpoint.format == "nomic" and all(key.endswith("bias") for key in lost):
+            missing = [key for key in missing if key not in lost]  # published without, the native head's begin as zeros
+        elif lost:
+            raise ValueError(
+                f"{checkpoint.name} has no head for masked language modelling (missing: {', '.join(lost[:3])} …): "
+                "leave out `--with-head`, or start from the checkpoint as it was pre-trained"
+            )
+    dropped = sorted(key for key in info["unexpected_keys"] if key.removeprefix(prefix).split(".")[0] in HEADS)
     unexpected = sorted(set(info["unexpected_keys"]) - set(dropped))
     for problem, keys in (("lack", missing), ("hold unknown", unexpected), ("misshape", info["mismatched_keys"])):
         if keys:

@@ -5,7 +5,7 @@ import math
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,6 +47,14 @@ def weight_name(key: str, config: MoTEConfig) -> WeightName:
     if found is None or int(found[1]) not in config.mote_layer_indices:
         return WeightName(None, None, dense)
     return WeightName(found[2], int(found[1]), f"{layers}.{found[1]}.{found[3]}")
+
+
+HEAD = "head."  # begins the names of the weights of a head for masked language modelling
+
+
+def without_head(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights of a MoTE without those of its head, if it has one."""
+    return {key: weight for key, weight in weights.items() if not key.startswith(HEAD)}
 
 
 class TensorLocation(NamedTuple):

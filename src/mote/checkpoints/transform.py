@@ -13,7 +13,15 @@ from transformers import PreTrainedModel
 
 from mote.checkpoints import cards
 from mote.checkpoints.provenance import command_line, new_step, plain, read_steps, write_steps
-from mote.checkpoints.reading import MoTECheckpoint, is_mote, load_mote, load_tokenizer, open_mote, require_expert
+from mote.checkpoints.reading import (
+    MoTECheckpoint,
+    has_head,
+    is_mote,
+    load_mote,
+    load_tokenizer,
+    open_mote,
+    require_expert,
+)
 from mote.checkpoints.rewriting import rewritten_card
 from mote.checkpoints.sentence_transformers import normalizes
 from mote.checkpoints.staging import refuse_source
@@ -114,10 +122,13 @@ def transform(
             refuse_source(target, other.folder)
     tokenizer = load_tokenizer(source)
     expert = require_expert(source.config, arguments[spec.loads]) if spec.loads else None
-    model = load_mote(source, [expert] if expert is not None and source.config.routes_by_task else None)
+    experts = [expert] if expert is not None and source.config.routes_by_task else None
+    model = load_mote(source, experts, with_head=True)
     were_copies = _are_copies(model)
     changed = function(model, *args, **kwargs)
     result: Any = model if changed is None else changed
+    if has_head(source.config) and type(result) is not type(model):
+        logger.info("The head for masked language modelling is left out: the result embeds texts alone")
     if changed is not None and in_place:
         refuse_source(target, source.folder)
     dense = not is_mote(result.config)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from mote import hub
 from mote.checkpoints.plain import write_plainly
 from mote.checkpoints.provenance import Described, read_steps, write_steps
-from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, is_mote, quiet_transformers
+from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, has_head, is_mote, quiet_transformers
 from mote.checkpoints.sentence_transformers import max_seq_length, write_sentence_transformer
 from mote.checkpoints.staging import Staging, refuse_occupied, refuse_source, require_shard_size, require_space
 from mote.reporting import megabytes
@@ -154,13 +154,17 @@ def _describe(sources: Sequence[Described]) -> list[dict[str, Any]]:
 
 
 def how_to_load(path: str, config: Any) -> str:
-    """Return two lines of Python that use a model: with Transformers, with Sentence-Transformers."""
+    """Return lines of Python that use a model: with Transformers, also its head, and with Sentence-Transformers."""
     if not is_mote(config):
         return f'AutoModel.from_pretrained("{path}")\nSentenceTransformer("{path}").encode(texts)'
     task = "search_query" if "search_query" in config.tasks else config.experts[0]
     argument = "prompt_name" if config.instruction_of(task) else "task"  # an empty prompt selects no task
     routed = f', task="{task}"' if config.routes_by_task else ""
-    return (
+    if has_head(config):
+        head = f'AutoModelForMaskedLM.from_pretrained("{path}", trust_remote_code=True)(**batch{routed}).logits\n'
+    else:
+        head = ""
+    return head + (
         f'AutoModel.from_pretrained("{path}", trust_remote_code=True)(**batch{routed}).pooler_output\n'
         f'SentenceTransformer("{path}", trust_remote_code=True).encode(texts, {argument}="{task}")'
     )

@@ -77,6 +77,9 @@ def upcycle(
         Literal["nomic-v2"] | None,
         typer.Option(help="Other defaults: of nomic-v2, 8 experts in every second layer, two of them per token."),
     ] = None,
+    with_head: Annotated[
+        bool, typer.Option("--with-head", help="Keep the source's head for masked language modelling.")
+    ] = False,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="SRC", help=f"Tokenizer: {options.SRC}. Default: the source's own.")
     ] = None,

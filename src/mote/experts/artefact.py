@@ -26,7 +26,7 @@ from mote.checkpoints import cards
 from mote.checkpoints.provenance import command_line, new_step, origin_of, read_steps, write_steps
 from mote.checkpoints.reading import MoTECheckpoint, open_mote, read_json, require_expert
 from mote.checkpoints.staging import EXPERT_FILE, Staging
-from mote.checkpoints.tensors import weight_name
+from mote.checkpoints.tensors import HEAD, weight_name
 from mote.checkpoints.writing import WriteOptions, require_writable
 from mote.experts.checks import require_task_experts, require_uncompressed
 from mote.reporting import Report, markdown_table, millions, table
@@ -346,7 +346,7 @@ def base_hash(config: MoTEConfig, keys: Iterable[str], read: Callable[[str], tor
         read: Returns the weight of a key; called for one after the other.
     """
     digest = blake2b(json.dumps(_essentials(config), sort_keys=True, default=str).encode(), digest_size=16)
-    for key in sorted(key for key in keys if weight_name(key, config).expert is None):
+    for key in sorted(key for key in keys if not key.startswith(HEAD) and weight_name(key, config).expert is None):
         weight = read(key).detach().cpu().contiguous()
         digest.update(f"\0{key} {weight.dtype} {list(weight.shape)}\0".encode())
         digest.update(weight.reshape(-1).view(torch.uint8).numpy().data)

@@ -9,6 +9,7 @@ from architectures_mote import architecture_of
 from compression_mote import CompressedConfig, CompressedModel, compress_block
 from configuration_mote import MoTEConfig
 from modeling_mote import MoTEModel
+from mote.checkpoints.tensors import without_head
 from mote.checkpoints.transform import verb
 from mote.experts.checks import require_mergeable
 from mote.experts.exporting import dequantized_state_dict, export
@@ -42,7 +43,7 @@ def compress(model: MoTEModel, *, rank: int | None = None, bits: int | None = No
     config = CompressedConfig.from_dict({**settings, "expert_rank": rank, "expert_bits": bits})
     # Built anew, of installed classes: those of the model may be remote code.
     compressed = MoTEModel(MoTEConfig.from_dict(settings), export(model, config.experts[0]))
-    compressed.load_state_dict(model.state_dict())
+    compressed.load_state_dict(without_head(model.state_dict()))
     compressed.cpu()  # in float64, which not every device has
     for block in compressed.blocks:
         compress_block(block, rank)

@@ -10,7 +10,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from mote.checkpoints import nomic
 from mote.checkpoints.reading import require_expert
-from mote.checkpoints.tensors import weight_name
+from mote.checkpoints.tensors import weight_name, without_head
 from mote.checkpoints.transform import verb
 from mote.experts.checks import require_task_experts
 
@@ -67,8 +67,8 @@ def _published_settings(config: Any) -> dict[str, Any]:
 
 
 def dequantized_state_dict(model: nn.Module, expert: str) -> dict[str, torch.Tensor]:
-    """Return a model's state dict, with the matrices of one expert dequantized where they are compressed."""
-    weights = model.state_dict()
+    """Return a model's weights without a head, the matrices of one expert dequantized where they are compressed."""
+    weights = without_head(model.state_dict())
     for path, module in model.named_modules():
         if f".experts.{expert}." in path and hasattr(module, "to_linear"):
             dense = {f"{path}.{key}": weight for key, weight in module.to_linear().state_dict().items()}

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from configuration_mote import MoTEConfig, alternatives
-from mote.checkpoints.tensors import weight_name
+from mote.checkpoints.tensors import weight_name, without_head
 from mote.checkpoints.transform import verb
 from mote.experts import editing
 from mote.experts.artefact import ExpertArtefact
@@ -37,7 +37,7 @@ def average(model: "MoTEModel") -> PreTrainedModel:
     require_mergeable(model.config)
     dense: dict[str, torch.Tensor] = {}
     of_experts: dict[str, list[torch.Tensor]] = {}
-    for key, weight in model.state_dict().items():
+    for key, weight in without_head(model.state_dict()).items():
         found = weight_name(key, model.config)
         if found.expert is None:
             dense[found.dense] = weight.clone()

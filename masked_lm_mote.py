@@ -1,0 +1,163 @@
+"""MoTE with a head for masked language modelling: `AutoModelForMaskedLM.from_pretrained(path, trust_remote_code=True)`.
+
+The head is that of the backbone's family. Transformers' own class for the family, say `BertForMaskedLM`, is built
+whole; its encoder becomes the MoTE's backbone, and a stand-in takes its place. So the head's modules, its forward and
+its loss are the library's, and hidden states of several experts meet in it.
+
+This file is copied into saved models that have a head, and into no others. There, `AutoModel` loads the same weights
+without the head.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoModelForMaskedLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
+from transformers.utils import can_return_tuple
+
+if TYPE_CHECKING or not __package__:  # installed, as a top-level module
+    try:  # transformers would take an import outside of `try` for a package that must be installed
+        from architectures_mote import ARCHITECTURES
+        from configuration_mote import MoTEConfig, NoHead
+        from modeling_mote import MoTEModel
+    finally:
+        pass
+else:  # remote code
+    from .architectures_mote import ARCHITECTURES
+    from .configuration_mote import MoTEConfig, NoHead
+    from .modeling_mote import MoTEModel
+
+
+class HiddenStates(nn.Module):
+    """Stands in a native model for its encoder: returns the hidden states that it is given as `inputs_embeds`."""
+
+    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> BaseModelOutput:
+        """[B, L, H] → the same as `last_hidden_state`."""
+        return BaseModelOutput(last_hidden_state=inputs_embeds)
+
+    def get_input_embeddings(self) -> None:
+        """Return None: the native model asks, before it returns its output embeddings."""
+
+
+class MoTEForMaskedLM(MoTEModel):
+    """A MoTE with the masked-language-model head of its backbone's family.
+
+    Args:
+        config: Backbone, experts, tasks.
+        dense: A native model with its head to take over ("upcycle"), such as a `BertForMaskedLM`; otherwise as
+            `backbone` of [`MoTEModel`].
+
+    Raises:
+        ValueError: As in `MoTEModel`, or if transformers has no such head for the family.
+    """
+
+    accepts_loss_kwargs = False  # most families' losses are means over a batch, which a Trainer has to know
+    _tied_with_head: dict[str, str] = {}  # none until there is a head
+
+    def __init__(self, config: MoTEConfig, dense: PreTrainedModel | None = None) -> None:
+        native: Any = native_with_head(config.backbone_config) if dense is None else dense
+        prefix, encoder, tied = native.base_model_prefix, native.base_model, native.all_tied_weights_keys
+        setattr(native, prefix, HiddenStates())
+        native.all_tied_weights_keys = {}  # they are this model's now
+        super().__init__(config, encoder)
+        self.head = native
+        self._tied_with_head = {f"head.{name}": _name_here(source, prefix) for name, source in tied.items()}
+        self.post_init()
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """Name the tied weights: those of the native model."""
+        return dict(self._tied_with_head)
+
+    def get_output_embeddings(self) -> Any:
+        """Return the projection to the vocabulary."""
+        return self.head.get_output_embeddings()
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the projection to the vocabulary."""
+        self.head.set_output_embeddings(new_embeddings)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        task: str | list[str] | None = None,
+        task_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> MaskedLMOutput:
+        """Predict the tokens of a batch, each sequence through the expert of its task.
+
+        Args:
+            input_ids: As in `MoTEModel.forward`, as are the next six.
+            attention_mask: See there.
+            token_type_ids: See there.
+            position_ids: See there.
+            inputs_embeds: See there.
+            task: See there.
+            task_ids: See there.
+            labels: The tokens to predict, and -100 where none is, [B, L].
+            **kwargs: Arguments of the backbone, and of the family's loss.
+
+        Returns:
+            `logits` [B, L, V], and the family's `loss` if there are `labels`; `hidden_states` and `attentions` if
+            requested.
+
+        Raises:
+            ValueError: As from `MoTEModel.forward`.
+        """
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, task, task_ids)
+        encoded = super().forward(*inputs, **kwargs, return_dict=True)
+        out = self.head(inputs_embeds=encoded.last_hidden_state, labels=labels, **kwargs, return_dict=True)
+        return MaskedLMOutput(
+            loss=out.loss, logits=out.logits, hidden_states=encoded.hidden_states, attentions=encoded.attentions
+        )
+
+    @staticmethod
+    def _load_pretrained_model(model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Say what to do where a folder was saved without a head: the library would make a random one."""
+        saved_as = model.config.architectures
+        if saved_as and not any(name.endswith("ForMaskedLM") for name in saved_as):
+            NoHead.from_pretrained()
+        return MoTEModel._load_pretrained_model(model, *args, **kwargs)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """As in the base class; `AutoModel` finds the model without its head."""
+        headless = next(each for each in type(self).__mro__ if vars(each).get("_auto_class") == "AutoModel")
+        where = f"{headless.__module__.rpartition('.')[2]}.{headless.__name__}"
+        self.config.auto_map = {**(getattr(self.config, "auto_map", None) or {}), "AutoModel": where}
+        super().save_pretrained(*args, **kwargs)
+
+
+def native_with_head(config: PreTrainedConfig) -> PreTrainedModel:
+    """Build the native model of a config with its masked-language-model head, with random weights.
+
+    Raises:
+        ValueError: If transformers has no such head for the family.
+    """
+    if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
+        families = [name for name in ARCHITECTURES if CONFIG_MAPPING[name] in MODEL_FOR_MASKED_LM_MAPPING]
+        raise ValueError(
+            f"transformers has no masked-language-model head for {config.model_type!r}. It has one for: "
+            f"{', '.join(families)}"
+        )
+    return AutoModelForMaskedLM.from_config(config)
+
+
+def _name_here(key: str, prefix: str) -> str:
+    """Rename a weight of the native model, whose encoder is at `prefix`."""
+    return f"backbone.{key.removeprefix(prefix + '.')}" if key.startswith(prefix + ".") else f"head.{key}"
+
+
+MoTEForMaskedLM.register_for_auto_class("AutoModelForMaskedLM")
+AutoModelForMaskedLM.register(MoTEConfig, MoTEForMaskedLM, exist_ok=True)  # in place of `NoHead`
