@@ -166,7 +166,8 @@ def test_what_is_cut_among_processes() -> None:
     config = MoTEConfig(
         backbone_config=BertConfig(
             hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128, vocab_size=96
-        )
+        ),
+        experts=["a", "b"],
     )
     settings = {**SMALL, "processes": 4}
     ddp, fsdp, stage_1, deepspeed = (estimate_memory(config, **settings, sharding=cut) for cut in SHARDINGS)

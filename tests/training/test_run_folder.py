@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.paths import EXAMPLE_DATA, SMALL_ENCODER
 from helpers.runs import break_off, overrides, train_step
 
 from mote.training.recipe import load_recipe
@@ -79,8 +78,8 @@ def test_a_lock_is_also_one_for_the_same_process(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> list[str]:
-    return overrides(SMALL_ENCODER, EXAMPLE_DATA, tmp_path / "run", "data.limit=16", "training.max_steps=1")
+def settings(tiny: Path, data: Path, tmp_path: Path) -> list[str]:
+    return overrides(tiny, data, tmp_path / "run", "data.limit=16", "training.max_steps=1")
 
 
 def test_train_refuses_a_folder_in_use(settings: list[str], tmp_path: Path) -> None:
