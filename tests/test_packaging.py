@@ -18,6 +18,7 @@ REMOTE_CODE = [
     "compression_mote",
     "masked_lm_mote",
     "token_routing_mote",
+    "token_routed_masked_lm_mote",
     "token_routed_transformer_mote",
 ]
 

@@ -297,6 +297,8 @@ def plan_upcycling(
     options = replace(options or UpcyclingOptions(), **settings).with_preset()
     require_shard_size(options.max_shard_size)
     source = src if isinstance(src, Checkpoint) else open_dense(str(src), options.revision)
+    if options.with_head and source.format == "nomic_moe":
+        raise ValueError(f"{source.name} has no head for masked language modelling: leave out `--with-head`")
     prompts = st.source_prompts(source)
     pooling = options.pooling or st.source_pooling(source) or "mean"
     config = (_published_config if source.format == "nomic_moe" else _config)(options, source, pooling)

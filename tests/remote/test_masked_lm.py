@@ -17,6 +17,7 @@ from helpers.checkpoints import (
     edit_weights,
     files_in,
     published_nomic,
+    published_nomic_moe,
     read_json,
     tiny_tokenizer,
     to_bin,
@@ -225,6 +226,25 @@ def test_fill_mask(folder: Path, source: Path, caplog: pytest.LogCaptureFixture)
         pipeline("fill-mask", str(folder), **settings)(text)
 
 
+def test_token_routing(source: Path, tmp_path: Path) -> None:
+    out = upcycle(str(source), tmp_path / "out", with_head=True, routing="token")
+    assert {"masked_lm_mote.py", "token_routed_masked_lm_mote.py"} < files_in(out)
+    model, native = remote(out), AutoModelForMaskedLM.from_pretrained(source)
+    inputs = labelled_batch()
+    expected = native(**inputs)
+    assert difference(model(**inputs).logits, expected.logits) <= 2e-7
+    model.train()(**inputs).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    model.save_pretrained(tmp_path / "again")
+    assert difference(remote(tmp_path / "again")(**inputs).logits, model.eval()(**inputs).logits) == 0.0
+    embedding = AutoModel.from_pretrained(out, trust_remote_code=True)
+    assert type(embedding).__name__ == "TokenRoutedModel"
+    assert trusted(out).encode("ab").shape == (16,)
+    embedding.save_pretrained(tmp_path / "headless")
+    with pytest.raises(ValueError, match="`mote upcycle --src SRC --with-head`"):
+        remote(tmp_path / "headless")
+
+
 # With and without the head -------------------------------------------------------------------------------------------
 
 
@@ -300,8 +320,9 @@ def test_sources_without_a_head(dense: Path, source: Path, tmp_path: Path) -> No
     decoder = dense_checkpoint(tmp_path / "qwen3", "qwen3")
     with pytest.raises(ValueError, match=r"no masked-language-model head for 'qwen3'. It has one for: nomic_bert, "):
         upcycle(str(decoder), tmp_path / "out", with_head=True)
-    with pytest.raises(ValueError, match=r"'mote_token_routed' has no head.*leave out `--with-head`"):
-        upcycle(str(source), tmp_path / "out", with_head=True, routing="token")
+    published = published_nomic_moe(tmp_path / "moe")
+    with pytest.raises(ValueError, match="moe has no head for masked language modelling: leave out `--with-head`"):
+        upcycle(str(published), tmp_path / "out", with_head=True)
     assert not (tmp_path / "out").exists()
 
 

@@ -45,6 +45,7 @@ MOTE_CLASSES = {
     "mote_token_routed": {
         "config": "token_routing_mote.TokenRoutedConfig",
         "model": "token_routing_mote.TokenRoutedModel",
+        "masked_lm": "token_routed_masked_lm_mote.TokenRoutedForMaskedLM",
     },
     "mote_compressed": {
         "config": "compression_mote.CompressedConfig",
@@ -233,10 +234,7 @@ def mote_class(model_type: str, kind: Literal["config", "model", "masked_lm"]) -
         ValueError: If models of this type cannot have a head.
     """
     if kind not in MOTE_CLASSES[model_type]:
-        raise ValueError(
-            f"A {model_type!r} has no head for masked language modelling, only a 'mote', whose experts are those of "
-            "tasks, has: leave out `--with-head`"
-        )
+        raise ValueError(f"A {model_type!r} cannot have a head for masked language modelling: leave out `--with-head`")
     module, _, name = MOTE_CLASSES[model_type][kind].partition(".")
     return getattr(import_module(module), name)
 

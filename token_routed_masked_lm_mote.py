@@ -1,0 +1,40 @@
+"""A token-routed model with a head for masked language modelling: see `masked_lm_mote.py`.
+
+This file is copied into saved models of that kind, and into no others.
+"""
+
+from typing import TYPE_CHECKING
+
+from transformers import AutoModelForMaskedLM, PreTrainedModel
+
+if TYPE_CHECKING or not __package__:  # installed, as a top-level module
+    try:  # transformers would take an import outside of `try` for a package that must be installed
+        from masked_lm_mote import MoTEForMaskedLM
+        from token_routing_mote import TokenRoutedConfig, TokenRoutedModel
+    finally:
+        pass
+else:  # remote code
+    from .masked_lm_mote import MoTEForMaskedLM
+    from .token_routing_mote import TokenRoutedConfig, TokenRoutedModel
+
+
+class TokenRoutedForMaskedLM(MoTEForMaskedLM, TokenRoutedModel):
+    """A token-routed model with the masked-language-model head of its backbone's family.
+
+    In training, the load-balancing loss adds its gradient; `loss` is the head's alone.
+
+    Args:
+        config: Backbone, experts, tasks, routing.
+        dense: As in [`MoTEForMaskedLM`].
+    """
+
+    config: TokenRoutedConfig
+    config_class = TokenRoutedConfig
+
+    def __init__(self, config: TokenRoutedConfig, dense: PreTrainedModel | None = None) -> None:
+        config.backbone_config._experts_implementation = None  # see `TokenRoutedModel`
+        super().__init__(config, dense)
+
+
+TokenRoutedForMaskedLM.register_for_auto_class("AutoModelForMaskedLM")
+AutoModelForMaskedLM.register(TokenRoutedConfig, TokenRoutedForMaskedLM, exist_ok=True)  # in place of `NoHead`
