@@ -1,4 +1,4 @@
-"""Cards that other programs have written or kept, written anew."""
+"""Cards that other programs have written or kept, rewritten."""
 
 import json
 import shutil

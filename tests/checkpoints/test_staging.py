@@ -104,7 +104,7 @@ def test_a_process_does_not_disturb_another(tmp_path: Path) -> None:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", WRITER, str(out)], text=True, **pipes) as process:  # type: ignore[call-overload]
         assert process.stdout.readline() == "writing\n"
-        with Staging(out) as folder:  # which does not take the other's folder for a leftover
+        with Staging(out) as folder:  # which does not mistake the other's folder for a leftover
             write(folder, "ours")
         _, printed = process.communicate("\n")
     assert process.returncode == 1

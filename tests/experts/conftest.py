@@ -1,4 +1,4 @@
-"""A MoTE, the same with one expert more, and that expert, for several test files."""
+"""A MoTE, the same with one more expert, and that expert, for several test files."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def tiny_mote(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def with_legal(tiny_mote: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with one expert more."""
+    """The same with one more expert."""
     out = tmp_path_factory.mktemp("with") / "legal-mote"
     add(tiny_mote, "search_query", out, name="legal", instruction="legal: ", tasks=["contracts"])
     model = MoTEModel.from_pretrained(out)

@@ -1,4 +1,4 @@
-"""MoTEs on disk with one expert more, less, or under another name."""
+"""MoTEs on disk with an expert added, removed or renamed."""
 
 import shutil
 import signal

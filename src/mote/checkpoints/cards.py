@@ -1,7 +1,7 @@
 """Model cards: README.md of a MoTE, a dense model made of one, an expert artefact, and a trained model.
 
 The templates are in `hub_card/`. Cards take plain values, so that any part of the package can write one. A card that
-other programs have written since is written anew by `mote.checkpoints.rewriting`.
+other programs have written since is rewritten by `mote.checkpoints.rewriting`.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Write a model's card anew: what it says of the model from the model's files, what others wrote kept.
+"""Rewrite a model's card: what it says about the model comes from the model's files, what others wrote is kept.
 
 Sentence-Transformers' trainer, `save_pretrained` after a training loop and `push_to_hub` each write or keep a card that
 knows less than the files next to it.
@@ -26,7 +26,7 @@ from mote.reporting import millions
 
 logger = logging.getLogger(__name__)
 
-# Sections that are written anew: ours, and Sentence-Transformers' own snippet, which may lack what a MoTE needs.
+# Sections that are rewritten: ours, and Sentence-Transformers' own snippet, which may lack what a MoTE needs.
 _OURS = ("Tasks", "Prompts", "Use", "Usage", "On a CPU", "How it was made", "Method")
 
 # Openings of what programs write above the first section; other paragraphs there are somebody's own.
@@ -55,7 +55,7 @@ def write_card(
     repo_id: str | None = None,
     revision: str | None = None,
 ) -> str:
-    """Write the card (README.md) of a model anew.
+    """Rewrite the card (README.md) of a model.
 
     What it says of the model comes from the model's own files: tasks, instructions, parameters, whether the experts
     differ, how it was made. Kept are the metadata that others added (language, licence, data sets, scores, the widget),

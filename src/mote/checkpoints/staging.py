@@ -138,7 +138,7 @@ class Staging:
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers(with_replaced=False)
         lock = None
-        while lock is None:  # another writer may take a folder that is not locked yet for a leftover
+        while lock is None:  # another writer may mistake a folder that is not locked yet for a leftover
             self.work = self.out.parent / f"{self._prefix}{uuid.uuid4().hex}"
             try:
                 self.work.mkdir()
@@ -163,7 +163,7 @@ class Staging:
                 _remove(self.work)
             os.close(self.lock)
         if kind is not None:
-            with suppress(OSError):  # others have put something there meanwhile
+            with suppress(OSError):  # others have put something there in the meantime
                 for parent in self.new_parents:
                     parent.rmdir()
         if isinstance(error, OSError | SafetensorError):  # safetensors' error for a full disk

@@ -222,5 +222,5 @@ def _copy(location: TensorLocation, file: FileIO, offsets: list[int]) -> None:
             while done < location.size:
                 sent = os.sendfile(file.fileno(), source.fileno(), location.offset + done, location.size - done)
                 if not sent:
-                    raise OSError(f"{location.path} ended early: was it changed meanwhile?")
+                    raise OSError(f"{location.path} ended early: was it changed in the meantime?")
                 done += sent

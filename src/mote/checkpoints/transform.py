@@ -192,7 +192,7 @@ def _target(source: MoTECheckpoint, out: str | Path | None, options: WriteOption
 
 
 def _update_card(source: MoTECheckpoint, folder: Path, repo_id: str, step: dict[str, Any]) -> None:
-    """Write the source's card anew for the model in `folder`, which is complete except for card and record."""
+    """Rewrite the source's card for the model in `folder`, which is complete except for card and record."""
     write_steps([*read_steps(source.folder), step], folder)  # which the card shows
     if (source.folder / "README.md").is_file():
         shutil.copyfile(source.folder / "README.md", folder / "README.md")

@@ -130,7 +130,7 @@ def _mote(
         bool,
         typer.Option("--debug", "-v", envvar="MOTE_DEBUG", help="Print debug messages, and errors with tracebacks."),
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print results, warnings and errors alone.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only results, warnings and errors.")] = False,
 ) -> None:
     """Text-embedding models with task experts."""
     console_logging(logging.DEBUG if debug else logging.WARNING if quiet else logging.INFO)

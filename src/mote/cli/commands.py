@@ -112,7 +112,7 @@ def upcycle(
 def train(
     recipe: Annotated[str, typer.Argument(help="Recipe: a file, or the name of a shipped one.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Settings over those of the recipe.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Settings that override those of the recipe.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Read the data, print the plan, train nothing.")] = False,
     overwrite: Annotated[
@@ -286,7 +286,7 @@ def card(
     ] = None,
     revision: options.Revision = None,
 ) -> None:
-    """Write a model's card anew, after other programs have trained or saved it.
+    """Rewrite a model's card, after other programs have trained or saved it.
 
     Sections and metadata of others are kept: training details, scores, licence.
     """

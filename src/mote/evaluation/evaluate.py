@@ -217,7 +217,7 @@ class _Run:
 
 
 class _FiniteEncoder(SentenceTransformerEncoderWrapper):
-    """mteb's encoder, which fails on NaN and infinity; retrieval would take them for a score of 0."""
+    """mteb's encoder, which fails on NaN and infinity; retrieval would count them as a score of 0."""
 
     def encode(self, *args: Any, **kwargs: Any) -> Any:
         """Embed texts.

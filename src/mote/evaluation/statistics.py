@@ -13,7 +13,7 @@ class Comparison:
     """A model compared with a reference, over the datasets that both have scores for.
 
     The p-values are one-sided: the probability of a gain as large as this, if the model were not better. Welch's t-test
-    is the paper's. It takes the scores of the two models for independent samples, so that the spread between datasets
+    is the paper's. It treats the scores of the two models as independent samples, so that the spread between datasets
     hides a gain; the paired tests look at the gain on each dataset.
 
     Attributes:

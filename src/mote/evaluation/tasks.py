@@ -149,7 +149,7 @@ def _fill_classification(task: "_FromFolder") -> DatasetDict:
 def _fill_clustering(task: "_FromFolder") -> DatasetDict:
     """Divide a dataset into clustering sets with the same share of each label.
 
-    The mean over several sets is what MTEB's own clustering tasks report, and steadies the score of a single k-means.
+    The mean over several sets is what MTEB's own clustering tasks report, and stabilises the score of a single k-means.
     """
     rows = test_sets.read_clustering(task.source)
     labels = sorted({row["label"] for row in rows})

@@ -338,7 +338,7 @@ def list_experts(src: str, *, revision: str | None = None) -> ExpertList:
 def base_hash(config: MoTEConfig, keys: Iterable[str], read: Callable[[str], torch.Tensor]) -> str:
     """Hash all that the experts of a MoTE rely on: shared weights, and the settings that decide on their use.
 
-    It is unchanged when experts are trained, added, removed or renamed, and when files are saved or sharded anew.
+    It is unchanged when experts are trained, added, removed or renamed, and when files are saved or sharded again.
 
     Args:
         config: Config of the MoTE.

@@ -41,7 +41,7 @@ def compress(model: MoTEModel, *, rank: int | None = None, bits: int | None = No
             raise ValueError(f"The experts cannot be compressed: {key} holds non-finite values")
     settings = {key: value for key, value in model.config.to_dict().items() if key not in ("model_type", "auto_map")}
     config = CompressedConfig.from_dict({**settings, "expert_rank": rank, "expert_bits": bits})
-    # Built anew, of installed classes: those of the model may be remote code.
+    # Built again, from installed classes: those of the model may be remote code.
     compressed = MoTEModel(MoTEConfig.from_dict(settings), export(model, config.experts[0]))
     compressed.load_state_dict(without_head(model.state_dict()))
     compressed.cpu()  # in float64, which not every device has

@@ -446,7 +446,7 @@ class Offloading:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ValueError(
             "A model with offloaded experts can be neither copied nor pickled: call mote.restore(model) first, or load "
-            "it once more"
+            "it again"
         )
 
 
