@@ -75,7 +75,7 @@ class Comparison:
         """Return the folder with the negatives of a variant; mine them first if they do not exist."""
         chosen = MiningSettings(negatives=4, depth=50, relative_margin=MARGINS[variant])
         datasets, folder = [f"retrieval/{name}" for name in ROWS], self.out / _file(variant)
-        with _alone(folder, timeout):
+        with _alone(self.out / "embeddings", timeout):  # which both share
             return mote.mine_negatives(datasets, folder, self.teacher, chosen, data=self.data)
 
     def model(self, variant: str, seed: int) -> Path:

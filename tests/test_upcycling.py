@@ -445,6 +445,10 @@ def test_the_preset_of_nomic_v2_begins_as_the_dense_model(tmp_path: Path) -> Non
         model = AutoModel.from_pretrained(out, trust_remote_code=True)
         assert (model(**inputs).last_hidden_state - expected).abs().max() <= 2e-6
     assert model.blocks[0].feed_forward.experts.down_proj.shape[0] == 8
+    given = {"layers": "every", "num_experts": 4, "router_aux_loss_type": "equation_1"}  # the first is a default
+    every: Any = plan_upcycling(str(source), preset="nomic-v2", **given).config
+    assert (every.mote_layer_indices, every.num_experts, every.num_experts_per_tok) == ([0, 1], 4, 2)
+    assert (every.router_aux_loss_type, every.router_aux_loss_coef) == ("equation_1", 2.0)
     with pytest.raises(ValueError, match=r"Unknown preset 'nomic-v3'.*Did you mean 'nomic-v2'"):
         upcycle(str(source), tmp_path / "other", preset="nomic-v3")
 

@@ -40,7 +40,8 @@ class UpcyclingOptions(WriteOptions):
 
     Attributes:
         experts: Expert names. Default: the paper's four.
-        layers: Blocks that get experts: `"every"`, `"every_other"`, or indices from 0.
+        layers: Blocks that get experts: `"every"`, `"every_other"`, or indices from 0. None, here and below: as in
+            `preset`, or else in `DEFAULTS`.
         tasks: Task → expert, in addition to the defaults of `MoTEConfig`.
         instructions: Task → instruction. They override the source's prompts, which override the paper's.
         default_task: Task of texts without one.
@@ -53,7 +54,7 @@ class UpcyclingOptions(WriteOptions):
         norm_topk_prob: Scale their weights to sum to 1, which keeps the dense model's output.
         router_aux_loss_coef: Factor of the load-balancing loss in training.
         router_aux_loss_type: Its formula, `equation_1` or `megablocks`, see `TokenRoutedConfig`.
-        preset: Key of `PRESETS`, whose settings take the place of these defaults.
+        preset: Key of `PRESETS`, whose settings hold where none is given.
         with_head: Keep the source's head for masked language modelling: the result is a `MoTEForMaskedLM`.
         tokenizer: Folder or Hub id of a tokenizer. Default: the source's own.
         dtype: Type of the weights: `float32`, `float16`, `bfloat16`, or `auto` for the source's.
@@ -61,19 +62,19 @@ class UpcyclingOptions(WriteOptions):
     """
 
     experts: list[str] | None = None
-    layers: str | list[int] = "every"
+    layers: str | list[int] | None = None
     tasks: dict[str, str] | None = None
     instructions: dict[str, str] | None = None
     default_task: str | None = None
     pooling: str | None = None
     layer_path: str | None = None
     shared_modules: list[str] | None = None
-    routing: str = "task"
+    routing: str | None = None
     num_experts: int | None = None
-    num_experts_per_tok: int = 2
+    num_experts_per_tok: int | None = None
     norm_topk_prob: bool = True
-    router_aux_loss_coef: float = 0.005
-    router_aux_loss_type: str = "equation_1"
+    router_aux_loss_coef: float | None = None
+    router_aux_loss_type: str | None = None
     preset: str | None = None
     with_head: bool = False
     tokenizer: str | None = None
@@ -82,33 +83,39 @@ class UpcyclingOptions(WriteOptions):
 
     def changed(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {each.name: values[each.name] for each in fields(self) if values[each.name] != each.default}
+        values = {each.name: (getattr(self, each.name), DEFAULTS.get(each.name, each.default)) for each in fields(self)}
+        return {name: value for name, (value, default) in values.items() if value not in (default, None)}
 
-    def with_preset(self) -> "UpcyclingOptions":
-        """Return the same settings with those of the preset filled in.
+    def complete(self) -> "UpcyclingOptions":
+        """Return the same settings, with those of the preset, then the defaults, where none is given.
 
         Raises:
             ValueError: If there is no such preset.
         """
-        if self.preset is None:
-            return self
-        if self.preset not in PRESETS:
-            raise ValueError(f"Unknown preset {self.preset!r}." + alternatives(self.preset, PRESETS))
-        given = self.changed()
-        missing: dict[str, Any] = {name: value for name, value in PRESETS[self.preset].items() if name not in given}
+        if self.preset not in (None, *PRESETS):
+            raise ValueError(f"Unknown preset {self.preset!r}." + alternatives(str(self.preset), PRESETS))
+        filled: dict[str, Any] = DEFAULTS | PRESETS.get(str(self.preset), {})
+        missing = {name: value for name, value in filled.items() if getattr(self, name) is None}
         return replace(self, preset=None, **missing)
 
 
+DEFAULTS: dict[str, Any] = {
+    "routing": "task",
+    "layers": "every",
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.005,
+    "router_aux_loss_type": "equation_1",
+}
 # Nomic Embed v2 as it was trained (arXiv:2502.07972, section 4.3), but for its upcycling, which drops biases and does
-# not scale the experts' weights, so that it does not begin as the dense model: here it does.
+# not scale the experts' weights, so that it does not begin as the dense model: here it does. A step there adds the
+# load-balancing losses of queries and documents, each times 1; here it has their mean, times 2.
 PRESETS: dict[str, dict[str, Any]] = {
     "nomic-v2": {
         "routing": "token",
         "layers": "every_other",
         "num_experts": 8,
         "num_experts_per_tok": 2,
-        "router_aux_loss_coef": 1.0,
+        "router_aux_loss_coef": 2.0,
         "router_aux_loss_type": "megablocks",
     }
 }
@@ -208,7 +215,7 @@ def upcycle(
         ValueError: If the source is not supported, or a setting is invalid.
         PermissionError: If the Hub refuses the push.
     """
-    options = replace(options or UpcyclingOptions(), **settings).with_preset()
+    options = replace(options or UpcyclingOptions(), **settings).complete()
     target = Path(out) if out is not None else default_out(src.name if isinstance(src, Checkpoint) else str(src))
     repo_id = require_writable(target, options)
     plan = plan_upcycling(src, target, options)
@@ -294,7 +301,7 @@ def plan_upcycling(
 
     Takes the arguments of `upcycle`, and raises its errors about source and settings.
     """
-    options = replace(options or UpcyclingOptions(), **settings).with_preset()
+    options = replace(options or UpcyclingOptions(), **settings).complete()
     require_shard_size(options.max_shard_size)
     source = src if isinstance(src, Checkpoint) else open_dense(str(src), options.revision)
     if options.with_head and source.format == "nomic_moe":
@@ -339,7 +346,9 @@ def plan_upcycling(
 
 def _config(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTEConfig:
     if options.routing not in ("task", "token"):
-        raise ValueError(f"Unknown routing {options.routing!r}." + alternatives(options.routing, ("task", "token")))
+        raise ValueError(
+            f"Unknown routing {options.routing!r}." + alternatives(str(options.routing), ("task", "token"))
+        )
     token_routing = {name: getattr(options, name) for name in TOKEN_ROUTING}
     if options.routing == "task":
         given = [name for name in TOKEN_ROUTING if name in options.changed()]

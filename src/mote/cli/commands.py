@@ -27,9 +27,9 @@ def upcycle(
         typer.Option(
             parser=options.layers_of,
             metavar="LAYERS",
-            help="Layers with experts: every, every_other (the 2nd, 4th, …), or indices from 0, as in 1,3,5.",
+            help="Layers with experts: every (the default), every_other (the 2nd, 4th, …), or indices as in 0,2,5.",
         ),
-    ] = "every",
+    ] = None,
     tasks: Annotated[
         list[Any] | None,
         typer.Option(
@@ -58,24 +58,30 @@ def upcycle(
         list[str] | None,
         typer.Option("--shared-module", metavar="PATH", help="Attention of such a layer; repeatable."),
     ] = None,
-    routing: Annotated[Literal["task", "token"], typer.Option(help="What picks the expert.")] = "task",
+    routing: Annotated[
+        Literal["task", "token"] | None, typer.Option(help="What picks the expert. Default: task.")
+    ] = None,
     num_experts: Annotated[
         int | None,
         typer.Option(metavar="N", help="Experts in a block (--routing token). Default: as many as have names."),
     ] = None,
-    num_experts_per_tok: Annotated[int, typer.Option(metavar="K", help="Experts per token (--routing token).")] = 2,
+    num_experts_per_tok: Annotated[
+        int | None, typer.Option(metavar="K", help="Experts per token (--routing token). Default: 2.")
+    ] = None,
     norm_topk_prob: Annotated[
         bool, typer.Option(help="Scale the weights of a token's experts to sum to 1 (--routing token).")
     ] = True,
     router_aux_loss_coef: Annotated[
-        float, typer.Option(metavar="F", help="Factor of the load-balancing loss (--routing token).")
-    ] = 0.005,
+        float | None,
+        typer.Option(metavar="F", help="Factor of the load-balancing loss (--routing token). Default: 0.005."),
+    ] = None,
     router_aux_loss_type: Annotated[
-        Literal["equation_1", "megablocks"], typer.Option(help="Formula of that loss (--routing token).")
-    ] = "equation_1",
+        Literal["equation_1", "megablocks"] | None,
+        typer.Option(help="Formula of that loss (--routing token). Default: equation_1."),
+    ] = None,
     preset: Annotated[
         Literal["nomic-v2"] | None,
-        typer.Option(help="Other defaults: of nomic-v2, 8 experts in every second layer, two of them per token."),
+        typer.Option(help="Settings where none are given; nomic-v2: 8 experts in every second layer, 2 per token."),
     ] = None,
     with_head: Annotated[
         bool, typer.Option("--with-head", help="Keep the source's head for masked language modelling.")
