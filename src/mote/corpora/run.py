@@ -41,8 +41,8 @@ from mote.data.settings import DatasetSettings
 BM25 = "bm25"
 BLOCK = 4096
 """Rows that are decided together, and kept through a kill."""
-SHARD = 50_000
-"""Texts that are embedded together, and kept through a kill."""
+SHARD = 8192
+"""Texts that are embedded together, and kept through a kill: minutes on a CPU."""
 RECORD = "record.json"
 CHART = "scores.png"
 WORK = ".work"
