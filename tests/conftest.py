@@ -1,5 +1,6 @@
 """Models that several test files share."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -25,6 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if starts_processes(item):
             item.add_marker("processes")
+
+
+def pytest_collection_finish() -> None:
+    """Spare each training run's garbage collection a look at all that has been imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:
