@@ -43,7 +43,6 @@ SETTINGS = [
     "tasks.classification=null",
     "tasks.clustering=null",
     "training.batch_size=128",
-    "training.mini_batch_size=16",
     "training.bf16=true",
     "training.learning_rate=1.5e-4",
     "model.max_length=64",
