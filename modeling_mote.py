@@ -127,6 +127,8 @@ class MoTEModel(PreTrainedModel):
 
     config: MoTEConfig
     config_class = MoTEConfig
+    output_class = BaseModelOutputWithPooling
+    outputs: tuple[str, ...] = ("last_hidden_state", "hidden_states", "attentions")  # of the backbone's, beside pooling
     model_tags = ["mote", "mixture-of-experts", "custom_code"]  # of its card on the Hub
     weight_files: tuple[str, ...] = ()  # that the weights were loaded from
     record: str | None = None  # path of the `mote.json` next to them, which says how the model was made
@@ -151,7 +153,7 @@ class MoTEModel(PreTrainedModel):
         architecture = architecture_of(config)
         try:
             layers: Any = self.backbone.get_submodule(architecture.layer_path)
-            for path in architecture.shared_modules:
+            for path in self._shared_modules(layers[0]):
                 layers[0].get_submodule(path)
         except (AttributeError, IndexError) as error:  # no such path, or no layers
             name = type(self.backbone).__name__
@@ -168,8 +170,11 @@ class MoTEModel(PreTrainedModel):
         self._keys_to_ignore_on_load_unexpected = {self.unwanted_weights} if unwanted else set()
         self.post_init()
 
+    def _shared_modules(self, layer: nn.Module) -> tuple[str, ...]:
+        return architecture_of(self.config).shared_modules
+
     def _make_block(self, layer: nn.Module) -> nn.Module:
-        return MoTEBlock(layer, self.config.available_experts, architecture_of(self.config).shared_modules)
+        return MoTEBlock(layer, self.config.available_experts, self._shared_modules(layer))
 
     @classmethod
     def _without_routing(cls, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -235,13 +240,8 @@ class MoTEModel(PreTrainedModel):
             out = self.backbone(**sequences, **kwargs)
         else:
             out = self.offloading.run(self.backbone, **sequences, **kwargs)
-        hidden = out.last_hidden_state  # [B, L, H]
-        return BaseModelOutputWithPooling(
-            last_hidden_state=hidden,
-            pooler_output=pool(hidden, sequences.get("attention_mask"), self.config.pooling),
-            hidden_states=out.get("hidden_states"),
-            attentions=out.get("attentions"),
-        )
+        pooled = pool(out.last_hidden_state, sequences.get("attention_mask"), self.config.pooling)
+        return self.output_class(pooler_output=pooled, **{name: out.get(name) for name in self.outputs})
 
     @torch.compiler.disable  # a graph would fit one combination of tasks and lengths only
     def _run_groups(
@@ -264,7 +264,7 @@ class MoTEModel(PreTrainedModel):
             out = self._run(rows, {**arguments, "expert": group.expert})
             for name, part in out.items():
                 whole[name] = group.write(part, whole.get(name), batch_size, length)
-        return BaseModelOutputWithPooling(**whole)
+        return self.output_class(**whole)
 
     def _experts_of_rows(
         self, task: str | list[str] | None, task_ids: torch.Tensor | None, batch_size: int

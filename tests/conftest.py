@@ -11,13 +11,16 @@ os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="mote-tests-")  # of th
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny, and workers share the cores
 
 import pytest
+from helpers import token_routing
 from helpers.checkpoints import dense_checkpoint
 from helpers.families import make_different
 from helpers.paths import SHARED, SMALL_ENCODER
 from helpers.tiers import starts_processes
 
+from hierarchical_mote import HierarchicalMoTEModel
 from modeling_mote import MoTEModel
 from mote import upcycle
+from token_routing_mote import TokenRoutedModel
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
@@ -55,6 +58,28 @@ def trained(upcycled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with experts that differ."""
     folder = shutil.copytree(upcycled, tmp_path_factory.mktemp("trained") / "tiny-mote")
     make_different(MoTEModel.from_pretrained(upcycled)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def token_routed(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, upcycled with token routing in the second of its two blocks; networks and routers differ."""
+    folder = upcycle(str(dense), tmp_path_factory.mktemp("token-routed") / "tiny-token", routing="token", layers=[1])
+    token_routing.make_different(TokenRoutedModel.from_pretrained(folder)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def hierarchical(token_routed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That one, upcycled to task experts."""
+    return upcycle(str(token_routed), tmp_path_factory.mktemp("hierarchical") / "tiny-hierarchical")
+
+
+@pytest.fixture(scope="session")
+def trained_hierarchical(hierarchical: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with task experts that differ."""
+    folder = shutil.copytree(hierarchical, tmp_path_factory.mktemp("trained") / "tiny-hierarchical")
+    make_different(HierarchicalMoTEModel.from_pretrained(hierarchical)).save_pretrained(folder)
     return folder
 
 

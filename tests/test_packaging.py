@@ -20,6 +20,7 @@ REMOTE_CODE = [
     "token_routing_mote",
     "token_routed_masked_lm_mote",
     "token_routed_transformer_mote",
+    "hierarchical_mote",
 ]
 
 

@@ -25,6 +25,7 @@ from helpers.families import batch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
 
+import mote
 from modeling_mote import MoTEModel
 from mote import experts, plan_upcycling, transform, upcycle
 from mote.checkpoints.reading import open_mote
@@ -122,7 +123,7 @@ def test_no_file_names_a_folder_of_this_machine(tmp_path: Path, monkeypatch: pyt
 FRESH_PROCESS = """
 import importlib.abc, json, sys
 
-PROJECT = ("mote", "configuration_mote", "modeling_mote", "sentence_transformer_mote")
+PROJECT = ("mote", "configuration_mote", "modeling_mote", "sentence_transformer_mote", "hierarchical_mote")
 
 
 class Blocker(importlib.abc.MetaPathFinder):
@@ -197,7 +198,7 @@ def run(label, model, tasks):
     assert type(model).__module__.startswith("transformers_modules."), type(model).__module__
 
 
-assert AutoConfig.from_pretrained(folder, trust_remote_code=True).model_type == "mote"
+assert AutoConfig.from_pretrained(folder, trust_remote_code=True).model_type in ("mote", "mote_hierarchical")
 model = AutoModel.from_pretrained(folder, trust_remote_code=True)
 run("all", model, model.config.experts)
 read_of = {"all": sorted(read)}
@@ -222,14 +223,17 @@ def in_a_fresh_process(script: str, *arguments: Any, cwd: Path) -> str:
     return done.stdout
 
 
-def test_it_loads_without_the_project_and_reads_only_the_experts_asked_for(trained: Path, tmp_path: Path) -> None:
-    inputs = batch()
+@pytest.mark.parametrize("kind", ["trained", "hierarchical"])
+def test_it_loads_without_the_project_and_reads_only_the_experts_asked_for(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    trained, inputs = request.getfixturevalue(kind), batch()
     save_file(inputs, tmp_path / "inputs.safetensors")
     results = tmp_path / "results.safetensors"
     arguments = (trained, tmp_path / "inputs.safetensors", results, json.dumps(TEXTS))
     told = json.loads(in_a_fresh_process(FRESH_PROCESS, *arguments, cwd=tmp_path))
     found = load_file(results)
-    here = MoTEModel.from_pretrained(trained)
+    here = mote.load(trained)
     with torch.no_grad():
         expected = {f"all {task}": here(**inputs, task=task).last_hidden_state for task in EXPERTS}
     expected["one clustering"] = expected["all clustering"]
@@ -461,3 +465,101 @@ def test_an_exported_expert_can_be_upcycled_again(trained_folder: Path, tmp_path
     assert plan_upcycling(expert, experts=["clustering", "topics"]).config.experts == ["clustering", "topics"]
     others = {f"{prefix}{role}": f"{role}: " for role in ("query", "document") for prefix in ("", "search_")}
     assert plan_upcycling(expert, instructions=others).config.instruction_of("clustering") == "clustering: "
+
+
+# Of a token-routed model ---------------------------------------------------------------------------------------------
+
+
+def test_task_experts_of_a_token_routed_model_begin_as_it(token_routed: Path, hierarchical: Path) -> None:
+    assert files_in(hierarchical) == FILES | {"hierarchical_mote.py", "token_routing_mote.py"}
+    source, encoder = trusted(token_routed), trusted(hierarchical)
+    model, routed, inputs = encoder[0].model, source[0].model, batch()
+    assert type(model).__module__.startswith("transformers_modules.")
+    with torch.no_grad():
+        expected = routed(**inputs).last_hidden_state
+        for task in model.config.tasks:
+            assert model(**inputs, task=task).last_hidden_state.equal(expected)
+    for name in ("clustering", "sts"):
+        assert np.array_equal(encoder.encode(TEXTS, prompt_name=name), source.encode(TEXTS, prompt_name=name))
+    assert np.array_equal(encoder.encode_query(TEXTS), source.encode_query(TEXTS))
+    mixed = [f"{task}: {text}" for task, text in zip(EXPERTS, TEXTS, strict=False)]
+    assert np.abs(encoder.encode(mixed) - source.encode(mixed)).max() <= 1e-6
+    with pytest.raises(ValueError, match="No task for the text 'bread'"):
+        encoder.encode(["bread"])
+
+
+def test_the_folder_of_task_experts_that_are_token_routed(
+    token_routed: Path, hierarchical: Path, tmp_path: Path
+) -> None:
+    plan = plan_upcycling(str(token_routed))
+    of_source = parameter_counts(mote.load(token_routed))
+    assert plan.counts["active"] == of_source["active"] < of_source["total"]
+    assert plan.counts == parameter_counts(mote.load(hierarchical))
+    for line in (
+        "router: +each token through 2 of 4 experts, .* each task expert has its own",
+        "blocks: +2 of 2 have experts: 0, 1\n +token-routed: 1",
+    ):
+        assert re.search(line, str(plan)), line
+    card = " ".join((hierarchical / "README.md").read_text().split())
+    assert (
+        "1 of the blocks are token-routed besides: there a router, each expert's own, sends each token through" in card
+    )
+    assert "gets the same embedding, the one that the source model gives it" in card
+    assert [step["command"] for step in read_json(hierarchical / "mote.json")["steps"]] == [
+        "mote upcycle --src tiny --out tiny-token --layers 1 --routing token",
+        "mote upcycle --src tiny-token --out tiny-hierarchical",
+    ]
+    mote.load(hierarchical).save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == (hierarchical / "model.safetensors").read_bytes()
+
+
+def test_names_and_settings_of_a_token_routed_source(dense: Path, token_routed: Path, tmp_path: Path) -> None:
+    names: dict[str, Any] = {"experts": ["find", "sort"], "tasks": {"mail": "sort"}, "instructions": {"mail": "Mail: "}}
+    source = upcycle(str(dense), tmp_path / "routed", routing="token", num_experts=3, pooling="cls", **names)
+    config = plan_upcycling(str(source), tasks={"query": "find"}).config
+    assert config.tasks == {"find": "find", "sort": "sort", "mail": "sort", "query": "find"}
+    assert (config.instruction_of("mail"), config.pooling) == ("Mail: ", "cls")
+    assert plan_upcycling(str(source), experts=["one"], layers=[1]).config.tasks == {"one": "one"}
+    for option in ({"routing": "token"}, {"num_experts": 4}, {"preset": "nomic-v2"}, {"layer_path": "layers"}):
+        with pytest.raises(ValueError, match=r"is token-routed already, whose .* cannot be chosen: leave it out"):
+            plan_upcycling(str(token_routed), **option)
+
+
+def test_a_head_of_a_token_routed_source_is_left_out(token_routed: Path, tmp_path: Path) -> None:
+    source = dense_checkpoint(tmp_path / "source", head="mlm")
+    routed = upcycle(str(source), tmp_path / "routed", routing="token", with_head=True)
+    out = upcycle(str(routed), tmp_path / "out")
+    dropped = read_json(out / "mote.json")["steps"][-1]["dropped"]
+    assert dropped == sorted(key for key in tensors_in(routed) if key.startswith("head."))
+    assert dropped
+    assert "masked_lm_mote.py" not in files_in(out)
+    with torch.no_grad():
+        expected = mote.load(routed)(**batch()).last_hidden_state
+        assert mote.load(out)(**batch(), task="sts").last_hidden_state.equal(expected)
+    with pytest.raises(ValueError, match="'mote_hierarchical' cannot have a head for masked language modelling"):
+        plan_upcycling(str(token_routed), with_head=True)
+
+
+def test_models_with_task_experts_are_not_sources(upcycled: Path, hierarchical: Path) -> None:
+    for folder in (upcycled, hierarchical):
+        with pytest.raises(ValueError, match="is a MoTE already: upcycling starts from a dense or a token-routed"):
+            plan_upcycling(str(folder))
+
+
+@pytest.mark.slow
+def test_task_experts_of_nomic_embed_v2(shared: Path, tmp_path: Path) -> None:
+    folder = shared / "fixtures/nomic-embed-v2-moe-original"
+    routed = upcycle(str(folder), tmp_path / "routed", tokenizer=str(tiny_tokenizer(tmp_path / "tokenizer")))
+    out = upcycle(str(routed), tmp_path / "out")
+    expected = load_file(folder / "expected.safetensors")
+    mask = expected["attention_mask"]
+    inputs = {"input_ids": expected["input_ids"], "attention_mask": mask}
+    source = AutoModel.from_pretrained(routed, trust_remote_code=True).eval()
+    model = AutoModel.from_pretrained(out, trust_remote_code=True).eval()
+    assert model.config.mote_layer_indices == list(range(4))
+    with torch.no_grad():
+        of_source = source(**inputs).last_hidden_state
+        for task in model.config.tasks:
+            found = model(**inputs, task=task).last_hidden_state
+            assert found.equal(of_source)
+            assert (found - expected["last_hidden_state"])[mask.bool()].abs().max() <= 1e-5

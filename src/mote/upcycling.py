@@ -16,8 +16,10 @@ from mote.checkpoints import cards, nomic_moe
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.provenance import RECORD_FILE, command_line, new_step
 from mote.checkpoints.reading import (
+    TOKEN_ROUTED,
     Checkpoint,
     dense_without_weights,
+    is_mote,
     load_dense,
     load_tokenizer,
     mote_class,
@@ -27,7 +29,7 @@ from mote.checkpoints.reading import (
 )
 from mote.checkpoints.staging import require_shard_size
 from mote.checkpoints.streaming import DenseWeights, MappedFiles, can_stream, write_weights
-from mote.checkpoints.tensors import parameter_counts
+from mote.checkpoints.tensors import parameter_counts, token_routing
 from mote.checkpoints.writing import WriteOptions, how_to_load, require_writable, write_repository
 from mote.reporting import Report, markdown_table, megabytes, millions
 
@@ -39,7 +41,7 @@ class UpcyclingOptions(WriteOptions):
     """Settings of an upcycling, and how its result is written.
 
     Attributes:
-        experts: Expert names. Default: the paper's four.
+        experts: Expert names. Default: the paper's four; of a token-routed source, its own names and tasks.
         layers: Blocks that get experts: `"every"`, `"every_other"`, or indices from 0. None, here and below: as in
             `preset`, or else in `DEFAULTS`.
         tasks: Task → expert, in addition to the defaults of `MoTEConfig`.
@@ -127,6 +129,7 @@ TOKEN_ROUTING = (
     "router_aux_loss_coef",
     "router_aux_loss_type",
 )
+_FIXED_IN_TOKEN_ROUTED = ("routing", "layer_path", "shared_modules", *TOKEN_ROUTING)
 _FIXED_AS_PUBLISHED = ("experts", "layers", "layer_path", "shared_modules", *TOKEN_ROUTING)
 
 
@@ -173,11 +176,15 @@ class UpcyclingPlan(Report):
         groups = "experts (tasks)" if config.routes_by_task else "tasks"
         layers = config.mote_layer_indices
         weights = ", ".join(path.name for path in self.source.weights)
+        routing: Any = token_routing(config)
+        blocks = [f"{len(layers)} of {config.num_hidden_layers} have experts: {', '.join(map(str, layers))}"]
+        if config.routes_by_task and routing is not None:
+            blocks.append(f"token-routed: {', '.join(map(str, routing.mote_layer_indices))}")
         return {
             "source": [f"{self.source.name} ({config.backbone_config.model_type}, {weights})"],
-            **({} if config.routes_by_task else {"router": [_router(config)]}),
+            **({} if routing is None else {"router": [_router(config)]}),
             groups: experts,
-            "blocks": [f"{len(layers)} of {config.num_hidden_layers} have experts: {', '.join(map(str, layers))}"],
+            "blocks": blocks,
             "parameters": [
                 f"{millions(counts['active'])} active, {millions(counts['total'])} in all: "
                 f"{millions(counts['shared'])} shared, and per expert {millions(max(counts['experts'].values()))}"
@@ -199,7 +206,8 @@ def upcycle(
     """Turn a dense checkpoint into a complete MoTE model repository.
 
     Args:
-        src: A folder or an id on the Hub, with safetensors or `.bin` files, or an opened checkpoint. Nomic Embed v2
+        src: A folder or an id on the Hub, with safetensors or `.bin` files, or an opened checkpoint: a dense model, or
+            a token-routed one in our form, whose task experts are then token-routed themselves. Nomic Embed v2
             (`nomic-ai/nomic-embed-text-v2-moe`), token-routed as published, is converted with every one of its weights.
         out: Folder to write. Default: the source's name with `-mote`, in the current folder.
         options: Settings.
@@ -277,7 +285,7 @@ def _model_and_its_writer(
         with quiet_transformers():
             published = {key: files[key] for key in files.stored}
             return nomic_moe.load(plan.config, published, plan.source.public_name, dtype), [], None  # type: ignore[arg-type]
-    logger.info("Reading the dense model …")
+    logger.info("Reading the source …")
     new_model = mote_class(plan.config.model_type, "masked_lm" if with_head else "model")
     dense, dropped = dense_without_weights(plan.source, dtype, with_head=with_head)
     if not with_head:  # a head's weights are not named as the encoder's, and most are tied
@@ -307,8 +315,12 @@ def plan_upcycling(
     if options.with_head and source.format == "nomic_moe":
         raise ValueError(f"{source.name} has no head for masked language modelling: leave out `--with-head`")
     prompts = st.source_prompts(source)
-    pooling = options.pooling or st.source_pooling(source) or "mean"
-    config = (_published_config if source.format == "nomic_moe" else _config)(options, source, pooling)
+    own_pooling: Any = source.config.pooling if is_mote(source.config) else "mean"
+    pooling = options.pooling or st.source_pooling(source) or own_pooling
+    new_config = _published_config if source.format == "nomic_moe" else _config
+    if source.config.model_type == TOKEN_ROUTED and source.format == "mote":
+        new_config = _hierarchical_config
+    config = new_config(options, source, pooling)
     of_source = instructions_from(prompts, config)
     config.instructions = {**config.instructions, **of_source, **(options.instructions or {})}
     try:
@@ -349,13 +361,13 @@ def _config(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTE
         raise ValueError(
             f"Unknown routing {options.routing!r}." + alternatives(str(options.routing), ("task", "token"))
         )
-    token_routing = {name: getattr(options, name) for name in TOKEN_ROUTING}
+    settings = {name: getattr(options, name) for name in TOKEN_ROUTING}
     if options.routing == "task":
         given = [name for name in TOKEN_ROUTING if name in options.changed()]
         if given:
             raise ValueError(f"{given[0]} is a setting of token routing: add `--routing token`, or leave it out")
-        token_routing = {}
-    return mote_class("mote" if options.routing == "task" else "mote_token_routed", "config")(
+        settings = {}
+    return mote_class("mote" if options.routing == "task" else TOKEN_ROUTED, "config")(
         backbone_config=source.config,
         pooling=pooling,
         experts=options.experts,
@@ -364,8 +376,31 @@ def _config(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTE
         default_task=options.default_task,
         layer_path=options.layer_path,
         shared_modules=options.shared_modules,
-        **token_routing,
+        **settings,
     )
+
+
+def _hierarchical_config(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTEConfig:
+    """Return the config of task experts that are token-routed as their source is."""
+    fixed = [name for name in _FIXED_IN_TOKEN_ROUTED if name in options.changed()]
+    if fixed:
+        raise ValueError(
+            f"{source.name} is token-routed already, whose {fixed[0]} cannot be chosen: leave it out, and upcycle to "
+            "task experts, each of which is token-routed like the source"
+        )
+    names: Any = source.config
+    inherited = names.tasks if options.experts is None else {}
+    config = mote_class("mote_hierarchical", "config")(
+        backbone_config=names,
+        pooling=pooling,
+        experts=options.experts or names.experts,
+        tasks={**inherited, **(options.tasks or {})},
+        mote_layers=options.layers,
+        default_task=options.default_task,
+    )
+    if options.experts is None:
+        config.instructions = {**names.instructions}  # validated with those of the prompts
+    return config
 
 
 def _published_config(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTEConfig:
@@ -374,7 +409,7 @@ def _published_config(options: UpcyclingOptions, source: Checkpoint, pooling: st
     if fixed:
         raise ValueError(
             f"{source.name} is a mixture of token-routed experts already, whose {fixed[0]} cannot be chosen: leave it "
-            "out. (Upcycling to task experts starts from a dense checkpoint.)"
+            "out. For task experts, convert it first, and upcycle the result: `mote upcycle --src DIR --expert …`"
         )
     settings = {"tasks": options.tasks, "default_task": options.default_task, "pooling": pooling}
     return type(source.config)(**{**source.config.to_dict(), **settings})  # type: ignore[return-value]
@@ -382,13 +417,14 @@ def _published_config(options: UpcyclingOptions, source: Checkpoint, pooling: st
 
 def _router(config: Any) -> str:
     """Describe token routing."""
-    weights = "weights that sum to 1" if config.norm_topk_prob else "the router's probabilities as weights"
-    learns = config.num_experts_per_tok > 1 or not config.norm_topk_prob
+    routing: Any = token_routing(config)
+    role = "each task expert has its own" if config.routes_by_task else "a task decides on the instruction alone"
+    weights = "weights that sum to 1" if routing.norm_topk_prob else "the router's probabilities as weights"
+    learns = routing.num_experts_per_tok > 1 or not routing.norm_topk_prob
     warning = "" if learns else "; with one expert per token these are all 1, and the router learns to balance alone"
     return (
-        f"each token through {config.num_experts_per_tok} of {config.num_experts} experts, with {weights}{warning}; "
-        f"load balancing {config.router_aux_loss_coef:g} ({config.router_aux_loss_type}); a task decides on the "
-        "instruction alone"
+        f"each token through {routing.num_experts_per_tok} of {routing.num_experts} experts, with {weights}{warning}; "
+        f"load balancing {routing.router_aux_loss_coef:g} ({routing.router_aux_loss_type}); {role}"
     )
 
 

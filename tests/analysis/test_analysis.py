@@ -280,6 +280,19 @@ def test_experts_in_some_layers_and_of_a_token_router(dense: Path, tmp_path: Pat
     assert change.experts == {f"expert {number}": [0.0, 0.0] for number in (1, 2, 3, 4)}
 
 
+def test_task_experts_that_are_token_routed(token_routed: Path, hierarchical: Path, tmp_path: Path) -> None:
+    change = analysis.weight_change_of(str(hierarchical), str(token_routed))
+    assert change.overall == dict.fromkeys(change.experts, 0.0)
+    assert (change.shared, change.outside) == ([0.0, 0.0], 0.0)
+    folder = copied(hierarchical, tmp_path / "trained")
+    key = "backbone.backbone.encoder.layer.1.experts.clustering.feed_forward.router.weight"
+    edit_weights(folder, **{key: load_file(folder / "model.safetensors")[key] * 2})
+    change = analysis.weight_change_of(str(folder), str(token_routed))
+    assert {name for name, relative in change.overall.items() if relative} == {"clustering"}
+    half = upcycle(str(token_routed), tmp_path / "half", layers=[0])
+    assert analysis.weight_change_of(str(half), str(token_routed)).shared == [0.0, 0.0]
+
+
 def test_a_start_of_another_architecture_is_refused(upcycled: Path, tmp_path: Path) -> None:
     other = dense_checkpoint(tmp_path / "other", "distilbert")
     with pytest.raises(ValueError, match=r"is not the start of .*: its architecture is 'distilbert', not 'bert'"):

@@ -17,6 +17,7 @@ from helpers.checkpoints import edit_json, files_in, trusted
 from helpers.families import NOT_CHECKPOINTED, all_families, batch, fresh_mote, in_threads, trained_mote
 from helpers.on_disk import average, compress, interpolate
 from helpers.paths import SMALL_ENCODER
+from helpers.token_routing import trained_hierarchical
 from torch import nn
 from transformers import AutoModel
 
@@ -320,6 +321,8 @@ def test_models_that_cannot_be_compressed(upcycled: Path) -> None:
     routed = TokenRoutedModel(TokenRoutedConfig(backbone_config=three_experts().config.backbone_config))
     with pytest.raises(ValueError, match=r"token-routed"):
         mote.experts.compress(routed, rank=1)
+    with pytest.raises(ValueError, match=r"The task experts of this model are token-routed, with stacked .* networks"):
+        mote.experts.compress(trained_hierarchical(), bits=8)
 
 
 # Folders -------------------------------------------------------------------------------------------------------------

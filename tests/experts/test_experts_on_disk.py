@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoints import contents, files_in, read_json
+from helpers.checkpoints import contents, edit_json, files_in, read_json
 from helpers.families import batch
 from helpers.kills import stop_everywhere
 from helpers.on_disk import add, base_hash, hidden, merge
@@ -174,6 +174,22 @@ def test_token_routers_and_compressed_experts(dense: Path, tiny_mote: Path, lega
     assert hidden(renamed, "x").equal(expected)
     mote.transform(small, tmp_path / "less", mote.experts.remove, "clustering")
     assert hidden(tmp_path / "less", "query").equal(hidden(tmp_path / "small", "query"))
+
+
+def test_an_expert_that_is_token_routed(trained_hierarchical: Path, hierarchical: Path, tmp_path: Path) -> None:
+    assert list_experts(str(trained_hierarchical)).base_hash == list_experts(str(hierarchical)).base_hash
+    artefact = extract(str(trained_hierarchical), "clustering", tmp_path / "expert")
+    out = add(hierarchical, artefact, tmp_path / "more", name="topics", instruction="Topic: ")
+    assert hidden(out, "topics").equal(hidden(trained_hierarchical, "clustering"))
+    assert hidden(out, "clustering").equal(hidden(hierarchical, "clustering"))
+    less = mote.transform(out, tmp_path / "less", mote.experts.remove, "clustering")
+    renamed = mote.transform(less, tmp_path / "renamed", mote.experts.rename, "topics", "clustering")
+    assert hidden(renamed, "clustering").equal(hidden(trained_hierarchical, "clustering"))
+    others = shutil.copytree(hierarchical, tmp_path / "others")
+    config = read_json(others / "config.json")
+    edit_json(others / "config.json", backbone_config={**config["backbone_config"], "norm_topk_prob": False})
+    with pytest.raises(ValueError, match="has another base than"):
+        add(others, artefact, tmp_path / "wrong", name="topics", instruction="Topic: ")
 
 
 @pytest.mark.slow

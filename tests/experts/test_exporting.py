@@ -55,6 +55,24 @@ def test_the_folder_loads_without_code_and_is_exact(name: str, tmp_path: Path) -
             assert dense(**batch()).last_hidden_state.equal(expected)
 
 
+def test_a_token_routed_expert_becomes_a_token_routed_model(trained_hierarchical: Path, tmp_path: Path) -> None:
+    out = export(trained_hierarchical, tmp_path / "out", expert="search_query")
+    mote, routed = trusted(trained_hierarchical), trusted(out)
+    assert type(routed[0].model).__name__ == "TokenRoutedModel"
+    with torch.no_grad():
+        expected = mote[0].model(**batch(), task="search_query").last_hidden_state
+        assert routed[0].model(**batch()).last_hidden_state.equal(expected)
+    assert np.array_equal(routed.encode(TEXTS), mote.encode(TEXTS, prompt_name="search_query"))
+    assert np.array_equal(routed.encode_query(TEXTS), mote.encode_query(TEXTS))
+    assert routed[0].config.tasks == {"search_query": "search_query", "query": "search_query"}
+    card = " ".join((out / "README.md").read_text().split())
+    assert "a **token router** made of the expert `search_query` of [tiny-hierarchical]" in card
+    assert "Not trained yet" not in card
+    with pytest.raises(ValueError, match="A token-routed model cannot be converted to onnx, only dense ones"):
+        export(trained_hierarchical, tmp_path / "onnx", expert="clustering", backend="onnx")
+    assert not (tmp_path / "onnx").exists()
+
+
 @pytest.mark.parametrize("expert", EXPERTS)
 def test_encode_without_a_prompt_is_that_of_the_task(expert: str, trained_folder: Path, tmp_path: Path) -> None:
     mote = trusted(trained_folder)
@@ -199,7 +217,7 @@ def refusals(dense: Path, trained: Path, tmp_path: Path) -> dict[str, tuple[Path
         "cannot be read, is it truncated?": (broken, []),
         "'onx' is not one of 'torch', 'onnx', 'openvino'": (trained, ["--backend", "onx"]),
         "'int4' is not": (trained, ["--quantize", "int4"]),
-        "'bert' is published in the native format": (trained, ["--format", "published"]),
+        "'bert' has no published format but the native one": (trained, ["--format", "published"]),
         "quantize is for the backends 'onnx' and 'openvino'": (trained, ["--quantize", "int8"]),
         "texts are for the backends 'onnx' and 'openvino'": (trained, ["--texts", str(SMALL_ENCODER / "README.md")]),
         "There is no file": (trained, ["--texts", str(tmp_path / "no-such-file")]),

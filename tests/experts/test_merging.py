@@ -167,6 +167,19 @@ def test_a_token_router_is_refused() -> None:
             merge(model)
 
 
+def test_token_routed_experts_average_to_a_token_routed_model(token_routed: Path, hierarchical: Path) -> None:
+    fresh, source, inputs = mote.load(hierarchical), mote.load(token_routed), batch()
+    with torch.no_grad():
+        expected = source(**inputs).last_hidden_state
+        assert mote.experts.average(fresh)(**inputs).last_hidden_state.equal(expected)
+        model = make_different(fresh)
+        averaged = mote.experts.average(model)(**inputs).last_hidden_state
+        assert (averaged - expected).abs().max() > 1e-3
+        whole = mote.experts.interpolate(model, 1.0)
+        for task in ("clustering", "query"):
+            assert whole(**inputs, task=task).last_hidden_state.equal(averaged)
+
+
 # Folders -------------------------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ def offloaded(folder: Path, to: str = "disk", keep: int = 1, **kwargs: Any) -> M
     """Load it with experts offloaded; to the CPU on machines without a GPU, too, where users get an error."""
     if to == "disk" or torch.accelerator.is_available():
         return mote.load(folder, offload=to, keep=keep, **kwargs)
-    model = MoTEModel.from_pretrained(folder, **kwargs)
+    model = mote.load(folder, **kwargs)
     Offloading(model, CpuStore(weights_of_experts(model).items()), keep).start(model)
     return model
 

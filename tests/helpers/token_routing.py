@@ -1,12 +1,15 @@
 """Token-routed models and their gradients, for several test files."""
 
+import copy
 from typing import Any
 
 import torch
+from helpers import families
 from helpers.families import dense_model, difference
 from torch import nn
 from transformers import PreTrainedModel
 
+from hierarchical_mote import HierarchicalMoTEConfig, HierarchicalMoTEModel
 from token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
 EXPERTS = ["a", "b", "c", "d"]
@@ -26,6 +29,18 @@ def fresh(name: str, **settings: Any) -> TokenRoutedModel:
 def trained(name: str, **settings: Any) -> TokenRoutedModel:
     """Experts that differ, and a router that prefers some."""
     return make_different(fresh(name, **settings))
+
+
+def fresh_hierarchical(source: TokenRoutedModel, **settings: Any) -> HierarchicalMoTEModel:
+    """Two task experts, each a copy of a token-routed model, which stays as it is."""
+    config = HierarchicalMoTEConfig(**{"backbone_config": source.config, "experts": ["x", "y"], **settings})
+    return HierarchicalMoTEModel(config, copy.deepcopy(source)).eval()
+
+
+def trained_hierarchical(name: str = "bert", router_aux_loss_coef: float = 0.005, **settings: Any) -> Any:
+    """Two task experts that differ, over routers that prefer some; block 0 stays dense within."""
+    source = trained(name, mote_layers=[1], router_aux_loss_coef=router_aux_loss_coef)
+    return families.make_different(fresh_hierarchical(source, **settings))
 
 
 def make_different(model: PreTrainedModel) -> Any:

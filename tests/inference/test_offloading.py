@@ -37,6 +37,18 @@ def test_equal_to_the_model_in_memory(name: str, to: str, tmp_path: Path) -> Non
     assert mote.experts.parameter_counts(found) == mote.experts.parameter_counts(model)
 
 
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+def test_experts_that_are_token_routed(to: str, trained_hierarchical: Path) -> None:
+    model = mote.load(trained_hierarchical)
+    found = offloaded(trained_hierarchical, to)
+    tasks = ["clustering", "query", "sts", ["clustering", "sts", "query", "clustering"]]
+    assert_same(outputs(found, tasks), outputs(model, tasks))
+    assert found.offloading.on_device == ["search_query"]  # the last group of a batch
+    mote.restore(found)
+    found.set_experts_implementation("eager")
+    assert (outputs(found, ["query"])[0] - outputs(model, ["query"])[0]).abs().max() <= 1e-5
+
+
 def test_the_least_recently_used_leaves(tmp_path: Path) -> None:
     saved(tmp_path)
     model = offloaded(tmp_path, keep=2)

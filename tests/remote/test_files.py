@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.families import batch, difference, fresh_mote, trained_mote
 from helpers.paths import ROOT
-from helpers.token_routing import trained
+from helpers.token_routing import trained, trained_hierarchical
 from transformers import AutoModel, PreTrainedModel
 
 from compression_mote import CompressedConfig, CompressedModel
@@ -35,6 +35,10 @@ MODELS = {
     "mote": (lambda: trained_mote("bert"), WITHOUT_SENTENCE_TRANSFORMERS),
     "mote_token_routed": (lambda: trained("bert"), WITHOUT_SENTENCE_TRANSFORMERS | {"token_routing_mote.py"}),
     "mote_compressed": (compressed, WITHOUT_SENTENCE_TRANSFORMERS | {"compression_mote.py"}),
+    "mote_hierarchical": (
+        trained_hierarchical,
+        WITHOUT_SENTENCE_TRANSFORMERS | {"hierarchical_mote.py", "token_routing_mote.py"},
+    ),
 }
 
 

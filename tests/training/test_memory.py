@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.families import NOT_CHECKPOINTED, all_families, fresh_mote
 from helpers.paths import ROOT, SMALL_ENCODER
+from helpers.token_routing import trained_hierarchical
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, BertConfig
@@ -189,6 +190,8 @@ def test_a_token_router_is_refused() -> None:
     backbone = AutoConfig.from_pretrained(SMALL_ENCODER)
     with pytest.raises(ValueError, match="memory of a token-routed model depends on where the tokens go"):
         estimate_memory(TokenRoutedConfig(backbone_config=backbone), **SMALL)
+    with pytest.raises(ValueError, match="memory of a token-routed model depends on where the tokens go"):
+        estimate_memory(trained_hierarchical(), **SMALL)
 
 
 def test_the_total_is_the_worst_moment() -> None:

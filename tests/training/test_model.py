@@ -4,15 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoints import published_nomic
+from helpers.checkpoints import published_nomic, trusted
 from helpers.runs import overrides
 from safetensors.torch import load_file, save_file
 
 from mote.checkpoints.reading import load_dense, open_checkpoint, open_dense
+from mote.training.losses import LoadBalancedLoss
 from mote.training.model import build_model
 from mote.training.recipe import Recipe, load_recipe
-from mote.training.run_folder import START_FOLDER
-from mote.training.train import train
+from mote.training.run_folder import START_FOLDER, RunFolder
+from mote.training.train import prepare, train
 
 
 def dense_recipe(source: Path) -> Recipe:
@@ -52,3 +53,36 @@ def test_the_source_is_of_the_recipes_kind(fresh_folder: Path, data: Path, tmp_p
         train("mote-every-other", overrides(fresh_folder, data, tmp_path / "run"))
     with pytest.raises(ValueError, match=r"differs from the recipe in model.experts, model.tasks"):
         train("mote-objectives", overrides(fresh_folder, data, tmp_path / "run"))
+
+
+def test_task_experts_that_are_token_routed(
+    trained_hierarchical: Path, token_routed: Path, data: Path, tmp_path: Path
+) -> None:
+    settings = overrides(trained_hierarchical, data, tmp_path / "run", "training.mini_batch_size=null")
+    ready = prepare(load_recipe("mote", settings), RunFolder(tmp_path / "run"))
+    assert {type(loss.loss) for loss in ready.trainer.loss.values()} == {LoadBalancedLoss}
+    model = ready.model[0].model
+    shares: list[float] = []
+    model.backbone.register_forward_pre_hook(
+        lambda module, args, kwargs: (
+            shares.append(kwargs["balance_share"] * len(kwargs["input_ids"])) if module.training else None
+        ),
+        with_kwargs=True,
+    )
+    before = {key: weight.clone() for key, weight in model.state_dict().items()}
+    ready.train()
+    assert shares
+    assert sum(shares) == pytest.approx(2)  # steps
+    changed = {key for key, weight in model.state_dict().items() if not torch.equal(weight, before[key])}
+    trained = {key.split(".experts.")[1].split(".")[0] for key in changed if "router" in key}
+    assert trained == {"clustering"}  # the task of both steps
+    ready.finish(None)
+    loaded = trusted(tmp_path / "run" / "model")
+    assert loaded[0].model.config.model_type == "mote_hierarchical"
+    assert all(torch.equal(weight, loaded[0].model.state_dict()[key]) for key, weight in model.state_dict().items())
+    with pytest.raises(ValueError, match=r"load-balancing loss of a token router .* would be lost: set training.bf16"):
+        train("mote", overrides(trained_hierarchical, data, tmp_path / "fp16", "training.fp16=true"))
+    with pytest.raises(
+        ValueError, match=r"kind 'token_routed', .*: for task experts of it, `mote upcycle --src .*tiny-t"
+    ):
+        train("mote", overrides(token_routed, data, tmp_path / "other"))

@@ -105,14 +105,15 @@ def _recorded_start(folder: Path) -> str | None:
 
 
 def _load(source: Checkpoint, like: MoTEModel | None = None) -> MoTEModel:
-    """Load a MoTE; or a dense model as a MoTE, of the layout of another one or with a single expert."""
+    """Load a MoTE; or a source of upcycling as a MoTE, of the layout of another one or with a single expert."""
     if source.format == "mote":
         if source.config.compression is not None:
             raise ValueError(
                 f"The experts of {source.name} are compressed ({source.config.compression}): their weights cannot be "
                 "compared. Use the model before compression"
             )
-        return load_mote(source)
+        if like is None or like.config.backbone_config.model_type != source.config.model_type:
+            return load_mote(source)
     dense, _ = load_dense(source, torch.float32)
     if like is None:
         return MoTEModel(MoTEConfig(backbone_config=dense.config, experts=[DENSE]), dense)
@@ -152,6 +153,8 @@ def _parts(config: MoTEConfig, key: str, weight: torch.Tensor) -> Iterator[tuple
     found = re.match(rf"{re.escape(architecture_of(config).layer_path)}\.(\d+)\.(.+)", dense)
     if expert is not None or found is None:
         yield expert or "", layer, weight
+    elif config.routes_by_task:
+        yield "", int(found[1]), weight
     elif found[2].startswith("feed_forward.experts."):  # stacked, in a token-routed model
         for number, of_expert in enumerate(weight, start=1):
             yield f"expert {number}", int(found[1]), of_expert

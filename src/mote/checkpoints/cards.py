@@ -15,6 +15,7 @@ from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
 from configuration_mote import MoTEConfig
 from mote.checkpoints.reading import Checkpoint, has_head
+from mote.checkpoints.tensors import token_routing
 from mote.reporting import millions
 
 MOTE_TAGS = ("mote", "mixture-of-experts", "custom_code")
@@ -71,7 +72,9 @@ def mote_values(config: MoTEConfig, counts: Mapping[str, Any], fresh: bool, norm
         "fresh": fresh,
         "experts": config.experts,
         "num_experts_per_tok": None if config.routes_by_task else config.num_experts_per_tok,
+        "num_experts": getattr(config, "num_experts", None),
         "norm_topk_prob": getattr(config, "norm_topk_prob", None),
+        "routing_within": token_routing(config) if config.routes_by_task else None,
         "compression": config.compression,
         "active_parameters": millions(counts["active"]),
         "total_parameters": millions(counts["total"]),

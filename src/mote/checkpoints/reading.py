@@ -33,7 +33,9 @@ from configuration_mote import MoTEConfig, alternatives
 from modeling_mote import MoTEModel
 from mote import hub
 from mote.checkpoints import nomic, nomic_moe
-from mote.checkpoints.tensors import NOT_ONLY_TENSORS, is_finite, load_pickle, read_on_meta, read_shapes
+from mote.checkpoints.tensors import HEAD, NOT_ONLY_TENSORS, is_finite, load_pickle, read_on_meta, read_shapes
+
+TOKEN_ROUTED = "mote_token_routed"
 
 # model_type → this package's classes.
 MOTE_CLASSES = {
@@ -42,7 +44,7 @@ MOTE_CLASSES = {
         "model": "modeling_mote.MoTEModel",
         "masked_lm": "masked_lm_mote.MoTEForMaskedLM",
     },
-    "mote_token_routed": {
+    TOKEN_ROUTED: {
         "config": "token_routing_mote.TokenRoutedConfig",
         "model": "token_routing_mote.TokenRoutedModel",
         "masked_lm": "token_routed_masked_lm_mote.TokenRoutedForMaskedLM",
@@ -50,6 +52,10 @@ MOTE_CLASSES = {
     "mote_compressed": {
         "config": "compression_mote.CompressedConfig",
         "model": "compression_mote.CompressedModel",
+    },
+    "mote_hierarchical": {
+        "config": "hierarchical_mote.HierarchicalMoTEConfig",
+        "model": "hierarchical_mote.HierarchicalMoTEModel",
     },
 }
 
@@ -194,12 +200,12 @@ def _open(src: str, revision: str | None) -> Checkpoint:
 
 
 def open_dense(src: str, revision: str | None = None) -> Checkpoint:
-    """Open a dense checkpoint, or a published mixture of experts: a source of upcycling.
+    """Open a source of upcycling: a dense checkpoint, a token-routed model, or a published mixture of experts.
 
-    As `open_checkpoint`, and a `ValueError` for a MoTE.
+    As `open_checkpoint`, and a `ValueError` for a MoTE that has task experts already.
     """
-    if _model_type(src, revision) in MOTE_CLASSES:
-        raise ValueError(f"{src} is a MoTE already: upcycling starts from a dense checkpoint")
+    if _model_type(src, revision) in MOTE_CLASSES.keys() - {TOKEN_ROUTED}:
+        raise ValueError(f"{src} is a MoTE already: upcycling starts from a dense or a token-routed model")
     return _open(src, revision)
 
 
@@ -262,7 +268,7 @@ def load_mote(checkpoint: Checkpoint, experts: list[str] | None = None, *, with_
 def load_dense(
     checkpoint: Checkpoint, dtype: str | torch.dtype = "auto", *, with_head: bool = False
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load the native dense model, every weight of it from the checkpoint.
+    """Load the native dense model, or a token-routed one, every weight of it from the checkpoint.
 
     Args:
         checkpoint: From `open_dense`.
@@ -276,8 +282,8 @@ def load_dense(
         ValueError: If the files are damaged, or lack keys or hold unknown ones.
     """
     with _reading(checkpoint):
-        auto = AutoModelForMaskedLM if with_head else AutoModel
-        loaded = auto.from_pretrained(checkpoint.folder, dtype=dtype, **_loading_arguments(checkpoint))
+        native = _native_class(checkpoint, with_head)
+        loaded = native.from_pretrained(checkpoint.folder, dtype=dtype, **_loading_arguments(checkpoint))
     return _checked(checkpoint, *loaded)
 
 
@@ -299,12 +305,17 @@ def dense_without_weights(
     """
     weights = read_on_meta(checkpoint.weights)
     with _reading(checkpoint):
-        with torch.device("meta"):
-            auto = AutoModelForMaskedLM if with_head else AutoModel
-            native = type(auto.from_config(checkpoint.config))
+        native = _native_class(checkpoint, with_head)
         settings = {**_loading_arguments(checkpoint), "state_dict": weights, "device_map": "meta"}
         loaded = native.from_pretrained(None, dtype=dtype, **settings)
     return _checked(checkpoint, *loaded)
+
+
+def _native_class(checkpoint: Checkpoint, with_head: bool) -> Any:
+    if is_mote(checkpoint.config):
+        return mote_class(checkpoint.config.model_type, "model")
+    with torch.device("meta"):
+        return type((AutoModelForMaskedLM if with_head else AutoModel).from_config(checkpoint.config))
 
 
 def _loading_arguments(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -348,6 +359,8 @@ def _checked(checkpoint: Checkpoint, model: PreTrainedModel, info: dict[str, Any
             )
     dropped = sorted(key for key in info["unexpected_keys"] if key.removeprefix(prefix).split(".")[0] in HEADS)
     unexpected = sorted(set(info["unexpected_keys"]) - set(dropped))
+    if is_mote(checkpoint.config):  # whose class leaves its head out without a word
+        dropped = sorted(key for key in read_shapes(checkpoint.weights) if key.startswith(HEAD))
     for problem, keys in (("lack", missing), ("hold unknown", unexpected), ("misshape", info["mismatched_keys"])):
         if keys:
             shown = ", ".join(sorted(map(str, keys))[:5]) + (" …" if len(keys) > 5 else "")
@@ -486,7 +499,9 @@ def _check_sizes(checkpoint: Checkpoint) -> None:
     Raises:
         ValueError: If a size is not a positive integer, or far more than the weights hold.
     """
-    config: Any = checkpoint.config.backbone_config if is_mote(checkpoint.config) else checkpoint.config
+    config: Any = checkpoint.config
+    while is_mote(config):
+        config = config.backbone_config
     shapes = read_shapes(checkpoint.weights)
     longest = max((size for shape in shapes.values() for size in shape), default=0)
     tensors = len(shapes)

@@ -136,7 +136,8 @@ def _values_of_mote(source: Checkpoint, steps: list[dict[str, Any]]) -> dict[str
     config: Any = source.config
     with torch.device("meta"):
         model = mote_class(config.model_type, "model")(config)
-    fresh = not any(step["step"] in _CHANGING for step in steps) and experts_are_copies(source)
+    upcycled = max((place for place, step in enumerate(steps) if step["step"] == "upcycle"), default=0)
+    fresh = not any(step["step"] in _CHANGING for step in steps[upcycled:]) and experts_are_copies(source)
     return mote_values(config, parameter_counts(model), fresh, normalizes(source))
 
 

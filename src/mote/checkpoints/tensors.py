@@ -19,6 +19,7 @@ from configuration_mote import MoTEConfig
 
 if TYPE_CHECKING:
     from modeling_mote import MoTEModel
+    from token_routing_mote import TokenRoutedConfig
 
 NOT_ONLY_TENSORS = "it is damaged, or holds more than tensors, such as code, which is not run"
 
@@ -55,6 +56,13 @@ HEAD = "head."  # begins the names of the weights of a head for masked language 
 def without_head(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the weights of a MoTE without those of its head, if it has one."""
     return {key: weight for key, weight in weights.items() if not key.startswith(HEAD)}
+
+
+def token_routing(config: Any) -> "TokenRoutedConfig | None":
+    """Return the settings of token routing, of the whole model or within its task experts; None if tokens are not."""
+    while config is not None and getattr(config, "routes_by_task", True):
+        config = getattr(config, "backbone_config", None)
+    return config
 
 
 class TensorLocation(NamedTuple):
@@ -158,22 +166,25 @@ def parameter_counts(model: "MoTEModel") -> dict[str, Any]:
     Returns:
         `total`; `active`, those that a sequence passes through, as many as in the dense model without its pooler
         (token-routed: those that a token passes through); `shared`, by all experts (routers are); `experts`: name
-        (token-routed: index) → parameters of that expert alone.
+        (token-routed: index) → parameters of that expert alone. A task expert that is token-routed counts with its
+        router and all its feed-forward networks.
     """
     with nullcontext() if model.offloading is None else model.offloading.all_experts():
         counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    total = sum(counts.values())
-    active_experts = 1
-    if not model.config.routes_by_task:
-        routed = sum(count for name, count in counts.items() if ".feed_forward.experts." in name)
-        indices, active_experts = range(model.config.num_experts), model.config.num_experts_per_tok
-        experts = dict.fromkeys(map(str, indices), routed // len(indices))
-    else:
-        experts = dict.fromkeys(model.config.available_experts, 0)
-        for name, count in counts.items():
-            expert = weight_name(name, model.config).expert
-            if expert is not None:
-                experts[expert] += count
-    shared = total - sum(experts.values())
-    active = shared + active_experts * max(experts.values())
-    return {"total": total, "active": active, "shared": shared, "experts": experts}
+    total, routing = sum(counts.values()), token_routing(model.config)
+    experts = dict.fromkeys(model.config.available_experts, 0)
+    routed = dict.fromkeys([None, *experts], 0)  # by task expert (None: of none), in stacks of feed-forward networks
+    for name, count in counts.items():
+        expert = weight_name(name, model.config).expert
+        if expert is not None:
+            experts[expert] += count
+        if routing is not None and ".feed_forward.experts." in name:
+            routed[expert] += count
+    largest = max(experts, key=experts.__getitem__)
+    active = total - sum(experts.values()) + experts[largest]
+    if routing is not None:
+        idle = routing.num_experts - routing.num_experts_per_tok
+        active -= (routed[None] + routed[largest]) // routing.num_experts * idle
+        if not model.config.routes_by_task:
+            experts = dict.fromkeys(map(str, range(routing.num_experts)), routed[None] // routing.num_experts)
+    return {"total": total, "active": active, "shared": total - sum(experts.values()), "experts": experts}

@@ -136,6 +136,8 @@ def transform(
     settings = {**arguments, **(recorded or {})}
     command = _command(spec, source, settings, {"overwrite": True} if in_place else {"out": target.resolve()})
     made = spec.made.format(**{name: _shown(value) for name, value in arguments.items()}, config=result.config)
+    if not dense and not made.startswith("made "):  # as of a dense result, but the experts are token-routed
+        made = f"made of {made}"
 
     def write_card(folder: Path, step: dict[str, Any]) -> None:
         common: dict[str, Any] = {"source": source, "command": command, "made": made}

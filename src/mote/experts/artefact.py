@@ -24,7 +24,7 @@ from configuration_mote import MoTEConfig
 from mote import hub
 from mote.checkpoints import cards
 from mote.checkpoints.provenance import command_line, new_step, origin_of, read_steps, write_steps
-from mote.checkpoints.reading import MoTECheckpoint, open_mote, read_json, require_expert
+from mote.checkpoints.reading import MoTECheckpoint, is_mote, open_mote, read_json, require_expert
 from mote.checkpoints.staging import EXPERT_FILE, Staging
 from mote.checkpoints.tensors import HEAD, weight_name
 from mote.checkpoints.writing import WriteOptions, require_writable
@@ -43,6 +43,9 @@ WEIGHTS_FILE = "expert.safetensors"
 # version of transformers that adds one leaves hashes unchanged.
 _COSMETIC = ("architectures", "dtype", "transformers_version", "use_cache", "is_decoder", "tie_word_embeddings")
 _COSMETIC_PARTS = ("dropout", "initializer", "classifier", "summary_", "label", "output_", "_implementation", "_name_")
+
+# Settings of token routing that do.
+_ROUTING = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "shared_expert_bias")
 
 _FIELDS: dict[str, type] = {"name": str, "tasks": list, "instructions": dict, "base": dict, "weights": dict}
 
@@ -360,20 +363,34 @@ def _hash_on_disk(source: MoTECheckpoint) -> str:
 
 def _essentials(config: MoTEConfig) -> dict[str, Any]:
     """Return what decides on how shared weights are used."""
-    backbone, architecture = config.backbone_config, architecture_of(config)
-    defaults = CONFIG_MAPPING[backbone.model_type]().to_dict()
+    architecture = architecture_of(config)
     return {
-        "model_type": backbone.model_type,
-        "backbone": {
-            name: value
-            for name, value in backbone.to_dict().items()
-            if name not in _COSMETIC
-            and not any(part in name for part in _COSMETIC_PARTS)
-            and (name not in defaults or defaults[name] != value)
-        },
+        "model_type": config.backbone_config.model_type,
+        "backbone": _essentials_of_backbone(config.backbone_config),
         "layers": config.mote_layer_indices,
         "pooling": config.pooling,
         "architecture": [architecture.layer_path, architecture.shared_modules],
+    }
+
+
+def _essentials_of_backbone(backbone: Any) -> dict[str, Any]:
+    if is_mote(backbone):  # token-routed
+        of_native = {
+            "model_type": backbone.backbone_config.model_type,
+            **_essentials_of_backbone(backbone.backbone_config),
+        }
+        return {
+            **of_native,
+            "layers": backbone.mote_layer_indices,
+            **{name: getattr(backbone, name) for name in _ROUTING},
+        }
+    defaults = CONFIG_MAPPING[backbone.model_type]().to_dict()
+    return {
+        name: value
+        for name, value in backbone.to_dict().items()
+        if name not in _COSMETIC
+        and not any(part in name for part in _COSMETIC_PARTS)
+        and (name not in defaults or defaults[name] != value)
     }
 
 

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from mote.checkpoints.tensors import token_routing
+
 if TYPE_CHECKING:
     from configuration_mote import MoTEConfig
     from modeling_mote import MoTEModel
@@ -19,6 +21,15 @@ def require_uncompressed(config: "MoTEConfig") -> None:
         raise ValueError(
             f"The experts of this model are compressed ({config.compression}): use the model that it was made of, "
             "before `mote compress`"
+        )
+
+
+def require_dense_experts(config: "MoTEConfig") -> None:
+    """Raise `ValueError` if the task experts are token-routed themselves."""
+    if token_routing(config) is not None:
+        raise ValueError(
+            "The task experts of this model are token-routed, with stacked feed-forward networks: only the matrices of "
+            "dense experts can be compressed"
         )
 
 

@@ -1,4 +1,7 @@
-"""One expert of a MoTE as a dense model of the backbone's own architecture, which needs no code of MoTE."""
+"""One expert of a MoTE as a dense model of the backbone's own architecture, which needs no code of MoTE.
+
+A task expert that is token-routed becomes a token-routed model, which does.
+"""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -9,12 +12,13 @@ from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
 from mote.checkpoints import nomic
-from mote.checkpoints.reading import require_expert
+from mote.checkpoints.reading import is_mote, mote_class, require_expert
 from mote.checkpoints.tensors import weight_name, without_head
 from mote.checkpoints.transform import verb
 from mote.experts.checks import require_task_experts
 
 if TYPE_CHECKING:
+    from configuration_mote import MoTEConfig
     from modeling_mote import MoTEModel
 
 
@@ -29,6 +33,8 @@ def export(
     format: Literal["native", "published"] = "native",  # noqa: A002
 ) -> PreTrainedModel:
     """Make one expert a dense model of the backbone's own architecture, which needs no code of MoTE.
+
+    If the experts are token-routed themselves, the result is the token-routed model of that expert.
 
     Args:
         model: A MoTE in memory; not modified.
@@ -52,7 +58,7 @@ def export(
         found = weight_name(key, model.config)
         if found.expert in (None, name):  # an expert's own come after the shared mean of compressed ones
             weights[found.dense] = weight.clone()
-    dense = native_model(model, weights)
+    dense = native_model(model, weights, [name])
     dense.config.update(published)
     return dense
 
@@ -60,7 +66,7 @@ def export(
 def _published_settings(config: Any) -> dict[str, Any]:
     if config.model_type not in PUBLISHED:
         raise ValueError(
-            f"{config.model_type!r} is published in the native format of transformers: leave out `--format published`, "
+            f"{config.model_type!r} has no published format but the native one: leave out `--format published`, "
             f"which is for {', '.join(PUBLISHED)}"
         )
     return PUBLISHED[config.model_type](config)
@@ -76,16 +82,21 @@ def dequantized_state_dict(model: nn.Module, expert: str) -> dict[str, torch.Ten
     return weights
 
 
-def native_model(model: "MoTEModel", weights: dict[str, torch.Tensor]) -> PreTrainedModel:
+def native_model(model: "MoTEModel", weights: dict[str, torch.Tensor], experts: list[str]) -> PreTrainedModel:
     """Build the native model of a MoTE's backbone from its weights, all of which must fit.
 
     Args:
         model: The MoTE.
         weights: Name in the dense model → weight; taken over without a copy.
+        experts: Experts that it is made of, whose tasks a token-routed backbone takes over.
     """
-    config = copy.deepcopy(model.config.backbone_config)
+    config: Any = copy.deepcopy(model.config.backbone_config)
     attention = model.backbone.config._attn_implementation
-    dense: Any = AutoModel.from_config(config, attn_implementation=attention)
+    if is_mote(config):
+        _take_names(config, model.config, experts)
+        dense: Any = mote_class(config.model_type, "model")._from_config(config, attn_implementation=attention)
+    else:
+        dense = AutoModel.from_config(config, attn_implementation=attention)
     if getattr(dense, "pooler", None) is not None:
         dense.pooler = None  # a MoTE has none
     if getattr(config, "is_causal", True) is False:  # sdpa without a mask asks the module, not the config
@@ -94,3 +105,11 @@ def native_model(model: "MoTEModel", weights: dict[str, torch.Tensor]) -> PreTra
                 module.is_causal = False
     dense.load_state_dict(weights, assign=True)
     return dense.to(model.device).train(model.training)
+
+
+def _take_names(config: Any, names: "MoTEConfig", experts: list[str]) -> None:
+    """Give a token-routed model tasks, instructions and pooling of the experts that it is made of."""
+    config.experts, config.pooling, config.default_task = experts, names.pooling, None
+    config.tasks = {task: expert for task, expert in names.tasks.items() if expert in experts}
+    config.instructions = {task: names.instruction_of(task) for task in config.tasks}
+    config.validate()

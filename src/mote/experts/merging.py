@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 def average(model: "MoTEModel") -> PreTrainedModel:
     """Average the experts into a dense native model (Expert Averaging, EA in the paper).
 
+    Experts that are token-routed themselves are averaged into a token-routed model.
+
     Args:
         model: A MoTE with all its experts; not modified.
 
@@ -44,7 +46,7 @@ def average(model: "MoTEModel") -> PreTrainedModel:
         else:
             of_experts.setdefault(found.dense, []).append(weight)
     dense |= {name: mean(weights).to(weights[0]) for name, weights in of_experts.items()}
-    return native_model(model, dense)
+    return native_model(model, dense, list(model.config.experts))
 
 
 @verb("interpolate", "made by moving the experts towards their mean, of")

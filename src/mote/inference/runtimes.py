@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 from configuration_mote import alternatives
+from mote.checkpoints.reading import is_mote, open_checkpoint
 from mote.inference.loading import first_line, load_encoder
 
 if TYPE_CHECKING:
@@ -89,6 +90,11 @@ def convert(
     Raises:
         ValueError: If the architecture cannot be converted, or the embeddings differ.
     """
+    if is_mote(open_checkpoint(str(folder)).config):
+        raise ValueError(
+            f"A token-routed model cannot be converted to {backend}, only dense ones: export the expert for torch, "
+            "without `--backend`"
+        )
     logger.info("Converting to %s …", FILES[backend])
     encoder = load_encoder(str(folder), device="cpu", dtype="float32")
     transformer: Any = encoder[0]

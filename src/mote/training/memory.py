@@ -27,6 +27,7 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from configuration_mote import MoTEConfig, alternatives
 from modeling_mote import MoTEModel
 from mote.checkpoints.reading import is_mote, mote_class, open_checkpoint
+from mote.checkpoints.tensors import token_routing
 from mote.reporting import Report, markdown_table, table
 
 PRECISIONS = ("fp32", "bf16")
@@ -124,13 +125,13 @@ def estimate_memory(
 
     Raises:
         ValueError: If a name is unknown, a number is out of range, the model's forward depends on its inputs' values,
-            or the model is token-routed.
+            or the model or its task experts are token-routed.
     """
     names = {"precision": (precision, PRECISIONS), "sharding": (sharding, SHARDINGS), "device": (device, DEVICES)}
     for name, (value, known) in names.items():
         if value not in known:
             raise ValueError(f"Unknown {name} {value!r}." + alternatives(value, known))
-    if not getattr(model.config if isinstance(model, PreTrainedModel) else model, "routes_by_task", True):
+    if token_routing(model.config if isinstance(model, PreTrainedModel) else model) is not None:
         raise ValueError("The memory of a token-routed model depends on where the tokens go, and cannot be estimated")
     rows = _rows(batch_size, processes, mini_batch_size, length, columns)
     cached = mini_batch_size is not None

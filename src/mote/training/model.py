@@ -12,13 +12,19 @@ from sentence_transformers import SentenceTransformer
 
 from configuration_mote import MoTEConfig, alternatives
 from mote.checkpoints import sentence_transformers as st
-from mote.checkpoints.reading import Checkpoint, is_mote, load_dense, load_tokenizer
+from mote.checkpoints.reading import TOKEN_ROUTED, Checkpoint, is_mote, load_dense, load_tokenizer
 from mote.checkpoints.staging import Staging
+from mote.checkpoints.tensors import token_routing
 from mote.inference.loading import require_all_weights
 from mote.training.processes import processes
 from mote.training.recipe import ModelSettings, Recipe
 from mote.training.run_folder import START_FOLDER
 from mote.upcycling import TOKEN_ROUTING, UpcyclingOptions, instructions_from, plan_upcycling, upcycle
+
+NO_FP16 = (
+    "The load-balancing loss of a token router is not scaled as gradients are in fp16, and would be lost: set "
+    "training.bf16=true instead"
+)
 
 
 def build_model(recipe: Recipe, source: Checkpoint, scratch: Path) -> tuple[SentenceTransformer, MoTEConfig]:
@@ -95,6 +101,9 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
     if is_mote(source.config):
         names: Any = source.config
         _check_mote(settings, names, source.is_local)
+        routing = token_routing(names)
+        if recipe.training.fp16 and routing is not None and routing.router_aux_loss_coef:
+            raise ValueError(NO_FP16)
     elif settings.kind == "dense":  # the tasks and instructions of a MoTE upcycled from it
         names = MoTEConfig(experts=settings.experts, tasks=settings.tasks)  # type: ignore[arg-type]  # None: default
         names.instructions |= instructions_from(st.source_prompts(source), names)
@@ -113,9 +122,10 @@ def _check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> 
     name = settings.source
     if settings.kind == "dense":
         raise ValueError(f"{name} is a MoTE: set model.kind=mote, or average its experts first (`mote average`)")
-    found = "token_routed" if config.model_type == "mote_token_routed" else "mote"
+    found = "token_routed" if config.model_type == TOKEN_ROUTED else "mote"
     if found != settings.kind:
-        raise ValueError(f"{name} is of the kind {found!r}, but the recipe says model.kind={settings.kind}")
+        remedy = f": for task experts of it, `mote upcycle --src {name}` first" if found == "token_routed" else ""
+        raise ValueError(f"{name} is of the kind {found!r}, but the recipe says model.kind={settings.kind}{remedy}")
     if getattr(config, "expert_bits", None) is not None:
         raise ValueError(
             f"{name} has 8-bit experts, which cannot be trained: train the model as it was before `mote compress`, and "

@@ -24,11 +24,12 @@ from configuration_mote import MoTEConfig
 from mote.checkpoints.cards import write_trained_card
 from mote.checkpoints.provenance import command_line, new_step
 from mote.checkpoints.reading import Checkpoint, is_mote, load_tokenizer, open_checkpoint
+from mote.checkpoints.tensors import token_routing
 from mote.checkpoints.writing import WriteOptions, write_repository
 from mote.training.arguments import Schedule, describe, plan_schedule, trainer_arguments
 from mote.training.data import TrainingData, TrainingSet, load_data
 from mote.training.losses import INFO_NCE, LoadBalancedLoss, build_loss, check_loss
-from mote.training.model import build_model, encodings, names_of
+from mote.training.model import NO_FP16, build_model, encodings, names_of
 from mote.training.processes import deepspeed_stage, processes, replicated, with_deepspeed, with_fsdp
 from mote.training.progress import (
     CHECKPOINT_FILE,
@@ -113,10 +114,7 @@ def check_recipe(recipe: Recipe) -> None:
         for dataset in task.datasets:
             check_loss(name, task.of(dataset))
     if recipe.model.kind == "token_routed" and recipe.training.fp16 and recipe.model.router_aux_loss_coef:
-        raise ValueError(
-            "The load-balancing loss of a token router is not scaled as gradients are in fp16, and would be lost: set "
-            "training.bf16=true instead"
-        )
+        raise ValueError(NO_FP16)
 
 
 @dataclass
@@ -367,7 +365,7 @@ def _loss(
                 f"{len(experts)} experts ({', '.join(sorted(experts))}). Use FSDP2, a loss that caches gradients, or "
                 "one task for anchors and positives"
             )
-    if recipe.model.kind == "token_routed":
+    if token_routing(names) is not None:
         loss = LoadBalancedLoss(loss)
     return TrackedLoss(model, loss, tracker, training_set.name, training_set.task, training_set.column_tasks)
 

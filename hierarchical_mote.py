@@ -1,0 +1,131 @@
+"""Task experts that are token-routed themselves: a hierarchical mixture of experts.
+
+The task of a text picks the expert of a block, as in every MoTE. Where the source routed tokens, that expert has a
+router and feed-forward networks of its own, and the router picks those of each token. The source's other blocks give
+ordinary task experts.
+
+This file is copied into saved models whose `auto_map` names it, and into no others. Method: Jordan and Jacobs,
+"Hierarchical Mixtures of Experts and the EM Algorithm", Neural Computation 6, 1994, for routing at two levels; the
+upper level is MoTE's, the lower one that of `token_routing_mote.py`.
+"""
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+if TYPE_CHECKING or not __package__:  # installed, as a top-level module
+    try:  # transformers would take an import outside of `try` for a package that must be installed
+        from architectures_mote import architecture_of
+        from configuration_mote import MoTEConfig
+        from modeling_mote import MoTEModel
+        from token_routing_mote import (
+            FeedForwardExperts,
+            TokenRoutedBlock,
+            TokenRoutedConfig,
+            TokenRoutedModel,
+            TokenRoutedOutput,
+        )
+    finally:
+        pass
+else:  # remote code
+    from .architectures_mote import architecture_of
+    from .configuration_mote import MoTEConfig
+    from .modeling_mote import MoTEModel
+    from .token_routing_mote import (
+        FeedForwardExperts,
+        TokenRoutedBlock,
+        TokenRoutedConfig,
+        TokenRoutedModel,
+        TokenRoutedOutput,
+    )
+
+
+class HierarchicalMoTEConfig(MoTEConfig):
+    """Configuration of a [`HierarchicalMoTEModel`]: that of a MoTE, over the config of a token-routed model.
+
+    `backbone_config` is a [`TokenRoutedConfig`], or its dict; it has the settings of the routers. Where the layers are,
+    and what experts share (`layer_path`, `shared_modules`), follows from it.
+
+    Raises:
+        ValueError: As in `MoTEConfig`; or if `backbone_config` is not that of a token-routed model, or a description
+            of the layers does not fit it.
+    """
+
+    model_type = "mote_hierarchical"
+    sub_configs: ClassVar[dict[str, Any]] = {"backbone_config": TokenRoutedConfig}
+
+    @property
+    def router_aux_loss_coef(self) -> float:
+        """Factor of the load-balancing loss, a setting of `backbone_config`."""
+        return self.backbone_config.router_aux_loss_coef
+
+    @router_aux_loss_coef.setter
+    def router_aux_loss_coef(self, value: float) -> None:
+        self.backbone_config.router_aux_loss_coef = value
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Fill in the defaults and validate."""
+        backbone: Any = self.backbone_config or {}
+        given = backbone.get("model_type", "") if isinstance(backbone, dict) else backbone.model_type
+        if given not in ("", TokenRoutedConfig.model_type):
+            raise ValueError(f"backbone_config must be that of a token-routed model, got {given!r}")
+        self.backbone_config = TokenRoutedConfig(**backbone) if isinstance(backbone, dict) else backbone
+        architecture = architecture_of(self.backbone_config)
+        described = {
+            "layer_path": f"backbone.{architecture.layer_path}",
+            "shared_modules": [*architecture.shared_modules],
+        }
+        for name, value in described.items():
+            if getattr(self, name) not in (None, value):
+                raise ValueError(f"{name} follows from backbone_config, it is {value!r}: leave it out")
+            setattr(self, name, value)
+        super().__post_init__(**kwargs)
+
+
+class HierarchicalMoTEModel(MoTEModel):
+    """A token-routed encoder in which whole sequences go through the expert of their task, and tokens through its own.
+
+    Args:
+        config: Backbone, experts, tasks.
+        backbone: A token-routed model to take over, as a dense one in `MoTEModel`.
+    """
+
+    config: HierarchicalMoTEConfig
+    config_class = HierarchicalMoTEConfig
+    output_class = TokenRoutedOutput
+    outputs = (*MoTEModel.outputs, "router_logits")
+
+    def __init__(self, config: HierarchicalMoTEConfig, backbone: PreTrainedModel | None = None) -> None:
+        super().__init__(
+            config, TokenRoutedModel._from_config(config.backbone_config) if backbone is None else backbone
+        )
+
+    def _shared_modules(self, layer: nn.Module) -> tuple[str, ...]:
+        paths = super()._shared_modules(layer)
+        return tuple(f"shared.{path}" for path in paths) if isinstance(layer, TokenRoutedBlock) else paths
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # as in `TokenRoutedModel`
+
+    def set_experts_implementation(self, experts_implementation: str | dict) -> None:
+        """As in the base class; a copy of an expert, which has a copy of the config, follows."""
+        super().set_experts_implementation(experts_implementation)
+        for module in self.modules():
+            if isinstance(module, FeedForwardExperts):
+                module.config = self.backbone.config  # type: ignore[assignment]
+
+    def _run_groups(
+        self, task: list[str] | None, task_ids: torch.Tensor | None, sequences: dict[str, torch.Tensor], kwargs: dict
+    ) -> BaseModelOutputWithPooling:
+        rows = next(iter(sequences.values())).shape[0]
+        if kwargs.get("balance_share") is None and rows:  # the groups of a batch make up one step
+            kwargs = {**kwargs, "balance_share": 1 / rows}
+        return super()._run_groups(task, task_ids, sequences, kwargs)
+
+
+HierarchicalMoTEConfig.register_for_auto_class()
+HierarchicalMoTEModel.register_for_auto_class("AutoModel")

@@ -1,0 +1,239 @@
+"""Task experts that are token-routed themselves: equal to their source at first, then each on its own."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.families import FAMILIES, batch, difference, family, make_different, rows_of
+from helpers.token_routing import (
+    backward,
+    fresh_hierarchical,
+    gradients,
+    same_gradients,
+    trained,
+    trained_hierarchical,
+    without_dropout,
+)
+
+from hierarchical_mote import HierarchicalMoTEConfig, HierarchicalMoTEModel
+from mote.experts import add, parameter_counts
+from token_routing_mote import FeedForwardExperts, load_balancing_loss
+
+TASKS = ["x", "y", "y", "x"]
+IMPLEMENTATIONS = ["eager", "batched_mm", "grouped_mm"]
+
+
+# At the start --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("routed", ["every", [1]])
+@pytest.mark.parametrize(
+    "name", [family(name, name in ("bert", "nomic_bert", "jina_embeddings_v3")) for name in FAMILIES]
+)
+def test_every_task_gives_the_source_exactly(name: str, routed: str | list[int], tmp_path: Path) -> None:
+    source, inputs = trained(name, mote_layers=routed, norm_topk_prob=False), batch()
+    model = fresh_hierarchical(source)
+    model.save_pretrained(tmp_path)
+    attention = source.backbone.config._attn_implementation
+    reloaded = HierarchicalMoTEModel.from_pretrained(tmp_path, attn_implementation=attention)
+    with torch.no_grad():
+        expected = source(**inputs, output_router_logits=True)
+        for one in (model, reloaded):
+            for task in ("x", "y"):
+                out = one(**inputs, task=task, output_router_logits=True)
+                assert difference(out.last_hidden_state, expected.last_hidden_state) == 0.0
+                for logits, other in zip(out.router_logits, expected.router_logits, strict=True):
+                    assert difference(logits, other) == 0.0
+
+
+@pytest.mark.parametrize("layers", [[0], [1]])
+def test_blocks_without_task_experts_stay_as_they_are(layers: list[int]) -> None:
+    source, inputs = trained("bert", mote_layers=[1]), batch()
+    model = make_different(fresh_hierarchical(source, mote_layers=layers))
+    other = f"backbone.encoder.layer.{1 - layers[0]}."
+    found = {key for key in model.state_dict() if key.startswith(f"backbone.{other}")}
+    assert found == {f"backbone.{key}" for key in source.state_dict() if key.startswith(other)}
+    with torch.no_grad():
+        outputs = [model(**inputs, task=task).pooler_output for task in ("x", "y")]
+    assert difference(*outputs) > 1e-3
+
+
+def test_keys_on_disk() -> None:
+    model = trained_hierarchical()
+    layer = "backbone.backbone.encoder.layer."
+    of_x = {key.removeprefix(f"{layer}1.experts.x.") for key in model.state_dict() if f"{layer}1.experts.x." in key}
+    norms = {
+        f"shared.{norm}.{kind}"
+        for norm in ("attention.output.LayerNorm", "output.LayerNorm")
+        for kind in ("weight", "bias")
+    }
+    stacks = {f"feed_forward.experts.{name}{bias}" for name in ("up_proj", "down_proj") for bias in ("", "_bias")}
+    assert of_x == {*norms, *stacks, "feed_forward.router.weight"}
+    assert f"{layer}1.shared.shared.attention.self.query.weight" in model.state_dict()
+    assert f"{layer}0.experts.y.intermediate.dense.weight" in model.state_dict()
+
+
+@pytest.mark.parametrize("experts", [["x"], ["x", "y"]])
+def test_parameter_counts(experts: list[str]) -> None:
+    source = trained("bert", mote_layers=[1])
+    of_source, counts = parameter_counts(source), parameter_counts(fresh_hierarchical(source, experts=experts))
+    assert counts["active"] == of_source["active"] < of_source["total"]  # 2 of the 4 networks of one task expert
+    assert counts["shared"] + counts["experts"]["x"] == of_source["total"]
+    assert counts["total"] == counts["shared"] + len(experts) * counts["experts"]["x"]
+
+
+# Two levels ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_router_decides_for_its_task_alone() -> None:
+    model, inputs = trained_hierarchical(), batch()
+    with torch.no_grad():
+        before = {task: model(**inputs, task=task).last_hidden_state for task in ("x", "y")}
+        model.blocks[1].experts["x"].feed_forward.router.weight.neg_()
+        after = {task: model(**inputs, task=task).last_hidden_state for task in ("x", "y")}
+    assert difference(before["x"], after["x"]) > 1e-3
+    assert difference(before["y"], after["y"]) == 0.0
+    assert difference(before["x"], before["y"]) > 1e-3
+
+
+@pytest.mark.parametrize("arguments", [{"task": TASKS}, {"task_ids": torch.tensor([0, 1, 1, 0])}])
+def test_a_mixed_batch_equals_separate_ones(arguments: dict[str, Any]) -> None:
+    model, inputs = trained_hierarchical(), batch()
+    with torch.no_grad():
+        mixed = model(**inputs, **arguments, output_router_logits=True, output_hidden_states=True)
+        for row, task in enumerate(TASKS):
+            length = int(inputs["attention_mask"][row].sum())
+            alone = {key: value[:, :length] for key, value in rows_of(inputs, row).items()}
+            out = model(**alone, task=task, output_router_logits=True)
+            assert difference(mixed.pooler_output[row], out.pooler_output[0]) <= 2e-6
+            assert difference(mixed.last_hidden_state[row, :length], out.last_hidden_state[0]) <= 2e-6
+            assert difference(mixed.router_logits[0][row, :length], out.router_logits[0][0]) <= 2e-6
+    assert [len(mixed.router_logits), len(mixed.hidden_states)] == [1, 3]
+    assert model(**inputs, **arguments).router_logits is None
+
+
+def test_only_the_experts_asked_for_are_loaded(tmp_path: Path) -> None:
+    model, inputs = trained_hierarchical(), batch()
+    model.save_pretrained(tmp_path)
+    one = HierarchicalMoTEModel.from_pretrained(tmp_path, experts=["y"])
+    assert not [key for key in one.state_dict() if ".experts.x." in key]
+    with torch.no_grad():
+        assert difference(one(**inputs, task="y").pooler_output, model(**inputs, task="y").pooler_output) == 0.0
+    with pytest.raises(ValueError, match="needs the expert 'x', which was not loaded"):
+        one(**inputs, task="x")
+
+
+def test_implementations_agree_in_all_experts_also_in_copies(tmp_path: Path) -> None:
+    model, inputs = trained_hierarchical("nomic_bert"), batch()
+    model.save_pretrained(tmp_path)
+    add(model, "z", "x")
+    outputs = []
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for implementation in IMPLEMENTATIONS:
+            one.set_experts_implementation(implementation)
+            stacks = [module for module in one.modules() if isinstance(module, FeedForwardExperts)]
+            assert [stack.config._experts_implementation for stack in stacks] == [implementation] * 3
+            with torch.no_grad():
+                outputs.append(one(**inputs, task="z").last_hidden_state)
+    for implementation in IMPLEMENTATIONS:
+        loaded = HierarchicalMoTEModel.from_pretrained(tmp_path, experts_implementation=implementation)
+        stacks = [module for module in loaded.modules() if isinstance(module, FeedForwardExperts)]
+        assert [stack.config._experts_implementation for stack in stacks] == [implementation] * 2
+        with torch.no_grad():
+            outputs.append(loaded(**inputs, task="x").last_hidden_state)
+    assert max(difference(out, outputs[0]) for out in outputs) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "auto"])
+def test_the_type_of_the_weights(dtype: Any, tmp_path: Path) -> None:
+    trained_hierarchical().to(torch.bfloat16 if dtype == "auto" else torch.float32).save_pretrained(tmp_path)
+    loaded = HierarchicalMoTEModel.from_pretrained(tmp_path, dtype=dtype)
+    assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}
+    assert loaded(**batch(), task="x").pooler_output.dtype == torch.bfloat16
+
+
+@pytest.mark.slow
+def test_compiled_equals_eager() -> None:
+    model, inputs = trained_hierarchical("nomic_bert"), batch()
+    with torch.no_grad():
+        expected = model(**inputs, task="x").pooler_output
+        model.compile(backend="eager")
+        assert difference(model(**inputs, task="x").pooler_output, expected) <= 1e-6
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_trains_the_expert_in_use_its_router_and_what_is_shared() -> None:
+    model = without_dropout(trained_hierarchical(router_aux_loss_coef=1.0))
+    before = {key: weight.clone() for key, weight in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    model(**batch(), task="x").pooler_output.square().sum().backward()
+    optimizer.step()
+    changed = {key for key, weight in model.state_dict().items() if not weight.equal(before[key])}
+    assert not [key for key in changed if ".experts.y." in key]
+    ours = {key for key in before if ".experts.y." not in key}
+    unused = {key for key in ours if "embeddings" in key}  # segments and positions have rows that no text has
+    assert ours - unused <= changed
+    assert "backbone.backbone.encoder.layer.1.experts.x.feed_forward.router.weight" in changed
+
+
+def test_the_loss_reaches_the_router_in_use() -> None:
+    """As plain autograd gives it to the formula, also for a batch of two tasks, whose groups make up one step."""
+    model, inputs = without_dropout(trained_hierarchical(router_aux_loss_coef=3.0)), batch()
+    without = copy.deepcopy(model)
+    without.config.router_aux_loss_coef = 0.0
+    for tasks, share, passes in (
+        ("x", None, {"x": 1.0}),
+        ("x", 0.125, {"x": 0.5}),
+        (["x", "y"] * 2, None, {"x": 0.5, "y": 0.5}),
+    ):
+        rows = rows_of(inputs, 1, 1, 1, 1)  # of one length, so that each task is one group
+        by_itself = backward(model, rows, task=tasks, **({} if share is None else {"balance_share": share}))
+        by_itself = {key: gradient for key, gradient in by_itself.items() if gradient is not None}
+        without.zero_grad()
+        loss = without(**rows, task=tasks).pooler_output.square().sum()
+        for task, weight in passes.items():
+            logits = without(**rows, task=task, output_router_logits=True).router_logits
+            loss = loss + 3.0 * weight * load_balancing_loss(logits, rows["attention_mask"])
+        loss.backward()
+        expected = {key: gradient for key, gradient in gradients(without).items() if gradient is not None}
+        same_gradients(by_itself, expected, 1e-4)
+        assert {task for task in ("x", "y") if any(f".{task}.feed_forward.router" in key for key in by_itself)} == {
+            *passes
+        }
+
+
+def test_gradients_with_checkpointing_are_the_same() -> None:
+    plain, inputs = trained_hierarchical(router_aux_loss_coef=3.0).train(), batch()
+    checkpointed = copy.deepcopy(plain)
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
+    calls: list[int] = []
+    checkpointed.blocks[1].experts["x"].feed_forward.register_forward_pre_hook(lambda *args: calls.append(1))
+    results = []
+    for model in (plain, checkpointed):
+        torch.manual_seed(0)  # the same dropout
+        found = backward(model, inputs, task="x")
+        results.append({key: gradient for key, gradient in found.items() if gradient is not None})
+    assert len(calls) == 2  # forward, and again
+    same_gradients(*results, 1e-7)
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"backbone_config": {"model_type": "bert"}}, "must be that of a token-routed model, got 'bert'"),
+        ({"layer_path": "layers", "shared_modules": ["self_attn"]}, "layer_path follows from backbone_config, it is"),
+        ({"backbone_config": {"num_experts_per_tok": 9}}, "from 1 to 4, the number of experts, got 9"),
+        ({"mote_layers": [12]}, "the backbone has 12 layers"),
+    ],
+)
+def test_invalid_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HierarchicalMoTEConfig(**settings)
