@@ -45,10 +45,10 @@ SETTINGS = [
     "training.batch_size=128",
     "training.bf16=true",
     "training.learning_rate=1.5e-4",
-    "model.max_length=64",
     "validation.limit=40",
 ]
-NEGATIVES = 2
+NEGATIVES = 1
+MAX_LENGTH = 32  # of texts in training, in tokens
 LIMIT = 100  # queries of each test set, with about ten documents for each
 
 
@@ -85,7 +85,8 @@ class Comparison:
         if not (folder / "model").exists():
             data = self.mined(variant) if variant in MARGINS else self.data
             negatives = NEGATIVES if variant in MARGINS else 0
-            rows = [{"path": f"retrieval/{name}", "limit": n, "negatives": negatives} for name, n in ROWS.items()]
+            common = {"negatives": negatives, "max_length": MAX_LENGTH}
+            rows = [{"path": f"retrieval/{name}", "limit": limit, **common} for name, limit in ROWS.items()]
             own = [f"tasks.retrieval.datasets={json.dumps(rows)}", f"training.seed={seed}", f"output={folder}"]
             mote.train(load_recipe("em", [f"model.source={self.source}", f"data.folder={data}", *SETTINGS, *own]))
         return folder / "model"
