@@ -15,6 +15,7 @@ from pydantic import BaseModel
 import mote
 from architectures_mote import ARCHITECTURES
 from mote.cli import app
+from mote.training.pretraining_recipe import PretrainingRecipe
 from mote.training.recipe import Recipe, shipped_recipes
 from mote.training.train import train
 
@@ -103,9 +104,10 @@ def all_settings(settings: type[BaseModel], prefix: str = "") -> Iterator[tuple[
             yield prefix + name, f"`{default}`".replace("e-06", "e-6")
 
 
-def test_every_setting_is_in_the_table_with_its_default() -> None:
-    table = GUIDE.split("## All settings", 1)[1]
-    assert re.findall(r"^\| `([^`]+)` \| ([^|]+) \| .*\w.* \|$", table, re.MULTILINE) == list(all_settings(Recipe))
+@pytest.mark.parametrize(("page", "settings"), [("training", Recipe), ("pretraining", PretrainingRecipe)])
+def test_every_setting_is_in_the_table_with_its_default(page: str, settings: type[BaseModel]) -> None:
+    table = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split("## All settings", 1)[1]
+    assert re.findall(r"^\| `([^`]+)` \| ([^|]+) \| .*\w.* \|$", table, re.MULTILINE) == list(all_settings(settings))
 
 
 def test_every_shipped_recipe_is_listed() -> None:

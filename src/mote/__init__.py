@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mote.inference.offloading import offload, restore
     from mote.inference.runtimes import load_exported
     from mote.training.memory import MemoryEstimate, estimate_memory
+    from mote.training.pretraining import pretrain
     from mote.training.train import train
     from mote.upcycling import UpcyclingOptions, UpcyclingPlan, plan_upcycling, upcycle
 
@@ -52,6 +53,7 @@ __all__ = [
     "model_meta",
     "offload",
     "plan_upcycling",
+    "pretrain",
     "prompts_of",
     "restore",
     "train",
@@ -79,6 +81,7 @@ _MODULES = {
     **dict.fromkeys(["offload", "restore"], "mote.inference.offloading"),
     "model_meta": "mote.evaluation.metadata",
     "prompts_of": "mote.checkpoints.sentence_transformers",
+    "pretrain": "mote.training.pretraining",
     "train": "mote.training.train",
     "transform": "mote.checkpoints.transform",
     "write_card": "mote.checkpoints.rewriting",

@@ -141,6 +141,7 @@ def _mote(
 _COMMANDS: dict[str, Callable[..., None]] = {
     "upcycle": commands.upcycle,
     "train": commands.train,
+    "pretrain": commands.pretrain,
     "evaluate": commands.evaluate,
     "analyze": commands.analyze,
     "embed": corpora.embed,

@@ -145,6 +145,33 @@ def train(
         training.train(recipe, overrides or [], overwrite=overwrite)
 
 
+def pretrain(
+    recipe: Annotated[str, typer.Argument(help="Recipe: a file, or the name of a shipped one.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Settings over those of the recipe.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read the data, print the plan, train nothing.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start again over a finished or interrupted run.")
+    ] = False,
+) -> None:
+    """Pre-train a model on plain text.
+
+    By masked language modelling. The same command resumes an interrupted run.
+    """
+    from transformers.utils import logging
+
+    with options.extra("train"):
+        from mote.training import pretraining
+
+    logging.disable_progress_bar()
+    if dry_run:
+        typer.echo(pretraining.plan_pretraining(recipe, overrides or []))
+        typer.echo("Dry run: nothing was trained.")
+    else:
+        pretraining.pretrain(recipe, overrides or [], overwrite=overwrite)
+
+
 def evaluate(
     models: options.Models,
     data: Annotated[str | None, typer.Option(metavar="FOLDER", help="Score on the test sets of a folder.")] = None,

@@ -56,7 +56,7 @@ def build_model(recipe: Recipe, source: Checkpoint, scratch: Path) -> tuple[Sent
             folder = scratch / START_FOLDER
             with processes().main_process_first(), _no_progress():
                 if not folder.exists():
-                    upcycle(source, folder, _options(settings))
+                    upcycle(source, folder, upcycling_options(settings))
         model = SentenceTransformer(str(folder), trust_remote_code=True, **_loading(settings))
         first: Any = model[0]
         names = first.config
@@ -100,24 +100,24 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
     settings = recipe.model
     if is_mote(source.config):
         names: Any = source.config
-        _check_mote(settings, names, source.is_local)
+        check_mote(settings, names, source.is_local)
         routing = token_routing(names)
         if recipe.training.fp16 and routing is not None and routing.router_aux_loss_coef:
             raise ValueError(NO_FP16)
     elif settings.kind == "dense":  # the tasks and instructions of a MoTE upcycled from it
         names = MoTEConfig(experts=settings.experts, tasks=settings.tasks)  # type: ignore[arg-type]  # None: default
         names.instructions |= instructions_from(st.source_prompts(source), names)
-        names.instructions |= _options(settings).instructions or {}
+        names.instructions |= upcycling_options(settings).instructions or {}
         names.validate()
     else:
-        names = plan_upcycling(source, options=_options(settings)).config
+        names = plan_upcycling(source, options=upcycling_options(settings)).config
     _check_tasks(recipe, names)
     if recipe.training.only_experts is not None:
         _check_only_experts(recipe, names, recipe.training.only_experts)
     return names
 
 
-def _check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> None:
+def check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> None:
     """Check that a source that is a MoTE already is the one that the recipe describes."""
     name = settings.source
     if settings.kind == "dense":
@@ -154,7 +154,7 @@ def _loading(settings: ModelSettings) -> dict[str, Any]:
     return {"model_kwargs": {"dtype": torch.float32, **attention}}  # also under mixed precision
 
 
-def _options(settings: ModelSettings) -> UpcyclingOptions:
+def upcycling_options(settings: ModelSettings) -> UpcyclingOptions:
     """Return the recipe's settings of upcycling."""
     instructions = settings.instruction_texts
     if not settings.instructions:

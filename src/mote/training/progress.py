@@ -173,6 +173,9 @@ class TaskProgress(ProgressCallback):
             losses = {task: f"{loss:.3f}" for task, loss in self.losses.items()}
             self.training_bar.set_postfix({**losses, "lr": f"{logs['learning_rate']:.1e}"})
 
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+        """Show no bar of held-out texts."""
+
     def close(self) -> None:
         """Close the bar, also of a run that was stopped."""
         if self.training_bar is not None:
@@ -188,6 +191,7 @@ class RunCallback(TrainerCallback):
         losses: Training set → its loss.
         metadata: What each checkpoint records about the run.
         scaled: Whether gradients are scaled and may overflow now and then, as in fp16.
+        unit: What a row is, for the log's rate.
     """
 
     def __init__(
@@ -197,9 +201,10 @@ class RunCallback(TrainerCallback):
         losses: dict[str, TrackedLoss],
         metadata: dict[str, Any],
         scaled: bool,
+        unit: str = "pairs",
     ) -> None:
         self.tracker, self.folder, self.losses, self.metadata = tracker, folder, losses, metadata
-        self.scaled = scaled
+        self.scaled, self.unit = scaled, unit
         self.timed: dict[str, float] = defaultdict(float)
         self.started = self.begun = 0.0
 
@@ -233,7 +238,7 @@ class RunCallback(TrainerCallback):
         if "grad_norm" in logs:
             rate = round(self.timed["rows"] / self.timed["seconds"], 1)
             line = {**self.tracker.last, "learning_rate": logs["learning_rate"], "grad_norm": logs["grad_norm"]}
-            line["pairs_per_second"] = rate
+            line[f"{self.unit}_per_second"] = rate
         else:
             line = {key: value for key, value in logs.items() if key.startswith("eval_validation")}
         if line and state.is_world_process_zero:

@@ -11,7 +11,8 @@ import typing
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from pkgutil import resolve_name
+from typing import Any, ClassVar, Literal, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
@@ -196,19 +197,14 @@ class DataSettings(Settings):
         return Path(self.folder)
 
 
-class TrainingSettings(Settings):
-    """`SentenceTransformerTrainingArguments`, by their own names, and five settings of ours.
+class TrainerSettings(Settings):
+    """Arguments of a trainer, by their own names, and the batch size.
 
     The trainer's arguments that are listed here have another default, or are checked more closely; all others are
-    accepted as well, with the trainer's default. Ours are the first five.
+    accepted as well, with the trainer's default.
 
     Attributes:
         batch_size: Rows of a step, over all processes.
-        mini_batch_size: Rows of a forward pass, with gradient caching. Default: no caching.
-        only_experts: Experts to train; everything else is frozen. Default: the whole model.
-        cross_device_negatives: Whether the rows of all processes are negatives of one another.
-        matryoshka: Dimensions to which embeddings can be truncated, or `halves`: the model's own, its half, and so on
-            down to 64.
         num_train_epochs: Passes over the data.
         max_steps: Number of steps, in place of the epochs; -1: as many as the epochs have.
         learning_rate: Peak learning rate.
@@ -228,10 +224,6 @@ class TrainingSettings(Settings):
     model_config = ConfigDict(extra="allow")
 
     batch_size: int = Field(default=6144, ge=2)
-    mini_batch_size: int | None = Field(default=None, ge=1)
-    only_experts: list[str] | None = Field(default=None, min_length=1)
-    cross_device_negatives: bool = True
-    matryoshka: list[int] | Literal["halves"] | None = None
     num_train_epochs: float = Field(default=1, gt=0)
     max_steps: int = Field(default=-1, ge=-1)
     learning_rate: float = Field(default=5e-6, gt=0)
@@ -247,23 +239,14 @@ class TrainingSettings(Settings):
     logging_steps: float = Field(default=1, gt=0)
     eval_steps: float | None = Field(default=None, gt=0)
 
-    OURS: ClassVar[tuple[str, ...]] = (
-        "batch_size",
-        "mini_batch_size",
-        "only_experts",
-        "cross_device_negatives",
-        "matryoshka",
-    )
+    ARGUMENTS: ClassVar[str] = "transformers.TrainingArguments"
+    OURS: ClassVar[tuple[str, ...]] = ("batch_size",)
     RESERVED: ClassVar[dict[str, str]] = {
         **dict.fromkeys(
             ("per_device_train_batch_size", "gradient_accumulation_steps", "auto_find_batch_size"),
-            "a step is one whole batch; set training.batch_size, and training.mini_batch_size to save memory",
+            "a step is one whole batch; set training.batch_size",
         ),
-        **dict.fromkeys(("batch_sampler", "multi_dataset_batch_sampler"), "set tasks.NAME.batches"),
         **dict.fromkeys(("logging_strategy", "logging_nan_inf_filter"), "set training.logging_steps"),
-        **dict.fromkeys(
-            ("prompts", "router_mapping"), "set model.instruction_texts, and tasks.NAME.anchor and positive"
-        ),
         **dict.fromkeys(
             ("resume_from_checkpoint", "save_only_model"), "the same command resumes from the last checkpoint"
         ),
@@ -286,13 +269,13 @@ class TrainingSettings(Settings):
                 continue
             if key in cls.RESERVED:
                 raise ValueError(f"{key!r} cannot be set here: {cls.RESERVED[key]}")
-            known = _trainer_types()
+            known = _argument_types(cls.ARGUMENTS)
             if key not in known:
                 nearest = difflib.get_close_matches(str(key), [*cls.model_fields, *known], n=1)
                 hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
                 raise ValueError(
                     f"unknown key {key!r}.{hint} Known are {', '.join(cls.OURS)}, and the arguments of "
-                    "SentenceTransformerTrainingArguments"
+                    f"{cls.ARGUMENTS.rpartition('.')[2]}"
                 )
             try:
                 checked[key] = TypeAdapter(known[key], config=_ANY_TYPE).validate_python(value)
@@ -301,7 +284,7 @@ class TrainingSettings(Settings):
         return checked
 
     @model_validator(mode="after")
-    def _one_precision(self) -> "TrainingSettings":
+    def _one_precision(self) -> "TrainerSettings":
         if self.bf16 and self.fp16:
             raise ValueError("bf16 and fp16 are mutually exclusive")
         return self
@@ -319,13 +302,49 @@ class TrainingSettings(Settings):
         return {key: value for key, value in self if key not in (*self.OURS, "gradient_checkpointing")}
 
 
-@functools.cache
-def _trainer_types() -> dict[str, Any]:
-    """Return the trainer's arguments → their types."""
-    from sentence_transformers import SentenceTransformerTrainingArguments  # takes seconds
+class TrainingSettings(TrainerSettings):
+    """`SentenceTransformerTrainingArguments`, by their own names, and five settings of ours: `batch_size`, and these.
 
-    hints = typing.get_type_hints(SentenceTransformerTrainingArguments)
-    return {name: hints[name] for name in SentenceTransformerTrainingArguments.__dataclass_fields__}
+    Attributes:
+        mini_batch_size: Rows of a forward pass, with gradient caching. Default: no caching.
+        only_experts: Experts to train; everything else is frozen. Default: the whole model.
+        cross_device_negatives: Whether the rows of all processes are negatives of one another.
+        matryoshka: Dimensions to which embeddings can be truncated, or `halves`: the model's own, its half, and so on
+            down to 64.
+    """
+
+    mini_batch_size: int | None = Field(default=None, ge=1)
+    only_experts: list[str] | None = Field(default=None, min_length=1)
+    cross_device_negatives: bool = True
+    matryoshka: list[int] | Literal["halves"] | None = None
+
+    ARGUMENTS: ClassVar[str] = "sentence_transformers.SentenceTransformerTrainingArguments"
+    OURS: ClassVar[tuple[str, ...]] = (
+        "batch_size",
+        "mini_batch_size",
+        "only_experts",
+        "cross_device_negatives",
+        "matryoshka",
+    )
+    RESERVED: ClassVar[dict[str, str]] = {
+        **TrainerSettings.RESERVED,
+        **dict.fromkeys(
+            ("per_device_train_batch_size", "gradient_accumulation_steps", "auto_find_batch_size"),
+            "a step is one whole batch; set training.batch_size, and training.mini_batch_size to save memory",
+        ),
+        **dict.fromkeys(("batch_sampler", "multi_dataset_batch_sampler"), "set tasks.NAME.batches"),
+        **dict.fromkeys(
+            ("prompts", "router_mapping"), "set model.instruction_texts, and tasks.NAME.anchor and positive"
+        ),
+    }
+
+
+@functools.cache
+def _argument_types(name: str) -> dict[str, Any]:
+    """Return the arguments of a trainer → their types; importing them takes seconds."""
+    arguments = resolve_name(name)
+    hints = typing.get_type_hints(arguments)
+    return {name: hints[name] for name in arguments.__dataclass_fields__}
 
 
 class ValidationSettings(Settings):
@@ -363,6 +382,8 @@ class Recipe(Settings):
     validation: ValidationSettings = ValidationSettings()
     output: str = ""
 
+    PLACE: ClassVar[Any] = SHIPPED
+
     @field_validator("tasks")
     @classmethod
     def _at_least_one(cls, tasks: dict[str, TaskSettings]) -> dict[str, TaskSettings]:
@@ -376,17 +397,25 @@ class Recipe(Settings):
         return self
 
 
-def shipped_recipes() -> list[str]:
-    """List the recipes that come with the package."""
-    return sorted(entry.name.removesuffix(".yaml") for entry in SHIPPED.iterdir() if entry.name.endswith(".yaml"))
+def shipped_recipes(place: Any = SHIPPED) -> list[str]:
+    """List the recipes that come with the package, of training or of another kind."""
+    return sorted(entry.name.removesuffix(".yaml") for entry in place.iterdir() if entry.name.endswith(".yaml"))
 
 
-def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+AnyRecipe = TypeVar("AnyRecipe", bound=Settings)
+
+
+def load_recipe(
+    recipe: str | Path,
+    overrides: Sequence[str] = (),
+    kind: type[AnyRecipe] = Recipe,  # type: ignore[assignment]  # of the default
+) -> AnyRecipe:
     """Read a recipe.
 
     Args:
         recipe: File, or name of a shipped recipe.
         overrides: `key=value`, with a dotted key and a value in YAML.
+        kind: What it is a recipe of.
 
     Returns:
         The complete recipe.
@@ -395,7 +424,7 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         FileNotFoundError: If there is no such recipe; the message lists the shipped ones.
         ValueError: If the recipe is invalid; the message lists every error.
     """
-    settings = _read(str(recipe))
+    settings = _read(str(recipe), kind.PLACE)  # type: ignore[attr-defined]
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
@@ -407,10 +436,14 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
                 parent[part] = {}
             parent = parent[part]
         parent[name] = _parse_yaml(value, f"override {override!r}")
-    return parse_recipe(settings, str(recipe))
+    return parse_recipe(settings, str(recipe), kind)
 
 
-def parse_recipe(settings: dict[str, Any], name: str = "recipe") -> Recipe:
+def parse_recipe(
+    settings: dict[str, Any],
+    name: str = "recipe",
+    kind: type[AnyRecipe] = Recipe,  # type: ignore[assignment]  # of the default
+) -> AnyRecipe:
     """Validate settings, and fill in the defaults.
 
     Raises:
@@ -421,7 +454,7 @@ def parse_recipe(settings: dict[str, Any], name: str = "recipe") -> Recipe:
     if isinstance(settings.get("tasks"), dict):  # `null` removes a task of the recipe that is extended
         settings["tasks"] = {task: value for task, value in settings["tasks"].items() if value is not None}
     try:
-        return Recipe.model_validate(settings)
+        return kind.model_validate(settings)
     except ValidationError as error:
         errors = []
         for fault in error.errors():
@@ -432,16 +465,16 @@ def parse_recipe(settings: dict[str, Any], name: str = "recipe") -> Recipe:
         raise ValueError("\n".join([f"The recipe {name} is invalid:", *errors])) from None
 
 
-def _read(recipe: str, base: Path | None = None, extended_by: tuple[str, ...] = ()) -> dict[str, Any]:
+def _read(recipe: str, place: Any, base: Path | None = None, extended_by: tuple[str, ...] = ()) -> dict[str, Any]:
     """Read a recipe's settings over those that it extends; that one is looked up next to it first."""
     path = Path(recipe) if base is None else base / recipe
     found = next((candidate for candidate in (path, path.with_name(path.name + ".yaml")) if candidate.is_file()), None)
     if found is not None:
         text, folder = found.read_text(encoding="utf-8"), found.parent
-    elif recipe in shipped_recipes():
-        text, folder = (SHIPPED / f"{recipe}.yaml").read_text(encoding="utf-8"), None
+    elif recipe in shipped_recipes(place):
+        text, folder = (place / f"{recipe}.yaml").read_text(encoding="utf-8"), None
     else:
-        raise FileNotFoundError(f"There is no recipe {recipe!r}." + alternatives(recipe, shipped_recipes()))
+        raise FileNotFoundError(f"There is no recipe {recipe!r}." + alternatives(recipe, shipped_recipes(place)))
     settings = _parse_yaml(text, f"recipe {recipe}")
     if not isinstance(settings, dict):
         raise ValueError(f"The recipe {recipe} must be a mapping of keys to values, got {type(settings).__name__}")  # noqa: TRY004
@@ -449,7 +482,7 @@ def _read(recipe: str, base: Path | None = None, extended_by: tuple[str, ...] = 
         extended = str(settings["extends"])
         if extended in extended_by:
             raise ValueError(f"The recipe {extended} extends itself, through {', '.join(extended_by)}")
-        settings = _merged(_read(extended, folder, (*extended_by, extended)), settings)
+        settings = _merged(_read(extended, place, folder, (*extended_by, extended)), settings)
     return settings
 
 

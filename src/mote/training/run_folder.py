@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from mote.training.pretraining_recipe import AnyRecipe
 from mote.training.progress import CHECKPOINT_FILE
-from mote.training.recipe import Recipe
 
 try:
     import fcntl
@@ -62,7 +62,7 @@ class RunFolder:
         complete = [folder for folder in self.checkpoints.glob("checkpoint-*") if (folder / CHECKPOINT_FILE).is_file()]
         return max(complete, key=step_of, default=None)
 
-    def check(self, recipe: Recipe) -> None:
+    def check(self, recipe: AnyRecipe) -> None:
         """Check that a run of the recipe may write here.
 
         Raises:
@@ -84,7 +84,7 @@ class RunFolder:
         with tempfile.TemporaryDirectory(dir=existing):
             pass
 
-    def open(self, recipe: Recipe, overwrite: bool) -> Path | None:
+    def open(self, recipe: AnyRecipe, overwrite: bool) -> Path | None:
         """Return the checkpoint from which a run of the recipe resumes here, if there is one. Changes nothing.
 
         Args:
@@ -142,7 +142,7 @@ class RunFolder:
         """Remove a start model that a killed run has left."""
         shutil.rmtree(self.path / START_FOLDER, ignore_errors=True)
 
-    def begin(self, recipe: Recipe, checkpoint: Path | None) -> None:
+    def begin(self, recipe: AnyRecipe, checkpoint: Path | None) -> None:
         """Make this the folder of the recipe's run: remove checkpoints other than those it resumes from."""
         self.path.mkdir(parents=True, exist_ok=True)
         for folder in self.checkpoints.glob("checkpoint-*"):
@@ -194,7 +194,7 @@ def _release_in_child() -> None:
 os.register_at_fork(after_in_child=_release_in_child)
 
 
-def fixed_settings(recipe: Recipe) -> dict[str, Any]:
+def fixed_settings(recipe: AnyRecipe) -> dict[str, Any]:
     """Return the settings that must not change when a run is resumed, as dotted keys."""
     flat = _flat(recipe.model_dump(mode="json"))
     return {key: value for key, value in flat.items() if key not in FREE_SETTINGS}
@@ -221,6 +221,6 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def as_yaml(recipe: Recipe) -> str:
+def as_yaml(recipe: AnyRecipe) -> str:
     """Return the complete recipe as YAML."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

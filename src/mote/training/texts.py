@@ -1,0 +1,242 @@
+"""Texts of pre-training: read, cleaned, and made into masked batches.
+
+What is masked in a text follows from the seed, the epoch and the text's place alone, so a run that is resumed masks
+what it would have masked.
+"""
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, TrainerCallback
+
+from mote.data.columns import check_row, find_columns
+from mote.data.rows import Location, Row, find_datasets, read_rows, read_text_lines
+from mote.reporting import table
+from mote.training.cleaning import SHOWN_ERRORS, DatasetReport, text_id
+from mote.training.pretraining_recipe import MaskingSettings, PretrainingRecipe, TextDatasetSettings
+
+TEXT_FILES = (".txt", ".txt.gz")
+
+
+@dataclass
+class TextData:
+    """Task → texts to train on, and held-out ones; and a report for each dataset."""
+
+    texts: dict[str, list[str]]
+    held_out: dict[str, list[str]]
+    reports: list[DatasetReport]
+
+    def __str__(self) -> str:
+        """A table with a line for each dataset, then the remarks."""
+        rows = [
+            (
+                one.task,
+                one.name,
+                *map("{:,}".format, (one.read, one.invalid, one.held_out, sum(one.dropped.values()), one.used)),
+            )
+            for one in self.reports
+        ]
+        header = ["task", "dataset", "rows", "invalid", "held out", "dropped", "texts"]
+        remarks = (remark for report in self.reports for remark in report.remarks())
+        return "\n".join([table(header, rows, align="llrrrrr"), *remarks])
+
+    def hashes(self) -> dict[str, str]:
+        """Return a content hash of each task's texts."""
+        hashes = {}
+        for task, texts in self.texts.items():
+            digest = blake2b(digest_size=8)
+            for text in texts:
+                digest.update(f"{text}\0".encode())
+            hashes[task] = digest.hexdigest()
+        return hashes
+
+
+def load_texts(recipe: PretrainingRecipe) -> TextData:
+    """Read everything that a recipe of pre-training trains on.
+
+    A text counts once for each task. A share of all texts is held out, by a hash of the text: the same for all tasks.
+
+    Raises:
+        FileNotFoundError: If a dataset does not exist.
+        ValueError: If a dataset has too many invalid rows or lacks a column; if a task has no text.
+    """
+    data = TextData({}, {}, [])
+    for name, task in recipe.tasks.items():
+        seen: set[int] = set()
+        used: list[str] = []
+        held_out: list[tuple[int, str]] = []
+        for settings in task.datasets:
+            for location in _find(settings, recipe.data.place):
+                report = DatasetReport(location.name, name)
+                texts = _read(location, task.texts, recipe.data.max_invalid_fraction, report)
+                new = {text_id(text): text for text in texts}
+                new = {number: text for number, text in new.items() if number not in seen}
+                report.drop("repeated", len(texts) - len(new))
+                seen |= new.keys()
+                apart = {key for key in new if (key + 2**63) / 2**64 < recipe.validation.share}
+                held_out += [(key, new[key]) for key in apart]
+                kept = [text for key, text in new.items() if key not in apart]
+                limit = settings.limit or recipe.data.limit
+                if limit is not None and len(kept) > limit:
+                    report.drop("over the limit", len(kept) - limit)
+                    sample = random.Random(f"{recipe.training.seed} limit {location.name}")
+                    kept = [kept[number] for number in sorted(sample.sample(range(len(kept)), limit))]
+                report.held_out, report.used = len(apart), len(kept)
+                used += kept
+                data.reports.append(report)
+        if not used:
+            raise ValueError(f"tasks.{name}: no text is left to train on")
+        data.texts[name] = used
+        data.held_out[name] = [text for _, text in sorted(held_out)[: recipe.validation.limit]]
+    return data
+
+
+def _find(settings: TextDatasetSettings, folder: Path) -> list[Location[TextDatasetSettings]]:
+    """Find datasets as `find_datasets` does, and files of plain text."""
+    if not settings.path.endswith(TEXT_FILES):
+        return find_datasets(settings, folder)
+    files = [folder / settings.path] if (folder / settings.path).exists() else sorted(folder.glob(settings.path))
+    if not files:
+        raise FileNotFoundError(f"There is no text file {folder / settings.path}")
+    return [Location(file.name.removesuffix(".gz").removesuffix(".txt"), settings, (file,)) for file in files]
+
+
+def _read(location: Location[Any], wanted: str, max_invalid_fraction: float, report: DatasetReport) -> list[str]:
+    """Read the texts of a dataset.
+
+    Raises:
+        ValueError: If a column is missing, too many rows are invalid, or none is left.
+    """
+    if location.files and location.files[0].name.endswith(TEXT_FILES):
+        rows = [Row(where, {"text": line}) for where, line in read_text_lines(location.files[0])]
+    else:
+        rows = list(read_rows(location))
+    present = sorted({column for row in rows for column in row.content})
+    if not present:
+        raise ValueError(f"{location.name} has no rows, or none with columns")
+    columns = find_columns(location.settings, present, location.name)
+    if wanted != "all" and "positive" not in columns.names:
+        raise ValueError(f"{location.name} has single texts, not pairs: leave out `texts: {wanted}`")
+    texts: list[str] = []
+    errors = []
+    for row in rows:
+        try:
+            if row.fault:
+                raise ValueError(row.fault)
+            example = check_row(row.content, columns)
+        except ValueError as error:
+            errors.append(f"{row.where}: {error}")
+            continue
+        texts += [example.anchor] if wanted != "positives" else []
+        texts += example.positives if wanted != "anchors" else ()
+        texts += example.negatives if wanted == "all" else ()
+    report.read, report.invalid, report.errors = len(rows), len(errors), errors[:SHOWN_ERRORS]
+    if len(errors) > max_invalid_fraction * len(rows) or not texts:
+        raise ValueError(
+            f"{location.name}: {len(errors):,} of {len(rows):,} rows are invalid; allowed is a fraction of "
+            f"{max_invalid_fraction:g} (data.max_invalid_fraction). The first ones:\n  " + "\n  ".join(report.errors)
+        )
+    return texts
+
+
+class TextRows(Dataset):
+    """Tokenized texts of several tasks, each with what its masks are drawn from.
+
+    Args:
+        texts: Task → its texts.
+        prefixes: Task → text in front of each, for tasks that have one.
+        task_ids: Task → its index in the config; None: a text's task makes no difference.
+        tokenizer: The model's, which truncates to its `model_max_length`.
+        seed: Seed of the masks.
+        offsets: Whether to return the places of tokens, for whole words.
+
+    Attributes:
+        epoch: The epoch, for other masks in each.
+    """
+
+    def __init__(
+        self,
+        texts: Mapping[str, Sequence[str]],
+        prefixes: Mapping[str, str],
+        task_ids: Mapping[str, int] | None,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
+        offsets: bool,
+    ) -> None:
+        self.rows = [(task, text) for task, found in texts.items() for text in found]
+        self.prefixes, self.task_ids, self.tokenizer = prefixes, task_ids, tokenizer
+        self.seed, self.offsets, self.epoch = seed, offsets, 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        task, text = self.rows[index]
+        encoded = self.tokenizer(
+            self.prefixes.get(task, "") + text,
+            truncation=True,
+            return_special_tokens_mask=True,
+            return_offsets_mapping=self.offsets,
+        )
+        ids = {} if self.task_ids is None else {"task_ids": self.task_ids[task]}
+        return {**encoded, **ids, "draw": f"{self.seed} {self.epoch} {index}"}
+
+
+class NewMasks(TrainerCallback):
+    """Tells the rows the epoch: accelerate does not, where an epoch is resumed or several processes share it."""
+
+    def __init__(self, rows: TextRows) -> None:
+        self.rows = rows
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Set the epoch."""
+        self.rows.epoch = int(state.epoch)
+
+
+class Masking(DataCollatorForLanguageModeling):
+    """Transformers' collator, whose masks are drawn anew for each batch from what its rows say.
+
+    Args:
+        tokenizer: The model's.
+        settings: Which tokens are masked.
+
+    Raises:
+        ValueError: If the tokenizer has no mask, or does not show where words end.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: MaskingSettings) -> None:
+        if settings.whole_words and not _shows_words(tokenizer):
+            raise ValueError(
+                "masking.whole_words needs a tokenizer that knows the offsets of its tokens, without the spaces "
+                f"between words: {type(tokenizer).__name__} does not"
+            )
+        whole: dict[str, Any] = {"whole_word_mask": True, "mask_replace_prob": 1.0, "random_replace_prob": 0.0}
+        super().__init__(tokenizer, mlm_probability=settings.rate, **(whole if settings.whole_words else {}))
+
+    def torch_call(self, examples: list[Any]) -> dict[str, Any]:
+        """Mask a batch."""
+        draws = "\n".join(example.pop("draw") for example in examples)
+        seed = int.from_bytes(blake2b(draws.encode(), digest_size=7).digest(), "big")
+        self.generator = torch.Generator().manual_seed(seed)
+        if self.whole_word_mask:  # the tokenizer does not pad these
+            length = max(len(example["input_ids"]) for example in examples)
+            for example in examples:
+                offsets = example["offset_mapping"]
+                padding = [(0, 0)] * (length - len(offsets))
+                left = self.tokenizer.padding_side == "left"
+                example["offset_mapping"] = [*padding, *offsets] if left else [*offsets, *padding]
+        return super().torch_call(examples)
+
+
+def _shows_words(tokenizer: PreTrainedTokenizerBase) -> bool:
+    if not tokenizer.is_fast:
+        return False
+    offsets = tokenizer("one two", add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    return any(before[1] < after[0] for before, after in itertools.pairwise(offsets))

@@ -1,0 +1,324 @@
+"""Pre-training: texts and masks, runs, resuming, and what is refused."""
+
+import gzip
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoints import dense_checkpoint, edit_json, files_in, read_json, tiny_tokenizer
+from helpers.families import batch
+from helpers.paths import EXAMPLE_DATA, ROOT
+from helpers.runs import environment, weights
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+from mote import upcycle
+from mote.checkpoints.provenance import read_steps
+from mote.cli import main
+from mote.training.pretraining import plan_pretraining, pretrain
+from mote.training.pretraining_recipe import MaskingSettings, PretrainingRecipe
+from mote.training.progress import NonFiniteError, RunCallback, read_log
+from mote.training.recipe import load_recipe
+from mote.training.texts import Masking, TextRows, load_texts
+
+TASKS = {"search_query", "search_document", "classification", "clustering"}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint with its head, that draws random numbers while it trains."""
+    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    folder = dense_checkpoint(tmp_path_factory.mktemp("source") / "tiny", head="mlm", **dropout)
+    edit_json(folder / "tokenizer_config.json", model_max_length=24)
+    return folder
+
+
+def settings(source: Path, out: Path, *more: str) -> list[str]:
+    """Two epochs of 6 steps."""
+    return [
+        f"model.source={source}",
+        f"data.folder={EXAMPLE_DATA}",
+        f"output={out}",
+        "data.limit=12",
+        "training.batch_size=16",
+        "training.num_train_epochs=2",
+        "training.learning_rate=1e-3",
+        "training.save_steps=2",
+        "validation.limit=8",
+        *more,
+    ]
+
+
+def recipe(*overrides: str) -> PretrainingRecipe:
+    return load_recipe("mlm", ["model.source=x", f"data.folder={EXAMPLE_DATA}", *overrides], PretrainingRecipe)
+
+
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop runs after a step, as Ctrl-C does."""
+    end = RunCallback.on_step_end
+
+    def on_step_end(self: RunCallback, args: Any, state: Any, control: Any, **others: Any) -> None:
+        end(self, args, state, control, **others)
+        if state.global_step == step:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunCallback, "on_step_end", on_step_end)
+
+
+@pytest.fixture(scope="module")
+def run(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was never stopped."""
+    out = tmp_path_factory.mktemp("run") / "run"
+    pretrain("mlm", settings(source, out))
+    return out
+
+
+# Runs ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run(run: Path, source: Path) -> None:
+    assert {path.name for path in run.iterdir()} == {"model", "log.jsonl", "recipe.yaml"}
+    assert {"masked_lm_mote.py", "recipe.yaml", "curves.png", "README.md"} <= files_in(run / "model")
+    step = read_steps(run / "model")[-1]
+    assert (step["step"], step["steps"], step["command"]) == ("pretrain", 12, "mote pretrain recipe.yaml")
+    assert {task: seen["texts"] for task, seen in step["tasks"].items()} == dict.fromkeys(TASKS, 48)
+    assert step["loss"]["after"].keys() == TASKS
+    assert all(step["loss"]["after"][task] < loss for task, loss in step["loss"]["before"].items())
+    log = read_log(run)
+    assert [line["step"] for line in log] == [*range(1, 13)]
+    assert all(line["texts_per_second"] > 0 for line in log)
+    assert "pre-trained by masked language modelling (recipe `mlm`) from" in (run / "model" / "README.md").read_text()
+    model = AutoModelForMaskedLM.from_pretrained(run / "model", trust_remote_code=True)
+    logits = {task: model(**batch(), task=task).logits for task in TASKS}
+    assert len({logit.sum().item() for logit in logits.values()}) == 4
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_a_stopped_run_ends_as_if_it_had_not_been(
+    run: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of the second epoch, whose order and masks are other than the first's."""
+    with monkeypatch.context() as patch:
+        stop_after(9, patch)
+        with pytest.raises(KeyboardInterrupt, match=r"checkpoint-8; the same command resumes from it\."):
+            pretrain("mlm", settings(source, tmp_path / "run"))
+    assert not (tmp_path / "run" / "model").exists()
+    model = pretrain("mlm", settings(source, tmp_path / "run"))
+    found, expected = weights(model), weights(run / "model")
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(weight) for name, weight in expected.items())
+    assert [line["loss"] for line in read_log(tmp_path / "run")] == [line["loss"] for line in read_log(run)]
+    step = read_steps(model)[-1]
+    assert step["resumed_from_step"] == 8
+    assert step["tasks"] == read_steps(run / "model")[-1]["tasks"]
+    with pytest.raises(FileExistsError, match="holds a finished run"):
+        pretrain("mlm", settings(source, tmp_path / "run"))
+
+
+def test_a_killed_run(run: Path, source: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mote", "pretrain", "mlm", *settings(source, tmp_path / "run")]
+    process = subprocess.Popen(command, env=environment(tmp_path), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    begun = time.monotonic()
+    while not list((tmp_path / "run").glob("checkpoints/*/checkpoint.json")) and process.poll() is None:
+        assert time.monotonic() - begun < 120
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    subprocess.run(command, env=environment(tmp_path), check=True, capture_output=True)
+    found = weights(tmp_path / "run" / "model")
+    assert all(found[name].equal(weight) for name, weight in weights(run / "model").items())
+
+
+def test_two_processes(source: Path, tmp_path: Path) -> None:
+    """DDP: all see other texts, and the counts are those of all."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        f"--master_port={port}",
+        "-m",
+        "mote",
+    ]
+    arguments = settings(source, tmp_path / "run", "training.max_steps=4")
+    env = environment(tmp_path)
+    done = subprocess.run(
+        [*command, "pretrain", "mlm", *arguments], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    step = read_steps(tmp_path / "run" / "model")[-1]
+    assert (step["processes"], step["steps"]) == (2, 4)
+    assert sum(seen["texts"] for seen in step["tasks"].values()) == 64
+
+
+def test_a_token_routed_model_with_a_new_head(tmp_path: Path) -> None:
+    source = dense_checkpoint(tmp_path / "tiny")
+    more = ["model.kind=token_routed", "model.new_head=true", "training.max_steps=2", "validation.share=0"]
+    model = AutoModelForMaskedLM.from_pretrained(
+        pretrain("mlm", settings(source, tmp_path / "run", *more)), trust_remote_code=True
+    )
+    assert type(model).__name__ == "TokenRoutedForMaskedLM"
+    assert read_steps(tmp_path / "run" / "model")[-1]["loss"] == {"before": None, "after": None}
+
+
+def test_a_mote_is_pretrained_further(run: Path, tmp_path: Path) -> None:
+    model = pretrain(
+        "mlm", settings(run / "model", tmp_path / "run", "training.max_steps=2", "masking.whole_words=true")
+    )
+    assert [step["step"] for step in read_steps(model)][-2:] == ["pretrain", "pretrain"]
+
+
+def test_a_dry_run(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pretrain", "mlm", *settings(source, tmp_path / "run"), "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "96 texts; 12 steps, 2 of them warmup; a checkpoint every 2" in printed
+    assert not (tmp_path / "run").exists()
+
+
+# Texts and masks -----------------------------------------------------------------------------------------------------
+
+
+def test_texts(tmp_path: Path) -> None:
+    pairs = [{"query": f"question {i}", "answer": f"answer {i}", "negative": f"no {i}"} for i in range(50)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*pairs, pairs[0]]))
+    with gzip.open(tmp_path / "plain.txt.gz", "wt") as file:
+        file.write("one\n\n two \none\n")
+    both = "{datasets: [pairs.jsonl, plain.txt.gz]}"
+    data = load_texts(
+        recipe(
+            f"data.folder={tmp_path}",
+            "tasks.search_query={datasets: [pairs.jsonl], texts: anchors}",
+            "tasks.search_document={datasets: [pairs.jsonl], texts: positives}",
+            f"tasks.clustering={both}",
+            "tasks.classification=null",
+            "validation.share=0.2",
+        )
+    )
+    everything = {task: {*data.texts[task], *data.held_out[task]} for task in data.texts}
+    assert everything["search_query"] == {row["query"] for row in pairs}
+    assert everything["search_document"] == {row["answer"] for row in pairs}
+    assert everything["clustering"] == {text for row in pairs for text in row.values()} | {"one", " two "}
+    held_out = {text for texts in data.held_out.values() for text in texts}
+    assert len(held_out) > 5
+    assert not held_out & {text for texts in data.texts.values() for text in texts}
+    assert [report.dropped.get("repeated") for report in data.reports] == [1, 1, 3, 1]
+
+
+@pytest.mark.parametrize("whole_words", [False, True])
+def test_masks(whole_words: bool, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path))
+    texts = {"a": ["abc def ghi jkl mno"] * 300, "b": ["xy z"] * 100}
+    rows = TextRows(texts, {"b": "pre: "}, {"a": 3, "b": 1}, tokenizer, 5, whole_words)
+    collator = Masking(tokenizer, MaskingSettings(rate=0.3, whole_words=whole_words))
+    found = collator([rows[i] for i in range(400)])
+    assert found["task_ids"].tolist() == [3] * 300 + [1] * 100
+    plain = tokenizer([*texts["a"], *["pre: xy z"] * 100], padding=True, return_tensors="pt")["input_ids"]
+    hidden = found["labels"] != -100
+    assert found["labels"][hidden].equal(plain[hidden])
+    assert found["input_ids"][~hidden].equal(plain[~hidden])
+    special = torch.isin(plain, torch.tensor(tokenizer.all_special_ids))
+    assert not (hidden & special).any()
+    assert hidden[~special].float().mean().item() == pytest.approx(0.3, abs=0.03)
+    masked = (found["input_ids"][hidden] == tokenizer.mask_token_id).float().mean().item()
+    assert masked == (1.0 if whole_words else pytest.approx(0.8, abs=0.03))
+    words = hidden[:300, 1:16].view(300, 5, 3)  # of three letters, a token each
+    assert (words.all(-1) == words.any(-1)).all() == whole_words
+    again = collator([rows[i] for i in range(400)])
+    assert all(value.equal(found[name]) for name, value in again.items())
+    rows.epoch = 1
+    assert not collator([rows[i] for i in range(400)])["labels"].equal(found["labels"])
+
+
+def test_whole_words_need_a_tokenizer_that_shows_them(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    letters = models.WordLevel({"[UNK]": 0, "[MASK]": 1}, unk_token="[UNK]")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(letters), mask_token="[MASK]", unk_token="[UNK]")
+    with pytest.raises(ValueError, match=r"masking\.whole_words needs a tokenizer that knows the offsets"):
+        Masking(tokenizer, MaskingSettings(whole_words=True))
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["masking.rates=0.2"], r"unknown key 'rates'. Did you mean 'rate'\?"),
+        (["masking.rate=1.5"], "masking.rate: Input should be less than 1"),
+        (["training.learning_rat=1"], "'learning_rat'. Did you mean 'learning_rate'.*arguments of TrainingArguments"),
+        (["training.gradient_accumulation_steps=2"], "set training.batch_size"),
+        (["model.kind=dense"], "model.kind: Input should be 'mote' or 'token_routed'"),
+        (["tasks.search={datasets: [retrieval/arxiv]}"], "Unknown task 'search'"),
+        (["tasks.clustering.texts=anchors"], "has single texts, not pairs: leave out `texts: anchors`"),
+        (["model.kind=token_routed", "training.fp16=true"], "training.bf16=true instead"),
+    ],
+)
+def test_settings_that_are_refused(more: list[str], message: str, source: Path, tmp_path: Path) -> None:
+    for start in (pretrain, plan_pretraining):
+        with pytest.raises(ValueError, match=message):
+            start("mlm", settings(source, tmp_path / "run", *more))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_recipe() -> None:
+    with pytest.raises(FileNotFoundError, match=r"There is no recipe 'mlms'. Did you mean 'mlm'\? Available: 'mlm'"):
+        pretrain("mlms")
+
+
+def test_sources_without_a_head(source: Path, tmp_path: Path) -> None:
+    for start in (pretrain, plan_pretraining):
+        with pytest.raises(ValueError, match="has no head for masked language modelling"):
+            start("mlm", settings(dense_checkpoint(tmp_path / "tiny"), tmp_path / "run"))
+        headless = upcycle(str(source), tmp_path / "mote", overwrite=True)
+        with pytest.raises(ValueError, match=r"is a MoTE and has no head: a new one goes onto its dense source"):
+            start("mlm", settings(headless, tmp_path / "run"))
+
+
+def test_data_that_are_refused(source: Path, tmp_path: Path) -> None:
+    rows = [{"text": "a"}, {"text": ""}, {"text": 3}, {"text": "b"}]
+    (tmp_path / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    only = ["tasks.search_query=null", "tasks.search_document=null", "tasks.classification=null"]
+    more = [*only, f"data.folder={tmp_path}", "tasks.clustering.datasets=[bad.jsonl]"]
+    with pytest.raises(ValueError, match=r"(?s)2 of 4 rows are invalid.*bad.jsonl:2: 'text' is empty"):
+        pretrain("mlm", settings(source, tmp_path / "run", *more))
+    with pytest.raises(FileNotFoundError, match="There is no text file"):
+        pretrain("mlm", settings(source, tmp_path / "run", *more, "tasks.clustering.datasets=[no.txt]"))
+
+
+def test_other_data_or_settings_when_resuming(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        with pytest.raises(KeyboardInterrupt):
+            pretrain("mlm", settings(source, tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"another recipe, which differs in masking.rate \(0.3 there, 0.2 here"):
+        pretrain("mlm", settings(source, tmp_path / "run", "masking.rate=0.2"))
+    checkpoint = tmp_path / "run" / "checkpoints" / "checkpoint-2" / "checkpoint.json"
+    edit_json(checkpoint, data={**read_json(checkpoint)["data"], "clustering": "other"})
+    with pytest.raises(ValueError, match="was trained with another data"):
+        pretrain("mlm", settings(source, tmp_path / "run"))
+
+
+def test_a_loss_that_is_not_finite(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match=r"(loss|gradient) is (nan|inf).*Try a lower training.learning_rate"):
+        pretrain("mlm", settings(source, tmp_path / "run", "training.learning_rate=1e30", "training.warmup_steps=0"))
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_the_documented_recipe(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "pretraining.md").read_text(encoding="utf-8")
+    (tmp_path / "my.yaml").write_text(page.split("```yaml\n", 1)[1].split("```", 1)[0])
+    found = load_recipe(tmp_path / "my.yaml", kind=PretrainingRecipe)
+    assert list(found.tasks) == ["query", "passage"]
+    assert found.masking.whole_words
+    assert found.training.trainer_arguments()["bf16"] is True
