@@ -20,6 +20,7 @@ from mote.cli import app, main
 VERBS = [
     "upcycle",
     "train",
+    "pretrain",
     "evaluate",
     "analyze",
     "embed",

@@ -49,7 +49,7 @@ def settings(source: Path, out: Path, *more: str) -> list[str]:
         "training.batch_size=16",
         "training.num_train_epochs=2",
         "training.learning_rate=1e-3",
-        "training.save_steps=2",
+        "training.save_steps=4",
         "validation.limit=8",
         *more,
     ]
@@ -162,7 +162,7 @@ def test_two_processes(source: Path, tmp_path: Path) -> None:
 
 def test_a_token_routed_model_with_a_new_head(tmp_path: Path) -> None:
     source = dense_checkpoint(tmp_path / "tiny")
-    more = ["model.kind=token_routed", "model.new_head=true", "training.max_steps=2", "validation.share=0"]
+    more = ["model.kind=token_routed", "model.new_head=true", "training.max_steps=1", "validation.share=0"]
     model = AutoModelForMaskedLM.from_pretrained(
         pretrain("mlm", settings(source, tmp_path / "run", *more)), trust_remote_code=True
     )
@@ -180,7 +180,7 @@ def test_a_mote_is_pretrained_further(run: Path, tmp_path: Path) -> None:
 def test_a_dry_run(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pretrain", "mlm", *settings(source, tmp_path / "run"), "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    assert "96 texts; 12 steps, 2 of them warmup; a checkpoint every 2" in printed
+    assert "96 texts; 12 steps, 2 of them warmup; a checkpoint every 4" in printed
     assert not (tmp_path / "run").exists()
 
 
@@ -298,12 +298,12 @@ def test_data_that_are_refused(source: Path, tmp_path: Path) -> None:
 
 def test_other_data_or_settings_when_resuming(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        stop_after(3, patch)
+        stop_after(5, patch)
         with pytest.raises(KeyboardInterrupt):
             pretrain("mlm", settings(source, tmp_path / "run"))
     with pytest.raises(ValueError, match=r"another recipe, which differs in masking.rate \(0.3 there, 0.2 here"):
         pretrain("mlm", settings(source, tmp_path / "run", "masking.rate=0.2"))
-    checkpoint = tmp_path / "run" / "checkpoints" / "checkpoint-2" / "checkpoint.json"
+    checkpoint = tmp_path / "run" / "checkpoints" / "checkpoint-4" / "checkpoint.json"
     edit_json(checkpoint, data={**read_json(checkpoint)["data"], "clustering": "other"})
     with pytest.raises(ValueError, match="was trained with another data"):
         pretrain("mlm", settings(source, tmp_path / "run"))
