@@ -109,6 +109,14 @@ def test_a_stopped_run_ends_as_if_it_had_not_been(
         with pytest.raises(KeyboardInterrupt, match=r"checkpoint-8; the same command resumes from it\."):
             pretrain("mlm", settings(source, tmp_path / "run"))
     assert not (tmp_path / "run" / "model").exists()
+    with pytest.raises(ValueError, match=r"another recipe, which differs in masking.rate \(0.3 there, 0.2 here"):
+        pretrain("mlm", settings(source, tmp_path / "run", "masking.rate=0.2"))
+    checkpoint = tmp_path / "run" / "checkpoints" / "checkpoint-8" / "checkpoint.json"
+    data = read_json(checkpoint)["data"]
+    edit_json(checkpoint, data={**data, "clustering": "other"})
+    with pytest.raises(ValueError, match="was trained with another data"):
+        pretrain("mlm", settings(source, tmp_path / "run"))
+    edit_json(checkpoint, data=data)
     model = pretrain("mlm", settings(source, tmp_path / "run"))
     found, expected = weights(model), weights(run / "model")
     assert found.keys() == expected.keys()
@@ -160,6 +168,7 @@ def test_two_processes(source: Path, tmp_path: Path) -> None:
     assert sum(seen["texts"] for seen in step["tasks"].values()) == 64
 
 
+@pytest.mark.families
 def test_a_token_routed_model_with_a_new_head(tmp_path: Path) -> None:
     source = dense_checkpoint(tmp_path / "tiny")
     more = ["model.kind=token_routed", "model.new_head=true", "training.max_steps=1", "validation.share=0"]
@@ -170,6 +179,7 @@ def test_a_token_routed_model_with_a_new_head(tmp_path: Path) -> None:
     assert read_steps(tmp_path / "run" / "model")[-1]["loss"] == {"before": None, "after": None}
 
 
+@pytest.mark.families
 def test_a_mote_is_pretrained_further(run: Path, tmp_path: Path) -> None:
     model = pretrain(
         "mlm", settings(run / "model", tmp_path / "run", "training.max_steps=2", "masking.whole_words=true")
@@ -294,19 +304,6 @@ def test_data_that_are_refused(source: Path, tmp_path: Path) -> None:
         pretrain("mlm", settings(source, tmp_path / "run", *more))
     with pytest.raises(FileNotFoundError, match="There is no text file"):
         pretrain("mlm", settings(source, tmp_path / "run", *more, "tasks.clustering.datasets=[no.txt]"))
-
-
-def test_other_data_or_settings_when_resuming(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        stop_after(5, patch)
-        with pytest.raises(KeyboardInterrupt):
-            pretrain("mlm", settings(source, tmp_path / "run"))
-    with pytest.raises(ValueError, match=r"another recipe, which differs in masking.rate \(0.3 there, 0.2 here"):
-        pretrain("mlm", settings(source, tmp_path / "run", "masking.rate=0.2"))
-    checkpoint = tmp_path / "run" / "checkpoints" / "checkpoint-4" / "checkpoint.json"
-    edit_json(checkpoint, data={**read_json(checkpoint)["data"], "clustering": "other"})
-    with pytest.raises(ValueError, match="was trained with another data"):
-        pretrain("mlm", settings(source, tmp_path / "run"))
 
 
 def test_a_loss_that_is_not_finite(source: Path, tmp_path: Path) -> None:
