@@ -33,7 +33,7 @@ from mote.checkpoints.sentence_transformers import max_seq_length, normalizes
 from mote.checkpoints.tensors import parameter_counts
 from mote.checkpoints.writing import WriteOptions, write_repository
 from mote.reporting import table
-from mote.training.model import check_mote, upcycling_options
+from mote.training.model import NO_FP16, check_mote, upcycling_options
 from mote.training.pretraining_recipe import PretrainingRecipe
 from mote.training.processes import processes, with_deepspeed, with_fsdp
 from mote.training.progress import (
@@ -268,15 +268,22 @@ def prepare(recipe: PretrainingRecipe, folder: RunFolder, overwrite: bool = Fals
     model = build_masked_lm(recipe, source)
     tokenizer = load_tokenizer(source)
     tokenizer.model_max_length = recipe.model.max_length or max_seq_length(model, source) or tokenizer.model_max_length
-    metadata = {"recipe": fixed_settings(recipe), "data": data.hashes(), "processes": state.num_processes}
+    metadata: dict[str, Any] = {
+        "recipe": fixed_settings(recipe),
+        "data": data.hashes(),
+        "processes": state.num_processes,
+    }
     tracker = TextTracker(list(model.config.tasks))
     if checkpoint is not None:
         kept = json.loads((checkpoint / CHECKPOINT_FILE).read_text(encoding="utf-8"))
-        for key, what in (("data", "data"), ("processes", "number of processes")):
-            if kept[key] != metadata[key]:
-                raise ValueError(
-                    f"{checkpoint} was trained with another {what}: {kept[key]} there, {metadata[key]} here"
-                )
+        if kept["processes"] != metadata["processes"]:
+            raise ValueError(
+                f"{checkpoint} belongs to a run of {kept['processes']} processes, this one has {state.num_processes}: "
+                "their batches differ"
+            )
+        changed = [task for task, content in metadata["data"].items() if kept["data"].get(task) != content]
+        if changed:
+            raise ValueError(f"The texts of {', '.join(changed)} differ from those that {checkpoint} was trained on")
         tracker.restore(kept["tracker"])
     model.register_forward_hook(tracker.observe, with_kwargs=True)
     if recipe.training.gradient_checkpointing:
@@ -355,10 +362,7 @@ def _check_settings(recipe: PretrainingRecipe) -> None:
     if with_fsdp() or with_deepspeed():
         raise ValueError("Pre-training runs on one device or under DDP: start it without FSDP and DeepSpeed")
     if recipe.model.kind == "token_routed" and recipe.training.fp16 and recipe.model.router_aux_loss_coef:
-        raise ValueError(
-            "The load-balancing loss of a token router is not scaled as gradients are in fp16, and would be lost: set "
-            "training.bf16=true instead"
-        )
+        raise ValueError(NO_FP16)
 
 
 def _describe(recipe: PretrainingRecipe, data: TextData, arguments: TrainingArguments) -> str:
