@@ -146,7 +146,8 @@ def native_with_head(config: PreTrainedConfig) -> PreTrainedModel:
         ValueError: If transformers has no such head for the family.
     """
     if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
-        families = [name for name in ARCHITECTURES if CONFIG_MAPPING[name] in MODEL_FOR_MASKED_LM_MAPPING]
+        known = [name for name in ARCHITECTURES if name in CONFIG_MAPPING]  # versions differ
+        families = [name for name in known if CONFIG_MAPPING[name] in MODEL_FOR_MASKED_LM_MAPPING]
         raise ValueError(
             f"transformers has no masked-language-model head for {config.model_type!r}. It has one for: "
             f"{', '.join(families)}"
