@@ -67,6 +67,7 @@ def test_scores_are_cached_and_the_second_run_computes_nothing(
         evaluate([str(SMALL_ENCODER)], data=data, out=tmp_path, overwrite=True)
 
 
+@pytest.mark.long
 def test_what_a_score_depends_on_is_not_mixed_up(data: Path, changed_encoder: Path, tmp_path: Path) -> None:
     out, own = tmp_path / "out", shutil.copytree(data, tmp_path / "data")
     models = [str(SMALL_ENCODER), str(changed_encoder)]

@@ -38,6 +38,7 @@ def test_encode(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert "all experts: 6.1 M parameters, one: 3.7 M" in shown
 
 
+@pytest.mark.long
 def test_search(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     shown = run("02_search", capsys, monkeypatch)
     best = shown.split("Multitaper Spectral Estimation HDP-HMMs for EEG Sleep Inference\n", 1)[1].splitlines()[0]
@@ -47,6 +48,7 @@ def test_search(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert int(found[1]) >= 35
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of other libraries: pinned memory without a GPU
 def test_upcycle_and_train(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("datasets")
@@ -59,6 +61,7 @@ def test_upcycle_and_train(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert (tmp_path / "trained" / "modeling_mote.py").exists()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_add_a_task(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("datasets")

@@ -61,6 +61,7 @@ def test_the_least_recently_used_leaves(tmp_path: Path) -> None:
     assert resident == ["ba", "ab", "ba", "ac", "cb", "bd"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("whole", [True, False], ids=["torch.compile(model)", "model.compile()"])
 def test_compiled(whole: bool, tmp_path: Path) -> None:
     expected = outputs(saved(tmp_path), [*FOUR, *FOUR])

@@ -10,6 +10,8 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch.nn import Dropout, Sequential
 
+pytestmark = pytest.mark.long
+
 FAMILIES_HERE = ["bert", "distilbert", "mpnet", "modernbert", "nomic_bert", "gemma3_text"]
 TASKS = ["a", "b", "c", "d"]
 LENGTHS = range(9, 29, 2)  # no dimension of the tiny models: the compiler takes sizes that are equal for the same

@@ -274,6 +274,7 @@ def test_bfloat16(name: str) -> None:
     assert difference(out.float(), expected.float()) <= 0.05
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "one_graph"), [("nomic_bert", True), ("bert", False)])
 def test_compiled_equals_eager(name: str, one_graph: bool) -> None:
     model, inputs = trained(name), batch()

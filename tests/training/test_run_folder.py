@@ -90,6 +90,7 @@ def test_train_refuses_a_folder_in_use(settings: list[str], tmp_path: Path) -> N
                 train("ic", settings, overwrite=overwrite)
 
 
+@pytest.mark.long
 def test_overwrite_keeps_the_model_until_the_new_one_is_complete(settings: list[str], tmp_path: Path) -> None:
     model = train("ic", settings)
     before = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
@@ -162,6 +163,7 @@ def test_a_checkpoint_that_was_cut_short_is_not_used(
     assert record["resumed_from_step"] == 2
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_another_recipe_is_refused(
     tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,10 @@ def losses_of(run: Path) -> list[float]:
     return [line["loss"] for line in read_log(run)]
 
 
-@pytest.mark.parametrize("name", shipped_recipes())
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("mote", "tlr") else pytest.mark.long) for name in shipped_recipes()],
+)
 def test_each_shipped_recipe(name: str, tiny: Path, data: Path, tmp_path: Path) -> None:
     model = train(name, overrides(tiny, data, tmp_path / "run"))
     record = train_step(model)
@@ -145,6 +148,7 @@ def test_each_batch_is_of_one_task_and_every_row_is_seen_once(epoch: tuple[Spy, 
     }
 
 
+@pytest.mark.long
 def test_static_batches_go_across_the_datasets(tiny: Path, data: Path, tmp_path: Path) -> None:
     model = train("mote-static", overrides(tiny, data, tmp_path / "run", "training.max_steps=-1"))
     assert train_step(model)["training_sets"].keys() == {
@@ -214,6 +218,7 @@ def test_losses_of_two_steps(data: Path, tmp_path: Path) -> None:
 GOLDEN = [1.178751, 1.235412]
 
 
+@pytest.mark.long
 def test_the_order_does_not_depend_on_the_number_of_workers(tiny: Path, data: Path, tmp_path: Path) -> None:
     one = weights(train("mote", overrides(tiny, data, tmp_path / "one")))
     other = weights(train("mote", overrides(tiny, data, tmp_path / "other", "training.dataloader_num_workers=1")))
@@ -342,6 +347,7 @@ def test_a_killed_run_is_resumed_bit_for_bit(kill_after: int, tiny: Path, data: 
     assert records[0]["training_sets"] == records[1]["training_sets"]
 
 
+@pytest.mark.long
 def test_the_weights_of_a_loss_are_resumed(
     tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
