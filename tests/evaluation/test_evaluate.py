@@ -305,7 +305,8 @@ def test_invalid_models(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_code_of_a_folder_runs_only_if_it_is_trusted(
     data: Path, fresh_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, ran = shutil.copytree(fresh_folder, tmp_path / "model"), tmp_path / "ran"
+    # A name that no other test's folder has: transformers keeps the classes that it has loaded, by name and config.
+    model, ran = shutil.copytree(fresh_folder, tmp_path / "not-trusted"), tmp_path / "ran"
     with (model / "modeling_mote.py").open("a") as code:
         code.write(f"\n\nopen({str(ran)!r}, 'w').close()\n")
     command = ["evaluate", str(model), "--data", str(data), "--task", "part0", "--out", str(tmp_path / "out")]
