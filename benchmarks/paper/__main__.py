@@ -90,7 +90,7 @@ def _keep(name: str, scores: Scores, runs: Runs) -> None:
 
 def _similarity(name: str, title: str, variants: tuple[str, ...], runs: Runs) -> str:
     models = {variant: str(runs.model(variant, runs.scale.seeds[0])) for variant in variants}
-    mote.analyze(models, out=runs.out / name, data=runs.data, start=runs.source)
+    mote.analyze(models, out=runs.out / name, data=runs.data, start=runs.source, trust_remote_code=True)
     analysis = (runs.out / name / "analysis.md").read_text(encoding="utf-8")
     below = re.sub(r"^#", "####", analysis.partition("\n")[2].strip(), flags=re.MULTILINE)
     below = below.replace("](", f"]({name}/")  # links to its plots
