@@ -41,7 +41,8 @@ class Outcome(NamedTuple):
 def stop_everywhere(out: Path, *command: object, how: str = "SIGKILL", old: Path | None = None) -> list[Outcome]:
     """Run a command that writes `out`, first undisturbed, then stopped at its first, second, … change on disk.
 
-    After all of these, one more run must succeed, write the same as the first, and leave nothing next to it.
+    Each starts with nothing but `old` in the place, so that the changes are the same ones in the same order. One more
+    run, after one that was stopped half-way, must succeed, write the same as the first, and leave nothing next to it.
 
     Args:
         out: The folder that the command writes, in a folder of its own.
@@ -118,13 +119,10 @@ def _run() -> None:
     before = _contents(old) if old.exists() else None
 
     def reset() -> None:
-        shutil.rmtree(out, ignore_errors=True)
+        shutil.rmtree(out.parent)
+        out.parent.mkdir()
         if before is not None:
             shutil.copytree(old, out)
-
-    def run(prepare: Callable[[], None] = lambda: None) -> tuple[int, str]:
-        reset()
-        return _fork(command, prepare)
 
     reset()
     with contextlib.redirect_stdout(sys.stderr):
@@ -144,12 +142,17 @@ def _run() -> None:
         left = sorted(path.name for path in out.parent.iterdir() if path != out)
         print(json.dumps(Outcome(status, printed[-300:], state(out), left, replaced)._asdict()), flush=True)  # noqa: T201
 
+    ways = []
     for prepare in _ways_to_stop(how, out.parent):
-        status, printed = run(prepare)
+        reset()
+        status, printed = _fork(command, prepare)
         if status == 0:
             break
         tell(status, printed)
-    tell(*run())
+        ways.append(prepare)
+    reset()
+    _fork(command, ways[len(ways) // 2])
+    tell(*_fork(command, lambda: None))
 
 
 if __name__ == "__main__":
