@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mote.corpora.encoding import Devices, Model, Window, windows
+from mote.corpora.encoding import Devices, Model, windows
 from mote.corpora.folder import FORMAT
 from mote.corpora.source import Corpus, Document, Reader
 from mote.corpora.store import quantized, write_shard
@@ -125,18 +125,17 @@ def embed_shards(
     """
     reader = reader or Reader(job.corpus)
 
-    def begin(number: int) -> tuple[int, list[Document], list[Window], Iterator[np.ndarray]]:
+    def begin(number: int) -> tuple[int, list[Document], Iterator[tuple[list[int], np.ndarray]]]:
         documents = reader.read(*job.rows_of(number))
-        cut = list(windows(documents, job.model, devices.encoder))
-        return number, documents, cut, devices.encode(job.model, cut, progress)
+        return number, documents, devices.encode(job.model, windows(documents, job.model, devices.encoder), progress)
 
     # Each is begun before the one in front of it is awaited: no device is idle in between.
     for begun, _ in pairwise(chain(map(begin, numbers), [None])):
-        number, documents, cut, results = begun  # type: ignore[misc]
+        number, documents, results = begun  # type: ignore[misc]
         parts = list(results)
-        embeddings = np.empty((len(documents), parts[0].shape[1]), np.float32)
-        for window, part in zip(cut, parts, strict=True):
-            embeddings[window.rows] = part
+        embeddings = np.empty((len(documents), parts[0][1].shape[1]), np.float32)
+        for rows, part in parts:
+            embeddings[rows] = part
         finished = job.write(number, documents, embeddings)
         job = replace(job, ranges=finished.ranges)
         yield finished
