@@ -115,7 +115,7 @@ def test_a_stopped_run_ends_as_if_it_had_not_been(
     data = read_json(checkpoint)["data"]
     edit_json(checkpoint, data={**data, "clustering": "other"})
     with pytest.raises(
-        ValueError, match=r"The texts of clustering differ from those that .*checkpoint-8 was trained on"
+        ValueError, match=r"The data differ from those that .*checkpoint-8 was trained on: clustering changed"
     ):
         pretrain("mlm", settings(source, tmp_path / "run"))
     edit_json(checkpoint, data=data)

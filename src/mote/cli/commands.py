@@ -4,6 +4,7 @@ Options are named after the settings of the functions they call, so `locals()` p
 """
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import typer
@@ -116,60 +117,56 @@ def upcycle(
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(help="Recipe: a file, or the name of a shipped one.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Settings that override those of the recipe.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read the data, print the plan, train nothing.")] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start again over a finished or interrupted run.")
-    ] = False,
+    recipe: options.Recipe,
+    overrides: options.Overrides = None,
+    dry_run: options.PlanOfRun = False,
+    overwrite: options.StartAgain = False,
 ) -> None:
     """Train a model by a recipe.
 
     The same command resumes an interrupted run.
     """
-    from transformers.utils import logging
-
     with options.extra("train"):
-        from datasets.utils import logging as datasets_logging
-
-        from mote.training import train as training
-
-    for library in (logging, datasets_logging):  # one bar is enough
-        library.disable_progress_bar()
-    if dry_run:
-        typer.echo(training.plan(recipe, overrides or []))
-        typer.echo("Dry run: nothing was trained.")
-    else:
-        training.train(recipe, overrides or [], overwrite=overwrite)
+        from mote.training.train import plan
+        from mote.training.train import train as start
+    _run(plan, start, recipe, overrides, dry_run, overwrite)
 
 
 def pretrain(
-    recipe: Annotated[str, typer.Argument(help="Recipe: a file, or the name of a shipped one.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Settings over those of the recipe.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read the data, print the plan, train nothing.")] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start again over a finished or interrupted run.")
-    ] = False,
+    recipe: options.Recipe,
+    overrides: options.Overrides = None,
+    dry_run: options.PlanOfRun = False,
+    overwrite: options.StartAgain = False,
 ) -> None:
     """Pre-train a model on plain text.
 
     By masked language modelling. The same command resumes an interrupted run.
     """
+    with options.extra("train"):
+        from mote.training.pretraining import plan_pretraining
+        from mote.training.pretraining import pretrain as start
+    _run(plan_pretraining, start, recipe, overrides, dry_run, overwrite)
+
+
+def _run(
+    plan: Callable[..., str],
+    start: Callable[..., Any],
+    recipe: str,
+    overrides: list[str] | None,
+    dry_run: bool,
+    overwrite: bool,
+) -> None:
+    """Run a recipe, or print its plan."""
+    from datasets.utils import logging as datasets_logging
     from transformers.utils import logging
 
-    with options.extra("train"):
-        from mote.training import pretraining
-
-    logging.disable_progress_bar()
+    for library in (logging, datasets_logging):  # one bar is enough
+        library.disable_progress_bar()
     if dry_run:
-        typer.echo(pretraining.plan_pretraining(recipe, overrides or []))
+        typer.echo(plan(recipe, overrides or []))
         typer.echo("Dry run: nothing was trained.")
     else:
-        pretraining.pretrain(recipe, overrides or [], overwrite=overwrite)
+        start(recipe, overrides or [], overwrite=overwrite)
 
 
 def evaluate(

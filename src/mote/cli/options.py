@@ -73,6 +73,12 @@ Out = Annotated[str, typer.Option("--out", metavar="DIR", help="Output folder.")
 OutOrInPlace = Annotated[
     str | None, typer.Option("--out", metavar="DIR", help="Output folder. Default, with --overwrite: SRC itself.")
 ]
+Recipe = Annotated[str, typer.Argument(help="Recipe: a file, or the name of a shipped one.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Settings that override those of the recipe.")
+]
+PlanOfRun = Annotated[bool, typer.Option("--dry-run", help="Read the data, print the plan, train nothing.")]
+StartAgain = Annotated[bool, typer.Option("--overwrite", help="Start again over a finished or interrupted run.")]
 Revision = Annotated[str | None, typer.Option(metavar="REV", help="Branch, tag or commit on the Hub.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing model.")]
 MaxShardSize = Annotated[str, typer.Option(metavar="SIZE", help="Largest weight file.")]

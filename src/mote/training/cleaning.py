@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from configuration_mote import alternatives
 from mote.data.columns import KNOWN, OURS, Example, RowType, check_row, find_columns
 from mote.data.rows import Location, read_rows
+from mote.reporting import table
 from mote.training.recipe import DatasetSettings, Recipe, TaskSettings, ValidationSettings
 
 BINARY_LOSSES = ("ContrastiveLoss", "OnlineContrastiveLoss")
@@ -68,6 +69,22 @@ class DatasetReport:
         dropped = [f"{self.name}: dropped {rows:,}: {reason}" for reason, rows in self.dropped.items()]
         notes = [f"{self.name}: {note}" for note in self.notes]
         return [*dropped, *notes, *(f"{self.name}: invalid row {error}" for error in self.errors)]
+
+
+def table_of(reports: Sequence[DatasetReport]) -> str:
+    """Return a table with a line for each dataset, then the remarks."""
+    rows = [
+        (
+            report.task,
+            report.name,
+            *map("{:,}".format, (report.read, report.invalid, report.held_out)),
+            *map("{:,}".format, (sum(report.dropped.values()), report.used)),
+        )
+        for report in reports
+    ]
+    header = ["task", "dataset", "read", "invalid", "held out", "dropped", "used"]
+    remarks = (remark for report in reports for remark in report.remarks())
+    return "\n".join([table(header, rows, align="llrrrrr"), *remarks])
 
 
 def text_id(text: str) -> int:

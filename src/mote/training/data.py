@@ -20,8 +20,15 @@ from transformers import PreTrainedTokenizerBase
 
 from mote.data.columns import Example
 from mote.data.rows import find_datasets
-from mote.reporting import table
-from mote.training.cleaning import TEACHER_LOSSES, DatasetReport, DatasetRows, LabelType, label_type_of, text_id
+from mote.training.cleaning import (
+    TEACHER_LOSSES,
+    DatasetReport,
+    DatasetRows,
+    LabelType,
+    label_type_of,
+    table_of,
+    text_id,
+)
 from mote.training.recipe import Recipe, TaskSettings
 from mote.training.teachers import Teacher
 
@@ -95,19 +102,7 @@ class TrainingData:
     reports: list[DatasetReport]
 
     def __str__(self) -> str:
-        """A table with a line for each dataset, then the remarks."""
-        rows = [
-            (
-                report.task,
-                report.name,
-                *map("{:,}".format, (report.read, report.invalid, report.held_out)),
-                *map("{:,}".format, (sum(report.dropped.values()), report.used)),
-            )
-            for report in self.reports
-        ]
-        header = ["task", "dataset", "read", "invalid", "held out", "dropped", "used"]
-        remarks = (remark for report in self.reports for remark in report.remarks())
-        return "\n".join([table(header, rows, align="llrrrrr"), *remarks])
+        return table_of(self.reports)
 
 
 def load_data(

@@ -1,10 +1,8 @@
 """Pre-training by a recipe: masked language modelling on transformers' own trainer; killed runs are resumed."""
 
 import contextlib
-import json
 import logging
 import math
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from masked_lm_mote import MoTEForMaskedLM, native_with_head
 from mote.checkpoints.cards import write_mote_card
-from mote.checkpoints.provenance import command_line, new_step
+from mote.checkpoints.provenance import command_line
 from mote.checkpoints.reading import (
     Checkpoint,
     dense_without_weights,
@@ -31,22 +29,19 @@ from mote.checkpoints.reading import (
 )
 from mote.checkpoints.sentence_transformers import max_seq_length, normalizes
 from mote.checkpoints.tensors import parameter_counts
-from mote.checkpoints.writing import WriteOptions, write_repository
 from mote.reporting import table
 from mote.training.model import NO_FP16, check_mote, upcycling_options
 from mote.training.pretraining_recipe import PretrainingRecipe
 from mote.training.processes import processes, with_deepspeed, with_fsdp
 from mote.training.progress import (
-    CHECKPOINT_FILE,
     NonFiniteError,
     RunCallback,
     TaskProgress,
     Tracker,
-    draw_curves,
-    read_log,
 )
 from mote.training.recipe import load_recipe
-from mote.training.run_folder import CURVES_FILE, RECIPE_FILE, RunFolder, as_yaml, fixed_settings, step_of
+from mote.training.run_folder import RECIPE_FILE, RunFolder, as_yaml, fixed_settings, step_of
+from mote.training.running import Run, restore
 from mote.training.texts import Masking, NewMasks, TextData, TextRows, load_texts
 from mote.upcycling import plan_upcycling
 
@@ -153,30 +148,14 @@ class TextTracker(Tracker):
 
 
 @dataclass
-class PretrainingRun:
-    """A run that is ready to start.
+class PretrainingRun(Run):
+    """A run of pre-training that is ready to start.
 
     Attributes:
-        recipe: The recipe.
-        folder: Folder of the run.
-        source: Checkpoint of the model.
-        data: Texts.
-        model: The model, with its head.
-        tokenizer: Its tokenizer.
-        tracker: Counts of what was trained on.
-        trainer: Transformers' trainer.
-        checkpoint: Checkpoint from which the run resumes.
+        tokenizer: Tokenizer of the model.
     """
 
-    recipe: PretrainingRecipe
-    folder: RunFolder
-    source: Checkpoint
-    data: TextData
-    model: MoTEForMaskedLM
     tokenizer: Any
-    tracker: TextTracker
-    trainer: Trainer
-    checkpoint: Path | None
 
     def evaluate(self) -> dict[str, float] | None:
         """Return the loss on the held-out texts of each task; None if there are none."""
@@ -186,30 +165,10 @@ class PretrainingRun:
         names = {f"eval_{name}_loss": name for name in self.trainer.eval_dataset}  # type: ignore[union-attr]
         return {name: round(found[key], 4) for key, name in names.items()}
 
-    def train(self) -> None:
-        """Train to the end.
-
-        Raises:
-            NonFiniteError: If the loss, a gradient or a weight becomes non-finite.
-        """
-        try:
-            self.trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(self.folder.how_to_resume()) from None
-        except NonFiniteError as error:
-            raise NonFiniteError(
-                f"{error}. Nothing of it was kept. {self.folder.how_to_resume()} Try a lower training.learning_rate "
-                "first."
-            ) from error
-        finally:
-            for callback in self.trainer.callback_handler.callbacks:
-                if isinstance(callback, TaskProgress):
-                    callback.close()
-
     def finish(self, validation: dict[str, Any]) -> None:
         """Write the model's repository in place of an earlier one, and remove the checkpoints."""
         logger.info("Writing the model …")
-        log, tracker = read_log(self.folder.path), self.tracker
+        tracker = self.tracker
         record = {
             "recipe": self.recipe.name,
             "steps": tracker.step,
@@ -221,11 +180,6 @@ class PretrainingRun:
             "data": [report.__dict__ for report in self.data.reports],
         }
 
-        def add_files(folder: Path) -> dict[str, Any]:
-            (folder / RECIPE_FILE).write_text(as_yaml(self.recipe), encoding="utf-8")
-            draw_curves(log, folder / CURVES_FILE, f"{self.recipe.name}: {tracker.step} steps")
-            return {}
-
         command = command_line("pretrain", RECIPE_FILE)
 
         def write_card(folder: Path, step: dict[str, Any]) -> None:
@@ -234,20 +188,7 @@ class PretrainingRun:
             common: dict[str, Any] = {"made": made, "fresh": False, "normalized": normalizes(self.source)}
             write_mote_card(folder, name, self.model.config, counts, self.source, command, **common)
 
-        upcycled = not is_mote(self.source.config)
-        origin = {"name": self.source.public_name, "revision": self.source.revision}
-        write_repository(
-            self.folder.model,
-            self.model,
-            step=new_step("pretrain", command=command, made="pre-trained from", **record),
-            sources=[self.source],
-            earlier=[new_step("upcycle", sources=[origin], made="upcycled from")] if upcycled else None,
-            tokenizer=self.tokenizer,
-            write_card=write_card,
-            after=add_files,
-            options=WriteOptions(overwrite=True),
-        )
-        shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
+        self.write("pretrain", record, "pre-trained from", write_card, self.tokenizer)
         seen = [(task, f"{count['texts']:,}", f"{count['tokens']:,}") for task, count in tracker.tasks.items()]
         logger.info("%d steps in %.0f s\n\n%s", tracker.step, tracker.seconds, table(["task", "texts", "tokens"], seen))
         if validation["before"]:
@@ -275,16 +216,7 @@ def prepare(recipe: PretrainingRecipe, folder: RunFolder, overwrite: bool = Fals
     }
     tracker = TextTracker(list(model.config.tasks))
     if checkpoint is not None:
-        kept = json.loads((checkpoint / CHECKPOINT_FILE).read_text(encoding="utf-8"))
-        if kept["processes"] != metadata["processes"]:
-            raise ValueError(
-                f"{checkpoint} belongs to a run of {kept['processes']} processes, this one has {state.num_processes}: "
-                "their batches differ"
-            )
-        changed = [task for task, content in metadata["data"].items() if kept["data"].get(task) != content]
-        if changed:
-            raise ValueError(f"The texts of {', '.join(changed)} differ from those that {checkpoint} was trained on")
-        tracker.restore(kept["tracker"])
+        restore(checkpoint, metadata, tracker)
     model.register_forward_hook(tracker.observe, with_kwargs=True)
     if recipe.training.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -310,7 +242,7 @@ def prepare(recipe: PretrainingRecipe, folder: RunFolder, overwrite: bool = Fals
     trainer.remove_callback(PrinterCallback)
     if state.is_main_process:
         folder.begin(recipe, checkpoint)
-    return PretrainingRun(recipe, folder, source, data, model, tokenizer, tracker, trainer, checkpoint)
+    return PretrainingRun(recipe, folder, source, data, model, tracker, trainer, checkpoint, tokenizer=tokenizer)
 
 
 def build_masked_lm(recipe: PretrainingRecipe, source: Checkpoint) -> MoTEForMaskedLM:

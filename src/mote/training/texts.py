@@ -18,8 +18,7 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBas
 
 from mote.data.columns import check_row, find_columns
 from mote.data.rows import Location, Row, find_datasets, read_rows, read_text_lines
-from mote.reporting import table
-from mote.training.cleaning import SHOWN_ERRORS, DatasetReport, text_id
+from mote.training.cleaning import SHOWN_ERRORS, DatasetReport, table_of, text_id
 from mote.training.pretraining_recipe import MaskingSettings, PretrainingRecipe, TextDatasetSettings
 
 TEXT_FILES = (".txt", ".txt.gz")
@@ -34,18 +33,7 @@ class TextData:
     reports: list[DatasetReport]
 
     def __str__(self) -> str:
-        """A table with a line for each dataset, then the remarks."""
-        rows = [
-            (
-                one.task,
-                one.name,
-                *map("{:,}".format, (one.read, one.invalid, one.held_out, sum(one.dropped.values()), one.used)),
-            )
-            for one in self.reports
-        ]
-        header = ["task", "dataset", "rows", "invalid", "held out", "dropped", "texts"]
-        remarks = (remark for report in self.reports for remark in report.remarks())
-        return "\n".join([table(header, rows, align="llrrrrr"), *remarks])
+        return table_of(self.reports)
 
     def hashes(self) -> dict[str, str]:
         """Return a content hash of each task's texts."""
@@ -201,7 +189,7 @@ class NewMasks(TrainerCallback):
 
 
 class Masking(DataCollatorForLanguageModeling):
-    """Transformers' collator, whose masks are drawn anew for each batch from what its rows say.
+    """Transformers' collator, which draws the masks of a batch from what its rows say.
 
     Args:
         tokenizer: The model's.

@@ -1,18 +1,14 @@
 """Training by a recipe: data, model, losses and Sentence-Transformers' trainer; killed runs are resumed."""
 
 import contextlib
-import errno
-import json
 import logging
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
 from sentence_transformers.base.losses.gradcache import uses_gradient_cache
 from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
@@ -22,30 +18,26 @@ from transformers.trainer_utils import IntervalStrategy
 
 from configuration_mote import MoTEConfig
 from mote.checkpoints.cards import write_trained_card
-from mote.checkpoints.provenance import command_line, new_step
-from mote.checkpoints.reading import Checkpoint, is_mote, load_tokenizer, open_checkpoint
+from mote.checkpoints.reading import Checkpoint, load_tokenizer, open_checkpoint
 from mote.checkpoints.tensors import token_routing
-from mote.checkpoints.writing import WriteOptions, write_repository
 from mote.training.arguments import Schedule, describe, plan_schedule, trainer_arguments
-from mote.training.data import TrainingData, TrainingSet, load_data
+from mote.training.data import TrainingSet, load_data
 from mote.training.losses import INFO_NCE, LoadBalancedLoss, build_loss, check_loss
 from mote.training.model import NO_FP16, build_model, encodings, names_of
 from mote.training.processes import deepspeed_stage, processes, replicated, with_deepspeed, with_fsdp
 from mote.training.progress import (
-    CHECKPOINT_FILE,
     LOSS_FILE,
     AverageLossGradients,
-    NonFiniteError,
     RunCallback,
     TaskProgress,
     TrackedLoss,
     Tracker,
-    draw_curves,
     read_log,
 )
 from mote.training.recipe import Recipe, load_recipe
 from mote.training.record import build_record, scores_of_tasks, summary
 from mote.training.run_folder import CURVES_FILE, RECIPE_FILE, RunFolder, as_yaml, fixed_settings, step_of
+from mote.training.running import Run, restore
 from mote.training.validation import Validation
 
 logger = logging.getLogger(__name__)
@@ -118,63 +110,22 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 @dataclass
-class TrainingRun:
-    """A run that is ready to start.
+class TrainingRun(Run):
+    """A run of training that is ready to start.
 
     Attributes:
-        recipe: The recipe.
-        folder: Folder of the run.
-        source: Checkpoint of the model.
-        data: Training and validation data.
         schedule: Steps.
-        model: The model.
         names: Tasks and instructions of the model.
-        tracker: Counts of what was trained on.
-        trainer: Sentence-Transformers' trainer.
         validation: Evaluator on the held-out texts.
-        checkpoint: Checkpoint from which the run resumes.
     """
 
-    recipe: Recipe
-    folder: RunFolder
-    source: Checkpoint
-    data: TrainingData
     schedule: Schedule
-    model: SentenceTransformer
     names: MoTEConfig
-    tracker: Tracker
-    trainer: SentenceTransformerTrainer
     validation: Validation | None
-    checkpoint: Path | None
 
     def validate(self) -> dict[str, float] | None:
         """Score the model on the held-out texts; None if there are none."""
         return self.validation(self.model) if self.validation is not None else None
-
-    def train(self) -> None:
-        """Train to the end.
-
-        Raises:
-            NonFiniteError: If the loss, a gradient or a weight becomes non-finite.
-            OSError: If a checkpoint cannot be written.
-        """
-        try:
-            self.trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(self.folder.how_to_resume()) from None
-        except NonFiniteError as error:
-            raise NonFiniteError(
-                f"{error}. Nothing of it was kept. {self.folder.how_to_resume()} Try a lower training.learning_rate "
-                "first."
-            ) from error
-        except (OSError, SafetensorError, RuntimeError) as error:
-            if not _is_write_error(error):
-                raise
-            raise OSError(f"A checkpoint could not be written: {error}. {self.folder.how_to_resume()}") from error
-        finally:
-            for callback in self.trainer.callback_handler.callbacks:
-                if isinstance(callback, TaskProgress):
-                    callback.close()
 
     def gather(self) -> None:
         """Gather the weights of the trained model from the processes among which FSDP shards them; all call this."""
@@ -189,35 +140,16 @@ class TrainingRun:
     def finish(self, before: dict[str, float] | None) -> None:
         """Score the model, write its repository in place of an earlier one, and remove the checkpoints."""
         logger.info("Scoring, and writing the model …")
-        log = read_log(self.folder.path)
         record = build_record(
             self.recipe,
             self.names,
             self.data,
             self.tracker,
-            log,
+            read_log(self.folder.path),
             resumed_from_step=None if self.checkpoint is None else step_of(self.checkpoint),
             validation={"before": before, "after": self.validate()},
         )
-
-        def add_files(folder: Path) -> dict[str, Any]:
-            (folder / RECIPE_FILE).write_text(as_yaml(self.recipe), encoding="utf-8")
-            draw_curves(log, folder / CURVES_FILE, f"{self.recipe.name}: {record['steps']} steps")
-            return {}
-
-        upcycled = self.recipe.model.kind != "dense" and not is_mote(self.source.config)
-        origin = {"name": self.source.public_name, "revision": self.source.revision}
-        write_repository(
-            self.folder.model,
-            self.model,
-            step=new_step("train", command=command_line("train", RECIPE_FILE), made="trained from", **record),
-            sources=[self.source],
-            earlier=[new_step("upcycle", sources=[origin], made="upcycled from")] if upcycled else None,
-            write_card=self._write_card,
-            after=add_files,
-            options=WriteOptions(overwrite=True),
-        )
-        shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
+        self.write("train", record, "trained from", self._write_card)
         logger.info(summary(record))
 
     def _write_card(self, folder: Path, step: dict[str, Any]) -> None:
@@ -289,7 +221,9 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
         "processes": state.num_processes,
     }
     if checkpoint is not None:
-        _restore(checkpoint, metadata, tracker, losses)
+        restore(checkpoint, metadata, tracker)
+        for name, weights in torch.load(checkpoint / LOSS_FILE, weights_only=True).items():
+            losses[name].load_state_dict(weights, strict=False)
     if recipe.training.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if with_fsdp():
@@ -309,7 +243,8 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
     trainer.remove_callback(PrinterCallback)
     if state.is_main_process:
         folder.begin(recipe, checkpoint)
-    return TrainingRun(recipe, folder, source, data, schedule, model, names, tracker, trainer, validation, checkpoint)
+    shared = (recipe, folder, source, data, model, tracker, trainer, checkpoint)
+    return TrainingRun(*shared, schedule=schedule, names=names, validation=validation)
 
 
 def _load_model(recipe: Recipe, source: Checkpoint, folder: RunFolder) -> tuple[SentenceTransformer, MoTEConfig]:
@@ -321,27 +256,6 @@ def _load_model(recipe: Recipe, source: Checkpoint, folder: RunFolder) -> tuple[
         state.wait_for_everyone()
         if state.is_main_process:
             folder.clean()
-
-
-def _restore(checkpoint: Path, metadata: dict[str, Any], tracker: Tracker, losses: dict[str, TrackedLoss]) -> None:
-    """Restore from a checkpoint what the trainer does not."""
-    kept = json.loads((checkpoint / CHECKPOINT_FILE).read_text(encoding="utf-8"))
-    if kept["processes"] != metadata["processes"]:
-        raise ValueError(
-            f"{checkpoint} belongs to a run of {kept['processes']} processes, this one has {metadata['processes']}: "
-            "their batches differ"
-        )
-    if kept["data"] != metadata["data"]:
-        differing = ", ".join(key for key in metadata["data"] if kept["data"].get(key) != metadata["data"][key])
-        raise ValueError(
-            f"The data differ from those that {checkpoint} was trained on: {differing or 'a training set'} changed"
-        )
-    tracker.restore(kept["tracker"])
-    for name, weights in torch.load(checkpoint / LOSS_FILE, weights_only=True).items():
-        own = dict(losses[name].named_parameters())
-        with torch.no_grad():
-            for key, value in weights.items():
-                own[key].copy_(value)
 
 
 def _loss(
@@ -368,10 +282,3 @@ def _loss(
     if token_routing(names) is not None:
         loss = LoadBalancedLoss(loss)
     return TrackedLoss(model, loss, tracker, training_set.name, training_set.task, training_set.column_tasks)
-
-
-def _is_write_error(error: Exception) -> bool:
-    """Recognize a full disk: torch and safetensors raise errors of their own, without a number."""
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-    return "inline_container" in str(error) or "os error" in str(error).lower() or "I/O error" in str(error)
