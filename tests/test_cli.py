@@ -19,6 +19,7 @@ from mote.cli import app, main
 
 VERBS = [
     "upcycle",
+    "lengthen",
     "train",
     "pretrain",
     "evaluate",

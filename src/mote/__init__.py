@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mote.inference.loading import load, load_encoder
     from mote.inference.offloading import offload, restore
     from mote.inference.runtimes import load_exported
+    from mote.lengthening import lengthen
     from mote.training.memory import MemoryEstimate, estimate_memory
     from mote.training.pretraining import pretrain
     from mote.training.train import train
@@ -46,6 +47,7 @@ __all__ = [
     "evaluate",
     "experts",
     "filter_pairs",
+    "lengthen",
     "load",
     "load_encoder",
     "load_exported",
@@ -76,6 +78,7 @@ _MODULES = {
     "filter_pairs": "mote.corpora.filtering",
     "mine_negatives": "mote.corpora.negatives",
     "evaluate": "mote.evaluation.evaluate",
+    "lengthen": "mote.lengthening",
     **dict.fromkeys(["load", "load_encoder"], "mote.inference.loading"),
     "load_exported": "mote.inference.runtimes",
     **dict.fromkeys(["offload", "restore"], "mote.inference.offloading"),

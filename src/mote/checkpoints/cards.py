@@ -136,6 +136,59 @@ def write_dense_card(
     )
 
 
+def write_lengthened_card(
+    folder: Path,
+    repo_id: str,
+    source: Checkpoint,
+    command: str,
+    *,
+    made: str,
+    length: int,
+    head: bool,
+    parameters: int,
+    prompts: Mapping[str, str],
+    pooling: str,
+    pooler: bool,
+) -> None:
+    """Write the card of a dense model whose positions have been replaced.
+
+    Args:
+        folder: Folder of the model.
+        repo_id: Name under which readers load it.
+        source: The model as it was.
+        command: Command line that made the model.
+        made: What the model is, as in "rotary positions in place of those of".
+        length: Tokens of its longest text.
+        head: Whether it has a head for masked language modelling.
+        parameters: Number of its parameters.
+        prompts: Its prompts.
+        pooling: Its pooling.
+        pooler: Whether it has a pooler.
+    """
+    new_head = "" if head else " model.new_head=true"
+    lead = (
+        "> **Not trained with these positions yet.** All other weights are the source's, which knows nothing of them: "
+        f"pre-train the model on texts of up to {length:,} tokens before use, `mote pretrain mlm "
+        f"model.source={repo_id}{new_head} data.folder=DATA`."
+    )
+    _write(
+        folder,
+        "dense_card.md",
+        card_data(source, "finetune"),
+        repo_id,
+        source=source.public_name,
+        source_link=source_link(source),
+        made=made,
+        lead=lead,
+        parameters=millions(parameters),
+        prompts=[(cell(name), cell(text)) for name, text in prompts.items()],
+        example_task=next((name for name, text in prompts.items() if text), None),
+        pooling=pooling,
+        has_pooler=pooler,
+        command=command,
+    )
+
+
 def write_expert_card(
     folder: Path,
     repo_id: str,

@@ -21,7 +21,7 @@ from mote.checkpoints.cards import MOTE_TAGS, cell, escaped, front_matter, hub_i
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import Checkpoint, dense_without_weights, is_mote, mote_class, open_checkpoint
 from mote.checkpoints.sentence_transformers import MTEB_PROMPTS, normalizes, source_pooling, source_prompts
-from mote.checkpoints.tensors import parameter_counts, weight_name
+from mote.checkpoints.tensors import parameter_counts, read_shapes, weight_name
 from mote.reporting import millions
 
 logger = logging.getLogger(__name__)
@@ -159,6 +159,7 @@ def _values_of_dense(source: Checkpoint, steps: list[dict[str, Any]]) -> dict[st
         "example_task": None if default else next((task for task in tasks if prompts.get(task)), None),
         "converted": steps[-1].get("converted"),
         "pooling": source_pooling(source) or "mean",
+        "has_pooler": any(key.endswith("pooler.dense.weight") for key in read_shapes(source.weights)),
     }
 
 

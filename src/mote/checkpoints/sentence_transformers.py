@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from configuration_mote import ROLE_HINTS, MoTEConfig
 from mote.checkpoints.plain import longest_sequence
-from mote.checkpoints.reading import Checkpoint
+from mote.checkpoints.reading import Checkpoint, is_mote
 
 # MTEB looks for a prompt under the task's type, for asymmetric tasks with the role, or under the role alone. These
 # are its names of the seven task types; the roles `query` and `document` are tasks of ours already.
@@ -183,33 +183,36 @@ def write_sentence_transformer(
         model: The new model.
         source: Checkpoint that it was made of.
         folder: Folder of the model.
-        of_mote: If the model is dense: config of the MoTE whose pooling and prompts it keeps.
+        of_mote: If the model is dense, and made of a MoTE: config of the MoTE whose pooling and prompts it keeps.
         expert: If it is a single expert of that MoTE: its name. Its instruction becomes the default prompt.
     """
-    config: MoTEConfig = of_mote or model.config  # type: ignore[assignment]
+    config: Any = of_mote or (model.config if is_mote(model.config) else None)  # None: dense, as its source
     transformer = TRANSFORMER
-    if of_mote is None:
+    if is_mote(model.config):
         transformer = OUR_TRANSFORMER if config.routes_by_task else TOKEN_ROUTED_TRANSFORMER
     modules = source_modules(source)
     if modules:
         for module in modules[1:]:
             _copy_files(source, module["path"], folder)
-            if module["type"].endswith(".Pooling") and config.pooling != _pooling_in(source, module):
-                _write_pooling(config, folder / module["path"])
+            pooled = config is not None and module["type"].endswith(".Pooling")
+            if pooled and config.pooling != _pooling_in(source, module):
+                _write_pooling(model, config.pooling, folder / module["path"])
         settings = source.read_json("sentence_bert_config.json")
     else:
         pooling = {"idx": 1, "name": "1", "path": "1_Pooling", "type": POOLING}
         modules = [{"idx": 0, "name": "0", "path": ""}, pooling]
-        _write_pooling(config, folder / "1_Pooling")
+        _write_pooling(model, "mean" if config is None else config.pooling, folder / "1_Pooling")
         settings = {"max_seq_length": max_seq_length(model, source), "do_lower_case": False}
     modules[0]["type"] = transformer
-    if of_mote is None:
+    if is_mote(model.config):
         for name in dict.fromkeys([OUR_TRANSFORMER, transformer]):  # the second imports the first
             code = find_spec(name.partition(".")[0])
             shutil.copy(code.origin, folder)  # type: ignore[union-attr, arg-type]  # it is installed with this package
     carried_over = _carried_over(source)
-    if expert is None:
-        prompts: dict[str, Any] = {"prompts": prompts_of(config, carried_over)}
+    if config is None:
+        prompts: dict[str, Any] = {"prompts": source_prompts(source)}
+    elif expert is None:
+        prompts = {"prompts": prompts_of(config, carried_over)}
     else:
         default = expert if config.instruction_of(expert) else None
         prompts = {"prompts": prompts_of_expert(config, expert, carried_over), "default_prompt_name": default}
@@ -230,11 +233,11 @@ def write_sentence_transformer(
     )
 
 
-def _write_pooling(config: MoTEConfig, folder: Path) -> None:
+def _write_pooling(model: PreTrainedModel, pooling: str, folder: Path) -> None:
     names = {ours: theirs for theirs, ours in POOLING_NAMES.items()}
     folder.mkdir(exist_ok=True)
-    mode = names[config.pooling]
-    settings = {"embedding_dimension": config.hidden_size, "pooling_mode": mode, "include_prompt": True}
+    size, mode = model.config.hidden_size, names[pooling]
+    settings = {"embedding_dimension": size, "pooling_mode": mode, "include_prompt": True}
     _write_json(folder / "config.json", settings)
 
 

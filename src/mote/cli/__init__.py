@@ -140,6 +140,7 @@ def _mote(
 
 _COMMANDS: dict[str, Callable[..., None]] = {
     "upcycle": commands.upcycle,
+    "lengthen": commands.lengthen,
     "train": commands.train,
     "pretrain": commands.pretrain,
     "evaluate": commands.evaluate,

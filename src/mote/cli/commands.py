@@ -116,6 +116,27 @@ def upcycle(
         mote.upcycle(src, out, **settings)
 
 
+@options.written
+def lengthen(
+    src: Annotated[str, typer.Argument(metavar="SRC", help=f"BERT, RoBERTa or XLM-R: {options.SRC}.")],
+    length: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of the longest text.")],
+    out: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Output folder. Default: the source's name with the length.")
+    ] = None,
+    rope_theta: Annotated[
+        float, typer.Option(metavar="F", min=1, help="Base of the rotary positions' wavelengths.")
+    ] = 10_000.0,
+    revision: options.Revision = None,
+    *,
+    write: "mote.WriteOptions",
+) -> None:
+    """Replace an encoder's learned positions by rotary ones, for longer texts.
+
+    The result needs pre-training at the new length (mote pretrain).
+    """
+    mote.lengthen(src, out, length=length, rope_theta=rope_theta, revision=revision, options=write)
+
+
 def train(
     recipe: options.Recipe,
     overrides: options.Overrides = None,

@@ -1,0 +1,222 @@
+"""Lengthening: learned positions of a dense encoder are replaced by rotary ones, so that it takes longer texts."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    JinaEmbeddingsV3Config,
+    JinaEmbeddingsV3ForMaskedLM,
+    JinaEmbeddingsV3Model,
+    PreTrainedModel,
+)
+
+from mote.checkpoints import cards
+from mote.checkpoints import sentence_transformers as st
+from mote.checkpoints.plain import longest_sequence
+from mote.checkpoints.provenance import command_line, new_step
+from mote.checkpoints.reading import (
+    Checkpoint,
+    dense_without_weights,
+    is_mote,
+    load_dense,
+    load_tokenizer,
+    open_checkpoint,
+    quiet_transformers,
+    read_json,
+)
+from mote.checkpoints.tensors import read_shapes
+from mote.checkpoints.writing import WriteOptions, how_to_load, require_writable, write_repository
+
+logger = logging.getLogger(__name__)
+
+# Encoders that differ from JinaEmbeddingsV3 in their positions alone.
+LENGTHENED = ("bert", "roberta", "xlm-roberta", "camembert")
+
+ROPE_THETA = 10_000.0  # of mNomic-BERT (arXiv:2502.07972, section 4.1), where larger ones were worse
+
+# Parts of names, there → here, in the order in which they are replaced.
+_NAMES = {
+    "encoder.layer.": "layers.",
+    **{f"attention.self.{name}": f"self_attn.{name[0]}_proj" for name in ("query", "key", "value")},
+    "attention.output.dense": "self_attn.o_proj",
+    "attention.output.LayerNorm": "post_attention_layernorm",
+    "intermediate.dense": "mlp.fc1",
+    "output.dense": "mlp.fc2",
+    "output.LayerNorm": "post_mlp_layernorm",
+    "cls.predictions.transform.dense": "lm_head.dense",
+    "cls.predictions.transform.LayerNorm": "lm_head.layer_norm",
+    "cls.predictions": "lm_head",
+}
+_POSITIONS = "embeddings.position_embeddings.weight"
+_BERT_HEAD = "cls.predictions.transform.dense."
+
+_SETTINGS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act"),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "type_vocab_size", "initializer_range", "layer_norm_eps"),
+    *("pad_token_id", "bos_token_id", "eos_token_id", "classifier_dropout", "tie_word_embeddings", "dtype"),
+)
+
+
+def lengthen(
+    src: str | Path,
+    out: str | Path | None = None,
+    *,
+    length: int,
+    rope_theta: float = ROPE_THETA,
+    revision: str | None = None,
+    options: WriteOptions | None = None,
+) -> Path:
+    """Replace the learned positions of a dense encoder by rotary ones, so that it takes longer texts.
+
+    XLM-R became mNomic-BERT in this way (arXiv:2502.07972, section 4.1). All weights but the positions are the source's
+    and, until the model is pre-trained on texts of the new length, know nothing of the new positions. The result is a
+    `jina_embeddings_v3`, XLM-R's architecture with rotary positions, which Transformers has natively. The source's head
+    for masked language modelling, its pooler, and its Sentence-Transformers modules and prompts stay.
+
+    Args:
+        src: A BERT, RoBERTa, XLM-R or CamemBERT: a folder or an id on the Hub.
+        out: Folder to write. Default: the source's name with the length, in the current folder.
+        length: Tokens of the longest text that the result takes.
+        rope_theta: Base of the rotary positions' wavelengths.
+        revision: Branch, tag or commit of a source on the Hub.
+        options: How the result is written.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileNotFoundError: If the source does not exist or has no weights.
+        FileExistsError: If `out` is in use.
+        OSError: If its disk is too small.
+        ValueError: If the source is of another architecture, or takes texts of that length already.
+        PermissionError: If the Hub refuses the push.
+    """
+    options = options or WriteOptions()
+    source = open_checkpoint(str(src), revision)
+    target = Path(out) if out is not None else Path(f"{source.short_name}-{length}")
+    _require_learned_positions(source)
+    before = longest_sequence(dense_without_weights(source)[0])
+    assert before is not None
+    if length <= before:
+        raise ValueError(f"{source.name} takes texts of {before:,} tokens already: `--length` must be above that")
+    repo_id = require_writable(target, options, source.folder)
+    tokenizer = load_tokenizer(source)
+    dense, dropped = _load(source)
+    model = with_rotary_positions(dense, length, rope_theta)
+    head = model.base_model is not model
+    logger.info("%s: %d → %d tokens; %s", source.name, before, length, "its head stays" if head else "it has no head")
+    settings = {"length": length, **({} if rope_theta == ROPE_THETA else {"rope_theta": rope_theta})}
+    place = {} if out is None else {"out": target.resolve()}
+    command = command_line("lengthen", source.public_name, **settings, **place)
+    made = f"rotary positions, for texts of up to {length:,} tokens, in place of the {before:,} learned ones of"
+    count = model.num_parameters()
+
+    def write_card(folder: Path, step: dict[str, Any]) -> None:
+        prompts = {name: text for name, text in st.source_prompts(source).items() if name not in st.MTEB_PROMPTS}
+        cards.write_lengthened_card(
+            folder,
+            repo_id,
+            source,
+            command,
+            made=made,
+            length=length,
+            head=head,
+            parameters=count,
+            prompts=prompts,
+            pooling=st.source_pooling(source) or "mean",
+            pooler=model.base_model.pooler is not None,
+        )
+
+    def raise_limits(folder: Path) -> dict[str, Any]:
+        for name, key in (
+            ("sentence_bert_config.json", "max_seq_length"),
+            ("tokenizer_config.json", "model_max_length"),
+        ):
+            content = {**read_json(folder / name), key: length}
+            (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        return {}
+
+    details: dict[str, Any] = {"made": made, "dropped": dropped, "parameters": count}
+    write_repository(
+        target,
+        model,
+        step=new_step("lengthen", command=command, settings=settings, **details),
+        sources=[source],
+        write_card=write_card,
+        tokenizer=tokenizer,
+        after=raise_limits,
+        options=options,
+        repo_id=repo_id,
+    )
+    logger.info("%s", how_to_load(repo_id if options.push else str(target), model.config))
+    logger.info("Its positions are not trained yet: `mote pretrain mlm model.source=%s`, on long texts", target)
+    return target
+
+
+def with_rotary_positions(model: PreTrainedModel, length: int, rope_theta: float = ROPE_THETA) -> PreTrainedModel:
+    """Return the model with rotary positions in place of its learned ones, and all other weights of it.
+
+    Args:
+        model: Transformers' own, of the types in `LENGTHENED`: the encoder, or with its head for masked language
+            modelling.
+        length: Tokens of the longest text.
+        rope_theta: Base of the rotary positions' wavelengths.
+    """
+    settings = {name: getattr(model.config, name) for name in _SETTINGS if hasattr(model.config, name)}
+    config = JinaEmbeddingsV3Config(
+        **settings,
+        max_position_embeddings=length,
+        rope_parameters={"rope_type": "default", "rope_theta": float(rope_theta)},
+    )
+    native: Any = JinaEmbeddingsV3Model if model.base_model is model else JinaEmbeddingsV3ForMaskedLM
+    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+    weights = {}
+    for key, weight in model.state_dict().items():
+        name = key.replace(prefix, "roberta.", 1) if prefix and key.startswith(prefix) else key
+        for old, new in _NAMES.items():
+            name = name.replace(old, new)
+        if not name.endswith((_POSITIONS, "pooler.dense.weight", "pooler.dense.bias")):
+            weights[name] = weight
+    with quiet_transformers():
+        result, info = native.from_pretrained(
+            None, config=config, state_dict=weights, dtype=model.dtype, output_loading_info=True
+        )
+    result.base_model.pooler = model.base_model.pooler
+    missing = {key for key in info["missing_keys"] if "pooler." not in key}
+    assert not missing | info["unexpected_keys"] | info["mismatched_keys"], info
+    result.config._name_or_path = model.config._name_or_path
+    return result.eval()
+
+
+def _require_learned_positions(source: Checkpoint) -> None:
+    """Raise `ValueError` unless the source is an encoder that differs from the result in its positions alone."""
+    config: Any = source.config
+    kind = config.model_type
+    if is_mote(config):
+        raise ValueError(f"{source.name} is a MoTE: lengthen the dense model, and upcycle the result")
+    if source.format == "nomic" or getattr(config, "rope_parameters", None):
+        raise ValueError(
+            f"{source.name} ({kind}) has rotary positions already, which `mote lengthen` is to give: it takes texts of "
+            f"{config.max_position_embeddings:,} tokens"
+        )
+    if kind not in LENGTHENED or getattr(config, "is_decoder", False):
+        what = "is a decoder" if getattr(config, "is_decoder", False) else f"is a {kind!r}"
+        raise ValueError(
+            f"{source.name} {what}, whose weights no native architecture with rotary positions can hold: `mote "
+            f"lengthen` takes encoders of the types {', '.join(LENGTHENED)}"
+        )
+
+
+def _load(source: Checkpoint) -> tuple[PreTrainedModel, list[str]]:
+    """Load the native model with what it has of pooler and head; name the keys of heads that are dropped."""
+    keys = read_shapes(source.weights)
+    dense, dropped = load_dense(source)
+    pooler: Any = dense.pooler if any(key.endswith("pooler.dense.weight") for key in keys) else None
+    # the head of the result has the activation "gelu", whatever the encoder's is; so has RoBERTa's
+    if any("lm_head.dense." in key or (_BERT_HEAD in key and source.config.hidden_act == "gelu") for key in keys):
+        dense, dropped = load_dense(source, with_head=True)
+        dropped = [key for key in dropped if "pooler." not in key]
+    dense.base_model.pooler = pooler
+    return dense, dropped
