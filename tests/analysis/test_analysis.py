@@ -21,6 +21,7 @@ from scipy.spatial.distance import jensenshannon
 from scipy.special import rel_entr, softmax
 from scipy.stats import ttest_ind
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Router
 from transformers import PreTrainedConfig
 
 import mote
@@ -152,6 +153,56 @@ def test_divergences_equal_scipy_s() -> None:
     assert found.sets_kl_query_document == pytest.approx(rel_entr(p.mean(axis=0), q.mean(axis=0)).sum())
     scaled = analysis.divergence_of(3 * queries, documents / 7, ("query", "document"), np.zeros(5))
     assert scaled.js.mean == pytest.approx(found.js.mean)
+
+
+def test_neighbors_as_distributions_have_the_divergence_of_the_paper() -> None:
+    """Two queries and their documents on the axes, by hand: the second document lies between the axes."""
+    queries, documents = np.array([[2.0, 0.0], [0.0, 5.0]]), np.array([[3.0, 0.0], [1.0, 1.0]])
+    half = math.sqrt(0.5)
+    distances = np.array([[0.0, 1 - half], [1.0, 1 - half]])  # of each query to each document
+    found = analysis.divergence_of(queries, documents, ("query", "document"), np.zeros(2))
+    p = [[math.exp(-d) / (math.exp(-row[0]) + math.exp(-row[1])) for d in row] for row in distances]
+    q = [[math.exp(-d) / (math.exp(-row[0]) + math.exp(-row[1])) for d in row] for row in distances.T]
+    kl = [sum(a * math.log(a / b) for a, b in zip(*rows, strict=True)) for rows in zip(p, q, strict=True)]
+    np.testing.assert_allclose(found.neighbors_kl, kl, rtol=1e-12)
+    np.testing.assert_allclose(found.neighbors_js, jensenshannon(p, q, axis=1) ** 2, rtol=1e-9)
+    assert found.neighbors_kl.min() > 0.05
+    mirrored = analysis.divergence_of(documents, documents, ("query", "document"), np.zeros(2))
+    np.testing.assert_allclose(mirrored.neighbors_kl, 0.0, atol=1e-15)  # the distances are symmetric
+    given = analysis.neighbor_distributions(queries, documents)
+    np.testing.assert_allclose(given, [p, q], rtol=1e-12)
+
+
+@pytest.mark.long
+def test_siamese_and_separate_models_are_compared_over_pairs(trained_folder: Path, tmp_path: Path) -> None:
+    """A dense model without prompts, and one model for queries beside one for documents, knows no tasks but roles."""
+    sides = [SentenceTransformer(str(SMALL_ENCODER)) for _ in range(2)]
+    torch.nn.init.normal_(sides[1][0].auto_model.encoder.layer[0].output.dense.weight)
+    separate = SentenceTransformer(modules=[Router.for_query_document(list(sides[0]), list(sides[1]))])
+    separate.save(str(tmp_path / "separate"))
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps({"query": text, "positive": f"{text}, in full"}) + "\n" for text in TEXTS))
+    models = {"MoTE": trained_folder, "Siamese": SMALL_ENCODER, "separate": tmp_path / "separate"}
+    out = tmp_path / "out"
+    found = analyze(models, texts=TEXTS, pairs=file, out=out)
+    assert {path.name for path in out.iterdir()} >= {"tsne.png", "analysis.md"}
+    assert not (out / "similarity.png").exists()
+    assert [test.measure for test in found.tests] == ["KL", "JS"] * 2
+    by_label = {model.label: model for model in found.models}
+    assert all(model.similarity == {} and model.layout is not None for model in found.models)
+    documents = [f"{text}, in full" for text in TEXTS]
+    for label, model in (("Siamese", sides[0]), ("separate", separate)):
+        embedded = (model.encode_query(TEXTS).astype(float), model.encode_document(documents).astype(float))
+        expected = analysis.divergence_of(*embedded, ("query", "document"), np.zeros(6))
+        divergence = by_label[label].divergence
+        assert divergence is not None
+        np.testing.assert_allclose(divergence.neighbors_kl, expected.neighbors_kl, rtol=1e-4)
+    test = found.tests[0]
+    samples = [by_label[label].divergence.neighbors_kl for label in ("MoTE", "Siamese")]  # type: ignore[union-attr]
+    assert test.p == pytest.approx(ttest_ind(*samples, equal_var=False, alternative="less").pvalue)
+    assert "KL: MoTE, separate" in str(found)
+    with pytest.raises(ValueError, match="cannot be compared over tasks"):
+        analyze(models, texts=TEXTS, pairs=file, tasks=["query", "document"])
 
 
 def test_pairs_take_their_own_roles(trained_folder: Path, tmp_path: Path) -> None:
@@ -323,7 +374,7 @@ def test_an_analysis_is_written_as_tables_json_and_charts(found: analysis.Analys
     assert trained["experts"] == {task: task for task in pair.split(" / ")}
     assert dense["experts"] == {}
     assert len(trained["weight_change"]["experts"]) == 4
-    assert len(content["tests"]) == 2
+    assert [test["measure"] for test in content["tests"]] == ["similarity"] * 2 + ["KL", "JS"]
     text = (folder / "analysis.md").read_text()
     for said in (
         "| tasks | trained | dense |",

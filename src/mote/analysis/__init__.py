@@ -1,7 +1,15 @@
 """How far the experts of a model have specialised."""
 
 from mote.analysis.analyze import Analysis, ModelAnalysis, analyze
-from mote.analysis.divergence import Divergence, as_distributions, divergence_of, js_divergence, kl_divergence, tsne
+from mote.analysis.divergence import (
+    Divergence,
+    as_distributions,
+    divergence_of,
+    js_divergence,
+    kl_divergence,
+    neighbor_distributions,
+    tsne,
+)
 from mote.analysis.plots import draw_similarity, draw_tsne, draw_weight_change
 from mote.analysis.similarity import Similarity, WelchTest, inter_task_similarity, welch_tests
 from mote.analysis.weight_change import WeightChange, find_start, weight_change_of
@@ -28,6 +36,7 @@ __all__ = [
     "inter_task_similarity",
     "js_divergence",
     "kl_divergence",
+    "neighbor_distributions",
     "tsne",
     "weight_change_of",
     "welch_tests",

@@ -26,6 +26,7 @@ from mote.analysis.similarity import (
     instructions_of,
     mote_config,
     similarity_of,
+    welch_test,
     welch_tests,
 )
 from mote.analysis.weight_change import WeightChange, find_start, weight_change_of
@@ -48,7 +49,7 @@ class ModelAnalysis:
         label: Name in tables and charts.
         instructions: Compared task → its prompt.
         experts: Task → its expert; empty for models that do not route by task.
-        similarity: Inter-task similarity, as from `inter_task_similarity`.
+        similarity: Inter-task similarity, as from `inter_task_similarity`; empty if a model has no tasks to compare.
         divergence: Divergence between queries and documents; None if the model knows no such roles.
         layout: t-SNE of queries and documents, [2 N, 2], queries first.
         weight_change: Weight change from the start; None if it cannot be measured.
@@ -129,9 +130,10 @@ class Analysis(Report):
         by_label = {model.label: model for model in self.models}
         content = json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
         (folder / "analysis.json").write_text(content + "\n", encoding="utf-8")
-        plots.draw_similarity({label: model.similarity for label, model in by_label.items()}, folder / "similarity.png")
-        for name in CHARTS[1:]:  # an earlier analysis may have had them
+        for name in CHARTS:  # an earlier analysis may have had them
             (folder / name).unlink(missing_ok=True)
+        if similarities := {label: model.similarity for label, model in by_label.items() if model.similarity}:
+            plots.draw_similarity(similarities, folder / "similarity.png")
         if layouts := {label: model.layout for label, model in by_label.items() if model.layout is not None}:
             plots.draw_tsne(layouts, folder / "tsne.png")
         if changes := {label: model.weight_change for label, model in by_label.items() if model.weight_change}:
@@ -168,7 +170,8 @@ def analyze(
         data: Folder of datasets to draw texts and pairs from.
         pairs: File of queries and documents, as `find_pairs` reads it. Default: the retrieval datasets of `data`;
             without these, the same texts take both roles.
-        tasks: Tasks to compare. Default: the first model's experts, or else its prompts, if all models know them.
+        tasks: Tasks to compare. Default: the first model's experts, or else its prompts, if all models know them. If a
+            model distinguishes no tasks, as a dense one without prompts, pairs alone are compared.
         start: Model that the models were trained from. Default: what their folders record.
         limit: Number of texts, and of pairs.
         batch_size: Batch size of `encode`.
@@ -198,19 +201,24 @@ def analyze(
     for label, name in named.items():
         logger.info("%s: loading …", label)
         loaded[label] = load_encoder(name, revision=commits[label], device=device, trust_remote_code=trust_remote_code)
-    chosen = _tasks(loaded, tasks)
+    chosen = _tasks(loaded, tasks, only_pairs=found_pairs is not None)
     if out is not None:
         _prepare(Path(out))
     analyses = []
     for label, name in named.items():
-        logger.info("%s: %d texts under %s …", label, len(found.texts), ", ".join(chosen))
+        logger.info("%s: %d texts under %s …", label, len(found.texts), ", ".join(chosen) or "no tasks")
         seen = _of_embeddings(label, loaded.pop(label), chosen, found, found_pairs, batch_size, seed)
         logger.info("%s: weights …", label)
         change, notes = _weight_change(name, start)
         analyses.append(dataclasses.replace(seen, weight_change=change, notes=(*seen.notes, *notes)))
     first, *others = analyses
     tests = [
-        test for other in others for test in welch_tests(first.label, first.similarity, other.label, other.similarity)
+        test
+        for other in others
+        for test in (
+            *welch_tests(first.label, first.similarity, other.label, other.similarity),
+            *_divergence_tests(first, other),
+        )
     ]
     result = Analysis(tuple(analyses), tuple(tests), found, found_pairs, seed)
     if out is not None:
@@ -228,16 +236,33 @@ def _prepare(out: Path) -> None:
         raise OSError(f"The analysis cannot be written to {out}: {error}") from error
 
 
-def _tasks(models: Mapping[str, SentenceTransformer], tasks: Sequence[str] | None) -> list[str]:
-    """Choose the tasks to compare, and check that every model knows them."""
+def _tasks(models: Mapping[str, SentenceTransformer], tasks: Sequence[str] | None, only_pairs: bool) -> list[str]:
+    """Choose the tasks to compare, and check that every model knows them; none, if they may have `only_pairs`."""
     if tasks is None:
         first = next(iter(models.values()))
         chosen = [task for task in default_tasks(first) if all(task in instructions_of(m) for m in models.values())]
     else:
         chosen = list(tasks)
-    for label, model in models.items():
-        check_tasks(model, chosen, label)
+    try:
+        for label, model in models.items():
+            check_tasks(model, chosen, label)
+    except ValueError as error:
+        if tasks is not None or not only_pairs:
+            raise
+        logger.info("Compared over queries and documents alone: %s", error)
+        return []
     return chosen
+
+
+def _divergence_tests(first: ModelAnalysis, other: ModelAnalysis) -> list[WelchTest]:
+    """Test whether queries and documents of the first model diverge less."""
+    if first.divergence is None or other.divergence is None:
+        return []
+    values = {
+        "KL": (first.divergence.neighbors_kl, other.divergence.neighbors_kl),
+        "JS": (first.divergence.neighbors_js, other.divergence.neighbors_js),
+    }
+    return [welch_test(first.label, other.label, None, a, b, name) for name, (a, b) in values.items()]
 
 
 def _of_embeddings(
@@ -308,17 +333,19 @@ def _as_json(value: Any) -> Any:
 
 def _sections(analysis: Analysis) -> list[tuple[str, list[Rows | str]]]:
     """Arrange all results as titles with tables and sentences."""
-    sections: list[tuple[str, list[Rows | str]]] = [
-        (
-            f"Inter-task similarity: mean (standard deviation) of the cosine of {len(analysis.texts.texts)} texts",
-            [_similarity_table(analysis)],
-        )
-    ]
-    for other in analysis.models[1:]:
-        sections.append(_test_section(analysis, other.label))
+    sections: list[tuple[str, list[Rows | str]]] = []
+    if analysis.models[0].similarity:
+        count = len(analysis.texts.texts)
+        title = f"Inter-task similarity: mean (standard deviation) of the cosine of {count} texts"
+        sections.append((title, [_similarity_table(analysis)]))
+        sections += [_test_section(analysis, other.label) for other in analysis.models[1:]]
     measured = {model.label: model.divergence for model in analysis.models if model.divergence is not None}
     if measured:
+        tests = [test for test in analysis.tests if test.measure != "similarity"]
         sections.append(("Queries and documents: divergence in nats", [_divergence_table(measured)]))
+        sections.append(
+            ("The same by distances to all others, as in the CoT-MoTE paper", _neighbor_tables(measured, tests))
+        )
     sections += [_weight_section(model.label, model.weight_change) for model in analysis.models if model.weight_change]
     notes: list[Rows | str] = [f"{model.label}: {note}" for model in analysis.models for note in model.notes]
     return [*sections, ("Notes", notes)] if notes else sections
@@ -336,7 +363,7 @@ def _similarity_table(analysis: Analysis) -> Rows:
 def _test_section(analysis: Analysis, other: str) -> tuple[str, list[Rows | str]]:
     first = analysis.models[0].label
     rows = [["tasks", "difference", "t", "degrees of freedom", "p"]]
-    for test in (test for test in analysis.tests if test.second == other):
+    for test in (test for test in analysis.tests if test.second == other and test.measure == "similarity"):
         name = "all pairs (mean of each text)" if test.tasks is None else " / ".join(test.tasks)
         numbers = ["-"] * 3 if test.p is None else [f"{test.t:.2f}", f"{test.degrees_of_freedom:.1f}", f"{test.p:.2g}"]
         rows.append([name, f"{test.mean_first - test.mean_second:+.3f}", *numbers])
@@ -360,6 +387,20 @@ def _divergence_table(measured: Mapping[str, Divergence]) -> Rows:
         for row, cell in zip(rows, cells, strict=True):
             row.append(cell)
     return rows
+
+
+def _neighbor_tables(measured: Mapping[str, Divergence], tests: list[WelchTest]) -> list[Rows | str]:
+    rows = [["of each pair, mean (standard deviation)", "KL(query ‖ document)", "JS"]]
+    for label, found in measured.items():
+        values = (found.neighbors_kl, found.neighbors_js)
+        rows.append([label, *(f"{each.mean():.2e} ({each.std(ddof=1):.2e})" for each in values)])
+    if not tests:
+        return [rows]
+    tested = [["one-sided Welch's t-test: is the first lower?", "t", "degrees of freedom", "p"]]
+    for test in tests:
+        numbers = ["-"] * 3 if test.p is None else [f"{test.t:.2f}", f"{test.degrees_of_freedom:.1f}", f"{test.p:.2g}"]
+        tested.append([f"{test.measure}: {test.first}, {test.second}", *numbers])
+    return [rows, tested]
 
 
 def _weight_section(label: str, change: WeightChange) -> tuple[str, list[Rows | str]]:

@@ -28,6 +28,9 @@ class Divergence:
         sets_kl_document_query: KL in the other direction.
         sets_js: Jensen-Shannon divergence of the two means.
         cosine: Cosine similarity of each pair.
+        neighbors_kl: KL(query ‖ document) of each pair, [N], by the distances to all others, see
+            `neighbor_distributions`.
+        neighbors_js: Jensen-Shannon divergence of each pair, [N], by the same.
     """
 
     roles: tuple[str, str]
@@ -38,6 +41,8 @@ class Divergence:
     sets_kl_document_query: float
     sets_js: float
     cosine: Spread
+    neighbors_kl: NDArray[np.float64]
+    neighbors_js: NDArray[np.float64]
 
 
 def as_distributions(embeddings: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -48,6 +53,29 @@ def as_distributions(embeddings: NDArray[np.float64]) -> NDArray[np.float64]:
     """
     lengths = np.linalg.norm(embeddings, axis=1, keepdims=True)
     return softmax(embeddings / np.where(lengths > 0, lengths, 1.0) * np.sqrt(embeddings.shape[1]), axis=1)
+
+
+def neighbor_distributions(
+    queries: NDArray[np.float64], documents: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Turn distances into distributions, as in appendix A.1 of the CoT-MoTE paper: exp(-d) / Σ exp(-d), d = 1 - cosine.
+
+    Each query is a distribution over the documents, each document one over the queries: the first is made of the
+    matrix of all distances, the second of its transpose. Where the two sides take the same places, they are equal.
+
+    Args:
+        queries: Their embeddings, [N, H].
+        documents: Embeddings of the document of each query, [N, H].
+
+    Returns:
+        The distributions of the queries and of the documents, [N, N] each.
+    """
+    lengths = [np.linalg.norm(side, axis=1, keepdims=True) for side in (queries, documents)]
+    first, second = (
+        side / np.where(length > 0, length, 1.0) for side, length in zip((queries, documents), lengths, strict=True)
+    )
+    distances = 1 - first @ second.T  # [N, N]
+    return softmax(-distances, axis=1), softmax(-distances.T, axis=1)
 
 
 def kl_divergence(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -77,6 +105,7 @@ def divergence_of(
     """
     p, q = as_distributions(queries), as_distributions(documents)
     mean_p, mean_q = p.mean(axis=0), q.mean(axis=0)
+    of_queries, of_documents = neighbor_distributions(queries, documents)
     return Divergence(
         roles,
         _spread(kl_divergence(p, q)),
@@ -86,6 +115,8 @@ def divergence_of(
         float(kl_divergence(mean_q, mean_p)),
         float(js_divergence(mean_p, mean_q)),
         _spread(cosine),
+        kl_divergence(of_queries, of_documents),
+        js_divergence(of_queries, of_documents),
     )
 
 

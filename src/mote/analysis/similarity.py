@@ -74,12 +74,13 @@ def check_tasks(model: SentenceTransformer, tasks: Sequence[str], name: str = "T
 def embed(
     model: SentenceTransformer, texts: Sequence[str], task: str, batch_size: int = 32
 ) -> NDArray[np.float64]:  # [N, H]
-    """Embed texts for a task: with its instruction in front and, in a MoTE, by its expert.
+    """Embed texts for a task: with its instruction in front, in a MoTE by its expert, in a `Router` by its model.
 
     Raises:
         ValueError: If an embedding is not finite.
     """
-    options: dict[str, Any] = {"task": task} if mote_config(model) is not None else {}
+    routed = mote_config(model) is not None or task in getattr(model[0], "sub_modules", ())  # a MoTE, a Router
+    options: dict[str, Any] = {"task": task} if routed else {}
     embeddings = model.encode(
         list(texts),
         prompt=instructions_of(model)[task],
@@ -145,17 +146,18 @@ def inter_task_similarity(
 
 @dataclass(frozen=True)
 class WelchTest:
-    """A one-sided Welch's t-test: is the mean similarity of the first model lower than that of the second?
+    """A one-sided Welch's t-test: is the mean of the first model lower than that of the second?
 
     Attributes:
         first: Label of the first model.
         second: Label of the second model.
         tasks: Pair of tasks; None for the mean over all pairs, text by text.
-        mean_first: Mean similarity of the first model.
-        mean_second: Mean similarity of the second model.
+        mean_first: Mean of the first model.
+        mean_second: Mean of the second model.
         t: Test statistic, negative if the first model's mean is lower. None if neither model varies.
         degrees_of_freedom: Welch-Satterthwaite degrees of freedom.
         p: Probability of at least this difference if the first model's mean were not lower.
+        measure: Whose means are compared: "similarity", or a divergence of queries and documents, "KL" or "JS".
     """
 
     first: str
@@ -166,6 +168,7 @@ class WelchTest:
     t: float | None
     degrees_of_freedom: float | None
     p: float | None
+    measure: str = "similarity"
 
 
 def welch_tests(first: str, similarity: Similarity, second: str, other: Similarity) -> list[WelchTest]:
@@ -175,18 +178,36 @@ def welch_tests(first: str, similarity: Similarity, second: str, other: Similari
         first: Label of the first model.
         similarity: Its similarity.
         second: Label of the second model.
-        other: Similarity of the second model, over the same pairs of tasks.
+        other: Similarity of the second model, over the same pairs of tasks; none if the models are not compared so.
     """
+    if not similarity:
+        return []
     over_all = (None, np.mean(list(similarity.values()), axis=0), np.mean(list(other.values()), axis=0))
     rows = [(pair, values, other[pair]) for pair, values in similarity.items()]
-    return [_welch(first, second, *row) for row in [*rows, over_all]]
+    return [welch_test(first, second, *row) for row in [*rows, over_all]]
 
 
-def _welch(
-    first: str, second: str, tasks: tuple[str, str] | None, a: NDArray[np.float64], b: NDArray[np.float64]
+def welch_test(
+    first: str,
+    second: str,
+    tasks: tuple[str, str] | None,
+    a: NDArray[np.float64],
+    b: NDArray[np.float64],
+    measure: str = "similarity",
 ) -> WelchTest:
+    """Test whether the mean of the first model is lower.
+
+    Args:
+        first: Label of the first model.
+        second: Label of the second model.
+        tasks: Tasks whose similarity it is.
+        a: Values of the first model.
+        b: Values of the second model.
+        measure: Name of the values, see `WelchTest`.
+    """
     means = float(a.mean()), float(b.mean())
     if not a.var() and not b.var():
-        return WelchTest(first, second, tasks, *means, None, None, None)
+        return WelchTest(first, second, tasks, *means, None, None, None, measure)
     found = ttest_ind(a, b, equal_var=False, alternative="less")
-    return WelchTest(first, second, tasks, *means, float(found.statistic), float(found.df), float(found.pvalue))
+    numbers = float(found.statistic), float(found.df), float(found.pvalue)
+    return WelchTest(first, second, tasks, *means, *numbers, measure)
