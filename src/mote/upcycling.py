@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
+from architectures_mote import ARCHITECTURES
 from configuration_mote import MoTEConfig, alternatives
 from modeling_mote import MoTEModel
 from mote.checkpoints import cards, nomic_moe
@@ -49,7 +50,8 @@ class UpcyclingOptions(WriteOptions):
         default_task: Task of texts without one.
         pooling: `mean`, `cls` or `last_token`. Default: the source's, or `mean`.
         layer_path: Path of the list of layers, for an architecture that is not in MoTE's table.
-        shared_modules: Paths of the submodules that make up a layer's attention, for such an architecture.
+        shared_modules: Paths of the submodules of a layer that the experts share: its attention, for such an
+            architecture. For one in the table, others than these, or `[]` for none.
         routing: What picks the expert: the `"task"` of a text, or a learned router for each `"token"`.
         num_experts: Experts in a block. Default: as many as there are names. Token routing only, as are the next four.
         num_experts_per_tok: Experts per token.
@@ -367,6 +369,9 @@ def _config(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTE
         if given:
             raise ValueError(f"{given[0]} is a setting of token routing: add `--routing token`, or leave it out")
         settings = {}
+    layer_path, shared = options.layer_path, options.shared_modules
+    if shared is not None and layer_path is None and source.config.model_type in ARCHITECTURES:
+        layer_path = ARCHITECTURES[source.config.model_type].layer_path
     return mote_class("mote" if options.routing == "task" else TOKEN_ROUTED, "config")(
         backbone_config=source.config,
         pooling=pooling,
@@ -374,8 +379,8 @@ def _config(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTE
         tasks=options.tasks,
         mote_layers=options.layers,
         default_task=options.default_task,
-        layer_path=options.layer_path,
-        shared_modules=options.shared_modules,
+        layer_path=layer_path,
+        shared_modules=shared,
         **settings,
     )
 

@@ -213,7 +213,8 @@ def test_texts(tmp_path: Path) -> None:
             f"tasks.clustering={both}",
             "tasks.classification=null",
             "validation.share=0.2",
-        )
+        ),
+        AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path / "tokenizer")),
     )
     everything = {task: {*data.texts[task], *data.held_out[task]} for task in data.texts}
     assert everything["search_query"] == {row["query"] for row in pairs}

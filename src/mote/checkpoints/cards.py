@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
 from configuration_mote import MoTEConfig
-from mote.checkpoints.reading import Checkpoint, has_head
+from mote.checkpoints.reading import Checkpoint, has_head, is_mote
 from mote.checkpoints.tensors import token_routing
 from mote.reporting import millions
 
@@ -102,14 +102,14 @@ def write_dense_card(
     expert: str | None = None,
     converted: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the card of a dense model made of a MoTE.
+    """Write the card of a dense model made of a MoTE, or pre-trained as one with a single expert.
 
     Args:
         folder: Folder of the model.
         repo_id: Name under which readers load it.
         config: Config of the MoTE.
         parameters: Number of the dense model's parameters.
-        source: The MoTE.
+        source: Checkpoint that it was made of.
         command: Command line that made the model.
         made: What the model is, as in "the mean of the experts of".
         expert: Name of the expert, if the model is a single one.
@@ -124,7 +124,7 @@ def write_dense_card(
         source=source.public_name,
         source_link=source_link(source),
         made=made,
-        experts=config.experts,
+        experts=config.experts if is_mote(source.config) else [],
         parameters=millions(parameters),
         prompts=[(cell(task), cell(config.instruction_of(task))) for task in tasks],
         expert=expert,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
+from configuration_mote import MoTEConfig
 from mote import hub
 from mote.checkpoints.plain import write_plainly
 from mote.checkpoints.provenance import Described, read_steps, write_steps
@@ -77,6 +78,7 @@ def write_repository(
     write_card: Callable[[Path, dict[str, Any]], None],
     tokenizer: Any = None,
     expert: str | None = None,
+    names: MoTEConfig | None = None,
     earlier: Sequence[dict[str, Any]] | None = None,
     write_weights: Callable[[Path], None] | None = None,
     after: Callable[[Path], dict[str, Any]] | None = None,
@@ -97,6 +99,7 @@ def write_repository(
         write_card: Writes README.md into the folder, given the finished step.
         tokenizer: Its tokenizer.
         expert: If the model is a single expert of the source: its name. Its instruction becomes the default prompt.
+        names: If a dense model was made of a dense source: its tasks, instructions and pooling.
         earlier: Steps by which the first source was made. Default: as its `mote.json` says.
         write_weights: If the model has no weights (on the meta device): writes them into a folder.
         after: Runs on the folder before it takes its place: adds files, returns details for the step.
@@ -125,8 +128,9 @@ def write_repository(
         if isinstance(model, PreTrainedModel):
             assert source is not None
             write_model(model, tokenizer, source, folder, options.max_shard_size, write_weights)
-            of_mote = source.config if isinstance(source, MoTECheckpoint) and not is_mote(model.config) else None
-            write_sentence_transformer(model, source, folder, of_mote, expert)
+            if isinstance(source, MoTECheckpoint) and not is_mote(model.config):
+                names = source.config
+            write_sentence_transformer(model, source, folder, names, expert)
         else:
             model.save(str(folder), create_model_card=False)
         transformer: Any = model if isinstance(model, PreTrainedModel) else model[0].auto_model

@@ -137,6 +137,7 @@ def check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> N
     described.mote_layers = settings.layers
     differing = {
         "model.layers": described.mote_layer_indices != config.mote_layer_indices,
+        "model.shared_modules": settings.shared_modules not in (None, config.shared_modules),
         "model.experts": settings.experts is not None and settings.experts != config.experts,
         "model.tasks": not settings.tasks.items() <= config.tasks.items(),
         "model.instruction_texts": not settings.instruction_texts.items() <= config.instructions.items(),
@@ -162,6 +163,7 @@ def upcycling_options(settings: ModelSettings) -> UpcyclingOptions:
     return UpcyclingOptions(
         experts=settings.experts,
         layers=settings.layers,
+        shared_modules=settings.shared_modules,
         tasks=settings.tasks,
         instructions=instructions,
         **(

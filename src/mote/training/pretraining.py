@@ -1,20 +1,22 @@
-"""Pre-training by a recipe: masked language modelling on transformers' own trainer; killed runs are resumed."""
+"""Pre-training by a recipe, on transformers' own trainer; killed runs are resumed."""
 
 import contextlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import reduce
 from torch import nn
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 
+from configuration_mote import MoTEConfig
 from masked_lm_mote import MoTEForMaskedLM, native_with_head
-from mote.checkpoints.cards import write_mote_card
+from mote.checkpoints.cards import write_dense_card, write_mote_card
 from mote.checkpoints.provenance import command_line
 from mote.checkpoints.reading import (
     Checkpoint,
@@ -29,10 +31,13 @@ from mote.checkpoints.reading import (
 )
 from mote.checkpoints.sentence_transformers import max_seq_length, normalizes
 from mote.checkpoints.tensors import parameter_counts
+from mote.experts.exporting import export
 from mote.reporting import table
+from mote.training.contexts import ContextMasking, ContextRows
 from mote.training.model import NO_FP16, check_mote, upcycling_options
+from mote.training.objectives import Pretraining
 from mote.training.pretraining_recipe import PretrainingRecipe
-from mote.training.processes import processes, with_deepspeed, with_fsdp
+from mote.training.processes import processes, require_sharded_checkpoints, with_deepspeed, with_fsdp
 from mote.training.progress import (
     NonFiniteError,
     RunCallback,
@@ -43,15 +48,18 @@ from mote.training.recipe import load_recipe
 from mote.training.run_folder import RECIPE_FILE, RunFolder, as_yaml, fixed_settings, step_of
 from mote.training.running import Run, restore
 from mote.training.texts import Masking, NewMasks, TextData, TextRows, load_texts
-from mote.upcycling import plan_upcycling
+from mote.upcycling import UpcyclingOptions, plan_upcycling
 
 logger = logging.getLogger(__name__)
 
-OBJECTIVE = "mlm"  # in the log
+OBJECTIVES = {  # in cards
+    "mlm": "pre-trained by masked language modelling",
+    "cot-mae": "pre-trained by contextual masked auto-encoding (CoT-MAE)",
+}
 
 
 def pretrain(recipe: PretrainingRecipe | str | Path, overrides: Sequence[str] = (), *, overwrite: bool = False) -> Path:
-    """Pre-train a MoTE by a recipe: masked language modelling, each text through the expert of its task.
+    """Pre-train a model by a recipe: a MoTE with each text through the expert of its task, or a dense one.
 
     The same call resumes a killed run from its last checkpoint, with the same result.
 
@@ -70,6 +78,7 @@ def pretrain(recipe: PretrainingRecipe | str | Path, overrides: Sequence[str] = 
         BlockingIOError: If another process is running in the folder.
         ValueError: If a setting, the data, or a checkpoint is invalid, or the source has no head; `NonFiniteError` if
             training diverges.
+        OSError: If the disk is full or read-only.
     """
     state = processes()
     recipe = recipe if isinstance(recipe, PretrainingRecipe) else load_recipe(recipe, overrides, PretrainingRecipe)
@@ -78,9 +87,10 @@ def pretrain(recipe: PretrainingRecipe | str | Path, overrides: Sequence[str] = 
     folder.check(recipe)
     with folder.lock() if state.is_main_process else contextlib.nullcontext():
         run = prepare(recipe, folder, overwrite)
-        before = run.evaluate()
+        before = None if with_fsdp() else run.evaluate()  # FSDP shards a model together with its optimizer
         run.train()
         after = run.evaluate()
+        run.gather()
         if state.is_main_process:
             run.finish({"before": before, "after": after})
         state.wait_for_everyone()
@@ -97,8 +107,9 @@ def plan_pretraining(recipe: PretrainingRecipe | str | Path, overrides: Sequence
     config = _config_of(recipe, source)
     if not is_mote(source.config):
         dense_without_weights(source, with_head=not recipe.model.new_head)
-    Masking(load_tokenizer(source), recipe.masking)
-    data, arguments = load_texts(recipe), _trainer_arguments(recipe, folder)
+    tokenizer = load_tokenizer(source)
+    Masking(tokenizer, recipe.masking)
+    data, arguments = load_texts(recipe, tokenizer), _trainer_arguments(recipe, folder)
     experts = f"experts: {', '.join(config.experts)}"
     return "\n".join([as_yaml(recipe), experts, "", str(data), "", _describe(recipe, data, arguments)])
 
@@ -107,12 +118,13 @@ class TextTracker(Tracker):
     """Counts of the texts and tokens of each task.
 
     Args:
+        objective: Name of the objective.
         tasks: Tasks, in the order of their `task_ids`.
     """
 
-    def __init__(self, tasks: Sequence[str]) -> None:
+    def __init__(self, objective: str, tasks: Sequence[str]) -> None:
         super().__init__()
-        self.names = tasks
+        self.objective, self.names = objective, tasks
 
     def observe(self, model: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Record a batch of training: a forward hook of the model.
@@ -126,16 +138,18 @@ class TextTracker(Tracker):
         ids = kwargs.get("task_ids", torch.zeros_like(tokens)).cpu()
         counts = torch.stack([torch.bincount(ids, minlength=len(self.names)).double()] * 2)  # texts, tokens
         counts[1] = torch.bincount(ids, tokens.double(), minlength=len(self.names))
-        values = torch.cat([out.loss.detach().cpu().double().reshape(1), counts.flatten()])
+        losses = torch.stack([loss.detach().cpu().double() for loss in out.values()])  # the first is their sum
+        values = torch.cat([losses, counts.flatten()])
         state = processes()
         if state.num_processes > 1:
             values = reduce(values.to(state.device), "sum").cpu()
-        loss = values[0].item() / state.num_processes
-        texts_of, tokens_of = values[1:].view(2, -1).long().tolist()
+        means = dict(zip(out, (values[: len(losses)] / state.num_processes).tolist(), strict=True))
+        loss = means["loss"]
+        texts_of, tokens_of = values[len(losses) :].view(2, -1).long().tolist()
         rows = sum(texts_of)
         if not math.isfinite(loss):
             raise NonFiniteError(f"The loss is {loss} at step {self.step + 1}, in a batch of {rows} texts")
-        seen = self.training_sets.setdefault(OBJECTIVE, {"steps": 0, "rows": 0, "loss": 0.0})
+        seen = self.training_sets.setdefault(self.objective, {"steps": 0, "rows": 0, "loss": 0.0})
         for key, value in (("steps", 1), ("rows", rows), ("loss", loss)):
             seen[key] += value
         for name, texts, count in zip(self.names, texts_of, tokens_of, strict=True):
@@ -144,7 +158,7 @@ class TextTracker(Tracker):
             of_task = self.tasks.setdefault(name, {"texts": 0, "tokens": 0})
             of_task["texts"] += texts
             of_task["tokens"] += count
-        self.last = {"training_set": OBJECTIVE, "task": OBJECTIVE, "loss": loss, "rows": rows}
+        self.last = {"training_set": self.objective, "task": self.objective, **means, "rows": rows}
 
 
 @dataclass
@@ -165,12 +179,23 @@ class PretrainingRun(Run):
         names = {f"eval_{name}_loss": name for name in self.trainer.eval_dataset}  # type: ignore[union-attr]
         return {name: round(found[key], 4) for key, name in names.items()}
 
+    def gather(self) -> None:
+        """Gather the weights of the trained model from the processes among which FSDP shards them; all call this."""
+        if not with_fsdp():
+            return
+        weights = self.trainer.accelerator.get_state_dict(self.trainer.model_wrapped)
+        self.model = build_masked_lm(self.recipe, self.source)
+        if processes().is_main_process:
+            own = {name.removeprefix("model."): weight for name, weight in weights.items() if name.startswith("model.")}
+            self.model.load_state_dict(own)
+
     def finish(self, validation: dict[str, Any]) -> None:
         """Write the model's repository in place of an earlier one, and remove the checkpoints."""
         logger.info("Writing the model …")
         tracker = self.tracker
         record = {
             "recipe": self.recipe.name,
+            "objective": self.recipe.objective,
             "steps": tracker.step,
             "seconds": round(tracker.seconds, 1),
             "resumed_from_step": None if self.checkpoint is None else step_of(self.checkpoint),
@@ -182,18 +207,27 @@ class PretrainingRun(Run):
 
         command = command_line("pretrain", RECIPE_FILE)
 
-        def write_card(folder: Path, step: dict[str, Any]) -> None:
-            made = f"pre-trained by masked language modelling (recipe `{self.recipe.name}`) from"
-            counts, name = parameter_counts(self.model), self.folder.path.name
-            common: dict[str, Any] = {"made": made, "fresh": False, "normalized": normalizes(self.source)}
-            write_mote_card(folder, name, self.model.config, counts, self.source, command, **common)
+        made = f"{OBJECTIVES[self.recipe.objective]} (recipe `{self.recipe.name}`) from"
+        name, names = self.folder.path.name, self.model.config
 
-        self.write("pretrain", record, "pre-trained from", write_card, self.tokenizer)
+        def write_card(folder: Path, step: dict[str, Any]) -> None:
+            if self.recipe.model.kind == "dense":
+                parameters = sum(weight.numel() for weight in self.model.parameters())
+                write_dense_card(folder, name, names, parameters, self.source, command, made=made)
+                return
+            common: dict[str, Any] = {"made": made, "fresh": False, "normalized": normalizes(self.source)}
+            write_mote_card(folder, name, names, parameter_counts(self.model), self.source, command, **common)
+
+        if self.recipe.model.kind == "dense":
+            self.model = dense_with_head(self.model)
+        self.write("pretrain", record, "pre-trained from", write_card, tokenizer=self.tokenizer, names=names)
         seen = [(task, f"{count['texts']:,}", f"{count['tokens']:,}") for task, count in tracker.tasks.items()]
         logger.info("%d steps in %.0f s\n\n%s", tracker.step, tracker.seconds, table(["task", "texts", "tokens"], seen))
-        if validation["before"]:
+        if validation["after"]:
+            before = validation["before"] or {}
             losses = [
-                (name, f"{loss:.4f}", f"{validation['after'][name]:.4f}") for name, loss in validation["before"].items()
+                (name, f"{before[name]:.4f}" if name in before else "", f"{loss:.4f}")
+                for name, loss in validation["after"].items()
             ]
             logger.info("%s", table(["held-out loss", "before", "after"], losses))
 
@@ -203,36 +237,34 @@ def prepare(recipe: PretrainingRecipe, folder: RunFolder, overwrite: bool = Fals
     state = processes()
     checkpoint = folder.open(recipe, overwrite)
     source = open_checkpoint(recipe.model.source, recipe.model.revision)
-    data = load_texts(recipe)
-    logger.info("%s", data)
-    torch.manual_seed(recipe.training.seed)  # for new weights: of a head, of routers
-    model = build_masked_lm(recipe, source)
     tokenizer = load_tokenizer(source)
+    data = load_texts(recipe, tokenizer)
+    logger.info("%s", data)
+    torch.manual_seed(recipe.training.seed)  # for new weights: of a head, of routers, of a decoder
+    model = build_masked_lm(recipe, source)
+    trained = Pretraining(model, recipe.decoder if recipe.objective == "cot-mae" else None)
     tokenizer.model_max_length = recipe.model.max_length or max_seq_length(model, source) or tokenizer.model_max_length
     metadata: dict[str, Any] = {
         "recipe": fixed_settings(recipe),
         "data": data.hashes(),
         "processes": state.num_processes,
     }
-    tracker = TextTracker(list(model.config.tasks))
+    tracker = TextTracker(recipe.objective, list(model.config.tasks))
     if checkpoint is not None:
         restore(checkpoint, metadata, tracker)
-    model.register_forward_hook(tracker.observe, with_kwargs=True)
+    trained.register_forward_hook(tracker.observe, with_kwargs=True)
     if recipe.training.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    config = model.config
-    instructions = {task: config.instruction_of(task) for task in recipe.tasks} if recipe.model.instructions else {}
-    ids = {task: list(config.tasks).index(task) for task in recipe.tasks} if config.routes_by_task else None
-    arguments: Any = (instructions, ids, tokenizer, recipe.training.seed, recipe.masking.whole_words)
-    rows = TextRows(data.texts, *arguments)
+    new_rows, collator = _batches(recipe, model.config, tokenizer)
+    rows = new_rows(data.texts)
     trainer_arguments = _trainer_arguments(recipe, folder)
     logger.info("%s", _describe(recipe, data, trainer_arguments))
-    trainer = Trainer(
-        model,
+    trainer = PretrainingTrainer(
+        trained,
         trainer_arguments,
-        data_collator=Masking(tokenizer, recipe.masking),
+        data_collator=collator,
         train_dataset=rows,
-        eval_dataset={task: TextRows({task: texts}, *arguments) for task, texts in data.held_out.items() if texts},
+        eval_dataset={task: new_rows({task: texts}) for task, texts in data.held_out.items() if texts},
         callbacks=[
             NewMasks(rows),
             RunCallback(tracker, folder.path, {}, metadata, scaled=recipe.training.fp16, unit="texts"),
@@ -243,6 +275,36 @@ def prepare(recipe: PretrainingRecipe, folder: RunFolder, overwrite: bool = Fals
     if state.is_main_process:
         folder.begin(recipe, checkpoint)
     return PretrainingRun(recipe, folder, source, data, model, tracker, trainer, checkpoint, tokenizer=tokenizer)
+
+
+def _batches(recipe: PretrainingRecipe, config: Any, tokenizer: Any) -> tuple[Callable[[Any], Any], Any]:
+    """Return what makes rows of texts, and the collator that makes batches of rows."""
+    tasks = [*recipe.tasks, *(task.context_task for task in recipe.tasks.values() if task.context_task)]
+    prefixes = {task: config.instruction_of(task) for task in tasks} if recipe.model.instructions else {}
+    ids = {task: list(config.tasks).index(task) for task in tasks} if config.routes_by_task else None
+    if recipe.objective == "cot-mae":
+        return partial(
+            ContextRows, recipe=recipe, prefixes=prefixes, task_ids=ids, tokenizer=tokenizer
+        ), ContextMasking(tokenizer, recipe)
+    more = {"seed": recipe.training.seed, "offsets": recipe.masking.whole_words}
+    new_rows = partial(TextRows, prefixes=prefixes, task_ids=ids, tokenizer=tokenizer, **more)  # type: ignore[arg-type]
+    return new_rows, Masking(tokenizer, recipe.masking)
+
+
+class PretrainingTrainer(Trainer):
+    """Keeps a model with its objective in checkpoints, and refuses those that lack a part of it."""
+
+    model: Pretraining
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Leave out tied weights: safetensors takes each once."""
+        weights, tied = state_dict or self.model.state_dict(), self.model.tied_weights()
+        super()._save(output_dir, {name: weight for name, weight in weights.items() if name not in tied})
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        missing = set(load_result.missing_keys) - self.model.tied_weights()
+        if problems := sorted(missing | set(load_result.unexpected_keys)):
+            raise ValueError(f"The checkpoint's weights are not those of the model: {', '.join(problems[:3])} …")
 
 
 def build_masked_lm(recipe: PretrainingRecipe, source: Checkpoint) -> MoTEForMaskedLM:
@@ -265,7 +327,6 @@ def build_masked_lm(recipe: PretrainingRecipe, source: Checkpoint) -> MoTEForMas
         else:
             dense, _ = load_dense(source, torch.float32, with_head=True)
         model = mote_class(config.model_type, "masked_lm")(config, dense)
-    model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)  # which a resumed trainer would miss
     if settings.attention is not None:
         model.set_attn_implementation(settings.attention)
     return model
@@ -275,9 +336,7 @@ def _config_of(recipe: PretrainingRecipe, source: Checkpoint) -> Any:
     """Return the config of the model that a recipe pre-trains; errors as in `build_masked_lm`."""
     settings, config = recipe.model, source.config
     if not is_mote(config):
-        options = upcycling_options(settings)
-        options.with_head = not settings.new_head
-        config = plan_upcycling(source, options=options).config
+        config = plan_upcycling(source, options=_upcycling_options(recipe)).config
     elif settings.new_head or not has_head(config):
         have = "has a head" if has_head(config) else "has no head"
         raise ValueError(
@@ -285,14 +344,39 @@ def _config_of(recipe: PretrainingRecipe, source: Checkpoint) -> Any:
         )
     else:
         check_mote(settings, config, source.is_local)  # type: ignore[arg-type]  # a MoTE's
-    for task in recipe.tasks:
-        config.expert_of(task)
+    for name, task in recipe.tasks.items():
+        config.expert_of(name)
+        config.expert_of(task.context_task or name)
     return config
 
 
+def _upcycling_options(recipe: PretrainingRecipe) -> UpcyclingOptions:
+    """Return the settings of upcycling; a dense model is trained as a MoTE with one expert, which computes the same."""
+    settings = recipe.model
+    options = upcycling_options(settings)
+    options.with_head, options.pooling = not settings.new_head, settings.pooling
+    if settings.kind == "dense":
+        names = MoTEConfig(experts=settings.experts, tasks=settings.tasks)  # type: ignore[arg-type]  # None: default
+        options.experts = names.experts[:1]
+        options.tasks = dict.fromkeys(names.tasks, names.experts[0])
+        options.instructions = {task: names.instruction_of(task) for task in names.tasks} | (options.instructions or {})
+    return options
+
+
+def dense_with_head(model: MoTEForMaskedLM) -> PreTrainedModel:
+    """Return the native model with its head that a MoTE with one expert is; the weights are copies."""
+    encoder = export(model, model.config.experts[0])
+    native = native_with_head(encoder.config)
+    prefix = f"{native.base_model_prefix}."
+    weights = {f"{prefix}{name}": weight for name, weight in encoder.state_dict().items()} | model.head.state_dict()
+    native.load_state_dict(weights)
+    return native.eval()
+
+
 def _check_settings(recipe: PretrainingRecipe) -> None:
-    if with_fsdp() or with_deepspeed():
-        raise ValueError("Pre-training runs on one device or under DDP: start it without FSDP and DeepSpeed")
+    if with_deepspeed():
+        raise ValueError("Pre-training runs on one device, under DDP or FSDP2: start it without DeepSpeed")
+    require_sharded_checkpoints()
     if recipe.model.kind == "token_routed" and recipe.training.fp16 and recipe.model.router_aux_loss_coef:
         raise ValueError(NO_FP16)
 
@@ -324,6 +408,7 @@ def _trainer_arguments(recipe: PretrainingRecipe, folder: RunFolder) -> Training
         "per_device_eval_batch_size": training.batch_size // count,
         "eval_strategy": "no" if training.eval_steps is None else "steps",
         "logging_nan_inf_filter": False,
+        "label_names": ["labels"],
         "remove_unused_columns": False,
         "disable_tqdm": True,  # `TaskProgress` shows the loss
     }

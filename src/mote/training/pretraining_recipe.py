@@ -1,5 +1,6 @@
-"""Recipes of pre-training: masked language modelling on the texts of each task."""
+"""Recipes of pre-training on the texts of each task: masked language modelling, and CoT-MAE."""
 
+import random
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -20,14 +21,14 @@ class PretrainedModelSettings(ModelSettings):
     """The model, which has a head for masked language modelling.
 
     Attributes:
-        kind: `mote` (an expert per task) or `token_routed`. A `dense` model is a `mote` with one expert.
         instructions: Whether texts are prefixed with the instruction of their task.
         new_head: Whether a dense source without a head gets a new one, with random weights.
+        pooling: Pooling of the model (`mean`, `cls` or `last_token`). Default: the source's.
     """
 
-    kind: Literal["mote", "token_routed"] = "mote"
     instructions: bool = False
     new_head: bool = False
+    pooling: Literal["mean", "cls", "last_token"] | None = None
 
 
 class TextDatasetSettings(mote.data.settings.DatasetSettings):
@@ -46,10 +47,21 @@ class TextTaskSettings(Settings):
     Attributes:
         datasets: Datasets with its texts.
         texts: Texts of a row that are its: `all`, or, of pairs, the `anchors` or the `positives`.
+        context: What is rebuilt from a text, for `cot-mae`: the other side of a `pair`, or a span of the same text:
+            `nearby`, `random`, `overlap`, or `mixed`, one of the three at random.
+        context_task: Task of the contexts. Default: that of the texts.
     """
 
     datasets: list[TextDatasetSettings] = Field(min_length=1)
     texts: Literal["all", "anchors", "positives"] = "all"
+    context: Literal["pair", "nearby", "random", "overlap", "mixed"] = "mixed"
+    context_task: str | None = None
+
+    @model_validator(mode="after")
+    def _sides(self) -> "TextTaskSettings":
+        if self.context == "pair" and self.texts == "all":
+            raise ValueError("context: pair takes the other side of `texts: anchors` or `texts: positives`")
+        return self
 
 
 class MaskingSettings(Settings):
@@ -63,6 +75,45 @@ class MaskingSettings(Settings):
 
     rate: float = Field(default=0.15, gt=0, lt=1)
     whole_words: bool = False
+
+
+class SpanSettings(Settings):
+    """Spans of a text, of whole sentences, for contexts that are spans.
+
+    Attributes:
+        length: Tokens at which a span ends, with the sentence that reaches them.
+        short: Fraction of spans that end sooner, at a random number of tokens.
+    """
+
+    length: int = Field(default=128, ge=2)
+    short: float = Field(default=0.15, ge=0, le=1)
+
+    def draw_length(self, drawn: random.Random) -> int:
+        """Draw the length of the next span."""
+        return drawn.randint(2, self.length) if drawn.random() < self.short else self.length
+
+
+class DecoderSettings(Settings):
+    """The decoder of `cot-mae`, which rebuilds a context from the vector of a text, and is no part of the result.
+
+    Attributes:
+        kind: `bidirectional` (predicts masked tokens) or `autoregressive` (predicts each next token).
+        layers: Number of layers.
+        masking_rate: Fraction of the context's tokens, or words, that are masked, if bidirectional.
+        attention_window: Tokens that a position sees beside the vector, itself included, if autoregressive. Default:
+            all before it.
+        vector: Vector that it reads: `dense` (the pooled one) or `sparse` (SPLADE's, over the vocabulary).
+        both_sides: Whether contexts are encoded, too, and texts rebuilt from them.
+        weight: Weight of its loss.
+    """
+
+    kind: Literal["bidirectional", "autoregressive"] = "bidirectional"
+    layers: int = Field(default=2, ge=1)
+    masking_rate: float = Field(default=0.45, gt=0, lt=1)
+    attention_window: int | None = Field(default=None, ge=1)
+    vector: Literal["dense", "sparse"] = "dense"
+    both_sides: bool = True
+    weight: float = Field(default=1.0, gt=0)
 
 
 class PretrainingSettings(TrainerSettings):
@@ -79,9 +130,12 @@ class PretrainingRecipe(Settings):
     Attributes:
         name: Recipe name.
         description: Purpose of the recipe.
+        objective: `mlm` (masked language modelling), or `cot-mae` (a decoder rebuilds contexts, too).
         model: The model.
         tasks: Task of the model → its texts.
         masking: Which tokens are to be predicted.
+        spans: Contexts that are spans, for `cot-mae`.
+        decoder: The decoder, for `cot-mae`.
         data: Settings of all datasets.
         training: `transformers.TrainingArguments`, and `batch_size`.
         validation: Held-out texts, on which the loss is measured.
@@ -90,9 +144,12 @@ class PretrainingRecipe(Settings):
 
     name: str = "custom"
     description: str = ""
+    objective: Literal["mlm", "cot-mae"] = "mlm"
     model: PretrainedModelSettings
     tasks: dict[str, TextTaskSettings]
     masking: MaskingSettings = MaskingSettings()
+    spans: SpanSettings = SpanSettings()
+    decoder: DecoderSettings = DecoderSettings()
     data: DataSettings = DataSettings()
     training: PretrainingSettings = PretrainingSettings()
     validation: ValidationSettings = ValidationSettings()

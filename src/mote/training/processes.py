@@ -30,3 +30,11 @@ def with_fsdp() -> bool:
 def replicated() -> bool:
     """Whether each of several processes holds the whole model (DDP)."""
     return processes().num_processes > 1 and not with_deepspeed() and not with_fsdp()
+
+
+def require_sharded_checkpoints() -> None:
+    """Raise `ValueError` if FSDP was configured for checkpoints of the whole model."""
+    if os.environ.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT" and with_fsdp():
+        raise ValueError(
+            "Under FSDP, set fsdp_state_dict_type to SHARDED_STATE_DICT: whole checkpoints cannot be written"
+        )

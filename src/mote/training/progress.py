@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from mote.training.processes import processes
 LOG_FILE = "log.jsonl"
 CHECKPOINT_FILE = "checkpoint.json"  # written last: a checkpoint without it is incomplete
 LOSS_FILE = "loss.pt"
+HELD_OUT = re.compile(r"eval_(validation.*|.+_loss)")  # scores and losses on held-out texts, as the trainers name them
 
 
 class NonFiniteError(ValueError):
@@ -206,6 +208,7 @@ class RunCallback(TrainerCallback):
         self.tracker, self.folder, self.losses, self.metadata = tracker, folder, losses, metadata
         self.scaled, self.unit = scaled, unit
         self.timed: dict[str, float] = defaultdict(float)
+        self.training = False  # else the losses are those before or after the run, which its record has
         self.started = self.begun = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -215,6 +218,7 @@ class RunCallback(TrainerCallback):
             kept = [line for line in read_log(self.folder) if line.get("step", 0) <= state.global_step]
             text = "".join(json.dumps(line) + "\n" for line in kept)
             (self.folder / LOG_FILE).write_text(text, encoding="utf-8")
+        self.training = True
         self.begun = time.perf_counter()
         self.started = self.begun - self.tracker.seconds
 
@@ -240,7 +244,8 @@ class RunCallback(TrainerCallback):
             line = {**self.tracker.last, "learning_rate": logs["learning_rate"], "grad_norm": logs["grad_norm"]}
             line[f"{self.unit}_per_second"] = rate
         else:
-            line = {key: value for key, value in logs.items() if key.startswith("eval_validation")}
+            names = [key for key in logs if HELD_OUT.fullmatch(key)] if self.training else ()
+            line = {name: logs[name] for name in names}
         if line and state.is_world_process_zero:
             with (self.folder / LOG_FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, **line}) + "\n")
@@ -273,6 +278,7 @@ class RunCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
         """Record the total duration, and check the trained weights."""
+        self.training = False
         self.tracker.seconds = time.perf_counter() - self.started
         check_finite(model, state.global_step)
 
@@ -305,20 +311,28 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def draw_curves(log: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw the loss of each task, and the validation score where there are several, over the steps."""
+    """Draw the loss of each task, and what was measured on held-out texts, over the steps."""
     from matplotlib.figure import Figure  # pyplot selects a GUI backend
 
-    by_task: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    curves: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    held_out: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for line in log:
         if "loss" in line:
-            by_task[line["task"]].append((line["step"], line["loss"]))
+            curves[line["task"]].append((line["step"], line["loss"]))
+        for key, value in line.items():
+            if key in ("encoder_loss", "decoder_loss"):
+                curves[key.replace("_", "'s ")].append((line["step"], value))
+            elif HELD_OUT.fullmatch(key) and key.endswith("_loss"):
+                held_out[key.removeprefix("eval_").removesuffix("_loss")].append((line["step"], value))
     scores = [(line["step"], line["eval_validation_mean"]) for line in log if "eval_validation_mean" in line]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    for task, points in by_task.items():
+    for name, points in curves.items():
         steps, losses = zip(*points, strict=True)
         (drawn,) = axes.plot(steps, losses, alpha=0.3, linewidth=1)
-        axes.plot(steps, _smoothed(losses), label=task, color=drawn.get_color())
+        axes.plot(steps, _smoothed(losses), label=name, color=drawn.get_color())
+    for name, points in held_out.items():
+        axes.plot(*zip(*points, strict=True), "--o", markersize=3, label=f"{name}, held out")
     axes.set(xlabel="step", ylabel="loss (thin: each batch; thick: smoothed)", title=title)
     if len(scores) > 1:
         right = axes.twinx()

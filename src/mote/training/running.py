@@ -73,7 +73,7 @@ class Run:
         record: dict[str, Any],
         made: str,
         write_card: Callable[[Path, dict[str, Any]], None],
-        tokenizer: Any = None,
+        **others: Any,
     ) -> None:
         """Write the model's repository in place of an earlier one, and remove the checkpoints.
 
@@ -82,7 +82,7 @@ class Run:
             record: What `mote.json` says of the run.
             made: How the model was made, for the cards: "trained from".
             write_card: As in `write_repository`.
-            tokenizer: As in `write_repository`.
+            **others: As in `write_repository`.
         """
         log = read_log(self.folder.path)
 
@@ -99,10 +99,10 @@ class Run:
             step=new_step(verb, command=command_line(verb, RECIPE_FILE), made=made, **record),
             sources=[self.source],
             earlier=[new_step("upcycle", sources=[origin], made="upcycled from")] if upcycled else None,
-            tokenizer=tokenizer,
             write_card=write_card,
             after=add_files,
             options=WriteOptions(overwrite=True),
+            **others,
         )
         shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
 

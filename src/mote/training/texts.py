@@ -20,16 +20,20 @@ from mote.data.columns import check_row, find_columns
 from mote.data.rows import Location, Row, find_datasets, read_rows, read_text_lines
 from mote.training.cleaning import SHOWN_ERRORS, DatasetReport, table_of, text_id
 from mote.training.pretraining_recipe import MaskingSettings, PretrainingRecipe, TextDatasetSettings
+from mote.training.spans import cut
 
 TEXT_FILES = (".txt", ".txt.gz")
 
 
 @dataclass
 class TextData:
-    """Task → texts to train on, and held-out ones; and a report for each dataset."""
+    """Task → texts to train on, and held-out ones; and a report for each dataset.
 
-    texts: dict[str, list[str]]
-    held_out: dict[str, list[str]]
+    With `cot-mae`, a text is a pair of a text and its context, or a `Document`.
+    """
+
+    texts: dict[str, list[Any]]
+    held_out: dict[str, list[Any]]
     reports: list[DatasetReport]
 
     def __str__(self) -> str:
@@ -46,10 +50,14 @@ class TextData:
         return hashes
 
 
-def load_texts(recipe: PretrainingRecipe) -> TextData:
+def load_texts(recipe: PretrainingRecipe, tokenizer: PreTrainedTokenizerBase) -> TextData:
     """Read everything that a recipe of pre-training trains on.
 
     A text counts once for each task. A share of all texts is held out, by a hash of the text: the same for all tasks.
+
+    Args:
+        recipe: The recipe.
+        tokenizer: The model's, for the lengths of spans.
 
     Raises:
         FileNotFoundError: If a dataset does not exist.
@@ -58,17 +66,26 @@ def load_texts(recipe: PretrainingRecipe) -> TextData:
     data = TextData({}, {}, [])
     for name, task in recipe.tasks.items():
         seen: set[int] = set()
-        used: list[str] = []
-        held_out: list[tuple[int, str]] = []
+        used: list[Any] = []
+        held_out: list[tuple[int, Any]] = []
+        spans = recipe.objective == "cot-mae" and task.context != "pair"
+        paired = recipe.objective == "cot-mae" and task.context == "pair"
         for settings in task.datasets:
             for location in _find(settings, recipe.data.place):
                 report = DatasetReport(location.name, name)
-                texts = _read(location, task.texts, recipe.data.max_invalid_fraction, report)
-                new = {text_id(text): text for text in texts}
-                new = {number: text for number, text in new.items() if number not in seen}
+                texts = _read(location, task.texts, paired, recipe.data.max_invalid_fraction, report)
+                new: dict[int, Any] = {text_id("\n".join(texts_of)): texts_of for texts_of in texts}
+                new = {number: texts_of for number, texts_of in new.items() if number not in seen}
                 report.drop("repeated", len(texts) - len(new))
                 seen |= new.keys()
-                apart = {key for key in new if (key + 2**63) / 2**64 < recipe.validation.share}
+                apart = {key for key, texts_of in new.items() if _is_held_out(texts_of, recipe.validation.share)}
+                if not paired:
+                    new = {key: text for key, (text,) in new.items()}
+                if spans:
+                    cuts = {key: cut(text, tokenizer, recipe.spans, recipe.training.seed) for key, text in new.items()}
+                    new = {key: document for key, document in cuts.items() if document is not None}
+                    report.drop(f"too short for two spans of {recipe.spans.length} tokens", len(cuts) - len(new))
+                    apart &= new.keys()
                 held_out += [(key, new[key]) for key in apart]
                 kept = [text for key, text in new.items() if key not in apart]
                 limit = settings.limit or recipe.data.limit
@@ -80,10 +97,15 @@ def load_texts(recipe: PretrainingRecipe) -> TextData:
                 used += kept
                 data.reports.append(report)
         if not used:
-            raise ValueError(f"tasks.{name}: no text is left to train on")
+            long = f" that is long enough for two spans of {recipe.spans.length} tokens" if spans else ""
+            raise ValueError(f"tasks.{name}: no text{long} is left to train on")
         data.texts[name] = used
         data.held_out[name] = [text for _, text in sorted(held_out)[: recipe.validation.limit]]
     return data
+
+
+def _is_held_out(texts: tuple[str, ...], share: float) -> bool:
+    return any((text_id(text) + 2**63) / 2**64 < share for text in texts)
 
 
 def _find(settings: TextDatasetSettings, folder: Path) -> list[Location[TextDatasetSettings]]:
@@ -96,8 +118,10 @@ def _find(settings: TextDatasetSettings, folder: Path) -> list[Location[TextData
     return [Location(file.name.removesuffix(".gz").removesuffix(".txt"), settings, (file,)) for file in files]
 
 
-def _read(location: Location[Any], wanted: str, max_invalid_fraction: float, report: DatasetReport) -> list[str]:
-    """Read the texts of a dataset.
+def _read(
+    location: Location[Any], wanted: str, paired: bool, max_invalid_fraction: float, report: DatasetReport
+) -> list[tuple[str, ...]]:
+    """Read the texts of a dataset: each alone, or with the text of the other side.
 
     Raises:
         ValueError: If a column is missing, too many rows are invalid, or none is left.
@@ -112,7 +136,7 @@ def _read(location: Location[Any], wanted: str, max_invalid_fraction: float, rep
     columns = find_columns(location.settings, present, location.name)
     if wanted != "all" and "positive" not in columns.names:
         raise ValueError(f"{location.name} has single texts, not pairs: leave out `texts: {wanted}`")
-    texts: list[str] = []
+    texts: list[tuple[str, ...]] = []
     errors = []
     for row in rows:
         try:
@@ -122,9 +146,14 @@ def _read(location: Location[Any], wanted: str, max_invalid_fraction: float, rep
         except ValueError as error:
             errors.append(f"{row.where}: {error}")
             continue
-        texts += [example.anchor] if wanted != "positives" else []
-        texts += example.positives if wanted != "anchors" else ()
-        texts += example.negatives if wanted == "all" else ()
+        if paired:
+            pairs = [(example.anchor, positive) for positive in example.positives]
+            texts += pairs if wanted == "anchors" else [(positive, anchor) for anchor, positive in pairs]
+            continue
+        single = [example.anchor] if wanted != "positives" else []
+        single += example.positives if wanted != "anchors" else ()
+        single += example.negatives if wanted == "all" else ()
+        texts += [(text,) for text in single]
     report.read, report.invalid, report.errors = len(rows), len(errors), errors[:SHOWN_ERRORS]
     if len(errors) > max_invalid_fraction * len(rows) or not texts:
         raise ValueError(

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,14 @@ from mote.training.arguments import Schedule, describe, plan_schedule, trainer_a
 from mote.training.data import TrainingSet, load_data
 from mote.training.losses import INFO_NCE, LoadBalancedLoss, build_loss, check_loss
 from mote.training.model import NO_FP16, build_model, encodings, names_of
-from mote.training.processes import deepspeed_stage, processes, replicated, with_deepspeed, with_fsdp
+from mote.training.processes import (
+    deepspeed_stage,
+    processes,
+    replicated,
+    require_sharded_checkpoints,
+    with_deepspeed,
+    with_fsdp,
+)
 from mote.training.progress import (
     LOSS_FILE,
     AverageLossGradients,
@@ -193,10 +199,7 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
     """Load everything that a run needs; only then does it change its folder. Raises what `train` raises for it."""
     state = processes()
     check_recipe(recipe)
-    if os.environ.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT" and with_fsdp():
-        raise ValueError(
-            "Under FSDP, set fsdp_state_dict_type to SHARDED_STATE_DICT: whole checkpoints cannot be written"
-        )
+    require_sharded_checkpoints()
     with state.main_process_first():
         checkpoint = folder.open(recipe, overwrite)
         if state.is_main_process:

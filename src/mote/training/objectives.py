@@ -1,0 +1,213 @@
+"""Objectives of pre-training: masked language modelling, alone or with a decoder that is thrown away at the end.
+
+CoT-MAE (Wu et al., "ConTextual Masked Auto-Encoder for Dense Passage Retrieval", AAAI 2023): a weak decoder rebuilds a
+text's context from the one vector that the encoder makes of the text, so that the vector has to hold what the context
+needs. CoT-MoTE (Ma et al., arXiv:2304.10195) does so with query and passage experts.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.utils import ModelOutput
+
+from masked_lm_mote import MoTEForMaskedLM
+from mote.training.pretraining_recipe import DecoderSettings
+
+IGNORED = -100  # a token that is not predicted
+
+
+@dataclass
+class PretrainingOutput(ModelOutput):
+    """Losses of a batch.
+
+    Attributes:
+        loss: What is trained, a scalar.
+        encoder_loss: Mean over the masked tokens.
+        decoder_loss: Mean over the decoder's tokens, with `cot-mae`.
+    """
+
+    loss: Tensor | None = None
+    encoder_loss: Tensor | None = None
+    decoder_loss: Tensor | None = None
+
+
+class Pretraining(nn.Module):
+    """A model with its objective: what the trainer trains.
+
+    Not a `PreTrainedModel`, so checkpoints have the names of the modules, and the decoder is in them.
+
+    Args:
+        model: The model, with its head.
+        decoder: Decoder settings, for `cot-mae`.
+
+    Raises:
+        ValueError: If a decoder does not suit the model's family.
+    """
+
+    accepts_loss_kwargs = False  # losses are means over a batch, which a Trainer has to know
+
+    def __init__(self, model: MoTEForMaskedLM, decoder: DecoderSettings | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self._no_split_modules = model._no_split_modules
+        self.settings = decoder
+        self.decoder: Decoder | None = None
+        if decoder is not None:
+            require_positions(model)
+            self.decoder = Decoder(model.config.backbone_config, decoder)
+
+    def tie_weights(self) -> None:
+        """Tie the model's weights: FSDP asks for it."""
+        self.model.tie_weights()
+
+    def tied_weights(self) -> set[str]:
+        """Name the weights that are another one's, in the state dict."""
+        return {f"model.{name}" for name in self.model.all_tied_weights_keys}
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        labels: Tensor,
+        token_type_ids: Tensor | None = None,
+        task_ids: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        decoder_labels: Tensor | None = None,
+    ) -> PretrainingOutput:
+        """Compute the losses of a batch.
+
+        Args:
+            input_ids: Masked texts, [B, L].
+            attention_mask: 1 for tokens, 0 for padding on the right, [B, L].
+            labels: The tokens to predict, and -100 where none is, [B, L].
+            token_type_ids: [B, L].
+            task_ids: Index of each text's task, [B].
+            decoder_input_ids: The context of each text, [B, C], with `cot-mae`, as are the next two. In place of the
+                first token the decoder reads the vector.
+            decoder_attention_mask: [B, C].
+            decoder_labels: As `labels`, [B, C].
+        """
+        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+        # Without the head, which is then given only those tokens that need it: at a small width it costs the most.
+        encoded = super(MoTEForMaskedLM, self.model).forward(
+            input_ids=input_ids, attention_mask=attention_mask, task_ids=task_ids, **types
+        )
+        encoder_loss = self._loss(encoded.last_hidden_state, labels)
+        if self.decoder is None or decoder_input_ids is None or decoder_labels is None:
+            return PretrainingOutput(loss=encoder_loss)
+        assert self.settings is not None
+        embeddings: Any = self.model.backbone.embeddings
+        if self.settings.vector == "dense":
+            context = torch.cat([encoded.pooler_output[:, None], embeddings(input_ids=decoder_input_ids)[:, 1:]], dim=1)
+        else:  # the weighted mean of the words' embeddings, as if it were a word
+            words: Any = self.model.get_input_embeddings()
+            logits = self.model.head(inputs_embeds=encoded.last_hidden_state).logits
+            sparse = sparse_vector(logits, attention_mask)  # [B, V]
+            mean = sparse @ words.weight / sparse.sum(dim=1, keepdim=True).clamp(min=1e-6)
+            context = embeddings(inputs_embeds=torch.cat([mean[:, None], words(decoder_input_ids)[:, 1:]], dim=1))
+        decoded = self.decoder(context, decoder_attention_mask)
+        if self.settings.kind == "autoregressive":  # each position predicts the next token
+            decoded, decoder_labels = decoded[:, :-1], decoder_labels[:, 1:]
+        decoder_loss = self._loss(decoded, decoder_labels)
+        loss = encoder_loss + self.settings.weight * decoder_loss
+        return PretrainingOutput(loss=loss, encoder_loss=encoder_loss, decoder_loss=decoder_loss)
+
+    def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Return the head's loss, a mean over the labelled tokens."""
+        labelled = labels != IGNORED
+        return self.model.head(inputs_embeds=hidden[labelled][None], labels=labels[labelled][None]).loss
+
+
+class Decoder(nn.Module):
+    """A weak decoder: a few layers that read a vector and a context that is masked, or so far.
+
+    The layers are those of BERT or GPT-2, of the backbone's size. GPT-2's have a normalisation after them.
+
+    Args:
+        backbone: Config of the model's backbone.
+        settings: Decoder settings.
+    """
+
+    def __init__(self, backbone: Any, settings: DecoderSettings) -> None:
+        super().__init__()
+        hidden, heads = backbone.hidden_size, backbone.num_attention_heads
+        dropout = getattr(backbone, "hidden_dropout_prob", 0.1)
+        of_attention = getattr(backbone, "attention_probs_dropout_prob", 0.1)
+        activation = getattr(backbone, "hidden_act", "gelu")
+        epsilon = getattr(backbone, "layer_norm_eps", 1e-12)
+        self.window: int | None = None
+        self.config: Any
+        if settings.kind == "bidirectional":
+            self.config = BertConfig(
+                vocab_size=1,
+                max_position_embeddings=1,
+                hidden_size=hidden,
+                num_attention_heads=heads,
+                num_hidden_layers=settings.layers,
+                intermediate_size=getattr(backbone, "intermediate_size", 4 * hidden),
+                hidden_dropout_prob=dropout,
+                attention_probs_dropout_prob=of_attention,
+                hidden_act=activation,
+                layer_norm_eps=epsilon,
+            )
+            self.layers = BertModel(self.config, add_pooling_layer=False).encoder.layer
+            self.before, self.after = nn.Identity(), nn.Identity()
+        else:
+            self.window = settings.attention_window
+            self.config = GPT2Config(
+                vocab_size=1,
+                n_embd=hidden,
+                n_head=heads,
+                n_layer=settings.layers,
+                n_positions=getattr(backbone, "max_position_embeddings", 1024),
+                resid_pdrop=dropout,
+                embd_pdrop=dropout,
+                attn_pdrop=of_attention,
+                activation_function=activation,
+                layer_norm_epsilon=epsilon,
+                bos_token_id=None,
+                eos_token_id=None,
+            )
+            gpt2: Any = GPT2Model(self.config)
+            self.before, self.layers, self.after = gpt2.drop, gpt2.h, gpt2.ln_f
+
+    def forward(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Decode embedded contexts, the vector first, [B, C, H] → [B, C, H]."""
+        if self.config.model_type == "bert":
+            mask = create_bidirectional_mask(self.config, hidden, attention_mask)
+        else:
+            window = None if self.window is None else self._in_window
+            mask = create_causal_mask(self.config, hidden, attention_mask, None, and_mask_function=window)
+        hidden = self.before(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden, attention_mask=mask)
+        return self.after(hidden)
+
+    def _in_window(self, batch: Any, head: Any, query: Any, key: Any) -> Any:
+        """Whether a position sees another one: the vector, itself, and the tokens just before it."""
+        return (key == 0) | (query - key < self.window)
+
+
+def sparse_vector(logits: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return SPLADE's vector of a text: over its tokens, the maximum of log(1 + ReLU(logit)), [B, L, V] → [B, V]."""
+    return (torch.log1p(torch.relu(logits)) * attention_mask[..., None]).amax(dim=1)
+
+
+def require_positions(model: MoTEForMaskedLM) -> None:
+    """Make sure that a decoder can read the model's embeddings.
+
+    Raises:
+        ValueError: If they hold no positions, as where attention rotates, or are of another width.
+    """
+    backbone: Any = model.backbone
+    positions = getattr(getattr(backbone, "embeddings", None), "position_embeddings", None)
+    if positions is None or positions.weight.shape[1] != backbone.config.hidden_size:
+        raise ValueError(
+            "objective: cot-mae needs embeddings with absolute positions and of the hidden size, as BERT, RoBERTa, "
+            f"XLM-R, DistilBERT and MPNet have them: {backbone.config.model_type!r} does not"
+        )

@@ -1,0 +1,102 @@
+"""Spans of a document, each the context of another one, for CoT-MAE."""
+
+import random
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+
+from transformers import PreTrainedTokenizerBase
+
+from mote.training.pretraining_recipe import SpanSettings
+
+KINDS = ("nearby", "random", "overlap")
+REACH = 100  # spans on either side, among which a random one is drawn
+
+_SENTENCE_END = re.compile(r"(?<=[.!?…])[\"'”’)\]]*\s+|\s*\n\s*|(?<=[。！？])")  # noqa: RUF001  # so intended
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text that was cut into sentences, and these into spans.
+
+    Attributes:
+        text: The text.
+        sentences: Start and end of each sentence in the text.
+        lengths: Tokens of each sentence.
+        spans: First sentence of each span, and the one after its last.
+        longest: Tokens that a span has about.
+    """
+
+    text: str
+    sentences: tuple[tuple[int, int], ...]
+    lengths: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+    longest: int
+
+    def __str__(self) -> str:
+        return self.text
+
+    def part(self, span: tuple[int, int]) -> str:
+        """Return the text of some sentences."""
+        first, end = span
+        return self.text[self.sentences[first][0] : self.sentences[end - 1][1]]
+
+    def draw(self, kind: str, drawn: random.Random) -> tuple[str, str]:
+        """Draw a span and a context of it.
+
+        Args:
+            kind: `nearby`, `random`, `overlap`, or `mixed`, one of these.
+            drawn: Random numbers.
+        """
+        anchor = drawn.randrange(len(self.spans))
+        if kind == "mixed":
+            kind = drawn.choice(KINDS)
+        if kind == "overlap":
+            return self.part(self.spans[anchor]), self.part(self._overlapping(anchor, drawn))
+        reach = 1 if kind == "nearby" else REACH
+        near = range(max(0, anchor - reach), min(len(self.spans), anchor + reach + 1))
+        context = drawn.choice([other for other in near if other != anchor])
+        return self.part(self.spans[anchor]), self.part(self.spans[context])
+
+    def _overlapping(self, anchor: int, drawn: random.Random) -> tuple[int, int]:
+        """Return up to half of a span's sentences with those after it; of the last span, with those before it."""
+        first, end = self.spans[anchor]
+        shared = drawn.randint(1, max(1, (end - first) // 2))
+        if anchor < len(self.spans) - 1:
+            first, end = end - shared, end + 1
+            while end < len(self.sentences) and sum(self.lengths[first:end]) < self.longest:
+                end += 1
+        else:
+            first, end = first - 1, first + shared
+            while first > 0 and sum(self.lengths[first:end]) < self.longest:
+                first -= 1
+        return first, end
+
+
+def cut(text: str, tokenizer: PreTrainedTokenizerBase, settings: SpanSettings, seed: object) -> Document | None:
+    """Cut a text into sentences, and these into spans: each is gathered until it is as long as it should be.
+
+    Args:
+        text: The text.
+        tokenizer: The model's, for lengths.
+        settings: How long spans are.
+        seed: Seed of the shorter spans.
+
+    Returns:
+        The document; None if it is too short for two spans.
+    """
+    ends = [match.end() for match in _SENTENCE_END.finditer(text)]
+    sentences = tuple((a, b) for a, b in pairwise(dict.fromkeys([0, *ends, len(text)])) if text[a:b].strip())
+    if len(sentences) < 2:
+        return None
+    tokens = tokenizer([text[a:b] for a, b in sentences], add_special_tokens=False, verbose=False)["input_ids"]
+    lengths = tuple(map(len, tokens))
+    drawn = random.Random(f"{seed} spans {text}")
+    spans, first, length = [], 0, 0
+    target = settings.draw_length(drawn)
+    for number, count in enumerate(lengths, start=1):
+        length += count
+        if length >= target or number == len(lengths):
+            spans.append((first, number))
+            first, length, target = number, 0, settings.draw_length(drawn)
+    return Document(text, sentences, lengths, tuple(spans), settings.length) if len(spans) > 1 else None
