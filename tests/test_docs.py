@@ -111,9 +111,11 @@ def test_every_setting_is_in_the_table_with_its_default(page: str, settings: typ
 
 
 def test_every_shipped_recipe_is_listed() -> None:
-    table = GUIDE.split("## Recipes", 1)[1].split("## Data", 1)[0]
-    rows = [line.split(" | ", 1)[0] for line in table.splitlines() if line.startswith("| `")]
-    assert sorted(re.findall(r"`([\w-]+)`", " ".join(rows))) == shipped_recipes()
+    pretraining = (ROOT / "docs" / "pretraining.md").read_text(encoding="utf-8").split("## The recipe", 1)[0]
+    training = GUIDE.split("## Recipes", 1)[1].split("## Data", 1)[0]
+    for table, kind in ((training, Recipe), (pretraining, PretrainingRecipe)):
+        rows = [line.split(" | ", 1)[0] for line in table.splitlines() if line.startswith("| `")]
+        assert sorted(re.findall(r"`([\w-]+)`", " ".join(rows))) == shipped_recipes(kind.PLACE)
 
 
 def test_the_way_in_from_python() -> None:

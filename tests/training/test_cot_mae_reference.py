@@ -27,7 +27,9 @@ def objective(weights: dict[str, torch.Tensor], settings: DecoderSettings) -> tu
     """Build the model of the reference, and its names of weights → ours."""
     config = BertConfig.from_json_file(REFERENCE / "config.json")
     native = BertForMaskedLM(config)
-    native.load_state_dict({name: weight for name, weight in weights.items() if name.startswith(("bert", "cls"))}, False)
+    native.load_state_dict(
+        {name: weight for name, weight in weights.items() if name.startswith(("bert", "cls"))}, False
+    )
     native.tie_weights()
     tasks = MoTEConfig(backbone_config=config, experts=["text"], default_task="text", pooling="cls")
     found = Pretraining(MoTEForMaskedLM(tasks, native), settings)

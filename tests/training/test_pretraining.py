@@ -43,6 +43,7 @@ def settings(source: Path, out: Path, *more: str) -> list[str]:
     """Two epochs of 6 steps."""
     return [
         f"model.source={source}",
+        "model.max_length=24",
         f"data.folder={EXAMPLE_DATA}",
         f"output={out}",
         "data.limit=12",
@@ -50,6 +51,7 @@ def settings(source: Path, out: Path, *more: str) -> list[str]:
         "training.num_train_epochs=2",
         "training.learning_rate=1e-3",
         "training.save_steps=4",
+        "training.eval_steps=null",
         "validation.limit=8",
         *more,
     ]
@@ -181,6 +183,26 @@ def test_a_token_routed_model_with_a_new_head(tmp_path: Path) -> None:
     assert read_steps(tmp_path / "run" / "model")[-1]["loss"] == {"before": None, "after": None}
 
 
+@pytest.mark.long
+def test_a_dense_model(source: Path, tmp_path: Path) -> None:
+    """Without experts in it or code beside it, and the start of a MoTE with a head."""
+    changes = ["training.max_steps=4", "training.eval_steps=2", "masking.whole_words=true"]
+    model = pretrain("mlm-dense", settings(source, tmp_path / "dense", *changes))
+    assert not [name for name in files_in(model) if name.endswith(".py")]
+    loaded, info = AutoModelForMaskedLM.from_pretrained(model, output_loading_info=True)
+    assert type(loaded).__name__ == "BertForMaskedLM"
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    step = read_steps(model)[-1]
+    assert [step["step"] for step in read_steps(model)] == ["pretrain"]
+    assert step["loss"]["after"]["text"] < step["loss"]["before"]["text"]
+    logged = [line for line in read_log(tmp_path / "dense") if "eval_text_loss" in line]
+    assert [line["step"] for line in logged] == [2, 4]
+    assert round(logged[-1]["eval_text_loss"], 4) == step["loss"]["after"]["text"]
+    further = settings(model, tmp_path / "mote", "training.max_steps=1", "validation.share=0")
+    assert [step["step"] for step in read_steps(pretrain("mlm", further))] == ["pretrain", "upcycle", "pretrain"]
+
+
 @pytest.mark.families
 def test_a_mote_is_pretrained_further(run: Path, tmp_path: Path) -> None:
     model = pretrain(
@@ -271,7 +293,7 @@ def test_whole_words_need_a_tokenizer_that_shows_them(tmp_path: Path) -> None:
         (["masking.rate=1.5"], "masking.rate: Input should be less than 1"),
         (["training.learning_rat=1"], "'learning_rat'. Did you mean 'learning_rate'.*arguments of TrainingArguments"),
         (["training.gradient_accumulation_steps=2"], "set training.batch_size"),
-        (["model.kind=dense"], "model.kind: Input should be 'mote' or 'token_routed'"),
+        (["model.kind=sparse"], "model.kind: Input should be 'mote', 'token_routed' or 'dense'"),
         (["tasks.search={datasets: [retrieval/arxiv]}"], "Unknown task 'search'"),
         (["tasks.clustering.texts=anchors"], "has single texts, not pairs: leave out `texts: anchors`"),
         (["model.kind=token_routed", "training.fp16=true"], "training.bf16=true instead"),

@@ -161,7 +161,7 @@ def pretrain(
 ) -> None:
     """Pre-train a model on plain text.
 
-    By masked language modelling. The same command resumes an interrupted run.
+    By masked language modelling, alone or with a decoder (CoT-MAE). The same command resumes an interrupted run.
     """
     with options.extra("train"):
         from mote.training.pretraining import plan_pretraining

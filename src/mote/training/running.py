@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import Trainer
 
-from mote.checkpoints.provenance import command_line, new_step
+from mote.checkpoints.provenance import command_line, new_step, read_steps
 from mote.checkpoints.reading import Checkpoint, is_mote
 from mote.checkpoints.writing import WriteOptions, write_repository
 from mote.training.progress import CHECKPOINT_FILE, NonFiniteError, TaskProgress, Tracker, draw_curves, read_log
@@ -92,13 +92,14 @@ class Run:
             return {}
 
         upcycled = self.recipe.model.kind != "dense" and not is_mote(self.source.config)
+        earlier = read_steps(self.source.folder)
         origin = {"name": self.source.public_name, "revision": self.source.revision}
         write_repository(
             self.folder.model,
             self.model,
             step=new_step(verb, command=command_line(verb, RECIPE_FILE), made=made, **record),
             sources=[self.source],
-            earlier=[new_step("upcycle", sources=[origin], made="upcycled from")] if upcycled else None,
+            earlier=[*earlier, new_step("upcycle", sources=[origin], made="upcycled from")] if upcycled else earlier,
             write_card=write_card,
             after=add_files,
             options=WriteOptions(overwrite=True),
