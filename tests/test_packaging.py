@@ -21,6 +21,7 @@ REMOTE_CODE = [
     "token_routed_masked_lm_mote",
     "token_routed_transformer_mote",
     "hierarchical_mote",
+    "sparse_pooling_mote",
 ]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -28,6 +28,7 @@ from mote.checkpoints.reading import (
     quiet_transformers,
     stored_dtype,
 )
+from mote.checkpoints.retrieval import Retrieval, retrieval_in
 from mote.checkpoints.staging import require_shard_size
 from mote.checkpoints.streaming import DenseWeights, MappedFiles, can_stream, write_weights
 from mote.checkpoints.tensors import parameter_counts, token_routing
@@ -60,6 +61,11 @@ class UpcyclingOptions(WriteOptions):
         router_aux_loss_type: Its formula, `equation_1` or `megablocks`, see `TokenRoutedConfig`.
         preset: Key of `PRESETS`, whose settings hold where none is given.
         with_head: Keep the source's head for masked language modelling: the result is a `MoTEForMaskedLM`.
+        retrieval: Vectors of the result: `dense`, or `sparse`, as of a Sentence-Transformers `SparseEncoder`. Default:
+            the source's.
+        sparse_from: What sparse vectors are made of: the logits of the `head` (SPLADE), which is then kept, or the
+            hidden states times the token `embeddings` (CoT-MoTE, Equation 4). Default: the source's, or `head`.
+        max_active_dims: Number of a sparse vector's weights that are kept, the largest. Default: all.
         tokenizer: Folder or Hub id of a tokenizer. Default: the source's own.
         dtype: Type of the weights: `float32`, `float16`, `bfloat16`, or `auto` for the source's.
         revision: Branch, tag or commit of a source on the Hub.
@@ -81,6 +87,9 @@ class UpcyclingOptions(WriteOptions):
     router_aux_loss_type: str | None = None
     preset: str | None = None
     with_head: bool = False
+    retrieval: str | None = None
+    sparse_from: str | None = None
+    max_active_dims: int | None = None
     tokenizer: str | None = None
     dtype: str = "auto"
     revision: str | None = None
@@ -145,6 +154,8 @@ class UpcyclingPlan(Report):
         out: Folder of the result.
         counts: Parameters, as from `parameter_counts`.
         file_sizes: Bytes of each file with weights.
+        retrieval: The vectors that it gives.
+        with_head: Whether it has a head for masked language modelling.
         notes: Remarks for the user.
     """
 
@@ -153,6 +164,8 @@ class UpcyclingPlan(Report):
     out: Path
     counts: dict[str, Any]
     file_sizes: list[int]
+    retrieval: Retrieval
+    with_head: bool
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -186,6 +199,7 @@ class UpcyclingPlan(Report):
             "source": [f"{self.source.name} ({config.backbone_config.model_type}, {weights})"],
             **({} if routing is None else {"router": [_router(config)]}),
             groups: experts,
+            **({} if self.retrieval.kind == "dense" else {"vectors": [str(self.retrieval)]}),
             "blocks": blocks,
             "parameters": [
                 f"{millions(counts['active'])} active, {millions(counts['total'])} in all: "
@@ -233,7 +247,7 @@ def upcycle(
     require_writable(target, replace(options, push=False), source.folder)
     logger.info("%s", plan)
     tokenizer = load_tokenizer(source, options.tokenizer)
-    model, dropped, write = _model_and_its_writer(plan, options.max_shard_size, options.with_head)
+    model, dropped, write = _model_and_its_writer(plan, options.max_shard_size)
     changed = options.changed()
     if options.tokenizer is not None and Path(options.tokenizer).is_dir():
         changed["tokenizer"] = Path(options.tokenizer)  # without its parents
@@ -262,17 +276,18 @@ def upcycle(
         write_card=write_card,
         tokenizer=tokenizer,
         write_weights=write,
+        retrieval=plan.retrieval,
         options=options,
         repo_id=repo_id,
     )
     if dropped:
         logger.info("Dropped: %d weights of pre-training heads (listed in %s)", len(dropped), RECORD_FILE)
-    logger.info("%s", how_to_load(repo_id if options.push else str(target), config))
+    logger.info("%s", how_to_load(repo_id if options.push else str(target), config, plan.retrieval))
     return target
 
 
 def _model_and_its_writer(
-    plan: UpcyclingPlan, max_shard_size: str, with_head: bool
+    plan: UpcyclingPlan, max_shard_size: str
 ) -> tuple[MoTEModel, list[str], Callable[[Path], None] | None]:
     """Make sure that the source's weights fit, and build the MoTE.
 
@@ -288,6 +303,7 @@ def _model_and_its_writer(
             published = {key: files[key] for key in files.stored}
             return nomic_moe.load(plan.config, published, plan.source.public_name, dtype), [], None  # type: ignore[arg-type]
     logger.info("Reading the source …")
+    with_head = plan.with_head
     new_model = mote_class(plan.config.model_type, "masked_lm" if with_head else "model")
     dense, dropped = dense_without_weights(plan.source, dtype, with_head=with_head)
     if not with_head:  # a head's weights are not named as the encoder's, and most are tied
@@ -314,8 +330,11 @@ def plan_upcycling(
     options = replace(options or UpcyclingOptions(), **settings).complete()
     require_shard_size(options.max_shard_size)
     source = src if isinstance(src, Checkpoint) else open_dense(str(src), options.revision)
-    if options.with_head and source.format == "nomic_moe":
-        raise ValueError(f"{source.name} has no head for masked language modelling: leave out `--with-head`")
+    retrieval = _retrieval(options, source)
+    with_head = options.with_head or retrieval.needs_head
+    if with_head and source.format == "nomic_moe":
+        remedy = "leave out `--with-head`" if options.with_head else "add `--sparse-from embeddings`"
+        raise ValueError(f"{source.name} has no head for masked language modelling: {remedy}")
     prompts = st.source_prompts(source)
     own_pooling: Any = source.config.pooling if is_mote(source.config) else "mean"
     pooling = options.pooling or st.source_pooling(source) or own_pooling
@@ -339,7 +358,7 @@ def plan_upcycling(
     config.dtype = stored_dtype(source) if options.dtype == "auto" else getattr(torch, options.dtype)
     try:
         with torch.device("meta"):
-            kind: Any = "masked_lm" if options.with_head else "model"
+            kind: Any = "masked_lm" if with_head else "model"
             model = mote_class(config.model_type, kind)(config).to(dtype=config.dtype)
     except KeyError as error:
         raise ValueError(f"The config of {source.name} asks for {error}, which transformers does not have") from error
@@ -351,11 +370,34 @@ def plan_upcycling(
         out=Path(out) if out is not None else default_out(source.name),
         counts=parameter_counts(model),
         file_sizes=[sum(weights[key].nbytes for key in keys) for keys in shards.values()],
+        retrieval=retrieval,
+        with_head=with_head,
         notes=[
             f"note: the source's prompt {name!r} belongs to no task; route it with `--task {name}=EXPERT`"
             for name in sorted(prompts.keys() - st.prompts_of(config).keys())
         ],
     )
+
+
+def _retrieval(options: UpcyclingOptions, source: Checkpoint) -> Retrieval:
+    """Return the vectors of the result: those of the options, else of the source."""
+    own = retrieval_in(source.folder)
+    kind: Any = options.retrieval or own.kind
+    if kind not in (kinds := get_args(Retrieval.__annotations__["kind"])):
+        raise ValueError(f"Unknown retrieval {kind!r}." + alternatives(kind, kinds))
+    sparse_from: Any = options.sparse_from or own.sparse_from
+    if sparse_from not in (sources := get_args(Retrieval.__annotations__["sparse_from"])):
+        raise ValueError(f"Unknown sparse_from {sparse_from!r}." + alternatives(sparse_from, sources))
+    kept = own.max_active_dims if options.max_active_dims is None else options.max_active_dims
+    if kind == "dense":
+        if options.sparse_from or kept is not None:
+            raise ValueError("sparse_from and max_active_dims are settings of sparse vectors: add `--retrieval sparse`")
+        if own.kind != "dense":
+            raise ValueError(f"{source.name} gives {own.kind} vectors, and says no pooling for dense ones")
+        return own
+    if kept is not None and kept < 1:
+        raise ValueError(f"max_active_dims must be at least 1, got {kept}")
+    return Retrieval(kind, sparse_from, kept)
 
 
 def _config(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTEConfig:

@@ -55,7 +55,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
 
 
-def break_off(settings: list[str], monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+def break_off(settings: list[str], monkeypatch: pytest.MonkeyPatch, at: int, recipe: str = "mote") -> None:
     """Stop a run before its step `at`, as Ctrl-C does."""
     record = Tracker.record
 
@@ -67,4 +67,4 @@ def break_off(settings: list[str], monkeypatch: pytest.MonkeyPatch, at: int) -> 
     with monkeypatch.context() as patched:
         patched.setattr(Tracker, "record", interrupted)
         with pytest.raises(KeyboardInterrupt, match="the same command resumes"):
-            train("mote", settings)
+            train(recipe, settings)

@@ -14,7 +14,7 @@ import torch
 from helpers.inference_server import read_as_server
 from helpers.paths import SMALL_ENCODER
 from helpers.runs import break_off, command, environment, overrides, train_step, weights
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import SentenceTransformer, SparseEncoder
 
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import open_checkpoint
@@ -40,15 +40,17 @@ def losses_of(run: Path) -> list[float]:
     [pytest.param(name, marks=() if name in ("mote", "tlr") else pytest.mark.long) for name in shipped_recipes()],
 )
 def test_each_shipped_recipe(name: str, tiny: Path, data: Path, tmp_path: Path) -> None:
-    model = train(name, overrides(tiny, data, tmp_path / "run"))
+    headless = ("retrieval.sparse_from=embeddings",) if load_recipe(name).retrieval.kind != "dense" else ()
+    model = train(name, overrides(tiny, data, tmp_path / "run", *headless))
     record = train_step(model)
     assert record["steps"] == 2
     recipe = load_recipe(model / "recipe.yaml")  # what lies next to the weights is a recipe
     assert (recipe.name, recipe.training.max_steps) == (name, 2)
     assert (model / "curves.png").read_bytes().startswith(b"\x89PNG")
-    loaded = SentenceTransformer(str(model), trust_remote_code=recipe.model.kind != "dense")
+    encoder = SentenceTransformer if recipe.retrieval.kind == "dense" else SparseEncoder
+    loaded = encoder(str(model), trust_remote_code=recipe.model.kind != "dense")
     prompted = "search_query" if recipe.model.instructions else None
-    assert loaded.encode(["a text"], prompt_name=prompted).shape == (1, 16)
+    assert loaded.encode(["a text"], prompt_name=prompted).shape == (1, loaded.get_embedding_dimension())
     if recipe.model.kind == "dense":
         assert read_as_server(model)["pooling"] == "mean"
     made = [step["step"] for step in read_steps(model)]

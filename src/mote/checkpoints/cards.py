@@ -15,10 +15,13 @@ from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
 from configuration_mote import MoTEConfig
 from mote.checkpoints.reading import Checkpoint, has_head, is_mote
+from mote.checkpoints.retrieval import retrieval_in
 from mote.checkpoints.tensors import token_routing
 from mote.reporting import millions
 
 MOTE_TAGS = ("mote", "mixture-of-experts", "custom_code")
+
+RETRIEVAL_TAGS = {"sparse": ("sparse-encoder", "sparse", "splade")}  # Sentence-Transformers' own
 
 TRAINED_KINDS = {
     "mote": "A **MoTE** (Mixture of Task Experts): one attention and one feed-forward expert per task,",
@@ -52,11 +55,13 @@ def write_mote_card(
         fresh: Whether the experts are still copies of one another.
         normalized: Whether Sentence-Transformers normalises the embeddings.
     """
+    kind = retrieval_in(folder).kind
     _write(
         folder,
         "model_card.md",
-        card_data(source, "finetune" if fresh else "merge", MOTE_TAGS),
+        card_data(source, "finetune" if fresh else "merge", (*MOTE_TAGS, *RETRIEVAL_TAGS.get(kind, ()))),
         repo_id,
+        retrieval=kind,
         source=source.public_name,
         source_link=source_link(source),
         made=made,
@@ -261,14 +266,17 @@ def write_trained_card(
         curves_file: File in `folder` with a chart of the loss.
     """
     routed = kind == "mote"
+    retrieval = retrieval_in(folder).kind
+    tags = (*(MOTE_TAGS if kind != "dense" else ()), *RETRIEVAL_TAGS.get(retrieval, ()))
     example = "search_query" if "search_query" in config.tasks else config.experts[0]
     argument = "prompt_name" if instructions and config.instruction_of(example) else "task"
     _write(
         folder,
         "trained_model.md",
-        card_data(source, "finetune", MOTE_TAGS if kind != "dense" else ()),
+        card_data(source, "finetune", tags),
         repo_id,
         what=TRAINED_KINDS[kind],
+        retrieval=retrieval,
         source=source.public_name,
         source_link="#training" if source.is_local else source_link(source),
         recipe=recipe,

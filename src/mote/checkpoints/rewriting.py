@@ -20,6 +20,7 @@ from mote import hub
 from mote.checkpoints.cards import MOTE_TAGS, cell, escaped, front_matter, hub_ids, mote_values, render
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import Checkpoint, dense_without_weights, is_mote, mote_class, open_checkpoint
+from mote.checkpoints.retrieval import retrieval_in
 from mote.checkpoints.sentence_transformers import MTEB_PROMPTS, normalizes, source_pooling, source_prompts
 from mote.checkpoints.tensors import parameter_counts, read_shapes, weight_name
 from mote.reporting import millions
@@ -39,6 +40,7 @@ _GENERATED = (
     "Each block has one attention for all tasks",
     "Each routed block has one attention",
     "> **Not trained yet.**",
+    "It is a **sparse encoder**:",
     "It embeds as that MoTE does for the tasks below",
 )
 _EXPERTS_IN_ONE = re.compile(r"\d+ (task )?experts? in one text-embedding model")
@@ -138,7 +140,8 @@ def _values_of_mote(source: Checkpoint, steps: list[dict[str, Any]]) -> dict[str
         model = mote_class(config.model_type, "model")(config)
     upcycled = max((place for place, step in enumerate(steps) if step["step"] == "upcycle"), default=0)
     fresh = not any(step["step"] in _CHANGING for step in steps[upcycled:]) and experts_are_copies(source)
-    return mote_values(config, parameter_counts(model), fresh, normalizes(source))
+    values = mote_values(config, parameter_counts(model), fresh, normalizes(source))
+    return {**values, "retrieval": retrieval_in(source.folder).kind}
 
 
 def _values_of_dense(source: Checkpoint, steps: list[dict[str, Any]]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import json
 import shutil
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ from transformers import PreTrainedModel
 
 from configuration_mote import ROLE_HINTS, MoTEConfig
 from mote.checkpoints.plain import longest_sequence
-from mote.checkpoints.reading import Checkpoint, is_mote
+from mote.checkpoints.reading import Checkpoint, has_head, is_mote
+from mote.checkpoints.retrieval import OUR_POOLINGS, copy_code, retrieval_in
 
 # MTEB looks for a prompt under the task's type, for asymmetric tasks with the role, or under the role alone. These
 # are its names of the seven task types; the roles `query` and `document` are tasks of ours already.
@@ -60,14 +60,15 @@ def source_modules(source: Checkpoint) -> list[dict[str, Any]]:
             raise ValueError(f"{source.name} has a module that is not in a folder of its own: {str(path)!r}")
         if not module["type"].startswith("sentence_transformers.") and not _is_ours(module, index):
             raise ValueError(f"{source.name} has a module with code of its own, {module['type']}, which is not copied")
-    if modules and modules[0]["type"].rsplit(".", 1)[-1] != "Transformer" and not _is_ours(modules[0]):
+    known = ("Transformer", "MLMTransformer")  # the second in older sparse encoders
+    if modules and modules[0]["type"].rsplit(".", 1)[-1] not in known and not _is_ours(modules[0]):
         raise ValueError(f"{source.name} begins with the module {modules[0]['type']}: expected a Transformer")
     return modules
 
 
 def _is_ours(module: dict[str, Any], index: int = 0) -> bool:
-    ours = [name.rsplit(".", 1)[-1] for name in (OUR_TRANSFORMER, TOKEN_ROUTED_TRANSFORMER)]
-    return index == 0 and module["type"].rsplit(".", 1)[-1] in ours
+    ours = OUR_POOLINGS if index else (OUR_TRANSFORMER, TOKEN_ROUTED_TRANSFORMER)
+    return module["type"].rsplit(".", 1)[-1] in [name.rsplit(".", 1)[-1] for name in ours]
 
 
 def source_pooling(source: Checkpoint) -> str | None:
@@ -185,7 +186,11 @@ def write_sentence_transformer(
         folder: Folder of the model.
         of_mote: If the model is dense, and made of a MoTE: config of the MoTE whose pooling and prompts it keeps.
         expert: If it is a single expert of that MoTE: its name. Its instruction becomes the default prompt.
+
+    Raises:
+        ValueError: If the source gives sparse vectors, which the new model cannot.
     """
+    _refuse_to_lose_vectors(model, source)
     config: Any = of_mote or (model.config if is_mote(model.config) else None)  # None: dense, as its source
     transformer = TRANSFORMER
     if is_mote(model.config):
@@ -198,6 +203,8 @@ def write_sentence_transformer(
             if pooled and config.pooling != _pooling_in(source, module):
                 _write_pooling(model, config.pooling, folder / module["path"])
         settings = source.read_json("sentence_bert_config.json")
+        if modules[0]["type"].endswith(".MLMTransformer"):
+            settings.setdefault("transformer_task", "fill-mask")
     else:
         pooling = {"idx": 1, "name": "1", "path": "1_Pooling", "type": POOLING}
         modules = [{"idx": 0, "name": "0", "path": ""}, pooling]
@@ -205,9 +212,9 @@ def write_sentence_transformer(
         settings = {"max_seq_length": max_seq_length(model, source), "do_lower_case": False}
     modules[0]["type"] = transformer
     if is_mote(model.config):
-        for name in dict.fromkeys([OUR_TRANSFORMER, transformer]):  # the second imports the first
-            code = find_spec(name.partition(".")[0])
-            shutil.copy(code.origin, folder)  # type: ignore[union-attr, arg-type]  # it is installed with this package
+        poolings = [module["type"] for index, module in enumerate(modules) if index and _is_ours(module, index)]
+        for name in dict.fromkeys([OUR_TRANSFORMER, transformer, *poolings]):  # the second imports the first
+            copy_code(name, folder)
     carried_over = _carried_over(source)
     if config is None:
         prompts: dict[str, Any] = {"prompts": source_prompts(source)}
@@ -231,6 +238,17 @@ def write_sentence_transformer(
             **prompts,
         },
     )
+
+
+def _refuse_to_lose_vectors(model: PreTrainedModel, source: Checkpoint) -> None:
+    """Raise `ValueError` if the source gives sparse vectors, and the model made of it cannot."""
+    retrieval = retrieval_in(source.folder)
+    if retrieval.kind == "dense":
+        return
+    made_dense = is_mote(source.config) and not is_mote(model.config)
+    if made_dense or (retrieval.needs_head and not has_head(model.config)):
+        lacks = "the result would be an ordinary dense model" if made_dense else "a model of this kind has no head"
+        raise ValueError(f"{source.name} gives {retrieval.kind} vectors, which this would lose: {lacks}")
 
 
 def _write_pooling(model: PreTrainedModel, pooling: str, folder: Path) -> None:

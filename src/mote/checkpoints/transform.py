@@ -22,6 +22,7 @@ from mote.checkpoints.reading import (
     open_mote,
     require_expert,
 )
+from mote.checkpoints.retrieval import retrieval_in
 from mote.checkpoints.rewriting import rewritten_card
 from mote.checkpoints.sentence_transformers import normalizes
 from mote.checkpoints.staging import refuse_source
@@ -166,7 +167,7 @@ def transform(
         options=options,
         repo_id=repo_id,
     )
-    logger.info("%s", how_to_load(repo_id if options.push else str(target), result.config))
+    logger.info("%s", how_to_load(repo_id if options.push else str(target), result.config, retrieval_in(target)))
     return target
 
 

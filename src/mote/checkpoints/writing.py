@@ -14,12 +14,13 @@ from mote import hub
 from mote.checkpoints.plain import write_plainly
 from mote.checkpoints.provenance import Described, read_steps, write_steps
 from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, has_head, is_mote, quiet_transformers
+from mote.checkpoints.retrieval import Retrieval, retrieval_in, write_retrieval
 from mote.checkpoints.sentence_transformers import max_seq_length, write_sentence_transformer
 from mote.checkpoints.staging import Staging, refuse_occupied, refuse_source, require_shard_size, require_space
 from mote.reporting import megabytes
 
 if TYPE_CHECKING:
-    from sentence_transformers import SentenceTransformer
+    from sentence_transformers import SentenceTransformer, SparseEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def require_writable(out: Path, options: WriteOptions, source: Path | None = Non
 
 def write_repository(
     out: Path,
-    model: "PreTrainedModel | SentenceTransformer",
+    model: "PreTrainedModel | SentenceTransformer | SparseEncoder",
     *,
     step: dict[str, Any],
     sources: Sequence[Described],
@@ -81,6 +82,7 @@ def write_repository(
     names: MoTEConfig | None = None,
     earlier: Sequence[dict[str, Any]] | None = None,
     write_weights: Callable[[Path], None] | None = None,
+    retrieval: Retrieval | None = None,
     after: Callable[[Path], dict[str, Any]] | None = None,
     options: WriteOptions | None = None,
     repo_id: str | None = None,
@@ -102,6 +104,7 @@ def write_repository(
         names: If a dense model was made of a dense source: its tasks, instructions and pooling.
         earlier: Steps by which the first source was made. Default: as its `mote.json` says.
         write_weights: If the model has no weights (on the meta device): writes them into a folder.
+        retrieval: The vectors that it gives. Default: as `sources[0]`; a `SentenceTransformer` knows.
         after: Runs on the folder before it takes its place: adds files, returns details for the step.
         options: How it is written.
         repo_id: Repository to push to, as from `require_writable`.
@@ -131,6 +134,8 @@ def write_repository(
             if isinstance(source, MoTECheckpoint) and not is_mote(model.config):
                 names = source.config
             write_sentence_transformer(model, source, folder, names, expert)
+            if retrieval is not None and retrieval != retrieval_in(folder):
+                write_retrieval(folder, retrieval)
         else:
             model.save(str(folder), create_model_card=False)
         transformer: Any = model if isinstance(model, PreTrainedModel) else model[0].auto_model
@@ -157,8 +162,10 @@ def _describe(sources: Sequence[Described]) -> list[dict[str, Any]]:
     return [source.provenance() for source in sources]
 
 
-def how_to_load(path: str, config: Any) -> str:
+def how_to_load(path: str, config: Any, retrieval: Retrieval | None = None) -> str:
     """Return lines of Python that use a model: with Transformers, also its head, and with Sentence-Transformers."""
+    if retrieval is not None and retrieval.kind != "dense":
+        return f'SparseEncoder("{path}", trust_remote_code=True).encode_query(texts)  # or encode_document'
     if not is_mote(config):
         return f'AutoModel.from_pretrained("{path}")\nSentenceTransformer("{path}").encode(texts)'
     task = "search_query" if "search_query" in config.tasks else config.experts[0]

@@ -87,6 +87,16 @@ def upcycle(
     with_head: Annotated[
         bool, typer.Option("--with-head", help="Keep the source's head for masked language modelling.")
     ] = False,
+    retrieval: Annotated[
+        Literal["dense", "sparse"] | None, typer.Option(help="Vectors of the result. Default: as the source's.")
+    ] = None,
+    sparse_from: Annotated[
+        Literal["head", "embeddings"] | None,
+        typer.Option(help="Sparse weights: logits of the head, kept then, or hidden states times token embeddings."),
+    ] = None,
+    max_active_dims: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Weights of a sparse vector that are kept. Default: all.")
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="SRC", help=f"Tokenizer: {options.SRC}. Default: the source's own.")
     ] = None,

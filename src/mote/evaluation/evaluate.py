@@ -14,10 +14,12 @@ from typing import Any
 
 import mteb
 import numpy as np
+import torch
 from huggingface_hub import cached_assets_path
 from mteb.abstasks import AbsTask
-from mteb.models import SentenceTransformerEncoderWrapper
+from mteb.models import SentenceTransformerEncoderWrapper, SparseEncoderWrapper
 from mteb.results import TaskResult
+from sentence_transformers import SparseEncoder
 from tqdm import tqdm
 
 from mote.evaluation.cache import Cache, CacheError, with_subtasks
@@ -187,7 +189,8 @@ class _Run:
         return None if self.overwrite else self.cache.find(task, model.meta(limit=self.limit))
 
     def _compute(self, model: EvaluatedModel, task: AbsTask) -> TaskResult:
-        encoder = _FiniteEncoder(model.load())
+        found = model.load()
+        encoder = _FiniteSparse(found) if isinstance(found, SparseEncoder) else _FiniteEncoder(found)
         meta = model.meta(limit=self.limit)
         key = {name: getattr(meta, name) for name in ("name", "revision", "experiment_kwargs")}
         encoder.mteb_model_meta = encoder.mteb_model_meta.model_copy(update={**model.described(), **key})
@@ -216,8 +219,8 @@ class _Run:
         return self.cache.find(task, meta)  # as it was rounded there: the same now and when it is read again
 
 
-class _FiniteEncoder(SentenceTransformerEncoderWrapper):
-    """mteb's encoder, which fails on NaN and infinity; retrieval would count them as a score of 0."""
+class _Finite:
+    """An encoder of mteb's, which fails on NaN and infinity; retrieval would count them as a score of 0."""
 
     def encode(self, *args: Any, **kwargs: Any) -> Any:
         """Embed texts.
@@ -225,10 +228,19 @@ class _FiniteEncoder(SentenceTransformerEncoderWrapper):
         Raises:
             ValueError: If an embedding is not finite.
         """
-        embeddings = super().encode(*args, **kwargs)
-        if not np.isfinite(np.asarray(embeddings)).all():
+        embeddings = super().encode(*args, **kwargs)  # type: ignore[misc]  # of the other base class
+        sparse = isinstance(embeddings, torch.Tensor) and embeddings.is_sparse
+        if not np.isfinite(np.asarray(embeddings.coalesce().values() if sparse else embeddings)).all():
             raise ValueError("the model gives embeddings that are not finite (NaN or infinite)")
         return embeddings
+
+
+class _FiniteEncoder(_Finite, SentenceTransformerEncoderWrapper):
+    """Of dense vectors."""
+
+
+class _FiniteSparse(_Finite, SparseEncoderWrapper):
+    """Of sparse vectors."""
 
 
 def _main_score(result: TaskResult, task: AbsTask) -> float:

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import torch
 from mteb.languages import iso_mappings
-from mteb.models import ModelMeta, SentenceTransformerEncoderWrapper
+from mteb.models import ModelMeta, SentenceTransformerEncoderWrapper, SparseEncoderWrapper
 from mteb.models.model_meta import ScoringFunction
 from mteb.models.models_protocols import MTEBModels
 from mteb.types import Licenses
@@ -16,8 +16,10 @@ from configuration_mote import ROLE_HINTS
 from mote.checkpoints.cards import front_matter
 from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.reading import Checkpoint, dense_without_weights, is_mote, mote_class, open_checkpoint
+from mote.checkpoints.retrieval import retrieval_in
 from mote.checkpoints.sentence_transformers import MTEB_PROMPTS, max_seq_length, source_modules, source_prompts
 from mote.checkpoints.tensors import parameter_counts
+from mote.inference.loading import is_sparse_encoder
 
 
 def model_meta(source: str | Path, revision: str | None = None) -> ModelMeta:
@@ -56,6 +58,7 @@ def model_meta(source: str | Path, revision: str | None = None) -> ModelMeta:
     names = (*MTEB_PROMPTS, *ROLE_HINTS)  # MTEB warns of every other one
     prompts = {key: text for key, text in source_prompts(checkpoint).items() if key in names}
     path = str(Path(source).resolve()) if checkpoint.is_local else checkpoint.name
+    sparse = retrieval_in(checkpoint.folder).kind == "sparse"
     return ModelMeta.create_empty(
         {
             "loader": partial(load_encoder_wrapper, path),
@@ -74,6 +77,7 @@ def model_meta(source: str | Path, revision: str | None = None) -> ModelMeta:
             "embed_dim": _dimension(checkpoint),
             "license": _license(card.get("license")),
             "open_weights": True,
+            **({"model_type": ["sparse"]} if sparse else {}),
             "framework": ["Sentence Transformers", "PyTorch", "Transformers", "safetensors"],
             "reference": None if checkpoint.is_local else f"https://huggingface.co/{checkpoint.name}",
             "similarity_fn_name": ScoringFunction.from_str(settings.get("similarity_fn_name") or "cosine"),
@@ -90,13 +94,17 @@ def load_encoder_wrapper(path: str, name: str, revision: str | None = None, **kw
         path: A folder, or an id on the Hub.
         name: Name in MTEB.
         revision: The commit on the Hub; of a folder, its hash.
-        **kwargs: Arguments of mteb's wrapper and of `SentenceTransformer`.
+        **kwargs: Arguments of mteb's wrapper and of `SentenceTransformer` or `SparseEncoder`.
     """
-    return SentenceTransformerEncoderWrapper(path, revision=None if Path(path).is_dir() else revision, **kwargs)
+    revision = None if Path(path).is_dir() else revision
+    wrapper = SparseEncoderWrapper if is_sparse_encoder(path, revision) else SentenceTransformerEncoderWrapper
+    return wrapper(path, revision=revision, **kwargs)
 
 
 def _dimension(checkpoint: Checkpoint) -> int:
-    """Return the size of an embedding: the hidden size, unless a layer behind the pooling changes it."""
+    """Return the size of an embedding: the hidden size, unless a layer behind the pooling changes it; or V."""
+    if retrieval_in(checkpoint.folder).kind == "sparse":
+        return checkpoint.config.vocab_size
     settings = [checkpoint.read_json(f"{one['path']}/config.json") for one in source_modules(checkpoint)[1:]]
     sizes = [one["out_features"] for one in settings if "out_features" in one]
     return sizes[-1] if sizes else checkpoint.config.hidden_size

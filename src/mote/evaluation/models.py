@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from mote.checkpoints.hashing import folder_hash
 from mote.hub import commit_of
-from mote.inference.loading import load_encoder
+from mote.inference.loading import is_sparse_encoder, load_encoder, load_sparse_encoder
 from mote.reporting import name_models
 
 if TYPE_CHECKING:
     from mteb.models import ModelMeta
-    from sentence_transformers import SentenceTransformer
+    from sentence_transformers import SentenceTransformer, SparseEncoder
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -37,7 +37,7 @@ class EvaluatedModel:
     device: str | None = None
     dtype: str | None = None
     trust_remote_code: bool = False
-    _model: "SentenceTransformer | None" = field(default=None, repr=False)
+    _model: "SentenceTransformer | SparseEncoder | None" = field(default=None, repr=False)
 
     def meta(self, **experiment: Any) -> "ModelMeta":
         """Describe it to mteb, whose cache is laid out by this.
@@ -72,7 +72,7 @@ class EvaluatedModel:
         """
         self._load("meta")
 
-    def load(self) -> "SentenceTransformer":
+    def load(self) -> "SentenceTransformer | SparseEncoder":
         """Load it, once.
 
         Raises:
@@ -82,9 +82,10 @@ class EvaluatedModel:
             self._model = self._load(self.device)
         return self._model
 
-    def _load(self, device: str | None) -> "SentenceTransformer":
+    def _load(self, device: str | None) -> "SentenceTransformer | SparseEncoder":
         revision = None if Path(self.path).is_dir() else self.revision
-        return load_encoder(
+        load: Any = load_sparse_encoder if is_sparse_encoder(self.path, revision) else load_encoder
+        return load(
             self.path, revision=revision, device=device, dtype=self.dtype, trust_remote_code=self.trust_remote_code
         )
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sentence_transformers import SentenceTransformer
+    from sentence_transformers import SentenceTransformer, SparseEncoder
 
     from configuration_mote import MoTEConfig
     from modeling_mote import MoTEModel
 
 
-def require_all_weights(encoder: "SentenceTransformer", path: str, revision: str | None = None) -> None:
+def require_all_weights(encoder: "SentenceTransformer | SparseEncoder", path: str, revision: str | None = None) -> None:
     """Check that a checkpoint has all weights of the model that was loaded from it.
 
     Each of the model's networks is loaded once more, on the meta device, which reads headers only.
@@ -112,7 +112,7 @@ def load_encoder(
     dtype: str | None = None,
     trust_remote_code: bool = False,
 ) -> "SentenceTransformer":
-    """Load any Sentence-Transformers model, with all its weights.
+    """Load any Sentence-Transformers model of dense vectors, with all its weights.
 
     Args:
         path: A folder, or an id on the Hub.
@@ -125,11 +125,16 @@ def load_encoder(
         trust_remote_code: Run the code in its repository or folder.
 
     Raises:
-        ValueError: If it does not load, lacks weights, has untrusted code, or cannot be offloaded.
+        ValueError: If it does not load, lacks weights, has untrusted code, cannot be offloaded, or is a sparse encoder.
     """
     from sentence_transformers import SentenceTransformer
 
     path = os.fspath(path)
+    if is_sparse_encoder(path, revision):
+        raise ValueError(
+            f"{path} is a sparse encoder, and dense vectors are needed here: `mote evaluate` scores it, "
+            "sentence_transformers.SparseEncoder(…, trust_remote_code=True) loads it"
+        )
     model_kwargs: dict[str, Any] = {"dtype": dtype} if dtype else {}
     if device == "meta":
         model_kwargs["device_map"], device = "meta", None
@@ -139,8 +144,39 @@ def load_encoder(
         config = _mote_config(path, revision=revision)
         check_settings(config, offload, keep)
         model_kwargs["experts"] = config.available_experts[:keep]
+    encoder = _load_checked(SentenceTransformer, path, device, revision, trust_remote_code, model_kwargs)
+    if offload is not None:
+        model: Any = encoder[0]
+        start_offloaded(model.model, config.loaded_experts, offload, keep)
+    return encoder
+
+
+def load_sparse_encoder(
+    path: str | os.PathLike,
+    *,
+    revision: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+) -> "SparseEncoder":
+    """Load any sparse encoder of Sentence-Transformers, with all its weights.
+
+    Takes the arguments of `load_encoder`, but for offloading, and raises its errors.
+    """
+    from sentence_transformers import SparseEncoder
+
+    model_kwargs: dict[str, Any] = {"dtype": dtype} if dtype else {}
+    if device == "meta":
+        model_kwargs["device_map"], device = "meta", None
+    return _load_checked(SparseEncoder, os.fspath(path), device, revision, trust_remote_code, model_kwargs)
+
+
+def _load_checked(
+    encoder_class: Any, path: str, device: str | None, revision: str | None, trust_remote_code: bool, model_kwargs: Any
+) -> Any:
+    """Load a model of Sentence-Transformers, and check that it has all its weights."""
     try:
-        encoder = SentenceTransformer(
+        encoder = encoder_class(
             path, device=device, revision=revision, trust_remote_code=trust_remote_code, model_kwargs=model_kwargs
         ).eval()
     except Exception as error:  # whatever a library or the model's own code raises
@@ -150,10 +186,17 @@ def load_encoder(
             ) from error
         raise ValueError(f"{path} does not load in Sentence-Transformers: {first_line(error)}") from error
     require_all_weights(encoder, path, revision)
-    if offload is not None:
-        model: Any = encoder[0]
-        start_offloaded(model.model, config.loaded_experts, offload, keep)
     return encoder
+
+
+def is_sparse_encoder(path: str, revision: str | None = None) -> bool:
+    """Whether a model's folder or repository says that it is a `SparseEncoder`."""
+    from transformers.utils import cached_file
+
+    name = "config_sentence_transformers.json"
+    file = cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+    settings = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+    return isinstance(settings, dict) and settings.get("model_type") == "SparseEncoder"
 
 
 def _mote_config(path: str | os.PathLike, experts: Any = None, **kwargs: Any) -> "MoTEConfig":

@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from sentence_transformers import SentenceTransformerTrainingArguments
+from sentence_transformers import SentenceTransformerTrainingArguments, SparseEncoderTrainingArguments
+from sentence_transformers.base.training_args import BaseTrainingArguments
 
 from configuration_mote import MoTEConfig
 from mote.reporting import table
@@ -60,7 +61,7 @@ def plan_schedule(recipe: Recipe, sets: dict[str, TrainingSet], processes: int) 
     )
 
 
-def describe(schedule: Schedule, arguments: SentenceTransformerTrainingArguments, sets: dict[str, TrainingSet]) -> str:
+def describe(schedule: Schedule, arguments: BaseTrainingArguments, sets: dict[str, TrainingSet]) -> str:
     """Describe the steps: a summary, and a table of the training sets."""
     save_steps = math.ceil(arguments.save_steps * (schedule.steps if arguments.save_steps < 1 else 1))
     summary = (
@@ -77,7 +78,7 @@ def describe(schedule: Schedule, arguments: SentenceTransformerTrainingArguments
 
 def trainer_arguments(
     recipe: Recipe, folder: RunFolder, sets: dict[str, TrainingSet], names: MoTEConfig
-) -> SentenceTransformerTrainingArguments:
+) -> BaseTrainingArguments:
     """Build the training arguments: the recipe's, and those that follow from the rest of the recipe.
 
     Args:
@@ -112,8 +113,9 @@ def trainer_arguments(
         }
     if recipe.model.kind == "mote":
         settings["router_mapping"] = {name: training_set.column_tasks for name, training_set in sets.items()}
+    dense = recipe.retrieval.kind == "dense"
     try:
-        arguments = SentenceTransformerTrainingArguments(**settings)
+        arguments = (SentenceTransformerTrainingArguments if dense else SparseEncoderTrainingArguments)(**settings)
     except (TypeError, NotImplementedError, ImportError) as error:
         raise ValueError(f"The trainer refuses the settings of training: {error}") from error
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")

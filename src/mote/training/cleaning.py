@@ -17,7 +17,8 @@ from mote.reporting import table
 from mote.training.recipe import DatasetSettings, Recipe, TaskSettings, ValidationSettings
 
 BINARY_LOSSES = ("ContrastiveLoss", "OnlineContrastiveLoss")
-SCORED_LOSSES = ("CoSENTLoss", "AnglELoss", "CosineSimilarityLoss", *BINARY_LOSSES)
+SPARSE_SCORED_LOSSES = ("SparseCoSENTLoss", "SparseAnglELoss", "SparseCosineSimilarityLoss")
+SCORED_LOSSES = ("CoSENTLoss", "AnglELoss", "CosineSimilarityLoss", *SPARSE_SCORED_LOSSES, *BINARY_LOSSES)
 LABELLED_LOSSES = (
     "BatchAllTripletLoss",
     "BatchHardTripletLoss",

@@ -10,18 +10,20 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.base.losses.gradcache import CachedLossMixin
 from sentence_transformers.base.losses.merged_forward import embed_columns
 from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.sparse_encoder import losses as sparse_losses
 from sentence_transformers.util import all_gather, all_gather_with_grad, get_rank
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from configuration_mote import alternatives
 from mote.inference.loading import load_encoder
+from mote.training.cleaning import SPARSE_SCORED_LOSSES
 from mote.training.progress import count_texts
-from mote.training.recipe import TaskSettings, TrainingSettings
+from mote.training.recipe import RetrievalSettings, TaskSettings, TrainingSettings
 
 INFO_NCE = "InfoNCE"
 
@@ -37,18 +39,24 @@ UNSUPPORTED = {
 }
 
 
+# Losses of sparse vectors that are told no teacher's scores.
+SPARSE_LOSSES = ("SparseMultipleNegativesRankingLoss", "SparseTripletLoss", *SPARSE_SCORED_LOSSES)
+
+
 class InfoNCELoss(CachedLossMixin, nn.Module):
     """InfoNCE: each anchor must find its positive among the candidates of the batch (van den Oord et al. 2018).
 
     The loss of anchor i with the candidates D_i is -log(exp(s(a_i, p_i) / t) / Σ_{d in D_i} exp(s(a_i, d) / t)), s the
-    cosine. D_i holds the positive, the row's own hard negatives, and the positives and hard negatives of other rows,
-    without known false negatives: texts equal to the anchor, or to a positive of any row with the same anchor or label.
+    cosine, or the dot product. D_i holds the positive, the row's own hard negatives, and the positives and hard
+    negatives of other rows, without known false negatives: texts equal to the anchor, or to a positive of any row with
+    the same anchor or label.
 
     Args:
         model: Embedding model.
         temperature: Temperature t.
         symmetric: Average with the same loss of positives that must find their anchors.
         in_batch_negatives: Whether the texts of other rows are candidates.
+        similarity: `cosine`, or `dot`, as of sparse vectors.
         gather_across_devices: Whether other rows include those of the other processes.
         mini_batch_size: Rows of a forward pass; the gradients of embeddings are cached in between (GradCache, Gao et
             al. 2021). None: one forward pass per column, no caching.
@@ -56,11 +64,12 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
 
     def __init__(
         self,
-        model: SentenceTransformer,
+        model: SentenceTransformer | SparseEncoder,
         temperature: float,
         *,
         symmetric: bool = False,
         in_batch_negatives: bool = True,
+        similarity: str = "cosine",
         gather_across_devices: bool = False,
         mini_batch_size: int | None = None,
     ) -> None:
@@ -69,6 +78,7 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
         self.temperature = temperature
         self.symmetric = symmetric
         self.in_batch_negatives = in_batch_negatives
+        self.similarity = similarity
         self.gather_across_devices = gather_across_devices
         self.uses_gradient_cache = mini_batch_size is not None
         self.mini_batch_size = mini_batch_size or 0
@@ -90,6 +100,10 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
         embeddings = embed_columns(self.model, sentence_features)
         return self.calculate_loss([[column] for column in embeddings], labels)
 
+    def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
+        """Compute the loss from the embeddings of each column, as `SpladeLoss` asks for it."""
+        return self.calculate_loss([[column] for column in embeddings], labels)
+
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
     ) -> Tensor:
@@ -104,7 +118,9 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
             return self._calculate_loss(reps, labels, with_backward)
 
     def _calculate_loss(self, reps: list[list[Tensor]], labels: Tensor | None, with_backward: bool) -> Tensor:
-        columns = [normalize(torch.cat(column).float(), dim=-1) for column in reps]  # each [B, H]
+        columns = [torch.cat(column).float() for column in reps]  # each [B, H]
+        if self.similarity == "cosine":
+            columns = [normalize(column, dim=-1) for column in columns]
         rows = columns[0].shape[0]
         first = 0
         if self.gather_across_devices:
@@ -142,7 +158,7 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
 
     def get_config_dict(self) -> dict[str, Any]:
         """Describe the loss for the model card."""
-        names = ("temperature", "symmetric", "in_batch_negatives", "gather_across_devices")
+        names = ("temperature", "symmetric", "in_batch_negatives", "similarity", "gather_across_devices")
         return {name: getattr(self, name) for name in names}
 
 
@@ -233,8 +249,13 @@ class LoadBalancedLoss(nn.Module):
         return self.loss(features, labels)
 
 
-def check_loss(task: str, settings: TaskSettings) -> None:
+def check_loss(task: str, settings: TaskSettings, *, sparse: bool = False) -> None:
     """Check that the loss of a task exists and takes its arguments.
+
+    Args:
+        task: Task of the recipe.
+        settings: Its settings.
+        sparse: Whether the model gives sparse vectors.
 
     Raises:
         ValueError: If it does not.
@@ -248,10 +269,11 @@ def check_loss(task: str, settings: TaskSettings) -> None:
         if settings.symmetric and not settings.in_batch_negatives:
             raise ValueError(f"Task {task!r}: a symmetric loss needs in-batch negatives")
         return
-    names = [name for name in losses.__all__ if name.endswith("Loss")]
+    names = [*SPARSE_LOSSES] if sparse else [name for name in losses.__all__ if name.endswith("Loss")]
     if settings.loss not in names:
         raise ValueError(
-            f"Task {task!r}: unknown loss {settings.loss!r}." + alternatives(settings.loss, [INFO_NCE, *names])
+            f"Task {task!r}: unknown loss {'of sparse vectors ' if sparse else ''}{settings.loss!r}."
+            + alternatives(settings.loss, [INFO_NCE, *names])
         )
     if settings.loss in UNSUPPORTED:
         raise ValueError(f"Task {task!r}: the loss {settings.loss} is not supported: {UNSUPPORTED[settings.loss]}")
@@ -269,16 +291,21 @@ def check_loss(task: str, settings: TaskSettings) -> None:
 
 def _parameters(loss: str) -> dict[str, inspect.Parameter]:
     """Return the parameters of a library loss after the model; deprecated classes hide them behind `__new__`."""
-    return dict(list(inspect.signature(getattr(losses, loss).__init__).parameters.items())[2:])
+    return dict(list(inspect.signature(_library_class(loss).__init__).parameters.items())[2:])
+
+
+def _library_class(loss: str) -> Any:
+    return getattr(sparse_losses if loss in SPARSE_LOSSES else losses, loss)
 
 
 def build_loss(
-    model: SentenceTransformer,
+    model: SentenceTransformer | SparseEncoder,
     task: TaskSettings,
     training: TrainingSettings,
     processes: int = 1,
     replicated: bool = False,
     label_dim: int | None = None,
+    retrieval: RetrievalSettings | None = None,
 ) -> nn.Module:
     """Build the loss of a training set.
 
@@ -289,7 +316,9 @@ def build_loss(
         processes: Number of processes.
         replicated: Whether each of them holds the whole model (DDP).
         label_dim: Width of a teacher's embeddings, where these are the labels.
+        retrieval: The model's vectors. Default: dense ones.
     """
+    sparse = retrieval is not None and retrieval.kind != "dense"
     if replicated and training.mini_batch_size is None:
         # With two experts in a step, DDP fails on two forward passes before one backward pass. Gradient caching runs
         # them one after the other, and gives the same gradients.
@@ -300,11 +329,16 @@ def build_loss(
             task.temperature,
             symmetric=task.symmetric,
             in_batch_negatives=task.in_batch_negatives,
+            similarity="dot" if sparse else "cosine",
             gather_across_devices=training.cross_device_negatives and processes > 1,
-            mini_batch_size=training.mini_batch_size,
+            mini_batch_size=None if sparse else training.mini_batch_size,
         )
     else:
         loss = _library_loss(model, task, training, processes, label_dim)
+    if retrieval is not None and sparse:
+        cached = {} if training.mini_batch_size is None else {"mini_batch_size": training.mini_batch_size}
+        splade: Any = sparse_losses.CachedSpladeLoss if cached else sparse_losses.SpladeLoss
+        return splade(model, loss, **retrieval.of_loss, **cached)
     if training.matryoshka:
         dimensions = training.matryoshka
         if dimensions == "halves":
@@ -313,15 +347,20 @@ def build_loss(
                 whole,
                 *(size for size in (whole // 2**n for n in range(1, 16)) if size >= min(64, whole // 2)),
             ]
+        assert isinstance(model, SentenceTransformer)
         loss = losses.MatryoshkaLoss(model, loss, dimensions)
     return loss
 
 
 def _library_loss(
-    model: SentenceTransformer, task: TaskSettings, training: TrainingSettings, processes: int, label_dim: int | None
+    model: SentenceTransformer | SparseEncoder,
+    task: TaskSettings,
+    training: TrainingSettings,
+    processes: int,
+    label_dim: int | None,
 ) -> nn.Module:
     """Build a loss of Sentence-Transformers, with the recipe's settings where it has arguments for them."""
-    cls = getattr(losses, task.loss)
+    cls = _library_class(task.loss)
     takes = _parameters(task.loss)
     arguments = dict(task.loss_arguments)
     if "mini_batch_size" in takes and training.mini_batch_size is not None:

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import SentenceTransformer, SparseEncoder
 
 from configuration_mote import MoTEConfig, alternatives
 from mote.checkpoints import sentence_transformers as st
-from mote.checkpoints.reading import TOKEN_ROUTED, Checkpoint, is_mote, load_dense, load_tokenizer
+from mote.checkpoints.reading import TOKEN_ROUTED, Checkpoint, has_head, is_mote, load_dense, load_tokenizer
+from mote.checkpoints.retrieval import Retrieval, retrieval_in, write_retrieval
 from mote.checkpoints.staging import Staging
 from mote.checkpoints.tensors import token_routing
 from mote.inference.loading import require_all_weights
 from mote.training.processes import processes
-from mote.training.recipe import ModelSettings, Recipe
+from mote.training.recipe import ModelSettings, Recipe, RetrievalSettings
 from mote.training.run_folder import START_FOLDER
 from mote.upcycling import TOKEN_ROUTING, UpcyclingOptions, instructions_from, plan_upcycling, upcycle
 
@@ -27,7 +28,9 @@ NO_FP16 = (
 )
 
 
-def build_model(recipe: Recipe, source: Checkpoint, scratch: Path) -> tuple[SentenceTransformer, MoTEConfig]:
+def build_model(
+    recipe: Recipe, source: Checkpoint, scratch: Path
+) -> tuple[SentenceTransformer | SparseEncoder, MoTEConfig]:
     """Build the model that a recipe trains.
 
     Args:
@@ -43,6 +46,7 @@ def build_model(recipe: Recipe, source: Checkpoint, scratch: Path) -> tuple[Sent
     """
     settings = recipe.model
     names = names_of(recipe, source)
+    model: SentenceTransformer | SparseEncoder
     torch.manual_seed(recipe.training.seed)  # for new weights: those of a token router
     if settings.kind == "dense":
         with processes().main_process_first():
@@ -52,12 +56,20 @@ def build_model(recipe: Recipe, source: Checkpoint, scratch: Path) -> tuple[Sent
         model.prompts = {**st.prompts_of(names)}
     else:
         folder = source.folder
+        retrieval = retrieval_of(recipe, source)
         if not is_mote(source.config):
             folder = scratch / START_FOLDER
             with processes().main_process_first(), _no_progress():
                 if not folder.exists():
-                    upcycle(source, folder, upcycling_options(settings))
-        model = SentenceTransformer(str(folder), trust_remote_code=True, **_loading(settings))
+                    upcycle(source, folder, upcycling_options(settings, recipe.retrieval))
+        elif retrieval != retrieval_in(source.folder):
+            folder = scratch / START_FOLDER
+            with processes().main_process_first():
+                if not folder.exists():
+                    _link(source.folder, folder)
+                    write_retrieval(folder, retrieval)
+        encoder: Any = SentenceTransformer if retrieval.kind == "dense" else SparseEncoder
+        model = encoder(str(folder), trust_remote_code=True, **_loading(settings))
         first: Any = model[0]
         names = first.config
     if settings.max_length is not None:
@@ -65,6 +77,37 @@ def build_model(recipe: Recipe, source: Checkpoint, scratch: Path) -> tuple[Sent
     if recipe.training.only_experts is not None:
         _freeze_all_but(model, recipe.training.only_experts)
     return model, names
+
+
+def retrieval_of(recipe: Recipe, source: Checkpoint) -> Retrieval:
+    """Return the vectors that a recipe's model gives: what it does not say is as in the source.
+
+    Raises:
+        ValueError: If the source cannot give them.
+    """
+    own, wanted = retrieval_in(source.folder), recipe.retrieval
+    if wanted.kind == "dense":
+        if own.kind != "dense":
+            raise ValueError(f"{source.name} gives {own.kind} vectors: set retrieval.kind={own.kind}")
+        return own
+    kept = wanted.max_active_dims or own.max_active_dims
+    retrieval = Retrieval(wanted.kind, wanted.sparse_from or own.sparse_from, kept)
+    if is_mote(source.config) and retrieval.needs_head and not has_head(source.config):
+        raise ValueError(
+            f"{source.name} has no head for masked language modelling, which sparse vectors are made of: set "
+            "retrieval.sparse_from=embeddings, or start from a model with a head (`mote pretrain`, "
+            "`mote upcycle --with-head`)"
+        )
+    return retrieval
+
+
+def _link(source: Path, folder: Path) -> None:
+    """Make a copy of a model's folder whose files are links; it takes no room."""
+    for path in source.rglob("*"):
+        if path.is_file():
+            link = folder / path.relative_to(source)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(path.resolve())
 
 
 def native_folder(source: Checkpoint, folder: Path) -> Path:
@@ -98,6 +141,7 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
         ValueError: If the source does not suit the recipe, or the recipe names a task that the model does not know.
     """
     settings = recipe.model
+    retrieval_of(recipe, source)
     if is_mote(source.config):
         names: Any = source.config
         check_mote(settings, names, source.is_local)
@@ -110,7 +154,7 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
         names.instructions |= upcycling_options(settings).instructions or {}
         names.validate()
     else:
-        names = plan_upcycling(source, options=upcycling_options(settings)).config
+        names = plan_upcycling(source, options=upcycling_options(settings, recipe.retrieval)).config
     _check_tasks(recipe, names)
     if recipe.training.only_experts is not None:
         _check_only_experts(recipe, names, recipe.training.only_experts)
@@ -155,8 +199,12 @@ def _loading(settings: ModelSettings) -> dict[str, Any]:
     return {"model_kwargs": {"dtype": torch.float32, **attention}}  # also under mixed precision
 
 
-def upcycling_options(settings: ModelSettings) -> UpcyclingOptions:
+def upcycling_options(settings: ModelSettings, retrieval: RetrievalSettings | None = None) -> UpcyclingOptions:
     """Return the recipe's settings of upcycling."""
+    vectors: dict[str, Any] = {}
+    if retrieval is not None and retrieval.kind != "dense":
+        names = {"sparse_from", "max_active_dims"}
+        vectors = {"retrieval": retrieval.kind, **{name: getattr(retrieval, name) for name in names}}
     instructions = settings.instruction_texts
     if not settings.instructions:
         instructions = dict.fromkeys(MoTEConfig(experts=settings.experts, tasks=settings.tasks).tasks, "")  # type: ignore[arg-type]
@@ -166,6 +214,7 @@ def upcycling_options(settings: ModelSettings) -> UpcyclingOptions:
         shared_modules=settings.shared_modules,
         tasks=settings.tasks,
         instructions=instructions,
+        **vectors,
         **(
             {"routing": "token", **{name: getattr(settings, name) for name in TOKEN_ROUTING}}
             if settings.kind == "token_routed"
@@ -221,7 +270,7 @@ def _check_only_experts(recipe: Recipe, names: MoTEConfig, only: list[str]) -> N
                 )
 
 
-def _freeze_all_but(model: SentenceTransformer, experts: list[str]) -> None:
+def _freeze_all_but(model: SentenceTransformer | SparseEncoder, experts: list[str]) -> None:
     """Freeze everything but some experts: no gradients, and no weight decay either."""
     model.requires_grad_(False)
     first: Any = model[0]

@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 from accelerate.utils import reduce
+from sentence_transformers.sparse_encoder.callbacks.splade_callbacks import SpladeRegularizerWeightSchedulerCallback
+from sentence_transformers.sparse_encoder.losses import SpladeLoss
 from torch import Tensor, nn
 from transformers import ProgressCallback, TrainerCallback
 
 from mote.training.processes import processes
+from mote.training.recipe import RetrievalSettings
 
 LOG_FILE = "log.jsonl"
 CHECKPOINT_FILE = "checkpoint.json"  # written last: a checkpoint without it is incomplete
@@ -149,6 +152,32 @@ class AverageLossGradients(TrainerCallback):
             for weight in loss.own_parameters().values():
                 if weight.grad is not None:
                     weight.grad = reduce(weight.grad, "mean")
+
+
+class SparsitySchedule(TrainerCallback):
+    """Raises the weights of the losses that keep vectors sparse: Sentence-Transformers' scheduler, for each of them.
+
+    The weights depend on the step alone, so that a resumed run has the same.
+
+    Args:
+        settings: `scheduler_type` and `warmup_ratio`.
+        losses: Training set → its loss; those of dense vectors have none of these.
+    """
+
+    def __init__(self, settings: RetrievalSettings, losses: dict[str, TrackedLoss]) -> None:
+        found = [module for loss in losses.values() for module in loss.modules() if isinstance(module, SpladeLoss)]
+        how: Any = {"scheduler_type": settings.scheduler_type, "warmup_ratio": settings.warmup_ratio}
+        self.schedulers = [SpladeRegularizerWeightSchedulerCallback(loss, **how) for loss in found]
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Set the first weights."""
+        for scheduler in self.schedulers:
+            scheduler.on_train_begin(*args, **kwargs)
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Set the weights of a step."""
+        for scheduler in self.schedulers:
+            scheduler.on_step_begin(*args, **kwargs)
 
 
 class TaskProgress(ProgressCallback):

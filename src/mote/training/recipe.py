@@ -79,6 +79,38 @@ class ModelSettings(Settings):
         return layers
 
 
+class RetrievalSettings(Settings):
+    """The model's vectors, and what keeps sparse ones sparse: the arguments of Sentence-Transformers' `SpladeLoss`.
+
+    Attributes:
+        kind: `dense`, or `sparse`: a weight for each token of the vocabulary.
+        sparse_from: What sparse weights are made of: the logits of the `head` (SPLADE), or hidden states times token
+            `embeddings` (CoT-MoTE, Equation 4). Default: the source's, or `head`.
+        max_active_dims: Number of weights that the trained model keeps, the largest. Default: all.
+        query_regularizer_weight: Weight of the FLOPS loss of anchors.
+        document_regularizer_weight: Weight of the FLOPS loss of all other texts.
+        query_regularizer_threshold: Number of weights up to which an anchor is left alone.
+        document_regularizer_threshold: The same for other texts.
+        scheduler_type: How the weights of these losses rise from 0, `quadratic` or `linear`.
+        warmup_ratio: Fraction of the steps in which they do.
+    """
+
+    kind: Literal["dense", "sparse"] = "dense"
+    sparse_from: Literal["head", "embeddings"] | None = None
+    max_active_dims: int | None = Field(default=None, ge=1)
+    query_regularizer_weight: float = Field(default=5e-5, ge=0)
+    document_regularizer_weight: float = Field(default=3e-5, ge=0)
+    query_regularizer_threshold: int | None = Field(default=None, ge=1)
+    document_regularizer_threshold: int | None = Field(default=None, ge=1)
+    scheduler_type: Literal["quadratic", "linear"] = "quadratic"
+    warmup_ratio: float = Field(default=0.33, gt=0, le=1)
+
+    @property
+    def of_loss(self) -> dict[str, Any]:
+        """The arguments of `SpladeLoss`."""
+        return {name: value for name, value in self if "_regularizer_" in name}
+
+
 class TeacherSettings(Settings):
     """A teacher, whose embeddings a distillation loss learns.
 
@@ -369,6 +401,7 @@ class Recipe(Settings):
         description: Purpose of the recipe.
         model: The model.
         tasks: Task → its data and settings.
+        retrieval: The model's vectors.
         data: Settings of all datasets.
         training: `SentenceTransformerTrainingArguments`, and five settings of ours.
         validation: Held-out texts.
@@ -379,6 +412,7 @@ class Recipe(Settings):
     description: str = ""
     model: ModelSettings
     tasks: dict[str, TaskSettings]
+    retrieval: RetrievalSettings = RetrievalSettings()
     data: DataSettings = DataSettings()
     training: TrainingSettings = TrainingSettings()
     validation: ValidationSettings = ValidationSettings()
@@ -392,6 +426,17 @@ class Recipe(Settings):
         if not tasks:
             raise ValueError("the recipe has no task")
         return tasks
+
+    @model_validator(mode="after")
+    def _fits_retrieval(self) -> "Recipe":
+        if self.retrieval.kind != "dense" and self.model.kind == "dense":
+            raise ValueError(
+                f"retrieval.kind={self.retrieval.kind} needs a MoTE: with one expert (model.experts) it computes as a "
+                "dense model"
+            )
+        if self.retrieval.kind != "dense" and self.training.matryoshka:
+            raise ValueError(f"training.matryoshka truncates dense vectors, and retrieval.kind={self.retrieval.kind}")
+        return self
 
     @model_validator(mode="after")
     def _default_output(self) -> "Recipe":

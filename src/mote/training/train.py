@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+from sentence_transformers import (
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SparseEncoder,
+    SparseEncoderTrainer,
+)
 from sentence_transformers.base.losses.gradcache import uses_gradient_cache
 from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
 from torch import nn
@@ -35,6 +40,7 @@ from mote.training.progress import (
     LOSS_FILE,
     AverageLossGradients,
     RunCallback,
+    SparsitySchedule,
     TaskProgress,
     TrackedLoss,
     Tracker,
@@ -110,7 +116,7 @@ def check_recipe(recipe: Recipe) -> None:
     """
     for name, task in recipe.tasks.items():
         for dataset in task.datasets:
-            check_loss(name, task.of(dataset))
+            check_loss(name, task.of(dataset), sparse=recipe.retrieval.kind != "dense")
     if recipe.model.kind == "token_routed" and recipe.training.fp16 and recipe.model.router_aux_loss_coef:
         raise ValueError(NO_FP16)
 
@@ -188,11 +194,25 @@ class TrainingRun(Run):
         )
 
 
-class _ShardedTrainer(SentenceTransformerTrainer):
-    """For FSDP: Sentence-Transformers (6.2) loads checkpoints as whole models only."""
+class _Sharded:
+    """A trainer under FSDP: Sentence-Transformers (6.2) loads checkpoints as whole models only."""
 
     def _load_from_checkpoint(self, *args: Any) -> None:
-        Trainer._load_from_checkpoint(self, *args)
+        Trainer._load_from_checkpoint(self, *args)  # type: ignore[arg-type]  # the other base class is one
+
+
+class _ShardedTrainer(_Sharded, SentenceTransformerTrainer):
+    """Of dense vectors."""
+
+
+class _ShardedSparseTrainer(_Sharded, SparseEncoderTrainer):
+    """Of sparse vectors."""
+
+
+def _trainer_class(recipe: Recipe) -> Any:
+    if recipe.retrieval.kind == "dense":
+        return _ShardedTrainer if with_fsdp() else SentenceTransformerTrainer
+    return _ShardedSparseTrainer if with_fsdp() else SparseEncoderTrainer
 
 
 def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> TrainingRun:
@@ -231,13 +251,14 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if with_fsdp():
         model.base_model_prefix = "0"  # type: ignore[assignment]  # accelerate cannot wrap `Normalize`
-    trainer = (_ShardedTrainer if with_fsdp() else SentenceTransformerTrainer)(
+    trainer = _trainer_class(recipe)(
         model=model,
         args=arguments,
         train_dataset={name: training_set.rows for name, training_set in data.sets.items()},
         loss=dict[str, nn.Module](losses),
         evaluator=validation if recipe.training.eval_steps is not None else None,
         callbacks=[
+            SparsitySchedule(recipe.retrieval, losses),
             AverageLossGradients(losses),
             RunCallback(tracker, folder.path, losses, metadata, scaled=recipe.training.fp16),
             TaskProgress(tracker),
@@ -250,11 +271,16 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
     return TrainingRun(*shared, schedule=schedule, names=names, validation=validation)
 
 
-def _load_model(recipe: Recipe, source: Checkpoint, folder: RunFolder) -> tuple[SentenceTransformer, MoTEConfig]:
+def _load_model(
+    recipe: Recipe, source: Checkpoint, folder: RunFolder
+) -> tuple[SentenceTransformer | SparseEncoder, MoTEConfig]:
     """Build the model, and remove the start model when all processes have read it."""
     state = processes()
     try:
-        return build_model(recipe, source, folder.path)
+        model, names = build_model(recipe, source, folder.path)
+        if isinstance(model, SparseEncoder):
+            model.model_card_data.generate_widget_examples = False  # the library's card would embed without a task
+        return model, names
     finally:
         state.wait_for_everyone()
         if state.is_main_process:
@@ -262,12 +288,17 @@ def _load_model(recipe: Recipe, source: Checkpoint, folder: RunFolder) -> tuple[
 
 
 def _loss(
-    recipe: Recipe, model: SentenceTransformer, names: MoTEConfig, training_set: TrainingSet, tracker: Tracker
+    recipe: Recipe,
+    model: SentenceTransformer | SparseEncoder,
+    names: MoTEConfig,
+    training_set: TrainingSet,
+    tracker: Tracker,
 ) -> TrackedLoss:
     """Build the loss of a training set, for the number of processes at hand."""
     task = training_set.settings
     label_dim = training_set.teacher_dimension if training_set.label_type == "embeddings" else None
-    loss = build_loss(model, task, recipe.training, processes().num_processes, replicated(), label_dim)
+    count = processes().num_processes
+    loss = build_loss(model, task, recipe.training, count, replicated(), label_dim, recipe.retrieval)
     is_cached = uses_gradient_cache(loss.loss if isinstance(loss, MatryoshkaLoss) else loss)
     if with_deepspeed() and deepspeed_stage() >= 2 and is_cached:
         raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from scipy.stats import spearmanr
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.base.evaluation import BaseEvaluator
 from sklearn.metrics import ndcg_score
 from sklearn.metrics.pairwise import cosine_similarity
@@ -20,9 +20,9 @@ class Validation(BaseEvaluator):
 
     - pairs: nDCG@10 of the anchor's positive among all held-out positives of the dataset;
     - labelled texts: how often the nearest other text has the same label;
-    - scored pairs: Spearman's correlation of the cosine with the score.
+    - scored pairs: Spearman's correlation of the similarity with the score.
 
-    All are multiplied by 100.
+    All are multiplied by 100. The similarity is the cosine, of sparse vectors their dot product.
 
     Args:
         sets: Held-out texts.
@@ -37,7 +37,11 @@ class Validation(BaseEvaluator):
         self.sets, self.encodings, self.batch_size = sets, encodings, batch_size
 
     def __call__(  # type: ignore[override]
-        self, model: SentenceTransformer, output_path: str | None = None, epoch: float = -1, steps: int = -1
+        self,
+        model: SentenceTransformer | SparseEncoder,
+        output_path: str | None = None,
+        epoch: float = -1,
+        steps: int = -1,
     ) -> dict[str, float]:
         """Score a model.
 
@@ -58,31 +62,34 @@ class Validation(BaseEvaluator):
                 metrics[f"validation_{path}"] = value
         return metrics
 
-    def _score_pairs(self, model: SentenceTransformer, held_out: ValidationSet) -> float:
+    def _score_pairs(self, model: SentenceTransformer | SparseEncoder, held_out: ValidationSet) -> float:
         positives = list(dict.fromkeys(held_out.rows["positive"]))
         column = {text: index for index, text in enumerate(positives)}
-        scores = cosine_similarity(
-            self._embed(model, held_out.rows["anchor"], held_out.anchor),
-            self._embed(model, positives, held_out.positive),
-        )
+        anchors = self._embed(model, held_out.rows["anchor"], held_out.anchor)
+        scores = _similarity(model, anchors, self._embed(model, positives, held_out.positive))
         right = np.zeros_like(scores)
         right[np.arange(len(scores)), [column[text] for text in held_out.rows["positive"]]] = 1
         return float(ndcg_score(right, scores, k=10)) if len(positives) > 1 else 1.0
 
-    def _score_labelled(self, model: SentenceTransformer, held_out: ValidationSet) -> float:
+    def _score_labelled(self, model: SentenceTransformer | SparseEncoder, held_out: ValidationSet) -> float:
         embeddings = self._embed(model, held_out.rows["text"], held_out.anchor)
-        scores = cosine_similarity(embeddings)
+        scores = _similarity(model, embeddings, embeddings)
         np.fill_diagonal(scores, -np.inf)
         labels = np.array(held_out.rows["label"])
         return float(np.mean(labels[scores.argmax(axis=1)] == labels))
 
-    def _score_scored(self, model: SentenceTransformer, held_out: ValidationSet) -> float:
+    def _score_scored(self, model: SentenceTransformer | SparseEncoder, held_out: ValidationSet) -> float:
         anchors = self._embed(model, held_out.rows["anchor"], held_out.anchor)
         positives = self._embed(model, held_out.rows["positive"], held_out.positive)
         return float(spearmanr(model.similarity_pairwise(anchors, positives), held_out.rows["score"]).statistic)
 
-    def _embed(self, model: SentenceTransformer, texts: Iterable[str], task: str) -> np.ndarray:
-        embeddings = model.encode(
-            list(texts), batch_size=self.batch_size, show_progress_bar=False, **self.encodings[task]
-        )
-        return np.asarray(embeddings)
+    def _embed(self, model: SentenceTransformer | SparseEncoder, texts: Iterable[str], task: str) -> np.ndarray:
+        arguments = {**self.encodings[task], "batch_size": self.batch_size, "show_progress_bar": False}
+        if isinstance(model, SparseEncoder):
+            return model.encode(list(texts), convert_to_sparse_tensor=False, **arguments).float().cpu().numpy()
+        return np.asarray(model.encode(list(texts), **arguments))
+
+
+def _similarity(model: Any, queries: np.ndarray, documents: np.ndarray) -> np.ndarray:
+    """Compare each query with each document."""
+    return queries @ documents.T if isinstance(model, SparseEncoder) else cosine_similarity(queries, documents)

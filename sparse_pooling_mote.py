@@ -1,0 +1,77 @@
+"""Sparse vectors with a weight for each token of the vocabulary, and hybrid ones: sparse and dense from one pass.
+
+A sparse encoder with a head for masked language modelling needs none of this: there Sentence-Transformers'
+`SpladePooling` does it. `SparsePooling` also takes the token embeddings in place of a head, as CoT-MoTE does in its
+Equation 4, without the head's transform, its bias, and the special tokens (Ma et al. 2023, arXiv:2304.10195).
+
+This file is copied into saved models that need it, and into no others; `modules.json` names its classes.
+"""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from sentence_transformers.base.modules.module import Module
+from transformers.dynamic_module_utils import custom_object_save
+
+
+class SparsePooling(Module):
+    """Pools hidden states into a sparse vector: weight v is max_i log(1 + ReLU(l_iv)), l the logits of the tokens.
+
+    Args:
+        sparse_from: `embeddings`: the logits are hidden states times token embeddings, at all tokens but the special
+            ones (Equation 4). `head`: those of the model's head for masked language modelling, at all tokens (SPLADE).
+    """
+
+    config_keys = ["sparse_from"]
+
+    def __init__(self, sparse_from: Literal["embeddings", "head"] = "embeddings") -> None:
+        super().__init__()
+        if sparse_from not in ("embeddings", "head"):
+            raise ValueError(f"sparse_from must be 'embeddings' or 'head', got {sparse_from!r}")
+        self.sparse_from = sparse_from
+
+    def on_model_ready(self, model: Any) -> None:
+        """Find the first module, whose network has the logits' weights, without registering it a second time."""
+        object.__setattr__(self, "transformer", model[0])
+
+    @property
+    def network(self) -> Any:
+        """The network of the first module."""
+        if not hasattr(self, "transformer"):
+            raise RuntimeError(f"{type(self).__name__} is not part of a model: call `on_model_ready(model)`")
+        return self.transformer.model
+
+    def sparse(self, features: dict[str, Any]) -> torch.Tensor:
+        """Pool `token_embeddings` [B, L, H] into sparse vectors [B, V]."""
+        hidden, tokens = features["token_embeddings"], features["input_ids"]
+        if self.sparse_from == "head":
+            logits, kept = self.network.head(inputs_embeds=hidden).logits, torch.ones_like(tokens, dtype=torch.bool)
+        else:
+            tokenizer = self.transformer.tokenizer
+            names = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "pad_token_id")
+            special = [number for name in names if (number := getattr(tokenizer, name, None)) is not None]
+            logits = hidden @ self.network.get_input_embeddings().weight.T  # [B, L, V]
+            kept = ~torch.isin(tokens, torch.tensor(special, device=tokens.device))
+        if "cu_seq_lens_q" in features:  # flash attention: texts follow each other in one row
+            logits = logits.masked_fill(~kept[..., None], 0)[0]
+            highest = torch.stack([logits[a:b].amax(dim=0) for a, b in pairwise(features["cu_seq_lens_q"].tolist())])
+        else:
+            kept &= features["attention_mask"].bool()
+            highest = logits.masked_fill(~kept[..., None], 0).amax(dim=1)
+        return highest.relu().log1p()  # both keep the order, so the maximum comes first
+
+    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Add `sentence_embedding` [B, V] to the features."""
+        features["sentence_embedding"] = self.sparse(features)
+        return features
+
+    def get_embedding_dimension(self) -> int:
+        """Return V, the size of the vocabulary."""
+        return self.network.config.vocab_size
+
+    def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
+        """Save the settings, and this file next to the model's own code."""
+        self.save_config(output_path)
+        custom_object_save(self, Path(output_path).parent)

@@ -1,0 +1,250 @@
+"""Sparse encoders: Sentence-Transformers' SpladePooling on our head, and CoT-MoTE's Equation 4."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoints import dense_checkpoint, edit_json, files_in, read_json, tiny_tokenizer
+from helpers.families import difference, make_different
+from helpers.paths import ROOT
+from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer, SparseEncoder
+from sentence_transformers.sparse_encoder.modules import SpladePooling
+from transformers import AutoModel, BertConfig, BertModel
+
+from mote import configure, experts, model_meta, plan_upcycling, transform, upcycle
+from mote.inference.loading import load_encoder
+from sparse_pooling_mote import SparsePooling
+
+EXPERTS = ["search_query", "search_document"]
+TEXTS = ["whales breathe air", "a", "tides come twice a day, mostly"]
+
+
+def trained(folder: Path, saved: Path) -> Path:
+    """Make the experts of a sparse encoder differ."""
+    model = SparseEncoder(str(folder), trust_remote_code=True)
+    make_different(model[0].model)
+    model.save(str(saved))
+    return saved
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return dense_checkpoint(tmp_path_factory.mktemp("source") / "tiny", head="mlm")
+
+
+@pytest.fixture(scope="module")
+def splade(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights from the head, experts that differ."""
+    folder = tmp_path_factory.mktemp("splade")
+    return trained(upcycle(source, folder / "fresh", experts=EXPERTS, retrieval="sparse"), folder / "splade")
+
+
+@pytest.fixture(scope="module")
+def equation_4(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights from the token embeddings, the 12 largest, experts that differ."""
+    folder = tmp_path_factory.mktemp("equation-4")
+    settings: dict[str, Any] = {"retrieval": "sparse", "sparse_from": "embeddings", "max_active_dims": 12}
+    return trained(upcycle(source, folder / "fresh", experts=EXPERTS, **settings), folder / "equation-4")
+
+
+def tokens(model: SparseEncoder, task: str, texts: list[str]) -> Any:
+    texts = [model[0].config.instruction_of(task) + text for text in texts]
+    return model.tokenizer(texts, padding=True, return_tensors="pt")
+
+
+def embed(model: SparseEncoder, side: str, texts: list[str] = TEXTS) -> torch.Tensor:
+    return getattr(model, f"encode_{side}")(texts, show_progress_bar=False).to_dense()
+
+
+def test_each_side_goes_through_its_expert_and_weights_are_those_of_the_logits(splade: Path) -> None:
+    model = SparseEncoder(str(splade), trust_remote_code=True)
+    assert isinstance(model[1], SpladePooling)
+    assert model.similarity_fn_name == "dot"
+    vectors = {side: embed(model, side) for side in ("query", "document")}
+    assert difference(vectors["query"], vectors["document"]) > 0.01
+    for side, task in zip(vectors, EXPERTS, strict=True):
+        batch = tokens(model, task, TEXTS)
+        with torch.no_grad():
+            logits = model[0].model(**batch, task=task).logits
+        weights = torch.log1p(torch.relu(logits)) * batch["attention_mask"][..., None]
+        assert difference(vectors[side], weights.amax(dim=1)) < 1e-6
+
+
+def test_equation_4(equation_4: Path) -> None:
+    """Hidden states times token embeddings, at content tokens alone; the largest weights are kept."""
+    model = SparseEncoder(str(equation_4), trust_remote_code=True)
+    assert (model.max_active_dims, model.get_embedding_dimension()) == (12, model[0].config.vocab_size)
+    bare = AutoModel.from_pretrained(equation_4, trust_remote_code=True)
+    embeddings = bare.get_input_embeddings().weight.detach()
+    for side, task in zip(("query", "document"), EXPERTS, strict=True):
+        vectors = embed(model, side)
+        for row, text in enumerate(TEXTS):
+            with torch.no_grad():
+                hidden = bare(**tokens(model, task, [text]), task=task).last_hidden_state[0, 1:-1]  # no [CLS], no [SEP]
+            weights = torch.log1p(torch.relu(hidden @ embeddings.T)).amax(dim=0)
+            assert (weights > 0).sum() > 12
+            assert difference(vectors[row], weights * (weights >= weights.topk(12).values[-1])) < 1e-6
+
+
+def test_texts_that_follow_each_other_without_padding(equation_4: Path) -> None:
+    """The layout of flash attention, which a CPU does not have."""
+    model = SparseEncoder(str(equation_4), trust_remote_code=True)
+    batch = tokens(model, EXPERTS[0], TEXTS)
+    kept = batch["attention_mask"].bool()
+    hidden = torch.randn(*kept.shape, model[0].config.hidden_size)
+    padded = model[1]({"token_embeddings": hidden, **batch})["sentence_embedding"]
+    ends = torch.cumsum(kept.sum(dim=1), dim=0).tolist()
+    flat = {"token_embeddings": hidden[kept][None], "input_ids": batch["input_ids"][kept][None]}
+    assert torch.equal(model[1]({**flat, "cu_seq_lens_q": torch.tensor([0, *ends])})["sentence_embedding"], padded)
+
+
+@pytest.mark.long
+def test_a_splade_model_is_upcycled(source: Path, tmp_path: Path) -> None:
+    """A dense one, also in the form of older ones, keeps its vectors: each expert begins with them."""
+    SparseEncoder(str(source), max_active_dims=9).save(str(tmp_path / "dense"))
+    for older in (False, True):
+        if older:
+            names = [
+                f"sentence_transformers.sparse_encoder.models.{n}.{n}" for n in ("MLMTransformer", "SpladePooling")
+            ]
+            modules = read_json(tmp_path / "dense" / "modules.json")
+            modules = [{**module, "type": name} for module, name in zip(modules, names, strict=True)]
+            (tmp_path / "dense" / "modules.json").write_text(str(modules).replace("'", '"'))
+            settings = read_json(tmp_path / "dense" / "sentence_bert_config.json")
+            (tmp_path / "dense" / "sentence_bert_config.json").write_text(
+                f'{{"max_seq_length": {settings.get("max_seq_length") or 128}, "do_lower_case": false}}'
+            )
+        out = upcycle(tmp_path / "dense", tmp_path / f"mote-{older}", instructions={"search_query": ""})
+        expected = SparseEncoder(str(tmp_path / "dense")).encode(TEXTS).to_dense()
+        model = SparseEncoder(str(out), trust_remote_code=True)
+        assert torch.equal(model.encode(TEXTS, task="search_query").to_dense(), expected)
+        assert model.max_active_dims == 9
+
+
+STRANGER = """
+import sys
+sys.path[:] = [path for path in sys.path if path not in ("", {root!r})]
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in str(finder)]
+import importlib.util
+assert importlib.util.find_spec("mote") is None and importlib.util.find_spec("sparse_pooling_mote") is None
+import torch
+from sentence_transformers import SparseEncoder
+for folder in {folders!r}:
+    model = SparseEncoder(folder, trust_remote_code=True)
+    vectors = [model.encode_query({texts!r}).to_dense(), model.encode_document({texts!r}).to_dense()]
+    torch.save(vectors, folder + "/vectors.pt")
+"""
+
+
+def test_where_this_package_is_not_installed(splade: Path, equation_4: Path, tmp_path: Path) -> None:
+    """Saved, loaded and saved again, then loaded in a process without this package: the same vectors."""
+    folders, expected = [], []
+    for folder in (splade, equation_4):
+        model = SparseEncoder(str(folder), trust_remote_code=True)
+        model.save(str(tmp_path / folder.name))
+        folders.append(str(tmp_path / folder.name))
+        expected.append([embed(model, "query"), embed(model, "document")])
+    code = STRANGER.format(root=str(ROOT), folders=folders, texts=TEXTS)
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    for folder, vectors in zip(folders, expected, strict=True):
+        for found, wanted in zip(torch.load(Path(folder) / "vectors.pt"), vectors, strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_files_and_card(splade: Path, equation_4: Path, source: Path, tmp_path: Path) -> None:
+    fresh = upcycle(source, tmp_path / "model", experts=EXPERTS, retrieval="sparse", sparse_from="embeddings")
+    assert "sparse_pooling_mote.py" in files_in(fresh)
+    assert "masked_lm_mote.py" not in files_in(fresh)  # Equation 4 needs no head
+    assert "masked_lm_mote.py" in files_in(splade)
+    assert "sparse_pooling_mote.py" not in files_in(splade)
+    card = (fresh / "README.md").read_text()
+    assert 'SparseEncoder("model", trust_remote_code=True)' in card
+    assert "- sparse-encoder\n" in card
+    assert "SentenceTransformer" not in card
+    meta = model_meta(equation_4)
+    assert (meta.model_type, meta.embed_dim, meta.similarity_fn_name.value) == (["sparse"], 60, "dot")
+    assert "sparse, weights from hidden states" in str(
+        plan_upcycling(source, retrieval="sparse", sparse_from="embeddings")
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("which", ["splade", "equation_4"])
+def test_verbs_keep_a_sparse_encoder_or_refuse_it_by_name(
+    which: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder: Path = request.getfixturevalue(which)
+    expected = embed(SparseEncoder(str(folder), trust_remote_code=True), "query")
+    kept = [
+        configure(folder, tmp_path / "set", default_task="search_query"),
+        transform(folder, tmp_path / "added", experts.add, "third"),
+    ]
+    for out in kept:
+        assert torch.equal(embed(SparseEncoder(str(out), trust_remote_code=True), "query"), expected)
+        assert "SparseEncoder(" in (out / "README.md").read_text()
+    verbs: list[tuple[Any, dict[str, Any]]] = [(experts.export, {"name": "search_query"}), (experts.average, {})]
+    if which == "splade":  # its head is lost
+        verbs.append((experts.compress, {"bits": 8}))
+    for function, arguments in verbs:
+        with pytest.raises(ValueError, match=f"{folder.name} gives sparse vectors, which this would lose"):
+            transform(folder, tmp_path / "other", function, **arguments)
+    assert not (tmp_path / "other").exists()
+    with pytest.raises(ValueError, match="is a sparse encoder, and dense vectors are needed here"):
+        load_encoder(folder, trust_remote_code=True)
+
+
+def test_settings_that_do_not_fit(source: Path, splade: Path, tmp_path: Path) -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"retrieval": "spares"}, "Unknown retrieval 'spares'. Did you mean 'sparse'?"),
+        ({"retrieval": "sparse", "sparse_from": "logits"}, "Unknown sparse_from 'logits'"),
+        ({"max_active_dims": 8}, "add `--retrieval sparse`"),
+        ({"retrieval": "sparse", "max_active_dims": 0}, "must be at least 1, got 0"),
+        ({"retrieval": "sparse", "tokenizer": "nowhere"}, "nowhere"),
+    ]
+    for settings, message in refused:
+        with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+            upcycle(source, tmp_path / "out", **settings)
+    headless = dense_checkpoint(tmp_path / "headless")
+    with pytest.raises(ValueError, match="headless has no head for masked language modelling"):
+        upcycle(headless, tmp_path / "out", retrieval="sparse")
+    SparseEncoder(str(source)).save(str(tmp_path / "dense"))
+    with pytest.raises(ValueError, match="dense gives sparse vectors, and says no pooling"):
+        upcycle(tmp_path / "dense", tmp_path / "out", retrieval="dense")
+    edit_json(tmp_path / "dense" / "config_sentence_transformers.json", model_type="SparseEncoder")
+    modules = read_json(tmp_path / "dense" / "modules.json")
+    (tmp_path / "dense" / "modules.json").write_text(str([*modules, modules[1]]).replace("'", '"'))
+    with pytest.raises(ValueError, match="is a sparse encoder with the modules Transformer, SpladePooling, Splade"):
+        upcycle(tmp_path / "dense", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="sparse_from must be 'embeddings' or 'head', got 'x'"):
+        SparsePooling("x")  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="SparsePooling is not part of a model"):
+        SparsePooling().get_embedding_dimension()
+    with pytest.raises(ValueError, match="No task"):  # by the wrong class, with its own modules
+        SentenceTransformer(str(splade), trust_remote_code=True).encode(TEXTS)
+
+
+@pytest.mark.slow
+def test_reference_vectors(shared: Path, tmp_path: Path) -> None:
+    """Those recorded with the weights of the CoT-MAE authors' code."""
+    reference = shared / "fixtures" / "cot-mae-reference"
+    weights = load_file(reference / "cotmae.safetensors")
+    expected = load_file(reference / "sparse_expected.safetensors")
+    native = BertModel(BertConfig.from_json_file(reference / "config.json"), add_pooling_layer=False)
+    own = {name.removeprefix("bert."): value for name, value in weights.items() if name.startswith("bert.")}
+    native.load_state_dict(own, strict=True)
+    native.save_pretrained(tmp_path / "dense")
+    tiny_tokenizer(tmp_path / "dense")  # [PAD] [UNK] [CLS] [SEP] [MASK], as theirs
+    settings: dict[str, Any] = {"experts": EXPERTS, "retrieval": "sparse", "sparse_from": "embeddings"}
+    model = SparseEncoder(str(upcycle(tmp_path / "dense", tmp_path / "mote", **settings)), trust_remote_code=True)
+    features = {name: expected[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        vectors = model({**features, "route": "search_query"})["sentence_embedding"]
+    assert difference(vectors, expected["eq4_hidden_times_embedding_content_positions"]) < 1e-5

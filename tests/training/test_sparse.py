@@ -1,0 +1,144 @@
+"""Sparse encoders trained by a recipe: the library's SpladeLoss around our InfoNCE."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoints import dense_checkpoint
+from helpers.families import make_different
+from helpers.runs import break_off, overrides, train_step, weights
+from sentence_transformers import SparseEncoder
+from sentence_transformers.sparse_encoder import losses
+
+from mote import upcycle
+from mote.training.losses import SPARSE_LOSSES, build_loss, check_loss
+from mote.training.recipe import RetrievalSettings, TaskSettings, TrainingSettings, load_recipe
+from mote.training.train import plan, train
+
+ROWS = [
+    {"anchor": f"what is {word}", "positive": f"{word} is a thing of its own", "negative": f"nothing about {other}"}
+    for word, other in zip(
+        ["salt", "wood", "iron", "glass", "rope", "wax"] * 4, "abcdefghijklmnopqrstuvwx", strict=True
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny dense checkpoint with its head, which draws random numbers while it trains."""
+    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    return dense_checkpoint(tmp_path_factory.mktemp("source") / "tiny", head="mlm", **dropout)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "retrieval" / "things"
+    folder.mkdir(parents=True)
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return folder.parents[1]
+
+
+def settings(source: Path, data: Path, out: Path, *more: str) -> list[str]:
+    return overrides(source, data, out, "training.batch_size=8", "training.mini_batch_size=4", *more)
+
+
+def task(**changes: Any) -> TaskSettings:
+    own = {"datasets": [{"path": "x"}], "anchor": "search_query", "positive": "search_document", "temperature": 1.0}
+    return TaskSettings.model_validate({**own, "batches": "homogeneous", **changes})
+
+
+def test_the_loss_is_the_librarys(source: Path, tmp_path: Path) -> None:
+    """Without false negatives, and with gradients cached or not."""
+    folder = upcycle(source, tmp_path / "model", experts=["search_query", "search_document"], retrieval="sparse")
+    model = SparseEncoder(str(folder), trust_remote_code=True)
+    make_different(model[0].model)
+    model.eval()  # no dropout; the pooling works in place then, which has no gradients
+    model[1].train()
+    own = {"query_regularizer_weight": 0.2, "document_regularizer_weight": 0.1}
+    retrieval = RetrievalSettings(kind="sparse", **own)
+    columns = list(zip(*(row.values() for row in ROWS[:6]), strict=True))
+
+    def gradients(loss: Any) -> list[torch.Tensor]:
+        sides = ("search_query", "search_document", "search_document")
+        features = [model.preprocess(list(texts), task=side) for texts, side in zip(columns, sides, strict=True)]
+        model.zero_grad()
+        values = loss(features, None)
+        total = sum(values.values())
+        total.backward()
+        return [total.detach(), *(weight.grad for weight in model.parameters() if weight.grad is not None)]
+
+    library = losses.SpladeLoss(model, losses.SparseMultipleNegativesRankingLoss(model), **own)
+    expected = gradients(library)
+    for training in ({"mini_batch_size": None}, {"mini_batch_size": 2}):
+        loss = build_loss(model, task(), TrainingSettings(batch_size=8, **training), retrieval=retrieval)
+        assert type(loss) is (losses.SpladeLoss if training["mini_batch_size"] is None else losses.CachedSpladeLoss)
+        found = gradients(loss)
+        assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found, expected, strict=True))
+
+
+def test_sparse_losses_of_the_library(source: Path, tmp_path: Path) -> None:
+    model: Any = torch.nn.Linear(1, 1)
+    for name in SPARSE_LOSSES:
+        check_loss("retrieval", task(loss=name), sparse=True)
+        built = build_loss(model, task(loss=name), TrainingSettings(), retrieval=RetrievalSettings(kind="sparse"))
+        assert type(built.loss) is getattr(losses, name)
+    for wrong in ("CoSENTLoss", "SpladeLoss"):
+        with pytest.raises(ValueError, match=f"unknown loss of sparse vectors '{wrong}'"):
+            check_loss("retrieval", task(loss=wrong), sparse=True)
+
+
+def test_a_run_with_negatives_is_resumed(
+    source: Path, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, also in the steps in which the weights of the sparsity losses rise."""
+    more = ("training.max_steps=3", "retrieval.query_regularizer_weight=1", "retrieval.warmup_ratio=1")
+    runs = [settings(source, pairs, tmp_path / name, *more, "retrieval.max_active_dims=9") for name in ("whole", "cut")]
+    model = train("sparse", runs[0])
+    break_off(runs[1], monkeypatch, at=3, recipe="sparse")
+    assert (tmp_path / "cut" / "checkpoints").exists()
+    train("sparse", runs[1])
+    one, other = (weights(tmp_path / name / "model") for name in ("whole", "cut"))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    record = train_step(model)
+    assert record["experts"]["search_query"]["texts"] * 2 == record["experts"]["search_document"]["texts"]
+    assert set(record["validation"]["after"]) >= {"validation_mean", "validation_retrieval"}
+    encoder = SparseEncoder(str(model), trust_remote_code=True)
+    assert encoder.max_active_dims == 9
+    assert (encoder.encode_query("what is salt").to_dense() > 0).sum() <= 9
+    card = (model / "README.md").read_text()
+    assert "SparseEncoder(" in card
+    assert "sparse-encoder" in card
+    assert load_recipe(model / "recipe.yaml").retrieval.max_active_dims == 9
+
+
+@pytest.mark.long
+def test_from_a_mote(source: Path, pairs: Path, tmp_path: Path) -> None:
+    """One with a head of its own, as of pre-training, becomes a sparse encoder; its files stay as they are."""
+    pretrained = upcycle(source, tmp_path / "mote", experts=["search_query", "search_document"], with_head=True)
+    before = (pretrained / "modules.json").read_text()
+    model = train("sparse", settings(pretrained, pairs, tmp_path / "run", "retrieval.sparse_from=embeddings"))
+    assert type(SparseEncoder(str(model), trust_remote_code=True)[1]).__name__ == "SparsePooling"
+    assert (pretrained / "modules.json").read_text() == before
+    assert not (tmp_path / "run" / "start").exists()
+    trained_again = settings(model, pairs, tmp_path / "again", "training.max_steps=1")  # it stays what it is
+    assert "sparse_from: null" in plan("sparse", trained_again)
+    again = train("sparse", trained_again)
+    assert type(SparseEncoder(str(again), trust_remote_code=True)[1]).__name__ == "SparsePooling"
+    with pytest.raises(ValueError, match=r"gives sparse vectors: set retrieval.kind=sparse"):
+        plan("mote", settings(model, pairs, tmp_path / "dense", "tasks.classification=null", "tasks.clustering=null"))
+    headless = upcycle(source, tmp_path / "headless", experts=["search_query", "search_document"])
+    with pytest.raises(ValueError, match=r"headless has no head .* set retrieval.sparse_from=embeddings"):
+        plan("sparse", settings(headless, pairs, tmp_path / "none"))
+
+
+def test_settings_that_contradict_each_other(source: Path, pairs: Path, tmp_path: Path) -> None:
+    for override, message in {
+        "model.kind=dense": "retrieval.kind=sparse needs a MoTE",
+        "training.matryoshka=halves": "training.matryoshka truncates dense vectors",
+        "retrieval.warmup_ratio=0": "retrieval.warmup_ratio",
+        "retrieval.sparse_from=logits": "retrieval.sparse_from",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            plan("sparse", settings(source, pairs, tmp_path / "run", override))
