@@ -22,6 +22,7 @@ VERBS = [
     "lengthen",
     "train",
     "pretrain",
+    "chain",
     "evaluate",
     "analyze",
     "embed",

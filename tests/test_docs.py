@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any, get_args
@@ -14,6 +15,7 @@ from pydantic import BaseModel
 
 import mote
 from architectures_mote import ARCHITECTURES
+from mote.chains import Chain
 from mote.cli import app
 from mote.training.pretraining_recipe import PretrainingRecipe
 from mote.training.recipe import Recipe, shipped_recipes
@@ -94,17 +96,22 @@ def all_settings(settings: type[BaseModel], prefix: str = "") -> Iterator[tuple[
     for name, field in settings.model_fields.items():
         inside = settings_in(field.annotation)
         if inside is not None:
-            yield from all_settings(inside, prefix + name + {"tasks": ".TASK", "datasets": "[]"}.get(name, "") + ".")
+            inner = {"tasks": ".TASK", "datasets": "[]", "stages": ".STAGE"}.get(name, "")
+            yield from all_settings(inside, f"{prefix}{name}{inner}.")
         elif field.is_required():
             yield prefix + name, "required"
         elif field.default == "":
             yield prefix + name, "empty"
+        elif is_dataclass(field.default):
+            yield prefix + name, "the options' defaults"
         else:
             default = field.default if isinstance(field.default, str) else json.dumps(field.default)
             yield prefix + name, f"`{default}`".replace("e-06", "e-6")
 
 
-@pytest.mark.parametrize(("page", "settings"), [("training", Recipe), ("pretraining", PretrainingRecipe)])
+@pytest.mark.parametrize(
+    ("page", "settings"), [("training", Recipe), ("pretraining", PretrainingRecipe), ("chains", Chain)]
+)
 def test_every_setting_is_in_the_table_with_its_default(page: str, settings: type[BaseModel]) -> None:
     table = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split("## All settings", 1)[1]
     assert re.findall(r"^\| `([^`]+)` \| ([^|]+) \| .*\w.* \|$", table, re.MULTILINE) == list(all_settings(settings))

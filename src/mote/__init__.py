@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from modeling_mote import MoTEModel
     from mote import experts
     from mote.analysis.analyze import Analysis, analyze
+    from mote.chains import chain
     from mote.checkpoints.rewriting import write_card
     from mote.checkpoints.sentence_transformers import prompts_of
     from mote.checkpoints.transform import transform
@@ -41,6 +42,7 @@ __all__ = [
     "UpcyclingPlan",
     "WriteOptions",
     "analyze",
+    "chain",
     "configure",
     "embed_corpus",
     "estimate_memory",
@@ -73,6 +75,7 @@ _MODULES = {
     "MoTEModel": "modeling_mote",
     **dict.fromkeys(["UpcyclingOptions", "UpcyclingPlan", "plan_upcycling", "upcycle"], "mote.upcycling"),
     "WriteOptions": "mote.checkpoints.writing",
+    "chain": "mote.chains",
     "configure": "mote.experts.configuring",
     "embed_corpus": "mote.corpora.embed",
     "filter_pairs": "mote.corpora.filtering",

@@ -9,6 +9,8 @@ from mote.training.recipe import load_recipe, shipped_recipes
 from mote.training.run_folder import as_yaml
 
 ALL = [
+    "cot-stage1",
+    "cot-stage2",
     "em",
     "ic",
     "mote",

@@ -49,8 +49,9 @@ def test_each_shipped_recipe(name: str, tiny: Path, data: Path, tmp_path: Path) 
     assert (model / "curves.png").read_bytes().startswith(b"\x89PNG")
     encoder = SentenceTransformer if recipe.retrieval.kind == "dense" else SparseEncoder
     loaded = encoder(str(model), trust_remote_code=recipe.model.kind != "dense")
-    prompted = "search_query" if recipe.model.instructions else None
-    assert loaded.encode(["a text"], prompt_name=prompted).shape == (1, loaded.get_embedding_dimension())
+    task = {} if recipe.model.kind == "dense" else {"task": recipe.tasks["retrieval"].anchor}
+    chosen = {"prompt_name": "search_query"} if recipe.model.instructions else task
+    assert loaded.encode(["a text"], **chosen).shape == (1, loaded.get_embedding_dimension())
     if recipe.model.kind == "dense":
         assert read_as_server(model)["pooling"] == "mean"
     made = [step["step"] for step in read_steps(model)]

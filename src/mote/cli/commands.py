@@ -200,6 +200,36 @@ def _run(
         start(recipe, overrides or [], overwrite=overwrite)
 
 
+def chain(
+    recipe: Annotated[str, typer.Argument(help="Chain: a file, or the name of a shipped one.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Settings over those of the chain.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all stages, print the plan, run nothing.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start again over a finished or interrupted chain.")
+    ] = False,
+) -> None:
+    """Mine negatives and train, stage by stage.
+
+    A stage may mine with the model of an earlier one. The same command resumes an interrupted chain.
+    """
+    from transformers.utils import logging
+
+    with options.extra("train"):
+        from datasets.utils import logging as datasets_logging
+    with options.extra("corpora"):
+        from mote import chains
+
+    for library in (logging, datasets_logging):
+        library.disable_progress_bar()
+    if dry_run:
+        typer.echo(chains.plan_chain(recipe, overrides or []))
+        typer.echo("Dry run: nothing was run.")
+    else:
+        chains.chain(recipe, overrides or [], overwrite=overwrite)
+
+
 def evaluate(
     models: options.Models,
     data: Annotated[str | None, typer.Option(metavar="FOLDER", help="Score on the test sets of a folder.")] = None,

@@ -456,6 +456,7 @@ def load_recipe(
     recipe: str | Path,
     overrides: Sequence[str] = (),
     kind: type[AnyRecipe] = Recipe,  # type: ignore[assignment]  # of the default
+    changes: Sequence[dict[str, Any]] = (),
 ) -> AnyRecipe:
     """Read a recipe.
 
@@ -463,6 +464,7 @@ def load_recipe(
         recipe: File, or name of a shipped recipe.
         overrides: `key=value`, with a dotted key and a value in YAML.
         kind: What it is a recipe of.
+        changes: Settings over those of the recipe, as by recipes that extend it.
 
     Returns:
         The complete recipe.
@@ -472,6 +474,8 @@ def load_recipe(
         ValueError: If the recipe is invalid; the message lists every error.
     """
     settings = _read(str(recipe), kind.PLACE)  # type: ignore[attr-defined]
+    for change in changes:
+        settings = _merged(settings, change)
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from mote.data.settings import Settings
 from mote.training.pretraining_recipe import AnyRecipe
 from mote.training.progress import CHECKPOINT_FILE
 
@@ -221,6 +222,6 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def as_yaml(recipe: AnyRecipe) -> str:
+def as_yaml(recipe: Settings) -> str:
     """Return the complete recipe as YAML."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
