@@ -23,6 +23,7 @@ ALL = [
     "sem-clustering",
     "sem-retrieval",
     "smoke",
+    "sparse",
     "tlr",
 ]
 
