@@ -11,6 +11,7 @@ import torch
 from helpers.checkpoints import dense_checkpoint, files_in, tiny_tokenizer
 from helpers.families import dense_model
 from helpers.paths import EXAMPLE_DATA
+from helpers.random_kills import kill_at_random
 from helpers.runs import weights
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
@@ -258,6 +259,19 @@ def test_a_stopped_run_ends_as_if_it_had_not_been(
     found, expected = weights(pretrain("cot-mae", settings(source, tmp_path / "run"))), weights(run / "model")
     assert all(found[name].equal(weight) for name, weight in expected.items())
     assert [line.get("loss") for line in read_log(tmp_path / "run")] == [line.get("loss") for line in read_log(run)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlm", "cot-mae", "cot-mae-spans"])
+def test_ten_kills_at_random_moments(name: str, source: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    more = ["training.num_train_epochs=4", "training.save_steps=1", "spans.length=12"]
+    command = ["pretrain", name, *settings(source, Path("OUT"), *more)]
+    assert len(kill_at_random(whole, killed, 10, *command)) == 10
+    found, expected = weights(killed / "model"), weights(whole / "model")
+    assert found.keys() == expected.keys()
+    assert all(found[key].equal(weight) for key, weight in expected.items())
+    assert [line.get("loss") for line in read_log(killed)] == [line.get("loss") for line in read_log(whole)]
 
 
 @pytest.mark.long

@@ -32,6 +32,16 @@ SETTINGS = (
     "validation.share=0",
 )
 
+FSDP_SCRIPT = ("-m", "helpers.fsdp_on_cpu")
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "MoTEBlock",
+    "PYTHONPATH": str(ROOT / "tests"),
+}
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -139,14 +149,6 @@ def test_two_killed_processes_are_resumed_bit_for_bit(data: Path, tmp_path: Path
 @pytest.mark.slow
 def test_fsdp_checkpoints_are_resumed(data: Path, tmp_path: Path) -> None:
     """Checkpoints in parts, from which a run is resumed bit for bit; at the end a whole model, that of two replicas."""
-    wrapping = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "MoTEBlock"}
-    fsdp = {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-        "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-        **wrapping,
-    }
-    script = (str(ROOT / "tests" / "helpers" / "fsdp_on_cpu.py"),)
     settings = ("training.optim=sgd", "training.learning_rate=1", "training.max_grad_norm=1e-3")
     for name, changes, code in (
         ("full", {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}, 1),
@@ -154,9 +156,9 @@ def test_fsdp_checkpoints_are_resumed(data: Path, tmp_path: Path) -> None:
         ("killed", {"DIE_AT_STEP": "4"}, 1),
         ("killed", {}, 0),
     ):
-        command, environment = launch(2, data, tmp_path / name / "run", *settings, script=script)
+        command, environment = launch(2, data, tmp_path / name / "run", *settings, script=FSDP_SCRIPT)
         done = subprocess.run(
-            command, env={**environment, **fsdp, **changes}, capture_output=True, text=True, timeout=400
+            command, env={**environment, **FSDP, **changes}, capture_output=True, text=True, timeout=400
         )
         assert done.returncode == code, done.stderr[-4000:]
         assert ("SHARDED_STATE_DICT" in done.stderr) == (name == "full")
@@ -168,6 +170,43 @@ def test_fsdp_checkpoints_are_resumed(data: Path, tmp_path: Path) -> None:
         assert (whole[key] - replicas[key]).abs().max().item() <= 1e-6, key
     record = train_step(tmp_path / "killed" / "run" / "model")
     assert record["resumed_from_step"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["mlm", "cot-mae"])
+def test_pretraining_under_fsdp(recipe: str, tmp_path: Path) -> None:
+    """As above: killed, resumed bit for bit, and the weights of two replicas."""
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    source = dense_checkpoint(tmp_path / "tiny", head="mlm", **still)
+    settings = [
+        f"model.source={source}",
+        "model.max_length=16",
+        f"data.folder={EXAMPLES}",
+        "data.limit=16",
+        "training.batch_size=8",
+        "training.max_steps=4",
+        "training.save_steps=2",
+        "training.eval_steps=2",
+        "training.optim=sgd",
+        "training.learning_rate=1",
+        "training.max_grad_norm=1e-2",
+        "validation.limit=8",
+    ]
+    for name, script, changes, code in (
+        ("whole", FSDP_SCRIPT, FSDP, 0),
+        ("killed", FSDP_SCRIPT, {**FSDP, "DIE_AT_STEP": "4"}, 1),
+        ("killed", FSDP_SCRIPT, FSDP, 0),
+        ("replicas", ("-m", "mote"), {}, 0),
+    ):
+        command, environment = launch(2, tmp_path, tmp_path / name / "run", script=script)
+        words = [*command[: command.index("train")], "pretrain", recipe, *settings, f"output={tmp_path / name / 'run'}"]
+        done = subprocess.run(words, env={**environment, **changes}, capture_output=True, text=True, timeout=400)
+        assert done.returncode == code, done.stderr[-4000:]
+    whole, killed, replicas = (weights(tmp_path / name / "run" / "model") for name in ("whole", "killed", "replicas"))
+    assert whole.keys() == killed.keys() == replicas.keys()
+    for key in whole:
+        assert torch.equal(whole[key], killed[key]), key
+        assert (whole[key] - replicas[key]).abs().max().item() <= 1e-6, key
 
 
 def test_the_weights_of_a_loss_are_one_for_all_processes(data: Path, tmp_path: Path) -> None:
