@@ -320,4 +320,4 @@ def test_settings_that_are_refused(more: list[str], message: str, source: Path, 
 def test_a_family_without_absolute_positions_is_refused(tmp_path: Path) -> None:
     rotary = dense_checkpoint(tmp_path / "tiny", "modernbert", head="mlm")
     with pytest.raises(ValueError, match=r"cot-mae needs embeddings with absolute positions.*'modernbert' does not"):
-        pretrain("cot-mae", settings(rotary, tmp_path / "run"))
+        plan_pretraining("cot-mae", settings(rotary, tmp_path / "run"))

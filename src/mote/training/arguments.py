@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from sentence_transformers import SentenceTransformerTrainingArguments, SparseEncoderTrainingArguments
 from sentence_transformers.base.training_args import BaseTrainingArguments
+from transformers import TrainingArguments
 
 from configuration_mote import MoTEConfig
 from mote.reporting import table
@@ -118,15 +119,29 @@ def trainer_arguments(
         arguments = (SentenceTransformerTrainingArguments if dense else SparseEncoderTrainingArguments)(**settings)
     except (TypeError, NotImplementedError, ImportError) as error:
         raise ValueError(f"The trainer refuses the settings of training: {error}") from error
+    check_launch(arguments, training.precision, "train")
+    return arguments
+
+
+def check_launch(arguments: TrainingArguments, precision: str, verb: str) -> None:
+    """Make sure that the processes were started for the settings of a recipe.
+
+    Args:
+        arguments: The trainer's arguments.
+        precision: Mixed precision of the recipe, as accelerate names it.
+        verb: The command, `train` or `pretrain`.
+
+    Raises:
+        ValueError: If the launcher's mixed precision is another one, or one process has several GPUs.
+    """
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if launched not in ("no", training.precision):
+    if launched not in ("no", precision):
         raise ValueError(
-            f"accelerate was launched with mixed precision {launched}, but the recipe says {training.precision}: set "
+            f"accelerate was launched with mixed precision {launched}, but the recipe says {precision}: set "
             f"training.{launched}=true, or remove it from accelerate's settings"
         )
     if arguments.n_gpu > 1:
         raise ValueError(
             f"{arguments.n_gpu} GPUs are visible to one process: start one process per GPU with `accelerate launch "
-            "-m mote train …`, or choose a GPU with CUDA_VISIBLE_DEVICES"
+            f"-m mote {verb} …`, or choose a GPU with CUDA_VISIBLE_DEVICES"
         )
-    return arguments

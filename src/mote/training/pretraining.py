@@ -33,9 +33,10 @@ from mote.checkpoints.sentence_transformers import max_seq_length, normalizes
 from mote.checkpoints.tensors import parameter_counts
 from mote.experts.exporting import export
 from mote.reporting import table
+from mote.training.arguments import check_launch
 from mote.training.contexts import ContextMasking, ContextRows
 from mote.training.model import NO_FP16, check_mote, upcycling_options
-from mote.training.objectives import Pretraining
+from mote.training.objectives import Pretraining, require_positions
 from mote.training.pretraining_recipe import PretrainingRecipe
 from mote.training.processes import processes, require_sharded_checkpoints, with_deepspeed, with_fsdp
 from mote.training.progress import (
@@ -107,6 +108,9 @@ def plan_pretraining(recipe: PretrainingRecipe | str | Path, overrides: Sequence
     config = _config_of(recipe, source)
     if not is_mote(source.config):
         dense_without_weights(source, with_head=not recipe.model.new_head)
+    if recipe.objective == "cot-mae":
+        with torch.device("meta"):
+            require_positions(mote_class(config.model_type, "masked_lm")(config))
     tokenizer = load_tokenizer(source)
     Masking(tokenizer, recipe.masking)
     data, arguments = load_texts(recipe, tokenizer), _trainer_arguments(recipe, folder)
@@ -413,6 +417,8 @@ def _trainer_arguments(recipe: PretrainingRecipe, folder: RunFolder) -> Training
         "disable_tqdm": True,  # `TaskProgress` shows the loss
     }
     try:
-        return TrainingArguments(**settings)
+        arguments = TrainingArguments(**settings)
     except (TypeError, NotImplementedError, ImportError, ValueError) as error:
         raise ValueError(f"The trainer refuses the settings of training: {error}") from error
+    check_launch(arguments, training.precision, "pretrain")
+    return arguments
