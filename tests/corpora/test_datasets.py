@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 from helpers.checkpoints import contents, dense_checkpoint
 from helpers.rows import write_rows
@@ -21,7 +22,7 @@ from sentence_transformers import SentenceTransformer
 import mote
 from mote.checkpoints.staging import try_lock
 from mote.cli import main
-from mote.corpora import MiningSettings, Teacher, negatives, run
+from mote.corpora import MiningSettings, Teacher, negatives, read_embeddings, run
 from mote.corpora.encoding import Model
 from mote.data.columns import check_row, find_columns
 from mote.data.settings import DatasetSettings
@@ -251,7 +252,7 @@ def test_on_ray(data: Path, model: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["onnx", "openvino"])
-def test_runtimes_mine_nearly_the_same(backend: str, data: Path, trained_folder: Path) -> None:
+def test_runtimes_embed_and_mine_nearly_the_same(backend: str, data: Path, trained_folder: Path) -> None:
     pytest.importorskip({"onnx": "onnxruntime", "openvino": "openvino"}[backend])
     exported = data.parent / backend
     command = ["export", str(trained_folder), "--expert", "search_document", "--out", str(exported)]
@@ -264,6 +265,13 @@ def test_runtimes_mine_nearly_the_same(backend: str, data: Path, trained_folder:
     same = sum(one["negative_1"] == other["negative_1"] for one, other in pairs)
     assert same >= 0.9 * len(ROWS)  # OpenVINO computes in bfloat16 where the CPU does
     assert json.loads((with_runtime / "record.json").read_text())["teacher"]["model"]["backend"] == backend
+    corpus = write_rows(data.parent / "corpus.jsonl.gz", [{"text": row["positive"]} for row in ROWS])
+    found = []
+    for each in ("torch", backend):
+        folder = mote.embed_corpus(exported, corpus, data.parent / f"embedded-{each}", backend=each)
+        (embeddings,) = read_embeddings(folder)[1]
+        found.append(embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True))
+    assert (found[0] * found[1]).sum(axis=1).min() > 0.999
 
 
 @pytest.mark.processes
