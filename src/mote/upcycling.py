@@ -435,18 +435,18 @@ def _hierarchical_config(options: UpcyclingOptions, source: Checkpoint, pooling:
             f"{source.name} is token-routed already, whose {fixed[0]} cannot be chosen: leave it out, and upcycle to "
             "task experts, each of which is token-routed like the source"
         )
-    names: Any = source.config
-    inherited = names.tasks if options.experts is None else {}
+    routed: Any = source.config
+    inherited = routed.tasks if options.experts is None else {}
     config = mote_class("mote_hierarchical", "config")(
-        backbone_config=names,
+        backbone_config=routed,
         pooling=pooling,
-        experts=options.experts or names.experts,
+        experts=options.experts or routed.experts,
         tasks={**inherited, **(options.tasks or {})},
         mote_layers=options.layers,
         default_task=options.default_task,
     )
     if options.experts is None:
-        config.instructions = {**names.instructions}  # validated with those of the prompts
+        config.instructions = {**routed.instructions}  # validated with those of the prompts
     return config
 
 
