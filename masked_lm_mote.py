@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling, MaskedLMOutput
 from transformers.utils import can_return_tuple
 
 if TYPE_CHECKING or not __package__:  # installed, as a top-level module
@@ -122,6 +122,20 @@ class MoTEForMaskedLM(MoTEModel):
         return MaskedLMOutput(
             loss=out.loss, logits=out.logits, hidden_states=encoded.hidden_states, attentions=encoded.attentions
         )
+
+    def embed(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        task: str | list[str] | None = None,
+        task_ids: torch.Tensor | None = None,
+    ) -> BaseModelOutputWithPooling:
+        """Run the encoder alone, as `MoTEModel.forward`: what hybrid encoders pool, before they call the head."""
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, task, task_ids)
+        return super().forward(*inputs, return_dict=True)
 
     @staticmethod
     def _load_pretrained_model(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,12 +7,14 @@ Equation 4, without the head's transform, its bias, and the special tokens (Ma e
 This file is copied into saved models that need it, and into no others; `modules.json` names its classes.
 """
 
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from sentence_transformers.base.modules.module import Module
+from sentence_transformers.util import select_max_active_dims
 from transformers.dynamic_module_utils import custom_object_save
 
 
@@ -75,3 +77,71 @@ class SparsePooling(Module):
         """Save the settings, and this file next to the model's own code."""
         self.save_config(output_path)
         custom_object_save(self, Path(output_path).parent)
+
+
+class HybridPooling(SparsePooling):
+    """Joins the dense vector of the `Pooling` before it with a sparse one, so that dot products are hybrid scores.
+
+    The vector is [√w · sparse, dense] (V + H): its dot product is that of the dense vectors plus w times that of the
+    sparse ones. `encode(…, retrieval="dense")` and `retrieval="sparse"` give one of the two, from the same pass.
+
+    Args:
+        sparse_from: As in `SparsePooling`.
+        weight: Weight w of the sparse score.
+        max_active_dims: Sparse weights of a text that are kept outside of training, the largest. Default: all.
+        retrieval: What a vector holds unless a call says otherwise: `hybrid`, `dense` or `sparse`.
+    """
+
+    config_keys = ["sparse_from", "weight", "max_active_dims", "retrieval"]
+    forward_kwargs = {"retrieval", "weight"}
+
+    def __init__(
+        self,
+        sparse_from: Literal["embeddings", "head"] = "embeddings",
+        weight: float = 1.0,
+        max_active_dims: int | None = None,
+        retrieval: str = "hybrid",
+    ) -> None:
+        super().__init__(sparse_from)
+        self.weight, self.max_active_dims, self.retrieval = weight, max_active_dims, retrieval
+        self._check(retrieval, weight)
+
+    @staticmethod
+    def _check(retrieval: str, weight: float) -> None:
+        if retrieval not in ("hybrid", "dense", "sparse"):
+            raise ValueError(f"retrieval must be 'hybrid', 'dense' or 'sparse', got {retrieval!r}")
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"weight must be a number from 0, got {weight!r}")
+
+    def forward(
+        self, features: dict[str, Any], retrieval: str | None = None, weight: float | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Replace the dense `sentence_embedding` [B, H] in the features.
+
+        Args:
+            features: Those of `Pooling`.
+            retrieval: What the vector holds. Default: as this module says, as of the next.
+            weight: Weight of the sparse score.
+            **kwargs: Ignored.
+
+        Returns:
+            The features, with `sentence_embedding` [B, V + H], [B, H] or [B, V].
+        """
+        retrieval = retrieval or self.retrieval
+        weight = self.weight if weight is None else weight
+        self._check(retrieval, weight)
+        if retrieval == "dense":
+            return features
+        sparse = self.sparse(features)
+        if self.max_active_dims is not None and not self.training:
+            sparse = select_max_active_dims(sparse, self.max_active_dims)
+        dense = features["sentence_embedding"]
+        hybrid = torch.cat([math.sqrt(weight) * sparse.to(dense.dtype), dense], dim=-1)
+        features["sentence_embedding"] = sparse if retrieval == "sparse" else hybrid
+        return features
+
+    def get_embedding_dimension(self) -> int:
+        """Return V + H, H or V."""
+        config = self.network.config
+        sizes = {"dense": config.hidden_size, "sparse": config.vocab_size}
+        return sizes.get(self.retrieval, sum(sizes.values()))

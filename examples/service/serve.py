@@ -34,14 +34,15 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field, field_validator
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.util import batch_to_device
+from sentence_transformers import SentenceTransformer, SparseEncoder
+from sentence_transformers.util import batch_to_device, select_max_active_dims
 from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from configuration_mote import alternatives
 from mote.checkpoints.reading import open_mote
-from mote.inference.loading import check_device, load_encoder
+from mote.checkpoints.retrieval import retrieval_in
+from mote.inference.loading import check_device, load_encoder, load_sparse_encoder
 
 PATHS = "POST /v1/embeddings, GET /v1/models, GET /health, GET /metrics"
 
@@ -57,18 +58,20 @@ class Item(NamedTuple):
 
 
 class Embedding(NamedTuple):
-    """Embedding of a text: its vector [H], and its number of tokens, instruction and special tokens included."""
+    """Embedding of a text: its dense vector [H], its tokens with instruction and special ones, its sparse one [V]."""
 
     vector: np.ndarray
     tokens: int
+    sparse: np.ndarray | None = None
 
 
 class Embedder:
     """The model, and the routing of texts."""
 
-    def __init__(self, model: SentenceTransformer) -> None:
+    def __init__(self, model: SentenceTransformer | SparseEncoder, retrieval: str = "dense") -> None:
         """Embed a text under each task, so that errors show at start."""
         self.model = model.eval()
+        self.retrieval = retrieval
         self.config = model[0].config
         self.tasks = [task for task, expert in self.config.tasks.items() if expert in self.config.available_experts]
         self.task_ids = {task: index for index, task in enumerate(self.config.tasks)}
@@ -115,10 +118,17 @@ class Embedder:
         tokens = features["attention_mask"].sum(dim=1)  # [B]
         if self.config.routes_by_task:  # the task of each row is said, not told from the text
             features["route"] = torch.tensor([self.task_ids[item.expert] for item in items])
-        vectors = self.model(features)["sentence_embedding"].float()  # [B, H]
+        both = {"weight": 1.0} if self.retrieval == "hybrid" else {}  # a client adds the scores as it likes
+        vectors = self.model(features, **both)["sentence_embedding"]  # [B, H], [B, V], or [B, V + H]
+        limit = getattr(self.model, "max_active_dims", None)
+        if limit is not None:
+            vectors = select_max_active_dims(vectors, limit)
+        size = 0 if self.retrieval == "dense" else self.config.vocab_size
         return [
-            Embedding(vector, count) if np.isfinite(vector).all() else ArithmeticError("The embedding is not finite")
-            for vector, count in zip(vectors.cpu().numpy(), tokens.tolist(), strict=True)
+            Embedding(vector[size:], count, vector[:size] if size else None)
+            if np.isfinite(vector).all()
+            else ArithmeticError("The embedding is not finite")
+            for vector, count in zip(vectors.float().cpu().numpy(), tokens.tolist(), strict=True)
         ]
 
 
@@ -308,6 +318,10 @@ def response(request: EmbeddingsRequest, results: list[Embedding]) -> dict[str, 
         }
         for index, vector in enumerate(vectors)
     ]
+    for item, result in zip(data, results, strict=True):
+        if result.sparse is not None:
+            indices = np.flatnonzero(result.sparse)
+            item["sparse_embedding"] = {"indices": indices.tolist(), "values": result.sparse[indices].tolist()}
     tokens = sum(result.tokens for result in results)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "data": data, "model": request.model, "usage": usage}
@@ -386,11 +400,13 @@ def main() -> None:
         check_device(options.device)
         source = open_mote(options.model, options.revision)
         with listen(options.host, options.port) as listener:
-            model = load_encoder(str(source.folder), device=options.device, dtype=options.dtype, trust_remote_code=True)
+            retrieval = retrieval_in(source.folder).kind
+            load: Any = load_encoder if retrieval == "dense" else load_sparse_encoder
+            model = load(str(source.folder), device=options.device, dtype=options.dtype, trust_remote_code=True)
             if options.no_route_by_text:
                 model[0].config.route_by_text = False
             name = options.name or source.short_name
-            app = Service(Embedder(model), name, options).application()
+            app = Service(Embedder(model, retrieval), name, options).application()
             config = uvicorn.Config(
                 app,
                 access_log=False,

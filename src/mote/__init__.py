@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mote.inference.loading import load, load_encoder
     from mote.inference.offloading import offload, restore
     from mote.inference.runtimes import load_exported
+    from mote.inference.searching import HybridIndex
     from mote.lengthening import lengthen
     from mote.training.memory import MemoryEstimate, estimate_memory
     from mote.training.pretraining import pretrain
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Analysis",
     "Evaluation",
+    "HybridIndex",
     "MemoryEstimate",
     "MoTEConfig",
     "MoTEModel",
@@ -83,6 +85,7 @@ _MODULES = {
     "evaluate": "mote.evaluation.evaluate",
     "lengthen": "mote.lengthening",
     **dict.fromkeys(["load", "load_encoder"], "mote.inference.loading"),
+    "HybridIndex": "mote.inference.searching",
     "load_exported": "mote.inference.runtimes",
     **dict.fromkeys(["offload", "restore"], "mote.inference.offloading"),
     "model_meta": "mote.evaluation.metadata",

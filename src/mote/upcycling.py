@@ -28,7 +28,7 @@ from mote.checkpoints.reading import (
     quiet_transformers,
     stored_dtype,
 )
-from mote.checkpoints.retrieval import Retrieval, retrieval_in
+from mote.checkpoints.retrieval import Retrieval, retrieval_in, wanted_retrieval
 from mote.checkpoints.staging import require_shard_size
 from mote.checkpoints.streaming import DenseWeights, MappedFiles, can_stream, write_weights
 from mote.checkpoints.tensors import parameter_counts, token_routing
@@ -61,10 +61,11 @@ class UpcyclingOptions(WriteOptions):
         router_aux_loss_type: Its formula, `equation_1` or `megablocks`, see `TokenRoutedConfig`.
         preset: Key of `PRESETS`, whose settings hold where none is given.
         with_head: Keep the source's head for masked language modelling: the result is a `MoTEForMaskedLM`.
-        retrieval: Vectors of the result: `dense`, or `sparse`, as of a Sentence-Transformers `SparseEncoder`. Default:
-            the source's.
+        retrieval: Vectors of the result: `dense`, `sparse`, as of a Sentence-Transformers `SparseEncoder`, or `hybrid`,
+            both from one pass. Default: the source's.
         sparse_from: What sparse vectors are made of: the logits of the `head` (SPLADE), which is then kept, or the
-            hidden states times the token `embeddings` (CoT-MoTE, Equation 4). Default: the source's, or `head`.
+            hidden states times the token `embeddings` (CoT-MoTE, Equation 4). Default: the source's, or `head`, or for
+            hybrid vectors `embeddings`.
         max_active_dims: Number of a sparse vector's weights that are kept, the largest. Default: all.
         tokenizer: Folder or Hub id of a tokenizer. Default: the source's own.
         dtype: Type of the weights: `float32`, `float16`, `bfloat16`, or `auto` for the source's.
@@ -385,10 +386,10 @@ def _retrieval(options: UpcyclingOptions, source: Checkpoint) -> Retrieval:
     kind: Any = options.retrieval or own.kind
     if kind not in (kinds := get_args(Retrieval.__annotations__["kind"])):
         raise ValueError(f"Unknown retrieval {kind!r}." + alternatives(kind, kinds))
-    sparse_from: Any = options.sparse_from or own.sparse_from
+    wanted = wanted_retrieval(own, kind, options.sparse_from, options.max_active_dims)
+    sparse_from, kept = wanted.sparse_from, wanted.max_active_dims
     if sparse_from not in (sources := get_args(Retrieval.__annotations__["sparse_from"])):
         raise ValueError(f"Unknown sparse_from {sparse_from!r}." + alternatives(sparse_from, sources))
-    kept = own.max_active_dims if options.max_active_dims is None else options.max_active_dims
     if kind == "dense":
         if options.sparse_from or kept is not None:
             raise ValueError("sparse_from and max_active_dims are settings of sparse vectors: add `--retrieval sparse`")
@@ -397,7 +398,7 @@ def _retrieval(options: UpcyclingOptions, source: Checkpoint) -> Retrieval:
         return own
     if kept is not None and kept < 1:
         raise ValueError(f"max_active_dims must be at least 1, got {kept}")
-    return Retrieval(kind, sparse_from, kept)
+    return wanted
 
 
 def _config(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTEConfig:

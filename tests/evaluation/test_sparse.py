@@ -17,17 +17,23 @@ from mote import evaluate, upcycle
 WORDS = ["salt", "wood", "iron", "glass", "rope", "wax"]
 
 
-def test_a_sparse_encoder_is_scored(tmp_path: Path) -> None:
-    """The score is that of the dot products of both sides, each through its expert; NaN is a failure."""
+def written(tmp_path: Path) -> Path:
+    """A tiny retrieval set: a document for each query."""
     data = tmp_path / "data" / "beir" / "words"
     write_rows(data / "corpus.jsonl", [{"_id": f"d{i}", "title": "", "text": word} for i, word in enumerate(WORDS)])
     write_rows(data / "queries.jsonl", [{"_id": f"q{i}", "text": f"{word}s"} for i, word in enumerate(WORDS)])
     (data / "qrels").mkdir()
     lines = [f"q{i}\td{i}\t1" for i in range(len(WORDS))]
     (data / "qrels" / "test.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *lines]) + "\n")
+    return data.parents[1]
+
+
+def test_a_sparse_encoder_is_scored(tmp_path: Path) -> None:
+    """The score is that of the dot products of both sides, each through its expert; NaN is a failure."""
+    data = written(tmp_path)
     source = dense_checkpoint(tmp_path / "tiny", head="mlm")
     folder = upcycle(source, tmp_path / "model", retrieval="sparse", max_active_dims=20)
-    found = evaluate({"model": str(folder)}, data=data.parents[1], out=tmp_path / "out", trust_remote_code=True)
+    found = evaluate({"model": str(folder)}, data=data, out=tmp_path / "out", trust_remote_code=True)
     model = SparseEncoder(str(folder), trust_remote_code=True)
     queries, documents = model.encode_query([f"{word}s" for word in WORDS]), model.encode_document(WORDS)
     scores = model.similarity(queries, documents).numpy()
@@ -36,5 +42,26 @@ def test_a_sparse_encoder_is_scored(tmp_path: Path) -> None:
     assert found.scores["model"] == {"beir-words": pytest.approx(expected, abs=1e-3)}
     name = "head.cls.predictions.transform.dense.bias"
     edit_weights(folder, **{name: load_file(folder / "model.safetensors")[name] * float("nan")})
-    broken = evaluate({"model": str(folder)}, data=data.parents[1], out=tmp_path / "out", trust_remote_code=True)
+    broken = evaluate({"model": str(folder)}, data=data, out=tmp_path / "out", trust_remote_code=True)
     assert "not finite" in broken.failures["model"]["beir-words"]
+
+
+def test_each_kind_of_vectors_of_a_hybrid_model(tmp_path: Path) -> None:
+    data = written(tmp_path)
+    source = dense_checkpoint(tmp_path / "tiny", head="mlm")
+    folder = upcycle(source, tmp_path / "model", retrieval="hybrid")
+    kinds = ("dense", "sparse", "hybrid")
+    settings = {"data": data, "out": tmp_path / "out", "trust_remote_code": True}
+    found = evaluate({"model": str(folder)}, retrieval=kinds, **settings)
+    model = SparseEncoder(str(folder), trust_remote_code=True)
+    right = [[i == j for j in range(len(WORDS))] for i in range(len(WORDS))]
+    for kind in kinds:
+        queries = model.encode_query([f"{word}s" for word in WORDS], retrieval=kind)
+        scores = model.similarity(queries, model.encode_document(WORDS, retrieval=kind)).numpy()
+        expected = 100 * ndcg_score(right, scores, k=10)
+        assert found.scores[f"model ({kind})"]["beir-words"] == pytest.approx(expected, abs=1e-3)
+    with pytest.raises(ValueError, match="Unknown retrieval 'lexical': expected dense, sparse or hybrid"):
+        evaluate({"model": str(folder)}, retrieval=["lexical"], **settings)
+    dense = upcycle(source, tmp_path / "dense")
+    with pytest.raises(ValueError, match="gives dense vectors alone: there are no sparse ones to score"):
+        evaluate({"dense": str(dense)}, retrieval=["sparse"], **settings)

@@ -24,8 +24,9 @@ from typing import IO, Any
 import numpy as np
 import pytest
 import torch
+from helpers.checkpoints import dense_checkpoint
 from helpers.paths import ROOT
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import SentenceTransformer, SparseEncoder
 
 from mote import upcycle
 
@@ -551,3 +552,26 @@ def _head(length: int) -> bytes:
         f"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {length}\r\n\r\n"
     ).encode()
+
+
+@pytest.mark.parametrize("retrieval", ["sparse", "hybrid"])
+def test_sparse_and_hybrid_models_answer_with_sparse_embeddings(retrieval: str, tmp_path: Path) -> None:
+    """In process: a batch of two tasks gives what the model gives, without the weight of the sparse score."""
+    source = dense_checkpoint(tmp_path / "tiny", head="mlm")
+    settings: dict[str, Any] = {"retrieval": retrieval, "sparse_from": "embeddings", "max_active_dims": 9}
+    model = SparseEncoder(str(upcycle(source, tmp_path / "model", **settings)), trust_remote_code=True)
+    if retrieval == "hybrid":
+        model[-1].weight = 0.3
+    embedder = serve.Embedder(model, retrieval)
+    request = serve.EmbeddingsRequest(input=["one text", "another"], model=NAME)
+    tasks = ("search_query", "search_document")
+    results = embedder.embed([embedder.item(text, task) for text, task in zip(request.texts, tasks, strict=True)])
+    data = serve.response(request, results)["data"]
+    only = {"retrieval": "sparse"} if retrieval == "hybrid" else {}
+    for item, text, encode in zip(data, request.texts, (model.encode_query, model.encode_document), strict=True):
+        expected = encode(text, **only).to_dense().numpy()
+        found = np.zeros_like(expected)
+        found[item["sparse_embedding"]["indices"]] = item["sparse_embedding"]["values"]
+        assert np.abs(found - expected).max() < 1e-6
+        dense = encode(text, retrieval="dense").to_dense().numpy() if only else np.array([])
+        assert np.allclose(item["embedding"], dense, atol=1e-6)

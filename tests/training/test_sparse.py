@@ -142,3 +142,24 @@ def test_settings_that_contradict_each_other(source: Path, pairs: Path, tmp_path
     }.items():
         with pytest.raises(ValueError, match=message):
             plan("sparse", settings(source, pairs, tmp_path / "run", override))
+
+
+def test_a_hybrid_model_is_trained_and_its_weight_tuned(source: Path, pairs: Path, tmp_path: Path) -> None:
+    """The loss is on hybrid scores, the sparsity loss on the sparse part alone."""
+    more = ("retrieval.weight=tuned", "validation.share=0.3", "training.max_steps=1")
+    model = train("hybrid", settings(source, pairs, tmp_path / "run", *more))
+    record = train_step(model)
+    encoder = SparseEncoder(str(model), trust_remote_code=True)
+    pooling: Any = encoder[-1]
+    weights_tried = {float(weight): score for weight, score in record["weights"].items()}
+    assert weights_tried[pooling.weight] == max(weights_tried.values())
+    assert record["validation"]["after"]["validation_mean"] == pytest.approx(weights_tried[pooling.weight])
+    assert pooling.max_active_dims == 256
+    size = encoder[0].config.vocab_size
+    training = TrainingSettings(batch_size=8)
+    loss = build_loss(encoder, task(), training, retrieval=RetrievalSettings(kind="hybrid"))
+    vectors = torch.rand(4, size + 16)
+    regularizer = losses.FlopsLoss(encoder).compute_loss_from_embeddings(vectors[:, :size])
+    assert torch.equal(loss.document_regularizer.compute_loss_from_embeddings(vectors), regularizer)
+    with pytest.raises(ValueError, match=r"retrieval.weight is that of hybrid scores"):
+        plan("sparse", settings(source, pairs, tmp_path / "none", "retrieval.weight=2"))

@@ -21,7 +21,10 @@ from mote.reporting import millions
 
 MOTE_TAGS = ("mote", "mixture-of-experts", "custom_code")
 
-RETRIEVAL_TAGS = {"sparse": ("sparse-encoder", "sparse", "splade")}  # Sentence-Transformers' own
+RETRIEVAL_TAGS = {
+    "sparse": ("sparse-encoder", "sparse", "splade"),
+    "hybrid": ("sparse-encoder", "sparse", "hybrid"),
+}  # Sentence-Transformers' own
 
 TRAINED_KINDS = {
     "mote": "A **MoTE** (Mixture of Task Experts): one attention and one feed-forward expert per task,",

@@ -1,4 +1,4 @@
-"""Which vectors a model gives for retrieval: dense ones, or sparse ones; written into Sentence-Transformers' files."""
+"""Which vectors a model gives for retrieval, dense ones, sparse ones, or both, in Sentence-Transformers' files."""
 
 import json
 import shutil
@@ -11,7 +11,8 @@ from mote.checkpoints.reading import read_json
 
 SPLADE_POOLING = "sentence_transformers.sparse_encoder.modules.splade_pooling.SpladePooling"
 SPARSE_POOLING = "sparse_pooling_mote.SparsePooling"
-OUR_POOLINGS = (SPARSE_POOLING,)
+HYBRID_POOLING = "sparse_pooling_mote.HybridPooling"
+OUR_POOLINGS = (SPARSE_POOLING, HYBRID_POOLING)
 
 MODULES = "modules.json"
 TRANSFORMER_SETTINGS = "sentence_bert_config.json"
@@ -24,25 +25,42 @@ class Retrieval:
     """The vectors of a model.
 
     Attributes:
-        kind: `dense`, or `sparse`: a weight for each token of the vocabulary.
+        kind: `dense`, `sparse`: a weight for each token of the vocabulary, or `hybrid`: both.
         sparse_from: What sparse weights are made of: the logits of the `head` for masked language modelling (SPLADE),
             or the hidden states times the token `embeddings` (CoT-MoTE, Equation 4).
         max_active_dims: Number of weights of a text that are kept, the largest. Default: all.
+        weight: Weight of the sparse score in a hybrid one.
     """
 
-    kind: Literal["dense", "sparse"] = "dense"
+    kind: Literal["dense", "sparse", "hybrid"] = "dense"
     sparse_from: Literal["head", "embeddings"] = "head"
     max_active_dims: int | None = None
+    weight: float = 1.0
 
     def __str__(self) -> str:
         weights = "logits of the head" if self.sparse_from == "head" else "hidden states times token embeddings"
         kept = "" if self.max_active_dims is None else f", the {self.max_active_dims} largest"
-        return self.kind if self.kind == "dense" else f"{self.kind}, weights from {weights}{kept}"
+        factor = f", {self.weight:g} x the sparse score" if self.kind == "hybrid" else ""
+        return self.kind if self.kind == "dense" else f"{self.kind}, weights from {weights}{kept}{factor}"
 
     @property
     def needs_head(self) -> bool:
         """Whether the model needs its head for masked language modelling."""
         return self.kind != "dense" and self.sparse_from == "head"
+
+
+def wanted_retrieval(
+    own: Retrieval,
+    kind: Any = None,
+    sparse_from: Any = None,
+    max_active_dims: int | None = None,
+    weight: float | None = None,
+) -> Retrieval:
+    """Complete what is asked for by what a source gives, else by SPLADE's way, for hybrid vectors CoT-MoTE's."""
+    kind = kind or own.kind
+    default = own.sparse_from if own.kind != "dense" else "embeddings" if kind == "hybrid" else "head"
+    kept = own.max_active_dims if max_active_dims is None else max_active_dims
+    return Retrieval(kind, sparse_from or default, kept, own.weight if weight is None else weight)
 
 
 def retrieval_in(folder: Path) -> Retrieval:
@@ -62,6 +80,9 @@ def retrieval_in(folder: Path) -> Retrieval:
         return Retrieval("sparse", "head", kept)
     if len(modules) == 2 and _name(modules[1]) == "SparsePooling":
         return Retrieval("sparse", read_json(folder / modules[1]["path"] / "config.json")["sparse_from"], kept)
+    if len(modules) == 3 and _name(modules[2]) == "HybridPooling":
+        own = read_json(folder / modules[2]["path"] / "config.json")
+        return Retrieval("hybrid", own["sparse_from"], own["max_active_dims"], own["weight"])
     shown = ", ".join(_name(module) for module in modules)
     raise ValueError(
         f"{folder.name} is a sparse encoder with the modules {shown}: expected a Transformer and a SpladePooling"
@@ -73,18 +94,26 @@ def write_retrieval(folder: Path, retrieval: Retrieval) -> None:
 
     Args:
         folder: A model with these files.
-        retrieval: The vectors, sparse ones.
+        retrieval: The vectors, not dense ones.
+
+    Raises:
+        ValueError: If the model says no pooling for the dense part of hybrid vectors.
     """
     first, *others = read_json(folder / MODULES, list)
+    hybrid = retrieval.kind == "hybrid"
+    kept = [module for module in others if hybrid and _name(module) == "Pooling"]
+    if hybrid and not kept:
+        raise ValueError(f"{folder.name} says no pooling, which the dense part of hybrid vectors needs")
     for module in others:
-        shutil.rmtree(folder / module["path"])
-    own = SPLADE_POOLING if retrieval.sparse_from == "head" else SPARSE_POOLING
-    settings: dict[str, Any] = {"pooling_strategy": "max"}
+        if module not in kept:  # normalised, the dense score would be lost beside the sparse one
+            shutil.rmtree(folder / module["path"])
+    own, settings = _pooling(retrieval)
     if own in OUR_POOLINGS:
-        settings = {"sparse_from": retrieval.sparse_from}
         copy_code(own, folder)
-    path = f"1_{own.rpartition('.')[2]}"
-    _write(folder / MODULES, [first, {"idx": 1, "name": "1", "path": path, "type": own}])
+    path = f"{len(kept) + 1}_{own.rpartition('.')[2]}"
+    modules = [first, *kept, {"path": path, "type": own}]
+    numbered = [{**module, "idx": index, "name": str(index)} for index, module in enumerate(modules)]
+    _write(folder / MODULES, numbered)
     (folder / path).mkdir()
     _write(folder / path / "config.json", settings)
     transformer = read_json(folder / TRANSFORMER_SETTINGS)
@@ -92,10 +121,24 @@ def write_retrieval(folder: Path, retrieval: Retrieval) -> None:
         transformer.pop(name, None)
     if retrieval.needs_head:
         transformer["transformer_task"] = "fill-mask"
+    if retrieval.needs_head and hybrid:  # hidden states, of which the pooling takes the head's logits
+        transformer["modality_config"] = {"text": {"method": "embed", "method_output_name": "last_hidden_state"}}
+        transformer["module_output_name"] = "token_embeddings"
     _write(folder / TRANSFORMER_SETTINGS, transformer)
     model = read_json(folder / MODEL_SETTINGS)
-    model |= {"model_type": SPARSE_ENCODER, "similarity_fn_name": "dot", "max_active_dims": retrieval.max_active_dims}
+    limit = None if hybrid else retrieval.max_active_dims  # the library's would cut the dense part, too
+    model |= {"model_type": SPARSE_ENCODER, "similarity_fn_name": "dot", "max_active_dims": limit}
     _write(folder / MODEL_SETTINGS, {name: value for name, value in model.items() if value is not None})
+
+
+def _pooling(retrieval: Retrieval) -> tuple[str, dict[str, Any]]:
+    """Return the last module's type and settings."""
+    if retrieval.kind == "hybrid":
+        names = ("sparse_from", "weight", "max_active_dims")
+        return HYBRID_POOLING, {**{name: getattr(retrieval, name) for name in names}, "retrieval": "hybrid"}
+    if retrieval.sparse_from == "head":
+        return SPLADE_POOLING, {"pooling_strategy": "max"}
+    return SPARSE_POOLING, {"sparse_from": retrieval.sparse_from}
 
 
 def copy_code(module_type: str, folder: Path) -> None:

@@ -41,6 +41,7 @@ _GENERATED = (
     "Each routed block has one attention",
     "> **Not trained yet.**",
     "It is a **sparse encoder**:",
+    "It is a **hybrid retriever**:",
     "It embeds as that MoTE does for the tasks below",
 )
 _EXPERTS_IN_ONE = re.compile(r"\d+ (task )?experts? in one text-embedding model")

@@ -88,7 +88,8 @@ def upcycle(
         bool, typer.Option("--with-head", help="Keep the source's head for masked language modelling.")
     ] = False,
     retrieval: Annotated[
-        Literal["dense", "sparse"] | None, typer.Option(help="Vectors of the result. Default: as the source's.")
+        Literal["dense", "sparse", "hybrid"] | None,
+        typer.Option(help="Vectors of the result. Default: as the source's."),
     ] = None,
     sparse_from: Annotated[
         Literal["head", "embeddings"] | None,
@@ -248,6 +249,12 @@ def evaluate(
     limit: Annotated[
         int | None, typer.Option(metavar="N", help="Cut each test set of the folder down to about N texts.")
     ] = None,
+    retrieval: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND", help="Vectors of hybrid models: dense, sparse or hybrid (the default); repeatable."
+        ),
+    ] = None,
     reference: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Model that gains are computed over. Default: the first.")
     ] = None,
@@ -267,7 +274,7 @@ def evaluate(
 
     The same command resumes where it was interrupted.
     """
-    settings = {**locals(), "tasks": tasks or ()}
+    settings = {**locals(), "tasks": tasks or (), "retrieval": retrieval or ()}
     del settings["as_json"]
     with options.extra("evaluate"):
         run = mote.evaluate
@@ -276,7 +283,9 @@ def evaluate(
     if out is not None and not as_json:
         typer.echo(f"\nWrote {out}")
     if failed := evaluation.failed():
-        raise ValueError(f"{len(failed)} of {len(models) * len(evaluation.types)} scores failed: {'; '.join(failed)}")
+        raise ValueError(
+            f"{len(failed)} of {len(evaluation.scores) * len(evaluation.types)} scores failed: {'; '.join(failed)}"
+        )
 
 
 def analyze(

@@ -8,7 +8,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ def evaluate(
     data: str | Path | None = None,
     tasks: Sequence[str] = (),
     limit: int | None = None,
+    retrieval: Sequence[str] = (),
     batch_size: int = 32,
     device: str | None = None,
     dtype: str | None = None,
@@ -59,6 +60,8 @@ def evaluate(
         tasks: Datasets of the folder or the benchmark, also by patterns as in "beir/*"; without either of them, names
             of MTEB tasks. Default: all.
         limit: Number of texts that datasets of the folder are cut to, about.
+        retrieval: Vectors that models are scored with, `dense`, `sparse` or `hybrid`; a hybrid model gives each. With
+            several, each is scored with each. Default: the models' own.
         batch_size: Batch size of the embedding.
         device: Device that models run on. Default: Sentence-Transformers' choice.
         dtype: "float32", "float16" or "bfloat16", for the models' weights. Default: the stored one.
@@ -82,6 +85,12 @@ def evaluate(
         raise ValueError(f"Unknown dtype {dtype!r}: expected {', '.join(DTYPES)}")
     check_device(device)
     found = find_models(models, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    if wrong := sorted(set(retrieval) - {"dense", "sparse", "hybrid"}):
+        raise ValueError(f"Unknown retrieval {wrong[0]!r}: expected dense, sparse or hybrid")
+    if retrieval:
+        kinds = [*dict.fromkeys(retrieval)]
+        labels = {kind: f" ({kind})" if len(kinds) > 1 else "" for kind in kinds}
+        found = [replace(one, label=one.label + labels[kind], retrieval=kind) for one in found for kind in kinds]
     base = _reference(reference, found)
     with _quiet():
         chosen = choose_tasks(benchmark, data, tasks, limit)
@@ -99,6 +108,7 @@ def evaluate(
             "data": None if data is None else str(data),
             "tasks": list(tasks),
             "limit": limit,
+            "retrieval": list(retrieval),
             "batch_size": batch_size,
             "dtype": dtype,
             "mteb": sorted(run.versions),

@@ -58,7 +58,7 @@ def model_meta(source: str | Path, revision: str | None = None) -> ModelMeta:
     names = (*MTEB_PROMPTS, *ROLE_HINTS)  # MTEB warns of every other one
     prompts = {key: text for key, text in source_prompts(checkpoint).items() if key in names}
     path = str(Path(source).resolve()) if checkpoint.is_local else checkpoint.name
-    sparse = retrieval_in(checkpoint.folder).kind == "sparse"
+    sparse = retrieval_in(checkpoint.folder).kind != "dense"
     return ModelMeta.create_empty(
         {
             "loader": partial(load_encoder_wrapper, path),
@@ -103,8 +103,9 @@ def load_encoder_wrapper(path: str, name: str, revision: str | None = None, **kw
 
 def _dimension(checkpoint: Checkpoint) -> int:
     """Return the size of an embedding: the hidden size, unless a layer behind the pooling changes it; or V."""
-    if retrieval_in(checkpoint.folder).kind == "sparse":
-        return checkpoint.config.vocab_size
+    kind = retrieval_in(checkpoint.folder).kind
+    if kind != "dense":
+        return checkpoint.config.vocab_size + (checkpoint.config.hidden_size if kind == "hybrid" else 0)
     settings = [checkpoint.read_json(f"{one['path']}/config.json") for one in source_modules(checkpoint)[1:]]
     sizes = [one["out_features"] for one in settings if "out_features" in one]
     return sizes[-1] if sizes else checkpoint.config.hidden_size

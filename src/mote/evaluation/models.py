@@ -29,6 +29,7 @@ class EvaluatedModel:
         device: Device that it runs on. Default: Sentence-Transformers' choice.
         dtype: Dtype of its weights. Default: the stored one.
         trust_remote_code: Run the code in its repository.
+        retrieval: Its vectors: `dense`, `sparse` or `hybrid`, of which a hybrid model gives each. Default: its own.
     """
 
     label: str
@@ -37,6 +38,7 @@ class EvaluatedModel:
     device: str | None = None
     dtype: str | None = None
     trust_remote_code: bool = False
+    retrieval: str | None = None
     _model: "SentenceTransformer | SparseEncoder | None" = field(default=None, repr=False)
 
     def meta(self, **experiment: Any) -> "ModelMeta":
@@ -49,7 +51,8 @@ class EvaluatedModel:
 
         name = f"local/{Path(self.path).resolve().name}" if Path(self.path).is_dir() else self.path
         name = name if "/" in name else f"sentence-transformers/{name}"  # the organisation that the library assumes
-        experiment = {key: value for key, value in {"dtype": self.dtype, **experiment}.items() if value is not None}
+        settings = {"dtype": self.dtype, "retrieval": self.retrieval, **experiment}
+        experiment = {key: value for key, value in settings.items() if value is not None}
         return ModelMeta.create_empty(
             overwrites={"name": name, "revision": self.revision, "experiment_kwargs": experiment or None}
         )
@@ -84,10 +87,17 @@ class EvaluatedModel:
 
     def _load(self, device: str | None) -> "SentenceTransformer | SparseEncoder":
         revision = None if Path(self.path).is_dir() else self.revision
-        load: Any = load_sparse_encoder if is_sparse_encoder(self.path, revision) else load_encoder
-        return load(
+        sparse = is_sparse_encoder(self.path, revision)
+        load: Any = load_sparse_encoder if sparse else load_encoder
+        model = load(
             self.path, revision=revision, device=device, dtype=self.dtype, trust_remote_code=self.trust_remote_code
         )
+        if self.retrieval is not None:
+            if type(model[-1]).__name__ == "HybridPooling":
+                model[-1].retrieval = self.retrieval
+            elif self.retrieval != (own := "sparse" if sparse else "dense"):
+                raise ValueError(f"{self.path} gives {own} vectors alone: there are no {self.retrieval} ones to score")
+        return model
 
     def release(self) -> None:
         """Free its memory."""

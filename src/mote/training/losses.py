@@ -229,6 +229,24 @@ def _paired(groups: Tensor, texts: Tensor) -> Tensor:
     return groups * 6364136223846793005 + texts
 
 
+class SparsePartFlops(sparse_losses.FlopsLoss):
+    """Sentence-Transformers' `FlopsLoss` of the sparse part of hybrid vectors, the first V numbers.
+
+    Args:
+        model: The model.
+        size: V, the size of the vocabulary.
+        threshold: As in `FlopsLoss`.
+    """
+
+    def __init__(self, model: SparseEncoder, size: int, threshold: float | None = None) -> None:
+        super().__init__(model, threshold)
+        self.size = size
+
+    def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
+        """Compute the loss of vectors [B, V + H]."""
+        return super().compute_loss_from_embeddings(embeddings[:, : self.size])
+
+
 class LoadBalancedLoss(nn.Module):
     """A loss around a token-routed model: each forward pass contributes its share of a step's load-balancing loss.
 
@@ -338,7 +356,14 @@ def build_loss(
     if retrieval is not None and sparse:
         cached = {} if training.mini_batch_size is None else {"mini_batch_size": training.mini_batch_size}
         splade: Any = sparse_losses.CachedSpladeLoss if cached else sparse_losses.SpladeLoss
-        return splade(model, loss, **retrieval.of_loss, **cached)
+        settings = retrieval.of_loss
+        if retrieval.kind == "hybrid":
+            first: Any = model[0]
+            for side in ("query", "document"):
+                threshold = settings.pop(f"{side}_regularizer_threshold")
+                flops = SparsePartFlops(model, first.config.vocab_size, threshold)  # type: ignore[arg-type]
+                settings[f"{side}_regularizer"] = flops
+        return splade(model, loss, **settings, **cached)
     if training.matryoshka:
         dimensions = training.matryoshka
         if dimensions == "halves":

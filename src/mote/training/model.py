@@ -13,7 +13,7 @@ from sentence_transformers import SentenceTransformer, SparseEncoder
 from configuration_mote import MoTEConfig, alternatives
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.reading import TOKEN_ROUTED, Checkpoint, has_head, is_mote, load_dense, load_tokenizer
-from mote.checkpoints.retrieval import Retrieval, retrieval_in, write_retrieval
+from mote.checkpoints.retrieval import Retrieval, retrieval_in, wanted_retrieval, write_retrieval
 from mote.checkpoints.staging import Staging
 from mote.checkpoints.tensors import token_routing
 from mote.inference.loading import require_all_weights
@@ -90,8 +90,10 @@ def retrieval_of(recipe: Recipe, source: Checkpoint) -> Retrieval:
         if own.kind != "dense":
             raise ValueError(f"{source.name} gives {own.kind} vectors: set retrieval.kind={own.kind}")
         return own
-    kept = wanted.max_active_dims or own.max_active_dims
-    retrieval = Retrieval(wanted.kind, wanted.sparse_from or own.sparse_from, kept)
+    weight = 1.0 if wanted.weight == "tuned" else wanted.weight
+    retrieval = wanted_retrieval(own, wanted.kind, wanted.sparse_from, wanted.max_active_dims, weight)
+    if retrieval.kind == "hybrid" and own.kind == "sparse":
+        raise ValueError(f"{source.name} gives sparse vectors alone, and says no pooling for the dense ones")
     if is_mote(source.config) and retrieval.needs_head and not has_head(source.config):
         raise ValueError(
             f"{source.name} has no head for masked language modelling, which sparse vectors are made of: set "

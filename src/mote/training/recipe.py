@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
@@ -83,9 +83,11 @@ class RetrievalSettings(Settings):
     """The model's vectors, and what keeps sparse ones sparse: the arguments of Sentence-Transformers' `SpladeLoss`.
 
     Attributes:
-        kind: `dense`, or `sparse`: a weight for each token of the vocabulary.
+        kind: `dense`, `sparse`: a weight for each token of the vocabulary, or `hybrid`: both from one pass.
         sparse_from: What sparse weights are made of: the logits of the `head` (SPLADE), or hidden states times token
-            `embeddings` (CoT-MoTE, Equation 4). Default: the source's, or `head`.
+            `embeddings` (CoT-MoTE, Equation 4). Default: the source's, `head`, or for hybrid ones `embeddings`.
+        weight: Weight of the sparse score in a hybrid one; or `tuned`: 1 in training, then the best on held-out pairs.
+            Default: the source's, or 1.
         max_active_dims: Number of weights that the trained model keeps, the largest. Default: all.
         query_regularizer_weight: Weight of the FLOPS loss of anchors.
         document_regularizer_weight: Weight of the FLOPS loss of all other texts.
@@ -95,8 +97,9 @@ class RetrievalSettings(Settings):
         warmup_ratio: Fraction of the steps in which they do.
     """
 
-    kind: Literal["dense", "sparse"] = "dense"
+    kind: Literal["dense", "sparse", "hybrid"] = "dense"
     sparse_from: Literal["head", "embeddings"] | None = None
+    weight: Annotated[float, Field(ge=0)] | Literal["tuned"] | None = None
     max_active_dims: int | None = Field(default=None, ge=1)
     query_regularizer_weight: float = Field(default=5e-5, ge=0)
     document_regularizer_weight: float = Field(default=3e-5, ge=0)
@@ -434,6 +437,10 @@ class Recipe(Settings):
                 f"retrieval.kind={self.retrieval.kind} needs a MoTE: with one expert (model.experts) it computes as a "
                 "dense model"
             )
+        if self.retrieval.kind != "hybrid" and self.retrieval.weight is not None:
+            raise ValueError(f"retrieval.weight is that of hybrid scores, and retrieval.kind={self.retrieval.kind}")
+        if self.retrieval.weight == "tuned" and not self.validation.share:
+            raise ValueError("retrieval.weight=tuned needs held-out pairs: set validation.share")
         if self.retrieval.kind != "dense" and self.training.matryoshka:
             raise ValueError(f"training.matryoshka truncates dense vectors, and retrieval.kind={self.retrieval.kind}")
         return self

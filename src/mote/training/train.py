@@ -50,7 +50,7 @@ from mote.training.recipe import Recipe, load_recipe
 from mote.training.record import build_record, scores_of_tasks, summary
 from mote.training.run_folder import CURVES_FILE, RECIPE_FILE, RunFolder, as_yaml, fixed_settings, step_of
 from mote.training.running import Run, restore
-from mote.training.validation import Validation
+from mote.training.validation import Validation, tune_weight
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +152,9 @@ class TrainingRun(Run):
     def finish(self, before: dict[str, float] | None) -> None:
         """Score the model, write its repository in place of an earlier one, and remove the checkpoints."""
         logger.info("Scoring, and writing the model …")
+        tuned = {}
+        if self.recipe.retrieval.weight == "tuned" and self.validation is not None:
+            tuned = {"weights": tune_weight(self.validation, self.model)}
         record = build_record(
             self.recipe,
             self.names,
@@ -161,7 +164,7 @@ class TrainingRun(Run):
             resumed_from_step=None if self.checkpoint is None else step_of(self.checkpoint),
             validation={"before": before, "after": self.validate()},
         )
-        self.write("train", record, "trained from", self._write_card)
+        self.write("train", {**record, **tuned}, "trained from", self._write_card)
         logger.info(summary(record))
 
     def _write_card(self, folder: Path, step: dict[str, Any]) -> None:
