@@ -14,6 +14,8 @@ from sklearn.metrics import ndcg_score
 
 from mote import evaluate, upcycle
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")  # torch, about its products
+
 WORDS = ["salt", "wood", "iron", "glass", "rope", "wax"]
 
 

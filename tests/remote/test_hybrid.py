@@ -15,6 +15,8 @@ from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, BertModel
 from mote import HybridIndex, upcycle
 from sparse_pooling_mote import HybridPooling
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")  # torch, about its products
+
 EXPERTS = ["search_query", "search_document"]
 TEXTS = ["whales breathe air", "a", "tides come twice a day, mostly"]
 
