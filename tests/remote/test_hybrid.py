@@ -132,7 +132,7 @@ def test_reference_scores(shared: Path, tmp_path: Path) -> None:
     (tmp_path / "dense" / "config.json").write_text((reference / "config.json").read_text())
     tiny_tokenizer(tmp_path / "dense")
     settings: dict[str, Any] = {"experts": EXPERTS, "pooling": "cls", "retrieval": "hybrid", "sparse_from": "head"}
-    model = loaded(upcycle(tmp_path / "dense", tmp_path / "mote", **settings))
+    model = loaded(upcycle(tmp_path / "dense", tmp_path / "mote", **settings)).eval()
 
     def vectors(kind: str) -> torch.Tensor:
         features = {name: expected[name].clone() for name in ("input_ids", "attention_mask")}
