@@ -12,6 +12,7 @@ ALL = [
     "cot-stage1",
     "cot-stage2",
     "em",
+    "hybrid",
     "ic",
     "mote",
     "mote-every-other",
