@@ -16,7 +16,6 @@ from helpers.checkpoints import dense_checkpoint
 from helpers.families import make_different
 from helpers.paths import SHARED, SMALL_ENCODER
 from helpers.tiers import starts_processes
-from transformers import PreTrainedModel
 
 from hierarchical_mote import HierarchicalMoTEModel
 from modeling_mote import MoTEModel
@@ -40,12 +39,6 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["HF_MODULES_CACHE"], ignore_errors=True)
-
-
-@pytest.fixture(autouse=True)
-def _tying(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore what threads that load models at once may leave patched: transformers loads with tying switched off."""
-    monkeypatch.setattr(PreTrainedModel, "tie_weights", PreTrainedModel.tie_weights)
 
 
 @pytest.fixture(scope="session")

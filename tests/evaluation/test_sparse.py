@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from sentence_transformers import SparseEncoder
 from sklearn.metrics import ndcg_score
 
-from mote import evaluate, upcycle
+from mote import evaluate, model_meta, upcycle
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")  # torch, about its products
 
@@ -35,6 +35,8 @@ def test_a_sparse_encoder_is_scored(tmp_path: Path) -> None:
     data = written(tmp_path)
     source = dense_checkpoint(tmp_path / "tiny", head="mlm")
     folder = upcycle(source, tmp_path / "model", retrieval="sparse", max_active_dims=20)
+    meta = model_meta(folder)
+    assert (meta.model_type, meta.embed_dim, meta.similarity_fn_name.value) == (["sparse"], 60, "dot")
     found = evaluate({"model": str(folder)}, data=data, out=tmp_path / "out", trust_remote_code=True)
     model = SparseEncoder(str(folder), trust_remote_code=True)
     queries, documents = model.encode_query([f"{word}s" for word in WORDS]), model.encode_document(WORDS)

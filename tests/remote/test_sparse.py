@@ -16,7 +16,7 @@ from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from transformers import AutoModel, BertConfig, BertModel
 
-from mote import configure, experts, model_meta, plan_upcycling, transform, upcycle
+from mote import configure, experts, plan_upcycling, transform, upcycle
 from mote.inference.loading import load_encoder
 from sparse_pooling_mote import SparsePooling
 
@@ -168,8 +168,6 @@ def test_files_and_card(splade: Path, equation_4: Path, source: Path, tmp_path: 
     assert 'SparseEncoder("model", trust_remote_code=True)' in card
     assert "- sparse-encoder\n" in card
     assert "SentenceTransformer" not in card
-    meta = model_meta(equation_4)
-    assert (meta.model_type, meta.embed_dim, meta.similarity_fn_name.value) == (["sparse"], 60, "dot")
     assert "sparse, weights from hidden states" in str(
         plan_upcycling(source, retrieval="sparse", sparse_from="embeddings")
     )

@@ -19,7 +19,7 @@ from configuration_mote import MoTEConfig
 from masked_lm_mote import MoTEForMaskedLM, native_with_head
 from mote.checkpoints.provenance import read_steps
 from mote.training.contexts import ContextMasking, ContextRows
-from mote.training.objectives import Decoder, Pretraining, sparse_vector
+from mote.training.objectives import Decoder, Pretraining
 from mote.training.pretraining import plan_pretraining, pretrain
 from mote.training.pretraining_recipe import DecoderSettings, PretrainingRecipe, SpanSettings
 from mote.training.progress import RunCallback, read_log
@@ -199,12 +199,6 @@ def test_the_decoder_trains_the_encoder_through_the_vector(vector: Any, source: 
     assert {name for name in blocks if ".experts.a." not in name} - key_bias <= trained
     assert not {name for name in trained if ".experts.a." in name}
     assert out.loss.item() == pytest.approx(out.encoder_loss.item() + out.decoder_loss.item())
-
-
-def test_the_sparse_vector() -> None:
-    logits = torch.tensor([[[1.0, -2.0, 0.0], [3.0, -1.0, 9.0]]])
-    mask = torch.tensor([[1, 0]])
-    assert sparse_vector(logits, mask).tolist() == [[pytest.approx(torch.log(torch.tensor(2.0)).item()), 0.0, 0.0]]
 
 
 # Runs ----------------------------------------------------------------------------------------------------------------

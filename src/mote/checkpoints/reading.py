@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from threading import RLock
 from typing import Any, Literal
 
 import torch
@@ -34,6 +35,8 @@ from modeling_mote import MoTEModel
 from mote import hub
 from mote.checkpoints import nomic, nomic_moe
 from mote.checkpoints.tensors import HEAD, NOT_ONLY_TENSORS, is_finite, load_pickle, read_on_meta, read_shapes
+
+_LOADING = RLock()
 
 TOKEN_ROUTED = "mote_token_routed"
 
@@ -409,16 +412,21 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Any:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence the library's logging below errors, and its progress bars."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
+    """Load by the library: quietly, with neither logging below errors nor progress bars, and in one thread at a time.
+
+    Both these settings and the library's loading change state of the whole process. Two threads that load at once can
+    leave `PreTrainedModel.tie_weights` replaced by a function that does nothing (5.23), for all models to come.
+    """
+    with _LOADING:
+        verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(verbosity)
+            if bars:
+                logging.enable_progress_bar()
 
 
 def _locate(src: str, revision: str | None) -> tuple[Path, str | None]:

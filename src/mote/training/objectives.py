@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
@@ -59,6 +60,7 @@ class Pretraining(nn.Module):
         if decoder is not None:
             require_positions(model)
             self.decoder = Decoder(model.config.backbone_config, decoder)
+            self.splade = SpladePooling()
 
     def tie_weights(self) -> None:
         """Tie the model's weights: FSDP asks for it."""
@@ -94,9 +96,7 @@ class Pretraining(nn.Module):
         """
         types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
         # Without the head, which is then given only those tokens that need it: at a small width it costs the most.
-        encoded = super(MoTEForMaskedLM, self.model).forward(
-            input_ids=input_ids, attention_mask=attention_mask, task_ids=task_ids, **types
-        )
+        encoded = self.model.embed(input_ids=input_ids, attention_mask=attention_mask, task_ids=task_ids, **types)
         encoder_loss = self._loss(encoded.last_hidden_state, labels)
         if self.decoder is None or decoder_input_ids is None or decoder_labels is None:
             return PretrainingOutput(loss=encoder_loss)
@@ -107,7 +107,8 @@ class Pretraining(nn.Module):
         else:  # the weighted mean of the words' embeddings, as if it were a word
             words: Any = self.model.get_input_embeddings()
             logits = self.model.head(inputs_embeds=encoded.last_hidden_state).logits
-            sparse = sparse_vector(logits, attention_mask)  # [B, V]
+            features = {"token_embeddings": logits, "attention_mask": attention_mask}
+            sparse = self.splade(features)["sentence_embedding"]  # [B, V]
             mean = sparse @ words.weight / sparse.sum(dim=1, keepdim=True).clamp(min=1e-6)
             context = embeddings(inputs_embeds=torch.cat([mean[:, None], words(decoder_input_ids)[:, 1:]], dim=1))
         decoded = self.decoder(context, decoder_attention_mask)
@@ -191,11 +192,6 @@ class Decoder(nn.Module):
     def _in_window(self, batch: Any, head: Any, query: Any, key: Any) -> Any:
         """Whether a position sees another one: the vector, itself, and the tokens just before it."""
         return (key == 0) | (query - key < self.window)
-
-
-def sparse_vector(logits: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return SPLADE's vector of a text: over its tokens, the maximum of log(1 + ReLU(logit)), [B, L, V] → [B, V]."""
-    return (torch.log1p(torch.relu(logits)) * attention_mask[..., None]).amax(dim=1)
 
 
 def require_positions(model: MoTEForMaskedLM) -> None:
