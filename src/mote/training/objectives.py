@@ -6,7 +6,7 @@ needs. CoT-MoTE (Ma et al., arXiv:2304.10195) does so with query and passage exp
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from sentence_transformers.sparse_encoder.modules import SpladePooling
@@ -94,19 +94,20 @@ class Pretraining(nn.Module):
             decoder_attention_mask: [B, C].
             decoder_labels: As `labels`, [B, C].
         """
-        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
         # Without the head, which is then given only those tokens that need it: at a small width it costs the most.
-        encoded = self.model.embed(input_ids=input_ids, attention_mask=attention_mask, task_ids=task_ids, **types)
-        encoder_loss = self._loss(encoded.last_hidden_state, labels)
+        encoded = self.model.embed(input_ids, attention_mask, token_type_ids, task_ids=task_ids)
+        states = cast(Tensor, encoded.last_hidden_state)  # [B, L, H]
+        encoder_loss = self._loss(states, labels)
         if self.decoder is None or decoder_input_ids is None or decoder_labels is None:
             return PretrainingOutput(loss=encoder_loss)
         assert self.settings is not None
         embeddings: Any = self.model.backbone.embeddings
         if self.settings.vector == "dense":
-            context = torch.cat([encoded.pooler_output[:, None], embeddings(input_ids=decoder_input_ids)[:, 1:]], dim=1)
+            vector = cast(Tensor, encoded.pooler_output)  # [B, H]
+            context = torch.cat([vector[:, None], embeddings(input_ids=decoder_input_ids)[:, 1:]], dim=1)
         else:  # the weighted mean of the words' embeddings, as if it were a word
             words: Any = self.model.get_input_embeddings()
-            logits = self.model.head(inputs_embeds=encoded.last_hidden_state).logits
+            logits = self.model.head(inputs_embeds=states).logits
             features = {"token_embeddings": logits, "attention_mask": attention_mask}
             sparse = self.splade(features)["sentence_embedding"]  # [B, V]
             mean = sparse @ words.weight / sparse.sum(dim=1, keepdim=True).clamp(min=1e-6)
