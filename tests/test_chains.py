@@ -2,6 +2,10 @@
 
 import gzip
 import json
+import os
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +177,34 @@ def test_each_stage_trains_on_what_is_mined_for_it(
     chain(file, ["train.training.max_steps=1", "stages.stage2.train.model.source=stage1"], overwrite=True)
     assert train_step(model)["sources"][0]["name"] == "model"
     assert any(not tensor.equal(before[name]) for name, tensor in weights(out / "stage1/train/model").items())
+
+
+def test_a_killed_chain_is_resumed_to_the_same_models(place: Path, tmp_path: Path) -> None:
+    file, other = chain_file(place, tmp_path / "killed"), chain_file(place, tmp_path / "whole")
+    out = tmp_path / "killed/out"
+    moments: list[Callable[[], bool]] = [
+        (out / "stage1/mined/record.json").is_file,
+        lambda: any((out / "stage1/train").glob("checkpoints/checkpoint-*/checkpoint.json")),
+        (out / "stage2/mined/record.json").is_file,
+        lambda: any((out / "stage2/train").glob("checkpoints/checkpoint-*/checkpoint.json")),
+    ]
+    for moment in moments:
+        process = os.fork()  # which need not import anything
+        if process == 0:
+            try:
+                chain(file)
+            finally:
+                os._exit(1)
+        while not moment():
+            assert os.waitpid(process, os.WNOHANG) == (0, 0), "it ended before it was killed"
+            time.sleep(0.01)
+        os.kill(process, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+    assert not (out / "stage2/train/model").exists()
+    chain(file)
+    chain(other)
+    for stage in ("stage1", "stage2"):
+        one, two = (weights(tmp_path / name / "out" / stage / "train/model") for name in ("killed", "whole"))
+        assert one.keys() == two.keys()
+        assert all(tensor.equal(two[name]) for name, tensor in one.items())
+        assert negatives_in(out / stage) == negatives_in(tmp_path / "whole/out" / stage)

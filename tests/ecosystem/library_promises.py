@@ -4,10 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ecosystem.promises import Reference, promises
+import torch
+from ecosystem.promises import Reference, normalized, promises
 from helpers.paths import EXAMPLE_DATA
 from helpers.rows import read_rows
 from scipy.stats import pearsonr, spearmanr
+from sentence_transformers import MultiVectorEncoder
 
 
 def changed_experts(model: Any, reference: Reference) -> set[str]:
@@ -110,6 +112,32 @@ def hard_negatives(names: dict[str, Any], reference: Reference) -> None:
     for column, score in (("answer", 0), ("negative", 1)):
         expected = (queries * reference.embed(rows[column], "search_document")).sum(-1)
         assert np.array(rows["scores"])[:, score] == pytest.approx(expected, abs=1e-4)
+
+
+@promises("Late interaction")
+def late_interaction(names: dict[str, Any], reference: Reference) -> None:
+    vectors = {}
+    for side, task in (("quer", "search_query"), ("document", "search_document")):
+        texts = names["queries" if side == "quer" else "documents"]
+        vectors[side] = [normalized(tokens_of(reference, text, task)) for text in texts]
+        found = names["query_vectors" if side == "quer" else "document_vectors"]
+        for one, other in zip(found, vectors[side], strict=True):
+            np.testing.assert_allclose(one.numpy(), other, atol=1e-4)  # [tokens, H], by the expert of its side
+    for row, query in enumerate(vectors["quer"]):
+        for column, document in enumerate(vectors["document"]):
+            expected = (query @ document.T).max(axis=1).sum()
+            assert names["scores"][row, column].item() == pytest.approx(expected, abs=1e-3)
+    assert any(name.endswith("ndcg@10") for name in names["metrics"])
+    reloaded = MultiVectorEncoder("late", trust_remote_code=True)
+    for one, other in zip(reloaded.encode_query(names["queries"]), names["query_vectors"], strict=True):
+        assert torch.equal(one, other)
+
+
+def tokens_of(reference: Reference, text: str, task: str) -> np.ndarray:
+    """The vectors of a text's tokens by the expert of a task, [L, H]."""
+    batch = reference.tokenizer([reference.model.config.instruction_of(task) + text], return_tensors="pt")
+    with torch.no_grad():
+        return reference.model(**batch, task=task).last_hidden_state[0].numpy()
 
 
 @promises("Several processes", tier="processes")
