@@ -15,6 +15,7 @@ from configuration_mote import MoTEConfig, alternatives
 from modeling_mote import MoTEModel
 from mote.checkpoints import cards, nomic_moe
 from mote.checkpoints import sentence_transformers as st
+from mote.checkpoints.bidirectional import asks_for_both_directions, with_both_directions
 from mote.checkpoints.provenance import RECORD_FILE, command_line, new_step
 from mote.checkpoints.reading import (
     TOKEN_ROUTED,
@@ -50,6 +51,8 @@ class UpcyclingOptions(WriteOptions):
         instructions: Task → instruction. They override the source's prompts, which override the paper's.
         default_task: Task of texts without one.
         pooling: `mean`, `cls` or `last_token`. Default: the source's, or `mean`.
+        bidirectional: Let every token of a decoder attend to every other: no causal mask, no sliding window, no cache.
+            Default: as the source says.
         layer_path: Path of the list of layers, for an architecture that is not in MoTE's table.
         shared_modules: Paths of the submodules of a layer that the experts share: its attention, for such an
             architecture. For one in the table, others than these, or `[]` for none.
@@ -78,6 +81,7 @@ class UpcyclingOptions(WriteOptions):
     instructions: dict[str, str] | None = None
     default_task: str | None = None
     pooling: str | None = None
+    bidirectional: bool = False
     layer_path: str | None = None
     shared_modules: list[str] | None = None
     routing: str | None = None
@@ -199,6 +203,7 @@ class UpcyclingPlan(Report):
         return {
             "source": [f"{self.source.name} ({config.backbone_config.model_type}, {weights})"],
             **({} if routing is None else {"router": [_router(config)]}),
+            **({} if getattr(config.backbone_config, "is_causal", True) else {"attention": ["in both directions"]}),
             groups: experts,
             **({} if self.retrieval.kind == "dense" else {"vectors": [str(self.retrieval)]}),
             "blocks": blocks,
@@ -331,6 +336,8 @@ def plan_upcycling(
     options = replace(options or UpcyclingOptions(), **settings).complete()
     require_shard_size(options.max_shard_size)
     source = src if isinstance(src, Checkpoint) else open_dense(str(src), options.revision)
+    if options.bidirectional or asks_for_both_directions(source.config):
+        source = replace(source, config=with_both_directions(source.config, source.name))
     retrieval = _retrieval(options, source)
     with_head = options.with_head or retrieval.needs_head
     if with_head and source.format == "nomic_moe":

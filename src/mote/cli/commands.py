@@ -52,6 +52,10 @@ def upcycle(
     pooling: Annotated[
         Literal["mean", "cls", "last_token"] | None, typer.Option(help="Pooling. Default: the source's, or mean.")
     ] = None,
+    bidirectional: Annotated[
+        bool,
+        typer.Option("--bidirectional", help="Let a decoder attend in both directions. Default: as the source says."),
+    ] = False,
     layer_path: Annotated[
         str | None, typer.Option(metavar="PATH", help="Path of the layers in an unknown architecture.")
     ] = None,

@@ -12,6 +12,7 @@ from sentence_transformers import SentenceTransformer, SparseEncoder
 
 from configuration_mote import MoTEConfig, alternatives
 from mote.checkpoints import sentence_transformers as st
+from mote.checkpoints.bidirectional import asks_for_both_directions, with_both_directions
 from mote.checkpoints.reading import TOKEN_ROUTED, Checkpoint, has_head, is_mote, load_dense, load_tokenizer
 from mote.checkpoints.retrieval import Retrieval, retrieval_in, wanted_retrieval, write_retrieval
 from mote.checkpoints.staging import Staging
@@ -50,7 +51,7 @@ def build_model(
     torch.manual_seed(recipe.training.seed)  # for new weights: those of a token router
     if settings.kind == "dense":
         with processes().main_process_first():
-            folder = native_folder(source, scratch / START_FOLDER)
+            folder = native_folder(source, scratch / START_FOLDER, settings.bidirectional)
         model = SentenceTransformer(str(folder), **_loading(settings))
         require_all_weights(model, str(folder))
         model.prompts = {**st.prompts_of(names)}
@@ -112,17 +113,28 @@ def _link(source: Path, folder: Path) -> None:
             link.symlink_to(path.resolve())
 
 
-def native_folder(source: Checkpoint, folder: Path) -> Path:
+def native_folder(source: Checkpoint, folder: Path, bidirectional: bool = False) -> Path:
     """Return a folder from which Sentence-Transformers loads a dense source with all its weights.
 
     Args:
         source: The opened source.
         folder: Folder for the native format, which is written unless it exists, where the source has a format that
-            only this package reads (Nomic's first one).
+            only this package reads (Nomic's first one), or is to attend in both directions.
+        bidirectional: Whether a decoder is to attend in both directions.
 
     Returns:
         The source's own folder, or `folder`.
+
+    Raises:
+        ValueError: If a source that is not a decoder is to attend in both directions.
     """
+    if bidirectional or asks_for_both_directions(source.config):
+        config = with_both_directions(source.config, source.name)
+        if not folder.exists():
+            _link(source.folder, folder)
+            (folder / "config.json").unlink()
+            config.save_pretrained(folder)
+        return folder
     if source.format != "nomic":
         return source.folder
     if not folder.exists():
@@ -151,6 +163,8 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
         if recipe.training.fp16 and routing is not None and routing.router_aux_loss_coef:
             raise ValueError(NO_FP16)
     elif settings.kind == "dense":  # the tasks and instructions of a MoTE upcycled from it
+        if settings.bidirectional:
+            with_both_directions(source.config, source.name)  # or an error
         names = MoTEConfig(experts=settings.experts, tasks=settings.tasks)  # type: ignore[arg-type]  # None: default
         names.instructions |= instructions_from(st.source_prompts(source), names)
         names.instructions |= upcycling_options(settings).instructions or {}
@@ -184,6 +198,7 @@ def check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> N
     differing = {
         "model.layers": described.mote_layer_indices != config.mote_layer_indices,
         "model.shared_modules": settings.shared_modules not in (None, config.shared_modules),
+        "model.bidirectional": settings.bidirectional and getattr(config.backbone_config, "is_causal", True),
         "model.experts": settings.experts is not None and settings.experts != config.experts,
         "model.tasks": not settings.tasks.items() <= config.tasks.items(),
         "model.instruction_texts": not settings.instruction_texts.items() <= config.instructions.items(),
@@ -214,6 +229,7 @@ def upcycling_options(settings: ModelSettings, retrieval: RetrievalSettings | No
         experts=settings.experts,
         layers=settings.layers,
         shared_modules=settings.shared_modules,
+        bidirectional=settings.bidirectional,
         tasks=settings.tasks,
         instructions=instructions,
         **vectors,

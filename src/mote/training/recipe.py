@@ -41,6 +41,7 @@ class ModelSettings(Settings):
         instruction_texts: Task → instruction, over the paper's.
         layers: Blocks with experts (`every`, `every_other`, or a list of indices), for `mote` and `token_routed`.
         shared_modules: Paths of the submodules of a block that its experts share; `[]`: none. Default: the attention.
+        bidirectional: Whether a decoder attends in both directions, of any kind. Default: as the source says.
         experts: Expert names. Default: the paper's four.
         tasks: Further tasks → the expert that serves each.
         num_experts: Experts in a block, for `token_routed`. Default: as many as `experts`.
@@ -60,6 +61,7 @@ class ModelSettings(Settings):
     instruction_texts: dict[str, str] = {}
     layers: str | list[int] = "every"
     shared_modules: list[str] | None = None
+    bidirectional: bool = False
     experts: list[str] | None = None
     tasks: dict[str, str] = {}
     num_experts: int | None = Field(default=None, ge=1)

@@ -1,0 +1,48 @@
+"""Decoders that attend in both directions: the settings by which transformers' native classes do."""
+
+import copy
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+DECODERS = ("mistral", "qwen2", "qwen3", "llama", "gemma2", "gemma3_text")
+_NATIVE = ("gemma2", "gemma3_text")  # know `use_bidirectional_attention` themselves
+
+
+def asks_for_both_directions(config: PreTrainedConfig) -> bool:
+    """Whether a decoder's config asks for both directions in words that its native class does not read.
+
+    `use_bidirectional_attention` is what servers call it. `is_causal: false` needs nothing: the native class reads it.
+    """
+    asked: Any = getattr(config, "use_bidirectional_attention", None)
+    return asked is True and config.model_type in DECODERS and config.model_type not in _NATIVE
+
+
+def with_both_directions(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
+    """Return a decoder's config in which every token attends to every other.
+
+    Without a causal mask, without a sliding window, and without a cache. Weights fit as before.
+
+    Args:
+        config: Of a native decoder; it stays as it is.
+        name: Name of the checkpoint, for errors.
+
+    Raises:
+        ValueError: If it is not that of a decoder that MoTE knows.
+    """
+    if config.model_type not in DECODERS:
+        raise ValueError(
+            f"{name} is a {config.model_type!r}, for which attention in both directions cannot be chosen: encoders have "
+            f"it already. Decoders that can have it: {', '.join(DECODERS)}"
+        )
+    changed: Any = copy.deepcopy(config)
+    changed.is_causal = changed.use_cache = False
+    if config.model_type == "gemma3_text":  # the type of a layer also decides on its rotary positions
+        changed.sliding_window = changed.max_position_embeddings
+    elif getattr(config, "layer_types", None) is not None:
+        changed.layer_types = ["full_attention"] * config.num_hidden_layers
+    if config.model_type in ("mistral", "qwen2", "qwen3"):
+        changed.sliding_window = None
+    if hasattr(config, "use_sliding_window"):
+        changed.use_sliding_window = False
+    return changed
