@@ -32,8 +32,8 @@ def with_both_directions(config: PreTrainedConfig, name: str) -> PreTrainedConfi
     """
     if config.model_type not in DECODERS:
         raise ValueError(
-            f"{name} is a {config.model_type!r}, whose direction of attention cannot be chosen: encoders attend in both "
-            f"already. Decoders that can: {', '.join(DECODERS)}"
+            f"{name} is a {config.model_type!r}, whose direction of attention cannot be chosen: encoders attend in "
+            f"both already. Decoders that can: {', '.join(DECODERS)}"
         )
     changed: Any = copy.deepcopy(config)
     changed.is_causal = changed.use_cache = False
