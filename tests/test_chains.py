@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
-from helpers.checkpoints import dense_checkpoint, trusted
+from helpers.checkpoints import dense_checkpoint
 from helpers.rows import write_rows
 from helpers.runs import train_step, weights
+from sentence_transformers import SparseEncoder
 
 from mote import chains
 from mote.chains import Chain, chain, plan_chain
@@ -96,8 +97,8 @@ def test_the_shipped_chain() -> None:
         ({"stages": {"stage2": {"train": {"training": {"batchsize": 8}}}}}, r"Stage stage2: .*\n.*'batchsize'"),
         ({"stages": {"stage2": {"train": {"model": {"source": "no/where"}}}}}, "Stage stage2: .*no/where"),
         (
-            {"stages": {"stage2": {"teacher": {"model": "stage1", "query_task": "qery"}}}},
-            "Stage stage2: teacher: the model of 'stage1' has no task 'qery'. Did you mean 'query'",
+            {"stages": {"stage2": {"teacher": {"model": "stage1", "query_task": "search_qery"}}}},
+            "Stage stage2: teacher: the model of 'stage1' has no task 'search_qery'. Did you mean 'search_query'",
         ),
         (
             {"stages": {"stage1": {"train": {"tasks": {"retrieval": {"datasets": ["*/*"]}}}}}},
@@ -152,12 +153,12 @@ def test_each_stage_trains_on_what_is_mined_for_it(
         set(row["query"].split()) & set(text.split()) for row, texts in zip(ROWS, bm25, strict=True) for text in texts
     )
     assert mined != bm25
-    first = trusted(out / "stage1/train/model")
-    queries = first.encode([row["query"] for row in ROWS], task="query", normalize_embeddings=True)
-    documents = first.encode([row["positive"] for row in ROWS], task="passage", normalize_embeddings=True)
-    ranked = (queries @ documents.T).argsort(axis=1)[:, ::-1]
+    first = SparseEncoder(str(out / "stage1/train/model"), trust_remote_code=True)
+    queries, documents = (first.encode_query([row["query"] for row in ROWS]), [row["positive"] for row in ROWS])
+    scores = queries.to_dense() @ first.encode_document(documents).to_dense().T
+    ranked = scores.argsort(dim=1, descending=True).tolist()
     nearest = [[ROWS[place]["positive"] for place in row if place != number][:3] for number, row in enumerate(ranked)]
-    assert mined == nearest  # the model that has been trained, query and passage through their experts
+    assert mined == nearest  # hybrid scores of the trained model, both sides through their experts
     for stage in ("stage1", "stage2"):
         step = train_step(out / stage / "train/model")
         assert step["steps"] == 3

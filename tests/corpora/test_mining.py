@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+from scipy.sparse import csr_matrix
 
 from mote.corpora.filtering import consistent
 from mote.corpora.mining import MiningSettings, judge, mine
 from mote.corpora.pairs import Pairs
-from mote.corpora.scorers import BM25Scorer, EmbeddingScorer, Scorer, nearest_unknown
+from mote.corpora.scorers import BM25Scorer, EmbeddingScorer, Scorer, SparseScorer, nearest_unknown
 
 faiss = pytest.importorskip("faiss")
 
@@ -85,6 +86,26 @@ def test_scores_that_float32_cannot_tell_apart(noise: float, shard: int) -> None
     places, _ = EmbeddingScorer(queries, documents, shard).nearest(np.arange(2), 9)
     exact = queries.astype(np.float64) @ documents.astype(np.float64).T
     assert (places == np.argsort(-exact, axis=1, kind="stable")[:, :9]).all()
+
+
+@pytest.mark.parametrize("dense", [0, 8])
+def test_sparse_and_hybrid_vectors_are_searched_exactly(dense: int) -> None:
+    generator = np.random.default_rng(0)
+
+    def drawn(rows: int) -> np.ndarray:
+        sparse = generator.integers(0, 3, (rows, 50)) * (generator.random((rows, 50)) < 0.1)  # with many ties
+        return np.hstack([sparse, generator.random((rows, dense))])
+
+    queries, documents = drawn(70), drawn(300)
+    scorer = SparseScorer(csr_matrix(queries), csr_matrix(documents), vocabulary=50)
+    exact = queries @ documents.T
+    for count in (5, 300):
+        places, scores = scorer.nearest(np.arange(70), count)
+        for row in range(70):
+            order = [place for place in np.argsort(-exact[row], kind="stable") if dense or exact[row, place] > 0]
+            assert places[row].tolist() == (order[:count] + [-1] * count)[:count]
+            assert scores[row, : len(order)] == pytest.approx(exact[row, order[:count]])
+    assert scorer.score(np.array([2, 0, 2]), np.array([1, 0, 4])) == pytest.approx(exact[[2, 0, 2], [1, 0, 4]])
 
 
 def test_a_query_with_many_known_documents_does_not_widen_the_search_of_others() -> None:

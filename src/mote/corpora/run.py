@@ -34,9 +34,11 @@ from mote.corpora.job import Job
 from mote.corpora.pairs import Pairs
 from mote.corpora.scorers import BM25Scorer, EmbeddingScorer, Scorer
 from mote.corpora.source import find_corpus
+from mote.corpora.sparse import SparseTeacher
 from mote.corpora.store import key_of, read_embeddings
 from mote.data.rows import Location, find_datasets, load_from_hub
 from mote.data.settings import DatasetSettings
+from mote.inference.loading import is_sparse_encoder
 
 BM25 = "bm25"
 BLOCK = 4096
@@ -53,7 +55,8 @@ class Teacher:
     """What scores documents for queries.
 
     Attributes:
-        model: Any Sentence-Transformers model, a folder or an id on the Hub; or `"bm25"`.
+        model: Any Sentence-Transformers model, a folder or an id on the Hub; or `"bm25"`. Of sparse and hybrid models
+            the scores are dot products, of others cosines.
         query_task: Task of the queries: the name of a prompt of the model, or a task of a MoTE.
         document_task: Task of the documents.
         batch_size: Batch size of embedding.
@@ -90,8 +93,8 @@ class Teacher:
             OSError: If a package is not installed.
             ValueError: If a setting is invalid.
         """
+        given = [each.name for each in fields(self)[1:] if getattr(self, each.name) != each.default]
         if self.model == BM25:
-            given = [each.name for each in fields(self)[1:] if getattr(self, each.name) != each.default]
             if given:
                 raise ValueError(f"{given[0]} is a setting of embedding, which BM25 does without: leave it out")
             return FoundTeacher(self)
@@ -104,8 +107,17 @@ class Teacher:
             trust_remote_code=self.trust_remote_code,
         )
         models = replace(model, task=self.query_task), replace(model, task=self.document_task)
+        if is_sparse_encoder(self.model, model.revision):
+            of_dense = {"dimensions", "processes", "engine", "address", "backend", "embeddings"}.intersection(given)
+            if of_dense:
+                raise ValueError(
+                    f"{min(of_dense)} is a setting of dense embeddings, and {self.model} is a sparse encoder"
+                )
+            if self.device is not None and not isinstance(self.device, str):
+                raise ValueError(f"{self.model} is a sparse encoder, which scores on one device: give one")
+            return FoundTeacher(self, models, sparse=SparseTeacher(*models, device=self.device))
         where = {name: getattr(self, name) for name in ("device", "processes", "engine", "address")}
-        return FoundTeacher(self, Embedder(*models, **where))
+        return FoundTeacher(self, models, Embedder(*models, **where))
 
 
 class FoundTeacher:
@@ -113,19 +125,26 @@ class FoundTeacher:
 
     Args:
         teacher: Its settings.
-        embedder: What embeds queries (its first model) and documents (its second). None for BM25.
+        models: The model, as it embeds queries, and as it embeds documents. None for BM25.
+        embedder: What embeds, if its vectors are dense.
+        sparse: What embeds and scores, if they are sparse or hybrid.
     """
 
-    def __init__(self, teacher: Teacher, embedder: Embedder | None = None) -> None:
-        self.teacher = teacher
-        self.embedder = embedder
+    def __init__(
+        self,
+        teacher: Teacher,
+        models: tuple[Model, Model] | None = None,
+        embedder: Embedder | None = None,
+        sparse: SparseTeacher | None = None,
+    ) -> None:
+        self.teacher, self.models, self.embedder, self.sparse = teacher, models, embedder, sparse
 
     def identity(self) -> dict[str, Any]:
         """Return what decides on the scores."""
-        if self.embedder is None:
+        if self.models is None:
             return {"model": BM25}
         settings = {name: getattr(self.teacher, name) for name in ("query_task", "document_task", "dimensions")}
-        return {"model": self.embedder.models[0].identity(), **settings}
+        return {"model": self.models[0].identity(), **settings}
 
     def scorer(self, pairs: Pairs, work: Path) -> Scorer:
         """Make the scorer of a dataset; what embeds loads the model if anything is missing, and keeps it.
@@ -134,9 +153,11 @@ class FoundTeacher:
             pairs: Its texts.
             work: Folder for embeddings, which a run resumes from.
         """
-        if self.embedder is None:
+        if self.sparse is not None:
+            return self.sparse.scorer(pairs, work)
+        if self.models is None or self.embedder is None:
             return BM25Scorer(pairs.queries, pairs.documents)
-        of_queries, of_documents = self.embedder.models
+        of_queries, of_documents = self.models
         queries = self._embed(pairs.queries, of_queries, self.embedder, work / "queries")
         return EmbeddingScorer(queries, self._embed(pairs.documents, of_documents, self.embedder, work / "documents"))
 

@@ -1,15 +1,18 @@
-"""What ranks documents for queries: the embeddings of a model, exactly, or BM25.
+"""What ranks documents for queries: the vectors of a model, dense, sparse or hybrid, exactly; or BM25.
 
-Both give the same answer however the work is cut up: scores are in float64, pair by pair, and documents with equal
+All give the same answer however the work is cut up: scores are in float64, pair by pair, and documents with equal
 scores are ordered by their place in the corpus.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from mote.corpora.pairs import Pairs
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 SHARD = 2**18
 """Documents that are searched at once: 400 MB of 384 dimensions."""
@@ -87,6 +90,51 @@ class EmbeddingScorer:
         return scores
 
 
+class SparseScorer:
+    """Inner products of sparse vectors, or of hybrid ones, all of them computed. Both are in memory.
+
+    Args:
+        queries: Vectors, [Q, V], or of a hybrid model [Q, V + H].
+        documents: Vectors, [N, V] or [N, V + H].
+        vocabulary: V; the columns behind it are the dense part.
+    """
+
+    def __init__(self, queries: "csr_matrix", documents: "csr_matrix", vocabulary: int) -> None:
+        def split(vectors: "csr_matrix") -> tuple["csr_matrix", np.ndarray]:
+            vectors = vectors.astype(np.float64)
+            return vectors[:, :vocabulary], vectors[:, vocabulary:].toarray()
+
+        self.queries, self.documents = split(queries), split(documents)
+        self.columns = self.documents[0].T.tocsr()  # [V, N]: the documents of each token
+
+    def nearest(self, queries: np.ndarray, count: int, block: int = 64) -> tuple[np.ndarray, np.ndarray]:
+        """See `Scorer`. By sparse vectors alone, documents without a token of the query are not found."""
+        places, scores = np.full((len(queries), count), -1), np.full((len(queries), count), -np.inf)
+        hybrid = self.queries[1].shape[1] > 0
+        for start in range(0, len(queries), block):
+            rows = queries[start : start + block]
+            of_all = (self.queries[0][rows] @ self.columns).toarray()
+            if hybrid:
+                of_all += self.queries[1][rows] @ self.documents[1].T
+            for row, (query, of_row) in enumerate(zip(rows, of_all, strict=True), start=start):
+                found = _reaching(of_row, np.arange(len(of_row)) if hybrid else np.flatnonzero(of_row > 0), count)
+                best, of_best = _best(found[None], self.score(np.full(len(found), query), found)[None], count)
+                places[row, : best.size], scores[row, : best.size] = best[0], of_best[0]
+        return places, scores
+
+    def score(self, queries: np.ndarray, documents: np.ndarray, block: int = 2**14) -> np.ndarray:
+        """See `Scorer`."""
+        scores = np.empty(len(queries))
+        for start in range(0, len(queries), block):
+            part = slice(start, start + block)
+            (left, left_dense), (right, right_dense) = (
+                (of_side[0][places[part]], of_side[1][places[part]])
+                for of_side, places in ((self.queries, queries), (self.documents, documents))
+            )
+            scores[part] = left.multiply(right).sum(axis=1).A1 + np.einsum("nd,nd->n", left_dense, right_dense)
+        return scores
+
+
 class BM25Scorer:
     """BM25 (k1 0.9, b 0.4) over lower-cased words without English stop words, by bm25s.
 
@@ -116,9 +164,7 @@ class BM25Scorer:
         places, scores = np.full((len(queries), count), -1), np.full((len(queries), count), -np.inf)
         for row, query in enumerate(queries.tolist()):
             of_all = self._scores(query)
-            found = np.flatnonzero(of_all > 0)
-            if len(found) > count:  # all that reach the score at the last rank: ties are for `_best`
-                found = found[of_all[found] >= -np.partition(-of_all[found], count - 1)[count - 1]]
+            found = _reaching(of_all, np.flatnonzero(of_all > 0), count)
             best, of_best = _best(found[None], of_all[found][None], count)
             places[row, : best.size], scores[row, : best.size] = best[0], of_best[0]
         return places, scores
@@ -131,6 +177,14 @@ class BM25Scorer:
             if len(rows):
                 scores[rows] = self._scores(int(queries[rows[0]]))[documents[rows]]
         return scores
+
+
+def _reaching(scores: np.ndarray, places: np.ndarray, count: int) -> np.ndarray:
+    """Keep the places that reach the score at the last rank, up to rounding: ties are for `_best`."""
+    if len(places) <= count:
+        return places
+    last = -np.partition(-scores[places], count - 1)[count - 1]
+    return places[scores[places] >= last - 1e-9 * abs(last)]
 
 
 def _best(places: np.ndarray, scores: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -8,6 +8,7 @@ import numpy as np
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
     from sentence_transformers import SparseEncoder
+    from torch import Tensor
 
 BLOCK = 64
 """Queries whose scores with the whole corpus are in memory at a time."""
@@ -111,11 +112,15 @@ class HybridIndex:
 
     def _embed(self, side: str, texts: Sequence[str], batch_size: int) -> tuple[np.ndarray, "csr_matrix"]:
         """Embed texts as queries or documents: dense vectors, and sparse ones without their weight."""
-        from scipy.sparse import csr_matrix
-
         encode = self.model.encode_query if side == "query" else self.model.encode_document
         settings: dict[str, Any] = {"retrieval": "hybrid", "weight": 1.0, "batch_size": batch_size}
-        vectors = encode(list(texts), show_progress_bar=False, save_to_cpu=True, **settings).coalesce()
-        (rows, columns), values = vectors.indices().numpy(), vectors.values().float().numpy()
-        whole = csr_matrix((values, (rows, columns)), shape=tuple(vectors.shape))
+        whole = rows_of(encode(list(texts), show_progress_bar=False, save_to_cpu=True, **settings))
         return whole[:, self.vocabulary :].toarray(), whole[:, : self.vocabulary]
+
+
+def rows_of(vectors: "Tensor") -> "csr_matrix":
+    """Turn the sparse tensor of an encoder, [N, V], into a matrix of SciPy, float32."""
+    from scipy.sparse import csr_matrix
+
+    vectors = vectors.coalesce()
+    return csr_matrix((vectors.values().float().numpy(), vectors.indices().numpy()), shape=tuple(vectors.shape))
