@@ -17,6 +17,7 @@ import copy
 import re
 import shutil
 from contextlib import ExitStack, suppress
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -216,7 +217,7 @@ class MoTEModel(PreTrainedModel):
             inputs_embeds: Token embeddings instead of `input_ids`, [B, L, H].
             task: One task for the batch, or a list with the task of each row. Default: the config's `default_task`.
             task_ids: Instead of `task`: [B] indices into `list(config.tasks)`.
-            **kwargs: Arguments of the backbone (`output_hidden_states`, `output_attentions` …).
+            **kwargs: Arguments of the backbone (`output_attentions` …); `pooling_mask`: 1 for tokens to pool, [B, L].
 
         Returns:
             `last_hidden_state` [B, L, H]; `pooler_output` [B, H], pooled as the config says, without padding;
@@ -233,14 +234,17 @@ class MoTEModel(PreTrainedModel):
 
     def _run(self, sequences: dict[str, torch.Tensor], kwargs: dict) -> BaseModelOutputWithPooling:
         """Run rows with the same routing: the dense model's compute, and pooling."""
+        to_pool = kwargs.pop("pooling_mask", None)
         for flag in ("output_hidden_states", "output_attentions"):  # which the backbone reads off its own config
             if kwargs.get(flag) is None and getattr(self.config, flag):
                 kwargs[flag] = getattr(self.config, flag)
-        if self.offloading is None:
-            out = self.backbone(**sequences, **kwargs)
-        else:
-            out = self.offloading.run(self.backbone, **sequences, **kwargs)
-        pooled = pool(out.last_hidden_state, sequences.get("attention_mask"), self.config.pooling)
+        run = self.backbone if self.offloading is None else partial(self.offloading.run, self.backbone)
+        out = run(**sequences, **kwargs)
+        length = out.last_hidden_state.shape[1]  # of the longest row of a group
+        mask: Any = sequences.get("attention_mask") if to_pool is None else to_pool[:, :length]
+        if to_pool is not None and not mask.any(dim=1).all():
+            raise ValueError(f"No token to pool in the rows {(~mask.any(dim=1)).nonzero().flatten().tolist()}")
+        pooled = pool(out.last_hidden_state, mask, self.config.pooling)
         return self.output_class(pooler_output=pooled, **{name: out.get(name) for name in self.outputs})
 
     @torch.compiler.disable  # a graph would fit one combination of tasks and lengths only
@@ -266,24 +270,21 @@ class MoTEModel(PreTrainedModel):
                 whole[name] = group.write(part, whole.get(name), batch_size, length)
         return self.output_class(**whole)
 
-    def _experts_of_rows(
-        self, task: str | list[str] | None, task_ids: torch.Tensor | None, batch_size: int
-    ) -> list[str]:
+    def _experts_of_rows(self, task: str | list[str] | None, task_ids: torch.Tensor | None, rows: int) -> list[str]:
         if task_ids is not None:
             if task is not None:
                 raise ValueError("Pass either `task` or `task_ids`, not both")
             if task_ids.dim() != 1 or task_ids.is_floating_point() or task_ids.dtype == torch.bool:
-                raise ValueError(
-                    f"task_ids must be integers of shape [B], got {task_ids.dtype}, {list(task_ids.shape)}"
-                )
+                shape = list(task_ids.shape)
+                raise ValueError(f"task_ids must be integers of shape [B], got {task_ids.dtype}, {shape}")
             names, ids = list(self.config.tasks), task_ids.tolist()
             if wrong := sorted({i for i in ids if not 0 <= i < len(names)}):
                 raise ValueError(f"task_ids {wrong} are out of range. Tasks: {dict(enumerate(names))}")
             task = [names[i] for i in ids]
         if task is None or isinstance(task, str):
-            return [self.config.expert_of(task)] * batch_size
-        if len(task) != batch_size:
-            raise ValueError(f"{len(task)} tasks for {batch_size} rows: pass one task, or one for each row")
+            return [self.config.expert_of(task)] * rows
+        if len(task) != rows:
+            raise ValueError(f"{len(task)} tasks for {rows} rows: pass one task, or one for each row")
         return [self.config.expert_of(name) for name in task]
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -350,8 +351,7 @@ class MoTEModel(PreTrainedModel):
         if self.offloading is not None:
             self.offloading.before_saving(save_directory)
         (getattr(self.config, "auto_map", None) or {}).pop("AutoModelForMaskedLM", None)  # unless the class is that
-        kwargs.setdefault("save_original_format", False)
-        super().save_pretrained(save_directory, *args, **kwargs)
+        super().save_pretrained(save_directory, *args, **{"save_original_format": False, **kwargs})
         with suppress(OSError):  # it is there already, or was removed
             shutil.copy(self.record or "", save_directory)
 

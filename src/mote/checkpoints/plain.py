@@ -69,6 +69,8 @@ def write_plainly(folder: Path, model: PreTrainedModel) -> None:
     modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
     for module in modules:
         name = module["type"].rsplit(".", 1)[-1]
+        if name == "TextPooling":  # with code of its own
+            _edit(folder / module["path"] / "config.json", plain_pooling)
         if not module["type"].startswith("sentence_transformers.") or name not in _MODULES:
             continue
         module["type"] = _LONG_LIVED + name

@@ -76,14 +76,14 @@ def retrieval_in(folder: Path) -> Retrieval:
     if settings.get("model_type") != SPARSE_ENCODER:
         return Retrieval()
     kept = settings.get("max_active_dims")
-    if len(modules) == 2 and _name(modules[1]) == "SpladePooling":
+    if len(modules) == 2 and name_of(modules[1]) == "SpladePooling":
         return Retrieval("sparse", "head", kept)
-    if len(modules) == 2 and _name(modules[1]) == "SparsePooling":
+    if len(modules) == 2 and name_of(modules[1]) == "SparsePooling":
         return Retrieval("sparse", read_json(folder / modules[1]["path"] / "config.json")["sparse_from"], kept)
-    if len(modules) == 3 and _name(modules[2]) == "HybridPooling":
+    if len(modules) == 3 and name_of(modules[2]) == "HybridPooling":
         own = read_json(folder / modules[2]["path"] / "config.json")
         return Retrieval("hybrid", own["sparse_from"], own["max_active_dims"], own["weight"])
-    shown = ", ".join(_name(module) for module in modules)
+    shown = ", ".join(name_of(module) for module in modules)
     raise ValueError(
         f"{folder.name} is a sparse encoder with the modules {shown}: expected a Transformer and a SpladePooling"
     )
@@ -101,7 +101,7 @@ def write_retrieval(folder: Path, retrieval: Retrieval) -> None:
     """
     first, *others = read_json(folder / MODULES, list)
     hybrid = retrieval.kind == "hybrid"
-    kept = [module for module in others if hybrid and _name(module) == "Pooling"]
+    kept = [module for module in others if hybrid and name_of(module) == "Pooling"]
     if hybrid and not kept:
         raise ValueError(f"{folder.name} says no pooling, which the dense part of hybrid vectors needs")
     for module in others:
@@ -113,9 +113,9 @@ def write_retrieval(folder: Path, retrieval: Retrieval) -> None:
     path = f"{len(kept) + 1}_{own.rpartition('.')[2]}"
     modules = [first, *kept, {"path": path, "type": own}]
     numbered = [{**module, "idx": index, "name": str(index)} for index, module in enumerate(modules)]
-    _write(folder / MODULES, numbered)
+    write_json(folder / MODULES, numbered)
     (folder / path).mkdir()
-    _write(folder / path / "config.json", settings)
+    write_json(folder / path / "config.json", settings)
     transformer = read_json(folder / TRANSFORMER_SETTINGS)
     for name in ("transformer_task", "modality_config", "module_output_name"):  # what the task says by default
         transformer.pop(name, None)
@@ -124,11 +124,11 @@ def write_retrieval(folder: Path, retrieval: Retrieval) -> None:
     if retrieval.needs_head and hybrid:  # hidden states, of which the pooling takes the head's logits
         transformer["modality_config"] = {"text": {"method": "embed", "method_output_name": "last_hidden_state"}}
         transformer["module_output_name"] = "token_embeddings"
-    _write(folder / TRANSFORMER_SETTINGS, transformer)
+    write_json(folder / TRANSFORMER_SETTINGS, transformer)
     model = read_json(folder / MODEL_SETTINGS)
     limit = None if hybrid else retrieval.max_active_dims  # the library's would cut the dense part, too
     model |= {"model_type": SPARSE_ENCODER, "similarity_fn_name": "dot", "max_active_dims": limit}
-    _write(folder / MODEL_SETTINGS, {name: value for name, value in model.items() if value is not None})
+    write_json(folder / MODEL_SETTINGS, {name: value for name, value in model.items() if value is not None})
 
 
 def _pooling(retrieval: Retrieval) -> tuple[str, dict[str, Any]]:
@@ -147,10 +147,12 @@ def copy_code(module_type: str, folder: Path) -> None:
     shutil.copy(code.origin, folder)  # type: ignore[union-attr, arg-type]  # it is installed with this package
 
 
-def _name(module: dict[str, Any]) -> str:
+def name_of(module: dict[str, Any]) -> str:
+    """Return the name of a module's class."""
     return str(module["type"]).rpartition(".")[2]
 
 
-def _write(path: Path, content: Any) -> None:
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file in place of another one."""
     path.unlink(missing_ok=True)  # it may be a link to the source's
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -9,9 +9,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from configuration_mote import ROLE_HINTS, MoTEConfig
+from mote.checkpoints.instructions import INSTRUCTED, TEXT_POOLING, copy_instruction_code, first_module
 from mote.checkpoints.plain import longest_sequence
 from mote.checkpoints.reading import Checkpoint, has_head, is_mote
-from mote.checkpoints.retrieval import OUR_POOLINGS, copy_code, retrieval_in
+from mote.checkpoints.retrieval import OUR_POOLINGS, copy_code, name_of, retrieval_in
 
 # MTEB looks for a prompt under the task's type, for asymmetric tasks with the role, or under the role alone. These
 # are its names of the seven task types; the roles `query` and `document` are tasks of ours already.
@@ -67,8 +68,12 @@ def source_modules(source: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _is_ours(module: dict[str, Any], index: int = 0) -> bool:
-    ours = OUR_POOLINGS if index else (OUR_TRANSFORMER, TOKEN_ROUTED_TRANSFORMER)
-    return module["type"].rsplit(".", 1)[-1] in [name.rsplit(".", 1)[-1] for name in ours]
+    ours = (*OUR_POOLINGS, TEXT_POOLING) if index else (OUR_TRANSFORMER, TOKEN_ROUTED_TRANSFORMER, *INSTRUCTED)
+    return name_of(module) in [name.rsplit(".", 1)[-1] for name in ours]
+
+
+def _pools(module: dict[str, Any]) -> bool:
+    return name_of(module) in ("Pooling", "TextPooling")
 
 
 def source_pooling(source: Checkpoint) -> str | None:
@@ -78,7 +83,7 @@ def source_pooling(source: Checkpoint) -> str | None:
         ValueError: If MoTEConfig does not know it.
     """
     for module in source_modules(source):
-        if module["type"].endswith(".Pooling"):
+        if _pools(module):
             mode = _pooling_in(source, module)
             if mode not in POOLING_NAMES.values():
                 raise ValueError(
@@ -199,9 +204,10 @@ def write_sentence_transformer(
     if modules:
         for module in modules[1:]:
             _copy_files(source, module["path"], folder)
-            pooled = config is not None and module["type"].endswith(".Pooling")
+            pooled = config is not None and _pools(module)
             if pooled and config.pooling != _pooling_in(source, module):
-                _write_pooling(model, config.pooling, folder / module["path"])
+                included = source.read_json(f"{module['path']}/config.json").get("include_prompt", True)
+                _write_pooling(model, config.pooling, folder / module["path"], include_prompt=included)
         settings = source.read_json("sentence_bert_config.json")
         if modules[0]["type"].endswith(".MLMTransformer"):
             settings.setdefault("transformer_task", "fill-mask")
@@ -210,7 +216,8 @@ def write_sentence_transformer(
         modules = [{"idx": 0, "name": "0", "path": ""}, pooling]
         _write_pooling(model, "mean" if config is None else config.pooling, folder / "1_Pooling")
         settings = {"max_seq_length": max_seq_length(model, source), "do_lower_case": False}
-    modules[0]["type"] = transformer
+    modules[0]["type"] = first_module(transformer, modules[0].get("type", ""))
+    copy_instruction_code(modules, folder)
     if is_mote(model.config):
         poolings = [module["type"] for index, module in enumerate(modules) if index and _is_ours(module, index)]
         for name in dict.fromkeys([OUR_TRANSFORMER, transformer, *poolings]):  # the second imports the first
@@ -251,11 +258,11 @@ def _refuse_to_lose_vectors(model: PreTrainedModel, source: Checkpoint) -> None:
         raise ValueError(f"{source.name} gives {retrieval.kind} vectors, which this would lose: {lacks}")
 
 
-def _write_pooling(model: PreTrainedModel, pooling: str, folder: Path) -> None:
+def _write_pooling(model: PreTrainedModel, pooling: str, folder: Path, *, include_prompt: bool = True) -> None:
     names = {ours: theirs for theirs, ours in POOLING_NAMES.items()}
     folder.mkdir(exist_ok=True)
     size, mode = model.config.hidden_size, names[pooling]
-    settings = {"embedding_dimension": size, "pooling_mode": mode, "include_prompt": True}
+    settings = {"embedding_dimension": size, "pooling_mode": mode, "include_prompt": include_prompt}
     _write_json(folder / "config.json", settings)
 
 

@@ -2,10 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configuration_mote import alternatives
+from mote.checkpoints.instructions import (
+    SETTING,
+    check_instruction_pooling,
+    instruction_with,
+    write_instruction_pooling,
+)
 from mote.checkpoints.transform import transform, verb
 from mote.checkpoints.writing import WriteOptions
 
@@ -13,7 +20,8 @@ if TYPE_CHECKING:
     from modeling_mote import MoTEModel
 
 INSTRUCTION = "instruction."  # and the task, as in "instruction.clustering"
-KEYS = ("default_task", "route_by_text", f"{INSTRUCTION}TASK")
+DEFINITION = "definition."  # the same, of the instruction that `mote.instruction_with` makes of it
+KEYS = ("default_task", "route_by_text", SETTING, f"{INSTRUCTION}TASK", f"{DEFINITION}TASK")
 
 _UNCHANGED: Any = object()
 
@@ -25,10 +33,11 @@ def configure(
     default_task: str | None = _UNCHANGED,
     route_by_text: bool | None = None,
     instructions: Mapping[str, str] | None = None,
+    instruction_pooling: str | None = None,
     revision: str | None = None,
     options: WriteOptions | None = None,
 ) -> Path:
-    """Set how a MoTE on disk finds the task of a text; prompts, card and `mote.json` follow.
+    """Set how a MoTE on disk finds the task of a text, and its instructions; prompts, card and `mote.json` follow.
 
     Weights stay. A model in memory has the same settings in `model.config`.
 
@@ -39,6 +48,8 @@ def configure(
             put in front of such texts.
         route_by_text: Whether an instruction that a text begins with picks its expert. None: as it is.
         instructions: Task → text put in front of its inputs.
+        instruction_pooling: `included`: embeddings are made of the instruction, too. `excluded`: it is read, and left
+            out of the pooling. `excluded_by_count`: the same by NV-Embed's own count of its tokens. None: as it is.
         revision: Branch, tag or commit of a source on the Hub.
         options: How the result is written.
 
@@ -58,12 +69,16 @@ def configure(
         changes["default_task"] = default_task
     if route_by_text is not None:
         changes["route_by_text"] = route_by_text
+    after = None
+    if instruction_pooling is not None:
+        changes[SETTING] = check_instruction_pooling(instruction_pooling)
+        after = partial(write_instruction_pooling, value=instruction_pooling)
     if not changes:
         raise ValueError(f"Nothing to set: expected {' or '.join(KEYS)}")
     options = options or WriteOptions()
     if out is None:
         options = replace(options, overwrite=True)
-    return transform(src, out, _set, changes, revision=revision, options=options)
+    return transform(src, out, _set, changes, revision=revision, options=options, after=after)
 
 
 def parse_settings(words: Mapping[str, str]) -> dict[str, Any]:
@@ -85,6 +100,10 @@ def parse_settings(words: Mapping[str, str]) -> dict[str, Any]:
             if value.lower() not in ("true", "false"):
                 raise ValueError(f"route_by_text must be true or false, got {value!r}")
             settings[key] = value.lower() == "true"
+        elif key == SETTING:
+            settings[key] = value
+        elif key.startswith(DEFINITION) and key != DEFINITION:
+            settings.setdefault("instructions", {})[key.removeprefix(DEFINITION)] = instruction_with(value)
         elif task and task != key:
             settings.setdefault("instructions", {})[task] = value
         else:
@@ -95,7 +114,7 @@ def parse_settings(words: Mapping[str, str]) -> dict[str, Any]:
 @verb("set", "made by setting {changes} in", positional=("changes",), same_model=True)
 def _set(model: "MoTEModel", changes: Mapping[str, Any]) -> None:
     config = model.config
-    fields = {key: value for key, value in changes.items() if not key.startswith(INSTRUCTION)}
+    fields = {key: value for key, value in changes.items() if key != SETTING and not key.startswith(INSTRUCTION)}
     texts = {key.removeprefix(INSTRUCTION): text for key, text in changes.items() if key.startswith(INSTRUCTION)}
     fields["instructions"] = {**config.instructions, **texts}
     if "route_by_text" in fields and not config.routes_by_task:

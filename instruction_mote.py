@@ -1,0 +1,204 @@
+"""Instructions that a model reads and does not pool: an embedding is made of the tokens of the text alone.
+
+Sentence-Transformers' `include_prompt=False` takes the number of tokens that an instruction has by itself for all rows
+of a batch. Here each row has its own instruction, and the boundary is the tokenizer's: the first pooled token is the
+first one that holds a character of the text. Instructions are left out as in NV-Embed (arXiv:2405.17428, section 4).
+
+This file is copied into saved models that leave instructions out, and into no others; `modules.json` names its classes.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import logging
+
+logger: Any = logging.get_logger(__name__)
+
+EXCLUDED = ("excluded", "excluded_by_count")
+
+
+class InstructedTransformer(Transformer):
+    """A `Transformer` module that says which tokens are pooled: those of the text, without its instruction.
+
+    The instruction of a text is the prompt, or, if there is none, the longest of the model's that the text itself
+    begins with. All tokens are attended to. What the tokenizer puts behind a text is pooled with it; what it puts in
+    front is not, unless there is no instruction.
+
+    Args:
+        *args: See the base class.
+        instruction_pooling: `excluded`: the first pooled token is the first that holds a character of the text.
+            `excluded_by_count`: as many tokens are left out, from the first of the row, as the instruction has by
+            itself, without special ones; so does NV-Embed's own code.
+        **kwargs: See the base class.
+
+    Raises:
+        ValueError: If the tokenizer does not tell which characters a token stands for.
+    """
+
+    config_keys = [*Transformer.config_keys, "instruction_pooling"]
+
+    def __init__(
+        self,
+        *args: Any,
+        instruction_pooling: Literal["excluded", "excluded_by_count"] = "excluded",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if instruction_pooling not in EXCLUDED:
+            raise ValueError(f"instruction_pooling must be one of {', '.join(EXCLUDED)}, got {instruction_pooling!r}")
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise ValueError(
+                f"{type(self.tokenizer).__name__} does not tell which characters a token stands for, which is needed "
+                "to leave instructions out of the pooling: use a fast tokenizer"
+            )
+        self.instruction_pooling = instruction_pooling
+
+    def on_model_ready(self, model: Any) -> None:
+        """Remember the model, whose prompts a text may begin with, without registering it as a module of this one."""
+        super().on_model_ready(model)
+        object.__setattr__(self, "owner", model)
+
+    def preprocess(
+        self,
+        inputs: Any,
+        prompt: str | Sequence[str] | None = None,
+        processing_kwargs: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Tokenize, and say which tokens are pooled.
+
+        Args:
+            inputs: Texts.
+            prompt: The instruction, put in front of each text; or a list with that of each.
+            processing_kwargs: See the base class.
+            **kwargs: See the base class.
+
+        Returns:
+            The features of the base class, and `pooling_mask` [B, L]: 1 for tokens that are pooled.
+
+        Raises:
+            ValueError: If a row has no token to pool, as where its instruction fills the maximum length.
+        """
+        if not inputs:
+            return {}
+        if prompt is None or isinstance(prompt, str):
+            starts, whole = [prompt or ""] * len(inputs), inputs
+        else:
+            starts, whole = list(prompt), [start + text for start, text in zip(prompt, inputs, strict=True)]
+            prompt = None
+        features = super().preprocess(whole, prompt, processing_kwargs, **kwargs)
+        encodings = getattr(features, "encodings", None)
+        if not encodings or features["modality"] != "text":
+            raise ValueError("Instructions are left out of the pooling of texts alone, and these inputs are no texts")
+        texts = [(prompt or "") + _text_of(each) for each in whole]
+        instructions = [start or self._instruction_in(text) for start, text in zip(starts, texts, strict=True)]
+        rows = zip(encodings, instructions, strict=True)
+        first = torch.tensor([self._first_pooled(*row) if row[1] else 0 for row in rows])  # [B]
+        mask = features["attention_mask"]
+        features["pooling_mask"] = mask = mask * (torch.arange(mask.shape[1]) >= first[:, None])
+        for row in (mask.sum(dim=1) == 0).nonzero().flatten().tolist():
+            instruction, limit = instructions[row], sum(encodings[row].attention_mask)
+            cut = f": its instruction {instruction!r} fills the {limit} tokens that the row was truncated to"
+            raise ValueError(
+                f"The text {texts[row].removeprefix(instruction)[:60]!r} has no token to pool"
+                + (cut if encodings[row].overflowing else "")
+            )
+        if self.tokenizer.truncation_side == "left" and any(one.overflowing for one in encodings):
+            logger.warning_once("Long texts were truncated from the left, and lost their instruction")
+        return features
+
+    def _instruction_in(self, text: str) -> str:
+        """Return the instruction that a text begins with, possibly empty."""
+        if not getattr(self.config, "route_by_text", True):  # texts come from strangers
+            return ""
+        prompts = getattr(getattr(self, "owner", None), "prompts", {})
+        known = {*prompts.values(), *getattr(self.config, "instructions", {}).values()} - {None}
+        return max((start for start in known if text.startswith(start)), key=len, default="")
+
+    def _first_pooled(self, encoding: Any, instruction: str) -> int:
+        """Return the position of the first pooled token of a row; past its end, if there is none."""
+        if self.instruction_pooling == "excluded_by_count":
+            count = len(self.tokenizer(instruction, add_special_tokens=False)["input_ids"])
+            return encoding.attention_mask.index(1) + count
+        last = -1
+        for index, (sequence, (_, end)) in enumerate(zip(encoding.sequence_ids, encoding.offsets, strict=True)):
+            if sequence is not None:
+                if sequence or end > len(instruction):
+                    return index
+                last = index
+        return len(encoding) if encoding.overflowing else last + 1  # an empty text: what is put behind it
+
+    def _get_prompt_length(self, *args: Any, **kwargs: Any) -> None:
+        """Do not count the tokens of the prompt: the mask says more."""
+
+    def _should_flatten_inputs(self, *args: Any, **kwargs: Any) -> bool:
+        """Keep rows apart: without padding, flash attention would join them into one sequence."""
+        return False
+
+    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Run the model on all tokens.
+
+        Args:
+            features: The output of `preprocess`.
+            **kwargs: See the base class.
+
+        Returns:
+            The features, with `token_embeddings` [B, L, H].
+        """
+        mask = {name: value for name, value in features.items() if name == "pooling_mask"}
+        others = {name: value for name, value in features.items() if name not in mask}
+        out = super().forward(others, **kwargs)
+        features.update(out)  # as the base class leaves them; losses over layers read them there
+        return {**out, **mask}
+
+    def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
+        """Save the model, the tokenizer, the settings, and the code that loads them."""
+        super().save(output_path, *args, **kwargs)
+        custom_object_save(self, output_path)
+
+
+class TextPooling(Pooling):
+    """A `Pooling` of the tokens of the text: those in `pooling_mask`, see `InstructedTransformer`.
+
+    The attention mask stays as it is, for whoever uses the features once more: losses that cache gradients do.
+
+    Args:
+        *args: See the base class.
+        include_prompt: If True, all tokens are pooled after all.
+        **kwargs: See the base class.
+    """
+
+    def __init__(self, *args: Any, include_prompt: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, include_prompt=include_prompt, **kwargs)
+        if "weightedmean" in self.pooling_mode:
+            raise ValueError("Instructions cannot be left out of the pooling 'weightedmean', which counts positions")
+
+    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Add `sentence_embedding` [B, H] to the features.
+
+        Raises:
+            ValueError: If they do not say which tokens are pooled.
+        """
+        if self.include_prompt:
+            return super().forward(features, **kwargs)
+        if "pooling_mask" not in features:
+            raise ValueError("No pooling_mask in the features: TextPooling goes with an InstructedTransformer")
+        masked = {**features, "attention_mask": features["pooling_mask"]}
+        features["sentence_embedding"] = super().forward(masked, **kwargs)["sentence_embedding"]
+        return features
+
+    def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
+        """Save the settings, and this file next to the model's own code."""
+        super().save(output_path, *args, **kwargs)
+        custom_object_save(self, Path(output_path).parent)
+
+
+def _text_of(value: Any) -> str:
+    """Return the text of a string, of Sentence-Transformers' `{"text": …}`, or of the first of a pair of texts."""
+    text: str = value["text"] if isinstance(value, dict) else value if isinstance(value, str) else value[0]
+    return text

@@ -1,0 +1,118 @@
+"""Whether the embeddings of a model are made of its instructions, too, in Sentence-Transformers' files."""
+
+from pathlib import Path
+from typing import Any
+
+from configuration_mote import alternatives
+from mote.checkpoints.reading import read_json
+from mote.checkpoints.retrieval import MODULES, TRANSFORMER_SETTINGS, copy_code, name_of, retrieval_in, write_json
+
+POOLED = ("included", "excluded", "excluded_by_count")
+SETTING = "instruction_pooling"
+
+TEXT_POOLING = "instruction_mote.TextPooling"
+_LIBRARY_POOLING = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
+# The first module of a model that pools all tokens → of one that leaves instructions out.
+_INSTRUCTED = {
+    "Transformer": "instruction_mote.InstructedTransformer",
+    "MoTETransformer": "task_instruction_mote.InstructedMoTETransformer",
+    "TokenRoutedTransformer": "token_routed_instruction_mote.InstructedTokenRoutedTransformer",
+}
+_PLAIN = {
+    "InstructedTransformer": "sentence_transformers.base.modules.transformer.Transformer",
+    "InstructedMoTETransformer": "sentence_transformer_mote.MoTETransformer",
+    "InstructedTokenRoutedTransformer": "token_routed_transformer_mote.TokenRoutedTransformer",
+}
+INSTRUCTED = tuple(_INSTRUCTED.values())
+
+
+TEMPLATE = "Instruct: {definition}\nQuery: "
+
+
+def instruction_with(definition: str, template: str = TEMPLATE) -> str:
+    """Return the instruction that describes a task, as E5-Mistral, NV-Embed and Qwen3-Embedding write it.
+
+    Args:
+        definition: What to do with the texts, as in "Given a question, retrieve passages that answer it".
+        template: The instruction, with `{definition}` where that goes; the text follows, or stands for `{text}` at the
+            end. The default is Equation 2 of NV-Embed (arXiv:2405.17428).
+
+    Raises:
+        ValueError: If the template has no place for a definition, or text behind `{text}`.
+    """
+    template = template.removesuffix("{text}")
+    if template.count("{definition}") != 1 or "{text}" in template:
+        raise ValueError(f"The template {template!r} must hold {{definition}} once, and {{text}} only at its end")
+    return template.replace("{definition}", definition)
+
+
+def check_instruction_pooling(value: str) -> str:
+    """Return the value, if it is one of `POOLED`; raise `ValueError` if not."""
+    if value not in POOLED:
+        raise ValueError(f"Unknown {SETTING} {value!r}." + alternatives(str(value), POOLED))
+    return value
+
+
+def instruction_pooling_in(folder: Path) -> str:
+    """Read whether a model pools its instructions, as one of `POOLED`."""
+    if not (folder / MODULES).is_file() or name_of(read_json(folder / MODULES, list)[0]) not in _PLAIN:
+        return "included"
+    return str(read_json(folder / TRANSFORMER_SETTINGS).get(SETTING, "excluded"))
+
+
+def write_instruction_pooling(folder: Path, value: str) -> dict[str, Any]:
+    """Rewrite Sentence-Transformers' files in a folder, so that the model there pools its instructions, or does not.
+
+    Args:
+        folder: A model with these files, and with the code of its modules.
+        value: One of `POOLED`.
+
+    Returns:
+        Nothing, for `mote.json`: the setting is among those of the step.
+
+    Raises:
+        ValueError: If its vectors are not dense, or it has no module that pools.
+    """
+    modules = read_json(folder / MODULES, list)
+    settings = read_json(folder / TRANSFORMER_SETTINGS)
+    settings.pop(SETTING, None)
+    if value != "included":
+        settings[SETTING] = value
+        kind = retrieval_in(folder).kind
+        if kind != "dense":
+            raise ValueError(f"Instructions can be left out of the pooling of dense vectors, and these are {kind}")
+    types = _PLAIN if value == "included" else _INSTRUCTED
+    pooled = False
+    for index, module in enumerate(modules):
+        if index == 0:
+            module["type"] = types.get(name_of(module), module["type"])
+        elif "include_prompt" in (pooling := _settings_of(module, folder)):
+            pooled = True
+            write_json(folder / module["path"] / "config.json", {**pooling, "include_prompt": value == "included"})
+            if name_of(module) in ("Pooling", "TextPooling"):
+                module["type"] = _LIBRARY_POOLING if value == "included" else TEXT_POOLING
+    if not pooled and value != "included":
+        raise ValueError(f"{folder.name} has no module that pools tokens, so no instruction can be left out of it")
+    write_json(folder / MODULES, modules)
+    write_json(folder / TRANSFORMER_SETTINGS, settings)
+    copy_instruction_code(modules, folder)
+    return {}
+
+
+def first_module(module_type: str, source: str) -> str:
+    """Return the first module's type, or, if the source's leaves instructions out, the one that does so as well."""
+    return _INSTRUCTED[name_of({"type": module_type})] if name_of({"type": source}) in _PLAIN else module_type
+
+
+def copy_instruction_code(modules: list[dict[str, Any]], folder: Path) -> None:
+    """Copy the code of those modules that leave instructions out into a model's folder, and no other such code."""
+    wanted = {module["type"] for module in modules}
+    for name in (*INSTRUCTED, TEXT_POOLING):
+        (folder / f"{name.partition('.')[0]}.py").unlink(missing_ok=True)
+    for name in wanted.intersection((*INSTRUCTED, TEXT_POOLING)):
+        copy_code(name, folder)
+
+
+def _settings_of(module: dict[str, Any], folder: Path) -> dict[str, Any]:
+    path = folder / module["path"] / "config.json"
+    return dict(read_json(path)) if path.is_file() else {}

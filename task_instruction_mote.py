@@ -1,0 +1,17 @@
+"""The Sentence-Transformers module of a MoTE that leaves instructions out of its pooling, and only of such a one."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING or not __package__:  # installed, as a top-level module
+    try:  # transformers would take an import outside of `try` for a package that must be installed
+        from instruction_mote import InstructedTransformer
+        from sentence_transformer_mote import MoTETransformer
+    finally:
+        pass
+else:  # remote code
+    from .instruction_mote import InstructedTransformer
+    from .sentence_transformer_mote import MoTETransformer
+
+
+class InstructedMoTETransformer(InstructedTransformer, MoTETransformer):
+    """A `MoTETransformer` that says which tokens are pooled, as `InstructedTransformer` does."""
