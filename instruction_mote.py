@@ -68,6 +68,7 @@ class InstructedTransformer(Transformer):
         inputs: Any,
         prompt: str | Sequence[str] | None = None,
         processing_kwargs: Any = None,
+        task: str | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Tokenize, and say which tokens are pooled.
@@ -76,6 +77,7 @@ class InstructedTransformer(Transformer):
             inputs: Texts.
             prompt: The instruction, put in front of each text; or a list with that of each.
             processing_kwargs: See the base class.
+            task: See the base class.
             **kwargs: See the base class.
 
         Returns:
@@ -91,7 +93,7 @@ class InstructedTransformer(Transformer):
         else:
             starts, whole = list(prompt), [start + text for start, text in zip(prompt, inputs, strict=True)]
             prompt = None
-        features = super().preprocess(whole, prompt, processing_kwargs, **kwargs)
+        features = super().preprocess(whole, prompt, processing_kwargs, task=task, **kwargs)
         encodings = getattr(features, "encodings", None)
         if not encodings or features["modality"] != "text":
             raise ValueError("Instructions are left out of the pooling of texts alone, and these inputs are no texts")
@@ -108,7 +110,8 @@ class InstructedTransformer(Transformer):
                 f"The text {texts[row].removeprefix(instruction)[:60]!r} has no token to pool"
                 + (cut if encodings[row].overflowing else "")
             )
-        if self.tokenizer.truncation_side == "left" and any(one.overflowing for one in encodings):
+        tokenizer: Any = self.tokenizer
+        if tokenizer.truncation_side == "left" and any(one.overflowing for one in encodings):
             logger.warning_once("Long texts were truncated from the left, and lost their instruction")
         return features
 
@@ -123,7 +126,8 @@ class InstructedTransformer(Transformer):
     def _first_pooled(self, encoding: Any, instruction: str) -> int:
         """Return the position of the first pooled token of a row; past its end, if there is none."""
         if self.instruction_pooling == "excluded_by_count":
-            count = len(self.tokenizer(instruction, add_special_tokens=False)["input_ids"])
+            tokenizer: Any = self.tokenizer
+            count = len(tokenizer(instruction, add_special_tokens=False)["input_ids"])
             return encoding.attention_mask.index(1) + count
         last = -1
         for index, (sequence, (_, end)) in enumerate(zip(encoding.sequence_ids, encoding.offsets, strict=True)):
@@ -140,11 +144,12 @@ class InstructedTransformer(Transformer):
         """Keep rows apart: without padding, flash attention would join them into one sequence."""
         return False
 
-    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    def forward(self, features: dict[str, Any], task: str | None = None, **kwargs: Any) -> dict[str, Any]:
         """Run the model on all tokens.
 
         Args:
             features: The output of `preprocess`.
+            task: See the base class.
             **kwargs: See the base class.
 
         Returns:
@@ -152,7 +157,7 @@ class InstructedTransformer(Transformer):
         """
         mask = {name: value for name, value in features.items() if name == "pooling_mask"}
         others = {name: value for name, value in features.items() if name not in mask}
-        out = super().forward(others, **kwargs)
+        out = super().forward(others, task=task, **kwargs)
         features.update(out)  # as the base class leaves them; losses over layers read them there
         return {**out, **mask}
 

@@ -22,6 +22,9 @@ REMOTE_CODE = [
     "token_routed_transformer_mote",
     "hierarchical_mote",
     "sparse_pooling_mote",
+    "instruction_mote",
+    "task_instruction_mote",
+    "token_routed_instruction_mote",
 ]
 
 

@@ -11,11 +11,17 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
 from architectures_mote import ARCHITECTURES
-from configuration_mote import MoTEConfig, alternatives
+from configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, alternatives
 from modeling_mote import MoTEModel
 from mote.checkpoints import cards, nomic_moe
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.bidirectional import asks_for_both_directions, with_both_directions
+from mote.checkpoints.instructions import (
+    TEMPLATE,
+    check_instruction_pooling,
+    instruction_with,
+    write_instruction_pooling,
+)
 from mote.checkpoints.provenance import RECORD_FILE, command_line, new_step
 from mote.checkpoints.reading import (
     TOKEN_ROUTED,
@@ -49,6 +55,11 @@ class UpcyclingOptions(WriteOptions):
             `preset`, or else in `DEFAULTS`.
         tasks: Task → expert, in addition to the defaults of `MoTEConfig`.
         instructions: Task → instruction. They override the source's prompts, which override the paper's.
+        definitions: Task → definition, which the template makes an instruction of. Then the paper's instructions are
+            not used: without a definition or an instruction of its own, as for documents, a task has none.
+        template: The instruction around a definition, `Instruct: {definition}` and `Query: ` in two lines by default.
+        instruction_pooling: `included`: embeddings are made of the instruction, too. `excluded`: it is read, and left
+            out of the pooling; `excluded_by_count`, by NV-Embed's own count of its tokens. Default: as in the source.
         default_task: Task of texts without one.
         pooling: `mean`, `cls` or `last_token`. Default: the source's, or `mean`.
         bidirectional: Let every token of a decoder attend to every other: no causal mask, no sliding window, no cache.
@@ -79,6 +90,9 @@ class UpcyclingOptions(WriteOptions):
     layers: str | list[int] | None = None
     tasks: dict[str, str] | None = None
     instructions: dict[str, str] | None = None
+    definitions: dict[str, str] | None = None
+    template: str | None = None
+    instruction_pooling: str | None = None
     default_task: str | None = None
     pooling: str | None = None
     bidirectional: bool = False
@@ -249,7 +263,7 @@ def upcycle(
     target = Path(out) if out is not None else default_out(src.name if isinstance(src, Checkpoint) else str(src))
     repo_id = require_writable(target, options)
     plan = plan_upcycling(src, target, options)
-    source, config = plan.source, plan.config
+    source, config, pooled = plan.source, plan.config, options.instruction_pooling
     require_writable(target, replace(options, push=False), source.folder)
     logger.info("%s", plan)
     tokenizer = load_tokenizer(source, options.tokenizer)
@@ -283,6 +297,7 @@ def upcycle(
         tokenizer=tokenizer,
         write_weights=write,
         retrieval=plan.retrieval,
+        after=None if pooled is None else partial(write_instruction_pooling, value=pooled),
         options=options,
         repo_id=repo_id,
     )
@@ -335,6 +350,8 @@ def plan_upcycling(
     """
     options = replace(options or UpcyclingOptions(), **settings).complete()
     require_shard_size(options.max_shard_size)
+    if options.instruction_pooling is not None:
+        check_instruction_pooling(options.instruction_pooling)
     source = src if isinstance(src, Checkpoint) else open_dense(str(src), options.revision)
     if options.bidirectional or asks_for_both_directions(source.config):
         source = replace(source, config=with_both_directions(source.config, source.name))
@@ -351,7 +368,10 @@ def plan_upcycling(
         new_config = _hierarchical_config
     config = new_config(options, source, pooling)
     of_source = instructions_from(prompts, config)
-    config.instructions = {**config.instructions, **of_source, **(options.instructions or {})}
+    if options.definitions:  # none of the paper's beside these
+        own = {task: text for task, text in config.instructions.items() if text != PAPER_INSTRUCTIONS.get(task)}
+        config.instructions = own
+    config.instructions = {**config.instructions, **of_source, **instructions_of(options)}
     try:
         config.validate()
     except ValueError as error:
@@ -481,6 +501,22 @@ def _router(config: Any) -> str:
         f"each token through {routing.num_experts_per_tok} of {routing.num_experts} experts, with {weights}{warning}; "
         f"load balancing {routing.router_aux_loss_coef:g} ({routing.router_aux_loss_type}); {role}"
     )
+
+
+def instructions_of(options: UpcyclingOptions) -> dict[str, str]:
+    """Return the instructions that the options give: those in words, and those made of definitions.
+
+    Raises:
+        ValueError: If a task has both, or the template is not one.
+    """
+    given, definitions = options.instructions or {}, options.definitions or {}
+    if both := sorted(given.keys() & definitions.keys()):
+        raise ValueError(f"The task {both[0]!r} has an instruction and a definition: give one of the two")
+    if options.template is not None and not definitions:
+        raise ValueError("A template goes around definitions, and there are none: add `--definition TASK=TEXT`")
+    template = options.template or TEMPLATE
+    made = {task: instruction_with(definition, template) for task, definition in definitions.items()}
+    return {**given, **made}
 
 
 def default_out(src: str) -> Path:

@@ -126,7 +126,9 @@ def test_what_cannot_be_set(words: list[str], message: str, upcycled: Path, caps
 
 def test_nothing_to_set(upcycled: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"Nothing to set: expected default_task or route_by_text or instruction\.TASK"
+        ValueError,
+        match=r"Nothing to set: expected default_task or route_by_text or instruction_pooling or "
+        r"instruction\.TASK or definition\.TASK",
     ):
         mote.configure(upcycled)
 

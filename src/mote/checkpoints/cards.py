@@ -14,6 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
 from configuration_mote import MoTEConfig
+from mote.checkpoints.instructions import instruction_pooling_in
 from mote.checkpoints.reading import Checkpoint, has_head, is_mote
 from mote.checkpoints.retrieval import retrieval_in
 from mote.checkpoints.tensors import token_routing
@@ -284,7 +285,7 @@ def write_trained_card(
         source_link="#training" if source.is_local else source_link(source),
         recipe=recipe,
         run=run,
-        trust=kind != "dense",
+        trust=kind != "dense" or instruction_pooling_in(folder) != "included",
         argument=f', {argument}="{example}"' if argument == "prompt_name" or routed else "",
         experts=routed,
         tasks=[(cell(task), expert, cell(config.instruction_of(task))) for task, expert in config.tasks.items()],
@@ -297,6 +298,7 @@ def write_trained_card(
 
 
 def _write(folder: Path, template: str, metadata: ModelCardData, repo_id: str, **values: Any) -> None:
+    values["instructions_left_out"] = instruction_pooling_in(folder) != "included"
     (folder / "README.md").write_text(render(template, metadata, repo_id, **values), encoding="utf-8")
 
 

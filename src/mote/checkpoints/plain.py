@@ -120,8 +120,8 @@ def _plain_transformer(settings: Settings, folder: Path, model: PreTrainedModel)
         tokenizer = _read(folder / "tokenizer_config.json")
         lengths = [tokenizer.get("model_max_length"), longest_sequence(model)]
         length = min((one for one in lengths if one is not None), default=None)
-    if others:
-        logger.warning("%s are read by Sentence-Transformers 5.4 and later only", ", ".join(sorted(others)))
+    if newer := others.keys() - {"instruction_pooling"}:  # of a module that comes with its code
+        logger.warning("%s are read by Sentence-Transformers 5.4 and later only", ", ".join(sorted(newer)))
     if lower:
         _edit(folder / "tokenizer.json", _lower_casing)
     return {"max_seq_length": length, "do_lower_case": lower, **others}

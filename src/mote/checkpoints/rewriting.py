@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from mote import hub
 from mote.checkpoints.cards import MOTE_TAGS, cell, escaped, front_matter, hub_ids, mote_values, render
+from mote.checkpoints.instructions import instruction_pooling_in
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import Checkpoint, dense_without_weights, is_mote, mote_class, open_checkpoint
 from mote.checkpoints.retrieval import retrieval_in
@@ -130,6 +131,7 @@ def rewritten_card(source: Checkpoint, repo_id: str, base_model: str | None = No
         **_origin(steps),
         "command": "\n".join(step["command"] for step in steps if step.get("command")),
         "lead": lead,
+        "instructions_left_out": instruction_pooling_in(source.folder) != "included",
         "sections": sections,
     }
     return render(template, data, repo_id, **values)

@@ -46,6 +46,23 @@ def upcycle(
             help="Instruction in front of a task's texts; repeatable. Default: the source's prompts, then the paper's.",
         ),
     ] = None,
+    definitions: Annotated[
+        list[Any] | None,
+        typer.Option(
+            "--definition",
+            parser=options.pair,
+            metavar="TASK=TEXT",
+            help="Instead: what a task is, for the template; repeatable. Tasks without one have no instruction.",
+        ),
+    ] = None,
+    template: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Instruction around {definition}. Default: Instruct: {definition}, Query: ."),
+    ] = None,
+    instruction_pooling: Annotated[
+        Literal["included", "excluded", "excluded_by_count"] | None,
+        typer.Option(help="Whether embeddings are made of instructions, too. Default: as the source's, or included."),
+    ] = None,
     default_task: Annotated[
         str | None, typer.Option(metavar="TASK", help="Task of texts without one. Default: none, an error.")
     ] = None,
@@ -124,6 +141,7 @@ def upcycle(
         del settings[name]
     settings["tasks"] = dict(tasks) if tasks else None
     settings["instructions"] = dict(instructions) if instructions else None
+    settings["definitions"] = dict(definitions) if definitions else None
     if dry_run:
         typer.echo(mote.plan_upcycling(src, out, **settings))
         typer.echo("Dry run: nothing was written.")

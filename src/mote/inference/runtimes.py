@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 from configuration_mote import alternatives
+from mote.checkpoints.instructions import instruction_pooling_in
 from mote.checkpoints.reading import is_mote, open_checkpoint
 from mote.inference.loading import first_line, load_encoder
 
@@ -96,7 +97,8 @@ def convert(
             "without `--backend`"
         )
     logger.info("Converting to %s …", FILES[backend])
-    encoder = load_encoder(str(folder), device="cpu", dtype="float32")
+    trusted = instruction_pooling_in(folder) != "included"  # its code was written with it
+    encoder = load_encoder(str(folder), device="cpu", dtype="float32", trust_remote_code=trusted)
     transformer: Any = encoder[0]
     expected = encoder.encode(list(texts), convert_to_tensor=True)
     features = list(_batches(encoder, texts))
@@ -113,7 +115,8 @@ def convert(
             f"The architecture {architecture!r} could not be converted to {backend} ({first_line(error)}): export it "
             "for torch, without `--backend`"
         ) from error
-    converted = load_exported(folder, backend, ov_config={"INFERENCE_PRECISION_HINT": "f32"})
+    precise = {"INFERENCE_PRECISION_HINT": "f32"}
+    converted = load_exported(folder, backend, ov_config=precise, trust_remote_code=trusted)
     found = converted.encode(list(texts), convert_to_tensor=True)
     cosines = nn.functional.cosine_similarity(found, expected)
     mean, least = float(cosines.mean()), float(cosines.min())
@@ -217,7 +220,11 @@ def _write_openvino(
 
 
 def load_exported(
-    folder: str | Path, backend: str = "torch", *, ov_config: dict[str, Any] | None = None
+    folder: str | Path,
+    backend: str = "torch",
+    *,
+    ov_config: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
 ) -> "SentenceTransformer":
     """Load an exported expert as a SentenceTransformer whose encoder runs in a runtime.
 
@@ -229,6 +236,7 @@ def load_exported(
         backend: `"openvino"`, `"onnx"`, or `"torch"` for the same model without a runtime.
         ov_config: Settings of OpenVINO. On CPUs that support bfloat16 it computes in that, unless set to
             `{"INFERENCE_PRECISION_HINT": "f32"}`.
+        trust_remote_code: Run the code in the folder, which a model that leaves instructions out of the pooling has.
 
     Raises:
         FileNotFoundError: If the folder, or the runtime's file in it, does not exist.
@@ -240,11 +248,11 @@ def load_exported(
     if not (folder / "modules.json").is_file():
         raise FileNotFoundError(f"{folder} is not a folder with an exported model: `mote export` writes one")
     if backend == "torch":
-        return load_encoder(str(folder))
+        return load_encoder(str(folder), trust_remote_code=trust_remote_code)
     file = folder / FILES[backend]
     if not file.is_file():
         raise FileNotFoundError(f"{folder} has no {FILES[backend]}: `mote export … --backend {backend}` writes it")
-    encoder = load_encoder(str(folder), device="cpu")
+    encoder = load_encoder(str(folder), device="cpu", trust_remote_code=trust_remote_code)
     transformer: Any = encoder[0]
     config = transformer.model.config
     transformer.model = OnnxEncoder(file, config) if backend == "onnx" else OpenVinoEncoder(file, config, ov_config)

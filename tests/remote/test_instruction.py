@@ -1,0 +1,285 @@
+"""Instructions left out of the pooling: which tokens are pooled, whatever tokenizer, padding and truncation."""
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.checkpoints import dense_checkpoint, trusted
+from helpers.families import make_different
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer import losses
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import mote
+from modeling_mote import MoTEModel
+
+DEFINITION = "Given a question, retrieve passages that answer it"
+QUERY = mote.instruction_with(DEFINITION)
+TEXTS = ["how do whales breathe", "bread", "  two spaces, naïve 中文 🐳 e\u0301", "Whales come up for air " * 3]
+SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
+
+
+def _trained(model: Any, trainer: Any, pre_tokenizer: Any, template: str | None, trim: bool = True) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.train_from_iterator([QUERY + text for text in TEXTS] * 3, trainer)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
+    if template is not None:
+        special = [("<s>", 1), ("</s>", 2)]
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    return tokenizer
+
+
+def byte_level(trim: bool) -> Tokenizer:
+    """As those of GPT-2 (with trimmed offsets), Llama 3 and Qwen: no special tokens around a text."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    return _trained(models.BPE(), trainer, pre_tokenizers.ByteLevel(add_prefix_space=False), None, trim)
+
+
+def sentence_piece() -> Tokenizer:
+    """As those of XLM-R and T5: a blank belongs to the word behind it, `<s>` in front, `</s>` behind."""
+    trainer = trainers.UnigramTrainer(vocab_size=200, special_tokens=SPECIAL, unk_token="<unk>")
+    return _trained(models.Unigram(), trainer, pre_tokenizers.Metaspace(), "<s> $A </s>")
+
+
+def sentence_piece_bpe() -> Tokenizer:
+    """As Mistral's: `<s>` in front, nothing behind, and texts are not split into words first."""
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL)
+    tokenizer = _trained(models.BPE(), trainer, pre_tokenizers.Metaspace(), "<s> $A")
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+    return tokenizer
+
+
+TOKENIZERS = {
+    "WordPiece": None,
+    "byte-level BPE": lambda: byte_level(trim=False),
+    "byte-level BPE, trimmed": lambda: byte_level(trim=True),
+    "SentencePiece": sentence_piece,
+    "SentencePiece BPE": sentence_piece_bpe,
+}
+
+
+@pytest.fixture(scope="module")
+def instructed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A MoTE whose experts differ, which leaves its instructions out of the pooling."""
+    dense = dense_checkpoint(tmp_path_factory.mktemp("dense") / "tiny", vocab_size=400, max_position_embeddings=256)
+    folder = tmp_path_factory.mktemp("instructed") / "tiny"
+    options = {"instructions": {"search_query": QUERY, "search_document": ""}, "instruction_pooling": "excluded"}
+    mote.upcycle(str(dense), folder, **options)
+    model = make_different(MoTEModel.from_pretrained(folder))
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(instructed: Path) -> SentenceTransformer:
+    return trusted(instructed)
+
+
+@pytest.fixture(scope="module", params=list(TOKENIZERS))
+def with_tokenizer(request: pytest.FixtureRequest, instructed: Path, model: SentenceTransformer) -> SentenceTransformer:
+    """The model, with the tokens of one of the tokenizers."""
+    result = copy.deepcopy(model)
+    if (make := TOKENIZERS[request.param]) is not None:
+        result[0].processor = PreTrainedTokenizerFast(
+            tokenizer_object=make(), pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=200
+        )
+    return result
+
+
+def surface(tokens: list[str], special: set[str]) -> str:
+    """What tokens look like, without blanks and marks of them."""
+    joined = "".join(token.removeprefix("##") for token in tokens if token not in special)
+    if any(token.startswith("Ġ") for token in tokens):
+        return re.sub("[ĠĊ]", "", joined)
+    return joined.replace("▁", "").replace("\n", "")
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("blank", [" ", ""], ids=["blank", "no blank"])
+def test_the_pooled_tokens_are_those_of_the_text(with_tokenizer: SentenceTransformer, side: str, blank: str) -> None:
+    transformer, tokenizer = with_tokenizer[0], with_tokenizer.tokenizer
+    tokenizer.padding_side = side
+    special = set(tokenizer.all_special_tokens) - {tokenizer.unk_token}
+    prompt = QUERY.rstrip() + blank
+    features = transformer.preprocess(TEXTS, prompt=prompt, task="search_query")
+    for row, text in enumerate(TEXTS):
+        mask, pooled = features["attention_mask"][row].bool(), features["pooling_mask"][row].bool()
+        tokens = tokenizer.convert_ids_to_tokens(features["input_ids"][row])
+        of_text = [token for token, keep in zip(tokens, pooled, strict=True) if keep]
+        left_out = [token for token, real, keep in zip(tokens, mask, pooled, strict=True) if real and not keep]
+        alone = transformer.preprocess([text], task="search_query")
+        alone = [t for t in tokenizer.convert_ids_to_tokens(alone["input_ids"][0]) if t not in special]
+        assert surface(of_text, special) == surface(alone, special)
+        instruction = transformer.preprocess([prompt.strip()], task="search_document")
+        instruction = tokenizer.convert_ids_to_tokens(instruction["input_ids"][0])
+        assert surface(left_out, special) == surface(instruction, special)
+        assert not (pooled & ~mask).any()
+        if tokens[-1] == "</s>":  # behind the text, so with it
+            assert of_text[-1] == "</s>"
+    tokenizer.padding_side = "right"
+
+
+def pooled_by_hand(folder: Path, texts: list[str], instruction: str, task: str, **changes: Any) -> np.ndarray:
+    """The mean over the tokens of the text and `[SEP]`, in WordPiece, whose tokens do not cross a blank."""
+    network, tokenizer = MoTEModel.from_pretrained(folder, **changes), AutoTokenizer.from_pretrained(folder)
+    rows = []
+    for text in texts:
+        left_out = len(tokenizer(instruction)["input_ids"]) - 1 if instruction else 0  # with [CLS], without [SEP]
+        batch = tokenizer(instruction + text, return_tensors="pt", truncation=True, max_length=200)
+        with torch.no_grad():
+            hidden = network(**batch, task=task).last_hidden_state[0]
+        rows.append(hidden[left_out:].mean(dim=0))
+    return torch.nn.functional.normalize(torch.stack(rows)).numpy()
+
+
+def test_embeddings_are_of_the_text_alone(model: SentenceTransformer, instructed: Path) -> None:
+    assert [type(module).__name__ for module in model] == ["InstructedMoTETransformer", "TextPooling"]
+    queries = pooled_by_hand(instructed, TEXTS, QUERY, "search_query")
+    documents = pooled_by_hand(instructed, TEXTS, "", "search_document")
+    ways: list[Any] = [{"prompt_name": "search_query"}, {"prompt": QUERY}, {"prompt_name": "Retrieval-query"}]
+    normalized = {"normalize_embeddings": True}
+    for way in ways:
+        assert np.abs(model.encode(TEXTS, **way, **normalized) - queries).max() <= 1e-6
+    assert np.abs(model.encode_query(TEXTS, **normalized) - queries).max() <= 1e-6
+    assert np.abs(model.encode_document(TEXTS, **normalized) - documents).max() <= 1e-6
+    assert np.abs(model.encode(TEXTS, task="search_query", **normalized) - queries).max() > 1e-3  # not attended to
+    other = "Instruct: Another task\nQuery: "
+    expected = pooled_by_hand(instructed, TEXTS, other, "search_query")
+    assert np.abs(model.encode_query(TEXTS, prompt=other, **normalized) - expected).max() <= 1e-6
+
+
+def test_instructions_in_the_texts_themselves(model: SentenceTransformer) -> None:
+    """A batch of different instructions: of several tasks, as the texts begin, and as a list says."""
+    in_front = [QUERY, "clustering: ", QUERY, "classification: "]
+    model[0].config.instructions |= {"clustering": "clustering: ", "classification": "classification: "}
+    texts = [start + text for start, text in zip(in_front, TEXTS, strict=True)]
+    together = model.encode(texts)
+    for row, (start, text) in enumerate(zip(in_front, TEXTS, strict=True)):
+        assert np.abs(together[row] - model.encode(text, prompt=start)).max() <= 1e-5
+    listed, told = model[0].preprocess(TEXTS, prompt=in_front), model[0].preprocess(texts)
+    assert torch.equal(listed["pooling_mask"], told["pooling_mask"])
+    assert torch.equal(listed["route"], told["route"])
+    model[0].config.route_by_text = False  # texts of strangers
+    strange = model[0].preprocess(texts, task="clustering")
+    assert torch.equal(strange["pooling_mask"], strange["attention_mask"])
+    model[0].config.route_by_text = True
+    del model[0].config.instructions["clustering"], model[0].config.instructions["classification"]
+
+
+def test_left_padding_gives_the_same(model: SentenceTransformer) -> None:
+    alone = np.stack([model.encode_query(text) for text in TEXTS])
+    for side in ("left", "right"):
+        model.tokenizer.padding_side = side
+        together = model.encode_query(TEXTS)
+        # BERT counts positions from the start of the row, so padding on the left moves them
+        assert side == "left" or np.abs(together - alone).max() <= 1e-5
+        features = model[0].preprocess(TEXTS, prompt=QUERY)
+        assert features["pooling_mask"].sum(dim=1).tolist() == [
+            int(model[0].preprocess([text], prompt=QUERY)["pooling_mask"].sum()) for text in TEXTS
+        ]
+
+
+def test_the_attention_mask_stays(model: SentenceTransformer) -> None:
+    """Otherwise a second pass over the same features would not attend to the instruction."""
+    features = model.preprocess(TEXTS, prompt=QUERY)
+    before = features["attention_mask"].clone()
+    once, twice = (model(features)["sentence_embedding"] for _ in range(2))
+    assert torch.equal(features["attention_mask"], before)
+    assert not torch.equal(features["pooling_mask"], before)
+    assert torch.equal(once, twice)
+    tokens = model.encode_query(TEXTS[0], output_value="token_embeddings")
+    assert len(tokens) == int(before[0].sum())
+
+
+@pytest.mark.parametrize(
+    "cached",
+    [
+        "CachedMultipleNegativesRankingLoss",
+        pytest.param("CachedMultipleNegativesSymmetricRankingLoss", marks=pytest.mark.long),
+        pytest.param("CachedGISTEmbedLoss", marks=pytest.mark.long),
+    ],
+)
+def test_cached_losses_equal_plain_ones(instructed: Path, cached: str) -> None:
+    gradients = []
+    for name in (cached.removeprefix("Cached"), cached):
+        model = trusted(instructed).eval()
+        loss: Any = getattr(losses, name)
+        arguments: dict[str, Any] = {"guide": trusted(instructed)} if "GIST" in name else {}
+        arguments |= {"mini_batch_size": 2} if name == cached else {}
+        starts = [QUERY, "", QUERY, ""]
+        features = [
+            model.preprocess(TEXTS, prompt=QUERY),
+            model.preprocess(TEXTS[::-1], prompt=starts, task="search_document"),
+        ]
+        value = loss(model, **arguments)(features, labels=None)
+        value.backward()
+        gradients.append({"loss": value.detach(), **{key: p.grad for key, p in model.named_parameters()}})
+    plain, of_cached = gradients
+    for key, gradient in plain.items():
+        assert (gradient is None) == (of_cached[key] is None), key
+        assert gradient is None or (gradient - of_cached[key]).abs().max() <= 1e-5, key
+
+
+def test_truncation(model: SentenceTransformer) -> None:
+    length = len(model.tokenizer(QUERY)["input_ids"])  # [CLS], instruction, [SEP]
+    whole = model[0].preprocess([TEXTS[3]], prompt=QUERY)
+    limit, model.max_seq_length = model.max_seq_length, length + 3
+    try:
+        cut = model[0].preprocess([TEXTS[3]], prompt=QUERY)
+        assert cut["pooling_mask"][0].tolist() == [0] * (length - 1) + [1] * 4  # three tokens of the text, and [SEP]
+        assert torch.equal(cut["input_ids"][0, :-1], whole["input_ids"][0, : length + 2])
+        for fits in (length, length - 4):
+            model.max_seq_length = fits
+            with pytest.raises(
+                ValueError, match=r"'Whales .*' has no token to pool: its instruction 'Instruct: .* fill"
+            ):
+                model.encode_query(TEXTS)
+            model.encode_document(TEXTS)
+    finally:
+        model.max_seq_length = limit
+
+
+def test_texts_without_a_token(model: SentenceTransformer, with_tokenizer: SentenceTransformer) -> None:
+    assert np.isfinite(model.encode_query(["", " "])).all()  # [SEP] is pooled
+    tokenizer = with_tokenizer.tokenizer
+    if tokenizer("a")["input_ids"][-1] not in tokenizer.all_special_ids:
+        with pytest.raises(ValueError, match=r"The text '' has no token to pool$"):
+            with_tokenizer.encode_query(["whales", ""])
+
+
+@pytest.mark.parametrize("pooling", ["cls", "last_token"])
+def test_other_poolings(instructed: Path, pooling: str) -> None:
+    """As Sentence-Transformers has them: the first token of the text, and the last of all."""
+    model = trusted(instructed)
+    model[1].pooling_mode = {"cls": "cls", "last_token": "lasttoken"}[pooling]
+    features = model.preprocess(TEXTS, prompt=QUERY)
+    out = model(features)
+    mask = features["pooling_mask"]
+    at = mask.argmax(dim=1) if pooling == "cls" else features["attention_mask"].sum(dim=1) - 1
+    assert torch.equal(out["sentence_embedding"], out["token_embeddings"][torch.arange(4), at])
+    config = model[0].config
+    config.pooling = pooling
+    inputs = {name: features[name] for name in ("input_ids", "attention_mask", "pooling_mask")}
+    assert torch.allclose(model[0].model(**inputs, task="search_query").pooler_output, out["sentence_embedding"])
+
+
+def test_auto_model_pools_what_it_is_told(model: SentenceTransformer) -> None:
+    network = model[0].model
+    features = model[0].preprocess(TEXTS, prompt=[QUERY, "", QUERY, ""], task="document")
+    inputs = {name: features[name] for name in ("input_ids", "attention_mask", "pooling_mask")}
+    with torch.no_grad():
+        expected = model(features)["sentence_embedding"]
+        assert torch.allclose(network(**inputs, task="search_document").pooler_output, expected, atol=1e-6)
+        tasks = ["search_document", "clustering", "search_document", "clustering"]
+        mixed = network(**inputs, task=tasks).pooler_output  # in groups, which are shorter than the batch
+        assert torch.allclose(mixed[::2], expected[::2], atol=1e-6)
+        inputs["pooling_mask"] = inputs["pooling_mask"].clone().index_fill_(0, torch.tensor([1]), 0)
+        with pytest.raises(ValueError, match=r"No token to pool in the rows \[1\]"):
+            network(**inputs, task="clustering")
