@@ -40,8 +40,6 @@ UNSEEN_TASKS = {
 # What `encode_query` and `encode_document` pass as the task: weaker than a prompt, see `MoTEConfig.task_of`.
 ROLE_HINTS = ("query", "document")
 
-POOLING_MODES = ("mean", "cls", "last_token")
-
 EXPERT_NAME = re.compile(r"[\w-]+")
 
 # Beyond these a config is damaged or hostile, and building its model would take forever.
@@ -119,6 +117,7 @@ class MoTEConfig(PreTrainedConfig):
 
     model_type = "mote"
     routes_by_task: ClassVar[bool] = True
+    pooling_modes: ClassVar[tuple[str, ...]] = ("mean", "cls", "last_token")
     compression: ClassVar[str | property | None] = None  # of the experts, in words; see `compression_mote.py`
     sub_configs: ClassVar[dict[str, Any]] = {"backbone_config": AutoConfig}
 
@@ -208,8 +207,8 @@ class MoTEConfig(PreTrainedConfig):
                 raise ValueError(f"Task {task!r} must go to the expert of its own name, not to {expert!r}")
         if (default := self.default_task) is not None and default not in self.tasks:
             raise ValueError(f"default_task {default!r} is not a task." + alternatives(default, self.tasks))
-        if self.pooling not in POOLING_MODES:
-            raise ValueError(f"Unknown pooling {self.pooling!r}." + alternatives(self.pooling, POOLING_MODES))
+        if self.pooling not in self.pooling_modes:
+            raise ValueError(f"Unknown pooling {self.pooling!r}." + alternatives(self.pooling, self.pooling_modes))
         if (self.layer_path is None) != (self.shared_modules is None):
             raise ValueError("layer_path and shared_modules describe one architecture: set both or neither")
         for name, largest in MAX_SIZES.items():

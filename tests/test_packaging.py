@@ -25,6 +25,8 @@ REMOTE_CODE = [
     "instruction_mote",
     "task_instruction_mote",
     "token_routed_instruction_mote",
+    "attention_pooling_mote",
+    "attention_pooling_transformer_mote",
 ]
 
 

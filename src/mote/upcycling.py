@@ -24,6 +24,7 @@ from mote.checkpoints.instructions import (
 )
 from mote.checkpoints.provenance import RECORD_FILE, command_line, new_step
 from mote.checkpoints.reading import (
+    ATTENTION_POOLING,
     TOKEN_ROUTED,
     Checkpoint,
     dense_without_weights,
@@ -61,7 +62,11 @@ class UpcyclingOptions(WriteOptions):
         instruction_pooling: `included`: embeddings are made of the instruction, too. `excluded`: it is read, and left
             out of the pooling; `excluded_by_count`, by NV-Embed's own count of its tokens. Default: as in the source.
         default_task: Task of texts without one.
-        pooling: `mean`, `cls` or `last_token`. Default: the source's, or `mean`.
+        pooling: `mean`, `cls`, `last_token`, or, with weights of its own, `latent_attention` or `self_attention` (see
+            `AttentionPoolingConfig`). Default: the source's, or `mean`.
+        pooling_latents: Number of latents, for `latent_attention`. Default: 512.
+        pooling_heads: Number of heads, for these two. Default: 8.
+        pooling_head_dim: Width of a head, for these two. Default: the hidden size.
         bidirectional: Let every token of a decoder attend to every other: no causal mask, no sliding window, no cache.
             Default: as the source says.
         layer_path: Path of the list of layers, for an architecture that is not in MoTE's table.
@@ -95,6 +100,9 @@ class UpcyclingOptions(WriteOptions):
     instruction_pooling: str | None = None
     default_task: str | None = None
     pooling: str | None = None
+    pooling_latents: int | None = None
+    pooling_heads: int | None = None
+    pooling_head_dim: int | None = None
     bidirectional: bool = False
     layer_path: str | None = None
     shared_modules: list[str] | None = None
@@ -159,8 +167,10 @@ TOKEN_ROUTING = (
     "router_aux_loss_coef",
     "router_aux_loss_type",
 )
-_FIXED_IN_TOKEN_ROUTED = ("routing", "layer_path", "shared_modules", *TOKEN_ROUTING)
-_FIXED_AS_PUBLISHED = ("experts", "layers", "layer_path", "shared_modules", *TOKEN_ROUTING)
+POOLING_BY_ATTENTION = ("latent_attention", "self_attention")
+POOLING_SIZES = ("pooling_latents", "pooling_heads", "pooling_head_dim")
+_FIXED_IN_TOKEN_ROUTED = ("routing", "layer_path", "shared_modules", *TOKEN_ROUTING, *POOLING_SIZES)
+_FIXED_AS_PUBLISHED = ("experts", "layers", "layer_path", "shared_modules", *TOKEN_ROUTING, *POOLING_SIZES)
 
 
 @dataclass(repr=False)
@@ -330,12 +340,23 @@ def _model_and_its_writer(
     if not with_head:  # a head's weights are not named as the encoder's, and most are tied
         weights = DenseWeights(plan.source, dense)
         model = new_model(plan.config, dense)
+        weights.add(_new_weights(model))
         if can_stream(model, weights):
             logger.info("Copying its blocks into %d experts …", len(plan.config.experts))
             return model, dropped, partial(write_weights, model, weights, max_shard_size=max_shard_size)
     dense, dropped = load_dense(plan.source, dtype, with_head=with_head)
     logger.info("Copying its blocks into %d experts, in memory …", len(plan.config.experts))
-    return new_model(plan.config, dense), dropped, None
+    model = new_model(plan.config, dense)
+    _new_weights(model)
+    return model, dropped, None
+
+
+def _new_weights(model: MoTEModel) -> dict[str, torch.Tensor]:
+    """Give pooling by attention the type of the other weights, and return its random ones by their names."""
+    pooling: Any = getattr(model, "pooling", None)
+    if pooling is None:
+        return {}
+    return {f"pooling.{name}": weight for name, weight in pooling.to(model.config.dtype).state_dict().items()}
 
 
 def plan_upcycling(
@@ -363,6 +384,10 @@ def plan_upcycling(
     prompts = st.source_prompts(source)
     own_pooling: Any = source.config.pooling if is_mote(source.config) else "mean"
     pooling = options.pooling or st.source_pooling(source) or own_pooling
+    if pooling not in (known := (*MoTEConfig.pooling_modes, *POOLING_BY_ATTENTION)):
+        raise ValueError(f"Unknown pooling {pooling!r}." + alternatives(pooling, known))
+    if pooling in POOLING_BY_ATTENTION and retrieval.kind != "dense":
+        raise ValueError(f"Pooling by {pooling!r} makes dense vectors, and these are {retrieval.kind}")
     new_config = _published_config if source.format == "nomic_moe" else _config
     if source.config.model_type == TOKEN_ROUTED and source.format == "mote":
         new_config = _hierarchical_config
@@ -439,10 +464,20 @@ def _config(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTE
         if given:
             raise ValueError(f"{given[0]} is a setting of token routing: add `--routing token`, or leave it out")
         settings = {}
+    model_type = "mote" if options.routing == "task" else TOKEN_ROUTED
+    if pooling in POOLING_BY_ATTENTION:
+        if options.routing == "token":
+            raise ValueError(f"Pooling by {pooling!r} is for task experts: leave out `--routing token`")
+        model_type = ATTENTION_POOLING
+    for name in POOLING_SIZES:
+        if (size := getattr(options, name)) is not None:
+            if pooling not in POOLING_BY_ATTENTION or (name == "pooling_latents" and pooling != "latent_attention"):
+                raise ValueError(f"{name} is a setting of pooling by attention: add `--pooling latent_attention`")
+            settings[name] = size
     layer_path, shared = options.layer_path, options.shared_modules
     if shared is not None and layer_path is None and source.config.model_type in ARCHITECTURES:
         layer_path = ARCHITECTURES[source.config.model_type].layer_path
-    return mote_class("mote" if options.routing == "task" else TOKEN_ROUTED, "config")(
+    return mote_class(model_type, "config")(
         backbone_config=source.config,
         pooling=pooling,
         experts=options.experts,

@@ -12,6 +12,7 @@ from helpers.paths import ROOT
 from helpers.token_routing import trained, trained_hierarchical
 from transformers import AutoModel, PreTrainedModel
 
+from attention_pooling_mote import AttentionPoolingConfig, AttentionPoolingModel
 from compression_mote import CompressedConfig, CompressedModel
 from configuration_mote import INSTALL
 
@@ -31,10 +32,17 @@ def compressed() -> CompressedModel:
     return CompressedModel(CompressedConfig(**{**dense_settings, "expert_bits": 8})).eval()
 
 
+def pooled() -> AttentionPoolingModel:
+    settings = {**fresh_mote("bert").config.to_dict(), "pooling": "latent_attention", "pooling_latents": 3}
+    torch.manual_seed(0)
+    return AttentionPoolingModel(AttentionPoolingConfig(**settings)).eval()
+
+
 MODELS = {
     "mote": (lambda: trained_mote("bert"), WITHOUT_SENTENCE_TRANSFORMERS),
     "mote_token_routed": (lambda: trained("bert"), WITHOUT_SENTENCE_TRANSFORMERS | {"token_routing_mote.py"}),
     "mote_compressed": (compressed, WITHOUT_SENTENCE_TRANSFORMERS | {"compression_mote.py"}),
+    "mote_attention_pooling": (pooled, WITHOUT_SENTENCE_TRANSFORMERS | {"attention_pooling_mote.py"}),
     "mote_hierarchical": (
         trained_hierarchical,
         WITHOUT_SENTENCE_TRANSFORMERS | {"hierarchical_mote.py", "token_routing_mote.py"},

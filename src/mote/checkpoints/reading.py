@@ -39,6 +39,7 @@ from mote.checkpoints.tensors import HEAD, NOT_ONLY_TENSORS, is_finite, load_pic
 _LOADING = RLock()
 
 TOKEN_ROUTED = "mote_token_routed"
+ATTENTION_POOLING = "mote_attention_pooling"
 
 # model_type → this package's classes.
 MOTE_CLASSES = {
@@ -59,6 +60,10 @@ MOTE_CLASSES = {
     "mote_hierarchical": {
         "config": "hierarchical_mote.HierarchicalMoTEConfig",
         "model": "hierarchical_mote.HierarchicalMoTEModel",
+    },
+    ATTENTION_POOLING: {
+        "config": "attention_pooling_mote.AttentionPoolingConfig",
+        "model": "attention_pooling_mote.AttentionPoolingModel",
     },
 }
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from configuration_mote import ROLE_HINTS, MoTEConfig
 from mote.checkpoints.instructions import INSTRUCTED, TEXT_POOLING, copy_instruction_code, first_module
 from mote.checkpoints.plain import longest_sequence
-from mote.checkpoints.reading import Checkpoint, has_head, is_mote
+from mote.checkpoints.reading import ATTENTION_POOLING, Checkpoint, has_head, is_mote
 from mote.checkpoints.retrieval import OUR_POOLINGS, copy_code, name_of, retrieval_in
 
 # MTEB looks for a prompt under the task's type, for asymmetric tasks with the role, or under the role alone. These
@@ -41,6 +41,7 @@ POOLING_FLAGS = {
 OUR_TRANSFORMER = "sentence_transformer_mote.MoTETransformer"
 TOKEN_ROUTED_TRANSFORMER = "token_routed_transformer_mote.TokenRoutedTransformer"
 TRANSFORMER = "sentence_transformers.base.modules.transformer.Transformer"
+ATTENTION_POOLING_MODULE = "attention_pooling_transformer_mote.AttentionPooling"
 POOLING = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
 
 
@@ -68,7 +69,11 @@ def source_modules(source: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _is_ours(module: dict[str, Any], index: int = 0) -> bool:
-    ours = (*OUR_POOLINGS, TEXT_POOLING) if index else (OUR_TRANSFORMER, TOKEN_ROUTED_TRANSFORMER, *INSTRUCTED)
+    ours = (
+        (*OUR_POOLINGS, TEXT_POOLING, ATTENTION_POOLING_MODULE)
+        if index
+        else (OUR_TRANSFORMER, TOKEN_ROUTED_TRANSFORMER, *INSTRUCTED)
+    )
     return name_of(module) in [name.rsplit(".", 1)[-1] for name in ours]
 
 
@@ -200,23 +205,8 @@ def write_sentence_transformer(
     transformer = TRANSFORMER
     if is_mote(model.config):
         transformer = OUR_TRANSFORMER if config.routes_by_task else TOKEN_ROUTED_TRANSFORMER
-    modules = source_modules(source)
-    if modules:
-        for module in modules[1:]:
-            _copy_files(source, module["path"], folder)
-            pooled = config is not None and _pools(module)
-            if pooled and config.pooling != _pooling_in(source, module):
-                included = source.read_json(f"{module['path']}/config.json").get("include_prompt", True)
-                _write_pooling(model, config.pooling, folder / module["path"], include_prompt=included)
-        settings = source.read_json("sentence_bert_config.json")
-        if modules[0]["type"].endswith(".MLMTransformer"):
-            settings.setdefault("transformer_task", "fill-mask")
-    else:
-        pooling = {"idx": 1, "name": "1", "path": "1_Pooling", "type": POOLING}
-        modules = [{"idx": 0, "name": "0", "path": ""}, pooling]
-        _write_pooling(model, "mean" if config is None else config.pooling, folder / "1_Pooling")
-        settings = {"max_seq_length": max_seq_length(model, source), "do_lower_case": False}
-    modules[0]["type"] = first_module(transformer, modules[0].get("type", ""))
+    modules, settings = _write_modules(model, source, folder, None if config is None else config.pooling)
+    modules[0]["type"] = first_module(transformer, modules[0]["type"])
     copy_instruction_code(modules, folder)
     if is_mote(model.config):
         poolings = [module["type"] for index, module in enumerate(modules) if index and _is_ours(module, index)]
@@ -247,6 +237,39 @@ def write_sentence_transformer(
     )
 
 
+def _write_modules(
+    model: PreTrainedModel, source: Checkpoint, folder: Path, pooling: str | None
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Write the folders of the modules after the first; return all of them, and the settings of the first.
+
+    Args:
+        model: The new model.
+        source: Checkpoint that it was made of.
+        folder: Folder of the model.
+        pooling: As in `MoTEConfig`; None: as the source's.
+    """
+    modules = source_modules(source)
+    if modules:
+        for module in modules[1:]:
+            _copy_files(source, module["path"], folder)
+            if pooling is not None and _pools(module) and pooling != _pooling_in(source, module):
+                included = source.read_json(f"{module['path']}/config.json").get("include_prompt", True)
+                _write_pooling(model, pooling, folder / module["path"], include_prompt=included)
+        settings = source.read_json("sentence_bert_config.json")
+        if modules[0]["type"].endswith(".MLMTransformer"):
+            settings.setdefault("transformer_task", "fill-mask")
+    else:
+        module = {"idx": 1, "name": "1", "path": "1_Pooling", "type": POOLING}
+        modules = [{"idx": 0, "name": "0", "path": "", "type": TRANSFORMER}, module]
+        _write_pooling(model, pooling or "mean", folder / "1_Pooling")
+        settings = {"max_seq_length": max_seq_length(model, source), "do_lower_case": False}
+    if model.config.model_type == ATTENTION_POOLING:
+        for module in modules:
+            if _pools(module):
+                module["type"] = ATTENTION_POOLING_MODULE
+    return modules, settings
+
+
 def _refuse_to_lose_vectors(model: PreTrainedModel, source: Checkpoint) -> None:
     """Raise `ValueError` if the source gives sparse vectors, and the model made of it cannot."""
     retrieval = retrieval_in(source.folder)
@@ -261,7 +284,7 @@ def _refuse_to_lose_vectors(model: PreTrainedModel, source: Checkpoint) -> None:
 def _write_pooling(model: PreTrainedModel, pooling: str, folder: Path, *, include_prompt: bool = True) -> None:
     names = {ours: theirs for theirs, ours in POOLING_NAMES.items()}
     folder.mkdir(exist_ok=True)
-    size, mode = model.config.hidden_size, names[pooling]
+    size, mode = model.config.hidden_size, names.get(pooling, "mean")  # of what attention pooling gives
     settings = {"embedding_dimension": size, "pooling_mode": mode, "include_prompt": include_prompt}
     _write_json(folder / "config.json", settings)
 

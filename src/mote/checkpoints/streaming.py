@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from io import FileIO
 from pathlib import Path
 
@@ -58,14 +58,21 @@ class DenseWeights:
             if name in self.expected:
                 self.parts.setdefault(name, []).append((key, pattern))
         stored = self.files.stored.__getitem__
+        self.new: dict[str, torch.Tensor] = {}
         self.made_with = {name: first for first in self.parts for name in self._make(first, stored)}
         self.last: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
+    def add(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Add weights that the MoTE has and no dense model does: they are in memory."""
+        self.new |= weights
+
     def __contains__(self, name: str) -> bool:
-        return name in self.made_with
+        return name in self.made_with or name in self.new
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Read a weight: mapped into memory, or computed if the library converts it or its type changes."""
+        if name in self.new:
+            return self.new[name]
         first = self.made_with[name]
         if self.last[0] != first:  # weights made together (queries, keys, values) are asked for in turn
             self.last = (first, self._make(first, self.files.__getitem__))

@@ -67,7 +67,17 @@ def upcycle(
         str | None, typer.Option(metavar="TASK", help="Task of texts without one. Default: none, an error.")
     ] = None,
     pooling: Annotated[
-        Literal["mean", "cls", "last_token"] | None, typer.Option(help="Pooling. Default: the source's, or mean.")
+        Literal["mean", "cls", "last_token", "latent_attention", "self_attention"] | None,
+        typer.Option(help="Pooling; the last two are trained. Default: the source's, or mean."),
+    ] = None,
+    pooling_latents: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Latents (--pooling latent_attention). Default: 512.")
+    ] = None,
+    pooling_heads: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Heads of such a pooling. Default: 8.")
+    ] = None,
+    pooling_head_dim: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Width of such a head. Default: the hidden size.")
     ] = None,
     bidirectional: Annotated[
         bool,

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from mote.checkpoints.reading import ATTENTION_POOLING
 from mote.checkpoints.tensors import token_routing
 
 if TYPE_CHECKING:
@@ -30,6 +31,15 @@ def require_dense_experts(config: "MoTEConfig") -> None:
         raise ValueError(
             "The task experts of this model are token-routed, with stacked feed-forward networks: only the matrices of "
             "dense experts can be compressed"
+        )
+
+
+def require_plain_pooling(config: "MoTEConfig") -> None:
+    """Raise `ValueError` if the pooling has weights of its own."""
+    if config.model_type == ATTENTION_POOLING:
+        raise ValueError(
+            f"This model pools by {config.pooling!r}, whose weights neither dense nor compressed models have: keep it "
+            "a MoTE, with one expert if need be (`mote experts remove`)"
         )
 
 

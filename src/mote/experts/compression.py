@@ -11,7 +11,7 @@ from configuration_mote import MoTEConfig
 from modeling_mote import MoTEModel
 from mote.checkpoints.tensors import without_head
 from mote.checkpoints.transform import verb
-from mote.experts.checks import require_dense_experts, require_mergeable
+from mote.experts.checks import require_dense_experts, require_mergeable, require_plain_pooling
 from mote.experts.exporting import dequantized_state_dict, export
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ def compress(model: MoTEModel, *, rank: int | None = None, bits: int | None = No
     """
     require_mergeable(model.config)
     require_dense_experts(model.config)
+    require_plain_pooling(model.config)
     if (rank is None) == (bits is None):
         raise ValueError("Pass either rank, as in rank=16, or bits=8")
     for key, weight in (named for block in model.blocks for named in block.experts.named_parameters()):

@@ -15,7 +15,7 @@ from mote.checkpoints import nomic
 from mote.checkpoints.reading import is_mote, mote_class, require_expert
 from mote.checkpoints.tensors import weight_name, without_head
 from mote.checkpoints.transform import verb
-from mote.experts.checks import require_task_experts
+from mote.experts.checks import require_plain_pooling, require_task_experts
 
 if TYPE_CHECKING:
     from configuration_mote import MoTEConfig
@@ -89,7 +89,11 @@ def native_model(model: "MoTEModel", weights: dict[str, torch.Tensor], experts: 
         model: The MoTE.
         weights: Name in the dense model → weight; taken over without a copy.
         experts: Experts that it is made of, whose tasks a token-routed backbone takes over.
+
+    Raises:
+        ValueError: If the pooling has weights of its own.
     """
+    require_plain_pooling(model.config)
     config: Any = copy.deepcopy(model.config.backbone_config)
     attention = model.backbone.config._attn_implementation
     if is_mote(config):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from sentence_transformers import SentenceTransformer, SparseEncoder
+from sentence_transformers.sentence_transformer.modules import Pooling
 
 from configuration_mote import MoTEConfig, alternatives
 from mote.checkpoints import sentence_transformers as st
@@ -21,7 +22,15 @@ from mote.inference.loading import require_all_weights
 from mote.training.processes import processes
 from mote.training.recipe import ModelSettings, Recipe, RetrievalSettings
 from mote.training.run_folder import START_FOLDER
-from mote.upcycling import TOKEN_ROUTING, UpcyclingOptions, instructions_from, plan_upcycling, upcycle
+from mote.upcycling import (
+    POOLING_BY_ATTENTION,
+    POOLING_SIZES,
+    TOKEN_ROUTING,
+    UpcyclingOptions,
+    instructions_from,
+    plan_upcycling,
+    upcycle,
+)
 
 NO_FP16 = (
     "The load-balancing loss of a token router is not scaled as gradients are in fp16, and would be lost: set "
@@ -55,6 +64,8 @@ def build_model(
         model = SentenceTransformer(str(folder), **_loading(settings))
         require_all_weights(model, str(folder))
         model.prompts = {**st.prompts_of(names)}
+        if settings.pooling is not None:
+            _set_pooling(model, settings.pooling)
     else:
         folder = source.folder
         retrieval = retrieval_of(recipe, source)
@@ -165,6 +176,11 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
     elif settings.kind == "dense":  # the tasks and instructions of a MoTE upcycled from it
         if settings.bidirectional:
             with_both_directions(source.config, source.name)  # or an error
+        if settings.pooling in POOLING_BY_ATTENTION:
+            raise ValueError(
+                f"model.pooling={settings.pooling} is for model.kind=mote: a MoTE with one expert, as in "
+                "model.experts=[all], is a dense model with it"
+            )
         names = MoTEConfig(experts=settings.experts, tasks=settings.tasks)  # type: ignore[arg-type]  # None: default
         names.instructions |= instructions_from(st.source_prompts(source), names)
         names.instructions |= upcycling_options(settings).instructions or {}
@@ -198,6 +214,8 @@ def check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> N
     differing = {
         "model.layers": described.mote_layer_indices != config.mote_layer_indices,
         "model.shared_modules": settings.shared_modules not in (None, config.shared_modules),
+        "model.pooling": settings.pooling not in (None, config.pooling),
+        **{f"model.{name}": _differs(settings, config, name) for name in POOLING_SIZES},
         "model.bidirectional": settings.bidirectional and getattr(config.backbone_config, "is_causal", True),
         "model.experts": settings.experts is not None and settings.experts != config.experts,
         "model.tasks": not settings.tasks.items() <= config.tasks.items(),
@@ -209,6 +227,18 @@ def check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> N
             f"{name} is a MoTE already, and differs from the recipe in {', '.join(wrong)}. Its experts: "
             f"{', '.join(config.experts)}, in blocks {', '.join(map(str, config.mote_layer_indices))}"
         )
+
+
+def _differs(settings: ModelSettings, config: MoTEConfig, name: str) -> bool:
+    return getattr(settings, name) not in (None, getattr(config, name, None))
+
+
+def _set_pooling(model: SentenceTransformer, pooling: str) -> None:
+    """Set how a dense model pools."""
+    for module in model:
+        if isinstance(module, Pooling):
+            names = {ours: theirs for theirs, ours in st.POOLING_NAMES.items()}
+            module.pooling_mode = names[pooling]
 
 
 def _loading(settings: ModelSettings) -> dict[str, Any]:
@@ -230,6 +260,7 @@ def upcycling_options(settings: ModelSettings, retrieval: RetrievalSettings | No
         layers=settings.layers,
         shared_modules=settings.shared_modules,
         bidirectional=settings.bidirectional,
+        **{name: getattr(settings, name) for name in ("pooling", *POOLING_SIZES)},
         tasks=settings.tasks,
         instructions=instructions,
         **vectors,

@@ -42,6 +42,11 @@ class ModelSettings(Settings):
         layers: Blocks with experts (`every`, `every_other`, or a list of indices), for `mote` and `token_routed`.
         shared_modules: Paths of the submodules of a block that its experts share; `[]`: none. Default: the attention.
         bidirectional: Whether a decoder attends in both directions, of any kind. Default: as the source says.
+        pooling: `mean`, `cls`, `last_token`, or, for `mote`, `latent_attention` or `self_attention`, which are trained.
+            Default: the source's.
+        pooling_latents: Number of latents, for `latent_attention`. Default: 512.
+        pooling_heads: Number of heads, for these two. Default: 8.
+        pooling_head_dim: Width of a head, for these two. Default: the hidden size.
         experts: Expert names. Default: the paper's four.
         tasks: Further tasks → the expert that serves each.
         num_experts: Experts in a block, for `token_routed`. Default: as many as `experts`.
@@ -62,6 +67,10 @@ class ModelSettings(Settings):
     layers: str | list[int] = "every"
     shared_modules: list[str] | None = None
     bidirectional: bool = False
+    pooling: Literal["mean", "cls", "last_token", "latent_attention", "self_attention"] | None = None
+    pooling_latents: int | None = Field(default=None, ge=1)
+    pooling_heads: int | None = Field(default=None, ge=1)
+    pooling_head_dim: int | None = Field(default=None, ge=1)
     experts: list[str] | None = None
     tasks: dict[str, str] = {}
     num_experts: int | None = Field(default=None, ge=1)

@@ -1,0 +1,171 @@
+"""Pooling that attends before it takes the mean: to trained latents, as in NV-Embed, or to the text's own tokens.
+
+Both are one layer over the encoder's last hidden states: multi-head attention and a gated feed-forward network, each
+with a norm before it and a residual around it, then the mean over the tokens to pool. Method: Lee et al., "NV-Embed:
+Improved Techniques for Training LLMs as Generalist Embedding Models", section 3.2 (arXiv:2405.17428); where its code
+differs from the paper (norms, projections, the gate, wide heads), this follows the code.
+
+This file is copied into saved models that pool in this way, and into no others; their `auto_map` names it.
+"""
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+if TYPE_CHECKING or not __package__:  # installed, as a top-level module
+    try:  # transformers would take an import outside of `try` for a package that must be installed
+        from configuration_mote import MoTEConfig
+        from modeling_mote import MoTEModel, pool
+    finally:
+        pass
+else:  # remote code
+    from .configuration_mote import MoTEConfig
+    from .modeling_mote import MoTEModel, pool
+
+
+class AttentionPoolingConfig(MoTEConfig):
+    """Configuration of a [`AttentionPoolingModel`]: that of a MoTE, and the sizes of its pooling.
+
+    Args:
+        pooling: `latent_attention` or `self_attention`.
+        pooling_latents: Number of trained latents that tokens attend to, for `latent_attention`.
+        pooling_heads: Number of heads.
+        pooling_head_dim: Width of a head. Default: the hidden size, as in NV-Embed, so that all heads together are
+            `pooling_heads` times as wide as the hidden states.
+
+    Raises:
+        ValueError: As in `MoTEConfig`; or if a size is not a positive integer.
+    """
+
+    model_type = "mote_attention_pooling"
+    pooling_modes: ClassVar[tuple[str, ...]] = ("latent_attention", "self_attention")
+
+    pooling: str = "latent_attention"
+    pooling_latents: int = 512
+    pooling_heads: int = 8
+    pooling_head_dim: int | None = None
+
+    def validate(self) -> None:
+        """Check the settings; raise `ValueError` at the first that is invalid."""
+        super().validate()
+        self.pooling_head_dim = self.hidden_size if self.pooling_head_dim is None else self.pooling_head_dim
+        for name in ("pooling_latents", "pooling_heads", "pooling_head_dim"):
+            size = getattr(self, name)
+            if type(size) is not int or not 1 <= size <= 2**17:  # beyond, building the model would take forever
+                raise ValueError(f"{name} must be an integer from 1 to {2**17:,}, got {size!r}")
+
+
+class AttentionLayer(nn.Module):
+    """Multi-head attention to latents, or among the tokens, and a feed-forward network.
+
+    Matrices multiply in the type of their weights; norms, residuals and all that follows are in float32 at least.
+
+    Args:
+        width: H.
+        heads: Number of heads.
+        head_dim: Width of a head, D.
+        latents: Number of latents, N. None: tokens attend to each other.
+    """
+
+    def __init__(self, width: int, heads: int, head_dim: int, latents: int | None) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.latents = None if latents is None else nn.Parameter(torch.randn(latents, width))
+        self.norm, self.context_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.to_q = nn.Linear(width, heads * head_dim, bias=False)
+        self.to_kv = nn.Linear(width, 2 * heads * head_dim, bias=False)
+        self.to_out = nn.Linear(heads * head_dim, width, bias=False)
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.feed_forward_in = nn.Linear(width, 8 * width)  # values, and their gates
+        self.feed_forward_out = nn.Linear(4 * width, width)
+
+    def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """[B, L, H] → [B, L, H], in float32 at least."""
+        hidden = self.attend(hidden, attention_mask)
+        values, gates = self._linear(self.feed_forward_in, _normed(self.feed_forward_norm, hidden)).chunk(2, dim=-1)
+        return hidden + self._linear(self.feed_forward_out, values * F.gelu(gates))
+
+    def attend(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the first half of the layer.
+
+        Args:
+            hidden: Hidden states, [B, L, H].
+            attention_mask: 1 for tokens, 0 for padding, [B, L]. Latents have no padding.
+
+        Returns:
+            [B, L, H], in float32 at least.
+        """
+        hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        context = hidden if self.latents is None else self.latents.to(hidden.dtype)[None]
+        queries = self._heads(self._linear(self.to_q, _normed(self.norm, hidden)))  # [B, heads, L, D]
+        keys, values = self._linear(self.to_kv, _normed(self.context_norm, context)).chunk(2, dim=-1)
+        shape = (len(hidden), queries.shape[1], context.shape[1], self.head_dim)
+        keys, values = self._heads(keys).expand(shape), self._heads(values).expand(shape)
+        mask = None
+        if self.latents is None and attention_mask is not None:
+            mask = attention_mask[:, None, None].bool()
+        attended = F.scaled_dot_product_attention(queries, keys, values, mask, scale=self.head_dim**-0.5)
+        return hidden + self._linear(self.to_out, attended.transpose(1, 2).flatten(2))
+
+    def _heads(self, projected: torch.Tensor) -> torch.Tensor:
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, L, D]
+
+    @staticmethod
+    def _linear(linear: Any, inputs: torch.Tensor) -> torch.Tensor:
+        dtype = linear.weight.dtype  # an integer one is quantized, and looks after the type itself
+        return linear(inputs.to(dtype) if dtype.is_floating_point else inputs)
+
+
+def _normed(norm: nn.LayerNorm, inputs: torch.Tensor) -> torch.Tensor:
+    weight, bias = norm.weight.to(inputs.dtype), norm.bias.to(inputs.dtype)
+    return F.layer_norm(inputs, norm.normalized_shape, weight, bias, norm.eps)
+
+
+class AttentionPoolingModel(MoTEModel):
+    """A MoTE whose `pooler_output` is the mean over the states of an [`AttentionLayer`].
+
+    Args:
+        config: Backbone, experts, tasks, and the sizes of the pooling.
+        backbone: As in `MoTEModel`.
+    """
+
+    config: AttentionPoolingConfig
+    config_class = AttentionPoolingConfig
+    pools = True  # False in a pipeline of Sentence-Transformers, whose own module pools by the same layer
+
+    def __init__(self, config: AttentionPoolingConfig, backbone: PreTrainedModel | None = None) -> None:
+        super().__init__(config, backbone)
+        latents = config.pooling_latents if config.pooling == "latent_attention" else None
+        self.pooling = AttentionLayer(
+            config.hidden_size,
+            config.pooling_heads,
+            config.pooling_head_dim,  # type: ignore[arg-type]  # set by `validate`
+            latents,
+        )
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, AttentionLayer) and module.latents is not None:
+            init.normal_(module.latents)
+
+    def _run(self, sequences: dict[str, torch.Tensor], kwargs: dict) -> BaseModelOutputWithPooling:
+        chosen = kwargs.pop("pooling_mask", None)
+        out = super()._run(sequences, kwargs)  # its `pooler_output` is one token's state, which is replaced
+        hidden: Any = out.last_hidden_state
+        attention_mask = sequences.get("attention_mask")
+        mask = attention_mask if chosen is None else chosen[:, : hidden.shape[1]]
+        if mask is not None and not torch.compiler.is_compiling() and not mask.any(dim=1).all():
+            raise ValueError(f"No token to pool in the rows {(~mask.any(dim=1)).nonzero().flatten().tolist()}")
+        pooled = pool(self.pooling(hidden, attention_mask), mask, "mean").to(hidden.dtype) if self.pools else None
+        out.pooler_output = pooled
+        return out
+
+
+AttentionPoolingConfig.register_for_auto_class()
+AttentionPoolingModel.register_for_auto_class("AutoModel")

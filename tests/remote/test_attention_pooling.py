@@ -1,0 +1,273 @@
+"""Pooling by attention: its mathematics, in Transformers and Sentence-Transformers, with masks, in half precision."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoints import dense_checkpoint, files_in
+from helpers.families import batch, difference, family, make_different, rows_of
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel
+
+import mote
+from attention_pooling_mote import AttentionLayer, AttentionPoolingConfig
+from attention_pooling_transformer_mote import AttentionPooling
+from mote import upcycle
+from mote.checkpoints.reading import open_dense
+from mote.training.model import build_model
+from mote.training.recipe import load_recipe
+from mote.upcycling import plan_upcycling
+
+SIZES: dict[str, Any] = {"pooling_latents": 6, "pooling_heads": 2, "pooling_head_dim": 5}
+LATENT: dict[str, Any] = {"pooling": "latent_attention", **SIZES}
+SELF: dict[str, Any] = {"pooling": "self_attention", "pooling_heads": 3}
+TEXTS = ["a b c", "dd e f g h", "i"]
+EXPERTS = ["alpha", "beta"]
+FILES = {"attention_pooling_mote.py", "attention_pooling_transformer_mote.py"}
+
+kinds = pytest.mark.parametrize("kind", ["latent_attention", "self_attention"])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A decoder in both directions with one kind, an encoder with the other; experts and pooling differ from fresh."""
+    folder = tmp_path_factory.mktemp("pooled")
+    made = {}
+    for name, settings in {"mistral": {**LATENT, "bidirectional": True}, "bert": SELF}.items():
+        source = dense_checkpoint(folder / name, name)
+        fresh = upcycle(
+            str(source), folder / f"fresh-{name}", experts=EXPERTS, instructions={"beta": "b: "}, **settings
+        )
+        model = SentenceTransformer(str(fresh), trust_remote_code=True)
+        make_different(model[0].model)
+        torch.manual_seed(4)
+        with torch.no_grad():
+            for weight in model[0].model.pooling.parameters():
+                weight.add_(torch.randn_like(weight) * 0.3)
+        made[settings["pooling"]] = folder / f"saved-{name}"
+        model.save(str(made[settings["pooling"]]))
+    return made
+
+
+def pooled_by_hand(layer: AttentionLayer, hidden: torch.Tensor, mask: torch.Tensor, heads: int) -> torch.Tensor:
+    """One row in float64, head by head: hidden [L, H], the mask of tokens that are there [L] → states [L, H]."""
+    weights = {name: value.double() for name, value in layer.state_dict().items()}
+
+    def normed(x: torch.Tensor, name: str) -> torch.Tensor:
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+        return x * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    hidden = hidden.double()
+    context = weights["latents"] if "latents" in weights else hidden[mask.bool()]
+    q = normed(hidden, "norm") @ weights["to_q.weight"].T
+    k, v = (normed(context, "context_norm") @ weights["to_kv.weight"].T).chunk(2, dim=-1)
+    size = q.shape[-1] // heads
+    outs = []
+    for head in range(heads):
+        part = slice(head * size, (head + 1) * size)
+        outs.append((q[:, part] @ k[:, part].T / size**0.5).softmax(dim=-1) @ v[:, part])
+    hidden = hidden + torch.cat(outs, dim=-1) @ weights["to_out.weight"].T
+    wide = normed(hidden, "feed_forward_norm") @ weights["feed_forward_in.weight"].T + weights["feed_forward_in.bias"]
+    values, gates = wide.chunk(2, dim=-1)
+    gated = values * gates * 0.5 * (1 + torch.erf(gates / 2**0.5))
+    return hidden + gated @ weights["feed_forward_out.weight"].T + weights["feed_forward_out.bias"]
+
+
+@kinds
+def test_its_mathematics(kind: str, saved: dict[str, Path]) -> None:
+    model = AutoModel.from_pretrained(saved[kind], trust_remote_code=True)
+    inputs = batch()
+    chosen = inputs["attention_mask"].clone()
+    chosen[:, 0] = inputs["attention_mask"].sum(dim=1) == 1  # all but the first token, unless it is the only one
+    with torch.no_grad():
+        out = model(**inputs, task="alpha", pooling_mask=chosen)
+        all_pooled = model(**inputs, task="alpha").pooler_output
+    assert difference(out.pooler_output, all_pooled) > 1e-2
+    for row, (hidden, mask) in enumerate(zip(out.last_hidden_state, inputs["attention_mask"], strict=True)):
+        states = pooled_by_hand(model.pooling, hidden, mask, model.config.pooling_heads)
+        for vectors, pooled in ((all_pooled, mask), (out.pooler_output, chosen[row])):
+            assert difference(vectors[row].double(), states[pooled.bool()].mean(dim=0)) <= 1e-5
+
+
+@kinds
+def test_sentence_transformers_pools_by_the_same_layer(kind: str, saved: dict[str, Path], tmp_path: Path) -> None:
+    model = SentenceTransformer(str(saved[kind]), trust_remote_code=True)
+    assert (type(model[1]).__name__, model.get_embedding_dimension()) == ("AttentionPooling", 16)
+    assert sum(weight.numel() for weight in model[1].parameters()) == 0
+    vectors = model.encode(TEXTS, task="beta", convert_to_tensor=True)
+    inputs = model.tokenizer(TEXTS, padding=True, return_tensors="pt")
+    bare = AutoModel.from_pretrained(saved[kind], trust_remote_code=True)
+    given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        assert difference(bare(**given, task="beta").pooler_output, vectors) <= 1e-6
+    alone = torch.stack([model.encode(text, task="beta", convert_to_tensor=True) for text in TEXTS])
+    assert difference(alone, vectors) <= 1e-5
+    model.save(str(tmp_path))
+    again = SentenceTransformer(str(tmp_path), trust_remote_code=True)
+    assert torch.equal(again.encode(TEXTS, task="beta", convert_to_tensor=True), vectors)
+    assert files_in(tmp_path) >= FILES
+
+
+@kinds
+def test_batches_of_several_tasks_and_padding(kind: str, saved: dict[str, Path]) -> None:
+    model = AutoModel.from_pretrained(saved[kind], trust_remote_code=True)
+    inputs, tasks = batch(rows=3), ["beta", "alpha", "beta"]
+    chosen = inputs["attention_mask"].clone()
+    chosen[:, :2] = 0
+    with torch.no_grad():
+        mixed = model(**inputs, task=tasks, pooling_mask=chosen).pooler_output
+        for row, task in enumerate(tasks):
+            one = rows_of({**inputs, "pooling_mask": chosen}, row)
+            assert difference(model(**one, task=task).pooler_output[0], mixed[row]) <= 1e-5
+        shifts = (inputs["attention_mask"] == 0).sum(dim=1).tolist()
+        left = {
+            name: torch.stack([row.roll(shift) for row, shift in zip(value, shifts, strict=True)])
+            for name, value in {**inputs, "pooling_mask": chosen}.items()
+        }
+        right = model(**inputs, task="alpha", pooling_mask=chosen).pooler_output
+        if "mistral" in model.config.backbone_config.model_type:  # BERT's positions are absolute
+            assert difference(model(**left, task="alpha").pooler_output, right) <= 1e-5
+
+
+@kinds
+def test_a_row_without_a_token_to_pool_is_an_error(kind: str, saved: dict[str, Path]) -> None:
+    model, inputs = AutoModel.from_pretrained(saved[kind], trust_remote_code=True), batch(rows=3)
+    chosen = inputs["attention_mask"].clone()
+    chosen[1] = 0
+    with pytest.raises(ValueError, match=r"No token to pool in the rows \[1\]"):
+        model(**inputs, task="alpha", pooling_mask=chosen)
+    with pytest.raises(ValueError, match=r"No token to pool in the rows \[1\]"):
+        model(input_ids=inputs["input_ids"], attention_mask=chosen, task="alpha")
+    pipeline = SentenceTransformer(str(saved[kind]), trust_remote_code=True)
+    pipeline[1].include_prompt = False
+    with pytest.raises(ValueError, match=r"No token to pool in the rows \[1\]"):
+        pipeline({**inputs, "route": "alpha", "pooling_mask": chosen})
+    with pytest.raises(ValueError, match="No token to pool"):
+        pipeline({**inputs, "route": "alpha", "prompt_length": 9})
+
+
+def test_the_prompt_is_left_out_as_in_the_librarys_pooling(saved: dict[str, Path]) -> None:
+    model = SentenceTransformer(str(saved["latent_attention"]), trust_remote_code=True)
+    whole = model.encode(TEXTS, prompt="b: ", convert_to_tensor=True)
+    model.set_pooling_include_prompt(False)
+    text_alone = model.encode(TEXTS, prompt="b: ", convert_to_tensor=True)
+    assert difference(whole, text_alone) > 1e-3
+    tokens = model.tokenizer(["b: " + text for text in TEXTS], padding=True, return_tensors="pt")
+    chosen = tokens["attention_mask"].clone()
+    chosen[:, :3] = 0  # [CLS] b :
+    given = {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"], "pooling_mask": chosen}
+    bare = AutoModel.from_pretrained(saved["latent_attention"], trust_remote_code=True)
+    with torch.no_grad():
+        assert difference(bare(**given, task="beta").pooler_output, text_alone) <= 1e-6
+
+
+@kinds
+def test_half_precision_pools_in_float32(kind: str, saved: dict[str, Path]) -> None:
+    inputs = batch(rows=3, length=40)
+    half = AutoModel.from_pretrained(saved[kind], trust_remote_code=True, dtype=torch.bfloat16)
+    with torch.no_grad():
+        out = half(**inputs, task="alpha")
+        assert half.pooling.to_q.weight.dtype == out.pooler_output.dtype == torch.bfloat16
+        states = half.pooling(out.last_hidden_state, inputs["attention_mask"])
+        assert states.dtype == torch.float32
+        exact = torch.stack(
+            [
+                pooled_by_hand(half.pooling, hidden, mask, half.config.pooling_heads)[mask.bool()].mean(dim=0)
+                for hidden, mask in zip(out.last_hidden_state, inputs["attention_mask"], strict=True)
+            ]
+        )
+    scale = exact.abs().max().item()
+    assert difference(out.pooler_output.double(), exact) <= scale * 2**-7  # bfloat16 has 8 bits
+
+
+@kinds
+def test_every_weight_is_trained(kind: str, saved: dict[str, Path]) -> None:
+    model = SentenceTransformer(str(saved[kind]), trust_remote_code=True).train()
+    model(model.preprocess(TEXTS, task="alpha"))["sentence_embedding"].square().sum().backward()
+    assert all(weight.grad.abs().sum() > 0 for weight in model[0].model.pooling.parameters())
+
+
+# On disk --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_verbs_keep_the_pooling_or_refuse(saved: dict[str, Path], tmp_path: Path) -> None:
+    source = saved["latent_attention"]
+    with torch.no_grad():
+        expected = AutoModel.from_pretrained(source, trust_remote_code=True)(**batch(), task="beta").pooler_output
+    folder = mote.transform(source, tmp_path / "added", mote.experts.add, "gamma", "beta")
+    folder = mote.transform(folder, tmp_path / "renamed", mote.experts.rename, "gamma", "delta")
+    folder = mote.transform(folder, tmp_path / "removed", mote.experts.remove, "alpha")
+    with torch.no_grad():
+        out = AutoModel.from_pretrained(folder, trust_remote_code=True)(**batch(), task="delta").pooler_output
+    assert torch.equal(out, expected)
+    assert files_in(folder) >= FILES
+    models = [SentenceTransformer(str(one), trust_remote_code=True) for one in (source, folder)]
+    vectors = [model.encode("a", task="beta") for model in models]
+    assert (vectors[0] == vectors[1]).all()
+    verbs: dict[Any, dict[str, Any]] = {
+        mote.experts.export: {"name": "beta"},
+        mote.experts.average: {},
+        mote.experts.compress: {"rank": 2},
+    }
+    for verb, arguments in verbs.items():
+        with pytest.raises(ValueError, match="pools by 'latent_attention', whose weights neither dense nor compressed"):
+            mote.transform(source, tmp_path / "out", verb, **arguments)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.long
+def test_streamed_and_built_in_memory(tmp_path: Path) -> None:
+    for name, dtype in {"bin": "bfloat16", "safetensors": "float32"}.items():
+        source = dense_checkpoint(tmp_path / name, "bert", format=name)
+        folder = upcycle(str(source), tmp_path / f"{name}-out", dtype=dtype, **LATENT)
+        model = AutoModel.from_pretrained(folder, trust_remote_code=True)
+        assert {weight.dtype for weight in model.pooling.parameters()} == {getattr(torch, dtype)}
+        settings = json.loads((folder / "config.json").read_text())
+        assert {key: settings[key] for key in LATENT} == LATENT
+        assert 0.7 < model.pooling.latents.float().std() < 1.3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pooling": "latent_attention", "routing": "token"}, "is for task experts: leave out `--routing token`"),
+        ({"pooling": "self_attention", "retrieval": "hybrid"}, "makes dense vectors, and these are hybrid"),
+        ({"pooling": "latent_attention", "with_head": True}, "cannot have a head for masked language modelling"),
+        ({"pooling_heads": 4}, "pooling_heads is a setting of pooling by attention: add `--pooling latent_attention`"),
+        ({"pooling": "self_attention", "pooling_latents": 4}, "pooling_latents is a setting of pooling by attention"),
+        ({"pooling": "latent_attention", "pooling_heads": 0}, "pooling_heads must be an integer from 1"),
+        ({"pooling": "latent"}, "Unknown pooling 'latent'. .*'last_token', 'latent_attention', 'self_attention'"),
+    ],
+)
+def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str, dense: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_upcycling(str(dense), **settings)
+
+
+def test_a_dense_baseline(dense: Path, tmp_path: Path) -> None:
+    recipe = [f"model.source={dense}", "data.folder=examples/data"]
+    with pytest.raises(ValueError, match=r"model\.pooling=latent_attention is for model\.kind=mote"):
+        build_model(load_recipe("ic", [*recipe, "model.pooling=latent_attention"]), open_dense(str(dense)), tmp_path)
+    model, _ = build_model(load_recipe("ic", [*recipe, "model.pooling=last_token"]), open_dense(str(dense)), tmp_path)
+    assert model[1].pooling_mode == "lasttoken"
+
+
+def test_outside_of_a_model() -> None:
+    with pytest.raises(RuntimeError, match="AttentionPooling is not part of a model"):
+        AttentionPooling(16)({"token_embeddings": torch.zeros(1, 2, 16)})
+    assert AttentionPoolingConfig().pooling_head_dim == 768
+
+
+@pytest.mark.parametrize("name", [family(name, False) for name in ("distilbert", "modernbert", "qwen3", "gemma3_text")])
+def test_every_family(name: str, tmp_path: Path) -> None:
+    folder = upcycle(str(dense_checkpoint(tmp_path / "dense", name)), tmp_path / "out", experts=EXPERTS, **LATENT)
+    model = SentenceTransformer(str(folder), trust_remote_code=True)
+    bare = AutoModel.from_pretrained(folder, trust_remote_code=True)
+    tokens = model.tokenizer(TEXTS, padding=True, return_tensors="pt")
+    given = {name: tokens[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        expected = bare(**given, task="beta").pooler_output
+    assert difference(model.encode(TEXTS, task="beta", convert_to_tensor=True), expected) <= 1e-5
