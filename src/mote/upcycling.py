@@ -382,12 +382,7 @@ def plan_upcycling(
         remedy = "leave out `--with-head`" if options.with_head else "add `--sparse-from embeddings`"
         raise ValueError(f"{source.name} has no head for masked language modelling: {remedy}")
     prompts = st.source_prompts(source)
-    own_pooling: Any = source.config.pooling if is_mote(source.config) else "mean"
-    pooling = options.pooling or st.source_pooling(source) or own_pooling
-    if pooling not in (known := (*MoTEConfig.pooling_modes, *POOLING_BY_ATTENTION)):
-        raise ValueError(f"Unknown pooling {pooling!r}." + alternatives(pooling, known))
-    if pooling in POOLING_BY_ATTENTION and retrieval.kind != "dense":
-        raise ValueError(f"Pooling by {pooling!r} makes dense vectors, and these are {retrieval.kind}")
+    pooling = _pooling(options, source, retrieval)
     new_config = _published_config if source.format == "nomic_moe" else _config
     if source.config.model_type == TOKEN_ROUTED and source.format == "mote":
         new_config = _hierarchical_config
@@ -430,6 +425,17 @@ def plan_upcycling(
             for name in sorted(prompts.keys() - st.prompts_of(config).keys())
         ],
     )
+
+
+def _pooling(options: UpcyclingOptions, source: Checkpoint, retrieval: Retrieval) -> str:
+    """Return the pooling of the result: that of the options, else of the source."""
+    own: Any = source.config.pooling if is_mote(source.config) else "mean"
+    pooling = options.pooling or st.source_pooling(source) or own
+    if pooling not in (known := (*MoTEConfig.pooling_modes, *POOLING_BY_ATTENTION)):
+        raise ValueError(f"Unknown pooling {pooling!r}." + alternatives(pooling, known))
+    if pooling in POOLING_BY_ATTENTION and retrieval.kind != "dense":
+        raise ValueError(f"Pooling by {pooling!r} makes dense vectors, and these are {retrieval.kind}")
+    return str(pooling)
 
 
 def _retrieval(options: UpcyclingOptions, source: Checkpoint) -> Retrieval:

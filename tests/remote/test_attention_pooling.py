@@ -271,3 +271,22 @@ def test_every_family(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = bare(**given, task="beta").pooler_output
     assert difference(model.encode(TEXTS, task="beta", convert_to_tensor=True), expected) <= 1e-5
+
+
+def test_instructions_are_left_out(dense: Path, tmp_path: Path) -> None:
+    """With the modules that leave instructions out exactly, in a row each, see `test_instruction.py`."""
+    settings = {**SELF, "experts": EXPERTS, "instructions": {"beta": "b: "}, "instruction_pooling": "excluded"}
+    folder = upcycle(str(dense), tmp_path / "out", **settings)
+    model = SentenceTransformer(str(folder), trust_remote_code=True)
+    assert [type(module).__name__ for module in model] == ["InstructedMoTETransformer", "AttentionPooling"]
+    vectors = model.encode(TEXTS, prompt="b: ", convert_to_tensor=True)
+    tokens = model.tokenizer(["b: " + text for text in TEXTS], padding=True, return_tensors="pt")
+    chosen = tokens["attention_mask"].clone()
+    chosen[:, :3] = 0  # [CLS] b :
+    given = {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"], "pooling_mask": chosen}
+    with torch.no_grad():
+        expected = AutoModel.from_pretrained(folder, trust_remote_code=True)(**given, task="beta").pooler_output
+    assert difference(vectors, expected) <= 1e-6
+    model.save(str(tmp_path / "saved"))
+    saved = SentenceTransformer(str(tmp_path / "saved"), trust_remote_code=True)
+    assert torch.equal(saved.encode(TEXTS, prompt="b: ", convert_to_tensor=True), vectors)

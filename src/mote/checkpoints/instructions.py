@@ -110,7 +110,8 @@ def copy_instruction_code(modules: list[dict[str, Any]], folder: Path) -> None:
     for name in (*INSTRUCTED, TEXT_POOLING):
         (folder / f"{name.partition('.')[0]}.py").unlink(missing_ok=True)
     for name in wanted.intersection((*INSTRUCTED, TEXT_POOLING)):
-        copy_code(name, folder)
+        for file in (name, TEXT_POOLING):  # which all of them import
+            copy_code(file, folder)
 
 
 def _settings_of(module: dict[str, Any], folder: Path) -> dict[str, Any]:
