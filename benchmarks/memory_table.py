@@ -1,13 +1,15 @@
-"""The table of docs/scale.md: memory of a training step on each GPU, by size of model and number of GPUs.
+"""The tables of docs/scale.md: memory of a training step on each GPU, by size of model and number of GPUs.
 
-    python -m benchmarks.memory_table
+    python -m benchmarks.memory_table            # all weights are trained
+    python -m benchmarks.memory_table adapters   # LoRA on Mistral-7B, as NV-Embed was trained
 
-Takes seconds and needs no GPU: only shapes are computed.
+Takes seconds, or minutes with adapters, and needs no GPU: only shapes are computed.
 """
 
+import sys
 from collections.abc import Iterator
 
-from transformers import BertConfig, NomicBertConfig
+from transformers import BertConfig, MistralConfig, NomicBertConfig
 
 from configuration_mote import MoTEConfig
 from mote import MemoryEstimate, estimate_memory
@@ -61,6 +63,27 @@ def rows() -> Iterator[tuple[str, ...]]:
                 )
 
 
+def rows_with_adapters() -> Iterator[tuple[str, ...]]:
+    """Estimate LoRA r 16 on all linear layers: 128 queries, each with its positive and 7 hard negatives."""
+    for name, config in (("dense", MistralConfig()), ("MoTE", MoTEConfig(backbone_config=MistralConfig()))):
+        for processes, sharding in ((1, "ddp"), (8, "ddp"), (8, "fsdp2")):
+            for base_dtype in ("float32", "bfloat16"):
+                estimate = estimate_memory(
+                    config,
+                    batch_size=128,
+                    mini_batch_size=16,
+                    columns=9,
+                    length=512,
+                    processes=processes,
+                    sharding=sharding,
+                    precision="bf16",
+                    gradient_checkpointing=True,
+                    peft={"r": 16, "base_dtype": base_dtype},
+                )
+                how = sharding if processes > 1 else "one process"
+                yield (name, str(processes), how, base_dtype, f"{estimate.weights / GIB:.2f}", *_sizes(estimate))
+
+
 def _sizes(estimate: MemoryEstimate) -> Iterator[str]:
     lasting = estimate.weights + estimate.gradients + estimate.optimizer + estimate.communication
     for size in (lasting, estimate.activations, estimate.embeddings + estimate.loss, estimate.total):
@@ -68,5 +91,9 @@ def _sizes(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["adapters"]:
+        heads = ["model", "GPUs", "how", "frozen layers", "weights", "lasting", "activations", "embeddings and loss"]
+        print(markdown_table([*heads, "total"], rows_with_adapters(), align="lrllrrrrr"))
+        sys.exit()
     heads = ["model", "tokens", "GPUs", "how", "mini-batch", "lasting", "activations", "embeddings and loss", "total"]
     print(markdown_table(heads, rows(), align="lrrlrrrrr"))

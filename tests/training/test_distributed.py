@@ -18,6 +18,7 @@ from helpers.checkpoints import dense_checkpoint
 from helpers.paths import ROOT, SMALL_ENCODER
 from helpers.runs import overrides, train_step, weights
 
+from mote import upcycle
 from mote.checkpoints.reading import open_checkpoint
 from mote.training.model import build_model
 from mote.training.progress import read_log
@@ -123,6 +124,44 @@ def test_two_processes_learn_what_one_does(recipe: str, data: Path, tmp_path: Pa
     assert [record["processes"] for record in records] == [1, 2]
     assert records[0]["tasks"] == records[1]["tasks"]  # texts and tokens, over all processes
     assert records[0]["experts"] == records[1]["experts"]
+
+
+ADAPTERS = (
+    "training.peft={r: 4, alpha: 8, dropout: 0, targets: all-linear}",
+    "training.optim=sgd",
+    "training.learning_rate=1",
+    "training.lr_scheduler_type=constant",
+    "training.weight_decay=0",
+    "training.max_grad_norm=0.1",
+)
+
+
+def test_two_processes_train_the_adapters_of_one(data: Path, tmp_path: Path) -> None:
+    for processes in (1, 2):
+        train(processes, data, tmp_path / str(processes) / "run", *ADAPTERS)
+    one, two = (weights(tmp_path / name / "run" / "model") for name in "12")
+    start = weights(upcycle(str(SMALL_ENCODER), tmp_path / "start"))
+    assert max((one[key] - two[key]).abs().max().item() for key in one) <= 1e-6
+    assert max((one[key] - start[key]).abs().max().item() for key in one) > 1e-4
+
+
+@pytest.mark.slow
+def test_adapters_under_fsdp(data: Path, tmp_path: Path) -> None:
+    """Killed, resumed bit for bit, and merged to the weights of two replicas."""
+    for name, changes, code in (("whole", {}, 0), ("killed", {"DIE_AT_STEP": "4"}, 1), ("killed", {}, 0)):
+        more = (*ADAPTERS, "training.gradient_checkpointing=true")
+        command, environment = launch(2, data, tmp_path / name / "run", *more, script=FSDP_SCRIPT)
+        done = subprocess.run(
+            command, env={**environment, **FSDP, **changes}, capture_output=True, text=True, timeout=400
+        )
+        assert done.returncode == code, done.stderr[-4000:]
+    train(2, data, tmp_path / "replicas" / "run", *ADAPTERS)
+    whole, killed, replicas = (weights(tmp_path / name / "run" / "model") for name in ("whole", "killed", "replicas"))
+    assert whole.keys() == replicas.keys()
+    for key in whole:
+        assert torch.equal(whole[key], killed[key]), key
+        assert (whole[key] - replicas[key]).abs().max().item() <= 1e-6, key
+    assert train_step(tmp_path / "killed" / "run" / "model")["resumed_from_step"] == 2
 
 
 def test_two_killed_processes_are_resumed_bit_for_bit(data: Path, tmp_path: Path) -> None:

@@ -154,6 +154,26 @@ def test_what_lasts_is_exact(name: str, frozen: str) -> None:
     assert told.optimizer == bytes_of(states)
 
 
+def test_adapters_of_several_experts_lie_on_one_model() -> None:
+    """Four experts take the memory of one, and that of their adapters: r numbers for each input and each output."""
+    config = fresh_mote("bert").config
+    backbone: Any = config.backbone_config
+    width, inner, layers = backbone.hidden_size, backbone.intermediate_size, backbone.num_hidden_layers
+    settings: dict[str, Any] = {**SMALL, "peft": {"r": 4, "dropout": 0}}
+    several = estimate_memory(config, **settings)
+    dense = estimate_memory(MoTEConfig(backbone_config=backbone, experts=["alpha"]), **SMALL)
+    attention, network = 4 * 2 * width, 2 * (width + inner)
+    numbers = 4 * layers * (attention + len(config.experts) * network)
+    assert several.gradients == 4 * numbers
+    assert several.weights == dense.weights + several.gradients
+    assert several.optimizer == 2 * several.gradients + 4 * 2 * layers * (4 + len(config.experts) * 2)
+    settings["peft"]["base_dtype"] = "bfloat16"
+    linear = layers * (4 * (width + 1) * width + 2 * width * inner + inner + width)
+    assert several.weights - estimate_memory(config, **settings, precision="bf16").weights == 2 * linear
+    alone = estimate_memory(config, **{**settings, "peft": {"r": 4, "targets": "experts"}})
+    assert alone.gradients == 4 * 4 * layers * len(config.experts) * network
+
+
 def test_a_config_is_enough() -> None:
     model = fresh_mote("nomic_bert")
     assert estimate_memory(model.config, **SMALL) == estimate_memory(model, **SMALL)

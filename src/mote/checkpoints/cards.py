@@ -249,6 +249,7 @@ def write_trained_card(
     seen: Mapping[str, Mapping[str, int]],
     scores: Sequence[Sequence[str]],
     instructions: bool = True,
+    relation: str = "finetune",
     recipe_file: str = "recipe.yaml",
     curves_file: str = "curves.png",
 ) -> None:
@@ -266,6 +267,7 @@ def write_trained_card(
         seen: Expert, or task, → `texts` and `tokens`.
         scores: Rows of name, score before, score after; none if there was no validation.
         instructions: Whether the model was trained with instructions.
+        relation: To its base model, as the Hub names it: `finetune`, or `adapter`.
         recipe_file: File in `folder` with all settings.
         curves_file: File in `folder` with a chart of the loss.
     """
@@ -277,7 +279,7 @@ def write_trained_card(
     _write(
         folder,
         "trained_model.md",
-        card_data(source, "finetune", tags),
+        card_data(source, relation, (*tags, "peft") if relation == "adapter" else tags),
         repo_id,
         what=TRAINED_KINDS[kind],
         retrieval=retrieval,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
+from transformers.utils import ADAPTER_CONFIG_NAME
 
 from configuration_mote import MoTEConfig
 from mote import hub
@@ -139,7 +140,7 @@ def write_repository(
         else:
             model.save(str(folder), create_model_card=False)
         transformer: Any = model if isinstance(model, PreTrainedModel) else model[0].auto_model
-        if not is_mote(transformer.config):
+        if not is_mote(transformer.config) and not (folder / ADAPTER_CONFIG_NAME).is_file():
             write_plainly(folder, transformer)
         details = after(folder) if after else {}
         step = {**step, "sources": described.result(), **details}

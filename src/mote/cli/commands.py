@@ -388,6 +388,15 @@ def memory(
         typer.Option(help="Sharding over several processes."),
     ] = "ddp",
     device: Annotated[Literal["gpu", "cpu"], typer.Option(help="Kind of device.")] = "gpu",
+    lora_rank: Annotated[
+        int | None, typer.Option(metavar="R", min=1, help="Rank of LoRA adapters. Default: all weights are trained.")
+    ] = None,
+    lora_targets: Annotated[
+        Literal["all-linear", "shared", "experts"], typer.Option(help="Layers that get adapters.")
+    ] = "all-linear",
+    base_dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Type of the frozen linear layers below adapters.")
+    ] = "float32",
     as_json: options.Json = False,
 ) -> None:
     """Estimate the memory of training.
@@ -397,8 +406,10 @@ def memory(
     settings = locals()
     from mote.training.memory import config_of
 
-    for name in ("src", "revision", "experts", "as_json"):
+    for name in ("src", "revision", "experts", "as_json", "lora_rank", "lora_targets", "base_dtype"):
         del settings[name]
+    if lora_rank is not None:
+        settings["peft"] = {"r": lora_rank, "targets": lora_targets, "base_dtype": base_dtype}
     estimate = mote.estimate_memory(config_of(src, revision, experts), **settings)
     typer.echo(json.dumps(estimate.to_dict(), indent=2) if as_json else estimate)
 

@@ -7,7 +7,7 @@ for any architecture, with gradient checkpointing and mixed precision, and need 
 
 import copy
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +29,8 @@ from modeling_mote import MoTEModel
 from mote.checkpoints.reading import is_mote, mote_class, open_checkpoint
 from mote.checkpoints.tensors import token_routing
 from mote.reporting import Report, markdown_table, table
+from mote.training.adapters import adapt, share_weights
+from mote.training.recipe import PeftSettings
 
 PRECISIONS = ("fp32", "bf16")
 SHARDINGS = ("ddp", "fsdp2", "deepspeed-stage-1", "deepspeed-stage-2")
@@ -102,6 +104,7 @@ def estimate_memory(
     processes: int = 1,
     sharding: str = "ddp",
     device: str = "gpu",
+    peft: PeftSettings | Mapping[str, Any] | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory of a step of contrastive training with AdamW, on each device.
 
@@ -122,6 +125,8 @@ def estimate_memory(
         sharding: `"ddp"` (every device has everything), `"fsdp2"` (weights, gradients and optimizer cut),
             `"deepspeed-stage-1"` (optimizer cut), or `"deepspeed-stage-2"` (gradients as well, not for cached losses).
         device: `"gpu"` or `"cpu"`: whether sdpa with dropout keeps no probabilities, or does.
+        peft: Adapters that are trained, as `training.peft` in a recipe. The experts of a MoTE then share their frozen
+            weights, as they do in a run that starts from a dense model.
 
     Raises:
         ValueError: If a name is unknown, a number is out of range, the model's forward depends on its inputs' values,
@@ -135,8 +140,9 @@ def estimate_memory(
         raise ValueError("The memory of a token-routed model depends on where the tokens go, and cannot be estimated")
     rows = _rows(batch_size, processes, mini_batch_size, length, columns)
     cached = mini_batch_size is not None
+    adapters = peft if isinstance(peft, PeftSettings) or peft is None else PeftSettings(**peft)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fake = fake_model(model, gradient_checkpointing, device)
+        fake = fake_model(model, gradient_checkpointing, device, adapters)
         try:
             at_once = (min(mini_batch_size, rows), 1) if mini_batch_size is not None else (rows, columns)
             activations = measure_activations(fake, at_once[0], length, at_once[1], precision).peak
@@ -209,7 +215,7 @@ def _lasting(model: PreTrainedModel, precision: str, processes: int, sharding: s
             "weights": _size(model.parameters(), processes),
             "gradients": _size(trained, processes),
             "optimizer": 2 * _size(trained, processes) + 4 * len(trained),
-            "communication": _gathered(model) // (2 if precision == "bf16" else 1) if processes > 1 else 0,
+            "communication": _gathered(model, precision) if processes > 1 else 0,
         }
     count = sum(parameter.numel() for parameter in trained)
     if precision == "bf16":  # DeepSpeed keeps the model in bf16, and cuts one in float32 with the optimizer
@@ -231,7 +237,7 @@ def _size(tensors: Iterable[torch.Tensor], processes: int = 1) -> int:
     )
 
 
-def _gathered(model: PreTrainedModel) -> int:
+def _gathered(model: PreTrainedModel, precision: str) -> int:
     """Count what FSDP has gathered at a time: what is in no block, one block with its gradients, and the next one."""
     blocks: list[nn.Module] = [
         module for module in model.modules() if type(module).__name__ in MoTEModel._no_split_modules
@@ -241,9 +247,17 @@ def _gathered(model: PreTrainedModel) -> int:
         for module in model.modules()
         if hasattr(module, "gradient_checkpointing") and not isinstance(module, PreTrainedModel)
     ]
-    sizes = [_size(block.parameters()) for block in blocks]
-    outside = _size(model.parameters()) - sum(sizes)
-    return outside + 3 * max(sizes, default=0)
+    widest = 2 if precision == "bf16" else 8  # bytes of a number
+
+    def size(weights: Iterable[nn.Parameter]) -> int:
+        return sum(weight.numel() * min(weight.element_size(), widest) for weight in weights)
+
+    sizes = [size(block.parameters()) for block in blocks]
+    with_gradients = [
+        2 * whole + size(weight for weight in block.parameters() if weight.requires_grad)
+        for whole, block in zip(sizes, blocks, strict=True)
+    ]
+    return size(model.parameters()) - sum(sizes) + max(with_gradients, default=0)
 
 
 # Measured ------------------------------------------------------------------------------------------------------------
@@ -283,20 +297,16 @@ class LiveMemory(TorchDispatchMode):
 
 
 def fake_model(
-    model: PreTrainedModel | PreTrainedConfig, gradient_checkpointing: bool = False, device: str = "gpu"
+    model: PreTrainedModel | PreTrainedConfig,
+    gradient_checkpointing: bool = False,
+    device: str = "gpu",
+    adapters: PeftSettings | None = None,
 ) -> PreTrainedModel:
     """Build a model without contents, in training mode, with gradients, as it is after the first mini-batch.
 
     To be called within `FakeTensorMode(allow_non_fake_inputs=True)`. The arguments are those of `estimate_memory`.
     """
-    config = _config_of(model, device)
-    with unset_fake_temporarily(), torch.device("meta"):
-        fake: PreTrainedModel = (
-            mote_class(config.model_type, "model")(config) if is_mote(config) else AutoModel.from_config(config)
-        )
-        if isinstance(config.dtype, torch.dtype):
-            fake.to(dtype=config.dtype)  # type: ignore[call-arg]
-    fake.to_empty(device="cpu")
+    fake = _empty_model(_config_of(model, device), adapters)
     if getattr(fake, "pooler", None) is not None:
         fake.pooler = None  # type: ignore[assignment]  # which embeddings do not pass through
     of_model = dict(model.named_parameters()) if isinstance(model, PreTrainedModel) else {}
@@ -304,11 +314,38 @@ def fake_model(
         if name in of_model:
             parameter.data = parameter.data.to(of_model[name].dtype)
             parameter.requires_grad_(of_model[name].requires_grad)
+    for parameter in fake.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
     if gradient_checkpointing:
         fake.gradient_checkpointing_enable({"use_reentrant": False})
     return fake.train()
+
+
+def _empty_model(config: Any, adapters: PeftSettings | None) -> PreTrainedModel:
+    """Build a model of a config on fake tensors; experts below adapters share their weights."""
+    share = adapters is not None and is_mote(config)
+    if share:
+        config.load_only(config.available_experts[:1])
+    with unset_fake_temporarily(), torch.device("meta"):
+        fake: PreTrainedModel = (
+            mote_class(config.model_type, "model")(config) if is_mote(config) else AutoModel.from_config(config)
+        )
+        if isinstance(config.dtype, torch.dtype) and adapters is None:
+            fake.to(dtype=config.dtype)  # type: ignore[call-arg]
+        if share:
+            share_weights(fake)
+        if adapters is not None:
+            adapt(fake, adapters)
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in fake.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    fake.to_empty(device="cpu")  # which gives each place a tensor of its own
+    for (module, name), *others in places.values():
+        for other, same in others:
+            setattr(other, same, getattr(module, name))
+    return fake
 
 
 def _config_of(model: PreTrainedModel | PreTrainedConfig, device: str) -> Any:

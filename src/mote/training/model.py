@@ -14,11 +14,21 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from configuration_mote import MoTEConfig, alternatives
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.bidirectional import asks_for_both_directions, with_both_directions
-from mote.checkpoints.reading import TOKEN_ROUTED, Checkpoint, has_head, is_mote, load_dense, load_tokenizer
+from mote.checkpoints.reading import (
+    TOKEN_ROUTED,
+    Checkpoint,
+    has_head,
+    is_mote,
+    load_dense,
+    load_tokenizer,
+    open_checkpoint,
+)
 from mote.checkpoints.retrieval import Retrieval, retrieval_in, wanted_retrieval, write_retrieval
+from mote.checkpoints.rewriting import experts_are_copies
 from mote.checkpoints.staging import Staging
 from mote.checkpoints.tensors import token_routing
 from mote.inference.loading import require_all_weights
+from mote.training.adapters import add_adapters, network_of, share_weights
 from mote.training.processes import processes
 from mote.training.recipe import ModelSettings, Recipe, RetrievalSettings
 from mote.training.run_folder import START_FOLDER
@@ -54,7 +64,7 @@ def build_model(
     Raises:
         ValueError: If the source does not suit the recipe, or the recipe names a task that the model does not know.
     """
-    settings = recipe.model
+    settings, adapters = recipe.model, recipe.training.peft
     names = names_of(recipe, source)
     model: SentenceTransformer | SparseEncoder
     torch.manual_seed(recipe.training.seed)  # for new weights: those of a token router
@@ -81,14 +91,25 @@ def build_model(
                     _link(source.folder, folder)
                     write_retrieval(folder, retrieval)
         encoder: Any = SentenceTransformer if retrieval.kind == "dense" else SparseEncoder
-        model = encoder(str(folder), trust_remote_code=True, **_loading(settings))
-        first: Any = model[0]
-        names = first.config
+        shared = adapters is not None and experts_are_copies(open_checkpoint(str(folder)))
+        only_one = {"config_kwargs": {"experts": names.experts[:1]}} if shared else {}
+        model = encoder(str(folder), trust_remote_code=True, **_loading(settings), **only_one)
+        if shared:
+            share_weights(network_of(model))
+        names = network_of(model).config
     if settings.max_length is not None:
         model.max_seq_length = settings.max_length
-    if recipe.training.only_experts is not None:
+    if adapters is not None:
+        add_adapters(model, adapters, recipe.training.only_experts)
+        network_of(model).peft_config["default"].base_model_name_or_path = _base_of_adapter(source)
+        network_of(model).peft_config["default"].revision = source.revision
+    elif recipe.training.only_experts is not None:
         _freeze_all_but(model, recipe.training.only_experts)
     return model, names
+
+
+def _base_of_adapter(source: Checkpoint) -> str:
+    return str(source.folder.resolve()) if source.is_local else source.name
 
 
 def retrieval_of(recipe: Recipe, source: Checkpoint) -> Retrieval:
@@ -167,6 +188,8 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
     """
     settings = recipe.model
     retrieval_of(recipe, source)
+    if recipe.training.peft is not None:
+        _check_peft(recipe, source)
     if is_mote(source.config):
         names: Any = source.config
         check_mote(settings, names, source.is_local)
@@ -317,6 +340,26 @@ def _check_only_experts(recipe: Recipe, names: MoTEConfig, only: list[str]) -> N
                     f"tasks.{name}: {dataset.path} trains {' and '.join(trained)}, none of training.only_experts "
                     f"({', '.join(only)}): send it to one of them by `anchor`, or remove it (`tasks.{name}=null`)"
                 )
+
+
+def _check_peft(recipe: Recipe, source: Checkpoint) -> None:
+    """Check that adapters suit the source, and that they are merged where no base could be loaded below them."""
+    config: Any = source.config
+    if recipe.model.kind == "mote" and token_routing(config) is not None:
+        raise ValueError("training.peft: token-routed experts are stacked weights, which PEFT does not adapt here")
+    if recipe.training.peft is None or recipe.training.peft.merge:
+        return
+    if recipe.model.kind == "mote" and not is_mote(config):
+        raise ValueError(
+            f"training.peft.merge=false: adapters are loaded on top of a model, and {source.name} is no MoTE yet. "
+            "Upcycle it first (`mote upcycle`), and set model.source to the result"
+        )
+    changed = recipe.model.bidirectional or asks_for_both_directions(config)
+    if recipe.model.kind == "dense" and (source.format != "transformers" or changed):
+        raise ValueError(
+            f"training.peft.merge=false: the libraries would load adapters on top of {source.name} as it is, and the "
+            f"model here has {'another direction of attention' if changed else 'another format'}: merge them"
+        )
 
 
 def _freeze_all_but(model: SentenceTransformer | SparseEncoder, experts: list[str]) -> None:

@@ -350,12 +350,47 @@ class TrainerSettings(Settings):
         return {key: value for key, value in self if key not in (*self.OURS, "gradient_checkpointing")}
 
 
+class PeftSettings(Settings):
+    """Adapters that are trained in place of the model's own weights, by the library PEFT.
+
+    Attributes:
+        method: Method, as PEFT names it.
+        r: Rank of LoRA.
+        alpha: LoRA's differences are multiplied with alpha / r.
+        dropout: Dropout of LoRA's inputs.
+        targets: What gets adapters: `all-linear` layers; of a MoTE, those that the experts share (`shared`), or those
+            of each expert (`experts`); or PEFT's `target_modules`: a list of ends of names, or a pattern.
+        in_full: Modules that are trained in full beside the adapters, as PEFT's `modules_to_save`: ends of names.
+        arguments: Further arguments of PEFT's config of the method (`use_dora`, `use_rslora` …).
+        base_dtype: Type of the frozen linear layers; `bfloat16` goes with `training.bf16`, which rounds them anyway.
+        merge: Whether adapters are merged into the weights at the end. If not, `model/` holds them alone.
+    """
+
+    method: Literal["lora", "loha", "lokr", "ia3", "oft", "hra"] = "lora"
+    r: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32, gt=0)
+    dropout: float = Field(default=0.1, ge=0, lt=1)
+    targets: str | list[str] = "all-linear"
+    in_full: list[str] = []
+    arguments: dict[str, Any] = {}
+    base_dtype: Literal["float32", "bfloat16"] = "float32"
+    merge: bool = True
+
+    @model_validator(mode="after")
+    def _of_lora(self) -> "PeftSettings":
+        given = sorted(self.model_fields_set & {"r", "alpha", "dropout"})
+        if self.method != "lora" and given:
+            raise ValueError(f"{', '.join(given)}: settings of LoRA; those of {self.method} go into `arguments`")
+        return self
+
+
 class TrainingSettings(TrainerSettings):
-    """`SentenceTransformerTrainingArguments`, by their own names, and five settings of ours: `batch_size`, and these.
+    """`SentenceTransformerTrainingArguments`, by their own names, and six settings of ours: `batch_size`, and these.
 
     Attributes:
         mini_batch_size: Rows of a forward pass, with gradient caching. Default: no caching.
         only_experts: Experts to train; everything else is frozen. Default: the whole model.
+        peft: Adapters to train, with all else frozen. Default: none.
         cross_device_negatives: Whether the rows of all processes are negatives of one another.
         matryoshka: Dimensions to which embeddings can be truncated, or `halves`: the model's own, its half, and so on
             down to 64.
@@ -363,6 +398,7 @@ class TrainingSettings(TrainerSettings):
 
     mini_batch_size: int | None = Field(default=None, ge=1)
     only_experts: list[str] | None = Field(default=None, min_length=1)
+    peft: PeftSettings | None = None
     cross_device_negatives: bool = True
     matryoshka: list[int] | Literal["halves"] | None = None
 
@@ -371,6 +407,7 @@ class TrainingSettings(TrainerSettings):
         "batch_size",
         "mini_batch_size",
         "only_experts",
+        "peft",
         "cross_device_negatives",
         "matryoshka",
     )
@@ -417,7 +454,7 @@ class Recipe(Settings):
         tasks: Task → its data and settings.
         retrieval: The model's vectors.
         data: Settings of all datasets.
-        training: `SentenceTransformerTrainingArguments`, and five settings of ours.
+        training: `SentenceTransformerTrainingArguments`, and six settings of ours.
         validation: Held-out texts.
         output: Folder of the run.
     """
@@ -454,6 +491,19 @@ class Recipe(Settings):
             raise ValueError("retrieval.weight=tuned needs held-out pairs: set validation.share")
         if self.retrieval.kind != "dense" and self.training.matryoshka:
             raise ValueError(f"training.matryoshka truncates dense vectors, and retrieval.kind={self.retrieval.kind}")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_peft(self) -> "Recipe":
+        peft = self.training.peft
+        if peft is None:
+            return self
+        if self.model.kind == "token_routed":
+            raise ValueError("training.peft: token-routed experts are stacked weights, which PEFT does not adapt here")
+        if self.model.kind == "dense" and peft.targets in ("shared", "experts"):
+            raise ValueError(f"training.peft.targets={peft.targets}: a dense model has no experts; try all-linear")
+        if peft.base_dtype == "bfloat16" and not self.training.bf16:
+            raise ValueError("training.peft.base_dtype=bfloat16 goes with mixed precision: set training.bf16=true")
         return self
 
     @model_validator(mode="after")

@@ -22,6 +22,7 @@ def build_record(
     tracker: Tracker,
     log: list[dict[str, Any]],
     *,
+    parameters: dict[str, int],
     resumed_from_step: int | None,
     validation: Mapping[str, Scores],
 ) -> dict[str, Any]:
@@ -33,6 +34,7 @@ def build_record(
         data: Its data.
         tracker: What it has seen.
         log: Lines of its log.
+        parameters: Numbers of parameters in the run: `trained` ones, and `all`, those that experts share counted once.
         resumed_from_step: Step of the checkpoint from which it was resumed last.
         validation: Validation scores, `before` and `after`.
     """
@@ -54,6 +56,7 @@ def build_record(
         "device": torch.cuda.get_device_name(device)
         if device.type == "cuda"
         else f"{torch.get_num_threads()} CPU threads",
+        "parameters": parameters,
         "tasks": tracker.tasks,
         "training_sets": tracker.training_sets,
         "experts": experts,

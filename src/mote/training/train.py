@@ -24,6 +24,7 @@ from configuration_mote import MoTEConfig
 from mote.checkpoints.cards import write_trained_card
 from mote.checkpoints.reading import Checkpoint, load_tokenizer, open_checkpoint
 from mote.checkpoints.tensors import token_routing
+from mote.training.adapters import AdapterCheckpoints, merge_adapters
 from mote.training.arguments import Schedule, describe, plan_schedule, trainer_arguments
 from mote.training.data import TrainingSet, load_data
 from mote.training.losses import INFO_NCE, LoadBalancedLoss, build_loss, check_loss
@@ -152,6 +153,12 @@ class TrainingRun(Run):
     def finish(self, before: dict[str, float] | None) -> None:
         """Score the model, write its repository in place of an earlier one, and remove the checkpoints."""
         logger.info("Scoring, and writing the model …")
+        weights = [*self.model.parameters()]
+        trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+        parameters = {"trained": trained, "all": sum(weight.numel() for weight in weights)}
+        peft = self.recipe.training.peft
+        if peft is not None and peft.merge:
+            merge_adapters(self.model)
         tuned = {}
         if self.recipe.retrieval.weight == "tuned" and self.validation is not None:
             tuned = {"weights": tune_weight(self.validation, self.model)}
@@ -161,6 +168,7 @@ class TrainingRun(Run):
             self.data,
             self.tracker,
             read_log(self.folder.path),
+            parameters=parameters,
             resumed_from_step=None if self.checkpoint is None else step_of(self.checkpoint),
             validation={"before": before, "after": self.validate()},
         )
@@ -192,6 +200,7 @@ class TrainingRun(Run):
             seen=step["experts"] or step["tasks"],
             scores=scores_of_tasks(step["validation"]),
             instructions=self.recipe.model.instructions,
+            relation="adapter" if self.recipe.training.peft and not self.recipe.training.peft.merge else "finetune",
             recipe_file=RECIPE_FILE,
             curves_file=CURVES_FILE,
         )
@@ -212,7 +221,17 @@ class _ShardedSparseTrainer(_Sharded, SparseEncoderTrainer):
     """Of sparse vectors."""
 
 
+class _AdapterTrainer(AdapterCheckpoints, SentenceTransformerTrainer):
+    """Of adapters."""
+
+
+class _SparseAdapterTrainer(AdapterCheckpoints, SparseEncoderTrainer):
+    """Of adapters of sparse encoders."""
+
+
 def _trainer_class(recipe: Recipe) -> Any:
+    if recipe.training.peft is not None and not with_fsdp():
+        return _AdapterTrainer if recipe.retrieval.kind == "dense" else _SparseAdapterTrainer
     if recipe.retrieval.kind == "dense":
         return _ShardedTrainer if with_fsdp() else SentenceTransformerTrainer
     return _ShardedSparseTrainer if with_fsdp() else SparseEncoderTrainer

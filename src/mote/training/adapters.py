@@ -1,0 +1,167 @@
+"""Adapters: PEFT's few weights are trained in place of the model's own, and merged into them or saved beside them.
+
+PEFT injects them, Sentence-Transformers and Transformers save and load them. Ours is what a MoTE needs besides: copies
+of one expert share their frozen weights, so that several experts take the memory of one dense model.
+"""
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer, SparseEncoder
+from torch import nn
+
+from mote.experts.editing import set_experts
+from mote.training.recipe import PeftSettings
+
+ADAPTERS_FILE = "adapters.safetensors"  # in a checkpoint: all that is trained, under the names of the parameters
+
+# Targets that are parts of a block → a pattern of the names of all modules outside of them.
+OUTSIDE = {"shared": r"(?!(.*\.)?shared\.).*", "experts": r"(?!(.*\.)?experts\.).*"}
+
+
+def peft_config(settings: PeftSettings, only_experts: list[str] | None = None) -> Any:
+    """Return PEFT's own config of a recipe's adapters.
+
+    Args:
+        settings: `training.peft`.
+        only_experts: Experts that get adapters, and nothing else does. Default: all that the targets name.
+
+    Raises:
+        ImportError: If PEFT is not installed.
+        ValueError: If it refuses an argument.
+    """
+    try:
+        from peft import PeftType
+        from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+    except ImportError as error:
+        raise ImportError("training.peft needs the library PEFT: pip install peft") from error
+    targets = settings.targets
+    pattern = OUTSIDE.get(targets) if isinstance(targets, str) else None
+    outside = [] if pattern is None else [pattern]
+    if only_experts is not None:
+        names = "|".join(map(re.escape, only_experts))
+        outside.append(rf"(?!(.*\.)?experts\.({names})\.).*")
+    arguments: dict[str, Any] = {
+        "target_modules": "all-linear" if targets in ("shared", "experts") else targets,
+        "exclude_modules": "|".join(outside) or None,
+        "modules_to_save": settings.in_full or None,
+    }
+    if settings.method == "lora":
+        arguments |= {"r": settings.r, "lora_alpha": settings.alpha, "lora_dropout": settings.dropout}
+    config_class: Any = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(settings.method.upper())]
+    try:
+        return config_class(**{**arguments, **settings.arguments})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"training.peft: {config_class.__name__} refuses its arguments: {error}") from error
+
+
+def add_adapters(
+    model: SentenceTransformer | SparseEncoder, settings: PeftSettings, only_experts: list[str] | None = None
+) -> None:
+    """Freeze a model's network, and give it adapters that are trained.
+
+    Modules of the pipeline after the network (a dense layer, a pooling with weights) are trained in full, unless only
+    some experts are.
+
+    Args:
+        model: The model; changed in place.
+        settings: `training.peft`.
+        only_experts: As in `peft_config`.
+
+    Raises:
+        ValueError: If PEFT refuses the settings, or no module is a target.
+    """
+    if only_experts is not None:
+        model.requires_grad_(False)
+    adapt(network_of(model), settings, only_experts)
+
+
+def adapt(network: Any, settings: PeftSettings, only_experts: list[str] | None = None) -> None:
+    """Freeze a Transformers model, and give it adapters that are trained; arguments and errors as in `add_adapters`."""
+    base_dtype = getattr(torch, settings.base_dtype)
+    try:
+        network.add_adapter(peft_config(settings, only_experts))
+    except ValueError as error:
+        raise ValueError(f"training.peft: PEFT refuses the targets {settings.targets!r}: {error}") from error
+    for module in network.modules():
+        if isinstance(module, nn.Linear):  # mixed precision rounds these alone
+            for weight in module.parameters(recurse=False):
+                weight.data = weight.data.to(torch.float32 if weight.requires_grad else base_dtype)
+
+
+def network_of(model: SentenceTransformer | SparseEncoder) -> Any:
+    """Return the Transformers model of a Sentence-Transformers one."""
+    first: Any = model[0]
+    return first.model
+
+
+def share_weights(model: Any) -> None:
+    """Make all experts of a MoTE out of the one that is loaded, as modules of their own with the same weights.
+
+    Args:
+        model: A `MoTEModel` with one expert loaded; changed in place.
+    """
+    (loaded,) = model.config.available_experts
+    for block in model.blocks:
+        expert = block.experts[loaded]
+        kept: dict[int, Any] = {id(value): value for value in (*expert.parameters(), *block.shared.modules())}
+        copies = {name: expert if name == loaded else copy.deepcopy(expert, {**kept}) for name in model.config.experts}
+        set_experts(block, copies)
+    model.config.loaded_experts = None
+    model.unwanted_weights = ""
+
+
+def unshare_weights(model: Any) -> None:
+    """Give each expert weights of its own where several have the same."""
+    known: set[int] = set()
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if id(weight) in known:
+                setattr(module, name, nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad))
+            known.add(id(getattr(module, name)))
+
+
+def merge_adapters(model: SentenceTransformer | SparseEncoder) -> None:
+    """Merge adapters into the weights, in float32, and take them out of the model."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    network = network_of(model)
+    unshare_weights(network)
+    network.float()
+    for name, module in [*network.named_modules()]:
+        if isinstance(module, BaseTunerLayer):
+            module.merge(safe_merge=True)
+            network.set_submodule(name, module.get_base_layer())
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            merged = module.unload_and_optionally_merge_module(merge=True, safe_merge=True, adapter_names=None)
+            network.set_submodule(name, merged)
+    del network.peft_config
+    network._hf_peft_config_loaded = False
+    model.requires_grad_(True)
+
+
+def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what is trained, under the names of the parameters."""
+    return {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+class AdapterCheckpoints:
+    """A trainer whose checkpoints hold what is trained and nothing else; the base may be gone when it resumes."""
+
+    model: Any
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        folder = Path(output_dir or "")
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(trained_weights(self.model), folder / ADAPTERS_FILE)
+
+    def _load_from_checkpoint(self, checkpoint: str, *_: Any) -> None:
+        trained = load_file(Path(checkpoint) / ADAPTERS_FILE)
+        if trained.keys() != trained_weights(self.model).keys():
+            raise ValueError(f"{checkpoint} holds other adapters than the recipe trains")
+        self.model.load_state_dict(trained, strict=False)

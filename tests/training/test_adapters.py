@@ -1,0 +1,207 @@
+"""Adapters of PEFT in recipes: only they change, merging changes no embedding, and a killed run ends with the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.runs import break_off, overrides, train_step, weights
+from peft import PeftModel
+from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel
+
+from modeling_mote import MoTEModel
+from mote import upcycle
+from mote.training.adapters import merge_adapters, network_of, trained_weights
+from mote.training.recipe import load_recipe
+from mote.training.run_folder import RunFolder
+from mote.training.train import plan, prepare, train
+
+LORA = "training.peft={method: lora, r: 4, alpha: 8, dropout: 0.1}"
+FAST = ("training.learning_rate=1e-2", "validation.share=0", "training.save_steps=100")
+
+
+@pytest.fixture(scope="module")
+def tiny_mote(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint, upcycled."""
+    return upcycle(str(tiny), tmp_path_factory.mktemp("upcycled") / "mote")
+
+
+def run_of(source: Path, data: Path, out: Path, *more: str) -> Any:
+    """A run that is ready to start."""
+    return prepare(load_recipe("mote", overrides(source, data, out, *FAST, LORA, *more)), RunFolder(out))
+
+
+@pytest.mark.parametrize(
+    ("targets", "adapted", "checkpointing"),
+    [
+        pytest.param("experts", (".experts.",), "true", marks=pytest.mark.long),
+        pytest.param("shared", (".shared.",), "false", marks=pytest.mark.long),
+        ("all-linear", (".experts.", ".shared."), "false"),
+    ],
+)
+def test_only_the_adapters_change(
+    targets: str, adapted: tuple[str, ...], checkpointing: str, tiny: Path, data: Path, tmp_path: Path
+) -> None:
+    """Bit for bit; and merged, the model embeds as before."""
+    more = (f"training.peft.targets={targets}", f"training.gradient_checkpointing={checkpointing}")
+    run = run_of(tiny, data, tmp_path / "run", *more)
+    network = network_of(run.model)
+    base = {name: weight.clone() for name, weight in network.named_parameters() if "lora_" not in name}
+    start = {name: weight.clone() for name, weight in trained_weights(network).items()}
+    assert {part for part in adapted if any(part in name for name in start)} == set(adapted)
+    assert all("lora_" in name and any(part in name for part in adapted) for name in start)
+    first, second = (network.blocks[0].experts[name] for name in ("classification", "clustering"))
+    assert first.output.dense.weight is second.output.dense.weight  # the memory of one model
+    run.train()
+    after = dict(network.named_parameters())
+    assert all(torch.equal(weight, after[name]) for name, weight in base.items())
+    moved = {name for name, weight in start.items() if not torch.equal(weight, after[name])}
+    trained = [f".{part}" for part in ("classification", "clustering", "search_query", "search_document")]
+    assert moved
+    if targets == "experts":  # two steps: experts without data stay as they were
+        assert any(all(part not in name for name in moved) for part in trained)
+    unmerged = run.model.encode(["a text", "another, longer text"], task="classification")
+    merge_adapters(run.model)
+    merged = run.model.encode(["a text", "another, longer text"], task="classification")
+    assert abs(unmerged - merged).max() <= 1e-5
+    assert not any("lora" in name for name, _ in network.named_parameters())
+    assert len({id(weight) for weight in network.parameters()}) == len([*network.state_dict()])
+
+
+@pytest.mark.long
+def test_a_merged_model_is_one_as_any_other(tiny: Path, data: Path, tmp_path: Path) -> None:
+    settings = overrides(tiny, data, tmp_path / "run", *FAST, LORA, "training.max_steps=4")
+    model = train("mote", settings)
+    keys = weights(upcycle(str(tiny), tmp_path / "mote")).keys()
+    assert weights(model).keys() == keys
+    assert MoTEModel.from_pretrained(model).config.available_experts
+    embedded = SentenceTransformer(str(model), trust_remote_code=True).encode(["a text"], task="clustering")
+    assert embedded.shape == (1, 16)
+    start = weights(tmp_path / "mote")
+    moved = {key for key, weight in weights(model).items() if not torch.equal(weight, start[key])}
+    assert {key.rsplit(".", 1)[-1] for key in moved} == {"weight"}  # biases and norms have no adapters
+    parameters = train_step(model)["parameters"]
+    assert 0 < parameters["trained"] < parameters["all"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["dense", "mote"])
+def test_adapters_are_loaded_by_both_libraries(
+    kind: str, tiny: Path, tiny_mote: Path, data: Path, tmp_path: Path
+) -> None:
+    source = tiny if kind == "dense" else tiny_mote
+    settings = overrides(source, data, tmp_path / "run", *FAST, LORA, f"model.kind={kind}", "training.peft.merge=false")
+    adapters = train("mote", settings)
+    assert (adapters / "adapter_model.safetensors").is_file()
+    assert not (adapters / "model.safetensors").exists()
+    trusted = {} if kind == "dense" else {"trust_remote_code": True}
+    routed = {} if kind == "dense" else {"task": "search_query"}
+    loaded = SentenceTransformer(str(adapters), **trusted)
+    before = SentenceTransformer(str(source), **trusted)
+    text = ["a text that is embedded"]
+    expected = loaded.encode(text, prompt_name="search_query")
+    assert abs(expected - before.encode(text, prompt="search_query: ", **routed)).max() > 1e-4
+    base = AutoModel.from_pretrained(source, **trusted)
+    tokens = loaded.preprocess(text, prompt="search_query: ")
+    inputs = {name: tokens[name] for name in ("input_ids", "attention_mask")}
+    states = PeftModel.from_pretrained(base, adapters)(**inputs, **routed).last_hidden_state
+    pooled = torch.nn.functional.normalize(states.mean(dim=1), dim=-1).detach().numpy()
+    assert abs(pooled - expected).max() <= 1e-5
+    assert "- peft\n" in (adapters / "README.md").read_text()
+
+
+@pytest.mark.long
+def test_a_resumed_run_is_bit_for_bit_the_same(
+    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropout; the checkpoint holds the adapters alone."""
+    settings = {
+        name: overrides(tiny, data, tmp_path / name, LORA, "training.max_steps=4", "validation.share=0")
+        for name in ("whole", "killed")
+    }
+    break_off(settings["killed"], monkeypatch, at=4)
+    files = {path.name for path in (tmp_path / "killed/checkpoints/checkpoint-3").iterdir()}
+    assert "adapters.safetensors" in files
+    assert not files & {"model.safetensors", "adapter_model.safetensors"}
+    one, two = (weights(train("mote", settings[name])) for name in ("whole", "killed"))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("lora", "{use_dora: true}"),
+        ("lora", "{use_rslora: true}"),
+        ("loha", "{}"),
+        ("lokr", "{}"),
+        ("ia3", "{feedforward_modules: []}"),
+        ("oft", "{oft_block_size: 4}"),
+        ("hra", "{}"),
+    ],
+)
+def test_other_methods(method: str, arguments: str, tiny: Path, data: Path, tmp_path: Path) -> None:
+    peft = f"training.peft={{method: {method}, arguments: {arguments}, targets: experts}}"
+    run = run_of(tiny, data, tmp_path / "run", peft)
+    network = network_of(run.model)
+    start = {name: weight.clone() for name, weight in network.named_parameters()}
+    run.train()
+    moved = {name for name, weight in network.named_parameters() if not torch.equal(weight, start[name])}
+    assert moved
+    assert all("base_layer" not in name and ".experts." in name for name in moved)
+    unmerged = run.model.encode(["a text"], task="classification")
+    merge_adapters(run.model)
+    assert abs(unmerged - run.model.encode(["a text"], task="classification")).max() <= 1e-5
+
+
+@pytest.mark.long
+def test_only_one_expert(tiny_mote: Path, data: Path, tmp_path: Path) -> None:
+    """Adapters go where `only_experts` says, and everything else is left as it is."""
+    only = "tasks={topics: {anchor: clustering, batches: homogeneous, datasets: [clustering/*]}}"
+    settings = overrides(tiny_mote, data, tmp_path / "run", *FAST, LORA, only, "training.only_experts=[clustering]")
+    before, after = weights(tiny_mote), weights(train("mote", settings))
+    moved = {key for key in after if not torch.equal(after[key], before[key])}
+    assert moved
+    assert all(".experts.clustering." in key for key in moved)
+
+
+@pytest.mark.long
+def test_modules_in_full_and_half_precision(tiny: Path, data: Path, tmp_path: Path) -> None:
+    more = ("training.peft.in_full=[word_embeddings]", "training.peft.base_dtype=bfloat16", "training.bf16=true")
+    run = run_of(tiny, data, tmp_path / "run", "model.kind=dense", *more)
+    network = network_of(run.model)
+    trained = trained_weights(network)
+    assert any("word_embeddings" in name for name in trained)
+    assert {weight.dtype for weight in trained.values()} == {torch.float32}
+    frozen = {name: weight.dtype for name, weight in network.named_parameters() if not weight.requires_grad}
+    wide = ("embeddings", "LayerNorm")
+    assert all((dtype == torch.float32) == any(part in name for part in wide) for name, dtype in frozen.items())
+    run.train()
+    run.finish(None)
+    dense = load_file(tiny / "model.safetensors")
+    moved = {key for key, weight in weights(tmp_path / "run/model").items() if (weight - dense[key]).abs().max() > 0.01}
+    assert "embeddings.word_embeddings.weight" in moved
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.peft={method: ia3, r: 4}", "r: settings of LoRA"),
+        ("training.peft={method: lra}", "training.peft.method"),
+        ("training.peft={base_dtype: bfloat16}", "set training.bf16=true"),
+        ("training.peft={merge: false}", "Upcycle it first"),
+        ("model.kind=token_routed", "stacked weights"),
+        ("model.kind=dense", "a dense model has no experts"),
+    ],
+)
+def test_settings_that_do_not_hold(override: str, message: str, tiny: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan("mote", overrides(tiny, data, tmp_path, "training.peft={targets: experts}", override))
+
+
+@pytest.mark.long
+def test_targets_that_do_not_exist(tiny: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"refuses the targets \['nothing'\]"):
+        run_of(tiny, data, tmp_path / "run", "training.peft.targets=[nothing]")
