@@ -77,19 +77,7 @@ def build_model(
         if settings.pooling is not None:
             _set_pooling(model, settings.pooling)
     else:
-        folder = source.folder
-        retrieval = retrieval_of(recipe, source)
-        if not is_mote(source.config):
-            folder = scratch / START_FOLDER
-            with processes().main_process_first(), _no_progress():
-                if not folder.exists():
-                    upcycle(source, folder, upcycling_options(settings, recipe.retrieval))
-        elif retrieval != retrieval_in(source.folder):
-            folder = scratch / START_FOLDER
-            with processes().main_process_first():
-                if not folder.exists():
-                    _link(source.folder, folder)
-                    write_retrieval(folder, retrieval)
+        folder, retrieval = _mote_folder(recipe, source, scratch / START_FOLDER), retrieval_of(recipe, source)
         encoder: Any = SentenceTransformer if retrieval.kind == "dense" else SparseEncoder
         shared = adapters is not None and experts_are_copies(open_checkpoint(str(folder)))
         only_one = {"config_kwargs": {"experts": names.experts[:1]}} if shared else {}
@@ -106,6 +94,19 @@ def build_model(
     elif recipe.training.only_experts is not None:
         _freeze_all_but(model, recipe.training.only_experts)
     return model, names
+
+
+def _mote_folder(recipe: Recipe, source: Checkpoint, folder: Path) -> Path:
+    """Return the folder of a MoTE as the recipe describes it: the source's own, or `folder`, which is then written."""
+    if is_mote(source.config) and retrieval_of(recipe, source) == retrieval_in(source.folder):
+        return source.folder
+    with processes().main_process_first(), _no_progress():
+        if not folder.exists() and is_mote(source.config):
+            _link(source.folder, folder)
+            write_retrieval(folder, retrieval_of(recipe, source))
+        elif not folder.exists():
+            upcycle(source, folder, upcycling_options(recipe.model, recipe.retrieval))
+    return folder
 
 
 def _base_of_adapter(source: Checkpoint) -> str:
