@@ -388,10 +388,7 @@ def plan_upcycling(
         new_config = _hierarchical_config
     config = new_config(options, source, pooling)
     of_source = instructions_from(prompts, config)
-    if options.definitions:  # none of the paper's beside these
-        own = {task: text for task, text in config.instructions.items() if text != PAPER_INSTRUCTIONS.get(task)}
-        config.instructions = own
-    config.instructions = {**config.instructions, **of_source, **instructions_of(options)}
+    config.instructions = instructions_of(options, config, of_source)
     try:
         config.validate()
     except ValueError as error:
@@ -544,8 +541,10 @@ def _router(config: Any) -> str:
     )
 
 
-def instructions_of(options: UpcyclingOptions) -> dict[str, str]:
-    """Return the instructions that the options give: those in words, and those made of definitions.
+def instructions_of(options: UpcyclingOptions, config: MoTEConfig, of_source: dict[str, str]) -> dict[str, str]:
+    """Return the instructions of a result: those of the options, of the source, and of the config, the first that is.
+
+    Those of the paper do not go together with definitions.
 
     Raises:
         ValueError: If a task has both, or the template is not one.
@@ -557,7 +556,9 @@ def instructions_of(options: UpcyclingOptions) -> dict[str, str]:
         raise ValueError("A template goes around definitions, and there are none: add `--definition TASK=TEXT`")
     template = options.template or TEMPLATE
     made = {task: instruction_with(definition, template) for task, definition in definitions.items()}
-    return {**given, **made}
+    papers = PAPER_INSTRUCTIONS if made else {}
+    own = {task: text for task, text in config.instructions.items() if text != papers.get(task)}
+    return {**own, **of_source, **given, **made}
 
 
 def default_out(src: str) -> Path:

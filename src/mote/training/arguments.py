@@ -108,10 +108,7 @@ def trainer_arguments(
         "disable_tqdm": True,  # `TaskProgress` shows the tasks
     }
     if recipe.model.instructions:
-        settings["prompts"] = {
-            name: {column: names.instruction_of(task) for column, task in training_set.column_tasks.items()}
-            for name, training_set in sets.items()
-        }
+        settings["prompts"] = {name: training_set.instructions(names) for name, training_set in sets.items()}
     if recipe.model.kind == "mote":
         settings["router_mapping"] = {name: training_set.column_tasks for name, training_set in sets.items()}
     dense = recipe.retrieval.kind == "dense"

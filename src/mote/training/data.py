@@ -9,7 +9,7 @@ import logging
 import random
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -18,6 +18,7 @@ import pyarrow
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
+from configuration_mote import MoTEConfig
 from mote.data.columns import Example
 from mote.data.rows import find_datasets
 from mote.training.cleaning import (
@@ -48,6 +49,7 @@ class TrainingSet:
         label_type: Content of `label`. `pairs`: ids of the row's texts, and of the group whose rows are not negatives
             of one another. `scored`: a score. `labelled`: the number of a label. `embeddings`: the teacher's.
         sources: Dataset → number of its rows.
+        instruction: Instruction of the anchors in place of their task's, and of other columns of that task.
     """
 
     name: str
@@ -57,6 +59,15 @@ class TrainingSet:
     column_tasks: dict[str, str]
     label_type: LabelType
     sources: dict[str, int]
+    instruction: str | None = None
+
+    def instructions(self, names: MoTEConfig) -> dict[str, str]:
+        """Return the instruction of each text column."""
+        of_tasks = {column: names.instruction_of(task) for column, task in self.column_tasks.items()}
+        if self.instruction is None:
+            return of_tasks
+        instructed = self.column_tasks["anchor"]
+        return {c: self.instruction if self.column_tasks[c] == instructed else text for c, text in of_tasks.items()}
 
     def rows_hash(self) -> str:
         """Return a content hash of the rows."""
@@ -83,6 +94,7 @@ class ValidationSet:
         rows: Rows, in the order of their hashes.
         anchor: Task of the model for anchors, and for labelled texts.
         positive: Task of the model for positives.
+        instruction: As in the training set.
     """
 
     name: str
@@ -91,6 +103,7 @@ class ValidationSet:
     rows: Dataset
     anchor: str
     positive: str
+    instruction: str | None = None
 
 
 @dataclass
@@ -140,7 +153,13 @@ def load_data(
         dataset.truncate(tokenizer)
     sets = _training_sets(datasets, recipe, with_teachers)
     return TrainingData(
-        sets, [_validation_set(dataset) for dataset in datasets if dataset.held_out], [d.report for d in datasets]
+        sets,
+        [
+            replace(_validation_set(dataset), instruction=recipe.instruction_of(dataset.settings))
+            for dataset in datasets
+            if dataset.held_out
+        ],
+        [dataset.report for dataset in datasets],
     )
 
 
@@ -171,7 +190,8 @@ def _training_sets(datasets: list[DatasetRows], recipe: Recipe, with_teachers: b
             if settings is not None:
                 key = settings.model_dump_json()
                 teacher = teachers.get(key) or teachers.setdefault(key, Teacher(settings))
-            sets[set_name] = _training_set(set_name, group, recipe.training.seed, teacher if with_teachers else None)
+            made = _training_set(set_name, group, recipe.training.seed, teacher if with_teachers else None)
+            sets[set_name] = replace(made, instruction=recipe.instruction_of(group[0].settings))
     return sets
 
 

@@ -9,11 +9,19 @@ from typing import Any
 
 import torch
 from sentence_transformers import SentenceTransformer, SparseEncoder
+from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 
 from configuration_mote import MoTEConfig, alternatives
+from instruction_mote import InstructedTransformer, TextPooling
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.bidirectional import asks_for_both_directions, with_both_directions
+from mote.checkpoints.instructions import (
+    TEMPLATE,
+    instruction_pooling_in,
+    instruction_with,
+    write_instruction_pooling,
+)
 from mote.checkpoints.reading import (
     TOKEN_ROUTED,
     Checkpoint,
@@ -38,6 +46,7 @@ from mote.upcycling import (
     TOKEN_ROUTING,
     UpcyclingOptions,
     instructions_from,
+    instructions_of,
     plan_upcycling,
     upcycle,
 )
@@ -69,13 +78,7 @@ def build_model(
     model: SentenceTransformer | SparseEncoder
     torch.manual_seed(recipe.training.seed)  # for new weights: those of a token router
     if settings.kind == "dense":
-        with processes().main_process_first():
-            folder = native_folder(source, scratch / START_FOLDER, settings.bidirectional)
-        model = SentenceTransformer(str(folder), **_loading(settings))
-        require_all_weights(model, str(folder))
-        model.prompts = {**st.prompts_of(names)}
-        if settings.pooling is not None:
-            _set_pooling(model, settings.pooling)
+        model = _dense_model(recipe, source, scratch / START_FOLDER, names)
     else:
         folder, retrieval = _mote_folder(recipe, source, scratch / START_FOLDER), retrieval_of(recipe, source)
         encoder: Any = SentenceTransformer if retrieval.kind == "dense" else SparseEncoder
@@ -96,14 +99,36 @@ def build_model(
     return model, names
 
 
+def _dense_model(recipe: Recipe, source: Checkpoint, folder: Path, names: MoTEConfig) -> SentenceTransformer:
+    """Load a dense model as the recipe describes it, from the source's own folder or by way of `folder`."""
+    settings = recipe.model
+    with processes().main_process_first():
+        folder = native_folder(source, folder, settings.bidirectional)
+    trusted = source.is_local and instruction_pooling_in(folder) != "included"  # which is done by code of ours
+    trusted = trusted or settings.trust_remote_code
+    model = SentenceTransformer(str(folder), trust_remote_code=trusted, **_loading(settings))
+    require_all_weights(model, str(folder))
+    model.prompts = {**st.prompts_of(names)}
+    if settings.pooling is not None:
+        _set_pooling(model, settings.pooling)
+    _pool_instructions(model, settings.instruction_pooling or instruction_pooling_in(folder))
+    return model
+
+
 def _mote_folder(recipe: Recipe, source: Checkpoint, folder: Path) -> Path:
     """Return the folder of a MoTE as the recipe describes it: the source's own, or `folder`, which is then written."""
-    if is_mote(source.config) and retrieval_of(recipe, source) == retrieval_in(source.folder):
+    own = retrieval_in(source.folder), instruction_pooling_in(source.folder)
+    retrieval = retrieval_of(recipe, source)
+    pooled = recipe.model.instruction_pooling or own[1]
+    if is_mote(source.config) and (retrieval, pooled) == own:
         return source.folder
     with processes().main_process_first(), _no_progress():
         if not folder.exists() and is_mote(source.config):
             _link(source.folder, folder)
-            write_retrieval(folder, retrieval_of(recipe, source))
+            if retrieval != own[0]:
+                write_retrieval(folder, retrieval)
+            if pooled != own[1]:
+                write_instruction_pooling(folder, pooled)
         elif not folder.exists():
             upcycle(source, folder, upcycling_options(recipe.model, recipe.retrieval))
     return folder
@@ -206,8 +231,8 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
                 "model.experts=[all], is a dense model with it"
             )
         names = MoTEConfig(experts=settings.experts, tasks=settings.tasks)  # type: ignore[arg-type]  # None: default
-        names.instructions |= instructions_from(st.source_prompts(source), names)
-        names.instructions |= upcycling_options(settings).instructions or {}
+        of_source = instructions_from(st.source_prompts(source), names)
+        names.instructions = instructions_of(upcycling_options(settings), names, of_source)
         names.validate()
     else:
         names = plan_upcycling(source, options=upcycling_options(settings, recipe.retrieval)).config
@@ -235,6 +260,8 @@ def check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> N
         raise ValueError(f"{name} comes with code of its own: read it, then set model.trust_remote_code=true")
     described = copy.copy(config)
     described.mote_layers = settings.layers
+    template = settings.template or TEMPLATE
+    defined = {task: instruction_with(definition, template) for task, definition in settings.definitions.items()}
     differing = {
         "model.layers": described.mote_layer_indices != config.mote_layer_indices,
         "model.shared_modules": settings.shared_modules not in (None, config.shared_modules),
@@ -244,6 +271,7 @@ def check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> N
         "model.experts": settings.experts is not None and settings.experts != config.experts,
         "model.tasks": not settings.tasks.items() <= config.tasks.items(),
         "model.instruction_texts": not settings.instruction_texts.items() <= config.instructions.items(),
+        "model.definitions": not defined.items() <= config.instructions.items(),
     }
     wrong = [key for key, differs in differing.items() if differs]
     if wrong:
@@ -265,6 +293,33 @@ def _set_pooling(model: SentenceTransformer, pooling: str) -> None:
             module.pooling_mode = names[pooling]
 
 
+def _pool_instructions(model: SentenceTransformer, value: str) -> None:
+    """Let a dense model pool instructions, or leave them out.
+
+    Raises:
+        ValueError: If it has no `Pooling` to leave them out of.
+    """
+    first: Any = model[0]
+    left_out = hasattr(first, "instruction_pooling")
+    poolings = [module for module in model if isinstance(module, Pooling)]
+    if value == "included":
+        if left_out:
+            first.__class__ = Transformer
+        for pooling in poolings if left_out else []:
+            pooling.__class__ = Pooling
+            pooling.include_prompt = True
+        return
+    if not poolings:
+        raise ValueError("The model has no module that pools tokens, so no instruction can be left out of it")
+    if not left_out:
+        first.__class__ = InstructedTransformer  # no state differs but this setting
+        first.on_model_ready(model)
+        for pooling in poolings:
+            pooling.__class__ = TextPooling
+            pooling.include_prompt = False
+    first.instruction_pooling = value
+
+
 def _loading(settings: ModelSettings) -> dict[str, Any]:
     attention = {} if settings.attention is None else {"attn_implementation": settings.attention}
     return {"model_kwargs": {"dtype": torch.float32, **attention}}  # also under mixed precision
@@ -277,6 +332,8 @@ def upcycling_options(settings: ModelSettings, retrieval: RetrievalSettings | No
         names = {"sparse_from", "max_active_dims"}
         vectors = {"retrieval": retrieval.kind, **{name: getattr(retrieval, name) for name in names}}
     instructions = settings.instruction_texts
+    if not settings.instructions and settings.definitions:
+        raise ValueError("model.definitions are instructions, and model.instructions is false")
     if not settings.instructions:
         instructions = dict.fromkeys(MoTEConfig(experts=settings.experts, tasks=settings.tasks).tasks, "")  # type: ignore[arg-type]
     return UpcyclingOptions(
@@ -287,6 +344,9 @@ def upcycling_options(settings: ModelSettings, retrieval: RetrievalSettings | No
         **{name: getattr(settings, name) for name in ("pooling", *POOLING_SIZES)},
         tasks=settings.tasks,
         instructions=instructions,
+        definitions=settings.definitions,
+        template=settings.template,
+        instruction_pooling=settings.instruction_pooling,
         **vectors,
         **(
             {"routing": "token", **{name: getattr(settings, name) for name in TOKEN_ROUTING}}

@@ -19,6 +19,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_vali
 
 import mote.data.settings
 from configuration_mote import alternatives
+from mote.checkpoints.instructions import TEMPLATE, instruction_with
 from mote.data.settings import Settings
 
 SHIPPED = files("mote") / "recipes"
@@ -39,6 +40,10 @@ class ModelSettings(Settings):
         revision: Branch, tag or commit of a source on the Hub.
         instructions: Whether texts are prefixed with the instruction of their task.
         instruction_texts: Task → instruction, over the paper's.
+        definitions: Task → definition, which the template makes an instruction of; then the paper's are not used.
+        template: Instruction around a definition. Default: `Instruct: {definition}`, and `Query: ` in a second line.
+        instruction_pooling: `included`: embeddings are made of the instruction, too; `excluded`: it is read, and left
+            out of the pooling; `excluded_by_count`, by NV-Embed's count of its tokens. Default: as in the source.
         layers: Blocks with experts (`every`, `every_other`, or a list of indices), for `mote` and `token_routed`.
         shared_modules: Paths of the submodules of a block that its experts share; `[]`: none. Default: the attention.
         bidirectional: Whether a decoder attends in both directions, of any kind. Default: as the source says.
@@ -64,6 +69,9 @@ class ModelSettings(Settings):
     revision: str | None = None
     instructions: bool = True
     instruction_texts: dict[str, str] = {}
+    definitions: dict[str, str] = {}
+    template: str | None = None
+    instruction_pooling: Literal["included", "excluded", "excluded_by_count"] | None = None
     layers: str | list[int] = "every"
     shared_modules: list[str] | None = None
     bidirectional: bool = False
@@ -147,6 +155,9 @@ class DatasetSettings(mote.data.settings.DatasetSettings):
     Attributes:
         anchor: Task of the anchors. Default: that of the recipe's task.
         positive: Task of the positives and negatives. Default: that of the recipe's task.
+        instruction: Instruction of the anchors, and of all texts of their task, in place of the task's. This and the
+            following need homogeneous batches.
+        definition: The same, by the definition that `model.template` makes an instruction of.
         weight: How often each row is seen per epoch: 2 is twice, 0.5 a seeded half of the rows.
         limit: Maximum number of rows, a seeded sample.
         max_length: Maximum length of texts in tokens, one number or one for each column.
@@ -159,6 +170,8 @@ class DatasetSettings(mote.data.settings.DatasetSettings):
 
     anchor: str | None = None
     positive: str | None = None
+    instruction: str | None = None
+    definition: str | None = None
     weight: float = Field(default=1.0, gt=0)
     limit: int | None = Field(default=None, ge=1)
     max_length: int | dict[str, int] | None = None
@@ -215,6 +228,12 @@ class TaskSettings(Settings):
             raise ValueError(
                 f"{', '.join(own)}: a batch across datasets has one loss; make the task's batches homogeneous, or move "
                 "the dataset into a task of its own"
+            )
+        instructed = [one.path for one in self.datasets if one.instruction is not None or one.definition is not None]
+        if instructed and self.batches == "heterogeneous":
+            raise ValueError(
+                f"{', '.join(instructed)}: a batch across datasets has the instruction of its task; make the task's "
+                "batches homogeneous"
             )
         return self
 
@@ -477,6 +496,21 @@ class Recipe(Settings):
         if not tasks:
             raise ValueError("the recipe has no task")
         return tasks
+
+    @model_validator(mode="after")
+    def _one_way_to_instruct(self) -> "Recipe":
+        for dataset in (dataset for task in self.tasks.values() for dataset in task.datasets):
+            if dataset.instruction is not None and dataset.definition is not None:
+                raise ValueError(f"{dataset.path} has an instruction and a definition: give one of the two")
+            if self.instruction_of(dataset) and not self.model.instructions:
+                raise ValueError(f"{dataset.path} has an instruction, and model.instructions is false")
+        return self
+
+    def instruction_of(self, dataset: DatasetSettings) -> str | None:
+        """Return a dataset's own instruction; None: that of the task."""
+        if dataset.definition is None:
+            return dataset.instruction
+        return instruction_with(dataset.definition, self.model.template or TEMPLATE)
 
     @model_validator(mode="after")
     def _fits_retrieval(self) -> "Recipe":

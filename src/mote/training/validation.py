@@ -75,25 +75,29 @@ class Validation(BaseEvaluator):
         """Embed anchors [N, H] and positives, each once [P, H]; which positive is whose is 1 in a matrix [N, P]."""
         positives = list(dict.fromkeys(held_out.rows["positive"]))
         column = {text: index for index, text in enumerate(positives)}
-        anchors = self._embed(model, held_out.rows["anchor"], held_out.anchor)
+        anchors = self._embed(model, held_out.rows["anchor"], held_out, held_out.anchor)
         right = np.zeros((len(anchors), len(positives)))
         right[np.arange(len(anchors)), [column[text] for text in held_out.rows["positive"]]] = 1
-        return anchors, self._embed(model, positives, held_out.positive), right
+        return anchors, self._embed(model, positives, held_out, held_out.positive), right
 
     def _score_labelled(self, model: SentenceTransformer | SparseEncoder, held_out: ValidationSet) -> float:
-        embeddings = self._embed(model, held_out.rows["text"], held_out.anchor)
+        embeddings = self._embed(model, held_out.rows["text"], held_out, held_out.anchor)
         scores = _similarity(model, embeddings, embeddings)
         np.fill_diagonal(scores, -np.inf)
         labels = np.array(held_out.rows["label"])
         return float(np.mean(labels[scores.argmax(axis=1)] == labels))
 
     def _score_scored(self, model: SentenceTransformer | SparseEncoder, held_out: ValidationSet) -> float:
-        anchors = self._embed(model, held_out.rows["anchor"], held_out.anchor)
-        positives = self._embed(model, held_out.rows["positive"], held_out.positive)
+        anchors = self._embed(model, held_out.rows["anchor"], held_out, held_out.anchor)
+        positives = self._embed(model, held_out.rows["positive"], held_out, held_out.positive)
         return float(spearmanr(model.similarity_pairwise(anchors, positives), held_out.rows["score"]).statistic)
 
-    def _embed(self, model: SentenceTransformer | SparseEncoder, texts: Iterable[str], task: str) -> np.ndarray:
+    def _embed(
+        self, model: SentenceTransformer | SparseEncoder, texts: Iterable[str], held_out: ValidationSet, task: str
+    ) -> np.ndarray:
         arguments = {**self.encodings[task], "batch_size": self.batch_size, "show_progress_bar": False}
+        if held_out.instruction is not None and task == held_out.anchor:
+            arguments["prompt"] = held_out.instruction
         if isinstance(model, SparseEncoder):
             return model.encode(list(texts), convert_to_sparse_tensor=False, **arguments).float().cpu().numpy()
         return np.asarray(model.encode(list(texts), **arguments))

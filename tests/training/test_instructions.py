@@ -1,0 +1,89 @@
+"""Instructions in training: of tasks and of datasets, made of definitions, left out of the pooling."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.checkpoints import trusted
+from helpers.runs import overrides
+
+import mote
+from mote.checkpoints.instructions import instruction_pooling_in
+from mote.checkpoints.reading import open_checkpoint
+from mote.training.model import build_model
+from mote.training.recipe import load_recipe
+from mote.training.run_folder import RunFolder
+from mote.training.train import prepare, train
+
+DEFINED = (
+    "model.definitions={search_query: Find answers, clustering: Find the topic}",
+    "model.instruction_pooling=excluded",
+    "tasks.retrieval.datasets=[{path: retrieval/*, definition: Find evidence}]",
+    "model.max_length=64",
+    "tasks.classification=null",
+    "tasks.clustering=null",
+)
+FIND = mote.instruction_with("Find evidence")
+
+
+@pytest.mark.parametrize("kind", ["mote", pytest.param("dense", marks=pytest.mark.long)])
+def test_a_run(kind: str, tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = overrides(tiny, data, tmp_path / "run", f"model.kind={kind}", *DEFINED)
+    recipe = load_recipe("mote", settings)
+    run = prepare(recipe, RunFolder(tmp_path / "run"))
+    seen: list[dict[str, Any]] = []
+    first = type(run.model[0])
+    tokenize = first.preprocess
+
+    def spy(self: Any, inputs: Any, prompt: Any = None, *args: Any, **kwargs: Any) -> Any:
+        features = tokenize(self, inputs, prompt, *args, **kwargs)
+        seen.append({"prompt": prompt, "left_out": int((features["attention_mask"] - features["pooling_mask"]).sum())})
+        return features
+
+    monkeypatch.setattr(first, "preprocess", spy)
+    run.train()
+    prompts = {each["prompt"]: each["left_out"] for each in seen}
+    assert set(prompts) >= {FIND, ""}
+    assert all((count > 0) == bool(prompt) for prompt, count in prompts.items())
+    seen.clear()
+    run.validate()
+    assert {each["prompt"] for each in seen} == {FIND, None}  # of anchors and positives
+    monkeypatch.undo()
+    run.finish(None)
+    model = tmp_path / "run" / "model"
+    assert instruction_pooling_in(model) == "excluded"
+    loaded = trusted(model)
+    assert loaded.prompts["query"] == mote.instruction_with("Find answers")
+    assert loaded.prompts["document"] == loaded.prompts["Classification"] == ""
+    features = loaded[0].preprocess(["whales"], prompt=FIND, task="query")
+    assert int((features["attention_mask"] - features["pooling_mask"]).sum()) == prompts_of_one(loaded, FIND)
+    again = load_recipe("mote", overrides(model, data, tmp_path / "more", f"model.kind={kind}"))
+    built, _ = build_model(again, open_checkpoint(str(model)), tmp_path / "more")
+    assert type(built[1]).__name__ == "TextPooling"
+
+
+def prompts_of_one(model: Any, prompt: str) -> int:
+    """Tokens of an instruction in front of a text, `[CLS]` among them."""
+    return len(model.tokenizer(prompt)["input_ids"]) - 1
+
+
+@pytest.mark.long
+def test_a_mote_that_pools_instructions_is_trained_without(upcycled: Path, data: Path, tmp_path: Path) -> None:
+    settings = overrides(upcycled, data, tmp_path / "run", "model.instruction_pooling=excluded", "model.max_length=64")
+    model = train("mote", settings)
+    assert instruction_pooling_in(model) == "excluded"
+    assert instruction_pooling_in(upcycled) == "included"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["tasks.clustering.datasets=[{path: a, instruction: x}]"], "the instruction of its task; make the task's"),
+        (["tasks.retrieval.datasets=[{path: a, instruction: x, definition: y}]"], "an instruction and a definition"),
+        (["tasks.retrieval.datasets=[{path: a, instruction: x}]", "model.instructions=false"], "instructions is false"),
+        (["tasks.retrieval.datasets=[{path: a, definition: x}]", "model.template=none"], "must hold {definition} once"),
+    ],
+)
+def test_what_is_refused(settings: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_recipe("mote", settings)
