@@ -18,6 +18,56 @@ from sentence_transformers.util import select_max_active_dims
 from transformers.dynamic_module_utils import custom_object_save
 
 
+class HighestLogits(torch.autograd.Function):
+    """max_i h_i · e_v over the tokens i of each text: hidden states h [B, L, H], token embeddings e [V, H] → [B, V].
+
+    Only the token with the highest logit gets a gradient, and only where the weight is not 0. So the logits [B, L, V]
+    are never in memory at once, and the backward pass costs what the active weights do, not two products with the
+    whole vocabulary.
+    """
+
+    LOGITS = 2**25  # at a time
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, embeddings: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        """Return the highest logits, 0 for texts without a kept token.
+
+        Args:
+            ctx: The context of the backward pass.
+            hidden: [B, L, H].
+            embeddings: [V, H].
+            kept: Tokens that count, [B, L]; the logits of others are 0.
+        """
+        size = max(1, HighestLogits.LOGITS // (hidden.shape[1] * len(embeddings)))
+        parts = []
+        for states, mask in zip(hidden.split(size), kept.split(size), strict=True):
+            parts.append((states @ embeddings.T).masked_fill_(~mask[..., None], 0).max(dim=1))
+        highest, places = (torch.cat(each) for each in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, embeddings, places, kept)
+        return highest
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """Return the gradients of hidden states and embeddings, from those of the highest logits [B, V]."""
+        hidden, embeddings, places, kept = ctx.saved_tensors
+        gradient = gradient * kept.gather(1, places)
+        texts, tokens = gradient.nonzero(as_tuple=True)
+        factors = gradient[texts, tokens].to(embeddings.dtype)
+        states = texts * hidden.shape[1] + places[texts, tokens]
+        flat = hidden.reshape(-1, hidden.shape[2]).to(embeddings.dtype)
+        of_hidden = _sums(embeddings, tokens, factors, states, len(flat))
+        return of_hidden.view_as(hidden).to(hidden.dtype), _sums(flat, states, factors, tokens, len(embeddings)), None
+
+
+def _sums(
+    rows: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor, targets: torch.Tensor, count: int
+) -> torch.Tensor:
+    """Add factors[n] · rows[chosen[n]] to result[targets[n]]; the result has `count` rows."""
+    order = targets.argsort(stable=True)
+    starts = torch.searchsorted(targets[order], torch.arange(count, device=rows.device))
+    return torch.nn.functional.embedding_bag(chosen[order], rows, starts, mode="sum", per_sample_weights=factors[order])
+
+
 class SparsePooling(Module):
     """Pools hidden states into a sparse vector: weight v is max_i log(1 + ReLU(l_iv)), l the logits of the tokens.
 
@@ -49,20 +99,25 @@ class SparsePooling(Module):
         """Pool `token_embeddings` [B, L, H] into sparse vectors [B, V]."""
         hidden, tokens = features["token_embeddings"], features["input_ids"]
         if self.sparse_from == "head":
-            logits, kept = self.network.head(inputs_embeds=hidden).logits, torch.ones_like(tokens, dtype=torch.bool)
+            states, kept = self.network.head(inputs_embeds=hidden).logits, torch.ones_like(tokens, dtype=torch.bool)
         else:
             tokenizer = self.transformer.tokenizer
             names = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "pad_token_id")
             special = [number for name in names if (number := getattr(tokenizer, name, None)) is not None]
-            logits = hidden @ self.network.get_input_embeddings().weight.T  # [B, L, V]
-            kept = ~torch.isin(tokens, torch.tensor(special, device=tokens.device))
+            states, kept = hidden, ~torch.isin(tokens, torch.tensor(special, device=tokens.device))
         if "cu_seq_lens_q" in features:  # flash attention: texts follow each other in one row
-            logits = logits.masked_fill(~kept[..., None], 0)[0]
-            highest = torch.stack([logits[a:b].amax(dim=0) for a, b in pairwise(features["cu_seq_lens_q"].tolist())])
+            bounds = pairwise(features["cu_seq_lens_q"].tolist())
+            highest = torch.cat([self._highest(states[:, a:b], kept[:, a:b]) for a, b in bounds])
         else:
-            kept &= features["attention_mask"].bool()
-            highest = logits.masked_fill(~kept[..., None], 0).amax(dim=1)
+            highest = self._highest(states, kept & features["attention_mask"].bool())
         return highest.relu().log1p()  # both keep the order, so the maximum comes first
+
+    def _highest(self, states: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        """Return the highest logits of kept tokens, [B, V], from the head's logits or the hidden states."""
+        if self.sparse_from == "head":
+            return states.masked_fill(~kept[..., None], 0).amax(dim=1)
+        weight = self.network.get_input_embeddings().weight
+        return HighestLogits.apply(states, weight, kept)
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Add `sentence_embedding` [B, V] to the features."""

@@ -36,6 +36,7 @@ BENCHMARKS = {
     "batch_size": "batch size of encode",
     "compiled": "torch.compile",
     "compression": "experts as low-rank differences, or in 8 bits",
+    "sparse_training": "a training step of hybrid models, with and without all logits in memory",
     "service": "the HTTP service under load",
 }
 

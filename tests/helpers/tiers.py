@@ -14,12 +14,13 @@ TESTS = Path(__file__).parents[1]
 def starts_processes(item: pytest.Item) -> bool:
     """Whether a test, one of its fixtures, or what they call in `tests/`, uses `subprocess` or `os.fork`."""
     fixtures = [definition.func for found in item._fixtureinfo.name2fixturedefs.values() for definition in found]  # type: ignore[attr-defined]
-    seen: set[CodeType] = set()
+    seen: set[object] = set()
     return any(_uses_processes(function, seen) for function in (item.function, *fixtures))  # type: ignore[attr-defined]
 
 
-def _uses_processes(function: object, seen: set[CodeType]) -> bool:
-    if isinstance(function, type) and function.__module__ != "builtins":
+def _uses_processes(function: object, seen: set[object]) -> bool:
+    if isinstance(function, type) and function.__module__ != "builtins" and function not in seen:
+        seen.add(function)  # a class may hold itself
         return any(_uses_processes(method, seen) for method in vars(function).values())
     if not isinstance(function, FunctionType) or function.__code__ in seen:
         return False

@@ -19,7 +19,7 @@ from transformers import AutoModel, BertConfig, BertModel
 
 from mote import configure, experts, plan_upcycling, transform, upcycle
 from mote.inference.loading import load_encoder
-from sparse_pooling_mote import SparsePooling
+from sparse_pooling_mote import HighestLogits, SparsePooling
 
 EXPERTS = ["search_query", "search_document"]
 TEXTS = ["whales breathe air", "a", "tides come twice a day, mostly"]
@@ -248,3 +248,22 @@ def test_reference_vectors(shared: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         vectors = model({**features, "route": "search_query"})["sentence_embedding"]
     assert difference(vectors, expected["eq4_hidden_times_embedding_content_positions"]) < 1e-5
+
+
+def test_highest_logits_equal_those_of_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value and gradients, whole and in parts, with texts of which no token is kept."""
+    monkeypatch.setattr(HighestLogits, "LOGITS", 150)
+    generator = torch.Generator().manual_seed(0)
+    hidden, embeddings = (torch.randn(*size, dtype=torch.float64, generator=generator) for size in ((5, 4, 3), (11, 3)))
+    kept = torch.rand(5, 4, generator=generator) < 0.6
+    kept[1] = False
+    hidden.requires_grad_()
+    embeddings.requires_grad_()
+    weights = torch.rand(5, 11, dtype=torch.float64, generator=generator)
+    plain = (hidden @ embeddings.T).masked_fill(~kept[..., None], 0).amax(dim=1)
+    expected = torch.autograd.grad((plain.relu().log1p() * weights).sum(), (hidden, embeddings))
+    found = HighestLogits.apply(hidden, embeddings, kept)
+    assert torch.equal(found, plain)
+    gradients = torch.autograd.grad((found.relu().log1p() * weights).sum(), (hidden, embeddings))
+    for one, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(one, other)
