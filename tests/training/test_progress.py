@@ -54,7 +54,7 @@ def test_concatenated_texts_are_counted() -> None:
         {"input_ids": torch.zeros(1, 9), "cu_seq_lens_q": torch.tensor(ends)} for ends in ([0, 4, 9], [0, 1, 9])
     ]
     tracker = run.Tracker()
-    loss = TrackedLoss(torch.nn.Identity(), Constant(), tracker, "set", "task", {"anchor": "a", "positive": "b"})
+    loss = TrackedLoss(torch.nn.Identity(), Constant(), tracker, "set", "task", [{"anchor": "a", "positive": "b"}])
     assert loss(features, None).item() == 1
     assert tracker.tasks == {"a": {"texts": 2, "tokens": 9}, "b": {"texts": 2, "tokens": 9}}
     assert losses.LoadBalancedLoss(Constant())(features, None).item() == 1

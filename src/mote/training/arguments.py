@@ -71,7 +71,7 @@ def describe(schedule: Schedule, arguments: BaseTrainingArguments, sets: dict[st
     )
     rows = []
     for name, training_set in sets.items():
-        tasks = ", ".join(dict.fromkeys(training_set.column_tasks.values()))
+        tasks = ", ".join(training_set.tasks)
         dropped = f" ({schedule.dropped[name]} rows dropped per epoch)" if name in schedule.dropped else ""
         rows.append([name, f"{len(training_set.rows):,}", f"{schedule.batches[name]:,}", tasks + dropped])
     return f"{summary}\n{table(['training set', 'rows', 'batches', 'tasks'], rows, align='lrrl')}"

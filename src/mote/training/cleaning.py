@@ -1,7 +1,7 @@
 """Cleaning the rows of a dataset: every row is kept, or counted under the reason why it was dropped."""
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -149,6 +149,7 @@ class DatasetRows:
         self.drop_repeats()
         self.hold_out(recipe.validation)
         self.drop_negative_pairs()
+        self.make_directed_pairs(recipe.training.seed)
         self.take_sample(self.settings.limit or recipe.data.limit, recipe.training.seed)
 
     def read(self, max_invalid_fraction: float) -> None:
@@ -204,6 +205,8 @@ class DatasetRows:
         graded = not set(scores) <= {0.0, 1.0}
         if self.label_type == "labelled":
             raise ValueError(f"{self.name} has pairs with scores, {self.task.loss} takes texts with labels")
+        if self.settings.min_score is not None and self.label_type == "pairs":
+            return
         if graded and (self.label_type == "pairs" or self.task.loss in BINARY_LOSSES):
             wanted = "0 and 1" if self.task.loss in BINARY_LOSSES else "pairs that belong together"
             raise ValueError(f"{self.name} has graded scores, {self.task.loss} takes {wanted}: try the loss CoSENTLoss")
@@ -277,10 +280,41 @@ class DatasetRows:
 
     def drop_negative_pairs(self) -> None:
         """Drop pairs with the label 0, where the loss takes positive pairs only."""
-        if self.row_type == "scored" and self.label_type == "pairs":
+        if self.row_type == "scored" and self.label_type == "pairs" and self.settings.min_score is None:
             kept = [row for row in self.rows if row.label == 1]
             self.report.drop("label is 0", len(self.rows) - len(kept))
             self.rows = kept
+
+    def make_directed_pairs(self, seed: int) -> None:
+        """Make two pairs, one in each direction, of each scored pair from the dataset's `min_score` on.
+
+        Hard negatives are texts that score lower with the anchor, then texts drawn from the dataset.
+        """
+        least = self.settings.min_score
+        if least is None or self.row_type != "scored" or self.label_type != "pairs":
+            return
+        wanted = MOST_NEGATIVES if self.settings.negatives is None else self.settings.negatives
+        alike, unlike = defaultdict(set), defaultdict(list)
+        directed = [(row.anchor, row.positives[0], float(row.label or 0)) for row in self.rows]
+        directed += [(second, first, score) for first, second, score in directed]
+        for first, second, score in directed:
+            if score >= least:
+                alike[first].add(second)
+            else:
+                unlike[first].append(second)
+        texts = sorted({text for first, second, _ in directed for text in (first, second)})
+        draw = random.Random(f"{seed} negatives {self.name}")
+        pairs = []
+        for first, second, score in directed:
+            if score >= least:
+                known = {first, second, *alike[first]}
+                drawn = draw.sample(texts, min(len(texts), wanted + len(known)))
+                others = [text for text in dict.fromkeys([*unlike[first], *drawn]) if text not in known]
+                pairs.append(Example(first, (second,), tuple(others[:wanted])))
+        self.report.drop(f"score is below {least:g}", sum(score < least for *_, score in directed) // 2)
+        self.report.notes.append(f"{len(pairs):,} pairs in both directions from the score {least:g}")
+        fewest = min((len(pair.negatives) for pair in pairs), default=0)
+        self.rows = [pair._replace(negatives=pair.negatives[:fewest]) for pair in pairs]
 
     def take_sample(self, limit: int | None, seed: int) -> None:
         """Take a sample that depends only on the seed and the dataset."""
@@ -291,7 +325,7 @@ class DatasetRows:
 
     def drop_singleton_labels(self) -> None:
         """Drop texts whose label no other text has."""
-        if self.row_type != "labelled" or self.label_type == "embeddings":
+        if self.row_type != "labelled" or self.label_type == "embeddings" or self.task.pairs == "label_text":
             return
         counts = Counter(str(row.label) for row in self.rows)
         singletons = sorted(label for label, count in counts.items() if count == 1)

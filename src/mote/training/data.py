@@ -9,7 +9,8 @@ import logging
 import random
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -22,6 +23,7 @@ from configuration_mote import MoTEConfig
 from mote.data.columns import Example
 from mote.data.rows import find_datasets
 from mote.training.cleaning import (
+    MOST_NEGATIVES,
     TEACHER_LOSSES,
     DatasetReport,
     DatasetRows,
@@ -35,21 +37,26 @@ from mote.training.teachers import Teacher
 
 logger = logging.getLogger(__name__)
 
+BLENDED = "blended"  # the training set of all datasets whose tasks have blended batches
+
 
 @dataclass
 class TrainingSet:
     """Rows that are drawn into batches together.
 
     Attributes:
-        name: Name of the dataset if the task's batches are homogeneous, else of the task.
-        task: Task of the recipe.
+        name: Name of the dataset if the task's batches are homogeneous, of the task if they are heterogeneous, else
+            `blended`.
+        task: Task of the recipe, or `blended`.
         settings: Its settings, for these rows.
         rows: Columns `anchor`, `positive`, `negative_1` …, `label`; only those that exist.
-        column_tasks: Column → task of the model (instruction and expert) of its texts.
+        column_tasks: Column → task of the model (instruction and expert) of its texts; empty if blended.
         label_type: Content of `label`. `pairs`: ids of the row's texts, and of the group whose rows are not negatives
-            of one another. `scored`: a score. `labelled`: the number of a label. `embeddings`: the teacher's.
+            of one another; if blended, then the number of the row's part. `scored`: a score. `labelled`: the number of
+            a label. `embeddings`: the teacher's.
         sources: Dataset → number of its rows.
         instruction: Instruction of the anchors in place of their task's, and of other columns of that task.
+        parts: If blended, the training set of each dataset.
     """
 
     name: str
@@ -60,6 +67,13 @@ class TrainingSet:
     label_type: LabelType
     sources: dict[str, int]
     instruction: str | None = None
+    parts: list["TrainingSet"] = field(default_factory=list)
+
+    @property
+    def tasks(self) -> list[str]:
+        """Tasks of the model that it trains."""
+        own = [part.column_tasks for part in self.parts] or [self.column_tasks]
+        return [*dict.fromkeys(task for columns in own for task in columns.values())]
 
     def instructions(self, names: MoTEConfig) -> dict[str, str]:
         """Return the instruction of each text column."""
@@ -72,7 +86,7 @@ class TrainingSet:
     def rows_hash(self) -> str:
         """Return a content hash of the rows."""
         digest = blake2b(digest_size=8)
-        for name in self.column_tasks:
+        for name in [column for column in self.rows.column_names if column not in ("label", "dataset_name")]:
             for text in self.rows[name]:
                 digest.update(f"{text}\0".encode())
         return digest.hexdigest()
@@ -182,7 +196,7 @@ def _training_sets(datasets: list[DatasetRows], recipe: Recipe, with_teachers: b
     teachers: dict[str, Teacher] = {}  # several datasets may have the same one, which is loaded once
     for name, task in recipe.tasks.items():
         own = [dataset for dataset in datasets if dataset.task_name == name]
-        groups = {dataset.name: [dataset] for dataset in own} if task.batches == "homogeneous" else {name: own}
+        groups = {name: own} if task.batches == "heterogeneous" else {dataset.name: [dataset] for dataset in own}
         for set_name, group in groups.items():
             if set_name in sets:
                 raise ValueError(f"A dataset and a task are both named {set_name!r}: rename the task")
@@ -192,7 +206,34 @@ def _training_sets(datasets: list[DatasetRows], recipe: Recipe, with_teachers: b
                 teacher = teachers.get(key) or teachers.setdefault(key, Teacher(settings))
             made = _training_set(set_name, group, recipe.training.seed, teacher if with_teachers else None)
             sets[set_name] = replace(made, instruction=recipe.instruction_of(group[0].settings))
-    return sets
+    parts = [sets.pop(name) for name in [*sets] if sets[name].settings.batches == "blended"]
+    if parts and BLENDED in sets:
+        raise ValueError(f"Batches are blended, and a dataset or task is named {BLENDED!r}: rename it")
+    return {**sets, BLENDED: _blended(parts)} if parts else sets
+
+
+def _blended(parts: list[TrainingSet]) -> TrainingSet:
+    """Put the rows of training sets into one, with as many columns as the widest.
+
+    A row with fewer hard negatives has a short text in place of the others, which the loss leaves out.
+    """
+    for part in parts:
+        if not part.settings.in_batch_negatives and "negative_1" not in part.column_tasks:
+            raise ValueError(
+                f"{part.name}: without in-batch negatives its rows need negatives of their own: `mote mine` finds "
+                "some, and `pairs: label_text` takes other labels"
+            )
+    columns = max((part.column_tasks for part in parts), key=len)
+    tables = []
+    for number, part in enumerate(parts):
+        texts = {name: part.rows[name][:] if name in part.column_tasks else ["-"] * len(part.rows) for name in columns}
+        ids = np.asarray(part.rows["label"][:])
+        padding = np.zeros((len(ids), len(columns) - len(part.column_tasks)), dtype=ids.dtype)
+        labels = np.hstack([ids[:, :-1], padding, ids[:, -1:], np.full((len(ids), 1), number)])
+        tables.append(_columns(texts, pyarrow.array(labels.tolist(), pyarrow.list_(pyarrow.int64()))))
+    sources = {name: count for part in parts for name, count in part.sources.items()}
+    rows = concatenate_datasets(tables)
+    return TrainingSet(BLENDED, BLENDED, parts[0].settings, rows, {}, "pairs", sources, parts=parts)
 
 
 def _training_set(name: str, datasets: list[DatasetRows], seed: int, teacher: Teacher | None) -> TrainingSet:
@@ -245,7 +286,9 @@ def _table(dataset: DatasetRows, seed: int, labels: dict[tuple[str, Any], int], 
         numbers = [labels.setdefault((dataset.name, row.label), len(labels)) for row in dataset.rows]
         return _columns(_text_columns(dataset.rows), pyarrow.array(numbers, pyarrow.int64()))
     if dataset.row_type == "labelled":
-        rows = _paired_by_label(dataset.rows, f"{seed} pairs {dataset.name}")
+        by_text = dataset.task.pairs == "label_text"
+        make_pairs = partial(_paired_with_label, dataset) if by_text else partial(_paired_by_label, dataset.rows)
+        rows = make_pairs(f"{seed} pairs {dataset.name}")
         groups = [text_id(f"{dataset.name}\0{row.label}") for row in rows]
     else:
         rows, groups = dataset.rows, [text_id(row.anchor) for row in dataset.rows]
@@ -264,6 +307,28 @@ def _paired_by_label(rows: Sequence[Example], seed: str) -> list[Example]:
         random.Random(f"{seed} {label}").shuffle(same)
         following = [*same[1:], same[0]]
         pairs += [row._replace(positives=(other.anchor,)) for row, other in zip(same, following, strict=True)]
+    return pairs
+
+
+def _paired_with_label(dataset: DatasetRows, seed: str) -> list[Example]:
+    """Pair each text with that of its label; texts of other labels are its hard negatives."""
+    labels = sorted({str(row.label) for row in (*dataset.rows, *dataset.held_out)})
+    given = dataset.settings.label_texts
+    absent = [label for label in labels if label not in given] if given else []
+    if absent or (not given and all(label.isdecimal() for label in labels)):
+        raise ValueError(
+            f"{dataset.name}: `pairs: label_text` needs a text for the labels {', '.join((absent or labels)[:5])}: set "
+            "`label_texts`, or name the column that holds them, `columns: {text: …, label: …}`"
+        )
+    texts = {label: given.get(label, label) for label in labels}
+    if len(set(texts.values())) == 1:
+        raise ValueError(f"{dataset.name}: all rows have the label {labels[0]!r}, so there are no negatives")
+    wanted = MOST_NEGATIVES if dataset.settings.negatives is None else dataset.settings.negatives
+    draw, pairs = random.Random(seed), []
+    for row in dataset.rows:
+        own = texts[str(row.label)]
+        others = sorted(set(texts.values()) - {own})
+        pairs.append(row._replace(positives=(own,), negatives=tuple(draw.sample(others, min(wanted, len(others))))))
     return pairs
 
 

@@ -162,6 +162,54 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
         return {name: getattr(self, name) for name in names}
 
 
+class BlendedLoss(InfoNCELoss):
+    """InfoNCE of blended batches: the sum of the losses of each dataset's rows, weighted by their share of the batch.
+
+    So it is the mean over the rows, each with the temperature and the other settings of its task. Where rows of a batch
+    are negatives of one another, these are the rows of the same dataset.
+
+    Args:
+        model: Embedding model.
+        parts: Settings of each dataset, in the order of their numbers, and the number of its columns: what a batch has
+            beyond these stands in for negatives that its rows lack.
+        **settings: `similarity`, `gather_across_devices` and `mini_batch_size` of `InfoNCELoss`.
+    """
+
+    def __init__(
+        self, model: SentenceTransformer | SparseEncoder, parts: list[tuple[TaskSettings, int]], **settings: Any
+    ) -> None:
+        super().__init__(model, 1.0, **settings)
+        self.parts = [  # a list, not modules: they have no weights of their own
+            (
+                InfoNCELoss(
+                    model,
+                    task.temperature,
+                    symmetric=task.symmetric,
+                    in_batch_negatives=task.in_batch_negatives,
+                    similarity=self.similarity,
+                ),
+                count,
+            )
+            for task, count in parts
+        ]
+
+    def _sum_over(self, index: Tensor, columns: list[Tensor], labels: Tensor | None) -> Tensor:
+        """Sum the losses of the rows `index` [b]; the last of `labels` [N, columns + 2] are the datasets' numbers."""
+        assert labels is not None
+        total = torch.stack([column.sum() for column in columns]).sum() * 0  # caching needs a gradient of each column
+        for number, (loss, count) in enumerate(self.parts):
+            rows = (labels[:, -1] == number).nonzero().flatten()
+            own = torch.isin(rows, index).nonzero().flatten()
+            if len(own):
+                of_part = torch.cat([labels[rows, :count], labels[rows, -2:-1]], dim=1)
+                total = total + loss._sum_over(own, [column[rows] for column in columns[:count]], of_part)
+        return total
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """Describe the loss for the model card."""
+        return {"parts": [loss.get_config_dict() for loss, _ in self.parts]}
+
+
 def _sorted_by_length(
     features: list[dict[str, Any]], labels: Tensor | None
 ) -> tuple[list[dict[str, Any]], Tensor | None]:
@@ -324,6 +372,7 @@ def build_loss(
     replicated: bool = False,
     label_dim: int | None = None,
     retrieval: RetrievalSettings | None = None,
+    parts: list[tuple[TaskSettings, int]] | None = None,
 ) -> nn.Module:
     """Build the loss of a training set.
 
@@ -335,6 +384,7 @@ def build_loss(
         replicated: Whether each of them holds the whole model (DDP).
         label_dim: Width of a teacher's embeddings, where these are the labels.
         retrieval: The model's vectors. Default: dense ones.
+        parts: If it is blended, settings and number of columns of each dataset.
     """
     sparse = retrieval is not None and retrieval.kind != "dense"
     if replicated and training.mini_batch_size is None:
@@ -342,28 +392,28 @@ def build_loss(
         # them one after the other, and gives the same gradients.
         training = training.model_copy(update={"mini_batch_size": training.batch_size // processes})
     if task.loss == INFO_NCE:
-        loss: nn.Module = InfoNCELoss(
-            model,
-            task.temperature,
-            symmetric=task.symmetric,
-            in_batch_negatives=task.in_batch_negatives,
-            similarity="dot" if sparse else "cosine",
-            gather_across_devices=training.cross_device_negatives and processes > 1,
-            mini_batch_size=None if sparse else training.mini_batch_size,
+        settings: dict[str, Any] = {
+            "similarity": "dot" if sparse else "cosine",
+            "gather_across_devices": training.cross_device_negatives and processes > 1,
+            "mini_batch_size": None if sparse else training.mini_batch_size,
+        }
+        own: dict[str, Any] = {"symmetric": task.symmetric, "in_batch_negatives": task.in_batch_negatives}
+        loss: nn.Module = (
+            BlendedLoss(model, parts, **settings) if parts else InfoNCELoss(model, task.temperature, **own, **settings)
         )
     else:
         loss = _library_loss(model, task, training, processes, label_dim)
     if retrieval is not None and sparse:
         cached = {} if training.mini_batch_size is None else {"mini_batch_size": training.mini_batch_size}
         splade: Any = sparse_losses.CachedSpladeLoss if cached else sparse_losses.SpladeLoss
-        settings = retrieval.of_loss
+        weights = retrieval.of_loss
         if retrieval.kind == "hybrid":
             first: Any = model[0]
             for side in ("query", "document"):
-                threshold = settings.pop(f"{side}_regularizer_threshold")
+                threshold = weights.pop(f"{side}_regularizer_threshold")
                 flops = SparsePartFlops(model, first.config.vocab_size, threshold)  # type: ignore[arg-type]
-                settings[f"{side}_regularizer"] = flops
-        return splade(model, loss, **settings, **cached)
+                weights[f"{side}_regularizer"] = flops
+        return splade(model, loss, **weights, **cached)
     if training.matryoshka:
         dimensions = training.matryoshka
         if dimensions == "halves":

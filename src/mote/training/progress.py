@@ -48,29 +48,40 @@ class Tracker:
         self.last: dict[str, Any] = {}
 
     def record(
-        self, name: str, task: str, column_tasks: list[str], features: list[dict[str, Any]], loss: Tensor
+        self,
+        name: str,
+        task: str,
+        column_tasks: list[list[str]],
+        features: list[dict[str, Any]],
+        loss: Tensor,
+        parts: Tensor | None = None,
     ) -> None:
         """Add one batch.
 
         Args:
             name: Training set.
             task: Task of the recipe.
-            column_tasks: Task of the model of each column.
+            column_tasks: Of each part of the training set, the tasks of the model of its columns.
             features: Tokenized texts of each column, this process's share of the batch.
             loss: Loss of this process's share, a scalar.
+            parts: [B], the part of each row. Default: there is only one.
 
         Raises:
             NonFiniteError: If the loss is non-finite in any process.
         """
         state = processes()
-        counts = [
-            column["cu_seq_lens_q"][-1] if "cu_seq_lens_q" in column else column["attention_mask"].sum()
+        tokens = [
+            column["cu_seq_lens_q"].diff() if "cu_seq_lens_q" in column else column["attention_mask"].sum(dim=1)
             for column in features
-        ]
+        ]  # of each row, [B]
+        counts = []
+        for number, tasks in enumerate(column_tasks):
+            of_part = torch.ones_like(tokens[0]) if parts is None else (parts == number).to(tokens[0])
+            counts += [of_part.sum(), *((of_part * column).sum() for column in tokens[: len(tasks)])]
         values = torch.stack([loss.detach().cpu().double(), *(count.cpu().double() for count in counts)])
         if state.num_processes > 1:
             values = reduce(values.to(state.device), "sum")
-        mean, *tokens = values.tolist()
+        mean, *seen_counts = values.tolist()
         mean /= state.num_processes
         rows = count_texts(features[0]) * state.num_processes
         if not math.isfinite(mean):
@@ -79,10 +90,13 @@ class Tracker:
         seen["steps"] += 1
         seen["rows"] += rows
         seen["loss"] += mean
-        for column_task, count in zip(column_tasks, tokens, strict=True):
-            of_task = self.tasks.setdefault(column_task, {"texts": 0, "tokens": 0})
-            of_task["texts"] += rows
-            of_task["tokens"] += int(count)
+        numbers = iter(map(int, seen_counts))
+        for tasks in column_tasks:
+            texts = next(numbers)
+            for column_task in tasks:
+                of_task = self.tasks.setdefault(column_task, {"texts": 0, "tokens": 0})
+                of_task["texts"] += texts
+                of_task["tokens"] += next(numbers)
         self.last = {"training_set": name, "task": task, "loss": mean, "rows": rows}
 
     def state(self) -> dict[str, Any]:
@@ -114,24 +128,32 @@ class TrackedLoss(nn.Module):
         tracker: Tracker of the run.
         name: Training set.
         task: Task of the recipe.
-        column_tasks: Text column → task of the model.
+        column_tasks: Of each part of the training set, text column → task of the model. If there are several, the last
+            number of a label is that of the row's part.
     """
 
     def __init__(
-        self, model: nn.Module, loss: nn.Module, tracker: Tracker, name: str, task: str, column_tasks: dict[str, str]
+        self,
+        model: nn.Module,
+        loss: nn.Module,
+        tracker: Tracker,
+        name: str,
+        task: str,
+        column_tasks: list[dict[str, str]],
     ) -> None:
         super().__init__()
         self.model = model  # where the trainer puts its wrapped model
         self.loss = loss
         self.tracker = tracker
-        self.name, self.task, self.column_tasks = name, task, list(column_tasks.values())
+        self.name, self.task, self.column_tasks = name, task, [list(part.values()) for part in column_tasks]
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None) -> Tensor:
         """Compute the loss of a batch, and record it."""
         features = list(sentence_features)
         loss = self.loss(features, labels)
         total = torch.stack([*loss.values()]).sum() if isinstance(loss, dict) else loss
-        self.tracker.record(self.name, self.task, self.column_tasks, features, total)
+        parts = labels[:, -1] if labels is not None and len(self.column_tasks) > 1 else None
+        self.tracker.record(self.name, self.task, self.column_tasks, features, total, parts)
         return total
 
     def own_parameters(self) -> dict[str, nn.Parameter]:

@@ -162,6 +162,8 @@ class DatasetSettings(mote.data.settings.DatasetSettings):
         limit: Maximum number of rows, a seeded sample.
         max_length: Maximum length of texts in tokens, one number or one for each column.
         negatives: Maximum number of hard negatives per row.
+        label_texts: Label → text, for `pairs: label_text`. Default: the labels themselves.
+        min_score: Score from which a scored pair is a positive pair, in both directions, for InfoNCE.
         temperature: Temperature, in place of the task's. This and the following need homogeneous batches.
         loss: Loss, in place of the task's.
         loss_arguments: Arguments of the loss, in place of the task's.
@@ -176,6 +178,8 @@ class DatasetSettings(mote.data.settings.DatasetSettings):
     limit: int | None = Field(default=None, ge=1)
     max_length: int | dict[str, int] | None = None
     negatives: int | None = Field(default=None, ge=0)
+    label_texts: dict[str, str] = {}
+    min_score: float | None = None
     temperature: float | None = Field(default=None, gt=0)
     loss: str | None = None
     loss_arguments: dict[str, Any] | None = None
@@ -196,7 +200,10 @@ class TaskSettings(Settings):
         datasets: Datasets of the task.
         anchor: Task (instruction and expert) of the first column of its pairs.
         positive: Task of the other columns. Default: that of the anchors.
-        batches: `homogeneous` (each from one dataset) or `heterogeneous` (across the task's datasets).
+        batches: `homogeneous` (each from one dataset), `heterogeneous` (across the task's datasets) or `blended`
+            (across all tasks that say so).
+        pairs: What labelled texts are paired with: a text of the `same_label`, or the `label_text`, with the texts of
+            other labels as negatives.
         temperature: Temperature of InfoNCE.
         weight: Weight of all its datasets, multiplied with theirs.
         in_batch_negatives: Whether the other rows of a batch are negatives; if not, only given ones are.
@@ -209,7 +216,8 @@ class TaskSettings(Settings):
     datasets: list[DatasetSettings]
     anchor: str
     positive: str = ""
-    batches: Literal["homogeneous", "heterogeneous"]
+    batches: Literal["homogeneous", "heterogeneous", "blended"]
+    pairs: Literal["same_label", "label_text"] = "same_label"
     temperature: float = Field(default=0.03, gt=0)
     weight: float = Field(default=1.0, gt=0)
     in_batch_negatives: bool = True
@@ -235,6 +243,11 @@ class TaskSettings(Settings):
                 f"{', '.join(instructed)}: a batch across datasets has the instruction of its task; make the task's "
                 "batches homogeneous"
             )
+        others = {self.of(dataset).loss for dataset in self.datasets} - {"InfoNCE"}
+        if others and self.batches == "blended":
+            raise ValueError(f"blended batches have the loss InfoNCE, not {', '.join(sorted(others))}")
+        if others and self.pairs == "label_text":
+            raise ValueError(f"pairs=label_text is for InfoNCE, not for {', '.join(sorted(others))}")
         return self
 
     def of(self, dataset: DatasetSettings) -> "TaskSettings":
@@ -525,6 +538,12 @@ class Recipe(Settings):
             raise ValueError("retrieval.weight=tuned needs held-out pairs: set validation.share")
         if self.retrieval.kind != "dense" and self.training.matryoshka:
             raise ValueError(f"training.matryoshka truncates dense vectors, and retrieval.kind={self.retrieval.kind}")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_blended(self) -> "Recipe":
+        if self.retrieval.kind != "dense" and any(task.batches == "blended" for task in self.tasks.values()):
+            raise ValueError(f"blended batches are for dense vectors, and retrieval.kind={self.retrieval.kind}")
         return self
 
     @model_validator(mode="after")

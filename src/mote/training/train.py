@@ -16,6 +16,7 @@ from sentence_transformers import (
 )
 from sentence_transformers.base.losses.gradcache import uses_gradient_cache
 from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
+from sentence_transformers.sentence_transformer.modules import Pooling
 from torch import nn
 from transformers import PrinterCallback, Trainer
 from transformers.trainer_utils import IntervalStrategy
@@ -26,6 +27,7 @@ from mote.checkpoints.reading import Checkpoint, load_tokenizer, open_checkpoint
 from mote.checkpoints.tensors import token_routing
 from mote.training.adapters import AdapterCheckpoints, merge_adapters
 from mote.training.arguments import Schedule, describe, plan_schedule, trainer_arguments
+from mote.training.blending import BlendedCollator
 from mote.training.data import TrainingSet, load_data
 from mote.training.losses import INFO_NCE, LoadBalancedLoss, build_loss, check_loss
 from mote.training.model import NO_FP16, build_model, encodings, names_of
@@ -278,6 +280,7 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
         args=arguments,
         train_dataset={name: training_set.rows for name, training_set in data.sets.items()},
         loss=dict[str, nn.Module](losses),
+        data_collator=_collator(recipe, model, names, arguments, data.sets),
         evaluator=validation if recipe.training.eval_steps is not None else None,
         callbacks=[
             SparsitySchedule(recipe.retrieval, losses),
@@ -320,7 +323,8 @@ def _loss(
     task = training_set.settings
     label_dim = training_set.teacher_dimension if training_set.label_type == "embeddings" else None
     count = processes().num_processes
-    loss = build_loss(model, task, recipe.training, count, replicated(), label_dim, recipe.retrieval)
+    parts = [(part.settings, len(part.column_tasks)) for part in training_set.parts]
+    loss = build_loss(model, task, recipe.training, count, replicated(), label_dim, recipe.retrieval, parts)
     is_cached = uses_gradient_cache(loss.loss if isinstance(loss, MatryoshkaLoss) else loss)
     if with_deepspeed() and deepspeed_stage() >= 2 and is_cached:
         raise ValueError(
@@ -328,7 +332,12 @@ def _loss(
             "training.mini_batch_size=null, or use stage 1, DDP or FSDP2"
         )
     if recipe.model.kind == "mote":
-        experts = {names.expert_of(name) for name in training_set.column_tasks.values()}
+        experts = {names.expert_of(name) for name in training_set.tasks}
+        if parts and with_fsdp() and len(experts) > 1:
+            raise ValueError(
+                "Blended batches: under FSDP all processes must run the same expert at the same time, and their rows "
+                "differ. Use DDP, a dense model (model.kind=dense), or batches of one task"
+            )
         if replicated() and len(experts) > 1 and not is_cached:
             raise ValueError(
                 f"{training_set.name}: under DDP, {task.loss} cannot send the columns of a row through "
@@ -337,4 +346,42 @@ def _loss(
             )
     if token_routing(names) is not None:
         loss = LoadBalancedLoss(loss)
-    return TrackedLoss(model, loss, tracker, training_set.name, training_set.task, training_set.column_tasks)
+    column_tasks = [part.column_tasks for part in training_set.parts] or [training_set.column_tasks]
+    return TrackedLoss(model, loss, tracker, training_set.name, training_set.task, column_tasks)
+
+
+def _collator(
+    recipe: Recipe, model: Any, names: MoTEConfig, arguments: Any, sets: dict[str, TrainingSet]
+) -> BlendedCollator | None:
+    """Build the collator of blended batches; without any, the trainer has its own."""
+    with_instructions, routed = recipe.model.instructions, recipe.model.kind == "mote"
+    parts = {
+        name: [
+            {
+                column: (instruction if with_instructions else None, part.column_tasks[column] if routed else None)
+                for column, instruction in part.instructions(names).items()
+            }
+            for part in training_set.parts
+        ]
+        for name, training_set in sets.items()
+        if training_set.parts
+    }
+    if not parts:
+        return None
+    if any(type(module) is Pooling and not module.include_prompt for module in model):
+        raise ValueError(
+            "Blended batches: `include_prompt=False` of Sentence-Transformers' Pooling knows one instruction of a "
+            "batch. Leave instructions out of the pooling by `mote set`, which knows that of each row"
+        )
+    for columns in parts.values():  # a short text in place of a negative is that of the positives' task
+        widest = max(columns, key=len)
+        for part in columns:
+            part |= {column: part["positive"] for column in widest if column not in part}
+    return BlendedCollator(
+        model.preprocess,
+        router_mapping=arguments.router_mapping,
+        prompts=arguments.prompts,
+        parts=parts,
+        tasks=list(names.tasks),
+        tokenizer=model.tokenizer,
+    )

@@ -1,0 +1,173 @@
+"""Blended batches, whose loss is the sum of their tasks'; labels and scores as pairs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.datasets import CLASSIFICATION, RETRIEVAL, labelled, only, recipe_of, write
+from helpers.runs import overrides, train_step
+from sentence_transformers import SentenceTransformer
+
+from mote.training.cleaning import text_id
+from mote.training.data import load_data
+from mote.training.losses import BlendedLoss, InfoNCELoss
+from mote.training.recipe import TaskSettings, load_recipe
+from mote.training.run_folder import RunFolder
+from mote.training.train import plan, prepare, train
+
+BLENDED = (
+    "{retrieval: {batches: blended, temperature: 0.02}, classification: {batches: blended, pairs: label_text, "
+    "in_batch_negatives: false, temperature: 0.05}, clustering: {batches: blended, symmetric: true}}"
+)
+
+
+def blended(tiny: Path, data: Path, out: Path, *more: str) -> list[str]:
+    """A small run of blended batches: with several negatives, with one and with none."""
+    recipe = out.parent / "recipe.yaml"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    recipe.write_text(f"extends: mote\nname: blended\ntasks: {BLENDED}\n")
+    return overrides(tiny, data, out, "tasks.classification.datasets=[classification/banking77]", *more)
+
+
+def test_the_loss_is_that_of_each_dataset_times_its_share() -> None:
+    torch.manual_seed(0)
+    columns = [torch.randn(9, 8, requires_grad=True) for _ in range(4)]
+    numbers = torch.tensor([0, 1, 2, 0, 1, 2, 2, 0, 2])
+    ids = torch.arange(36).reshape(9, 4)
+    groups = torch.arange(100, 109)
+    groups[6] = groups[5]  # a known false negative
+    labels = torch.cat([ids, groups[:, None], numbers[:, None]], dim=1)
+    settings: list[tuple[dict[str, Any], int]] = [
+        ({"temperature": 0.1}, 2),
+        ({"temperature": 0.05, "in_batch_negatives": False}, 4),
+        ({"temperature": 0.2, "symmetric": True}, 3),
+    ]
+    identity: Any = torch.nn.Identity()
+    parts = [
+        (TaskSettings(anchor="a", batches="blended", datasets=[{"path": "x"}], **own), count) for own, count in settings
+    ]
+    expected = torch.zeros(())
+    for number, (own, count) in enumerate(settings):
+        rows = (numbers == number).nonzero().flatten()
+        of_part = torch.cat([ids[rows, :count], groups[rows, None]], dim=1)
+        loss = InfoNCELoss(identity, **own).calculate_loss([[column[rows]] for column in columns[:count]], of_part)
+        expected = expected + loss * len(rows) / 9
+    wanted = torch.autograd.grad(expected, columns)
+    for chunk in (None, 4):
+        loss = BlendedLoss(identity, parts, mini_batch_size=chunk).calculate_loss([[one] for one in columns], labels)
+        assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+        found = torch.autograd.grad(loss, columns)
+        assert max((one - two).abs().max().item() for one, two in zip(found, wanted, strict=True)) <= 1e-6
+
+
+@pytest.mark.parametrize("kind", ["mote", pytest.param("dense", marks=pytest.mark.long)])
+@pytest.mark.parametrize("mini_batch_size", ["4", pytest.param("null", marks=pytest.mark.long)])
+def test_a_batch_is_its_tasks_computed_separately(
+    kind: str, mini_batch_size: str, tiny: Path, data: Path, tmp_path: Path
+) -> None:
+    """Loss and gradients of all weights, each task with its own texts, instruction and expert."""
+    out = tmp_path / "run"
+    settings = blended(tiny, data, out, f"model.kind={kind}", f"training.mini_batch_size={mini_batch_size}")
+    run = prepare(load_recipe(tmp_path / "recipe.yaml", settings), RunFolder(out))
+    model = run.model.eval()  # without dropout
+    training_set = run.data.sets["blended"]
+    assert [part.name.split("/")[0] for part in training_set.parts].count("classification") == 1
+    rows = [training_set.rows[index] for index in range(0, len(training_set.rows), 11)]
+    numbers = [row["label"][-1] for row in rows]
+    assert len(set(numbers)) == len(training_set.parts) > 2
+    trainer: Any = run.trainer
+    inputs = trainer.data_collator([{**row, "dataset_name": "blended"} for row in rows])
+    loss = trainer.compute_loss(model, inputs)
+    loss.backward()
+    found = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    model.zero_grad()
+    total = 0.0
+    for number, part in enumerate(training_set.parts):
+        own = [row for row, of_part in zip(rows, numbers, strict=True) if of_part == number]
+        features = [
+            model.preprocess(
+                [row[column] for row in own],
+                prompt=f"{task}: ",
+                **({"task": task} if kind == "mote" else {}),
+            )
+            for column, task in part.column_tasks.items()
+        ]
+        count, task = len(part.column_tasks), part.settings
+        labels = torch.tensor([[*row["label"][:count], row["label"][-2]] for row in own])
+        alone = InfoNCELoss(
+            model, task.temperature, symmetric=task.symmetric, in_batch_negatives=task.in_batch_negatives
+        )
+        share = alone(features, labels) * len(own) / len(rows)
+        share.backward()
+        total += share.item()
+    assert loss.item() == pytest.approx(total, abs=1e-5)
+    expected = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    assert max((found[name] - gradient).abs().max().item() for name, gradient in expected.items()) <= 1e-5
+    assert max(gradient.abs().max().item() for gradient in expected.values()) > 1e-2
+
+
+@pytest.mark.long
+def test_a_run_of_blended_batches(tiny: Path, data: Path, tmp_path: Path) -> None:
+    settings = blended(tiny, data, tmp_path / "run", "training.max_steps=-1", "training.batch_size=64")
+    assert "blended" in plan(tmp_path / "recipe.yaml", settings)
+    model = train(tmp_path / "recipe.yaml", settings)
+    record = train_step(model)
+    assert [*record["training_sets"]] == ["blended"]
+    used = {one["name"]: one["used"] for one in record["data"]}
+    assert record["training_sets"]["blended"]["rows"] == sum(used.values())
+    texts = {name: count["texts"] for name, count in record["experts"].items()}  # stand-ins are not counted
+    retrieval = sum(count for name, count in used.items() if name.startswith("retrieval/"))
+    assert texts["search_query"] == texts["search_document"] == retrieval
+    assert texts["classification"] == used["classification/banking77"] * (2 + 4)
+    encoder = SentenceTransformer(str(model), trust_remote_code=True)
+    assert encoder.encode(["a text"], task="classification").shape == (1, 16)
+
+
+def test_labels_as_positives(tmp_path: Path) -> None:
+    task = {**CLASSIFICATION, "pairs": "label_text", "batches": "homogeneous"}
+    write(tmp_path, "classification/tiny", labelled(red=3, green=2, blue=1))
+    rows = only(load_data(recipe_of(tmp_path, tasks={"c": {**task, "datasets": ["classification/tiny"]}}))).rows
+    assert len(rows) == 6  # a label with one text is a label too
+    for row in rows:
+        assert row["anchor"].startswith(row["positive"])
+        assert {row["positive"], row["negative_1"], row["negative_2"]} == {"red", "green", "blue"}
+        assert row["label"][1] == text_id(row["positive"])
+
+
+def test_labels_that_are_numbers_need_texts(tmp_path: Path) -> None:
+    content = [{"text": f"text {index}", "label": index % 3} for index in range(9)]
+    write(tmp_path, "classification/tiny", content)
+    dataset = {"path": "classification/tiny", "negatives": 1}
+    task = {**CLASSIFICATION, "pairs": "label_text", "batches": "homogeneous", "datasets": [dataset]}
+    with pytest.raises(ValueError, match="needs a text for the labels 0, 1, 2: set `label_texts`"):
+        load_data(recipe_of(tmp_path, tasks={"c": task}))
+    dataset["label_texts"] = {"0": "zero", "1": "one", "2": "two"}
+    rows = only(load_data(recipe_of(tmp_path, tasks={"c": task}))).rows
+    assert {(row["anchor"][-1], row["positive"]) for row in rows} >= {("0", "zero"), ("4", "one")}
+    assert all(row["negative_1"] != row["positive"] for row in rows)
+
+
+def test_scored_pairs_in_both_directions(tmp_path: Path) -> None:
+    scored = [("a", "b", 5.0), ("c", "d", 4.0), ("a", "e", 1.0), ("f", "g", 3.9), ("h", "i", 0.0)]
+    write(tmp_path, "sts/tiny", [{"sentence1": one, "sentence2": two, "score": score} for one, two, score in scored])
+    task = {**RETRIEVAL, "datasets": [{"path": "sts/tiny", "min_score": 4, "negatives": 2}]}
+    training_set = only(load_data(recipe_of(tmp_path, tasks={"sts": task})))
+    found = {(row["anchor"], row["positive"]) for row in training_set.rows}
+    assert found == {("a", "b"), ("b", "a"), ("c", "d"), ("d", "c")}
+    assert next(row["negative_1"] for row in training_set.rows if row["anchor"] == "a") == "e"  # it scores low
+    for row in training_set.rows:
+        assert len({row["anchor"], row["positive"], row["negative_1"], row["negative_2"]}) == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("tasks.retrieval.loss=CoSENTLoss", "blended batches have the loss InfoNCE, not CoSENTLoss"),
+        ("tasks.retrieval.in_batch_negatives=false", "its rows need negatives of their own"),
+        ("retrieval.kind=sparse", "blended batches are for dense vectors"),
+    ],
+)
+def test_settings_that_do_not_hold(override: str, message: str, tiny: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(tmp_path / "recipe.yaml", blended(tiny, data, tmp_path / "run", override))
