@@ -130,7 +130,7 @@ def test_a_file_extends_one_beside_it_before_a_shipped_one(tmp_path: Path) -> No
         ("training.learning_rat=1", r"training: unknown key 'learning_rat'. Did you mean 'learning_rate'"),
         ("tasks.retrieval.temprature=1", r"tasks.retrieval: unknown key 'temprature'. Did you mean 'temperature'"),
         ("tasks.retrieval.temperature=0", r"tasks.retrieval.temperature: Input should be greater than 0"),
-        ("tasks.retrieval.batches=mixed", r"'homogeneous' or 'heterogeneous'"),
+        ("tasks.retrieval.batches=mixed", r"'heterogeneous' or 'blended'"),
         ("tasks.retrieval.datasets=[]", r"tasks.retrieval: the task has no data"),
         ("tasks.retrieval.datasets=[{path: a, colums: {}}]", r"unknown key 'colums'. Did you mean 'columns'"),
         ("model.kind=sparse", r"model.kind: Input should be 'mote', 'token_routed' or 'dense'"),
