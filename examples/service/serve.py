@@ -75,8 +75,10 @@ class Embedder:
         self.config = model[0].config
         self.tasks = [task for task, expert in self.config.tasks.items() if expert in self.config.available_experts]
         self.task_ids = {task: index for index, task in enumerate(self.config.tasks)}
-        # Pooling that leaves out the instruction takes one length of it for all rows
-        self.one_instruction = any(getattr(module, "include_prompt", True) is False for module in model)
+        # Pooling that leaves out the instruction takes one length of it for all rows, unless it is told each row's
+        self.each_its_own = hasattr(model[0], "instruction_pooling")
+        left_out = any(getattr(module, "include_prompt", True) is False for module in model)
+        self.one_instruction = left_out and not self.each_its_own
         results = self.embed([self.item("a text", task) for task in self.tasks])
         for task, result in zip(self.tasks, results, strict=True):
             if isinstance(result, Exception):
@@ -113,7 +115,10 @@ class Embedder:
     def _run(self, items: list[Item], prompt: str) -> list[Embedding | Exception]:
         """Run texts through the model, each row with the expert of its item."""
         texts = [item.instruction.removeprefix(prompt) + item.text for item in items]
-        features = self.model.preprocess(texts, prompt=prompt, mixed_tasks=True)
+        prompts: Any = prompt
+        if self.each_its_own:
+            texts, prompts = [item.text for item in items], [item.instruction for item in items]
+        features = self.model.preprocess(texts, prompt=prompts, mixed_tasks=True)
         features = batch_to_device(features, self.model.device)
         tokens = features["attention_mask"].sum(dim=1)  # [B]
         if self.config.routes_by_task:  # the task of each row is said, not told from the text

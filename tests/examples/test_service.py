@@ -28,7 +28,7 @@ from helpers.checkpoints import dense_checkpoint
 from helpers.paths import ROOT
 from sentence_transformers import SentenceTransformer, SparseEncoder
 
-from mote import upcycle
+from mote import configure, upcycle
 
 for library in ("batched", "fastapi", "uvicorn"):
     pytest.importorskip(library, reason="see examples/service/requirements.txt")
@@ -494,6 +494,23 @@ def test_pooling_that_leaves_out_the_instruction(trained_folder: Path, texts: li
     results = embedder.embed([embedder.item(*pair) for pair in chosen])
     for result, (text, task) in zip(results, chosen, strict=True):
         assert abs(result.vector - model.encode(text, prompt_name=task)).max() < 1e-5
+
+
+def test_instructions_left_out_of_each_row(trained_folder: Path, tmp_path: Path, texts: list[str]) -> None:
+    folder = configure(trained_folder, tmp_path / "excluded", instruction_pooling="excluded")
+    model = SentenceTransformer(str(folder), trust_remote_code=True)
+    embedder = serve.Embedder(model)
+    chosen = [(text, task) for text in texts[:2] for task in TASKS] + [("clustering: a whale", None)]
+    passes: list[int] = []
+    hook = model[0].register_forward_pre_hook(lambda _, features: passes.append(len(features[0]["input_ids"])))
+    results = embedder.embed([embedder.item(*pair) for pair in chosen])
+    hook.remove()
+    assert passes == [len(chosen)]  # all in one batch
+    for result, (text, task) in zip(results, chosen, strict=True):
+        assert abs(result.vector - model.encode(text, prompt_name=task)).max() < 1e-5
+    model[0].config.route_by_text = False
+    begins = embedder.embed([embedder.item("clustering: a whale", "search_query")])[0].vector
+    assert abs(begins - model.encode("clustering: a whale", prompt_name="search_query")).max() < 1e-5
 
 
 def test_a_token_router_needs_no_task(dense: Path, tmp_path: Path, texts: list[str]) -> None:
