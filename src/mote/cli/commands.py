@@ -287,6 +287,19 @@ def evaluate(
             metavar="KIND", help="Vectors of hybrid models: dense, sparse or hybrid (the default); repeatable."
         ),
     ] = None,
+    definitions: Annotated[
+        list[Any] | None,
+        typer.Option(
+            "--definition",
+            parser=options.pair,
+            metavar="DATASET=TEXT",
+            help="What a dataset asks for: an instruction in front of its queries; repeatable. Default: the model's.",
+        ),
+    ] = None,
+    template: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Instruction around {definition}. Default: Instruct: {definition}, Query: ."),
+    ] = None,
     reference: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Model that gains are computed over. Default: the first.")
     ] = None,
@@ -306,7 +319,7 @@ def evaluate(
 
     The same command resumes where it was interrupted.
     """
-    settings = {**locals(), "tasks": tasks or (), "retrieval": retrieval or ()}
+    settings = {**locals(), "tasks": tasks or (), "retrieval": retrieval or (), "definitions": dict(definitions or [])}
     del settings["as_json"]
     with options.extra("evaluate"):
         run = mote.evaluate

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ from mteb.results import TaskResult
 from sentence_transformers import SparseEncoder
 from tqdm import tqdm
 
+from configuration_mote import alternatives
+from mote.checkpoints.instructions import TEMPLATE, instruction_with
+from mote.checkpoints.reading import is_mote
+from mote.checkpoints.sentence_transformers import MTEB_PROMPTS
 from mote.evaluation.cache import Cache, CacheError, with_subtasks
 from mote.evaluation.charts import draw_gains
 from mote.evaluation.models import DTYPES, EvaluatedModel, find_models
@@ -40,6 +45,8 @@ def evaluate(
     tasks: Sequence[str] = (),
     limit: int | None = None,
     retrieval: Sequence[str] = (),
+    definitions: Mapping[str, str] | None = None,
+    template: str | None = None,
     batch_size: int = 32,
     device: str | None = None,
     dtype: str | None = None,
@@ -62,6 +69,9 @@ def evaluate(
         limit: Number of texts that datasets of the folder are cut to, about.
         retrieval: Vectors that models are scored with, `dense`, `sparse` or `hybrid`; a hybrid model gives each. With
             several, each is scored with each. Default: the models' own.
+        definitions: Dataset → definition of what it asks for, which becomes an instruction in front of its texts; in
+            front of its queries, where it has documents. It replaces the models' own, for all models alike.
+        template: The instruction around a definition, as in `mote.instruction_with`.
         batch_size: Batch size of the embedding.
         device: Device that models run on. Default: Sentence-Transformers' choice.
         dtype: "float32", "float16" or "bfloat16", for the models' weights. Default: the stored one.
@@ -95,7 +105,8 @@ def evaluate(
     with _quiet():
         chosen = choose_tasks(benchmark, data, tasks, limit)
         folder = cached_assets_path("mote", "evaluation") if out is None else Path(out)
-        run = _Run(found, chosen, Cache(folder, chosen), limit, batch_size, overwrite)
+        instructions = _instructions(definitions or {}, template, [task.metadata.name for task in chosen])
+        run = _Run(found, chosen, Cache(folder, chosen), limit, batch_size, overwrite, instructions)
         run.check_models()
         run.score_all()
     evaluation = Evaluation(
@@ -109,6 +120,7 @@ def evaluate(
             "tasks": list(tasks),
             "limit": limit,
             "retrieval": list(retrieval),
+            "instructions": instructions,
             "batch_size": batch_size,
             "dtype": dtype,
             "mteb": sorted(run.versions),
@@ -132,6 +144,7 @@ class _Run:
     limit: int | None
     batch_size: int
     overwrite: bool
+    instructions: dict[str, str]
     scores: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
     failures: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
     seconds: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
@@ -196,12 +209,17 @@ class _Run:
         return f"{score:.2f}, {self.seconds[label][name]:.1f} s{how}"
 
     def _cached(self, model: EvaluatedModel, task: AbsTask) -> TaskResult | None:
-        return None if self.overwrite else self.cache.find(task, model.meta(limit=self.limit))
+        return None if self.overwrite else self.cache.find(task, self._meta(model, task))
+
+    def _meta(self, model: EvaluatedModel, task: AbsTask) -> Any:
+        text = self.instructions.get(task.metadata.name)
+        digest = None if text is None else blake2b(text.encode(), digest_size=8).hexdigest()
+        return model.meta(limit=self.limit, instruction=digest)
 
     def _compute(self, model: EvaluatedModel, task: AbsTask) -> TaskResult:
         found = model.load()
         encoder = _FiniteSparse(found) if isinstance(found, SparseEncoder) else _FiniteEncoder(found)
-        meta = model.meta(limit=self.limit)
+        meta = self._meta(model, task)
         key = {name: getattr(meta, name) for name in ("name", "revision", "experiment_kwargs")}
         encoder.mteb_model_meta = encoder.mteb_model_meta.model_copy(update={**model.described(), **key})
         options: Any = {"batch_size": self.batch_size, "show_progress_bar": False}
@@ -211,7 +229,11 @@ class _Run:
         np.random.seed(task.seed)
         loaded = task.data_loaded
         try:
-            with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):  # bars that cannot be turned off
+            with (
+                instructed(encoder, task, self.instructions.get(task.metadata.name)),
+                Path(os.devnull).open("w") as nowhere,
+                redirect_stderr(nowhere),  # bars that cannot be turned off
+            ):
                 results = mteb.evaluate(
                     encoder,
                     task,
@@ -260,6 +282,50 @@ def _main_score(result: TaskResult, task: AbsTask) -> float:
         equal = ": all scores of the dataset, or all that the model gives, are equal"
         raise ValueError(f"the score is {score}" + (equal if task.metadata.type in ("STS", "Summarization") else ""))
     return score
+
+
+def _instructions(definitions: Mapping[str, str], template: str | None, names: Sequence[str]) -> dict[str, str]:
+    """Make instructions of the definitions of datasets.
+
+    Raises:
+        ValueError: If there is no such dataset, or the template is not one.
+    """
+    for name in definitions:
+        if name not in names:
+            raise ValueError(f"A definition for the dataset {name!r}, which is not scored." + alternatives(name, names))
+    return {name: instruction_with(text, template or TEMPLATE) for name, text in definitions.items()}
+
+
+@contextmanager
+def instructed(encoder: Any, task: AbsTask, instruction: str | None) -> Iterator[None]:
+    """Put an instruction in front of a dataset's texts, of its queries if it has documents; None: the model's own.
+
+    A MoTE knows it meanwhile as that of the task that serves such datasets.
+
+    Raises:
+        ValueError: If the model is a MoTE that has no such task.
+    """
+    if instruction is None:
+        yield
+        return
+    name, kind = task.metadata.name, str(task.metadata.type)
+    role = "-query" if f"{kind}-query" in MTEB_PROMPTS else ""
+    prompts, config = encoder.model_prompts, encoder.model[0].config
+    tasks = None
+    if is_mote(config) and config.routes_by_task:
+        served = MTEB_PROMPTS.get(f"{kind}{role}")
+        if served not in config.tasks:
+            raise ValueError(f"The model has no task for datasets of the type {kind!r}")
+        tasks, texts = config.tasks, config.instructions
+        config.tasks = {name: tasks[served], **tasks}  # in front: of tasks with the same instruction the first counts
+        config.instructions = {**{one: config.instruction_of(one) for one in tasks}, name: instruction}
+    encoder.model_prompts = {**(prompts or {}), f"{name}{role}": instruction}
+    try:
+        yield
+    finally:
+        encoder.model_prompts = prompts
+        if tasks is not None:
+            config.tasks, config.instructions = tasks, texts
 
 
 def _reference(reference: str | None, models: list[EvaluatedModel]) -> str | None:

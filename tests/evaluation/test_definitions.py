@@ -1,0 +1,66 @@
+"""Definitions of datasets: what is put in front of which texts, and which expert they reach."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.paths import ROOT
+
+pytest.importorskip("mteb")
+
+from sentence_transformers import SentenceTransformer
+
+import mote
+from mote import evaluate
+
+TOPIC, FIND = mote.instruction_with("Find the topic"), mote.instruction_with("Find papers")
+
+
+@pytest.fixture(scope="module")
+def both(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Clusters, and a corpus with queries."""
+    folder = shutil.copytree(data, tmp_path_factory.mktemp("both") / "data")
+    shutil.copytree(ROOT / "examples" / "data" / "beir" / "arxiv", folder / "beir" / "arxiv")
+    return folder
+
+
+@pytest.mark.long
+def test_instructions_of_datasets(trained: Path, both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mote.configure(trained, tmp_path / "excluded", instruction_pooling="excluded")
+    seen: set[tuple[Any, ...]] = set()
+    tokenize = SentenceTransformer.preprocess
+
+    def spy(self: Any, inputs: Any, prompt: Any = None, **kwargs: Any) -> Any:
+        features = tokenize(self, inputs, prompt, **kwargs)
+        left_out = bool((features["attention_mask"] - features["pooling_mask"]).any())
+        seen.add((prompt, self[0].config.expert_of(features["route"]), left_out))
+        return features
+
+    monkeypatch.setattr(SentenceTransformer, "preprocess", spy)
+    where: dict[str, Any] = {"data": both, "tasks": ["trivia", "arxiv"], "limit": 40, "trust_remote_code": True}
+    where["out"] = tmp_path / "out"
+    own = evaluate([str(model)], **where)
+    assert not own.failures
+    assert seen == {
+        ("clustering: ", "clustering", True),
+        ("search_query: ", "search_query", True),
+        ("search_document: ", "search_document", True),
+    }
+    seen.clear()
+    names = {name.split("-")[0]: name for name in own.datasets}
+    definitions = {names["clustering"]: "Find the topic", names["beir"]: "Find papers"}
+    changed = evaluate([str(model)], definitions=definitions, **where)
+    assert not changed.failures
+    assert seen == {
+        (TOPIC, "clustering", True),
+        (FIND, "search_query", True),
+        ("search_document: ", "search_document", True),
+    }
+    assert changed.settings["instructions"] == {names["clustering"]: TOPIC, names["beir"]: FIND}
+    seen.clear()
+    assert evaluate([str(model)], definitions=definitions, **where).scores == changed.scores  # cached, as the first are
+    assert evaluate([str(model)], **where).scores == own.scores
+    assert not seen
+    with pytest.raises(ValueError, match="'trivia', which is not scored"):
+        evaluate([str(model)], definitions={"trivia": "x"}, **where)
