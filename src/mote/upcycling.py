@@ -16,6 +16,7 @@ from modeling_mote import MoTEModel
 from mote.checkpoints import cards, nomic_moe
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.bidirectional import asks_for_both_directions, with_both_directions
+from mote.checkpoints.end_token import end_as_asked
 from mote.checkpoints.instructions import (
     TEMPLATE,
     check_instruction_pooling,
@@ -87,6 +88,8 @@ class UpcyclingOptions(WriteOptions):
             hybrid vectors `embeddings`.
         max_active_dims: Number of a sparse vector's weights that are kept, the largest. Default: all.
         tokenizer: Folder or Hub id of a tokenizer. Default: the source's own.
+        end_token: Token that the tokenizer puts behind each text, after truncation; `eos`: its end-of-sequence token.
+            Default: as the source's settings say, also where transformers ignores their `add_eos_token`.
         dtype: Type of the weights: `float32`, `float16`, `bfloat16`, or `auto` for the source's.
         revision: Branch, tag or commit of a source on the Hub.
     """
@@ -118,6 +121,7 @@ class UpcyclingOptions(WriteOptions):
     sparse_from: str | None = None
     max_active_dims: int | None = None
     tokenizer: str | None = None
+    end_token: str | None = None
     dtype: str = "auto"
     revision: str | None = None
 
@@ -277,6 +281,8 @@ def upcycle(
     require_writable(target, replace(options, push=False), source.folder)
     logger.info("%s", plan)
     tokenizer = load_tokenizer(source, options.tokenizer)
+    if options.tokenizer is None or options.end_token is not None:
+        tokenizer = end_as_asked(tokenizer, source, options.end_token)
     model, dropped, write = _model_and_its_writer(plan, options.max_shard_size)
     changed = options.changed()
     if options.tokenizer is not None and Path(options.tokenizer).is_dir():

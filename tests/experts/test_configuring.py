@@ -128,6 +128,7 @@ def test_nothing_to_set(upcycled: Path) -> None:
     with pytest.raises(
         ValueError,
         match=r"Nothing to set: expected default_task or route_by_text or instruction_pooling or "
+        r"end_token or "
         r"instruction\.TASK or definition\.TASK",
     ):
         mote.configure(upcycled)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint, trusted
 from helpers.families import make_different
+from helpers.tokenizers import byte_level, fast, sentence_piece, sentence_piece_bpe
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses
-from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 import mote
 from modeling_mote import MoTEModel
@@ -21,41 +21,6 @@ from modeling_mote import MoTEModel
 DEFINITION = "Given a question, retrieve passages that answer it"
 QUERY = mote.instruction_with(DEFINITION)
 TEXTS = ["how do whales breathe", "bread", "  two spaces, naïve 中文 🐳 e\u0301", "Whales come up for air " * 3]
-SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
-
-
-def _trained(model: Any, trainer: Any, pre_tokenizer: Any, template: str | None, trim: bool = True) -> Tokenizer:
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizer
-    tokenizer.train_from_iterator([QUERY + text for text in TEXTS] * 3, trainer)
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
-    if template is not None:
-        special = [("<s>", 1), ("</s>", 2)]
-        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
-    return tokenizer
-
-
-def byte_level(trim: bool) -> Tokenizer:
-    """As those of GPT-2 (with trimmed offsets), Llama 3 and Qwen: no special tokens around a text."""
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=SPECIAL, initial_alphabet=alphabet)
-    return _trained(models.BPE(), trainer, pre_tokenizers.ByteLevel(add_prefix_space=False), None, trim)
-
-
-def sentence_piece() -> Tokenizer:
-    """As those of XLM-R and T5: a blank belongs to the word behind it, `<s>` in front, `</s>` behind."""
-    trainer = trainers.UnigramTrainer(vocab_size=200, special_tokens=SPECIAL, unk_token="<unk>")
-    return _trained(models.Unigram(), trainer, pre_tokenizers.Metaspace(), "<s> $A </s>")
-
-
-def sentence_piece_bpe() -> Tokenizer:
-    """As Mistral's: `<s>` in front, nothing behind, and texts are not split into words first."""
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL)
-    tokenizer = _trained(models.BPE(), trainer, pre_tokenizers.Metaspace(), "<s> $A")
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
-    return tokenizer
-
-
 TOKENIZERS = {
     "WordPiece": None,
     "byte-level BPE": lambda: byte_level(trim=False),
@@ -87,9 +52,7 @@ def with_tokenizer(request: pytest.FixtureRequest, instructed: Path, model: Sent
     """The model, with the tokens of one of the tokenizers."""
     result = copy.deepcopy(model)
     if (make := TOKENIZERS[request.param]) is not None:
-        result[0].processor = PreTrainedTokenizerFast(
-            tokenizer_object=make(), pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=200
-        )
+        result[0].processor = fast(make())
     return result
 
 

@@ -132,6 +132,10 @@ def upcycle(
     tokenizer: Annotated[
         str | None, typer.Option(metavar="SRC", help=f"Tokenizer: {options.SRC}. Default: the source's own.")
     ] = None,
+    end_token: Annotated[
+        str | None,
+        typer.Option(metavar="TOKEN", help="Token behind each text, kept by truncation; eos: the tokenizer's own."),
+    ] = None,
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16"], typer.Option(help="Data type of the weights.")
     ] = "auto",

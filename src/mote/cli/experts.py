@@ -141,7 +141,8 @@ def set_values(
             parser=options.pair,
             metavar="KEY=VALUE...",
             help="default_task=TASK (none: an error again), route_by_text=false (an instruction in a text does not "
-            "pick its expert) or instruction.TASK=TEXT.",
+            "pick its expert), instruction.TASK=TEXT, definition.TASK=TEXT, instruction_pooling=excluded or "
+            "end_token=TOKEN.",
         ),
     ],
     out: Annotated[str | None, typer.Option("--out", metavar="DIR", help="Output folder. Default: SRC itself.")] = None,

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configuration_mote import alternatives
+from mote.checkpoints.end_token import with_end_token
 from mote.checkpoints.instructions import (
     SETTING,
     check_instruction_pooling,
     instruction_with,
     write_instruction_pooling,
 )
+from mote.checkpoints.reading import load_tokenizer, open_mote
 from mote.checkpoints.transform import transform, verb
 from mote.checkpoints.writing import WriteOptions
 
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 
 INSTRUCTION = "instruction."  # and the task, as in "instruction.clustering"
 DEFINITION = "definition."  # the same, of the instruction that `mote.instruction_with` makes of it
-KEYS = ("default_task", "route_by_text", SETTING, f"{INSTRUCTION}TASK", f"{DEFINITION}TASK")
+END_TOKEN = "end_token"
+KEYS = ("default_task", "route_by_text", SETTING, END_TOKEN, f"{INSTRUCTION}TASK", f"{DEFINITION}TASK")
 
 _UNCHANGED: Any = object()
 
@@ -34,6 +37,7 @@ def configure(
     route_by_text: bool | None = None,
     instructions: Mapping[str, str] | None = None,
     instruction_pooling: str | None = None,
+    end_token: str | None = None,
     revision: str | None = None,
     options: WriteOptions | None = None,
 ) -> Path:
@@ -50,6 +54,7 @@ def configure(
         instructions: Task → text put in front of its inputs.
         instruction_pooling: `included`: embeddings are made of the instruction, too. `excluded`: it is read, and left
             out of the pooling. `excluded_by_count`: the same by NV-Embed's own count of its tokens. None: as it is.
+        end_token: Token that the tokenizer puts behind each text, after truncation; `eos`: its end-of-sequence token.
         revision: Branch, tag or commit of a source on the Hub.
         options: How the result is written.
 
@@ -69,16 +74,18 @@ def configure(
         changes["default_task"] = default_task
     if route_by_text is not None:
         changes["route_by_text"] = route_by_text
-    after = None
     if instruction_pooling is not None:
         changes[SETTING] = check_instruction_pooling(instruction_pooling)
-        after = partial(write_instruction_pooling, value=instruction_pooling)
+    if end_token is not None:
+        changes[END_TOKEN] = end_token
     if not changes:
         raise ValueError(f"Nothing to set: expected {' or '.join(KEYS)}")
     options = options or WriteOptions()
     if out is None:
         options = replace(options, overwrite=True)
-    return transform(src, out, _set, changes, revision=revision, options=options, after=after)
+    return transform(
+        src, out, _set, changes, revision=revision, options=options, after=partial(_write, changes=changes)
+    )
 
 
 def parse_settings(words: Mapping[str, str]) -> dict[str, Any]:
@@ -100,7 +107,7 @@ def parse_settings(words: Mapping[str, str]) -> dict[str, Any]:
             if value.lower() not in ("true", "false"):
                 raise ValueError(f"route_by_text must be true or false, got {value!r}")
             settings[key] = value.lower() == "true"
-        elif key == SETTING:
+        elif key in (SETTING, END_TOKEN):
             settings[key] = value
         elif key.startswith(DEFINITION) and key != DEFINITION:
             settings.setdefault("instructions", {})[key.removeprefix(DEFINITION)] = instruction_with(value)
@@ -111,10 +118,20 @@ def parse_settings(words: Mapping[str, str]) -> dict[str, Any]:
     return settings
 
 
+def _write(folder: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the settings that are not in the config."""
+    if SETTING in changes:
+        write_instruction_pooling(folder, changes[SETTING])
+    if END_TOKEN in changes:
+        with_end_token(load_tokenizer(open_mote(str(folder))), changes[END_TOKEN]).save_pretrained(folder)
+    return {}
+
+
 @verb("set", "made by setting {changes} in", positional=("changes",), same_model=True)
 def _set(model: "MoTEModel", changes: Mapping[str, Any]) -> None:
     config = model.config
-    fields = {key: value for key, value in changes.items() if key != SETTING and not key.startswith(INSTRUCTION)}
+    of_files = (SETTING, END_TOKEN)
+    fields = {key: value for key, value in changes.items() if key not in of_files and not key.startswith(INSTRUCTION)}
     texts = {key.removeprefix(INSTRUCTION): text for key, text in changes.items() if key.startswith(INSTRUCTION)}
     fields["instructions"] = {**config.instructions, **texts}
     if "route_by_text" in fields and not config.routes_by_task:

@@ -16,6 +16,7 @@ from configuration_mote import MoTEConfig, alternatives
 from instruction_mote import InstructedTransformer, TextPooling
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.bidirectional import asks_for_both_directions, with_both_directions
+from mote.checkpoints.end_token import end_as_asked
 from mote.checkpoints.instructions import (
     TEMPLATE,
     instruction_pooling_in,
@@ -88,6 +89,7 @@ def build_model(
         if shared:
             share_weights(network_of(model))
         names = network_of(model).config
+    end_as_asked(model.tokenizer, source, settings.end_token)
     if settings.max_length is not None:
         model.max_seq_length = settings.max_length
     if adapters is not None:

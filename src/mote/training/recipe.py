@@ -61,6 +61,8 @@ class ModelSettings(Settings):
         router_aux_loss_type: Formula of that loss, for `token_routed`.
         trust_remote_code: Whether to run the code that comes with a MoTE from the Hub.
         max_length: Maximum length of a text in tokens. Default: the source's.
+        end_token: Token that the tokenizer puts behind each text, after truncation; `eos`: its end-of-sequence token.
+            Default: as the source's settings say.
         attention: Attention implementation, as transformers names it. Default: its own choice.
     """
 
@@ -88,6 +90,7 @@ class ModelSettings(Settings):
     router_aux_loss_type: Literal["equation_1", "megablocks"] = "equation_1"
     trust_remote_code: bool = False
     max_length: int | None = Field(default=None, ge=4)
+    end_token: str | None = None
     attention: str | None = None
 
     @field_validator("layers")
