@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,10 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from architectures_mote import ARCHITECTURES
 from configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, alternatives
 from modeling_mote import MoTEModel
-from mote.checkpoints import cards, nomic_moe
+from mote.checkpoints import cards, nomic_moe, nv_embed
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.bidirectional import asks_for_both_directions, with_both_directions
-from mote.checkpoints.end_token import end_as_asked
+from mote.checkpoints.end_token import EOS, end_as_asked
 from mote.checkpoints.instructions import (
     TEMPLATE,
     check_instruction_pooling,
@@ -281,14 +282,17 @@ def upcycle(
     require_writable(target, replace(options, push=False), source.folder)
     logger.info("%s", plan)
     tokenizer = load_tokenizer(source, options.tokenizer)
-    if options.tokenizer is None or options.end_token is not None:
-        tokenizer = end_as_asked(tokenizer, source, options.end_token)
+    end_token = options.end_token
+    if source.format == "nv_embed":
+        tokenizer, end_token, pooled = nv_embed.padded(tokenizer), end_token or EOS, pooled or "excluded"
+    if options.tokenizer is None or end_token is not None:
+        tokenizer = end_as_asked(tokenizer, source, end_token)
     model, dropped, write = _model_and_its_writer(plan, options.max_shard_size)
     changed = options.changed()
     if options.tokenizer is not None and Path(options.tokenizer).is_dir():
         changed["tokenizer"] = Path(options.tokenizer)  # without its parents
     listed = {"layers": ",".join(map(str, options.layers))} if isinstance(options.layers, list) else {}
-    published = source.format == "nomic_moe"
+    published = source.format == "nomic_moe" or (source.format == "nv_embed" and options.experts is None)
     place = {} if out is None else {"out": target.resolve()}
     command = command_line("upcycle", src=source.public_name, **{**place, **changed, **listed})
 
@@ -345,8 +349,11 @@ def _model_and_its_writer(
     dense, dropped = dense_without_weights(plan.source, dtype, with_head=with_head)
     if not with_head:  # a head's weights are not named as the encoder's, and most are tied
         weights = DenseWeights(plan.source, dense)
-        model = new_model(plan.config, dense)
-        weights.add(_new_weights(model))
+        published = plan.source.pooling_weights
+        with torch.device("meta") if published else nullcontext():  # in NV-Embed they take gigabytes
+            model = new_model(plan.config, dense)
+        new = _new_weights(model)
+        weights.add({} if published else new)
         if can_stream(model, weights):
             logger.info("Copying its blocks into %d experts …", len(plan.config.experts))
             return model, dropped, partial(write_weights, model, weights, max_shard_size=max_shard_size)
@@ -379,9 +386,7 @@ def plan_upcycling(
     require_shard_size(options.max_shard_size)
     if options.instruction_pooling is not None:
         check_instruction_pooling(options.instruction_pooling)
-    source = src if isinstance(src, Checkpoint) else open_dense(str(src), options.revision)
-    if options.bidirectional or asks_for_both_directions(source.config):
-        source = replace(source, config=with_both_directions(source.config, source.name))
+    source, options = _opened(src, options)
     retrieval = _retrieval(options, source)
     with_head = options.with_head or retrieval.needs_head
     if with_head and source.format == "nomic_moe":
@@ -423,10 +428,44 @@ def plan_upcycling(
         file_sizes=[sum(weights[key].nbytes for key in keys) for keys in shards.values()],
         retrieval=retrieval,
         with_head=with_head,
-        notes=[
-            f"note: the source's prompt {name!r} belongs to no task; route it with `--task {name}=EXPERT`"
-            for name in sorted(prompts.keys() - st.prompts_of(config).keys())
-        ],
+        notes=_notes(sorted(prompts.keys() - st.prompts_of(config).keys())),
+    )
+
+
+def _opened(src: str | Path | Checkpoint, options: UpcyclingOptions) -> tuple[Checkpoint, UpcyclingOptions]:
+    """Open the source, in both directions if asked for; return it with the options, completed by what it is."""
+    source = src if isinstance(src, Checkpoint) else open_dense(str(src), options.revision)
+    if options.bidirectional or asks_for_both_directions(source.config):
+        source = replace(source, config=with_both_directions(source.config, source.name))
+    return source, _as_published(options, source) if source.format == "nv_embed" else options
+
+
+def _notes(prompts: list[str]) -> list[str]:
+    """Say which prompts of the source belong to no task."""
+    if len(prompts) > 5:
+        return [f"note: {len(prompts)} of the source's prompts belong to no task, {prompts[0]!r} say; they are kept"]
+    note = "note: the source's prompt {0!r} belongs to no task; route it with `--task {0}=EXPERT`"
+    return [note.format(name) for name in prompts]
+
+
+def _as_published(options: UpcyclingOptions, source: Checkpoint) -> UpcyclingOptions:
+    """Complete the options by what NV-Embed is, and unless they name experts, by one: the model as published."""
+    fixed = [name for name in ("pooling", *POOLING_SIZES, "routing") if name in options.changed()]
+    if fixed:
+        raise ValueError(
+            f"{source.name} pools by latent attention, whose weights are in its files: {fixed[0]} cannot be chosen, "
+            "leave it out"
+        )
+    options = replace(options, **source.pooling)
+    if options.experts is not None:
+        return options
+    one = nv_embed.EXPERT
+    return replace(
+        options,
+        experts=[one],
+        tasks={"query": one, "document": one, **(options.tasks or {})},
+        instructions={one: "", **(options.instructions or {})},
+        default_task=options.default_task or one,
     )
 
 
@@ -582,4 +621,6 @@ def instructions_from(prompts: dict[str, str], config: MoTEConfig) -> dict[str, 
     texts = {task: text for task, text in {**under_mteb_names, **prompts}.items() if task in config.tasks}
     given = {task: text for task, text in texts.items() if text}
     none = {config.tasks[task]: "" for task in texts.keys() - given.keys()}
-    return {**none, **{config.tasks[task]: text for task, text in given.items()}, **given}
+    found = {**none, **{config.tasks[task]: text for task, text in given.items()}, **given}
+    own = {task: "" for task in texts if task not in given and found[config.tasks[task]]}  # not that of its expert
+    return {**found, **own}

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForPreTraining,
     AutoModelForSequenceClassification,
     BertTokenizer,
+    LlamaTokenizer,
     PreTrainedModel,
 )
 
@@ -295,6 +296,100 @@ def published_nomic_moe(folder: Path, files: bool = True, **changes: Any) -> Pat
             "config_sentence_transformers.json": {"prompts": prompts, "default_prompt_name": None},
         }.items():
             (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+NV_EMBED_DECODER: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "max_position_embeddings": 256,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 64,
+}
+NV_EMBED_LATENTS = {
+    "cross_dim_head": 5,
+    "hidden_dim": 16,
+    "latent_dim": 16,
+    "num_cross_heads": 2,
+    "num_latents_value": 6,
+}
+
+
+def llama_tokenizer(folder: Path) -> Path:
+    """A tokenizer of Mistral's class that spells texts of Latin letters, begins them with <s>, and ends none."""
+    tokens = ["<unk>", "<s>", "</s>", "<0x0A>", "\u2581", *string.ascii_letters, *":?,"]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = LlamaTokenizer(vocab=vocabulary, merges=[], add_bos_token=True, add_eos_token=False)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def published_nv_embed(folder: Path, files: bool = True, **changes: Any) -> Path:
+    """A checkpoint in the format of NV-Embed, in two shards, made without its code.
+
+    Args:
+        folder: Where to write it.
+        files: Write a card, definitions, and Sentence-Transformers' files.
+        **changes: To the decoder's settings, after the weights are made.
+    """
+    llama_tokenizer(folder)
+    decoder, width = dense_model("mistral", **NV_EMBED_DECODER, head_dim=8), NV_EMBED_DECODER["hidden_size"]
+    attention, network = (f"latent_attention_model.cross_attend_blocks.{index}" for index in (0, 1))
+    shapes: dict[str, tuple[int, ...]] = {
+        "latent_attention_model.latents": (6, width),
+        **{f"{attention}.{norm}.{kind}": (width,) for norm in ("norm", "norm_context") for kind in ("weight", "bias")},
+        f"{attention}.fn.to_q.weight": (10, width),
+        f"{attention}.fn.to_kv.weight": (20, width),
+        f"{attention}.fn.to_out.weight": (width, 10),
+        **{f"{network}.norm.{kind}": (width,) for kind in ("weight", "bias")},
+        **{f"{network}.fn.net.0.weight": (8 * width, width), f"{network}.fn.net.0.bias": (8 * width,)},
+        **{f"{network}.fn.net.2.weight": (width, 4 * width), f"{network}.fn.net.2.bias": (width,)},
+    }
+    weights = {f"embedding_model.{key}": value.clone() for key, value in decoder.state_dict().items()}
+    weights |= _random_weights(shapes)
+    names = sorted(weights)
+    files_of = {f"model-0000{i + 1}-of-00002.safetensors": names[i::2] for i in range(2)}
+    for file, keys in files_of.items():
+        save_file({key: weights[key] for key in keys}, folder / file, metadata={"format": "pt"})
+    weight_map = {key: file for file, keys in files_of.items() for key in keys}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    settings = {
+        "architectures": ["NVEmbedModel"],
+        "auto_map": {"AutoModel": "modeling_nvembed.NVEmbedModel"},
+        "is_mask_instruction": True,
+        "latent_attention_config": {**NV_EMBED_LATENTS, "model_type": "latent_attention"},
+        "model_type": "nvembed",
+        "text_config": {
+            **NV_EMBED_DECODER,
+            "head_dim": 8,
+            "model_type": "bidir_mistral",
+            "rope_theta": 10000.0,
+            "sliding_window": 4096,
+            **changes,
+        },
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    if files:
+        kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+        modules = [
+            {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for i, (path, kind) in enumerate(kinds.items())
+        ]
+        (folder / "1_Pooling").mkdir()
+        pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True, "include_prompt": False}
+        definitions = {"FEVER": {"query": "find facts", "corpus": ""}, "Banking": {"query": "name", "corpus": "name"}}
+        for name, content in {
+            "modules.json": modules,
+            "1_Pooling/config.json": pooling,
+            "sentence_bert_config.json": {"max_seq_length": 128, "do_lower_case": False},
+            "instructions.json": definitions,
+        }.items():
+            (folder / name).write_text(json.dumps(content))
+        (folder / "README.md").write_text("---\nlicense: cc-by-nc-4.0\nlanguage: [en]\n---\n# NV-Embed\n")
     return folder
 
 

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.attention_pooling import states_by_hand
 from helpers.checkpoints import dense_checkpoint, files_in
 from helpers.families import batch, difference, family, make_different, rows_of
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
 import mote
-from attention_pooling_mote import AttentionLayer, AttentionPoolingConfig
+from attention_pooling_mote import AttentionPoolingConfig
 from attention_pooling_transformer_mote import AttentionPooling
 from mote import upcycle
 from mote.checkpoints.reading import open_dense
@@ -51,30 +52,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def pooled_by_hand(layer: AttentionLayer, hidden: torch.Tensor, mask: torch.Tensor, heads: int) -> torch.Tensor:
-    """One row in float64, head by head: hidden [L, H], the mask of tokens that are there [L] → states [L, H]."""
-    weights = {name: value.double() for name, value in layer.state_dict().items()}
-
-    def normed(x: torch.Tensor, name: str) -> torch.Tensor:
-        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
-        return x * weights[f"{name}.weight"] + weights[f"{name}.bias"]
-
-    hidden = hidden.double()
-    context = weights["latents"] if "latents" in weights else hidden[mask.bool()]
-    q = normed(hidden, "norm") @ weights["to_q.weight"].T
-    k, v = (normed(context, "context_norm") @ weights["to_kv.weight"].T).chunk(2, dim=-1)
-    size = q.shape[-1] // heads
-    outs = []
-    for head in range(heads):
-        part = slice(head * size, (head + 1) * size)
-        outs.append((q[:, part] @ k[:, part].T / size**0.5).softmax(dim=-1) @ v[:, part])
-    hidden = hidden + torch.cat(outs, dim=-1) @ weights["to_out.weight"].T
-    wide = normed(hidden, "feed_forward_norm") @ weights["feed_forward_in.weight"].T + weights["feed_forward_in.bias"]
-    values, gates = wide.chunk(2, dim=-1)
-    gated = values * gates * 0.5 * (1 + torch.erf(gates / 2**0.5))
-    return hidden + gated @ weights["feed_forward_out.weight"].T + weights["feed_forward_out.bias"]
-
-
 @kinds
 def test_its_mathematics(kind: str, saved: dict[str, Path]) -> None:
     model = AutoModel.from_pretrained(saved[kind], trust_remote_code=True)
@@ -86,7 +63,7 @@ def test_its_mathematics(kind: str, saved: dict[str, Path]) -> None:
         all_pooled = model(**inputs, task="alpha").pooler_output
     assert difference(out.pooler_output, all_pooled) > 1e-2
     for row, (hidden, mask) in enumerate(zip(out.last_hidden_state, inputs["attention_mask"], strict=True)):
-        states = pooled_by_hand(model.pooling, hidden, mask, model.config.pooling_heads)
+        states = states_by_hand(model.pooling.state_dict(), hidden, mask, model.config.pooling_heads)
         for vectors, pooled in ((all_pooled, mask), (out.pooler_output, chosen[row])):
             assert difference(vectors[row].double(), states[pooled.bool()].mean(dim=0)) <= 1e-5
 
@@ -174,8 +151,8 @@ def test_half_precision_pools_in_float32(kind: str, saved: dict[str, Path]) -> N
         assert states.dtype == torch.float32
         exact = torch.stack(
             [
-                pooled_by_hand(half.pooling, hidden, mask, half.config.pooling_heads)[mask.bool()].mean(dim=0)
-                for hidden, mask in zip(out.last_hidden_state, inputs["attention_mask"], strict=True)
+                states_by_hand(half.pooling.state_dict(), *row, half.config.pooling_heads)[row[1].bool()].mean(dim=0)
+                for row in zip(out.last_hidden_state, inputs["attention_mask"], strict=True)
             ]
         )
     scale = exact.abs().max().item()

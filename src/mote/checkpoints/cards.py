@@ -14,6 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
 from configuration_mote import MoTEConfig
+from mote.checkpoints import nv_embed
 from mote.checkpoints.instructions import instruction_pooling_in
 from mote.checkpoints.reading import Checkpoint, has_head, is_mote
 from mote.checkpoints.retrieval import retrieval_in
@@ -323,7 +324,7 @@ def card_data(source: Checkpoint, relation: str, tags: tuple[str, ...] = ()) -> 
         base_model=base_model,
         base_model_relation=relation if base_model else None,
         language=of_source.get("language"),
-        license=of_source.get("license"),
+        license=of_source.get("license", nv_embed.LICENSE if source.format == "nv_embed" else None),
         library_name="sentence-transformers",
         pipeline_tag="sentence-similarity",
         tags=["sentence-transformers", "feature-extraction", *tags],

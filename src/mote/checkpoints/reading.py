@@ -33,7 +33,7 @@ from architectures_mote import ARCHITECTURES
 from configuration_mote import MoTEConfig, alternatives
 from modeling_mote import MoTEModel
 from mote import hub
-from mote.checkpoints import nomic, nomic_moe
+from mote.checkpoints import nomic, nomic_moe, nv_embed
 from mote.checkpoints.tensors import HEAD, NOT_ONLY_TENSORS, is_finite, load_pickle, read_on_meta, read_shapes
 
 _LOADING = RLock()
@@ -106,8 +106,10 @@ class Checkpoint:
         config: Config of the model; of a dense one, that of the native architecture.
         weights: Files with the weights.
         format: "transformers" (dense), "nomic" (dense, in Nomic's own format), "nomic_moe" (Nomic Embed v2 in the
-            same), or "mote".
+            same), "nv_embed" (NV-Embed), or "mote".
         key_mapping: Renamings (regular expressions) before the native class knows the keys.
+        pooling: Settings in `MoTEConfig` of a pooling that has weights in the files: NV-Embed's.
+        pooling_weights: Names of these in a MoTE → in the files.
     """
 
     name: str
@@ -115,8 +117,10 @@ class Checkpoint:
     revision: str | None
     config: PreTrainedConfig
     weights: list[Path]
-    format: Literal["transformers", "nomic", "nomic_moe", "mote"] = "transformers"
+    format: Literal["transformers", "nomic", "nomic_moe", "nv_embed", "mote"] = "transformers"
     key_mapping: dict[str, str] = field(default_factory=dict)
+    pooling: dict[str, Any] = field(default_factory=dict)
+    pooling_weights: dict[str, str] = field(default_factory=dict)
 
     @property
     def short_name(self) -> str:
@@ -188,10 +192,10 @@ def open_checkpoint(src: str, revision: str | None = None) -> Checkpoint:
         ValueError: If its config is damaged, or not of a supported architecture.
     """
     checkpoint = _open(src, revision)
-    if checkpoint.format == "nomic_moe":
-        raise ValueError(
-            f"{src} is a mixture of experts in Nomic's own format: write it in MoTE's first, `mote upcycle --src {src}`"
-        )
+    published = {"nomic_moe": "a mixture of experts in Nomic's own format", "nv_embed": "in NV-Embed's own format"}
+    if checkpoint.format in published:
+        what = published[checkpoint.format]
+        raise ValueError(f"{src} is {what}: write it in MoTE's first, `mote upcycle --src {src}`")
     return checkpoint
 
 
@@ -366,7 +370,7 @@ def _checked(checkpoint: Checkpoint, model: PreTrainedModel, info: dict[str, Any
                 "leave out `--with-head`, or start from the checkpoint as it was pre-trained"
             )
     dropped = sorted(key for key in info["unexpected_keys"] if key.removeprefix(prefix).split(".")[0] in HEADS)
-    unexpected = sorted(set(info["unexpected_keys"]) - set(dropped))
+    unexpected = sorted(set(info["unexpected_keys"]) - {*dropped, *checkpoint.pooling_weights.values()})
     if is_mote(checkpoint.config):  # whose class leaves its head out without a word
         dropped = sorted(key for key in read_shapes(checkpoint.weights) if key.startswith(HEAD))
     for problem, keys in (("lack", missing), ("hold unknown", unexpected), ("misshape", info["mismatched_keys"])):
@@ -399,8 +403,9 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Any:
         raise ValueError(
             f"{checkpoint.name} has no tokenizer: name one with `--tokenizer`, a folder or an id on the Hub"
         )
-    # given the config, the library does not ask whether to run the code that a MoTE comes with
-    given = {"config": checkpoint.config} if name == checkpoint.folder and checkpoint.format == "mote" else {}
+    # given the config, the library does not ask whether to run the code that a MoTE, or NV-Embed, comes with
+    own = name == checkpoint.folder and checkpoint.format in ("mote", "nv_embed")
+    given = {"config": checkpoint.config} if own else {}
     try:
         loaded = AutoTokenizer.from_pretrained(name, **given)
         size = len(loaded)
@@ -490,6 +495,11 @@ def _open_dense(
     if nomic_moe.is_original(settings):
         routed = nomic_moe.native_config(settings, read_shapes(weights), src)
         return Checkpoint(src, folder, commit, routed, weights, "nomic_moe")
+    if nv_embed.is_original(settings):
+        config = nv_embed.native_config(settings, src)
+        pooling = nv_embed.pooling_settings(settings, read_shapes(weights), src)
+        published = (nv_embed.KEY_MAPPING, pooling, nv_embed.POOLING_WEIGHTS)
+        return Checkpoint(src, folder, commit, config, weights, "nv_embed", *published)
     if nomic.is_original(settings):
         shapes = read_shapes(weights)
         config = nomic.native_config(settings, shapes, src)

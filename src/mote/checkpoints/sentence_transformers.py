@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from configuration_mote import ROLE_HINTS, MoTEConfig
+from mote.checkpoints import nv_embed
 from mote.checkpoints.instructions import INSTRUCTED, TEXT_POOLING, copy_instruction_code, first_module
 from mote.checkpoints.plain import longest_sequence
 from mote.checkpoints.reading import ATTENTION_POOLING, Checkpoint, has_head, is_mote
@@ -42,6 +43,7 @@ OUR_TRANSFORMER = "sentence_transformer_mote.MoTETransformer"
 TOKEN_ROUTED_TRANSFORMER = "token_routed_transformer_mote.TokenRoutedTransformer"
 TRANSFORMER = "sentence_transformers.base.modules.transformer.Transformer"
 ATTENTION_POOLING_MODULE = "attention_pooling_transformer_mote.AttentionPooling"
+NORMALIZE = "sentence_transformers.base.modules.normalize.Normalize"
 POOLING = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
 
 
@@ -113,7 +115,8 @@ def _pooling_in(source: Checkpoint, module: dict[str, Any]) -> str:
 
 def normalizes(source: Checkpoint) -> bool:
     """Whether a Sentence-Transformers source normalises its embeddings."""
-    return any(module["type"].endswith(".Normalize") for module in source_modules(source))
+    modules = source_modules(source)
+    return any(name_of(module) == "Normalize" for module in modules) or (not modules and source.format == "nv_embed")
 
 
 def source_prompts(source: Checkpoint) -> dict[str, str]:
@@ -122,6 +125,8 @@ def source_prompts(source: Checkpoint) -> dict[str, str]:
     An empty prompt among others means that such texts get none; if all are empty, they are the library's defaults.
     """
     prompts = source.read_json("config_sentence_transformers.json").get("prompts") or {}
+    if source.format == "nv_embed" and isinstance(prompts, dict):
+        prompts = {**nv_embed.prompts(source.read_json("instructions.json")), **prompts}
     if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
         raise ValueError(f"The prompts in config_sentence_transformers.json of {source.name} must be texts by name")
     return {name: text or "" for name, text in prompts.items()} if any(prompts.values()) else {}
@@ -174,7 +179,7 @@ def max_seq_length(model: PreTrainedModel, source: Checkpoint) -> int | None:
         ValueError: If the source's setting is not a positive integer.
     """
     if not source_modules(source):
-        return longest_sequence(model)
+        return nv_embed.MAX_SEQ_LENGTH if source.format == "nv_embed" else longest_sequence(model)
     length = source.read_json("sentence_bert_config.json").get("max_seq_length")
     if length is not None and (type(length) is not int or length < 1):
         raise ValueError(f"max_seq_length of {source.name} must be a positive integer, got {length!r}")
@@ -213,6 +218,8 @@ def write_sentence_transformer(
         for name in dict.fromkeys([OUR_TRANSFORMER, transformer, *poolings]):  # the second imports the first
             copy_code(name, folder)
     carried_over = _carried_over(source)
+    if source.format == "nv_embed" and config.default_task is None:
+        carried_over = {}  # mteb would take those of datasets, by which no expert is found
     if config is None:
         prompts: dict[str, Any] = {"prompts": source_prompts(source)}
     elif expert is None:
@@ -262,6 +269,8 @@ def _write_modules(
         module = {"idx": 1, "name": "1", "path": "1_Pooling", "type": POOLING}
         modules = [{"idx": 0, "name": "0", "path": "", "type": TRANSFORMER}, module]
         _write_pooling(model, pooling or "mean", folder / "1_Pooling")
+        if source.format == "nv_embed":
+            modules.append({"idx": 2, "name": "2", "path": "2_Normalize", "type": NORMALIZE})
         settings = {"max_seq_length": max_seq_length(model, source), "do_lower_case": False}
     if model.config.model_type == ATTENTION_POOLING:
         for module in modules:

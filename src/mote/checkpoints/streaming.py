@@ -59,6 +59,10 @@ class DenseWeights:
                 self.parts.setdefault(name, []).append((key, pattern))
         stored = self.files.stored.__getitem__
         self.new: dict[str, torch.Tensor] = {}
+        dtype = next(iter(self.expected.values())).dtype
+        for name, key in source.pooling_weights.items():  # no weights of the dense model, but in its files
+            self.expected[name] = self.files.stored[key].to(dtype)
+            self.parts[name] = [(key, None)]
         self.made_with = {name: first for first in self.parts for name in self._make(first, stored)}
         self.last: tuple[str, dict[str, torch.Tensor]] = ("", {})
 

@@ -1,0 +1,178 @@
+"""NV-Embed as published: `nvidia/NV-Embed-v2` and `nvidia/NV-Embed-v1`.
+
+A Mistral that attends in both directions, and latent attention over its last hidden states, in a schema that
+transformers does not have; the original's own code breaks with its releases. The keys mean what they mean in that code
+(`modeling_nvembed.py` and `configuration_nvembed.py` of nvidia/NV-Embed-v2 on the Hub). It leaves a setting out of the
+config where it is the default of its class, so the published `latent_attention_config` has no sizes: they are here.
+Method: Lee et al., "NV-Embed", arXiv:2405.17428.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import MistralConfig, PreTrainedConfig
+
+from mote.checkpoints.bidirectional import with_both_directions
+
+LICENSE = "cc-by-nc-4.0"
+# What the original truncates texts to unless told otherwise; it was trained with 512, its card says 32,768.
+MAX_SEQ_LENGTH = 4096
+
+# The one expert of the model as published, and the task of texts for which none is given: it has no instruction.
+EXPERT = "text"
+# Of the model's card, the only one that is not for a dataset.
+DEFINITION = "Given a question, retrieve passages that answer the question"
+
+_LATENT_ATTENTION = {
+    "num_latents_value": 512,
+    "num_cross_heads": 8,
+    "cross_dim_head": 4096,
+    "hidden_dim": 4096,
+    "latent_dim": 4096,
+    "output_normalize": True,
+}
+
+_DECODER = "embedding_model."
+KEY_MAPPING = {rf"^{_DECODER[:-1]}\.": ""}
+
+_MISTRAL = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps"),
+    *("attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id"),
+)
+
+# Names in our pooling → names in the original.
+_ATTENTION, _FEED_FORWARD = (f"latent_attention_model.cross_attend_blocks.{index}." for index in (0, 1))
+_POOLING = {
+    "latents": "latent_attention_model.latents",
+    **{f"norm.{kind}": f"{_ATTENTION}norm.{kind}" for kind in ("weight", "bias")},
+    **{f"context_norm.{kind}": f"{_ATTENTION}norm_context.{kind}" for kind in ("weight", "bias")},
+    **{f"{name}.weight": f"{_ATTENTION}fn.{name}.weight" for name in ("to_q", "to_kv", "to_out")},
+    **{f"feed_forward_norm.{kind}": f"{_FEED_FORWARD}norm.{kind}" for kind in ("weight", "bias")},
+    **{f"feed_forward_in.{kind}": f"{_FEED_FORWARD}fn.net.0.{kind}" for kind in ("weight", "bias")},
+    **{f"feed_forward_out.{kind}": f"{_FEED_FORWARD}fn.net.2.{kind}" for kind in ("weight", "bias")},
+}
+POOLING_WEIGHTS = {f"pooling.{ours}": theirs for ours, theirs in _POOLING.items()}
+
+
+def is_original(settings: Mapping[str, Any]) -> bool:
+    """Whether a config is in the schema of NV-Embed's own code."""
+    return settings.get("model_type") == "nvembed"
+
+
+def native_config(settings: Mapping[str, Any], name: str) -> PreTrainedConfig:
+    """Translate the decoder's part of the config, which attends in both directions, without a window.
+
+    Args:
+        settings: The original config.
+        name: Name of the checkpoint, for errors.
+
+    Raises:
+        ValueError: If it is not that of a Mistral, or has a setting that the original does not have.
+    """
+    decoder = settings.get("text_config")
+    if not isinstance(decoder, dict) or decoder.get("model_type") != "bidir_mistral":
+        found = decoder.get("model_type") if isinstance(decoder, dict) else decoder
+        raise ValueError(f"The config of {name} must have a text_config with model_type 'bidir_mistral', got {found!r}")
+    if decoder.get("rope_scaling") is not None:
+        raise ValueError(f"{name} has rope_scaling={decoder['rope_scaling']!r}, which NV-Embed as published does not")
+    translated = {key: decoder[key] for key in _MISTRAL if key in decoder}
+    rope = {"rope_type": "default", "rope_theta": float(decoder.get("rope_theta", 10_000))}
+    return with_both_directions(MistralConfig(**translated, rope_parameters=rope), name)
+
+
+def pooling_settings(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], name: str) -> dict[str, Any]:
+    """Return the settings of `AttentionPoolingConfig` for the original's latent attention.
+
+    Args:
+        settings: The original config.
+        shapes: Shapes of the tensors.
+        name: Name of the checkpoint, for errors.
+
+    Raises:
+        ValueError: If a setting cannot be expressed, or tensors are missing, unknown or misshapen.
+    """
+    given = settings.get("latent_attention_config") or {}
+    latent = {key: given.get(key, default) for key, default in _LATENT_ATTENTION.items()}
+    width = settings["text_config"].get("hidden_size", MistralConfig().hidden_size)
+    if not latent["hidden_dim"] == latent["latent_dim"] == width or latent["output_normalize"] is not True:
+        raise ValueError(
+            f"The latent_attention_config of {name} must have hidden_dim and latent_dim {width:,}, as hidden_size, and "
+            f"output_normalize true, got {latent['hidden_dim']!r}, {latent['latent_dim']!r}, "
+            f"{latent['output_normalize']!r} (a setting that is left out is the original's default)"
+        )
+    latents, heads, head_dim = (latent[key] for key in ("num_latents_value", "num_cross_heads", "cross_dim_head"))
+    inner = heads * head_dim
+    expected: dict[str, tuple[int, ...]] = {
+        "latents": (latents, width),
+        "to_q.weight": (inner, width),
+        "to_kv.weight": (2 * inner, width),
+        "to_out.weight": (width, inner),
+        "feed_forward_in.weight": (8 * width, width),
+        "feed_forward_in.bias": (8 * width,),
+        "feed_forward_out.weight": (width, 4 * width),
+    }
+    wanted = {theirs: expected.get(ours, (width,)) for ours, theirs in _POOLING.items()}
+    others = {key for key in shapes if not key.startswith(_DECODER)}
+    problems = {
+        "lack": sorted(wanted.keys() - others),
+        "hold unknown": sorted(others - wanted.keys()),
+        "misshape": sorted(key for key in others & wanted.keys() if shapes[key] != wanted[key]),
+    }
+    for problem, keys in problems.items():
+        if keys:
+            shown = ", ".join(f"{key} {list(shapes.get(key, wanted.get(key, ())))}" for key in keys[:5])
+            raise ValueError(f"The weights of {name} {problem} {len(keys)} keys of NV-Embed: {shown}")
+    return {
+        "pooling": "latent_attention",
+        "pooling_latents": latents,
+        "pooling_heads": heads,
+        "pooling_head_dim": head_dim,
+    }
+
+
+def prompts(definitions: Mapping[str, Any]) -> dict[str, str]:
+    """Return the prompts of the model as published, under the names by which mteb looks for them.
+
+    Args:
+        definitions: Content of its `instructions.json`, if there is one: dataset → definition, or those of its two
+            sides, `query` and `corpus`.
+    """
+    found = {"query": instruction(DEFINITION), "document": ""}
+    for dataset, given in definitions.items():
+        sides = given if isinstance(given, dict) else {"query": given}
+        texts = {side: text for side, text in sides.items() if side in ("query", "corpus") and isinstance(text, str)}
+        if texts.get("query"):
+            found[dataset] = instruction(texts["query"])
+        if "corpus" in texts:
+            found[f"{dataset}-document"] = instruction(texts["corpus"]) if texts["corpus"] else ""
+    return found
+
+
+def instruction(definition: str) -> str:
+    """Return the instruction in front of a text: Equation 2, as the original's card writes it."""
+    return f"Instruct: {definition}\nQuery: "
+
+
+def with_end_token(tokenizer: Any) -> Any:
+    """Have a tokenizer end each text with its end token, and pad on the right.
+
+    The original appends the token's text to a text before it is tokenized, and a truncated text loses it; here the
+    token comes after truncation.
+
+    Raises:
+        ValueError: If the tokenizer cannot be told to.
+    """
+    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"
+    if tokenizer.eos_token_id is None:  # another kind of tokenizer, given with `--tokenizer`
+        return tokenizer
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    ids = tokenizer("a")["input_ids"]
+    if ids[-1] != tokenizer.eos_token_id:
+        tokenizer.init_kwargs |= {"add_bos_token": ids[0] == tokenizer.bos_token_id, "add_eos_token": True}
+        tokenizer._add_bos_token = ids[0] == tokenizer.bos_token_id
+        tokenizer.add_eos_token = True  # makes the post-processor anew
+    if tokenizer("a")["input_ids"][-1] != tokenizer.eos_token_id:
+        raise ValueError(f"The tokenizer {type(tokenizer).__name__} cannot end texts with {tokenizer.eos_token!r}")
+    return tokenizer
