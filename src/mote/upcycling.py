@@ -349,11 +349,11 @@ def _model_and_its_writer(
     dense, dropped = dense_without_weights(plan.source, dtype, with_head=with_head)
     if not with_head:  # a head's weights are not named as the encoder's, and most are tied
         weights = DenseWeights(plan.source, dense)
-        published = plan.source.pooling_weights
-        with torch.device("meta") if published else nullcontext():  # in NV-Embed they take gigabytes
+        in_files = bool(plan.source.pooling_weights)
+        with torch.device("meta") if in_files else nullcontext():  # in NV-Embed they take gigabytes
             model = new_model(plan.config, dense)
         new = _new_weights(model)
-        weights.add({} if published else new)
+        weights.add({} if in_files else new)
         if can_stream(model, weights):
             logger.info("Copying its blocks into %d experts …", len(plan.config.experts))
             return model, dropped, partial(write_weights, model, weights, max_shard_size=max_shard_size)
@@ -456,17 +456,13 @@ def _as_published(options: UpcyclingOptions, source: Checkpoint) -> UpcyclingOpt
             f"{source.name} pools by latent attention, whose weights are in its files: {fixed[0]} cannot be chosen, "
             "leave it out"
         )
-    options = replace(options, **source.pooling)
-    if options.experts is not None:
-        return options
-    one = nv_embed.EXPERT
-    return replace(
-        options,
-        experts=[one],
-        tasks={"query": one, "document": one, **(options.tasks or {})},
-        instructions={one: "", **(options.instructions or {})},
-        default_task=options.default_task or one,
-    )
+    one, tasks, none = nv_embed.EXPERT, options.tasks or {}, {"document": ""}
+    changed: dict[str, Any] = {}
+    if options.experts is None:
+        tasks, none = {"query": one, "document": one, **tasks}, {**none, one: ""}
+        changed = {"experts": [one], "default_task": options.default_task or one}
+    instructions = {**{task: text for task, text in none.items() if task in {*tasks, one}}, **(options.instructions or {})}
+    return replace(options, **source.pooling, **changed, tasks=tasks, instructions=instructions)
 
 
 def _pooling(options: UpcyclingOptions, source: Checkpoint, retrieval: Retrieval) -> str:
@@ -621,6 +617,4 @@ def instructions_from(prompts: dict[str, str], config: MoTEConfig) -> dict[str, 
     texts = {task: text for task, text in {**under_mteb_names, **prompts}.items() if task in config.tasks}
     given = {task: text for task, text in texts.items() if text}
     none = {config.tasks[task]: "" for task in texts.keys() - given.keys()}
-    found = {**none, **{config.tasks[task]: text for task, text in given.items()}, **given}
-    own = {task: "" for task in texts if task not in given and found[config.tasks[task]]}  # not that of its expert
-    return {**found, **own}
+    return {**none, **{config.tasks[task]: text for task, text in given.items()}, **given}
