@@ -456,12 +456,13 @@ def _as_published(options: UpcyclingOptions, source: Checkpoint) -> UpcyclingOpt
             f"{source.name} pools by latent attention, whose weights are in its files: {fixed[0]} cannot be chosen, "
             "leave it out"
         )
-    one, tasks, none = nv_embed.EXPERT, options.tasks or {}, {"document": ""}
+    one, tasks = nv_embed.EXPERT, options.tasks or {}
     changed: dict[str, Any] = {}
     if options.experts is None:
-        tasks, none = {"query": one, "document": one, **tasks}, {**none, one: ""}
+        tasks = {one: one, "query": one, "document": one, **tasks}
         changed = {"experts": [one], "default_task": options.default_task or one}
-    instructions = {**{task: text for task, text in none.items() if task in {*tasks, one}}, **(options.instructions or {})}
+    none = {task: "" for task in (one, "document") if task in tasks and task not in (options.definitions or {})}
+    instructions = {**none, **(options.instructions or {})}
     return replace(options, **source.pooling, **changed, tasks=tasks, instructions=instructions)
 
 

@@ -17,6 +17,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from mote import upcycle
 from mote.checkpoints import nv_embed
+from mote.checkpoints.end_token import with_end_token
 from mote.checkpoints.reading import open_checkpoint, open_dense, open_mote
 from mote.upcycling import plan_upcycling
 
@@ -151,13 +152,13 @@ def test_sizes_that_the_config_leaves_out() -> None:
     assert found == {"pooling": "latent_attention", **sizes}
 
 
-def test_the_end_token_is_saved_with_the_tokenizer(tmp_path: Path) -> None:
-    tokenizer = nv_embed.with_end_token(AutoTokenizer.from_pretrained(llama_tokenizer(tmp_path / "one")))
+def test_the_tokenizer_is_saved_as_it_was_changed(tmp_path: Path) -> None:
+    """Also where its settings say `add_eos_token: false`, as Mistral's do."""
+    tokenizer = nv_embed.padded(with_end_token(AutoTokenizer.from_pretrained(llama_tokenizer(tmp_path / "one"))))
     tokenizer.save_pretrained(tmp_path / "two")
     for one in (tokenizer, AutoTokenizer.from_pretrained(tmp_path / "two")):
-        assert one("a b", truncation=True, max_length=4)["input_ids"] == one.convert_tokens_to_ids(
-            ["<s>", "\u2581", "a", "</s>"]
-        )
+        ids = one("a b", truncation=True, max_length=4)["input_ids"]
+        assert one.convert_ids_to_tokens(ids) == ["<s>", "\u2581", "a", "</s>"]
         assert (one.padding_side, one.pad_token) == ("right", "</s>")
 
 

@@ -47,6 +47,8 @@ def with_end_token(tokenizer: Any, token: str = EOS) -> Any:
     settings = json.loads(tokenizer.backend_tokenizer.to_str())
     settings["post_processor"] = _ending_in(settings["post_processor"], name, number)
     tokenizer.backend_tokenizer.post_processor = Tokenizer.from_str(json.dumps(settings)).post_processor
+    for flag in ("add_bos_token", "add_eos_token"):  # saved, they would have transformers make another one
+        tokenizer.init_kwargs.pop(flag, None)
     return tokenizer
 
 

@@ -154,25 +154,9 @@ def instruction(definition: str) -> str:
     return f"Instruct: {definition}\nQuery: "
 
 
-def with_end_token(tokenizer: Any) -> Any:
-    """Have a tokenizer end each text with its end token, and pad on the right.
-
-    The original appends the token's text to a text before it is tokenized, and a truncated text loses it; here the
-    token comes after truncation.
-
-    Raises:
-        ValueError: If the tokenizer cannot be told to.
-    """
+def padded(tokenizer: Any) -> Any:
+    """Have a tokenizer pad as the original does: on the right, with the end token if it has no other."""
     tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"
-    if tokenizer.eos_token_id is None:  # another kind of tokenizer, given with `--tokenizer`
-        return tokenizer
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    ids = tokenizer("a")["input_ids"]
-    if ids[-1] != tokenizer.eos_token_id:
-        tokenizer.init_kwargs |= {"add_bos_token": ids[0] == tokenizer.bos_token_id, "add_eos_token": True}
-        tokenizer._add_bos_token = ids[0] == tokenizer.bos_token_id
-        tokenizer.add_eos_token = True  # makes the post-processor anew
-    if tokenizer("a")["input_ids"][-1] != tokenizer.eos_token_id:
-        raise ValueError(f"The tokenizer {type(tokenizer).__name__} cannot end texts with {tokenizer.eos_token!r}")
     return tokenizer
