@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.checkpoints import dense_checkpoint
 from helpers.runs import break_off, overrides, train_step, weights
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -169,7 +170,12 @@ def test_only_one_expert(tiny_mote: Path, data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_modules_in_full_and_half_precision(tiny: Path, data: Path, tmp_path: Path) -> None:
-    more = ("training.peft.in_full=[word_embeddings]", "training.peft.base_dtype=bfloat16", "training.bf16=true")
+    more = (
+        "validation.share=0.1",
+        "training.peft.in_full=[word_embeddings]",
+        "training.peft.base_dtype=bfloat16",
+        "training.bf16=true",
+    )
     run = run_of(tiny, data, tmp_path / "run", "model.kind=dense", *more)
     network = network_of(run.model)
     trained = trained_weights(network)
@@ -179,10 +185,48 @@ def test_modules_in_full_and_half_precision(tiny: Path, data: Path, tmp_path: Pa
     wide = ("embeddings", "LayerNorm")
     assert all((dtype == torch.float32) == any(part in name for part in wide) for name, dtype in frozen.items())
     run.train()
-    run.finish(None)
+    run.finish(run.validate())
     dense = load_file(tiny / "model.safetensors")
     moved = {key for key, weight in weights(tmp_path / "run/model").items() if (weight - dense[key]).abs().max() > 0.01}
     assert "embeddings.word_embeddings.weight" in moved
+
+
+@pytest.mark.long
+def test_a_new_pooling_is_trained_in_full(tiny: Path, data: Path, tmp_path: Path) -> None:
+    more = ("model.pooling=latent_attention", "model.pooling_latents=4", "model.pooling_heads=2")
+    run = run_of(tiny, data, tmp_path / "run", *more)
+    network = network_of(run.model)
+    trained = trained_weights(network)
+    assert any(name.startswith("pooling.") for name in trained)
+    assert not any(name.startswith("pooling.") and "lora" in name for name in trained)
+    start = {name: weight.clone() for name, weight in trained.items() if name.startswith("pooling.")}
+    run.train()
+    assert all(not torch.equal(weight, trained_weights(network)[name]) for name, weight in start.items())
+    unmerged = run.model.encode(["a text"], task="classification")
+    run.finish(None)
+    loaded = SentenceTransformer(str(tmp_path / "run" / "model"), trust_remote_code=True)
+    assert abs(unmerged - loaded.encode(["a text"], task="classification")).max() <= 1e-5
+
+
+@pytest.mark.long
+def test_two_stages(data: Path, tmp_path: Path) -> None:
+    """The second one makes experts of what the first has learned."""
+    decoder = dense_checkpoint(tmp_path / "decoder", "mistral", sentence_transformers={"max_seq_length": 96})
+    short = ("model.max_length=96", "validation.share=0")
+    first = train("nv-stage1", overrides(decoder, data, tmp_path / "1", *short))
+    negatives = "tasks.retrieval.in_batch_negatives=true"  # the texts have none of their own
+    settings = overrides(first, data, tmp_path / "2", *short, negatives)
+    run = prepare(load_recipe("nv-stage2", settings), RunFolder(tmp_path / "2"))
+    backbone = network_of(run.model).backbone
+    assert backbone.config.is_causal is False
+    stored, experts = weights(first), backbone.layers[0].experts
+    for expert in experts.values():
+        layer = expert.mlp.down_proj.base_layer.weight
+        assert torch.equal(layer, stored["layers.0.mlp.down_proj.weight"].bfloat16())
+    run.train()
+    run.finish(None)
+    loaded = SentenceTransformer(str(tmp_path / "2" / "model"), trust_remote_code=True)
+    assert loaded.encode(["a text"], prompt_name="text_matching").shape == (1, 16)
 
 
 @pytest.mark.parametrize(

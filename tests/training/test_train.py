@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.checkpoints import dense_checkpoint
 from helpers.inference_server import read_as_server
 from helpers.paths import SMALL_ENCODER
 from helpers.runs import break_off, command, environment, overrides, train_step, weights
@@ -40,19 +41,25 @@ def losses_of(run: Path) -> list[float]:
     [pytest.param(name, marks=() if name in ("mote", "tlr") else pytest.mark.long) for name in shipped_recipes()],
 )
 def test_each_shipped_recipe(name: str, tiny: Path, data: Path, tmp_path: Path) -> None:
-    headless = ("retrieval.sparse_from=embeddings",) if load_recipe(name).retrieval.kind != "dense" else ()
-    model = train(name, overrides(tiny, data, tmp_path / "run", *headless))
+    more = ("retrieval.sparse_from=embeddings",) if load_recipe(name).retrieval.kind != "dense" else ()
+    if load_recipe(name).model.bidirectional:
+        tiny = dense_checkpoint(tmp_path / "decoder", "mistral", sentence_transformers={"max_seq_length": 96})
+        more = ("model.max_length=96",)
+    if name == "nv-stage2":  # the texts for retrieval have no negatives
+        more += ("tasks.retrieval.in_batch_negatives=true",)
+    model = train(name, overrides(tiny, data, tmp_path / "run", *more))
     record = train_step(model)
     assert record["steps"] == 2
     recipe = load_recipe(model / "recipe.yaml")  # what lies next to the weights is a recipe
     assert (recipe.name, recipe.training.max_steps) == (name, 2)
     assert (model / "curves.png").read_bytes().startswith(b"\x89PNG")
     encoder = SentenceTransformer if recipe.retrieval.kind == "dense" else SparseEncoder
-    loaded = encoder(str(model), trust_remote_code=recipe.model.kind != "dense")
+    trusted = recipe.model.kind != "dense" or recipe.model.instruction_pooling == "excluded"
+    loaded = encoder(str(model), trust_remote_code=trusted)
     task = {} if recipe.model.kind == "dense" else {"task": recipe.tasks["retrieval"].anchor}
     chosen = {"prompt_name": "search_query"} if recipe.model.instructions else task
     assert loaded.encode(["a text"], **chosen).shape == (1, loaded.get_embedding_dimension())
-    if recipe.model.kind == "dense":
+    if not trusted:
         assert read_as_server(model)["pooling"] == "mean"
     made = [step["step"] for step in read_steps(model)]
     assert made == (["train"] if recipe.model.kind == "dense" else ["upcycle", "train"])

@@ -64,8 +64,8 @@ def add_adapters(
 ) -> None:
     """Freeze a model's network, and give it adapters that are trained.
 
-    Modules of the pipeline after the network (a dense layer, a pooling with weights) are trained in full, unless only
-    some experts are.
+    A pooling with weights, and modules of the pipeline after the network (a dense layer), are trained in full, unless
+    only some experts are.
 
     Args:
         model: The model; changed in place.
@@ -83,8 +83,12 @@ def add_adapters(
 def adapt(network: Any, settings: PeftSettings, only_experts: list[str] | None = None) -> None:
     """Freeze a Transformers model, and give it adapters that are trained; arguments and errors as in `add_adapters`."""
     base_dtype = getattr(torch, settings.base_dtype)
+    config = peft_config(settings, only_experts)
+    if isinstance(getattr(network, "pooling", None), nn.Module) and only_experts is None:  # it may be new
+        config.modules_to_save = [*(config.modules_to_save or []), "pooling"]
+        config.exclude_modules = "|".join(filter(None, (config.exclude_modules, r"pooling\..*")))
     try:
-        network.add_adapter(peft_config(settings, only_experts))
+        network.add_adapter(config)
     except ValueError as error:
         raise ValueError(f"training.peft: PEFT refuses the targets {settings.targets!r}: {error}") from error
     for module in network.modules():

@@ -28,7 +28,7 @@ from mote.checkpoints.tensors import token_routing
 from mote.training.adapters import AdapterCheckpoints, merge_adapters
 from mote.training.arguments import Schedule, describe, plan_schedule, trainer_arguments
 from mote.training.blending import BlendedCollator
-from mote.training.data import TrainingSet, load_data
+from mote.training.data import TrainingData, TrainingSet, load_data
 from mote.training.losses import INFO_NCE, LoadBalancedLoss, build_loss, check_loss
 from mote.training.model import NO_FP16, build_model, encodings, names_of
 from mote.training.processes import (
@@ -261,7 +261,7 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
     tracker = Tracker()
     torch.manual_seed(recipe.training.seed)  # for the weights that a loss may have
     losses = {name: _loss(recipe, model, names, training_set, tracker) for name, training_set in data.sets.items()}
-    validation = Validation(data.validation, encodings(names, recipe.model.kind)) if data.validation else None
+    validation = _validation(recipe, data, names)
     metadata = {
         "recipe": fixed_settings(recipe),
         "data": {name: training_set.rows_hash() for name, training_set in data.sets.items()},
@@ -348,6 +348,12 @@ def _loss(
         loss = LoadBalancedLoss(loss)
     column_tasks = [part.column_tasks for part in training_set.parts] or [training_set.column_tasks]
     return TrackedLoss(model, loss, tracker, training_set.name, training_set.task, column_tasks)
+
+
+def _validation(recipe: Recipe, data: TrainingData, names: MoTEConfig) -> Validation | None:
+    peft = recipe.training.peft
+    mixed = peft is not None and peft.base_dtype == "bfloat16"
+    return Validation(data.validation, encodings(names, recipe.model.kind), mixed=mixed) if data.validation else None
 
 
 def _collator(

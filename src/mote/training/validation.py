@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import torch
 from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.base.evaluation import BaseEvaluator
@@ -31,13 +32,21 @@ class Validation(BaseEvaluator):
         sets: Held-out texts.
         encodings: Task of the model → arguments of `encode` for its texts (`prompt`, `task`).
         batch_size: Batch size of `encode`.
+        mixed: Whether the model runs in mixed precision, in bfloat16; needed where only some of its weights are.
     """
 
     primary_metric = "validation_mean"
 
-    def __init__(self, sets: list[ValidationSet], encodings: dict[str, dict[str, Any]], batch_size: int = 64) -> None:
+    def __init__(
+        self,
+        sets: list[ValidationSet],
+        encodings: dict[str, dict[str, Any]],
+        batch_size: int = 64,
+        *,
+        mixed: bool = False,
+    ) -> None:
         super().__init__()
-        self.sets, self.encodings, self.batch_size = sets, encodings, batch_size
+        self.sets, self.encodings, self.batch_size, self.mixed = sets, encodings, batch_size, mixed
 
     def __call__(  # type: ignore[override]
         self,
@@ -98,9 +107,10 @@ class Validation(BaseEvaluator):
         arguments = {**self.encodings[task], "batch_size": self.batch_size, "show_progress_bar": False}
         if held_out.instruction is not None and task == held_out.anchor:
             arguments["prompt"] = held_out.instruction
-        if isinstance(model, SparseEncoder):
-            return model.encode(list(texts), convert_to_sparse_tensor=False, **arguments).float().cpu().numpy()
-        return np.asarray(model.encode(list(texts), **arguments))
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=self.mixed):
+            if isinstance(model, SparseEncoder):
+                return model.encode(list(texts), convert_to_sparse_tensor=False, **arguments).float().cpu().numpy()
+            return np.asarray(model.encode(list(texts), **arguments))
 
 
 def tune_weight(validation: Validation, model: Any) -> dict[float, float]:
