@@ -20,11 +20,14 @@ ALL = [
     "mote-static",
     "nomic-finetune",
     "nomic-pretrain",
+    "nv-stage1",
+    "nv-stage2",
     "sem-classification",
     "sem-clustering",
     "sem-retrieval",
     "smoke",
     "sparse",
+    "task-lora",
     "tlr",
 ]
 
@@ -86,6 +89,11 @@ def test_recipes_differ_in_what_the_paper_varies() -> None:
     for task in ("retrieval", "classification", "clustering"):
         assert list(load_recipe(f"sem-{task}").tasks) == [task]
         assert {key.split(".")[1] for key in differences("ic", f"sem-{task}")} == {"tasks"}
+    assert {key for key in differences("mote", "task-lora") if ".peft" not in key} == {
+        ".model.shared_modules",
+        ".training.learning_rate",
+        ".training.weight_decay",
+    }
     fifth = load_recipe("mote-objectives")
     assert [dataset.path for dataset in fifth.tasks["text_matching"].datasets] == ["sts/stsbenchmark", "sts/sts12"]
     assert all(dataset.split == "train" for dataset in fifth.tasks["text_matching"].datasets)
