@@ -96,7 +96,8 @@ class InstructedTransformer(Transformer):
         features = super().preprocess(whole, prompt, processing_kwargs, task=task, **kwargs)
         encodings = getattr(features, "encodings", None)
         if not encodings or features["modality"] != "text":
-            raise ValueError("Instructions are left out of the pooling of texts alone, and these inputs are no texts")
+            kind = features.get("modality")
+            raise ValueError(f"Instructions are left out of the pooling of texts, and these inputs are a {kind!r}")
         texts = [(prompt or "") + _text_of(each) for each in whole]
         instructions = [start or self._instruction_in(text) for start, text in zip(starts, texts, strict=True)]
         rows = zip(encodings, instructions, strict=True)

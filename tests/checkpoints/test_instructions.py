@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.checkpoints import dense_checkpoint, files_in, read_json, trusted
+from helpers.checkpoints import dense_checkpoint, edit_json, files_in, read_json, trusted
 from sentence_transformers import SentenceTransformer
 
 import mote
@@ -27,6 +27,8 @@ def queries(excluded: Path) -> np.ndarray:
 
 
 def test_set_and_set_back(trained: Path, excluded: Path, queries: np.ndarray, tmp_path: Path) -> None:
+    edit_json(excluded / "1_Pooling" / "config.json", include_prompt=None)  # as published before there was the setting
+    mote.configure(excluded, instruction_pooling="excluded")
     assert instruction_pooling_in(excluded) == "excluded"
     assert files_in(excluded) >= CODE
     assert read_json(excluded / "1_Pooling" / "config.json")["include_prompt"] is False

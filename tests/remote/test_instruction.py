@@ -246,3 +246,37 @@ def test_auto_model_pools_what_it_is_told(model: SentenceTransformer) -> None:
         inputs["pooling_mask"] = inputs["pooling_mask"].clone().index_fill_(0, torch.tensor([1]), 0)
         with pytest.raises(ValueError, match=r"No token to pool in the rows \[1\]"):
             network(**inputs, task="clustering")
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_the_count_of_nv_embed(model: SentenceTransformer, side: str) -> None:
+    """Of n tokens that the instruction has without `<s>`, positions 0 to n - 1 are left out, `<s>` being the first."""
+    counting = copy.deepcopy(model)
+    counting[0].processor = fast(sentence_piece_bpe())
+    counting[0].instruction_pooling = "excluded_by_count"
+    counting.tokenizer.padding_side = side
+    starts = [QUERY, "Query:", "", QUERY.rstrip()]
+    features = counting[0].preprocess(TEXTS, prompt=starts, task="search_query")
+    for row, start in enumerate(starts):
+        count = len(counting.tokenizer(start, add_special_tokens=False)["input_ids"]) if start else 0
+        real = features["pooling_mask"][row][features["attention_mask"][row].bool()]
+        assert real.tolist() == [0] * count + [1] * (len(real) - count)
+    exact = copy.deepcopy(counting)
+    exact[0].instruction_pooling = "excluded"
+    features |= {"exact": exact[0].preprocess(TEXTS, prompt=starts, task="search_query")["pooling_mask"]}
+    # without the template's trailing blank, the instruction's last token is pooled: it has `<s>` to leave out as well
+    assert (features["pooling_mask"] - features["exact"]).sum(dim=1).tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.processes
+def test_several_processes(model: SentenceTransformer, instructed: Path) -> None:
+    texts = [*TEXTS, QUERY + "a text that brings its instruction"]
+    pool = model.start_multi_process_pool(["cpu", "cpu"])
+    try:
+        queries = model.encode(TEXTS, prompt_name="search_query", pool=pool, chunk_size=2)
+        as_they_come = model.encode(texts, task="search_query", pool=pool, chunk_size=2)
+    finally:
+        model.stop_multi_process_pool(pool)
+    assert np.abs(queries - model.encode(TEXTS, prompt_name="search_query")).max() <= 1e-6
+    assert np.abs(as_they_come[-1] - model.encode(texts[-1:], task="search_query")[0]).max() <= 1e-6
+    assert np.abs(as_they_come[-1] - model.encode_query([texts[-1].removeprefix(QUERY)])[0]).max() <= 1e-6

@@ -23,6 +23,7 @@ _PLAIN = {
     "InstructedMoTETransformer": "sentence_transformer_mote.MoTETransformer",
     "InstructedTokenRoutedTransformer": "token_routed_transformer_mote.TokenRoutedTransformer",
 }
+_POOLINGS = ("Pooling", "TextPooling")
 INSTRUCTED = tuple(_INSTRUCTED.values())
 
 
@@ -86,10 +87,10 @@ def write_instruction_pooling(folder: Path, value: str) -> dict[str, Any]:
     for index, module in enumerate(modules):
         if index == 0:
             module["type"] = types.get(name_of(module), module["type"])
-        elif "include_prompt" in (pooling := _settings_of(module, folder)):
+        elif "include_prompt" in (own := _settings_of(module, folder)) or name_of(module) in _POOLINGS:
             pooled = True
-            write_json(folder / module["path"] / "config.json", {**pooling, "include_prompt": value == "included"})
-            if name_of(module) in ("Pooling", "TextPooling"):
+            write_json(folder / module["path"] / "config.json", {**own, "include_prompt": value == "included"})
+            if name_of(module) in _POOLINGS:
                 module["type"] = _LIBRARY_POOLING if value == "included" else TEXT_POOLING
     if not pooled and value != "included":
         raise ValueError(f"{folder.name} has no module that pools tokens, so no instruction can be left out of it")
