@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint
+from helpers.families import EXPERTS, all_families, batch, dense_model, difference, mote_config
 from helpers.runs import break_off, overrides, train_step, weights
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -14,8 +15,8 @@ from transformers import AutoModel
 
 from modeling_mote import MoTEModel
 from mote import upcycle
-from mote.training.adapters import merge_adapters, network_of, trained_weights
-from mote.training.recipe import load_recipe
+from mote.training.adapters import adapt, merge_adapters, network_of, share_weights, trained_weights
+from mote.training.recipe import PeftSettings, load_recipe
 from mote.training.run_folder import RunFolder
 from mote.training.train import plan, prepare, train
 
@@ -64,11 +65,38 @@ def test_only_the_adapters_change(
     if targets == "experts":  # two steps: experts without data stay as they were
         assert any(all(part not in name for name in moved) for part in trained)
     unmerged = run.model.encode(["a text", "another, longer text"], task="classification")
-    merge_adapters(run.model)
+    merge_adapters(network_of(run.model))
     merged = run.model.encode(["a text", "another, longer text"], task="classification")
     assert abs(unmerged - merged).max() <= 1e-5
     assert not any("lora" in name for name, _ in network.named_parameters())
     assert len({id(weight) for weight in network.parameters()}) == len([*network.state_dict()])
+
+
+@all_families
+def test_experts_are_low_rank_differences_to_one_model(name: str) -> None:
+    """In every family: copies are the dense model, an adapted expert is its own, and merging changes nothing."""
+    dense, inputs, (one, other) = dense_model(name), batch(), EXPERTS
+    config = mote_config(dense)
+    config.load_only([one])
+    model = MoTEModel(config, dense).eval()
+    before, weights_of_one = model(**inputs, task=one).pooler_output, model.num_parameters()
+    share_weights(model)
+    assert model.num_parameters() == weights_of_one
+    assert torch.equal(model(**inputs, task=other).pooler_output, before)
+    adapt(model, PeftSettings(r=2, dropout=0))
+    torch.manual_seed(3)
+    for weight in trained_weights(model).values():
+        weight.add_(torch.randn_like(weight) * 0.05)
+    model(**inputs, task=one).pooler_output.sum().backward()
+    trained = {key for key, weight in model.named_parameters() if weight.grad is not None}
+    assert any(f".experts.{one}." in key for key in trained)
+    assert all("lora_" in key and f".experts.{other}." not in key for key in trained)
+    unmerged = [model(**inputs, task=task).pooler_output for task in EXPERTS]
+    assert difference(*unmerged) > 1e-4
+    merge_adapters(model)
+    for task, expected in zip(EXPERTS, unmerged, strict=True):
+        assert difference(model(**inputs, task=task).pooler_output, expected) <= 1e-5
+    assert model.state_dict().keys() == MoTEModel(mote_config(dense_model(name))).state_dict().keys()
 
 
 @pytest.mark.long
@@ -153,7 +181,7 @@ def test_other_methods(method: str, arguments: str, tiny: Path, data: Path, tmp_
     assert moved
     assert all("base_layer" not in name and ".experts." in name for name in moved)
     unmerged = run.model.encode(["a text"], task="classification")
-    merge_adapters(run.model)
+    merge_adapters(network_of(run.model))
     assert abs(unmerged - run.model.encode(["a text"], task="classification")).max() <= 1e-5
 
 

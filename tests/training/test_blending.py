@@ -62,13 +62,18 @@ def test_the_loss_is_that_of_each_dataset_times_its_share() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mote", pytest.param("dense", marks=pytest.mark.long)])
-@pytest.mark.parametrize("mini_batch_size", ["4", pytest.param("null", marks=pytest.mark.long)])
-def test_a_batch_is_its_tasks_computed_separately(
-    kind: str, mini_batch_size: str, tiny: Path, data: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        "training.mini_batch_size=4",
+        pytest.param("training.mini_batch_size=null", marks=pytest.mark.long),
+        pytest.param("model.instruction_pooling=excluded", marks=pytest.mark.long),
+    ],
+)
+def test_a_batch_is_its_tasks_computed_separately(kind: str, more: str, tiny: Path, data: Path, tmp_path: Path) -> None:
     """Loss and gradients of all weights, each task with its own texts, instruction and expert."""
     out = tmp_path / "run"
-    settings = blended(tiny, data, out, f"model.kind={kind}", f"training.mini_batch_size={mini_batch_size}")
+    settings = blended(tiny, data, out, f"model.kind={kind}", "model.max_length=48", more)
     run = prepare(load_recipe(tmp_path / "recipe.yaml", settings), RunFolder(out))
     model = run.model.eval()  # without dropout
     training_set = run.data.sets["blended"]

@@ -174,6 +174,15 @@ def test_adapters_of_several_experts_lie_on_one_model() -> None:
     assert alone.gradients == 4 * 4 * layers * len(config.experts) * network
 
 
+@pytest.mark.long
+def test_the_command_with_adapters(capsys: pytest.CaptureFixture[str], fresh_folder: Any) -> None:
+    totals = []
+    for more in ([], ["--lora-rank", "4"], ["--lora-rank", "4", "--lora-targets", "shared"]):
+        assert main(["memory", str(fresh_folder), "--batch-size", "8", "--length", "16", "--json", *more]) == 0
+        totals.append(json.loads(capsys.readouterr().out)["gradients"])
+    assert totals[0] > 10 * totals[1] > 10 * totals[2] > 0
+
+
 def test_a_config_is_enough() -> None:
     model = fresh_mote("nomic_bert")
     assert estimate_memory(model.config, **SMALL) == estimate_memory(model, **SMALL)

@@ -129,12 +129,11 @@ def unshare_weights(model: Any) -> None:
             known.add(id(getattr(module, name)))
 
 
-def merge_adapters(model: SentenceTransformer | SparseEncoder) -> None:
-    """Merge adapters into the weights, in float32, and take them out of the model."""
+def merge_adapters(network: Any) -> None:
+    """Merge the adapters of a Transformers model into its weights, in float32, and take them out of it."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    network = network_of(model)
     unshare_weights(network)
     network.float()
     for name, module in [*network.named_modules()]:
@@ -146,7 +145,7 @@ def merge_adapters(model: SentenceTransformer | SparseEncoder) -> None:
             network.set_submodule(name, merged)
     del network.peft_config
     network._hf_peft_config_loaded = False
-    model.requires_grad_(True)
+    network.requires_grad_(True)
 
 
 def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ from configuration_mote import MoTEConfig
 from mote.checkpoints.cards import write_trained_card
 from mote.checkpoints.reading import Checkpoint, load_tokenizer, open_checkpoint
 from mote.checkpoints.tensors import token_routing
-from mote.training.adapters import AdapterCheckpoints, merge_adapters
+from mote.training.adapters import AdapterCheckpoints, merge_adapters, network_of
 from mote.training.arguments import Schedule, describe, plan_schedule, trainer_arguments
 from mote.training.blending import BlendedCollator
 from mote.training.data import TrainingData, TrainingSet, load_data
@@ -160,7 +160,7 @@ class TrainingRun(Run):
         parameters = {"trained": trained, "all": sum(weight.numel() for weight in weights)}
         peft = self.recipe.training.peft
         if peft is not None and peft.merge:
-            merge_adapters(self.model)
+            merge_adapters(network_of(self.model))
         tuned = {}
         if self.recipe.retrieval.weight == "tuned" and self.validation is not None:
             tuned = {"weights": tune_weight(self.validation, self.model)}
