@@ -384,10 +384,10 @@ def plan_upcycling(
     """
     options = replace(options or UpcyclingOptions(), **settings).complete()
     require_shard_size(options.max_shard_size)
-    if options.instruction_pooling is not None:
-        check_instruction_pooling(options.instruction_pooling)
     source, options = _opened(src, options)
     retrieval = _retrieval(options, source)
+    if options.instruction_pooling is not None:
+        check_instruction_pooling(options.instruction_pooling, retrieval.kind)
     with_head = options.with_head or retrieval.needs_head
     if with_head and source.format == "nomic_moe":
         remedy = "leave out `--with-head`" if options.with_head else "add `--sparse-from embeddings`"

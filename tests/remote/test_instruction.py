@@ -280,3 +280,30 @@ def test_several_processes(model: SentenceTransformer, instructed: Path) -> None
     assert np.abs(queries - model.encode(TEXTS, prompt_name="search_query")).max() <= 1e-6
     assert np.abs(as_they_come[-1] - model.encode(texts[-1:], task="search_query")[0]).max() <= 1e-6
     assert np.abs(as_they_come[-1] - model.encode_query([texts[-1].removeprefix(QUERY)])[0]).max() <= 1e-6
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pooling", ["mean", "last_token"])
+def test_a_decoder_in_both_directions(tmp_path: Path, pooling: str) -> None:
+    """Padded left and right, alone and in a batch, a text has one embedding, which its instruction changes."""
+    source = dense_checkpoint(tmp_path / "source", "mistral", tokenizer=False, vocab_size=400)
+    fast(sentence_piece_bpe()).save_pretrained(source)
+    options = {"definitions": {"search_query": DEFINITION}, "end_token": "eos", "pooling": pooling}
+    model = trusted(
+        mote.upcycle(source, tmp_path / "mote", bidirectional=True, instruction_pooling="excluded", **options)
+    )
+    alone = np.stack([model.encode_query(text) for text in TEXTS])
+    for side in ("left", "right"):
+        model.tokenizer.padding_side = side
+        assert np.abs(model.encode_query(TEXTS) - alone).max() <= 1e-5
+    assert np.abs(model.encode_query(TEXTS, prompt="Instruct: Another\nQuery: ") - alone).max() > 1e-3
+
+
+def test_the_code_of_the_card(instructed: Path, model: SentenceTransformer) -> None:
+    """What the model card and the documentation show for `AutoModel`."""
+    card = (instructed / "README.md").read_text(encoding="utf-8")
+    code = card.split("With Transformers", 1)[1].split("```python\n", 1)[1].split("```", 1)[0]
+    found: dict[str, Any] = {"texts": list(TEXTS)}
+    with torch.no_grad():
+        exec(code.replace(f'"{instructed.name}"', repr(str(instructed))), found)
+    assert np.abs(found["embeddings"].numpy() - model.encode_query(TEXTS)).max() <= 1e-6

@@ -47,10 +47,12 @@ def instruction_with(definition: str, template: str = TEMPLATE) -> str:
     return template.replace("{definition}", definition)
 
 
-def check_instruction_pooling(value: str) -> str:
-    """Return the value, if it is one of `POOLED`; raise `ValueError` if not."""
+def check_instruction_pooling(value: str, vectors: str = "dense") -> str:
+    """Return the value, if it is one of `POOLED` and fits the kind of vectors; raise `ValueError` if not."""
     if value not in POOLED:
         raise ValueError(f"Unknown {SETTING} {value!r}." + alternatives(str(value), POOLED))
+    if value != "included" and vectors != "dense":
+        raise ValueError(f"Instructions can be left out of the pooling of dense vectors, and these are {vectors}")
     return value
 
 
@@ -69,7 +71,7 @@ def write_instruction_pooling(folder: Path, value: str) -> dict[str, Any]:
         value: One of `POOLED`.
 
     Returns:
-        Nothing, for `mote.json`: the setting is among those of the step.
+        No details for `mote.json`: the setting is among those of the step.
 
     Raises:
         ValueError: If its vectors are not dense, or it has no module that pools.
@@ -77,11 +79,8 @@ def write_instruction_pooling(folder: Path, value: str) -> dict[str, Any]:
     modules = read_json(folder / MODULES, list)
     settings = read_json(folder / TRANSFORMER_SETTINGS)
     settings.pop(SETTING, None)
-    if value != "included":
+    if check_instruction_pooling(value, retrieval_in(folder).kind) != "included":
         settings[SETTING] = value
-        kind = retrieval_in(folder).kind
-        if kind != "dense":
-            raise ValueError(f"Instructions can be left out of the pooling of dense vectors, and these are {kind}")
     types = _PLAIN if value == "included" else _INSTRUCTED
     pooled = False
     for index, module in enumerate(modules):
