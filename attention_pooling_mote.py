@@ -160,7 +160,8 @@ class AttentionPoolingModel(MoTEModel):
         hidden: Any = out.last_hidden_state
         attention_mask = sequences.get("attention_mask")
         mask = attention_mask if chosen is None else chosen[:, : hidden.shape[1]]
-        if mask is not None and not torch.compiler.is_compiling() and not mask.any(dim=1).all():
+        has_values = type(mask) is torch.Tensor and not torch.compiler.is_compiling()  # estimates of memory have none
+        if has_values and not mask.any(dim=1).all():
             raise ValueError(f"No token to pool in the rows {(~mask.any(dim=1)).nonzero().flatten().tolist()}")
         pooled = pool(self.pooling(hidden, attention_mask), mask, "mean").to(hidden.dtype) if self.pools else None
         out.pooler_output = pooled

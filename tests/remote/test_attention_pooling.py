@@ -17,6 +17,7 @@ from attention_pooling_mote import AttentionPoolingConfig
 from attention_pooling_transformer_mote import AttentionPooling
 from mote import upcycle
 from mote.checkpoints.reading import open_dense
+from mote.training.memory import estimate_memory
 from mote.training.model import build_model
 from mote.training.recipe import load_recipe
 from mote.upcycling import plan_upcycling
@@ -193,6 +194,14 @@ def test_verbs_keep_the_pooling_or_refuse(saved: dict[str, Path], tmp_path: Path
         with pytest.raises(ValueError, match="pools by 'latent_attention', whose weights neither dense nor compressed"):
             mote.transform(source, tmp_path / "out", verb, **arguments)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["latent_attention", "self_attention"])
+def test_its_memory_is_estimated(kind: str, saved: dict[str, Path]) -> None:
+    model = AutoModel.from_pretrained(saved[kind], trust_remote_code=True)
+    estimate = estimate_memory(model, batch_size=4, length=8)
+    assert estimate.weights == sum(weight.nbytes for weight in model.parameters())
+    assert estimate.activations > 0
 
 
 @pytest.mark.long
