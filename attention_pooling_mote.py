@@ -159,7 +159,7 @@ class AttentionPoolingModel(MoTEModel):
         out = super()._run(sequences, kwargs)  # its `pooler_output` is one token's state, which is replaced
         hidden: Any = out.last_hidden_state
         attention_mask = sequences.get("attention_mask")
-        mask = attention_mask if chosen is None else chosen[:, : hidden.shape[1]]
+        mask: Any = attention_mask if chosen is None else chosen[:, : hidden.shape[1]]
         has_values = type(mask) is torch.Tensor and not torch.compiler.is_compiling()  # estimates of memory have none
         if has_values and not mask.any(dim=1).all():
             raise ValueError(f"No token to pool in the rows {(~mask.any(dim=1)).nonzero().flatten().tolist()}")
