@@ -17,7 +17,7 @@ from modeling_mote import MoTEModel
 from mote.checkpoints import cards, nomic_moe, nv_embed
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.bidirectional import asks_for_both_directions, with_both_directions
-from mote.checkpoints.end_token import EOS, end_as_asked
+from mote.checkpoints.end_token import EOS, end_as_asked, ends_texts
 from mote.checkpoints.instructions import (
     TEMPLATE,
     check_instruction_pooling,
@@ -287,6 +287,11 @@ def upcycle(
         tokenizer, end_token, pooled = nv_embed.padded(tokenizer), end_token or EOS, pooled or "excluded"
     if options.tokenizer is None or end_token is not None:
         tokenizer = end_as_asked(tokenizer, source, end_token)
+    if config.pooling == "last_token" and not ends_texts(tokenizer):
+        logger.warning(
+            "The last token of a text is pooled, and the tokenizer puts none behind it: long texts end where they are "
+            "truncated. `--end-token eos` adds one"
+        )
     model, dropped, write = _model_and_its_writer(plan, options.max_shard_size)
     changed = options.changed()
     if options.tokenizer is not None and Path(options.tokenizer).is_dir():

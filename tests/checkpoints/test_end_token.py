@@ -60,10 +60,12 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved("LlamaTokenizer", folder, add_eos_token=True)
 
 
-def test_upcycling_and_set(decoder: Path, tmp_path: Path) -> None:
+def test_upcycling_and_set(decoder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     asked = trusted(mote.upcycle(decoder, tmp_path / "asked", pooling="last_token"))
+    assert "puts none behind it" not in caplog.text
     edit_json(decoder / "tokenizer_config.json", add_eos_token=None)
     without = mote.upcycle(decoder, tmp_path / "without", pooling="last_token")
+    assert "puts none behind it: long texts end where they are truncated. `--end-token eos` adds one" in caplog.text
     told = trusted(mote.upcycle(decoder, tmp_path / "told", pooling="last_token", end_token="</s>"))
     set_later = trusted(mote.configure(without, tmp_path / "set", end_token="eos"))
     edit_json(decoder / "tokenizer_config.json", add_eos_token=True)

@@ -52,6 +52,11 @@ def with_end_token(tokenizer: Any, token: str = EOS) -> Any:
     return tokenizer
 
 
+def ends_texts(tokenizer: Any) -> bool:
+    """Whether a tokenizer puts a special token behind texts."""
+    return tokenizer("a")["input_ids"][-1] in tokenizer.all_special_ids
+
+
 def end_as_asked(tokenizer: Any, source: Checkpoint, token: str | None) -> Any:
     """Let a source's tokenizer put a token behind each text, if a setting asks for it, or the source itself does.
 
