@@ -7,7 +7,7 @@ of one expert share their frozen weights, so that several experts take the memor
 import copy
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,7 +15,9 @@ from sentence_transformers import SentenceTransformer, SparseEncoder
 from torch import nn
 
 from mote.experts.editing import set_experts
-from mote.training.recipe import PeftSettings
+
+if TYPE_CHECKING:
+    from mote.training.recipe import PeftSettings
 
 ADAPTERS_FILE = "adapters.safetensors"  # in a checkpoint: all that is trained, under the names of the parameters
 
@@ -23,7 +25,7 @@ ADAPTERS_FILE = "adapters.safetensors"  # in a checkpoint: all that is trained, 
 OUTSIDE = {"shared": r"(?!(.*\.)?shared\.).*", "experts": r"(?!(.*\.)?experts\.).*"}
 
 
-def peft_config(settings: PeftSettings, only_experts: list[str] | None = None) -> Any:
+def peft_config(settings: "PeftSettings", only_experts: list[str] | None = None) -> Any:
     """Return PEFT's own config of a recipe's adapters.
 
     Args:
@@ -60,7 +62,7 @@ def peft_config(settings: PeftSettings, only_experts: list[str] | None = None) -
 
 
 def add_adapters(
-    model: SentenceTransformer | SparseEncoder, settings: PeftSettings, only_experts: list[str] | None = None
+    model: SentenceTransformer | SparseEncoder, settings: "PeftSettings", only_experts: list[str] | None = None
 ) -> None:
     """Freeze a model's network, and give it adapters that are trained.
 
@@ -80,7 +82,7 @@ def add_adapters(
     adapt(network_of(model), settings, only_experts)
 
 
-def adapt(network: Any, settings: PeftSettings, only_experts: list[str] | None = None) -> None:
+def adapt(network: Any, settings: "PeftSettings", only_experts: list[str] | None = None) -> None:
     """Freeze a Transformers model, and give it adapters that are trained; arguments and errors as in `add_adapters`."""
     base_dtype = getattr(torch, settings.base_dtype)
     config = peft_config(settings, only_experts)

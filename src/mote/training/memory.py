@@ -9,7 +9,7 @@ import copy
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
@@ -30,7 +30,9 @@ from mote.checkpoints.reading import is_mote, mote_class, open_checkpoint
 from mote.checkpoints.tensors import token_routing
 from mote.reporting import Report, markdown_table, table
 from mote.training.adapters import adapt, share_weights
-from mote.training.recipe import PeftSettings
+
+if TYPE_CHECKING:  # recipes need the extra `train`, and estimates do not
+    from mote.training.recipe import PeftSettings
 
 PRECISIONS = ("fp32", "bf16")
 SHARDINGS = ("ddp", "fsdp2", "deepspeed-stage-1", "deepspeed-stage-2")
@@ -104,7 +106,7 @@ def estimate_memory(
     processes: int = 1,
     sharding: str = "ddp",
     device: str = "gpu",
-    peft: PeftSettings | Mapping[str, Any] | None = None,
+    peft: "PeftSettings | Mapping[str, Any] | None" = None,
 ) -> MemoryEstimate:
     """Estimate the memory of a step of contrastive training with AdamW, on each device.
 
@@ -140,7 +142,11 @@ def estimate_memory(
         raise ValueError("The memory of a token-routed model depends on where the tokens go, and cannot be estimated")
     rows = _rows(batch_size, processes, mini_batch_size, length, columns)
     cached = mini_batch_size is not None
-    adapters = peft if isinstance(peft, PeftSettings) or peft is None else PeftSettings(**peft)
+    adapters: Any = peft
+    if isinstance(peft, Mapping):
+        from mote.training.recipe import PeftSettings
+
+        adapters = PeftSettings(**peft)
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = fake_model(model, gradient_checkpointing, device, adapters)
         try:
@@ -300,7 +306,7 @@ def fake_model(
     model: PreTrainedModel | PreTrainedConfig,
     gradient_checkpointing: bool = False,
     device: str = "gpu",
-    adapters: PeftSettings | None = None,
+    adapters: "PeftSettings | None" = None,
 ) -> PreTrainedModel:
     """Build a model without contents, in training mode, with gradients, as it is after the first mini-batch.
 
@@ -322,7 +328,7 @@ def fake_model(
     return fake.train()
 
 
-def _empty_model(config: Any, adapters: PeftSettings | None) -> PreTrainedModel:
+def _empty_model(config: Any, adapters: "PeftSettings | None") -> PreTrainedModel:
     """Build a model of a config on fake tensors; experts below adapters share their weights."""
     share = adapters is not None and is_mote(config)
     if share:
