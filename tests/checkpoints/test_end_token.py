@@ -60,6 +60,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved("LlamaTokenizer", folder, add_eos_token=True)
 
 
+@pytest.mark.long
 def test_upcycling_and_set(decoder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     asked = trusted(mote.upcycle(decoder, tmp_path / "asked", pooling="last_token"))
     assert "puts none behind it" not in caplog.text
