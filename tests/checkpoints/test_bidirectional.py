@@ -144,6 +144,7 @@ def test_a_source_that_says_so(tmp_path: Path) -> None:
     assert (config.backbone_config.is_causal, config.backbone_config.sliding_window) == (False, None)
 
 
+@pytest.mark.long
 def test_a_dense_baseline_in_both_directions(tmp_path: Path) -> None:
     source = dense_checkpoint(tmp_path / "source", "mistral", **settings_of("mistral"))
     overrides = [f"model.source={source}", "data.folder=examples/data", "model.bidirectional=true"]

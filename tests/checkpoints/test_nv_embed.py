@@ -118,6 +118,7 @@ def test_what_it_carries(published: Path, converted: Path, tmp_path: Path) -> No
     assert "license: cc-by-nc-4.0" in (bare / "README.md").read_text()
 
 
+@pytest.mark.long
 def test_task_experts_begin_as_the_model_as_published(published: Path, converted: Path, tmp_path: Path) -> None:
     experts = ["search_query", "search_document", "clustering"]
     folder = upcycle(str(published), tmp_path / "experts", experts=experts)
@@ -130,6 +131,7 @@ def test_task_experts_begin_as_the_model_as_published(published: Path, converted
     assert "Not trained yet" in (folder / "README.md").read_text()
 
 
+@pytest.mark.long
 def test_the_window_is_ignored_as_in_the_original(published: Path, converted: Path, tmp_path: Path) -> None:
     narrow = upcycle(str(published_nv_embed(tmp_path / "narrow", sliding_window=2)), tmp_path / "out")
     inputs = batch(rows=3, length=12)

@@ -126,6 +126,7 @@ def test_a_row_without_a_token_to_pool_is_an_error(kind: str, saved: dict[str, P
         pipeline({**inputs, "route": "alpha", "prompt_length": 9})
 
 
+@pytest.mark.long
 def test_the_prompt_is_left_out_as_in_the_librarys_pooling(saved: dict[str, Path]) -> None:
     model = SentenceTransformer(str(saved["latent_attention"]), trust_remote_code=True)
     whole = model.encode(TEXTS, prompt="b: ", convert_to_tensor=True)
@@ -196,6 +197,7 @@ def test_verbs_keep_the_pooling_or_refuse(saved: dict[str, Path], tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["latent_attention", "self_attention"])
 def test_its_memory_is_estimated(kind: str, saved: dict[str, Path]) -> None:
     model = AutoModel.from_pretrained(saved[kind], trust_remote_code=True)
@@ -233,6 +235,7 @@ def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str
         plan_upcycling(str(dense), **settings)
 
 
+@pytest.mark.long
 def test_a_dense_baseline(dense: Path, tmp_path: Path) -> None:
     recipe = [f"model.source={dense}", "data.folder=examples/data"]
     with pytest.raises(ValueError, match=r"model\.pooling=latent_attention is for model\.kind=mote"):
@@ -259,6 +262,7 @@ def test_every_family(name: str, tmp_path: Path) -> None:
     assert difference(model.encode(TEXTS, task="beta", convert_to_tensor=True), expected) <= 1e-5
 
 
+@pytest.mark.long
 def test_instructions_are_left_out(dense: Path, tmp_path: Path) -> None:
     """With the modules that leave instructions out exactly, in a row each, see `test_instruction.py`."""
     settings = {**SELF, "experts": EXPERTS, "instructions": {"beta": "b: "}, "instruction_pooling": "excluded"}
