@@ -201,6 +201,33 @@ def test_the_decoder_trains_the_encoder_through_the_vector(vector: Any, source: 
     assert out.loss.item() == pytest.approx(out.encoder_loss.item() + out.decoder_loss.item())
 
 
+def test_the_same_passes_give_the_same_losses_and_gradients() -> None:
+    """Through every expert, also `b`, which has no text here, and whose weights get a gradient of zeros."""
+    torch.manual_seed(0)
+    bert = dense_model("bert").config
+    bert.hidden_dropout_prob = bert.attention_probs_dropout_prob = 0.0
+    native = native_with_head(bert)
+    config = MoTEConfig(backbone_config=native.config, experts=["a", "b", "c"], tasks={"d": "a"}, pooling="cls")
+    model = MoTEForMaskedLM(config, native)
+    ids, mask = torch.randint(5, 50, (5, 6)), torch.ones(5, 6, dtype=torch.long)
+    labels = torch.where(torch.rand(5, 6) < 0.4, ids, -100)
+    tasks = torch.tensor([list(config.tasks).index(task) for task in "cadca"])
+    gradients = []
+    for same_passes in (False, True):
+        trained = Pretraining(model, DecoderSettings(layers=1), same_passes=same_passes)
+        torch.manual_seed(1)
+        for weight in trained.decoder.parameters() if trained.decoder else ():
+            torch.nn.init.normal_(weight, std=0.1)
+        model.zero_grad()
+        loss = trained(ids, mask, labels, None, tasks, ids, mask, labels).loss
+        loss.backward()
+        gradients.append({name: weight.grad for name, weight in model.named_parameters()} | {"loss": loss.detach()})
+    one, two = gradients
+    assert {name for name in one if ".experts.b." in name} == {name for name in one if one[name] is None}
+    for name, gradient in two.items():
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient) if one[name] is None else one[name])
+
+
 # Runs ----------------------------------------------------------------------------------------------------------------
 
 

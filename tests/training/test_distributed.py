@@ -255,6 +255,41 @@ def test_pretraining_under_fsdp(recipe: str, tmp_path: Path) -> None:
         assert (whole[key] - replicas[key]).abs().max().item() <= 1e-6, key
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["sparse", "hybrid"])
+def test_sparse_training_on_two_processes(recipe: str, data: Path, tmp_path: Path) -> None:
+    """Replicas, and parts of FSDP, learn what one process does; FLOPS losses, no linear ones, are left out."""
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    source = dense_checkpoint(tmp_path / "tiny", head="mlm", sentence_transformers={"max_seq_length": 16}, **still)
+    settings = (
+        f"model.source={source}",
+        "retrieval.query_regularizer_weight=0",
+        "retrieval.document_regularizer_weight=0",
+        "tasks.retrieval.datasets=[retrieval/arxiv]",
+        "training.mini_batch_size=null",
+        "training.optim=sgd",
+        "training.learning_rate=1",
+        "training.lr_scheduler_type=constant",
+        "training.weight_decay=0",
+        "training.max_grad_norm=1e-2",
+    )
+    for name, processes, script, changes in (
+        ("one", 1, ("-m", "mote"), {}),
+        ("replicas", 2, ("-m", "mote"), {}),
+        ("parts", 2, FSDP_SCRIPT, FSDP),
+    ):
+        command, environment = launch(processes, data, tmp_path / name / "run", *settings, recipe=recipe, script=script)
+        done = subprocess.run(command, env={**environment, **changes}, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stderr[-4000:]
+    one, replicas, parts = (weights(tmp_path / name / "run" / "model") for name in ("one", "replicas", "parts"))
+    assert one.keys() == replicas.keys() == parts.keys()
+    for key in one:
+        assert (one[key] - replicas[key]).abs().max().item() <= 1e-6, key
+        assert (one[key] - parts[key]).abs().max().item() <= 1e-6, key
+    start = weights(upcycle(source, tmp_path / "start", retrieval=recipe, experts=["search_query", "search_document"]))
+    assert max((one[key] - start[key]).abs().max().item() for key in one) > 1e-4
+
+
 def test_the_weights_of_a_loss_are_one_for_all_processes(data: Path, tmp_path: Path) -> None:
     """A projection to a teacher's width, which DDP does not know of: its gradient goes into the model's."""
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -44,6 +44,8 @@ class Pretraining(nn.Module):
     Args:
         model: The model, with its head.
         decoder: Decoder settings, for `cot-mae`.
+        same_passes: Run each batch through every expert, in their order, also one that none of its texts has. The
+            processes of FSDP, which gather and reduce weights together, need that; elsewhere it is a waste.
 
     Raises:
         ValueError: If a decoder does not suit the model's family.
@@ -51,9 +53,11 @@ class Pretraining(nn.Module):
 
     accepts_loss_kwargs = False  # losses are means over a batch, which a Trainer has to know
 
-    def __init__(self, model: MoTEForMaskedLM, decoder: DecoderSettings | None = None) -> None:
+    def __init__(
+        self, model: MoTEForMaskedLM, decoder: DecoderSettings | None = None, *, same_passes: bool = False
+    ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.same_passes = model, same_passes
         self._no_split_modules = model._no_split_modules
         self.settings = decoder
         self.decoder: Decoder | None = None
@@ -95,16 +99,18 @@ class Pretraining(nn.Module):
             decoder_labels: As `labels`, [B, C].
         """
         # Without the head, which is then given only those tokens that need it: at a small width it costs the most.
-        encoded = self.model.embed(input_ids, attention_mask, token_type_ids, task_ids=task_ids)
-        states = cast(Tensor, encoded.last_hidden_state)  # [B, L, H]
+        texts = (input_ids, attention_mask, token_type_ids)
+        if self.same_passes and self.training and task_ids is not None:
+            states, vectors = self._encode_by_every_expert(*texts, task_ids)
+        else:
+            states, vectors = self._encode(*texts, task_ids=task_ids)
         encoder_loss = self._loss(states, labels)
         if self.decoder is None or decoder_input_ids is None or decoder_labels is None:
             return PretrainingOutput(loss=encoder_loss)
         assert self.settings is not None
         embeddings: Any = self.model.backbone.embeddings
         if self.settings.vector == "dense":
-            vector = cast(Tensor, encoded.pooler_output)  # [B, H]
-            context = torch.cat([vector[:, None], embeddings(input_ids=decoder_input_ids)[:, 1:]], dim=1)
+            context = torch.cat([vectors[:, None], embeddings(input_ids=decoder_input_ids)[:, 1:]], dim=1)
         else:  # the weighted mean of the words' embeddings, as if it were a word
             words: Any = self.model.get_input_embeddings()
             logits = self.model.head(inputs_embeds=states).logits
@@ -118,6 +124,32 @@ class Pretraining(nn.Module):
         decoder_loss = self._loss(decoded, decoder_labels)
         loss = encoder_loss + self.settings.weight * decoder_loss
         return PretrainingOutput(loss=loss, encoder_loss=encoder_loss, decoder_loss=decoder_loss)
+
+    def _encode(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None, **task: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Encode texts: hidden states [B, L, H] and vectors [B, H]."""
+        encoded = self.model.embed(input_ids, attention_mask, token_type_ids, **task)
+        return cast(Tensor, encoded.last_hidden_state), cast(Tensor, encoded.pooler_output)
+
+    def _encode_by_every_expert(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None, task_ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Encode texts; an expert without any gets the first one, of which nothing is used."""
+        config = self.model.config
+        tasks = list(config.tasks)
+        experts = [config.expert_of(tasks[index]) for index in task_ids.tolist()]
+        whole: list[Tensor] = []
+        for expert in config.experts:
+            rows = [row for row, own in enumerate(experts) if own == expert]
+            used = rows or [0]
+            types = None if token_type_ids is None else token_type_ids[used]
+            parts = self._encode(input_ids[used], attention_mask[used], types, task=expert)
+            whole = whole or [part.new_zeros(len(experts), *part.shape[1:]) for part in parts]
+            for result, part in zip(whole, parts, strict=True):
+                result[used] += part if rows else 0 * part
+        states, vectors = whole
+        return states, vectors
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Return the head's loss, a mean over the labelled tokens."""

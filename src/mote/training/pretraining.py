@@ -246,7 +246,8 @@ def prepare(recipe: PretrainingRecipe, folder: RunFolder, overwrite: bool = Fals
     logger.info("%s", data)
     torch.manual_seed(recipe.training.seed)  # for new weights: of a head, of routers, of a decoder
     model = build_masked_lm(recipe, source)
-    trained = Pretraining(model, recipe.decoder if recipe.objective == "cot-mae" else None)
+    decoder = recipe.decoder if recipe.objective == "cot-mae" else None
+    trained = Pretraining(model, decoder, same_passes=with_fsdp())
     tokenizer.model_max_length = recipe.model.max_length or max_seq_length(model, source) or tokenizer.model_max_length
     metadata: dict[str, Any] = {
         "recipe": fixed_settings(recipe),
