@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from accelerate.utils import reduce
 from torch import nn
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from configuration_mote import MoTEConfig
 from masked_lm_mote import MoTEForMaskedLM, native_with_head
@@ -88,7 +89,7 @@ def pretrain(recipe: PretrainingRecipe | str | Path, overrides: Sequence[str] = 
     folder.check(recipe)
     with folder.lock() if state.is_main_process else contextlib.nullcontext():
         run = prepare(recipe, folder, overwrite)
-        before = None if with_fsdp() else run.evaluate()  # FSDP shards a model together with its optimizer
+        before = None if with_fsdp() else run.evaluate_start()  # FSDP shards a model together with its optimizer
         run.train()
         after = run.evaluate()
         run.gather()
@@ -124,11 +125,15 @@ class TextTracker(Tracker):
     Args:
         objective: Name of the objective.
         tasks: Tasks, in the order of their `task_ids`.
+
+    Attributes:
+        used: Tasks that any process has had texts of since the last step.
     """
 
     def __init__(self, objective: str, tasks: Sequence[str]) -> None:
         super().__init__()
         self.objective, self.names = objective, tasks
+        self.used: set[str] = set()
 
     def observe(self, model: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Record a batch of training: a forward hook of the model.
@@ -159,10 +164,31 @@ class TextTracker(Tracker):
         for name, texts, count in zip(self.names, texts_of, tokens_of, strict=True):
             if not texts:
                 continue
+            self.used.add(name)
             of_task = self.tasks.setdefault(name, {"texts": 0, "tokens": 0})
             of_task["texts"] += texts
             of_task["tokens"] += count
         self.last = {"training_set": self.objective, "task": self.objective, **means, "rows": rows}
+
+
+class UnusedExperts(TrainerCallback):
+    """Removes the gradients of experts that no process had a text for, which are zeros where all run the same passes.
+
+    So they stay as they are in this step: nothing decays them, or moves them on.
+    """
+
+    def __init__(self, model: MoTEForMaskedLM, tracker: TextTracker) -> None:
+        self.model, self.tracker = model, tracker
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Remove them."""
+        config = self.model.config
+        used = {config.expert_of(task) for task in self.tracker.used}
+        self.tracker.used.clear()
+        unused = tuple(f".experts.{expert}." for expert in config.experts if expert not in used)
+        for name, weight in self.model.named_parameters():
+            if any(part in name for part in unused):
+                weight.grad = None
 
 
 @dataclass
@@ -182,6 +208,20 @@ class PretrainingRun(Run):
         found = self.trainer.evaluate()
         names = {f"eval_{name}_loss": name for name in self.trainer.eval_dataset}  # type: ignore[union-attr]
         return {name: round(found[key], 4) for key, name in names.items()}
+
+    def evaluate_start(self) -> dict[str, float] | None:
+        """Return these losses before the run: those of a copy with the same weights.
+
+        accelerate (1.15) takes a model that it has prepared for evaluation as ready for training, too, and DDP's
+        processes would each train one of their own.
+        """
+        trainer: Any = self.trainer
+        trained = trainer.model
+        trainer.model = trainer.model_wrapped = copy(trained)
+        try:
+            return self.evaluate()
+        finally:
+            trainer.model = trainer.model_wrapped = trained
 
     def gather(self) -> None:
         """Gather the weights of the trained model from the processes among which FSDP shards them; all call this."""
@@ -274,6 +314,7 @@ def prepare(recipe: PretrainingRecipe, folder: RunFolder, overwrite: bool = Fals
             NewMasks(rows),
             RunCallback(tracker, folder.path, {}, metadata, scaled=recipe.training.fp16, unit="texts"),
             TaskProgress(tracker),
+            *([UnusedExperts(model, tracker)] if with_fsdp() and model.config.routes_by_task else []),
         ],
     )
     trainer.remove_callback(PrinterCallback)

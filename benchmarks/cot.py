@@ -1,0 +1,255 @@
+"""Experts for queries and passages, pre-trained and fine-tuned: CoT-MoTE's Tables 3 to 5 (arXiv:2304.10195), small.
+
+    python -m benchmarks.cot --source MODEL --data DATA --out RUNS [--seeds 42 43]
+    python -m benchmarks.cot --source MODEL --data DATA --out RUNS --quick          # minutes: only checks that all runs
+
+MODEL is a language model with its head, as of `mote pretrain mlm-dense`. Each variant is pre-trained by CoT-MAE, then
+fine-tuned as a hybrid retriever by the chain `cot`, on negatives of BM25 and on those that the first stage mines, and
+scored by its dense, sparse and hybrid vectors. What is there is reused, and an interrupted command resumes; several may
+share the work. Prints the tables as far as there are scores; writes `scores.json`.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from statistics import mean, stdev
+
+from filelock import FileLock, Timeout
+
+import mote
+from mote.chains import chain
+from mote.corpora.pairs import write_rows
+from mote.data.rows import find_datasets, read_rows
+from mote.data.settings import DatasetSettings
+from mote.evaluation.statistics import compare_scores
+from mote.reporting import console_logging, markdown_table
+
+KINDS = ("dense", "sparse", "hybrid")
+STAGES = ("stage1", "stage2")
+ONE_EXPERT = ("train.model.experts=[search]", "train.model.tasks={search_query: search, search_document: search}")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kind of retriever.
+
+    Attributes:
+        recipe: Recipe of its pre-training.
+        pretraining: Settings of it.
+        chain: Settings of its fine-tuning.
+        main: Whether it is fine-tuned with all seeds, not the first alone.
+        paper: Stage → MRR@10 on MS MARCO by dense, sparse and hybrid vectors; the paper's Tables 3 to 5.
+    """
+
+    recipe: str
+    pretraining: tuple[str, ...]
+    chain: tuple[str, ...]
+    main: bool
+    paper: dict[str, tuple[float, float, float]]
+
+
+VARIANTS = {
+    "siamese": Variant("cot-mae", ("model.kind=dense",), ONE_EXPERT, True, {"stage2": (39.3, 39.3, 40.9)}),
+    "separate": Variant("cot-mae", ("model.shared_modules=[]",), (), True, {"stage2": (38.4, 39.4, 40.5)}),
+    "mote": Variant("cot-mae", (), (), True, {"stage1": (37.7, 39.6, 40.5), "stage2": (39.7, 40.5, 42.0)}),
+    "mote, switched": Variant("cot-mae-switched", (), (), False, {"stage2": (37.9, 37.7, 40.2)}),
+}
+ROWS = {
+    "stackexchange_qa": 3878,
+    "stackexchange_title_body": 4453,
+    "arguana_counter": 3097,
+    "advisories": 1377,
+    "scitldr": 2604,
+    "medquad": 7000,
+    "gsm8k": 5000,
+    "conference_papers": 6000,
+    "debian": 6000,
+    "python_docs": 6000,
+    "tldr_pages": 5000,
+}
+"""Dataset → rows at most: about 50,000 in all."""
+PRETRAINING = (
+    "model.max_length=64",
+    "training.batch_size=128",
+    "training.max_steps=400",
+    "training.warmup_steps=0.1",
+    "training.bf16=true",
+    "validation.limit=100",
+)
+LENGTHS = "{anchor: 24, positive: 48, negative: 48}"
+CHAIN = (
+    "stages.stage1.mining.negatives=4",
+    "stages.stage2.mining.negatives=4",
+    f"train.tasks.retrieval.datasets=[{{path: retrieval/*, negatives: 1, max_length: {LENGTHS}}}]",
+    "train.training.num_train_epochs=1",
+    "train.training.mini_batch_size=null",  # texts this short fit
+    "train.training.learning_rate=2e-4",  # the paper's
+    "train.training.warmup_steps=0.1",
+    "train.training.bf16=true",
+    "train.validation.limit=40",
+)
+QUICK = ("training.max_steps=2", "training.batch_size=8")
+LIMIT = 100  # queries of each test set, with about ten documents for each
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The models of the comparison, and their scores.
+
+    Attributes:
+        source: Language model that all begin from.
+        data: Data folder.
+        out: Folder for rows, models and scores.
+        seeds: Seeds of the fine-tuning.
+        quick: A few rows and steps.
+    """
+
+    source: str
+    data: Path
+    out: Path
+    seeds: list[int]
+    quick: bool
+
+    def rows(self) -> Path:
+        """Return the folder with the pairs, the first of each dataset; write them first if they do not exist."""
+        folder = self.out / "rows"
+        with _alone(folder):
+            for name, limit in ROWS.items():
+                (location,) = find_datasets(DatasetSettings(path=f"retrieval/{name}"), self.data)
+                file = folder / "retrieval" / name / "train.jsonl.gz"
+                if not file.exists():
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    read = (row.content for row in read_rows(location))
+                    write_rows(unfinished := file.with_name("unfinished.gz"), islice(read, 30 if self.quick else limit))
+                    unfinished.replace(file)
+        return folder
+
+    def pretrained(self, name: str, timeout: float = -1) -> Path:
+        """Return a pre-trained model; train it first if it does not exist."""
+        variant, folder = VARIANTS[name], self.out / _file(name) / "pretrained"
+        with _alone(folder, timeout):
+            if not (folder / "model").exists():
+                own = [f"model.source={self.source}", f"data.folder={self.rows()}", f"output={folder}"]
+                mote.pretrain(
+                    variant.recipe, [*own, *PRETRAINING, *variant.pretraining, *(QUICK if self.quick else ())]
+                )
+        return folder / "model"
+
+    def model(self, name: str, seed: int, stage: str) -> Path:
+        """Return a model of the chain; run it first if its last one does not exist."""
+        folder = self.out / _file(name) / f"chain-seed{seed}"
+        if not (folder / STAGES[-1] / "train" / "model").exists():
+            own = [f"train.model.source={self.pretrained(name)}", f"data.folder={self.rows()}", f"output={folder}"]
+            quick = [f"train.{setting}" for setting in QUICK] if self.quick else []
+            chain("cot", [*own, f"train.training.seed={seed}", *CHAIN, *VARIANTS[name].chain, *quick])
+        return folder / stage / "train" / "model"
+
+    def runs(self) -> list[tuple[str, int]]:
+        """Variants and seeds, the first seed of all first."""
+        return [
+            (name, seed) for seed in self.seeds for name, one in VARIANTS.items() if one.main or seed == self.seeds[0]
+        ]
+
+    def scores(self, name: str, seed: int, timeout: float = -1) -> dict[str, dict[str, float]]:
+        """Score the models of a chain; returns stage and kind of vectors, `stage1 dense` → dataset → nDCG@10."""
+        scores = {}
+        with _alone(self.out / _file(name) / f"chain-seed{seed}", timeout):
+            for stage in STAGES:
+                found = mote.evaluate(
+                    {stage: str(self.model(name, seed, stage))},
+                    data=self.data,
+                    tasks=["beir/*"],
+                    limit=5 if self.quick else LIMIT,
+                    retrieval=KINDS,
+                    dtype="bfloat16",
+                    out=self.out / _file(name) / f"scores-seed{seed}" / stage,
+                    trust_remote_code=True,
+                )
+                scores |= {
+                    f"{stage} {kind}": of_model for kind, of_model in zip(KINDS, found.scores.values(), strict=True)
+                }
+        return scores
+
+    def share(self) -> None:
+        """Make what no other command is making."""
+        for name in VARIANTS:
+            with suppress(Timeout):
+                self.pretrained(name, timeout=0)
+        for name, seed in self.runs():
+            with suppress(Timeout):
+                self.scores(name, seed, timeout=0)
+
+    def collected(self) -> dict[str, dict[str, dict[str, list[float]]]]:
+        """Collect the scores of all models: variant → stage and kind → dataset → score with each seed."""
+        every: dict[str, dict[str, dict[str, list[float]]]] = {}
+        for name, seed in self.runs():
+            for which, of_model in self.scores(name, seed).items():
+                for dataset, score in of_model.items():
+                    every.setdefault(name, {}).setdefault(which, {}).setdefault(dataset, []).append(score)
+        return every
+
+
+def report(every: dict[str, dict[str, dict[str, list[float]]]]) -> str:
+    """Lay out the scores beside the paper's, with paired tests over the datasets."""
+    rows = []
+    for name, variant in VARIANTS.items():
+        for stage in STAGES:
+            cells = [_cell(every[name][f"{stage} {kind}"]) for kind in KINDS]
+            paper = [f"{score:.1f}" for score in variant.paper.get(stage, ())] or [""] * len(KINDS)
+            rows.append([name, {"stage1": "BM25", "stage2": "mined"}[stage], *cells, *paper])
+    columns = ["", "negatives", *(f"{kind}, nDCG@10" for kind in KINDS), *(f"{kind}, paper: MRR@10" for kind in KINDS)]
+    pairs = [
+        (("mote", f"stage2 {kind}"), (other, f"stage2 {kind}"))
+        for other in VARIANTS
+        if other != "mote"
+        for kind in KINDS
+    ]
+    pairs += [(("mote", f"stage2 {kind}"), ("mote", f"stage1 {kind}")) for kind in KINDS]
+    pairs += [(("mote", "stage2 hybrid"), ("mote", f"stage2 {kind}")) for kind in KINDS[:2]]
+    lines = [markdown_table(columns, rows), ""]
+    for better, other in pairs:
+        datasets = [dataset for dataset in every[better[0]][better[1]] if dataset in every[other[0]][other[1]]]
+        means = [[mean(every[name][which][dataset]) for dataset in datasets] for name, which in (better, other)]
+        lines.append(f"- {compare_scores(', '.join(better), ', '.join(other), *means)}")
+    return "\n".join(lines)
+
+
+def _cell(scores: dict[str, list[float]]) -> str:
+    of_seeds = [mean(of_seed) for of_seed in zip(*scores.values(), strict=True)]
+    return f"{mean(of_seeds):.2f}" + (f" ± {stdev(of_seeds):.2f}" if len(of_seeds) > 1 else "")
+
+
+def _file(name: str) -> str:
+    return name.replace(", ", "-")
+
+
+@contextmanager
+def _alone(folder: Path, timeout: float = -1) -> Iterator[None]:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock", timeout=timeout):
+        yield
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43])
+    parser.add_argument("--quick", action="store_true")
+    given = parser.parse_args()
+    console_logging()
+    comparison = Comparison(given.source, given.data, given.out, given.seeds, given.quick)
+    comparison.share()
+    every = comparison.collected()
+    (given.out / "scores.json").write_text(json.dumps(every, indent=1) + "\n")
+    print(report(every))
+
+
+if __name__ == "__main__":
+    main()
