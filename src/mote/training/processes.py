@@ -4,7 +4,7 @@ import os
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import DistributedType, parse_flag_from_env
 
 
 def processes() -> PartialState:
@@ -28,8 +28,9 @@ def with_fsdp() -> bool:
 
 
 def replicated() -> bool:
-    """Whether each of several processes holds the whole model (DDP)."""
-    return processes().num_processes > 1 and not with_deepspeed() and not with_fsdp()
+    """Whether each process holds the whole model (DDP), also if it is the only one that was launched."""
+    launched = processes().distributed_type != DistributedType.NO
+    return launched and not with_deepspeed() and not with_fsdp()
 
 
 def require_sharded_checkpoints() -> None:
