@@ -244,10 +244,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
     console_logging()
-    comparison = Comparison(given.source, given.data, given.out, given.seeds, given.quick)
+    out = given.out / "quick" if given.quick else given.out
+    comparison = Comparison(given.source, given.data, out, given.seeds, given.quick)
     comparison.share()
     every = comparison.collected()
-    (given.out / "scores.json").write_text(json.dumps(every, indent=1) + "\n")
+    (out / "scores.json").write_text(json.dumps(every, indent=1) + "\n")
     print(report(every))
 
 

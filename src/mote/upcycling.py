@@ -362,6 +362,8 @@ def _model_and_its_writer(
         if can_stream(model, weights):
             logger.info("Copying its blocks into %d experts …", len(plan.config.experts))
             return model, dropped, partial(write_weights, model, weights, max_shard_size=max_shard_size)
+        if in_files:
+            raise ValueError(f"{plan.source.public_name}: the weights of its pooling can only be copied file by file")
     dense, dropped = load_dense(plan.source, dtype, with_head=with_head)
     logger.info("Copying its blocks into %d experts, in memory …", len(plan.config.experts))
     model = new_model(plan.config, dense)
@@ -448,7 +450,7 @@ def _opened(src: str | Path | Checkpoint, options: UpcyclingOptions) -> tuple[Ch
 def _notes(prompts: list[str]) -> list[str]:
     """Say which prompts of the source belong to no task."""
     if len(prompts) > 5:
-        return [f"note: {len(prompts)} of the source's prompts belong to no task, {prompts[0]!r} say; they are kept"]
+        return [f"note: {len(prompts)} of the source's prompts, such as {prompts[0]!r}, belong to no task and are kept"]
     note = "note: the source's prompt {0!r} belongs to no task; route it with `--task {0}=EXPERT`"
     return [note.format(name) for name in prompts]
 

@@ -137,13 +137,10 @@ def test_instructions_in_the_texts_themselves(model: SentenceTransformer) -> Non
     del model[0].config.instructions["clustering"], model[0].config.instructions["classification"]
 
 
-def test_left_padding_gives_the_same(model: SentenceTransformer) -> None:
-    alone = np.stack([model.encode_query(text) for text in TEXTS])
+def test_padding_on_either_side_pools_as_many_tokens(model: SentenceTransformer) -> None:
+    """BERT counts positions from the start of the row, so padding on the left moves them, and changes embeddings."""
     for side in ("left", "right"):
         model.tokenizer.padding_side = side
-        together = model.encode_query(TEXTS)
-        # BERT counts positions from the start of the row, so padding on the left moves them
-        assert side == "left" or np.abs(together - alone).max() <= 1e-5
         features = model[0].preprocess(TEXTS, prompt=QUERY)
         assert features["pooling_mask"].sum(dim=1).tolist() == [
             int(model[0].preprocess([text], prompt=QUERY)["pooling_mask"].sum()) for text in TEXTS

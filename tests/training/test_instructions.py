@@ -10,7 +10,7 @@ from helpers.runs import overrides
 import mote
 from mote.checkpoints.instructions import instruction_pooling_in
 from mote.checkpoints.reading import open_checkpoint
-from mote.training.model import build_model
+from mote.training.model import build_model, upcycling_options
 from mote.training.recipe import load_recipe
 from mote.training.run_folder import RunFolder
 from mote.training.train import prepare, train
@@ -60,6 +60,11 @@ def test_a_run(kind: str, tiny: Path, data: Path, tmp_path: Path, monkeypatch: p
     again = load_recipe("mote", overrides(model, data, tmp_path / "more", f"model.kind={kind}"))
     built, _ = build_model(again, open_checkpoint(str(model)), tmp_path / "more")
     assert type(built[1]).__name__ == "TextPooling"
+
+
+def test_a_template_around_the_definitions_of_datasets_alone() -> None:
+    own = "tasks.retrieval.datasets=[{path: a, definition: x}]"
+    assert upcycling_options(load_recipe("mote", [own, "model.template='Do {definition}: '"]).model).template is None
 
 
 def prompts_of_one(model: Any, prompt: str) -> int:

@@ -68,10 +68,15 @@ def end_as_asked(tokenizer: Any, source: Checkpoint, token: str | None) -> Any:
     if token is not None:
         return with_end_token(tokenizer, token)
     own = source.read_json("tokenizer_config.json").get("add_eos_token") is True and tokenizer.eos_token_id is not None
-    if own and tokenizer("a")["input_ids"][-1] != tokenizer.eos_token_id:
-        logger.info("The tokenizer puts %s behind each text, as its add_eos_token says", tokenizer.eos_token)
-        return with_end_token(tokenizer)
-    return tokenizer
+    if not own or tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id:
+        return tokenizer
+    try:
+        ending = with_end_token(tokenizer)
+    except ValueError as error:  # nobody has asked for it here
+        logger.warning("The tokenizer's add_eos_token has no effect: %s", error)
+        return tokenizer
+    logger.info("The tokenizer puts %s behind each text, as its add_eos_token says", tokenizer.eos_token)
+    return ending
 
 
 def _ending_in(processor: dict[str, Any] | None, token: str, number: int) -> dict[str, Any]:

@@ -52,12 +52,12 @@ def upcycle(
             "--definition",
             parser=options.pair,
             metavar="TASK=TEXT",
-            help="Instead: what a task is, for the template; repeatable. Tasks without one have no instruction.",
+            help="Definition of a task, which --template makes an instruction of; repeatable.",
         ),
     ] = None,
     template: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="Instruction around {definition}. Default: Instruct: {definition}, Query: ."),
+        typer.Option(metavar="TEXT", help=r"Instruction around {definition}. Default: Instruct: {definition}\nQuery:"),
     ] = None,
     instruction_pooling: Annotated[
         Literal["included", "excluded", "excluded_by_count"] | None,
@@ -302,7 +302,7 @@ def evaluate(
     ] = None,
     template: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="Instruction around {definition}. Default: Instruct: {definition}, Query: ."),
+        typer.Option(metavar="TEXT", help=r"Instruction around {definition}. Default: Instruct: {definition}\nQuery:"),
     ] = None,
     reference: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Model that gains are computed over. Default: the first.")

@@ -261,6 +261,8 @@ class _Finite:
             ValueError: If an embedding is not finite.
         """
         embeddings = super().encode(*args, **kwargs)  # type: ignore[misc]  # of the other base class
+        if isinstance(embeddings, torch.Tensor):
+            embeddings = embeddings.float()  # as Sentence-Transformers does where it gives arrays
         sparse = isinstance(embeddings, torch.Tensor) and embeddings.is_sparse
         if not np.isfinite(np.asarray(embeddings.coalesce().values() if sparse else embeddings)).all():
             raise ValueError("the model gives embeddings that are not finite (NaN or infinite)")
@@ -293,6 +295,8 @@ def _instructions(definitions: Mapping[str, str], template: str | None, names: S
     for name in definitions:
         if name not in names:
             raise ValueError(f"A definition for the dataset {name!r}, which is not scored." + alternatives(name, names))
+    if template is not None and not definitions:
+        raise ValueError("A template goes around definitions, and there are none: add `--definition DATASET=TEXT`")
     return {name: instruction_with(text, template or TEMPLATE) for name, text in definitions.items()}
 
 
@@ -310,9 +314,10 @@ def instructed(encoder: Any, task: AbsTask, instruction: str | None) -> Iterator
         return
     name, kind = task.metadata.name, str(task.metadata.type)
     role = "-query" if f"{kind}-query" in MTEB_PROMPTS else ""
-    prompts, config = encoder.model_prompts, encoder.model[0].config
+    prompts: Any = encoder.model_prompts
+    config: Any = getattr(encoder.model[0], "config", None)  # a static model has none
     tasks = None
-    if is_mote(config) and config.routes_by_task:
+    if config is not None and is_mote(config) and config.routes_by_task:
         served = MTEB_PROMPTS.get(f"{kind}{role}")
         if served not in config.tasks:
             raise ValueError(f"The model has no task for datasets of the type {kind!r}")

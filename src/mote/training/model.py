@@ -307,8 +307,8 @@ def _pool_instructions(model: SentenceTransformer, value: str) -> None:
     if value == "included":
         if left_out:
             first.__class__ = Transformer
-        for pooling in poolings if left_out else []:
-            pooling.__class__ = Pooling
+        for pooling in poolings:
+            pooling.__class__ = Pooling if left_out else type(pooling)
             pooling.include_prompt = True
         return
     if not poolings:
@@ -347,8 +347,9 @@ def upcycling_options(settings: ModelSettings, retrieval: RetrievalSettings | No
         tasks=settings.tasks,
         instructions=instructions,
         definitions=settings.definitions,
-        template=settings.template,
+        template=settings.template if settings.definitions else None,  # it may be around those of datasets alone
         instruction_pooling=settings.instruction_pooling,
+        end_token=settings.end_token,
         **vectors,
         **(
             {"routing": "token", **{name: getattr(settings, name) for name in TOKEN_ROUTING}}
@@ -414,7 +415,7 @@ def _check_peft(recipe: Recipe, source: Checkpoint) -> None:
         return
     if recipe.model.kind == "mote" and not is_mote(config):
         raise ValueError(
-            f"training.peft.merge=false: adapters are loaded on top of a model, and {source.name} is no MoTE yet. "
+            f"training.peft.merge=false: adapters are loaded on top of a model, and {source.name} is not a MoTE yet. "
             "Upcycle it first (`mote upcycle`), and set model.source to the result"
         )
     changed = recipe.model.bidirectional or asks_for_both_directions(config)

@@ -16,7 +16,6 @@ from sentence_transformers import (
 )
 from sentence_transformers.base.losses.gradcache import uses_gradient_cache
 from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
-from sentence_transformers.sentence_transformer.modules import Pooling
 from torch import nn
 from transformers import PrinterCallback, Trainer
 from transformers.trainer_utils import IntervalStrategy
@@ -374,7 +373,8 @@ def _collator(
     }
     if not parts:
         return None
-    if any(type(module) is Pooling and not module.include_prompt for module in model):
+    knows_instructions = hasattr(model[0], "instruction_pooling")
+    if not knows_instructions and any(getattr(module, "include_prompt", True) is False for module in model):
         raise ValueError(
             "Blended batches: `include_prompt=False` of Sentence-Transformers' Pooling knows one instruction of a "
             "batch. Leave instructions out of the pooling by `mote set`, which knows that of each row"
