@@ -10,7 +10,7 @@ from helpers.families import EXPERTS, all_families, batch, dense_model, differen
 from helpers.runs import break_off, overrides, train_step, weights
 from peft import PeftModel
 from safetensors.torch import load_file
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import SentenceTransformer, SparseEncoder
 from transformers import AutoModel
 
 from modeling_mote import MoTEModel
@@ -207,16 +207,50 @@ def test_modules_in_full_and_half_precision(tiny: Path, data: Path, tmp_path: Pa
     run = run_of(tiny, data, tmp_path / "run", "model.kind=dense", *more)
     network = network_of(run.model)
     trained = trained_weights(network)
+    start = {name: weight.clone() for name, weight in trained.items()}
     assert any("word_embeddings" in name for name in trained)
     assert {weight.dtype for weight in trained.values()} == {torch.float32}
     frozen = {name: weight.dtype for name, weight in network.named_parameters() if not weight.requires_grad}
     wide = ("embeddings", "LayerNorm")
     assert all((dtype == torch.float32) == any(part in name for part in wide) for name, dtype in frozen.items())
     run.train()
+    after = {name: weight.clone() for name, weight in trained_weights(network).items()}
+    run.gather()
     run.finish(run.validate())
-    dense = load_file(tiny / "model.safetensors")
-    moved = {key for key, weight in weights(tmp_path / "run/model").items() if (weight - dense[key]).abs().max() > 0.01}
-    assert "embeddings.word_embeddings.weight" in moved
+    dense, written = load_file(tiny / "model.safetensors"), weights(tmp_path / "run/model")
+    embeddings = "embeddings.word_embeddings.weight"
+    assert (written[embeddings] - dense[embeddings]).abs().max() > 0.01
+    for key in written.keys() - {embeddings}:  # the source as it is, not rounded, and what was learned
+        one, other = (key.replace(".weight", f".lora_{part}.default.weight") for part in "AB")
+        learned = after[other] @ after[one] * 2 if one in after else torch.zeros(())
+        assert torch.allclose(written[key], dense[key] + learned, rtol=0, atol=1e-6), key
+    assert any(not torch.equal(weight, start[name]) for name, weight in after.items() if "lora_B" in name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("recipe", "sparse_from"), [("sparse", "head"), ("hybrid", "embeddings")])
+def test_a_sparse_model_stays_tied(recipe: str, sparse_from: str, data: Path, tmp_path: Path) -> None:
+    """Its head and its embeddings are one weight after saving and loading; only what has adapters changes."""
+    source = dense_checkpoint(tmp_path / "tiny", head="mlm")
+    more = (f"retrieval.sparse_from={sparse_from}", "tasks.retrieval.batches=heterogeneous")
+    settings = overrides(source, data, tmp_path / "run", *FAST, LORA, *more)
+    run = prepare(load_recipe(recipe, settings), RunFolder(tmp_path / "run"))
+    network = network_of(run.model)
+    adapted = {f"{name.split('.lora_')[0]}.weight" for name in trained_weights(network)}
+    base = network.named_parameters(remove_duplicate=False)  # experts share theirs, and so do head and embeddings
+    start = {name.replace("base_layer.", ""): weight.clone() for name, weight in base if "lora_" not in name}
+    assert all("lora_" in name for name in trained_weights(network))
+    run.train()
+    run.finish(None)
+    loaded: Any = SparseEncoder(str(tmp_path / "run" / "model"), trust_remote_code=True)
+    after = dict(network_of(loaded).named_parameters())
+    assert after.keys() <= start.keys()
+    moved = {name for name, weight in after.items() if not torch.equal(weight, start[name])}
+    assert moved
+    assert moved <= adapted
+    if sparse_from == "head":
+        assert network_of(loaded).get_output_embeddings().weight is network_of(loaded).get_input_embeddings().weight
+        assert network.get_output_embeddings().weight is network.get_input_embeddings().weight
 
 
 @pytest.mark.long
@@ -252,6 +286,7 @@ def test_two_stages(data: Path, tmp_path: Path) -> None:
         layer = expert.mlp.down_proj.base_layer.weight
         assert torch.equal(layer, stored["layers.0.mlp.down_proj.weight"].bfloat16())
     run.train()
+    run.gather()
     run.finish(None)
     loaded = SentenceTransformer(str(tmp_path / "2" / "model"), trust_remote_code=True)
     assert loaded.encode(["a text"], prompt_name="text_matching").shape == (1, 16)

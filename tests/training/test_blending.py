@@ -140,6 +140,28 @@ def test_labels_as_positives(tmp_path: Path) -> None:
         assert row["label"][1] == text_id(row["positive"])
 
 
+@pytest.mark.parametrize(
+    ("dataset", "changes", "message"),
+    [
+        ({"label_texts": {"0": "no"}}, {}, "some: label_texts need pairs=label_text"),
+        ({"min_score": 4}, {"loss": "CoSENTLoss"}, "some: min_score is for InfoNCE, not for CoSENTLoss"),
+        ({"min_score": 4, "loss": "CoSENTLoss"}, {}, "some: min_score is for InfoNCE, not for CoSENTLoss"),
+    ],
+)
+def test_settings_without_effect(dataset: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TaskSettings.model_validate({**RETRIEVAL, **changes, "datasets": [{"path": "some", **dataset}]})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("labels", [("0.0", "1.0"), ("-1", "1")])
+def test_labels_that_are_numbers_of_any_form(labels: tuple[str, str], tmp_path: Path) -> None:
+    write(tmp_path, "classification/tiny", [{"text": f"text {i}", "label": labels[i % 2]} for i in range(8)])
+    task = {**CLASSIFICATION, "pairs": "label_text", "batches": "homogeneous", "datasets": ["classification/tiny"]}
+    with pytest.raises(ValueError, match="needs a text for the labels"):
+        load_data(recipe_of(tmp_path, tasks={"c": task}))
+
+
 def test_labels_that_are_numbers_need_texts(tmp_path: Path) -> None:
     content = [{"text": f"text {index}", "label": index % 3} for index in range(9)]
     write(tmp_path, "classification/tiny", content)

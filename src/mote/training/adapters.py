@@ -122,9 +122,9 @@ def share_weights(model: Any) -> None:
 
 
 def unshare_weights(model: Any) -> None:
-    """Give each expert weights of its own where several have the same."""
+    """Give each expert weights of its own where several have the same; a head stays tied to the embeddings."""
     known: set[int] = set()
-    for module in model.modules():
+    for module in (module for block in getattr(model, "blocks", ()) for module in block.modules()):
         for name, weight in module.named_parameters(recurse=False):
             if id(weight) in known:
                 setattr(module, name, nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad))

@@ -315,21 +315,31 @@ def _paired_with_label(dataset: DatasetRows, seed: str) -> list[Example]:
     labels = sorted({str(row.label) for row in (*dataset.rows, *dataset.held_out)})
     given = dataset.settings.label_texts
     absent = [label for label in labels if label not in given] if given else []
-    if absent or (not given and all(label.isdecimal() for label in labels)):
+    if absent or (not given and all(map(_is_number, labels))):
         raise ValueError(
             f"{dataset.name}: `pairs: label_text` needs a text for the labels {', '.join((absent or labels)[:5])}: set "
             "`label_texts`, or name the column that holds them, `columns: {text: …, label: …}`"
         )
     texts = {label: given.get(label, label) for label in labels}
-    if len(set(texts.values())) == 1:
+    ordered = sorted(set(texts.values()))
+    if len(ordered) == 1:
         raise ValueError(f"{dataset.name}: all rows have the label {labels[0]!r}, so there are no negatives")
     wanted = MOST_NEGATIVES if dataset.settings.negatives is None else dataset.settings.negatives
-    draw, pairs = random.Random(seed), []
+    draw, places, pairs = random.Random(seed), {text: place for place, text in enumerate(ordered)}, []
     for row in dataset.rows:
         own = texts[str(row.label)]
-        others = sorted(set(texts.values()) - {own})
-        pairs.append(row._replace(positives=(own,), negatives=tuple(draw.sample(others, min(wanted, len(others))))))
+        drawn = draw.sample(range(len(ordered) - 1), min(wanted, len(ordered) - 1))  # of all but `own`
+        others = tuple(ordered[place + (place >= places[own])] for place in drawn)
+        pairs.append(row._replace(positives=(own,), negatives=others))
     return pairs
+
+
+def _is_number(label: str) -> bool:
+    try:
+        float(label)
+    except ValueError:
+        return False
+    return True
 
 
 def _text_columns(rows: Sequence[Example]) -> dict[str, list[str]]:

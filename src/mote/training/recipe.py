@@ -159,7 +159,7 @@ class DatasetSettings(mote.data.settings.DatasetSettings):
         anchor: Task of the anchors. Default: that of the recipe's task.
         positive: Task of the positives and negatives. Default: that of the recipe's task.
         instruction: Instruction of the anchors, and of all texts of their task, in place of the task's. This and the
-            following need homogeneous batches.
+            following need homogeneous or blended batches.
         definition: The same, by the definition that `model.template` makes an instruction of.
         weight: How often each row is seen per epoch: 2 is twice, 0.5 a seeded half of the rows.
         limit: Maximum number of rows, a seeded sample.
@@ -167,8 +167,8 @@ class DatasetSettings(mote.data.settings.DatasetSettings):
         negatives: Maximum number of hard negatives per row.
         label_texts: Label → text, for `pairs: label_text`. Default: the labels themselves.
         min_score: Score from which a scored pair is a positive pair, in both directions, for InfoNCE.
-        temperature: Temperature, in place of the task's. This and the following need homogeneous batches.
-        loss: Loss, in place of the task's.
+        temperature: Temperature, in place of the task's. This one needs homogeneous or blended batches.
+        loss: Loss, in place of the task's. This and the following need homogeneous batches.
         loss_arguments: Arguments of the loss, in place of the task's.
         teacher: Teacher, in place of the task's.
     """
@@ -251,6 +251,11 @@ class TaskSettings(Settings):
             raise ValueError(f"blended batches have the loss InfoNCE, not {', '.join(sorted(others))}")
         if others and self.pairs == "label_text":
             raise ValueError(f"pairs=label_text is for InfoNCE, not for {', '.join(sorted(others))}")
+        for dataset in self.datasets:
+            if dataset.label_texts and self.pairs != "label_text":
+                raise ValueError(f"{dataset.path}: label_texts need pairs=label_text, and pairs={self.pairs}")
+            if dataset.min_score is not None and self.of(dataset).loss != "InfoNCE":
+                raise ValueError(f"{dataset.path}: min_score is for InfoNCE, not for {self.of(dataset).loss}")
         return self
 
     def of(self, dataset: DatasetSettings) -> "TaskSettings":

@@ -24,7 +24,7 @@ from configuration_mote import MoTEConfig
 from mote.checkpoints.cards import write_trained_card
 from mote.checkpoints.reading import Checkpoint, load_tokenizer, open_checkpoint
 from mote.checkpoints.tensors import token_routing
-from mote.training.adapters import AdapterCheckpoints, merge_adapters, network_of
+from mote.training.adapters import AdapterCheckpoints, merge_adapters, network_of, trained_weights
 from mote.training.arguments import Schedule, describe, plan_schedule, trainer_arguments
 from mote.training.blending import BlendedCollator
 from mote.training.data import TrainingData, TrainingSet, load_data
@@ -142,13 +142,27 @@ class TrainingRun(Run):
         return self.validation(self.model) if self.validation is not None else None
 
     def gather(self) -> None:
-        """Gather the weights of the trained model from the processes among which FSDP shards them; all call this."""
-        if not with_fsdp():
+        """Load what was trained into a new model, where the one at hand is not that to write; all processes call this.
+
+        So it is where FSDP shards the weights, and where adapters that are to be merged were trained on rounded ones.
+        """
+        training = self.recipe.training
+        rounded = training.peft is not None and training.peft.merge and training.peft.base_dtype != "float32"
+        if not with_fsdp() and not rounded:
             return
-        weights = self.trainer.accelerator.get_state_dict(self.trainer.model_wrapped)
-        model, _ = _load_model(self.recipe, self.source, self.folder)
+        if with_fsdp():
+            weights = self.trainer.accelerator.get_state_dict(self.trainer.model_wrapped)
+        else:
+            weights = trained_weights(self.model)
+            self.model.cpu()  # the accelerator need not hold both
+        recipe = self.recipe
+        if rounded:
+            peft = training.peft.model_copy(update={"base_dtype": "float32"})
+            recipe = recipe.model_copy(update={"training": training.model_copy(update={"peft": peft})})
+        model, _ = _load_model(recipe, self.source, self.folder)
         if processes().is_main_process:
-            model.load_state_dict(weights)
+            kept = {name: weights[name] for name in trained_weights(model)} if rounded else weights
+            model.load_state_dict(kept, strict=not rounded)
         self.model = model
 
     def finish(self, before: dict[str, float] | None) -> None:
