@@ -27,8 +27,8 @@ logger: Any = logging.get_logger(__name__)
 _PAPER_EXPERTS = ("classification", "clustering", "search_query", "search_document")
 PAPER_INSTRUCTIONS = {expert: f"{expert}: " for expert in _PAPER_EXPERTS}
 
-# Tasks that no expert is trained on, and the expert that serves each. `query` and `document` are Sentence-Transformers'
-# names for the two sides of search and reranking.
+# Tasks that no expert is trained on, and the task whose expert serves each, if there is such a task. `query` and
+# `document` are Sentence-Transformers' names for the two sides of search and reranking.
 UNSEEN_TASKS = {
     "query": "search_query",
     "document": "search_document",
@@ -153,8 +153,8 @@ class MoTEConfig(PreTrainedConfig):
             raise ValueError(f"experts must be a list of names, got the string {self.experts!r}")  # noqa: TRY004
         self.experts = list(PAPER_INSTRUCTIONS if self.experts is None else self.experts)
         own_names = {expert: expert for expert in self.experts}
-        unseen = {task: expert for task, expert in UNSEEN_TASKS.items() if expert in own_names}
-        others = {**unseen, **(self.tasks or {})}
+        named = {**own_names, **(self.tasks or {})}
+        others = {**{task: named[like] for task, like in UNSEEN_TASKS.items() if like in named}, **(self.tasks or {})}
         # Sorted, because JSON sorts them as well, and `task_ids` are indices into this order.
         self.tasks = {**own_names, **{task: others[task] for task in sorted(others, key=str)}}
         if self.instructions is None:
