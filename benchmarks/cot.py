@@ -11,16 +11,16 @@ share the work. Prints the tables as far as there are scores; writes `scores.jso
 
 import argparse
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import mean, stdev
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 import mote
+from benchmarks.locking import alone
 from mote.chains import chain
 from mote.corpora.pairs import write_rows
 from mote.data.rows import find_datasets, read_rows
@@ -117,7 +117,7 @@ class Comparison:
     def rows(self) -> Path:
         """Return the folder with the pairs, the first of each dataset; write them first if they do not exist."""
         folder = self.out / "rows"
-        with _alone(folder):
+        with alone(folder):
             for name, limit in ROWS.items():
                 (location,) = find_datasets(DatasetSettings(path=f"retrieval/{name}"), self.data)
                 file = folder / "retrieval" / name / "train.jsonl.gz"
@@ -131,7 +131,7 @@ class Comparison:
     def pretrained(self, name: str, timeout: float = -1) -> Path:
         """Return a pre-trained model; train it first if it does not exist."""
         variant, folder = VARIANTS[name], self.out / _file(name) / "pretrained"
-        with _alone(folder, timeout):
+        with alone(folder, timeout):
             if not (folder / "model").exists():
                 own = [f"model.source={self.source}", f"data.folder={self.rows()}", f"output={folder}"]
                 mote.pretrain(
@@ -157,7 +157,7 @@ class Comparison:
     def scores(self, name: str, seed: int, timeout: float = -1) -> dict[str, dict[str, float]]:
         """Score the models of a chain; returns stage and kind of vectors, `stage1 dense` → dataset → nDCG@10."""
         scores = {}
-        with _alone(self.out / _file(name) / f"chain-seed{seed}", timeout):
+        with alone(self.out / _file(name) / f"chain-seed{seed}", timeout):
             for stage in STAGES:
                 found = mote.evaluate(
                     {stage: str(self.model(name, seed, stage))},
@@ -225,13 +225,6 @@ def _cell(scores: dict[str, list[float]]) -> str:
 
 def _file(name: str) -> str:
     return name.replace(", ", "-")
-
-
-@contextmanager
-def _alone(folder: Path, timeout: float = -1) -> Iterator[None]:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock", timeout=timeout):
-        yield
 
 
 def main() -> None:

@@ -9,15 +9,15 @@ command resumes; several may share the work. Prints the table; writes `scores.js
 
 import argparse
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 import mote
+from benchmarks.locking import alone
 from benchmarks.paper.runs import Scores
 from benchmarks.paper.tables import cell
 from mote.corpora import MiningSettings, Teacher
@@ -25,7 +25,7 @@ from mote.corpora.pairs import write_rows
 from mote.data.rows import read_file
 from mote.evaluation.statistics import compare_scores
 from mote.reporting import console_logging
-from mote.training.recipe import load_recipe
+from mote.training.recipe_files import load_recipe
 
 START = "start"
 PAPER = {START: None, "no negatives": None, "mined": 52.87, "mined below 0.95": 55.20}
@@ -78,7 +78,7 @@ class Comparison:
         """Return the folder with the negatives of a variant; mine them first if they do not exist."""
         chosen = MiningSettings(negatives=4, depth=50, relative_margin=MARGINS[variant])
         datasets, folder = [f"retrieval/{name}" for name in ROWS], self.out / _file(variant)
-        with _alone(self.out / "embeddings", timeout):  # which both share
+        with alone(self.out / "embeddings", timeout):  # which both share
             return mote.mine_negatives(datasets, folder, self.teacher, chosen, data=self.data)
 
     def rows(self, variant: str) -> Path:
@@ -125,7 +125,7 @@ class Comparison:
                 self.mined(variant, timeout=0)
         for seed in self.seeds:
             for variant in PAPER if seed == self.seeds[0] else list(PAPER)[1:]:  # the start has no seed
-                with suppress(Timeout), _alone(self.out / f"{_file(variant)}-seed{seed}", timeout=0):
+                with suppress(Timeout), alone(self.out / f"{_file(variant)}-seed{seed}", timeout=0):
                     self.score(variant, seed)
 
     def scores(self) -> Scores:
@@ -135,7 +135,7 @@ class Comparison:
         for variant in PAPER:
             of_variant = every.setdefault(variant, {})
             for seed in self.seeds[:1] if variant == START else self.seeds:
-                with _alone(self.out / f"{_file(variant)}-seed{seed}"):
+                with alone(self.out / f"{_file(variant)}-seed{seed}"):
                     evaluation = self.score(variant, seed)
                 types |= evaluation.types
                 for dataset, score in next(iter(evaluation.scores.values())).items():
@@ -158,13 +158,6 @@ def report(scores: Scores) -> str:
 
 def _file(variant: str) -> str:
     return variant.replace(" ", "-")
-
-
-@contextmanager
-def _alone(folder: Path, timeout: float = -1) -> Iterator[None]:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock", timeout=timeout):
-        yield
 
 
 def main() -> None:

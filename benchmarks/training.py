@@ -45,7 +45,7 @@ def main() -> None:
 
 def speed(options: argparse.Namespace) -> None:
     """Print pairs per second and ratios."""
-    from mote.training.recipe import load_recipe
+    from mote.training.recipe_files import load_recipe
     from mote.training.run_folder import RunFolder
     from mote.training.train import TrainingRun, prepare
 
@@ -98,7 +98,7 @@ def one_step(options: argparse.Namespace) -> None:
     import json
     import random
 
-    from mote.training.recipe import load_recipe
+    from mote.training.recipe_files import load_recipe
     from mote.training.run_folder import RunFolder
     from mote.training.train import prepare
 

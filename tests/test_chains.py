@@ -19,7 +19,7 @@ from sentence_transformers import SparseEncoder
 from mote import chains
 from mote.chains import Chain, chain, plan_chain
 from mote.cli import main
-from mote.training.recipe import load_recipe, shipped_recipes
+from mote.training.recipe_files import load_recipe, shipped_recipes
 
 pytest.importorskip("faiss")
 pytest.importorskip("bm25s")

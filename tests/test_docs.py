@@ -18,7 +18,8 @@ from architectures_mote import ARCHITECTURES
 from mote.chains import Chain
 from mote.cli import app
 from mote.training.pretraining_recipe import PretrainingRecipe
-from mote.training.recipe import Recipe, shipped_recipes
+from mote.training.recipe import Recipe
+from mote.training.recipe_files import shipped_recipes
 from mote.training.train import train
 
 GUIDE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import load_tokenizer, open_checkpoint, open_mote
 from mote.training.data import ValidationSet, load_data
 from mote.training.model import encodings
-from mote.training.recipe import load_recipe
+from mote.training.recipe_files import load_recipe
 from mote.training.validation import Validation
 
 INTERPOLATED = ("mote", "mote-to-mean-0.25", "mote-to-mean-0.5", "mote-to-mean-0.75")

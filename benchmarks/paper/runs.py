@@ -1,20 +1,19 @@
 """Train and evaluate the variants; existing models and scores are reused."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from filelock import FileLock
 
 import mote
+from benchmarks.locking import alone
 from benchmarks.paper.experiments import ALL_DATASETS, VARIANTS, Scale, recipe_of
 from mote import Evaluation
 from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.reading import open_checkpoint
 from mote.training.model import native_folder
-from mote.training.recipe import parse_recipe
+from mote.training.recipe_files import parse_recipe
 from mote.training.run_folder import differences, fixed_settings
 
 START = "start"  # the dense checkpoint, before any training
@@ -52,14 +51,14 @@ class Runs:
             trained = self.model(variant.made_of, seed)
             made_of = folder_hash(trained)[:8]  # a retrained source gives another folder
             folder = folder.with_name(f"{folder.name}-{made_of}")
-            with self._alone(folder):
+            with alone(folder):
                 if not folder.exists() and variant.weight == 1:
                     mote.transform(trained, folder, mote.experts.average)
                 elif not folder.exists():
                     mote.transform(trained, folder, mote.experts.interpolate, variant.weight)
             return folder
         recipe = recipe_of(name, self.scale, self.source, self.data, seed, [*self.changes, f"output={folder}"])
-        with self._alone(folder):
+        with alone(folder):
             if (folder / "model").exists():
                 saved = parse_recipe(yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8")))
                 differing = differences(fixed_settings(saved), fixed_settings(recipe))
@@ -82,7 +81,7 @@ class Runs:
     def start(self) -> Path:
         """Return the dense checkpoint that all variants start from, in Transformers' format."""
         folder = self.out / "models" / START
-        with self._alone(folder):
+        with alone(folder):
             return native_folder(open_checkpoint(self.source), folder)
 
     def scores(self, names: Iterable[str]) -> "Scores":
@@ -116,7 +115,7 @@ class Runs:
         """Evaluate one model; cached scores are reused."""
         for patterns, limit in self.scale.limits.items():
             chosen = [pattern for pattern in patterns if pattern in datasets]
-            with self._alone(self.out / "scores" / label):
+            with alone(self.out / "scores" / label):
                 if chosen:
                     yield mote.evaluate(
                         {label: path},
@@ -127,13 +126,6 @@ class Runs:
                         out=self.out / "scores" / label / f"limit-{limit}",
                         trust_remote_code=True,
                     )
-
-    @contextmanager
-    def _alone(self, folder: Path) -> Iterator[None]:
-        """Lock a folder, so that several commands can share the work."""
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            yield
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mote import experts
     from mote.analysis.analyze import Analysis, analyze
     from mote.chains import chain
-    from mote.checkpoints.instructions import instruction_with
+    from mote.checkpoints.definitions import instruction_with
     from mote.checkpoints.rewriting import write_card
     from mote.checkpoints.sentence_transformers import prompts_of
     from mote.checkpoints.transform import transform
@@ -85,7 +85,7 @@ _MODULES = {
     "filter_pairs": "mote.corpora.filtering",
     "mine_negatives": "mote.corpora.negatives",
     "evaluate": "mote.evaluation.evaluate",
-    "instruction_with": "mote.checkpoints.instructions",
+    "instruction_with": "mote.checkpoints.definitions",
     "lengthen": "mote.lengthening",
     **dict.fromkeys(["load", "load_encoder"], "mote.inference.loading"),
     "HybridIndex": "mote.inference.searching",

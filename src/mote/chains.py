@@ -25,7 +25,8 @@ from mote.data.settings import Settings
 from mote.reporting import table
 from mote.training.model import names_of
 from mote.training.processes import processes
-from mote.training.recipe import SHIPPED, DataSettings, Recipe, load_recipe, parse_recipe
+from mote.training.recipe import SHIPPED, DataSettings, Recipe
+from mote.training.recipe_files import load_recipe, parse_recipe
 from mote.training.run_folder import RECIPE_FILE, RunFolder, as_yaml, differences, fixed_settings
 from mote.training.train import check_recipe, train
 

@@ -17,11 +17,10 @@ from modeling_mote import MoTEModel
 from mote.checkpoints import cards, nomic_moe, nv_embed
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.bidirectional import asks_for_both_directions, with_both_directions
+from mote.checkpoints.definitions import instruction_with
 from mote.checkpoints.end_token import EOS, end_as_asked, ends_texts
 from mote.checkpoints.instructions import (
-    TEMPLATE,
     check_instruction_pooling,
-    instruction_with,
     write_instruction_pooling,
 )
 from mote.checkpoints.provenance import RECORD_FILE, command_line, new_step
@@ -603,8 +602,7 @@ def instructions_of(options: UpcyclingOptions, config: MoTEConfig, of_source: di
         raise ValueError(f"The task {both[0]!r} has an instruction and a definition: give one of the two")
     if options.template is not None and not definitions:
         raise ValueError("A template goes around definitions, and there are none: add `--definition TASK=TEXT`")
-    template = options.template or TEMPLATE
-    made = {task: instruction_with(definition, template) for task, definition in definitions.items()}
+    made = {task: instruction_with(definition, options.template) for task, definition in definitions.items()}
     papers = PAPER_INSTRUCTIONS if made else {}
     own = {task: text for task, text in config.instructions.items() if text != papers.get(task)}
     return {**own, **of_source, **given, **made}

@@ -16,7 +16,7 @@ from mote import upcycle
 from mote.checkpoints.bidirectional import DECODERS, with_both_directions
 from mote.checkpoints.reading import open_checkpoint, open_dense
 from mote.training.model import build_model
-from mote.training.recipe import load_recipe
+from mote.training.recipe_files import load_recipe
 from mote.upcycling import plan_upcycling
 
 WINDOW = 4

@@ -156,7 +156,7 @@ def test_texts_are_real_and_not_trained_on() -> None:
     pytest.importorskip("datasets")
     pytest.importorskip("pydantic")
     from mote.training.data import load_data
-    from mote.training.recipe import load_recipe
+    from mote.training.recipe_files import load_recipe
 
     data = ROOT / "examples" / "data"
     recipe = load_recipe(FOLDER / "recipe.yaml", [f"data.folder={data}"])

@@ -7,7 +7,8 @@ from typing import Any
 from helpers.rows import write_rows
 
 from mote.training.data import TrainingData, TrainingSet, load_data
-from mote.training.recipe import Recipe, parse_recipe
+from mote.training.recipe import Recipe
+from mote.training.recipe_files import parse_recipe
 
 RETRIEVAL = {"anchor": "search_query", "positive": "search_document", "batches": "homogeneous"}
 CLASSIFICATION = {"anchor": "classification", "batches": "heterogeneous"}

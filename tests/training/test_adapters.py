@@ -16,7 +16,8 @@ from transformers import AutoModel
 from modeling_mote import MoTEModel
 from mote import upcycle
 from mote.training.adapters import adapt, merge_adapters, network_of, share_weights, trained_weights
-from mote.training.recipe import PeftSettings, load_recipe
+from mote.training.recipe import PeftSettings
+from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import RunFolder
 from mote.training.train import plan, prepare, train
 

@@ -7,7 +7,8 @@ import pytest
 from helpers.runs import overrides
 from sentence_transformers import SentenceTransformerTrainingArguments
 
-from mote.training.recipe import TrainingSettings, load_recipe
+from mote.training.recipe import TrainingSettings
+from mote.training.recipe_files import load_recipe
 from mote.training.train import check_recipe, plan, train
 
 

@@ -23,7 +23,7 @@ from mote.training.objectives import Decoder, Pretraining
 from mote.training.pretraining import plan_pretraining, pretrain
 from mote.training.pretraining_recipe import DecoderSettings, PretrainingRecipe, SpanSettings
 from mote.training.progress import RunCallback, read_log
-from mote.training.recipe import load_recipe
+from mote.training.recipe_files import load_recipe
 from mote.training.spans import Document, cut
 from mote.training.texts import load_texts
 

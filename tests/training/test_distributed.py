@@ -22,7 +22,7 @@ from mote import upcycle
 from mote.checkpoints.reading import open_checkpoint
 from mote.training.model import build_model
 from mote.training.progress import read_log
-from mote.training.recipe import load_recipe
+from mote.training.recipe_files import load_recipe
 
 EXAMPLES = ROOT / "examples" / "data"
 SETTINGS = (

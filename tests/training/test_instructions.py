@@ -11,7 +11,7 @@ import mote
 from mote.checkpoints.instructions import instruction_pooling_in
 from mote.checkpoints.reading import open_checkpoint
 from mote.training.model import build_model, upcycling_options
-from mote.training.recipe import load_recipe
+from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import RunFolder
 from mote.training.train import prepare, train
 

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from mote.checkpoints.reading import load_dense, open_checkpoint, open_dense
 from mote.training.losses import LoadBalancedLoss
 from mote.training.model import build_model
-from mote.training.recipe import Recipe, load_recipe
+from mote.training.recipe import Recipe
+from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import START_FOLDER, RunFolder
 from mote.training.train import prepare, train
 

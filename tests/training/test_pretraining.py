@@ -24,7 +24,7 @@ from mote.cli import main
 from mote.training.pretraining import plan_pretraining, pretrain
 from mote.training.pretraining_recipe import MaskingSettings, PretrainingRecipe
 from mote.training.progress import NonFiniteError, RunCallback, read_log
-from mote.training.recipe import load_recipe
+from mote.training.recipe_files import load_recipe
 from mote.training.texts import Masking, TextRows, load_texts
 
 TASKS = {"search_query", "search_document", "classification", "clustering"}

@@ -12,7 +12,7 @@ from helpers.runs import overrides, train_step
 from mote.training import losses, progress
 from mote.training import train as run
 from mote.training.progress import NonFiniteError, RunCallback, TrackedLoss
-from mote.training.recipe import load_recipe
+from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import RunFolder
 from mote.training.train import prepare, train
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mote.training.recipe import load_recipe, shipped_recipes
+from mote.training.recipe_files import load_recipe, shipped_recipes
 from mote.training.run_folder import as_yaml
 
 ALL = [

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers.runs import break_off, overrides, train_step
 
-from mote.training.recipe import load_recipe
+from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import LOCK_FILE, START_FOLDER, RunFolder, as_yaml, differences, fixed_settings
 from mote.training.train import plan, prepare, train
 

@@ -14,7 +14,8 @@ from sentence_transformers.sparse_encoder import losses
 
 from mote import upcycle
 from mote.training.losses import SPARSE_LOSSES, build_loss, check_loss
-from mote.training.recipe import RetrievalSettings, TaskSettings, TrainingSettings, load_recipe
+from mote.training.recipe import RetrievalSettings, TaskSettings, TrainingSettings
+from mote.training.recipe_files import load_recipe
 from mote.training.train import plan, train
 
 ROWS = [

@@ -16,7 +16,8 @@ from sentence_transformers import SentenceTransformer
 
 from mote.training import teachers
 from mote.training.data import load_data
-from mote.training.recipe import TeacherSettings, parse_recipe
+from mote.training.recipe import TeacherSettings
+from mote.training.recipe_files import parse_recipe
 from mote.training.teachers import Teacher, teacher_embeddings
 
 TEXTS = [f"text {'abcde'[i % 5] * (i % 7 + 1)} number {i}" for i in range(10)]

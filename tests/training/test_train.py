@@ -22,7 +22,7 @@ from mote.checkpoints.reading import open_checkpoint
 from mote.training import teachers
 from mote.training.model import build_model
 from mote.training.progress import read_log
-from mote.training.recipe import load_recipe, shipped_recipes
+from mote.training.recipe_files import load_recipe, shipped_recipes
 from mote.training.run_folder import RunFolder
 from mote.training.train import plan, prepare, train
 

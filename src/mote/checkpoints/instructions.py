@@ -27,26 +27,6 @@ _POOLINGS = ("Pooling", "TextPooling")
 INSTRUCTED = tuple(_INSTRUCTED.values())
 
 
-TEMPLATE = "Instruct: {definition}\nQuery: "
-
-
-def instruction_with(definition: str, template: str = TEMPLATE) -> str:
-    """Return the instruction that describes a task, as E5-Mistral, NV-Embed and Qwen3-Embedding write it.
-
-    Args:
-        definition: What to do with the texts, as in "Given a question, retrieve passages that answer it".
-        template: The instruction, with `{definition}` where that goes; the text follows, or stands for `{text}` at the
-            end. The default is Equation 2 of NV-Embed (arXiv:2405.17428).
-
-    Raises:
-        ValueError: If the template has no place for a definition, or text behind `{text}`.
-    """
-    template = template.removesuffix("{text}")
-    if template.count("{definition}") != 1 or "{text}" in template:
-        raise ValueError(f"The template {template!r} must hold {{definition}} once, and {{text}} only at its end")
-    return template.replace("{definition}", definition)
-
-
 def check_instruction_pooling(value: str, vectors: str = "dense") -> str:
     """Return the value, if it is one of `POOLED` and fits the kind of vectors; raise `ValueError` if not."""
     if value not in POOLED:

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import MistralConfig, PreTrainedConfig
 
 from mote.checkpoints.bidirectional import with_both_directions
+from mote.checkpoints.definitions import instruction_with
 
 LICENSE = "cc-by-nc-4.0"
 # What the original truncates texts to unless told otherwise; it was trained with 512, its card says 32,768.
@@ -138,20 +139,15 @@ def prompts(definitions: Mapping[str, Any]) -> dict[str, str]:
         definitions: Content of its `instructions.json`, if there is one: dataset → definition, or those of its two
             sides, `query` and `corpus`.
     """
-    found = {"query": instruction(DEFINITION), "document": ""}
+    found = {"query": instruction_with(DEFINITION), "document": ""}
     for dataset, given in definitions.items():
         sides = given if isinstance(given, dict) else {"query": given}
         texts = {side: text for side, text in sides.items() if side in ("query", "corpus") and isinstance(text, str)}
         if texts.get("query"):
-            found[dataset] = instruction(texts["query"])
+            found[dataset] = instruction_with(texts["query"])
         if "corpus" in texts:
-            found[f"{dataset}-document"] = instruction(texts["corpus"]) if texts["corpus"] else ""
+            found[f"{dataset}-document"] = instruction_with(texts["corpus"]) if texts["corpus"] else ""
     return found
-
-
-def instruction(definition: str) -> str:
-    """Return the instruction in front of a text: Equation 2, as the original's card writes it."""
-    return f"Instruct: {definition}\nQuery: "
 
 
 def padded(tokenizer: Any) -> Any:

@@ -55,10 +55,7 @@ def upcycle(
             help="Definition of a task, which --template makes an instruction of; repeatable.",
         ),
     ] = None,
-    template: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help=r"Instruction around {definition}. Default: Instruct: {definition}\nQuery:"),
-    ] = None,
+    template: options.Template = None,
     instruction_pooling: Annotated[
         Literal["included", "excluded", "excluded_by_count"] | None,
         typer.Option(help="Whether embeddings are made of instructions, too. Default: as the source's, or included."),
@@ -300,10 +297,7 @@ def evaluate(
             help="What a dataset asks for: an instruction in front of its queries; repeatable. Default: the model's.",
         ),
     ] = None,
-    template: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help=r"Instruction around {definition}. Default: Instruct: {definition}\nQuery:"),
-    ] = None,
+    template: options.Template = None,
     reference: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Model that gains are computed over. Default: the first.")
     ] = None,

@@ -91,6 +91,10 @@ Private = Annotated[bool, typer.Option("--private", help="Make a new repository 
 Instruction = Annotated[
     str | None, typer.Option(metavar="TEXT", help="Instruction in front of the new expert's texts.")
 ]
+Template = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help=r"Instruction around {definition}. Default: Instruct: {definition}\nQuery:"),
+]
 TasksOfExpert = Annotated[
     list[str], typer.Option("--task", metavar="TASK", help="Further task of the expert; repeatable.")
 ]

@@ -24,7 +24,7 @@ from sentence_transformers import SparseEncoder
 from tqdm import tqdm
 
 from configuration_mote import alternatives
-from mote.checkpoints.instructions import TEMPLATE, instruction_with
+from mote.checkpoints.definitions import instruction_with
 from mote.checkpoints.reading import is_mote
 from mote.checkpoints.sentence_transformers import MTEB_PROMPTS
 from mote.evaluation.cache import Cache, CacheError, with_subtasks
@@ -297,7 +297,7 @@ def _instructions(definitions: Mapping[str, str], template: str | None, names: S
             raise ValueError(f"A definition for the dataset {name!r}, which is not scored." + alternatives(name, names))
     if template is not None and not definitions:
         raise ValueError("A template goes around definitions, and there are none: add `--definition DATASET=TEXT`")
-    return {name: instruction_with(text, template or TEMPLATE) for name, text in definitions.items()}
+    return {name: instruction_with(text, template) for name, text in definitions.items()}
 
 
 @contextmanager

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configuration_mote import alternatives
+from mote.checkpoints.definitions import instruction_with
 from mote.checkpoints.end_token import with_end_token
 from mote.checkpoints.instructions import (
     SETTING,
     check_instruction_pooling,
-    instruction_with,
     write_instruction_pooling,
 )
 from mote.checkpoints.reading import load_tokenizer, open_mote

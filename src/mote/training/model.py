@@ -16,11 +16,10 @@ from configuration_mote import MoTEConfig, alternatives
 from instruction_mote import InstructedTransformer, TextPooling
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.bidirectional import asks_for_both_directions, with_both_directions
+from mote.checkpoints.definitions import instruction_with
 from mote.checkpoints.end_token import end_as_asked
 from mote.checkpoints.instructions import (
-    TEMPLATE,
     instruction_pooling_in,
-    instruction_with,
     write_instruction_pooling,
 )
 from mote.checkpoints.reading import (
@@ -262,8 +261,9 @@ def check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> N
         raise ValueError(f"{name} comes with code of its own: read it, then set model.trust_remote_code=true")
     described = copy.copy(config)
     described.mote_layers = settings.layers
-    template = settings.template or TEMPLATE
-    defined = {task: instruction_with(definition, template) for task, definition in settings.definitions.items()}
+    defined = {
+        task: instruction_with(definition, settings.template) for task, definition in settings.definitions.items()
+    }
     differing = {
         "model.layers": described.mote_layer_indices != config.mote_layer_indices,
         "model.shared_modules": settings.shared_modules not in (None, config.shared_modules),

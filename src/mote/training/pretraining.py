@@ -46,7 +46,7 @@ from mote.training.progress import (
     TaskProgress,
     Tracker,
 )
-from mote.training.recipe import load_recipe
+from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import RECIPE_FILE, RunFolder, as_yaml, fixed_settings, step_of
 from mote.training.running import Run, restore
 from mote.training.texts import Masking, NewMasks, TextData, TextRows, load_texts

@@ -48,7 +48,8 @@ from mote.training.progress import (
     Tracker,
     read_log,
 )
-from mote.training.recipe import Recipe, load_recipe
+from mote.training.recipe import Recipe
+from mote.training.recipe_files import load_recipe
 from mote.training.record import build_record, scores_of_tasks, summary
 from mote.training.run_folder import CURVES_FILE, RECIPE_FILE, RunFolder, as_yaml, fixed_settings, step_of
 from mote.training.running import Run, restore

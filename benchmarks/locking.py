@@ -1,0 +1,23 @@
+"""Locks, by which several commands share the work of a benchmark."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock
+
+
+@contextmanager
+def alone(folder: Path, timeout: float = -1) -> Iterator[None]:
+    """Work on a folder alone.
+
+    Args:
+        folder: The folder, which need not exist.
+        timeout: Seconds to wait for another command. Default: as long as it takes.
+
+    Raises:
+        filelock.Timeout: If the other one takes longer.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock", timeout=timeout):
+        yield

@@ -1,0 +1,161 @@
+"""Recipe files: found, read over those that they extend, changed by overrides, and checked.
+
+What they may hold is a class of settings, `Recipe` of training unless another is given.
+"""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml  # type: ignore[import-untyped]
+from pydantic import ValidationError
+
+from configuration_mote import alternatives
+from mote.data.settings import Settings
+from mote.training.recipe import SHIPPED, Recipe
+
+MAX_VALUES = 100_000  # in a recipe, with aliases counted as often as they are used
+MAX_DEPTH = 30
+
+
+def shipped_recipes(place: Any = SHIPPED) -> list[str]:
+    """List the recipes that come with the package, of training or of another kind."""
+    return sorted(entry.name.removesuffix(".yaml") for entry in place.iterdir() if entry.name.endswith(".yaml"))
+
+
+AnyRecipe = TypeVar("AnyRecipe", bound=Settings)
+
+
+def load_recipe(
+    recipe: str | Path,
+    overrides: Sequence[str] = (),
+    kind: type[AnyRecipe] = Recipe,  # type: ignore[assignment]  # of the default
+    changes: Sequence[dict[str, Any]] = (),
+) -> AnyRecipe:
+    """Read a recipe.
+
+    Args:
+        recipe: File, or name of a shipped recipe.
+        overrides: `key=value`, with a dotted key and a value in YAML.
+        kind: What it is a recipe of.
+        changes: Settings over those of the recipe, as by recipes that extend it.
+
+    Returns:
+        The complete recipe.
+
+    Raises:
+        FileNotFoundError: If there is no such recipe; the message lists the shipped ones.
+        ValueError: If the recipe is invalid; the message lists every error.
+    """
+    settings = _read(str(recipe), kind.PLACE)  # type: ignore[attr-defined]
+    for change in changes:
+        settings = _merged(settings, change)
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key:
+            raise ValueError(f"Override {override!r}: expected key=value, as in training.learning_rate=2e-5")
+        *path, name = key.split(".")
+        parent = settings
+        for part in path:
+            if not isinstance(parent.get(part), dict):
+                parent[part] = {}
+            parent = parent[part]
+        parent[name] = _parse_yaml(value, f"override {override!r}")
+    return parse_recipe(settings, str(recipe), kind)
+
+
+def parse_recipe(
+    settings: dict[str, Any],
+    name: str = "recipe",
+    kind: type[AnyRecipe] = Recipe,  # type: ignore[assignment]  # of the default
+) -> AnyRecipe:
+    """Validate settings, and fill in the defaults.
+
+    Raises:
+        ValueError: If a key is unknown or a value is invalid; the message lists every error.
+    """
+    settings = copy.deepcopy(settings)
+    settings.pop("extends", None)
+    if isinstance(settings.get("tasks"), dict):  # `null` removes a task of the recipe that is extended
+        settings["tasks"] = {task: value for task, value in settings["tasks"].items() if value is not None}
+    try:
+        return kind.model_validate(settings)
+    except ValidationError as error:
+        errors = []
+        for fault in error.errors():
+            message = fault["msg"].removeprefix("Value error, ")
+            if fault["type"] != "value_error" and isinstance(fault["input"], str | int | float):
+                message += f", found {fault['input']!r}"
+            errors.append(f"  {'.'.join(map(str, fault['loc'])) or 'the recipe'}: {message}")
+        raise ValueError("\n".join([f"The recipe {name} is invalid:", *errors])) from None
+
+
+def _read(recipe: str, place: Any, base: Path | None = None, extended_by: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Read a recipe's settings over those that it extends; that one is looked up next to it first."""
+    path = Path(recipe) if base is None else base / recipe
+    found = next((candidate for candidate in (path, path.with_name(path.name + ".yaml")) if candidate.is_file()), None)
+    if found is not None:
+        text, folder = found.read_text(encoding="utf-8"), found.parent
+    elif recipe in shipped_recipes(place):
+        text, folder = (place / f"{recipe}.yaml").read_text(encoding="utf-8"), None
+    else:
+        raise FileNotFoundError(f"There is no recipe {recipe!r}." + alternatives(recipe, shipped_recipes(place)))
+    settings = _parse_yaml(text, f"recipe {recipe}")
+    if not isinstance(settings, dict):
+        raise ValueError(f"The recipe {recipe} must be a mapping of keys to values, got {type(settings).__name__}")  # noqa: TRY004
+    if "extends" in settings:
+        extended = str(settings["extends"])
+        if extended in extended_by:
+            raise ValueError(f"The recipe {extended} extends itself, through {', '.join(extended_by)}")
+        settings = _merged(_read(extended, place, folder, (*extended_by, extended)), settings)
+    return settings
+
+
+def _parse_yaml(text: str, what: str) -> Any:
+    try:
+        _check_size(yaml.compose(text, yaml.SafeLoader), what)
+        return _numbers(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise ValueError(f"The {what} is invalid YAML: {error}") from None
+    except RecursionError:
+        raise ValueError(f"The {what} is nested too deeply: at most {MAX_DEPTH} levels are allowed") from None
+
+
+def _check_size(root: yaml.Node | None, what: str) -> None:
+    """Refuse YAML that aliases make enormous or infinite, before it is built."""
+    count, pending = 0, [(root, 0)]
+    while pending:
+        node, depth = pending.pop()
+        count += 1
+        if depth > MAX_DEPTH:
+            raise RecursionError
+        if count > MAX_VALUES:
+            raise ValueError(f"The {what} has more than {MAX_VALUES:,} values, aliases counted at each use")
+        if isinstance(node, yaml.MappingNode):
+            pending += [(child, depth + 1) for pair in node.value for child in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            pending += [(child, depth + 1) for child in node.value]
+
+
+def _numbers(value: Any) -> Any:
+    """Read `5e-6` as a number, which YAML 1.1 reads as a string."""
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_numbers(item) for item in value]
+    if isinstance(value, str) and value[:1].isdigit() and "e-" in value:
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Merge changes into a base: mappings key by key, anything else as a whole."""
+    result = dict(base)
+    for key, value in changes.items():
+        below = result.get(key)
+        result[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return result
