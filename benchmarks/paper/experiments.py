@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mote.training.recipe import Recipe, load_recipe
+from mote.training.recipe import Recipe
+from mote.training.recipe_files import load_recipe
 
 TASKS = ("retrieval", "classification", "clustering")
 KIND_OF_TASK = {"retrieval": "beir/*", "classification": "classification/*", "clustering": "clustering/*"}
@@ -77,6 +78,7 @@ VARIANTS: dict[str, Variant] = {
     "mote-shared": Variant("mote", SHARED_EXPERT, few_seeds=True),
     "mote-expert-rates": Variant("mote", (EXPERT_RATES,), few_seeds=True),
     "mote-homogeneous": Variant("mote", HOMOGENEOUS, few_seeds=True),
+    "task-lora": Variant("task-lora"),
     **{f"{name}-high-rate": Variant(name, few_seeds=True) for name in ("em", "ic", "mote", "mote-every-other")},
     **{name: _ablation(task, *changed) for task in TASKS for name, changed in ablations(task).items()},
 }

@@ -1,0 +1,92 @@
+"""One LoRA per task on a frozen dense model, compared with MoTE and with one dense model with instructions.
+
+    python -m benchmarks.task_loras --data DATA --out RUNS [--source MODEL] [--seeds 42 43]
+
+All are trained on the same data in the same steps, at each rate with the first seed. Held-out training texts choose the
+rate of each variant, which is then trained with the other seeds and scored on the seven task types. What is there is
+reused, and an interrupted command resumes; several may share the work. Prints the tables; writes `scores.json`.
+"""
+
+import argparse
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from benchmarks.paper.beyond import validation_scores
+from benchmarks.paper.claims import Claim, Table
+from benchmarks.paper.experiments import SCALES
+from benchmarks.paper.runs import START, Runs, Scores
+from benchmarks.paper.tables import claims_of, table_of
+from mote.reporting import console_logging, markdown_table
+
+VARIANTS = ("ic", "mote", "task-lora")
+RATES = (1.5e-4, 5e-4, 1.5e-3, 5e-3)
+CHANGES = (
+    "training.mini_batch_size=null",
+)  # texts this short fit: a second forward pass would cost a third of the time
+TABLE = Table(
+    "Dense with instructions, MoTE, task LoRAs",
+    (START, *VARIANTS),
+    "ic",
+    claims=(Claim("mote", "ic"), Claim("task-lora", "ic"), Claim("mote", "task-lora")),
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The models of the comparison, and their scores.
+
+    Attributes:
+        source: Dense model that all variants start from.
+        data: Data folder.
+        out: Folder for models and scores.
+        seeds: Seeds of the chosen rates.
+    """
+
+    source: str
+    data: str
+    out: Path
+    seeds: tuple[int, ...]
+
+    def runs(self, rate: float, seeds: tuple[int, ...]) -> Runs:
+        """Return the runs at one rate."""
+        scale = replace(SCALES["small"], learning_rates={"": rate}, seeds=seeds)
+        return Runs(scale, self.source, self.data, self.out / f"rate-{rate:g}", CHANGES)
+
+    def validation(self) -> dict[str, dict[float, float]]:
+        """Score the first seed of all variants on held-out training texts: variant → rate → mean over the tasks."""
+        return {
+            name: {rate: validation_scores(self.runs(rate, self.seeds[:1]), name)["validation_mean"] for rate in RATES}
+            for name in VARIANTS
+        }
+
+    def scores(self, validation: dict[str, dict[float, float]]) -> Scores:
+        """Score each variant at its best rate with all seeds, and the dense model before training."""
+        found = self.runs(RATES[0], self.seeds).scores([START])
+        for name, of_rates in validation.items():
+            of_variant = self.runs(max(of_rates, key=of_rates.__getitem__), self.seeds).scores([name])
+            found = Scores({**found.every, **of_variant.every}, {**found.types, **of_variant.types})
+        return found
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", default=SCALES["small"].source)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43])
+    given = parser.parse_args()
+    console_logging()
+    comparison = Comparison(given.source, given.data, given.out, tuple(given.seeds))
+    validation = comparison.validation()
+    rows = [[name, *(f"{of_rates[rate]:.2f}" for rate in RATES)] for name, of_rates in validation.items()]
+    print(markdown_table(["on validation texts", *(f"{rate:g}" for rate in RATES)], rows), flush=True)
+    scores = comparison.scores(validation)
+    kept = {"validation": validation, **asdict(scores)}
+    (given.out / "scores.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    print(f"\n{table_of(TABLE, scores)}\n\n{claims_of(TABLE, scores)}")
+
+
+if __name__ == "__main__":
+    main()
