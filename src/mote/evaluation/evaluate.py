@@ -304,33 +304,35 @@ def _instructions(definitions: Mapping[str, str], template: str | None, names: S
 def instructed(encoder: Any, task: AbsTask, instruction: str | None) -> Iterator[None]:
     """Put an instruction in front of a dataset's texts, of its queries if it has documents; None: the model's own.
 
-    A MoTE knows it meanwhile as that of the task that serves such datasets.
+    A MoTE knows it meanwhile as that of the task that serves such datasets. If that task has no instruction, it is
+    meanwhile the default task, unless the model has another.
 
     Raises:
         ValueError: If the model is a MoTE that has no such task.
     """
-    if instruction is None:
-        yield
-        return
     name, kind = task.metadata.name, str(task.metadata.type)
     role = "-query" if f"{kind}-query" in MTEB_PROMPTS else ""
     prompts: Any = encoder.model_prompts
     config: Any = getattr(encoder.model[0], "config", None)  # a static model has none
-    tasks = None
+    own = None
     if config is not None and is_mote(config) and config.routes_by_task:
         served = MTEB_PROMPTS.get(f"{kind}{role}")
-        if served not in config.tasks:
+        own = (config.tasks, config.instructions, config.default_task)
+        if instruction is not None and served not in config.tasks:
             raise ValueError(f"The model has no task for datasets of the type {kind!r}")
-        tasks, texts = config.tasks, config.instructions
-        config.tasks = {name: tasks[served], **tasks}  # in front: of tasks with the same instruction the first counts
-        config.instructions = {**{one: config.instruction_of(one) for one in tasks}, name: instruction}
-    encoder.model_prompts = {**(prompts or {}), f"{name}{role}": instruction}
+        if served in config.tasks and not config.instruction_of(served):
+            config.default_task = config.default_task or served
+        if instruction is not None:  # in front: of tasks with the same instruction the first counts
+            config.instructions = {**{one: config.instruction_of(one) for one in config.tasks}, name: instruction}
+            config.tasks = {name: config.tasks[served], **config.tasks}
+    if instruction is not None:
+        encoder.model_prompts = {**(prompts or {}), f"{name}{role}": instruction}
     try:
         yield
     finally:
         encoder.model_prompts = prompts
-        if tasks is not None:
-            config.tasks, config.instructions = tasks, texts
+        if own is not None:
+            config.tasks, config.instructions, config.default_task = own
 
 
 def _reference(reference: str | None, models: list[EvaluatedModel]) -> str | None:

@@ -1,0 +1,309 @@
+"""A decoder made an embedder: both directions and latent attention, NV-Embed's Table 2 (arXiv:2405.17428), small.
+
+    python -m benchmarks.decoders --data DATA --out RUNS [--seeds 42 43]
+    python -m benchmarks.decoders --data DATA --out RUNS --quick          # minutes: only checks that all runs
+
+A small Mistral is pre-trained on the texts of DATA by the causal language-model objective, then trained for retrieval
+by the recipe `nv-stage1`, with negatives of BM25: causal or in both directions, with the mean or latent attention as
+its pooling, all else the same. What is there is reused, and an interrupted command resumes; several may share the work.
+Prints the table; writes `scores.json`.
+"""
+
+import argparse
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import chain, product
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from datasets import Dataset
+from filelock import Timeout
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    DataCollatorForLanguageModeling,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+import mote
+from benchmarks.locking import alone
+from benchmarks.paper.runs import Scores
+from benchmarks.paper.tables import cell, datasets_of
+from mote.corpora import MiningSettings, Teacher
+from mote.data.columns import check_row, find_columns
+from mote.data.rows import find_datasets, read_rows
+from mote.data.settings import DatasetSettings
+from mote.evaluation.statistics import compare_scores
+from mote.reporting import console_logging, markdown_table
+from mote.training.recipe_files import load_recipe
+
+logger = logging.getLogger("mote.benchmarks")
+
+FOLDERS = ("retrieval/*", "classification/*", "clustering/*")
+SIZES = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 768,
+    "max_position_embeddings": 512,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+}
+VOCABULARY, END = 8192, "</s>"
+PRETRAINING = {"max_steps": 1200, "per_device_train_batch_size": 64, "learning_rate": 1e-3, "warmup_steps": 60}
+BLOCK = 128  # tokens, of texts one after another
+DIRECTIONS = {"causal": False, "bidirectional": True}
+POOLINGS = {"mean": (), "latent attention": ("model.pooling_latents=64", "model.pooling_head_dim=64")}
+PAPER = {
+    ("causal", "mean"): (62.32, 57.55),
+    ("causal", "latent attention"): (63.39, 57.65),
+    ("bidirectional", "mean"): (64.00, 58.42),
+    ("bidirectional", "latent attention"): (64.18, 59.00),
+}
+"""Variant → mean over MTEB's 56 sets, and over its retrieval sets, after the first stage."""
+DATASETS = (
+    "medquad",
+    "stackexchange_qa",
+    "stackexchange_title_body",
+    "scitldr",
+    "gsm8k",
+    "conference_papers",
+    "debian",
+    "python_docs",
+    "reddit",
+)
+ROWS = 5000  # of each, at most
+ONE_EXPERT = "{search_query: all, search_document: all, classification: all, clustering: all}"
+LENGTHS = "{anchor: 32, positive: 48, negative: 48}"
+TRAINING = (
+    "model.kind=mote",  # dense models do not pool by attention; of one expert, a MoTE is one
+    "model.experts=[all]",
+    f"model.tasks={ONE_EXPERT}",
+    "model.max_length=128",
+    f"tasks.retrieval.datasets=[{{path: retrieval/*, negatives: 1, max_length: {LENGTHS}}}]",
+    "training.peft=null",  # so small a decoder learns too little by LoRA
+    "training.gradient_checkpointing=false",
+    "training.mini_batch_size=null",
+    "training.batch_size=64",
+    "training.max_steps=500",
+    "training.warmup_steps=50",
+    "training.learning_rate=5e-4",
+    "validation.limit=40",
+)
+LIMITS = {
+    ("beir/*", "reranking/*"): 100,
+    ("classification/*", "clustering/*", "pair/*", "sts/*", "summarization/*"): 200,
+}
+QUICK = ("training.max_steps=2", "training.batch_size=8")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The models of the comparison, and their scores.
+
+    Attributes:
+        data: Data folder.
+        out: Folder for the decoder, negatives, models and scores.
+        seeds: Seeds of the contrastive training.
+        quick: A few texts and steps.
+    """
+
+    data: Path
+    out: Path
+    seeds: list[int]
+    quick: bool
+
+    def decoder(self) -> Path:
+        """Return the folder of the pre-trained decoder, a Sentence-Transformers model; train it first if it does not exist."""
+        folder = self.out / "decoder"
+        with alone(folder):
+            if not (folder / "model").exists():
+                self._pretrain(folder)
+        return folder / "model"
+
+    def _pretrain(self, folder: Path) -> None:
+        """Pre-train a decoder by the causal language-model objective, with transformers' trainer; resume."""
+        if not (folder / "tokenizer").exists():
+            _tokenizer(self._texts()).save_pretrained(folder / "tokenizer")
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
+        set_seed(42)
+        model = MistralForCausalLM(MistralConfig(vocab_size=len(tokenizer), **_tokens(tokenizer), **SIZES))
+        settings = PRETRAINING | ({"max_steps": 2, "warmup_steps": 0} if self.quick else {})
+        arguments = TrainingArguments(
+            output_dir=str(folder / "checkpoints"),
+            bf16=True,
+            use_cpu=not torch.cuda.is_available(),
+            lr_scheduler_type="cosine",
+            weight_decay=0.1,
+            logging_steps=50,
+            eval_strategy="steps",
+            eval_steps=300,
+            save_steps=200,
+            save_total_limit=2,
+            report_to="none",
+            **settings,
+        )
+        blocks = Dataset.from_dict({"input_ids": _blocks(tokenizer, self._texts())}).train_test_split(200, seed=42)
+        collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+        trainer = Trainer(
+            model, arguments, train_dataset=blocks["train"], eval_dataset=blocks["test"], data_collator=collator
+        )
+        checkpoints = Path(arguments.output_dir)
+        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(checkpoints)) if checkpoints.exists() else None)
+        trainer.state.save_to_json(str(folder / "trainer_state.json"))
+        logger.info("loss on held-out texts: %.3f", trainer.evaluate()["eval_loss"])
+        model.model.save_pretrained(folder / "backbone")
+        tokenizer.save_pretrained(folder / "backbone")
+        backbone = Transformer(str(folder / "backbone"), max_seq_length=128)
+        embedder = SentenceTransformer(modules=[backbone, Pooling(SIZES["hidden_size"], "mean")])
+        embedder.save(str(folder / "unfinished"))
+        (folder / "unfinished").replace(folder / "model")
+
+    def _texts(self) -> Iterator[str]:
+        """Yield the texts of the training splits, each row's one after another."""
+        for pattern in FOLDERS:
+            for location in find_datasets(DatasetSettings(path=pattern), self.data):
+                rows = [row.content for row in read_rows(location)][: 30 if self.quick else None]
+                columns = find_columns(location.settings, rows[0], location.name)
+                for content in rows:
+                    example = check_row(content, columns)
+                    yield from (example.anchor, *example.positives)
+
+    def mined(self) -> Path:
+        """Return the folder of the pairs with a negative of BM25 each; mine them first if they do not exist."""
+        datasets = [f"retrieval/{name}" for name in DATASETS]
+        settings = MiningSettings(negatives=1, depth=30, sampling="random", relative_margin=None)
+        with alone(self.out / "mined"):
+            return mote.mine_negatives(datasets, self.out / "mined", Teacher(model="bm25"), settings, data=self.data)
+
+    def model(self, direction: str, pooling: str, seed: int) -> Path:
+        """Return a trained model; train it first if it does not exist."""
+        folder = self.out / _name(direction, pooling, seed)
+        if not (folder / "model").exists():
+            own = [f"model.source={self.decoder()}", f"model.bidirectional={DIRECTIONS[direction]}"]
+            own += [f"model.pooling={pooling.replace(' ', '_')}", *POOLINGS[pooling]]
+            own += [f"data.folder={self.mined()}", f"data.limit={ROWS}", f"output={folder}", f"training.seed={seed}"]
+            mote.train(load_recipe("nv-stage1", [*TRAINING, *own, *(QUICK if self.quick else ())]))
+        return folder / "model"
+
+    def runs(self) -> list[tuple[str, str, int]]:
+        """Variants and seeds, the first seed of all first."""
+        return [(*variant, seed) for seed in self.seeds for variant in product(DIRECTIONS, POOLINGS)]
+
+    def evaluations(self, run: tuple[str, str, int], timeout: float = -1) -> list[mote.Evaluation]:
+        """Score a model on the seven task types."""
+        label = _name(*run)
+        with alone(self.out / label, timeout):
+            path = str(self.model(*run))
+            return [
+                mote.evaluate(
+                    {label: path},
+                    data=self.data,
+                    tasks=list(patterns),
+                    limit=5 if self.quick else limit,
+                    dtype="bfloat16",
+                    out=self.out / "scores" / label / f"limit-{limit}",
+                    trust_remote_code=True,
+                )
+                for patterns, limit in LIMITS.items()
+            ]
+
+    def scores(self) -> Scores:
+        """Score all models; first those that no other command is making."""
+        for run in self.runs():
+            with suppress(Timeout):
+                self.evaluations(run, timeout=0)
+        every: dict[str, dict[str, list[float]]] = {}
+        types: dict[str, str] = {}
+        for direction, pooling, seed in self.runs():
+            for evaluation in self.evaluations((direction, pooling, seed)):
+                types |= evaluation.types
+                for dataset, score in evaluation.scores[_name(direction, pooling, seed)].items():
+                    every.setdefault(f"{direction}, {pooling}", {}).setdefault(dataset, []).append(score)
+        return Scores(every, types)
+
+
+def report(scores: Scores) -> str:
+    """Lay out the scores beside the paper's, with paired tests over the datasets."""
+    everything, retrieval = (datasets_of(scores, types, tuple(scores.every)) for types in ((), ("Retrieval",)))
+    rows = []
+    for (direction, pooling), paper in PAPER.items():
+        name = f"{direction}, {pooling}"
+        cells = [str(cell(scores, name, datasets)) for datasets in (everything, retrieval)]
+        rows.append([name, *cells, *(f"{score:.2f}" for score in paper)])
+    columns = [
+        "",
+        f"all ({len(everything)})",
+        f"retrieval ({len(retrieval)})",
+        "paper: all (56)",
+        "paper: retrieval (15)",
+    ]
+    lines = [markdown_table(columns, rows), ""]
+    for better, other in (
+        ("bidirectional, mean", "causal, mean"),
+        ("bidirectional, latent attention", "causal, latent attention"),
+        ("causal, latent attention", "causal, mean"),
+        ("bidirectional, latent attention", "bidirectional, mean"),
+    ):
+        means = [[mean(scores.every[name][dataset]) for dataset in everything] for name in (better, other)]
+        lines.append(f"- {compare_scores(better, other, *means)}")
+    return "\n".join(lines)
+
+
+def _tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=[END, "<pad>"], initial_alphabet=alphabet)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token="<pad>")
+
+
+def _tokens(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    return {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+
+
+def _blocks(tokenizer: PreTrainedTokenizerFast, texts: Iterator[str]) -> list[list[int]]:
+    """Cut texts one after another, with an end token behind each, into blocks."""
+    encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    tokens = list(chain.from_iterable([*text, tokenizer.eos_token_id] for text in encoded))
+    return [tokens[start : start + BLOCK] for start in range(0, len(tokens) - BLOCK + 1, BLOCK)]
+
+
+def _name(direction: str, pooling: str, seed: int) -> str:
+    return f"{direction}-{pooling.replace(' ', '-')}-seed{seed}"
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42])
+    parser.add_argument("--quick", action="store_true")
+    given = parser.parse_args()
+    console_logging()
+    out = given.out / "quick" if given.quick else given.out
+    scores = Comparison(given.data, out, given.seeds, given.quick).scores()
+    (out / "scores.json").write_text(json.dumps(asdict(scores), indent=1) + "\n", encoding="utf-8")
+    print(report(scores))
+
+
+if __name__ == "__main__":
+    main()
