@@ -127,7 +127,7 @@ class Comparison:
     quick: bool
 
     def decoder(self) -> Path:
-        """Return the folder of the pre-trained decoder, a Sentence-Transformers model; train it first if it does not exist."""
+        """Return the folder of the pre-trained decoder as an encoder; train it first if it does not exist."""
         folder = self.out / "decoder"
         with alone(folder):
             if not (folder / "model").exists():
