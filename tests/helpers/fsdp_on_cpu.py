@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 import torch
+import transformers.training_args
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
@@ -37,6 +38,7 @@ def die_at_step(step: int, tracker: type, method: str) -> None:
 
 torch.distributed.init_process_group("gloo")
 PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+transformers.training_args.is_torch_bf16_gpu_available = lambda: True  # type: ignore[attr-defined]
 PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
 arguments.SentenceTransformerTrainingArguments = for_gpu(arguments.SentenceTransformerTrainingArguments)  # type: ignore[misc]
 pretraining.TrainingArguments = for_gpu(pretraining.TrainingArguments)  # type: ignore[misc]

@@ -93,8 +93,9 @@ def adapt(network: Any, settings: "PeftSettings", only_experts: list[str] | None
         network.add_adapter(config)
     except ValueError as error:
         raise ValueError(f"training.peft: PEFT refuses the targets {settings.targets!r}: {error}") from error
+    embeddings = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
     for module in network.modules():
-        if isinstance(module, nn.Linear):  # mixed precision rounds these alone
+        if isinstance(module, nn.Linear) and id(module.weight) not in embeddings:  # mixed precision rounds these alone
             for weight in module.parameters(recurse=False):
                 weight.data = weight.data.to(torch.float32 if weight.requires_grad else base_dtype)
 

@@ -13,7 +13,7 @@ from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 
 from configuration_mote import MoTEConfig, alternatives
-from instruction_mote import InstructedTransformer, TextPooling
+from instruction_mote import InstructedTransformer, TextPooling, check_pooling, check_tokenizer
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.bidirectional import asks_for_both_directions, with_both_directions
 from mote.checkpoints.definitions import instruction_with
@@ -288,38 +288,50 @@ def _differs(settings: ModelSettings, config: MoTEConfig, name: str) -> bool:
 
 
 def _set_pooling(model: SentenceTransformer, pooling: str) -> None:
-    """Set how a dense model pools."""
-    for module in model:
-        if isinstance(module, Pooling):
-            names = {ours: theirs for theirs, ours in st.POOLING_NAMES.items()}
-            module.pooling_mode = names[pooling]
+    """Set how a dense model pools.
+
+    Raises:
+        ValueError: If it has no `Pooling`.
+    """
+    names = {ours: theirs for theirs, ours in st.POOLING_NAMES.items()}
+    for module in _poolings(model, f"model.pooling={pooling}"):
+        module.pooling_mode = names[pooling]
 
 
 def _pool_instructions(model: SentenceTransformer, value: str) -> None:
     """Let a dense model pool instructions, or leave them out.
 
     Raises:
-        ValueError: If it has no `Pooling` to leave them out of.
+        ValueError: If it has no `Pooling` to leave them out of, or they cannot be left out.
     """
     first: Any = model[0]
     left_out = hasattr(first, "instruction_pooling")
-    poolings = [module for module in model if isinstance(module, Pooling)]
     if value == "included":
         if left_out:
             first.__class__ = Transformer
-        for pooling in poolings:
+        for pooling in (module for module in model if isinstance(module, Pooling)):
             pooling.__class__ = Pooling if left_out else type(pooling)
             pooling.include_prompt = True
         return
-    if not poolings:
-        raise ValueError("The model has no module that pools tokens, so no instruction can be left out of it")
+    poolings = _poolings(model, f"model.instruction_pooling={value}")
     if not left_out:
+        check_tokenizer(first.tokenizer)
+        for pooling in poolings:
+            check_pooling(pooling)
         first.__class__ = InstructedTransformer  # no state differs but this setting
         first.on_model_ready(model)
         for pooling in poolings:
             pooling.__class__ = TextPooling
             pooling.include_prompt = False
     first.instruction_pooling = value
+
+
+def _poolings(model: SentenceTransformer, setting: str) -> list[Pooling]:
+    """Return the modules that pool tokens; raise `ValueError` if there is none, so that the setting has no effect."""
+    poolings = [module for module in model if isinstance(module, Pooling)]
+    if not poolings:
+        raise ValueError(f"{setting}: the model has no module that pools tokens (`Pooling`)")
+    return poolings
 
 
 def _loading(settings: ModelSettings) -> dict[str, Any]:

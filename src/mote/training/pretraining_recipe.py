@@ -30,6 +30,14 @@ class PretrainedModelSettings(ModelSettings):
     new_head: bool = False
     pooling: Literal["mean", "cls", "last_token"] | None = None
 
+    @model_validator(mode="after")
+    def _no_settings_of_embedders(self) -> "PretrainedModelSettings":
+        names = ("instruction_pooling", "pooling_latents", "pooling_heads", "pooling_head_dim", "end_token")
+        given = [name for name in names if getattr(self, name) is not None]
+        if given:
+            raise ValueError(f"{', '.join(given)}: without effect in pre-training; set it in `mote train`")
+        return self
+
 
 class TextDatasetSettings(mote.data.settings.DatasetSettings):
     """A dataset of a task, or all that match a pattern, or plain text, a text on each line (`.txt`, `.txt.gz`).
