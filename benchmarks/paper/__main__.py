@@ -19,14 +19,14 @@ from pathlib import Path
 
 import mote
 from benchmarks.paper.beyond import INTERPOLATED, TRAINED, validation_scores, validation_table
-from benchmarks.paper.claims import RATES, TABLES, Claim, Table
+from benchmarks.paper.claims import OWN_RATES, RATES, TABLES, Claim, Table
 from benchmarks.paper.experiments import SCALES, TASKS, ablations
 from benchmarks.paper.figures import ablation_table, draw_ablations
-from benchmarks.paper.runs import START, Runs, Scores
-from benchmarks.paper.tables import claims_of, table_of
-from mote.reporting import console_logging
+from benchmarks.paper.runs import START, Runs, Scores, best_rate
+from benchmarks.paper.tables import claims_of, paper_of, table_of
+from mote.reporting import console_logging, markdown_table
 
-NAMES = (*TABLES, "figure1", "figure3", "figures4to7", "rates", "beyond")
+NAMES = ("sweep", *TABLES, "figure1", "figure3", "figures4to7", "rates", "beyond")
 
 
 def main() -> None:
@@ -65,6 +65,7 @@ def _make(name: str, runs: Runs) -> str:
     if name in TABLES:
         return _table(name, TABLES[name], runs)
     makers: dict[str, Callable[[Runs], str]] = {
+        "sweep": _sweep,
         "figure1": _figure1,
         "figure3": _figure3,
         "figures4to7": _figures4to7,
@@ -81,7 +82,8 @@ def _table(name: str, table: Table, runs: Runs) -> str:
     if "sem" in table.variants:
         scores = scores.joined("sem", models_of_tasks)
     _keep(name, scores, runs)
-    return "\n\n".join([f"### {name}: {table.title}", table_of(table, scores), claims_of(table, scores)])
+    parts = [f"### {name}: {table.title}", table_of(table, scores), paper_of(table), claims_of(table, scores)]
+    return "\n\n".join(filter(None, parts))
 
 
 def _keep(name: str, scores: Scores, runs: Runs) -> None:
@@ -95,6 +97,17 @@ def _similarity(name: str, title: str, variants: tuple[str, ...], runs: Runs) ->
     below = re.sub(r"^#", "####", analysis.partition("\n")[2].strip(), flags=re.MULTILINE)
     below = below.replace("](", f"]({name}/")  # links to its plots
     return f"### {name}: {title}\n\n{below}"
+
+
+def _sweep(runs: Runs) -> str:
+    if not runs.scale.sweep:
+        return "### sweep: the learning rates of this scale are given"
+    found = runs.sweep()
+    rows = [[name, *(f"{of_rates[rate]:.2f}" for rate in runs.scale.sweep)] for name, of_rates in found.items()]
+    (runs.out / "sweep.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    title = "learning rates, by the mean over six task types of validation sets"
+    columns = ["", *(f"{rate:g}" for rate in runs.scale.sweep)]
+    return f"### sweep: {title}\n\n{markdown_table(columns, rows)}\n\nOne rate for all: {best_rate(found):g}."
 
 
 def _figure1(runs: Runs) -> str:
@@ -119,6 +132,8 @@ def _several_rates(runs: Runs) -> bool:
 
 
 def _rates(runs: Runs) -> str:
+    if runs.scale.sweep:
+        return _table("rates", OWN_RATES, runs)
     if not _several_rates(runs):
         return "### rates: this scale has only one learning rate"
     return _table("rates", RATES, runs)

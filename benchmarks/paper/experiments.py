@@ -1,7 +1,8 @@
 """Variants trained for the tables and figures of the paper, and scales to train them at."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
@@ -65,6 +66,9 @@ SHARED_EXPERT = (
 HOMOGENEOUS = ("tasks.classification.batches=homogeneous", "tasks.clustering.batches=homogeneous")
 EXPERT_RATES = "training.learning_rate_mapping={'experts\\.(classification|clustering)\\.': 5.0e-4}"
 
+SWEPT = ("em", "ic", "mote")
+"""Variants whose validation scores choose the learning rates of a scale with a sweep."""
+
 VARIANTS: dict[str, Variant] = {
     "em": Variant("em"),
     "ic": Variant("ic"),
@@ -80,6 +84,7 @@ VARIANTS: dict[str, Variant] = {
     "mote-homogeneous": Variant("mote", HOMOGENEOUS, few_seeds=True),
     "task-lora": Variant("task-lora"),
     **{f"{name}-high-rate": Variant(name, few_seeds=True) for name in ("em", "ic", "mote", "mote-every-other")},
+    **{f"{name}-own-rate": Variant(name) for name in SWEPT},
     **{name: _ablation(task, *changed) for task in TASKS for name, changed in ablations(task).items()},
 }
 
@@ -93,6 +98,9 @@ class Scale:
         data: Data folder; None: `--data` is required.
         changes: Settings of every run.
         learning_rates: Variant → learning rate; "": all others.
+        sweep: Learning rates to choose from on validation sets, where none is given.
+        trained_on: What is trained on: the data folder as it is; or its `pairs` or `labels` by `benchmarks.paper.data`.
+        text_length: Maximum length of a text in training, in tokens. Default: the model's.
         seeds: Seeds of most variants.
         few_seeds: Seeds of variants with `few_seeds`.
         limits: Patterns of datasets → test rows or queries of each; None: all. Retrieval costs most, as all
@@ -104,11 +112,34 @@ class Scale:
     data: str | None
     changes: tuple[str, ...]
     learning_rates: dict[str, float] = field(default_factory=dict)
+    sweep: tuple[float, ...] = ()
+    trained_on: Literal["folder", "pairs", "labels"] = "folder"
+    text_length: int | None = None
     seeds: tuple[int, ...] = (42,)
     few_seeds: tuple[int, ...] = (42,)
     limits: dict[tuple[str, ...], int | None] = field(default_factory=lambda: {SEARCH: None, OTHERS: None})
     dtype: str | None = None
 
+
+MEDIUM = Scale(
+    source="runs/mlm-start/model",  # docs/lab.md has the command that makes it
+    data=None,
+    changes=(
+        "training.batch_size=256",
+        "training.mini_batch_size=64",
+        "training.bf16=true",
+        "model.max_length=128",
+        "validation.share=0.005",
+        "validation.limit=20",
+    ),
+    sweep=(1e-4, 2e-4, 4e-4, 8e-4),
+    trained_on="pairs",
+    text_length=64,
+    seeds=(42, 43, 44),
+    limits={SEARCH: 100, OTHERS: 500},
+    dtype="bfloat16",
+)
+"""The paper's regime: from a masked language model, on pairs of texts for all tasks. docs/plan-of-experiments.md."""
 
 SCALES = {
     "smoke": Scale(
@@ -151,14 +182,23 @@ SCALES = {
         learning_rates={"": 5e-6},
         seeds=(42, 43, 44),
     ),
+    "medium": MEDIUM,
+    "medium-labels": replace(MEDIUM, trained_on="labels"),
+    "medium-embedder": replace(MEDIUM, source="sentence-transformers/paraphrase-MiniLM-L3-v2"),
 }
 
 
 def recipe_of(name: str, scale: Scale, source: str, data: str, seed: int, changes: Sequence[str] = ()) -> Recipe:
-    """Return the complete recipe of one run, except for its output folder."""
+    """Return the complete recipe of one run, except for its output folder, and for its rate if there is a sweep."""
     variant = VARIANTS[name]
     rates = scale.learning_rates
     rate = rates.get(name, rates.get(""))
+    if scale.text_length is not None:
+        length = f"max_length: {scale.text_length}"
+        changes = [
+            *(f"tasks.{task}.datasets=[{{path: {task}/*, {length}}}]" for task in load_recipe(variant.recipe).tasks),
+            *changes,
+        ]
     settings = [f"model.source={source}", f"data.folder={data}", *scale.changes, f"training.seed={seed}"]
     if rate is not None:
         settings.append(f"training.learning_rate={rate}")

@@ -1,14 +1,16 @@
 """Train and evaluate the variants; existing models and scores are reused."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 
 import yaml
 
 import mote
 from benchmarks.locking import alone
-from benchmarks.paper.experiments import ALL_DATASETS, VARIANTS, Scale, recipe_of
+from benchmarks.paper.data import prepare
+from benchmarks.paper.experiments import ALL_DATASETS, SWEPT, VARIANTS, Scale, recipe_of
 from mote import Evaluation
 from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.reading import open_checkpoint
@@ -17,6 +19,8 @@ from mote.training.recipe_files import parse_recipe
 from mote.training.run_folder import differences, fixed_settings
 
 START = "start"  # the dense checkpoint, before any training
+SWEEP_LIMIT = "data.limit=1000"  # of each dataset: about a quarter of the pairs
+VALIDATION_LIMIT = 200  # of each validation set, in texts or queries
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Runs:
         out: Folder for models and scores.
         changes: `key=value` overrides of every run.
         report: Called with each line of progress.
+        made: Folder of `benchmarks.paper.data`. Default: `data` in `out`.
     """
 
     scale: Scale
@@ -38,6 +43,7 @@ class Runs:
     out: Path
     changes: tuple[str, ...] = ()
     report: Callable[[str], None] = print
+    made: str | None = None
 
     def model(self, name: str, seed: int) -> Path:
         """Return the folder of a model; train or make it first if it does not exist.
@@ -57,7 +63,10 @@ class Runs:
                 elif not folder.exists():
                     mote.transform(trained, folder, mote.experts.interpolate, variant.weight)
             return folder
-        recipe = recipe_of(name, self.scale, self.source, self.data, seed, [*self.changes, f"output={folder}"])
+        rate = self.rate(name)
+        chosen = [] if rate is None else [f"training.learning_rate={rate}"]
+        changes = [*chosen, *self.changes, f"output={folder}"]
+        recipe = recipe_of(name, self.scale, self.source, self.training_data(), seed, changes)
         with alone(folder):
             if (folder / "model").exists():
                 saved = parse_recipe(yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8")))
@@ -71,6 +80,59 @@ class Runs:
                 self.report(f"== training {folder.name}")
                 mote.train(recipe)
         return folder / "model"
+
+    def prepared(self) -> Path:
+        """Return the folder of `benchmarks.paper.data`; make it first if it does not exist."""
+        if self.made is not None:
+            return Path(self.made)
+        with alone(self.out / "data"):
+            return prepare(Path(self.data), self.out / "data")
+
+    def training_data(self) -> str:
+        """Return the data folder of the training."""
+        return self.data if self.scale.trained_on == "folder" else str(self.prepared() / self.scale.trained_on)
+
+    def rate(self, name: str) -> float | None:
+        """Return the learning rate of a variant: the best of all on validation sets, or its own; None: the scale's."""
+        if self.scale.learning_rates or not self.scale.sweep:
+            return None
+        own = name.removesuffix("-own-rate")
+        return best_rate(self.sweep(), None if own == name else own)
+
+    def sweep(self) -> dict[str, dict[float, float]]:
+        """Score variants at all rates on validation sets: variant → rate → mean over the task types.
+
+        They are trained on a part of the pairs, with the first seed.
+        """
+        return {
+            name: {rate: mean(self._swept(rate).on_validation(name).values()) for rate in self.scale.sweep}
+            for name in SWEPT
+        }
+
+    def _swept(self, rate: float) -> "Runs":
+        scale = replace(self.scale, learning_rates={"": rate}, seeds=self.scale.seeds[:1])
+        data = str(self.prepared())
+        return replace(
+            self, scale=scale, out=self.out / f"sweep-{rate:g}", changes=(*self.changes, SWEEP_LIMIT), made=data
+        )
+
+    def on_validation(self, name: str) -> dict[str, float]:
+        """Score the first seed of a variant on validation sets: task type → mean over its sets."""
+        label = f"{name}-seed{self.scale.seeds[0]}"
+        path = self.model(name, self.scale.seeds[0])
+        with alone(self.out / "validation" / label):
+            found = mote.evaluate(
+                {label: str(path)},
+                data=self.prepared() / "validation",
+                limit=VALIDATION_LIMIT,
+                dtype=self.scale.dtype,
+                out=self.out / "validation" / label,
+                trust_remote_code=True,
+            )
+        of_type: dict[str, list[float]] = {}
+        for dataset, score in found.scores[label].items():
+            of_type.setdefault(found.types[dataset], []).append(score)
+        return {kind: mean(scores) for kind, scores in of_type.items()}
 
     def seeds_of(self, name: str) -> tuple[int, ...]:
         """Seeds of a variant."""
@@ -126,6 +188,12 @@ class Runs:
                         out=self.out / "scores" / label / f"limit-{limit}",
                         trust_remote_code=True,
                     )
+
+
+def best_rate(sweep: dict[str, dict[float, float]], variant: str | None = None) -> float:
+    """Choose a variant's best rate; without one, that with the best mean over all variants."""
+    of_variants = list(sweep.values()) if variant is None else [sweep[variant]]
+    return max(of_variants[0], key=lambda rate: mean(scores[rate] for scores in of_variants))
 
 
 @dataclass(frozen=True)

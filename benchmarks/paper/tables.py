@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.paper.claims import ALL, Claim, Table
+from benchmarks.paper.claims import ALL, SEEN, UNSEEN, Claim, Table
 from benchmarks.paper.runs import Scores
 from mote.evaluation.scores import TASK_TYPES
 from mote.evaluation.statistics import Comparison, compare_scores
+from mote.reporting import markdown_table
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,19 @@ def table_of(table: Table, scores: Scores) -> str:
             shown.append(text if name == table.reference else f"{text} ({gain:+.2f})")
         lines.append(f"| {label} | " + " | ".join(shown) + " |")
     return "\n".join(lines)
+
+
+def paper_of(table: Table) -> str:
+    """Format the paper's own scores, empty if it has none."""
+    if not table.paper:
+        return ""
+    rows = len(next(iter(table.paper.values()))) - 1
+    types = {len(SEEN): SEEN, len(UNSEEN): UNSEEN}.get(rows, (*SEEN, *UNSEEN))
+    lines = [
+        [kind, *(f"{scores[number]:.2f}" for scores in table.paper.values())]
+        for number, kind in enumerate((*types, "over all datasets"))
+    ]
+    return markdown_table(["the paper's", *table.paper], lines)
 
 
 def compared(claim: Claim, table: Table, scores: Scores) -> tuple[Comparison, float | None]:

@@ -8,6 +8,8 @@ import pytest
 from helpers.paths import ROOT
 
 from benchmarks.paper import claims, experiments, runs, tables
+from benchmarks.paper.data import PAIRS, prepare
+from mote.data.rows import read_files
 
 
 def scores_of(**every: dict[str, list[float]]) -> object:
@@ -40,9 +42,21 @@ def test_settings_of_variants() -> None:
     assert list((recipe("mote-expert-rates").training.model_extra or {})["learning_rate_mapping"].values()) == [5e-4]
 
 
+def test_texts_are_cut_in_training_alone() -> None:
+    recipe = experiments.recipe_of("sem-retrieval", experiments.SCALES["medium"], "S", "D", 42)
+    assert [one.max_length for one in recipe.tasks["retrieval"].datasets] == [64]
+    assert recipe.model.max_length == 128
+
+
+def test_a_rate_for_all_or_for_one() -> None:
+    sweep = {"em": {1e-4: 50.0, 2e-4: 52.0, 4e-4: 51.0}, "mote": {1e-4: 50.0, 2e-4: 51.0, 4e-4: 53.0}}
+    assert runs.best_rate(sweep) == 4e-4
+    assert runs.best_rate(sweep, "em") == 2e-4
+
+
 def test_every_column_of_a_table_is_a_known_variant() -> None:
     known = {*experiments.VARIANTS, "start", "sem"}
-    for table in (*claims.TABLES.values(), claims.RATES):
+    for table in (*claims.TABLES.values(), claims.RATES, claims.OWN_RATES):
         assert known.issuperset(table.variants)
         assert table.reference in table.variants
         for claim in table.claims:
@@ -110,13 +124,34 @@ def test_a_model_trained_with_other_settings_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_no_validation_text_is_trained_on(shared: Path, tmp_path: Path) -> None:
+    folder = prepare(shared / "data", tmp_path / "data")
+
+    def texts(*patterns: str) -> set[str]:
+        files = [file for pattern in patterns for file in folder.glob(pattern)]
+        assert files
+        rows = [row.content for row in read_files(files)]
+        return {value.strip() for row in rows for key, value in row.items() if key != "_id" and isinstance(value, str)}
+
+    pairs = texts("pairs/*/*/train.jsonl.gz")
+    held_out = texts(
+        "validation/pair/*/test.jsonl.gz",
+        *(f"validation/beir/{name.split('/')[1]}/*.jsonl.gz" for name in PAIRS["retrieval"]),
+    )
+    assert len(pairs & held_out - {""}) == 0
+    assert sum(1 for _ in read_files(list(folder.glob("pairs/*/*/train.jsonl.gz")))) >= 60_000
+    types = {path.parent.parent.name for path in folder.glob("validation/*/*/test.jsonl.gz")}
+    assert types == {"classification", "clustering", "pair", "reranking", "sts"}
+
+
+@pytest.mark.slow
 def test_all_tables_and_figures(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.paper", "all", "training.max_steps=1", "--scale", "smoke"]
     done = subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     results = (tmp_path / "smoke" / "results.md").read_text()
     names = ["table2", "table3", "table4", "table5", "table6", "table7", "figure1", "figure3", "figures4to7"]
-    names += ["rates", "beyond"]
+    names = ["sweep", *names, "rates", "beyond"]
     assert [line.split(":")[0] for line in results.splitlines() if line.startswith("### ")] == [
         f"### {name}" for name in names
     ]

@@ -293,7 +293,7 @@ def _set_pooling(model: SentenceTransformer, pooling: str) -> None:
     Raises:
         ValueError: If it has no `Pooling`.
     """
-    names = {ours: theirs for theirs, ours in st.POOLING_NAMES.items()}
+    names: Any = {ours: theirs for theirs, ours in st.POOLING_NAMES.items()}
     for module in _poolings(model, f"model.pooling={pooling}"):
         module.pooling_mode = names[pooling]
 
