@@ -94,7 +94,10 @@ def settings_in(annotation: Any) -> type[BaseModel] | None:
 
 def all_settings(settings: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Name every key of a recipe, with its default."""
+    refused = getattr(settings, "WITHOUT_EFFECT", ())
     for name, field in settings.model_fields.items():
+        if name in refused:
+            continue
         inside = settings_in(field.annotation)
         if inside is not None:
             inner = {"tasks": ".TASK", "datasets": "[]", "stages": ".STAGE"}.get(name, "")

@@ -30,10 +30,17 @@ class PretrainedModelSettings(ModelSettings):
     new_head: bool = False
     pooling: Literal["mean", "cls", "last_token"] | None = None
 
+    WITHOUT_EFFECT: ClassVar = (
+        "instruction_pooling",
+        "pooling_latents",
+        "pooling_heads",
+        "pooling_head_dim",
+        "end_token",
+    )
+
     @model_validator(mode="after")
-    def _no_settings_of_embedders(self) -> "PretrainedModelSettings":
-        names = ("instruction_pooling", "pooling_latents", "pooling_heads", "pooling_head_dim", "end_token")
-        given = [name for name in names if getattr(self, name) is not None]
+    def _refuse_settings_without_effect(self) -> "PretrainedModelSettings":
+        given = [name for name in self.WITHOUT_EFFECT if getattr(self, name) is not None]
         if given:
             raise ValueError(f"{', '.join(given)}: without effect in pre-training; set it in `mote train`")
         return self
