@@ -64,3 +64,23 @@ def test_instructions_of_datasets(trained: Path, both: Path, tmp_path: Path, mon
     assert not seen
     with pytest.raises(ValueError, match="'trivia', which is not scored"):
         evaluate([str(model)], definitions={"trivia": "x"}, **where)
+
+
+@pytest.mark.long
+def test_tasks_without_instructions(trained: Path, both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The type of a dataset says which expert its texts reach, where no instruction does."""
+    seen = set()
+    tokenize = SentenceTransformer.preprocess
+
+    def spy(self: Any, inputs: Any, prompt: Any = None, **kwargs: Any) -> Any:
+        features = tokenize(self, inputs, prompt, **kwargs)
+        seen.add((prompt, features["route"]))
+        return features
+
+    monkeypatch.setattr(SentenceTransformer, "preprocess", spy)
+    tasks = mote.load(trained).config.tasks
+    model = mote.configure(trained, tmp_path / "without", instructions=dict.fromkeys(tasks, ""))
+    where: dict[str, Any] = {"tasks": ["trivia", "arxiv"], "limit": 40, "trust_remote_code": True}
+    assert not evaluate([str(model)], data=both, out=tmp_path / "out", **where).failures
+    assert {task for _, task in seen} == {"clustering", "query", "document"}
+    assert not any(prompt for prompt, _ in seen)
