@@ -5,8 +5,9 @@
 
 MODEL is a language model with its head, as of `mote pretrain mlm-dense`. Each variant is pre-trained by CoT-MAE, then
 fine-tuned as a hybrid retriever by the chain `cot`, on negatives of BM25 and on those that the first stage mines, and
-scored by its dense, sparse and hybrid vectors. What is there is reused, and an interrupted command resumes; several may
-share the work. Prints the tables as far as there are scores; writes `scores.json`.
+scored by its dense, sparse and hybrid vectors. Further seeds repeat the second stage, on the same mined negatives. What
+is there is reused, and an interrupted command resumes; several may share the work. Prints the tables; writes
+`scores.json`.
 """
 
 import argparse
@@ -15,8 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
+import numpy as np
 from filelock import Timeout
 
 import mote
@@ -27,6 +29,7 @@ from mote.data.rows import find_datasets, read_rows
 from mote.data.settings import DatasetSettings
 from mote.evaluation.statistics import compare_scores
 from mote.reporting import console_logging, markdown_table
+from mote.training.recipe_files import load_recipe
 
 KINDS = ("dense", "sparse", "hybrid")
 STAGES = ("stage1", "stage2")
@@ -41,7 +44,7 @@ class Variant:
         recipe: Recipe of its pre-training.
         pretraining: Settings of it.
         chain: Settings of its fine-tuning.
-        main: Whether it is fine-tuned with all seeds, not the first alone.
+        main: Whether its second stage is trained with all seeds, not the first alone.
         paper: Stage → MRR@10 on MS MARCO by dense, sparse and hybrid vectors; the paper's Tables 3 to 5.
     """
 
@@ -73,17 +76,18 @@ ROWS = {
 }
 """Dataset → rows at most: about 50,000 in all."""
 PRETRAINING = (
-    "model.max_length=64",
+    "model.max_length=48",
     "training.batch_size=128",
     "training.max_steps=400",
     "training.warmup_steps=0.1",
     "training.bf16=true",
     "validation.limit=100",
 )
-LENGTHS = "{anchor: 24, positive: 48, negative: 48}"
+LENGTHS = "{anchor: 16, positive: 40, negative: 40}"  # short: most of a step is each token times the vocabulary
 CHAIN = (
     "stages.stage1.mining.negatives=4",
     "stages.stage2.mining.negatives=4",
+    "stages.stage2.train.data.limit=3000",  # of each dataset: about half of the rows
     f"train.tasks.retrieval.datasets=[{{path: retrieval/*, negatives: 1, max_length: {LENGTHS}}}]",
     "train.training.num_train_epochs=1",
     "train.training.mini_batch_size=null",  # texts this short fit
@@ -140,13 +144,19 @@ class Comparison:
         return folder / "model"
 
     def model(self, name: str, seed: int, stage: str) -> Path:
-        """Return a model of the chain; run it first if its last one does not exist."""
-        folder = self.out / _file(name) / f"chain-seed{seed}"
-        if not (folder / STAGES[-1] / "train" / "model").exists():
-            own = [f"train.model.source={self.pretrained(name)}", f"data.folder={self.rows()}", f"output={folder}"]
+        """Return a model of a variant; run the chain, or with a further seed its second stage, if it does not exist."""
+        first = self.out / _file(name) / "chain"
+        last = first / STAGES[-1] / "train"
+        if not (last / "model").exists():
+            own = [f"train.model.source={self.pretrained(name)}", f"data.folder={self.rows()}", f"output={first}"]
             quick = [f"train.{setting}" for setting in QUICK] if self.quick else []
-            chain("cot", [*own, f"train.training.seed={seed}", *CHAIN, *VARIANTS[name].chain, *quick])
-        return folder / stage / "train" / "model"
+            chain("cot", [*own, f"train.training.seed={self.seeds[0]}", *CHAIN, *VARIANTS[name].chain, *quick])
+        if seed != self.seeds[0]:
+            folder = self.out / _file(name) / f"{stage}-seed{seed}"
+            if not (folder / "model").exists():
+                mote.train(load_recipe(last / "recipe.yaml", [f"training.seed={seed}", f"output={folder}"]))
+            return folder / "model"
+        return first / stage / "train" / "model"
 
     def runs(self) -> list[tuple[str, int]]:
         """Variants and seeds, the first seed of all first."""
@@ -157,8 +167,8 @@ class Comparison:
     def scores(self, name: str, seed: int, timeout: float = -1) -> dict[str, dict[str, float]]:
         """Score the models of a chain; returns stage and kind of vectors, `stage1 dense` → dataset → nDCG@10."""
         scores = {}
-        with alone(self.out / _file(name) / f"chain-seed{seed}", timeout):
-            for stage in STAGES:
+        with alone(self.out / _file(name) / f"seed{seed}", timeout), alone(self.out / _file(name) / "chain", timeout):
+            for stage in STAGES if seed == self.seeds[0] else STAGES[-1:]:
                 found = mote.evaluate(
                     {stage: str(self.model(name, seed, stage))},
                     data=self.data,
@@ -198,7 +208,8 @@ def report(every: dict[str, dict[str, dict[str, list[float]]]]) -> str:
     rows = []
     for name, variant in VARIANTS.items():
         for stage in STAGES:
-            cells = [_cell(every[name][f"{stage} {kind}"]) for kind in KINDS]
+            of_seeds = [np.mean([*every[name][f"{stage} {kind}"].values()], axis=0) for kind in KINDS]
+            cells = [f"{of.mean():.2f}" + (f" ± {of.std(ddof=1):.2f}" if len(of) > 1 else "") for of in of_seeds]
             paper = [f"{score:.1f}" for score in variant.paper.get(stage, ())] or [""] * len(KINDS)
             rows.append([name, {"stage1": "BM25", "stage2": "mined"}[stage], *cells, *paper])
     columns = ["", "negatives", *(f"{kind}, nDCG@10" for kind in KINDS), *(f"{kind}, paper: MRR@10" for kind in KINDS)]
@@ -216,11 +227,6 @@ def report(every: dict[str, dict[str, dict[str, list[float]]]]) -> str:
         means = [[mean(every[name][which][dataset]) for dataset in datasets] for name, which in (better, other)]
         lines.append(f"- {compare_scores(', '.join(better), ', '.join(other), *means)}")
     return "\n".join(lines)
-
-
-def _cell(scores: dict[str, list[float]]) -> str:
-    of_seeds = [mean(of_seed) for of_seed in zip(*scores.values(), strict=True)]
-    return f"{mean(of_seeds):.2f}" + (f" ± {stdev(of_seeds):.2f}" if len(of_seeds) > 1 else "")
 
 
 def _file(name: str) -> str:

@@ -89,6 +89,16 @@ def test_what_others_wrote_into_the_card_stays(fresh_folder: Path, tmp_path: Pat
     assert "\nmote set small-mote default_task=sts --overwrite\n" in after
 
 
+def test_another_expert_for_a_task(place: Path) -> None:
+    before = trusted(place)
+    assert main(["set", str(place), "expert.sts=clustering", "expert.topics=clustering"]) == 0
+    model = trusted(place)
+    for task in ("sts", "topics"):
+        assert (model.encode(TEXTS, task=task) == before.encode(TEXTS, task="clustering")).all()
+    assert (model.encode(TEXTS, prompt_name="sts") == before.encode(TEXTS, prompt_name="clustering")).all()
+    assert (model.encode(TEXTS, task="summarization") == before.encode(TEXTS, task="classification")).all()
+
+
 def test_into_another_folder(place: Path, tmp_path: Path) -> None:
     before = contents(place)
     out = tmp_path / "out"
@@ -110,6 +120,7 @@ def test_into_another_folder(place: Path, tmp_path: Path) -> None:
         ),
         (["route_by_text=no"], "route_by_text must be true or false, got 'no'"),
         (["instruction.=x"], "Unknown setting 'instruction.'. Did you mean 'instruction.TASK'?"),
+        (["expert.sts=clusterin"], "'clusterin'"),
         (["default_task=clusterin"], "default_task 'clusterin' is not a task. Did you mean 'clustering'? Available: "),
         (["instruction.topics=x"], "Instruction for an unknown task 'topics'. Available: 'classification', "),
         (["instruction.clustering=search_query: "], "already stands for the expert 'clustering'"),
@@ -128,8 +139,7 @@ def test_nothing_to_set(upcycled: Path) -> None:
     with pytest.raises(
         ValueError,
         match=r"Nothing to set: expected default_task or route_by_text or instruction_pooling or "
-        r"end_token or "
-        r"instruction\.TASK or definition\.TASK",
+        r"end_token or expert\.TASK or instruction\.TASK or definition\.TASK",
     ):
         mote.configure(upcycled)
 
@@ -151,5 +161,6 @@ def test_files_that_cannot_grow(upcycled: Path, tmp_path: Path) -> None:
 
 def test_a_token_routed_model_never_asks_the_text(tmp_path: Path) -> None:
     folder = mote.upcycle(str(dense_checkpoint(tmp_path / "dense")), tmp_path / "routed", routing="token")
-    with pytest.raises(ValueError, match="route_by_text has no effect here"):
-        mote.configure(folder, route_by_text=False)
+    for settings in ({"route_by_text": False}, {"tasks": {"sts": "clustering"}}):
+        with pytest.raises(ValueError, match=r"(route_by_text|expert\.sts) has no effect here"):
+            mote.configure(folder, **settings)

@@ -141,8 +141,8 @@ def set_values(
             parser=options.pair,
             metavar="KEY=VALUE...",
             help="default_task=TASK (none: an error again), route_by_text=false (an instruction in a text does not "
-            "pick its expert), instruction.TASK=TEXT, definition.TASK=TEXT, instruction_pooling=excluded or "
-            "end_token=TOKEN.",
+            "pick its expert), expert.TASK=EXPERT, instruction.TASK=TEXT, definition.TASK=TEXT, "
+            "instruction_pooling=excluded or end_token=TOKEN.",
         ),
     ],
     out: Annotated[str | None, typer.Option("--out", metavar="DIR", help="Output folder. Default: SRC itself.")] = None,
@@ -150,7 +150,7 @@ def set_values(
     *,
     write: "mote.WriteOptions",
 ) -> None:
-    """Set default task, instructions and routing.
+    """Set default task, tasks of experts, instructions and routing.
 
     Prompts and card follow.
     """

@@ -21,10 +21,17 @@ from mote.checkpoints.writing import WriteOptions
 if TYPE_CHECKING:
     from modeling_mote import MoTEModel
 
+EXPERT = "expert."  # and the task, as in "expert.sts"
 INSTRUCTION = "instruction."  # and the task, as in "instruction.clustering"
 DEFINITION = "definition."  # the same, of the instruction that `mote.instruction_with` makes of it
 END_TOKEN = "end_token"
-KEYS = ("default_task", "route_by_text", SETTING, END_TOKEN, f"{INSTRUCTION}TASK", f"{DEFINITION}TASK")
+KEYS = (
+    "default_task",
+    "route_by_text",
+    SETTING,
+    END_TOKEN,
+    *(f"{key}TASK" for key in (EXPERT, INSTRUCTION, DEFINITION)),
+)
 
 _UNCHANGED: Any = object()
 
@@ -35,6 +42,7 @@ def configure(
     *,
     default_task: str | None = _UNCHANGED,
     route_by_text: bool | None = None,
+    tasks: Mapping[str, str] | None = None,
     instructions: Mapping[str, str] | None = None,
     instruction_pooling: str | None = None,
     end_token: str | None = None,
@@ -51,6 +59,7 @@ def configure(
         default_task: Task of texts for which none is given; None: none, which makes that an error. No instruction is
             put in front of such texts.
         route_by_text: Whether an instruction that a text begins with picks its expert. None: as it is.
+        tasks: Task, also a new one → expert that serves it. A task without an instruction of its own has the expert's.
         instructions: Task → text put in front of its inputs.
         instruction_pooling: `included`: embeddings are made of the instruction, too. `excluded`: it is read, and left
             out of the pooling. `excluded_by_count`: the same by NV-Embed's own count of its tokens. None: as it is.
@@ -70,6 +79,7 @@ def configure(
         PermissionError: If the Hub refuses the push.
     """
     changes: dict[str, Any] = {INSTRUCTION + task: text for task, text in (instructions or {}).items()}
+    changes |= {EXPERT + task: expert for task, expert in (tasks or {}).items()}
     if default_task is not _UNCHANGED:
         changes["default_task"] = default_task
     if route_by_text is not None:
@@ -109,6 +119,8 @@ def parse_settings(words: Mapping[str, str]) -> dict[str, Any]:
             settings[key] = value.lower() == "true"
         elif key in (SETTING, END_TOKEN):
             settings[key] = value
+        elif key.startswith(EXPERT) and key != EXPERT:
+            settings.setdefault("tasks", {})[key.removeprefix(EXPERT)] = value
         elif key.startswith(DEFINITION) and key != DEFINITION:
             settings.setdefault("instructions", {})[key.removeprefix(DEFINITION)] = instruction_with(value)
         elif task and task != key:
@@ -130,12 +142,18 @@ def _write(folder: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
 @verb("set", "made by setting {changes} in", positional=("changes",), same_model=True)
 def _set(model: "MoTEModel", changes: Mapping[str, Any]) -> None:
     config = model.config
-    of_files = (SETTING, END_TOKEN)
-    fields = {key: value for key, value in changes.items() if key not in of_files and not key.startswith(INSTRUCTION)}
-    texts = {key.removeprefix(INSTRUCTION): text for key, text in changes.items() if key.startswith(INSTRUCTION)}
-    fields["instructions"] = {**config.instructions, **texts}
-    if "route_by_text" in fields and not config.routes_by_task:
-        raise ValueError("route_by_text has no effect here: each token of this model finds its experts by a router")
+    parts = {
+        prefix: {key.removeprefix(prefix): value for key, value in changes.items() if key.startswith(prefix)}
+        for prefix in (EXPERT, INSTRUCTION)
+    }
+    fields = {key: changes[key] for key in ("default_task", "route_by_text") if key in changes}
+    fields |= {
+        "tasks": {**config.tasks, **parts[EXPERT]},
+        "instructions": {**config.instructions, **parts[INSTRUCTION]},
+    }
+    routing = [key for key in changes if key == "route_by_text" or key.startswith(EXPERT)]
+    if routing and not config.routes_by_task:
+        raise ValueError(f"{routing[0]} has no effect here: each token of this model finds its experts by a router")
     valid = type(config).from_dict({**config.to_dict(), **fields})
     for field in fields:
         setattr(config, field, getattr(valid, field))
