@@ -1,12 +1,12 @@
 """Cost of training: pairs per second compared with the dense model, memory of a large batch, start-up time.
 
     python -m benchmarks.training speed [--model MODEL] [--seconds N] [--steps N]
-    python -m benchmarks.training memory [--model MODEL] [--batch-size N]
+    python -m benchmarks.training memory [--model MODEL] [--batch-size N] [--recipe NAME]
     python -m benchmarks.training start
 
-`speed` trains MoTE in turns with the dense model (with instructions) and with token routing, same batches and
-trainer. `memory` measures one step in a process of its own, with and without gradient caching. `start` measures
-the time from the command to the end of the first step.
+`speed` trains MoTE in turns with the dense model (with instructions), with token routing and with task LoRAs, same
+batches and trainer. `memory` measures one step in a process of its own, with and without gradient caching. `start`
+measures the time from the command to the end of the first step.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmarks.pairing import compare
 ROOT = Path(__file__).parents[1]
 SMALL_ENCODER = ROOT / "examples" / "small-encoder"
 DATA = ROOT / "examples" / "data"
-LABELS = {"ic": "dense", "tlr": "token routing"}
+LABELS = {"ic": "dense", "tlr": "token routing", "task-lora": "task LoRAs"}
 COMMON = (f"data.folder={DATA}", "validation.share=0", "training.save_strategy='no'")
 
 
@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="steps of each run in a comparison of speed")
     parser.add_argument("--batch-size", type=int, default=6144)
     parser.add_argument("--mini-batch-size", type=int, default=None)
+    parser.add_argument("--recipe", default="mote", help="of memory")
     options = parser.parse_args()
     {"speed": speed, "memory": memory, "start": start, "one-step": one_step}[options.what](options)
 
@@ -63,8 +64,8 @@ def speed(options: argparse.Namespace) -> None:
     print("| | pairs per second | MoTE, pairs per second | MoTE / it |")
     print("| --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
-        runs = {name: ready(name, folder) for name in ("mote", "ic", "tlr")}
-        for name in ("ic", "tlr"):
+        runs = {name: ready(name, folder) for name in ("mote", *LABELS)}
+        for name in LABELS:
             train(runs[name])
             rows = sum(
                 of_set["rows"] for of_set in runs[name].tracker.training_sets.values()
@@ -82,7 +83,7 @@ def memory(options: argparse.Namespace) -> None:
     floor = None
     for batch_size, mini_batch_size in ((16, 16), (options.batch_size, 256), (options.batch_size, None)):
         command = [sys.executable, "-m", "benchmarks.training", "one-step", "--model", options.model]
-        command += ["--batch-size", str(batch_size)]
+        command += ["--batch-size", str(batch_size), "--recipe", options.recipe]
         command += [] if mini_batch_size is None else ["--mini-batch-size", str(mini_batch_size)]
         # return freed blocks at once, so that the peak counts only memory in use
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -119,7 +120,7 @@ def one_step(options: argparse.Namespace) -> None:
         settings = [*COMMON, f"model.source={options.model}", f"output={folder}/run", "model.max_length=16"]
         settings += [f"tasks={{retrieval: {task}}}", f"data.folder={folder}/data", "training.max_steps=1"]
         settings += [f"training.batch_size={options.batch_size}", f"training.mini_batch_size={mini}"]
-        run = prepare(load_recipe("mote", settings), RunFolder(Path(folder) / "run"))
+        run = prepare(load_recipe(options.recipe, settings), RunFolder(Path(folder) / "run"))
         began = time.perf_counter()
         run.trainer.train()
         seconds = time.perf_counter() - began
