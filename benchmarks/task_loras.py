@@ -21,7 +21,7 @@ from benchmarks.paper.tables import claims_of, table_of
 from mote.reporting import console_logging, markdown_table
 
 VARIANTS = ("ic", "mote", "task-lora")
-RATES = (1.5e-4, 5e-4, 1.5e-3, 5e-3)
+RATES = (1.5e-4, 5e-4, 1.5e-3, 5e-3, 1.5e-2)
 CHANGES = (
     "training.mini_batch_size=null",
 )  # texts this short fit: a second forward pass would cost a third of the time
