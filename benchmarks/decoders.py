@@ -98,8 +98,8 @@ TRAINING = (
     "training.gradient_checkpointing=false",
     "training.mini_batch_size=null",
     "training.batch_size=64",
-    "training.max_steps=500",
-    "training.warmup_steps=50",
+    "training.max_steps=300",
+    "training.warmup_steps=30",
     "training.learning_rate=5e-4",
     "validation.limit=40",
 )
