@@ -317,8 +317,7 @@ def _load_model(
     state = processes()
     try:
         model, names = build_model(recipe, source, folder.path)
-        if isinstance(model, SparseEncoder):
-            model.model_card_data.generate_widget_examples = False  # the library's card would embed without a task
+        model.model_card_data.generate_widget_examples = False  # the library's card would embed without a task
         return model, names
     finally:
         state.wait_for_everyone()
