@@ -153,8 +153,8 @@ class MoTEConfig(PreTrainedConfig):
             raise ValueError(f"experts must be a list of names, got the string {self.experts!r}")  # noqa: TRY004
         self.experts = list(PAPER_INSTRUCTIONS if self.experts is None else self.experts)
         own_names = {expert: expert for expert in self.experts}
-        named = {**own_names, **(self.tasks or {})}
-        others = {**{task: named[like] for task, like in UNSEEN_TASKS.items() if like in named}, **(self.tasks or {})}
+        unseen = {task: like for task, like in UNSEEN_TASKS.items() if like in own_names}
+        others = {**unseen, **(self.tasks or {})}
         # Sorted, because JSON sorts them as well, and `task_ids` are indices into this order.
         self.tasks = {**own_names, **{task: others[task] for task in sorted(others, key=str)}}
         if self.instructions is None:

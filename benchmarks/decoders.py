@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from itertools import chain, product
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import torch
 from datasets import Dataset
@@ -93,6 +92,7 @@ TRAINING = (
     "model.experts=[all]",
     f"model.tasks={ONE_EXPERT}",
     "model.max_length=128",
+    "model.end_token=eos",  # a text without a token has that one, at least
     f"tasks.retrieval.datasets=[{{path: retrieval/*, negatives: 1, max_length: {LENGTHS}}}]",
     "training.peft=null",  # so small a decoder learns too little by LoRA
     "training.gradient_checkpointing=false",
@@ -140,7 +140,8 @@ class Comparison:
             _tokenizer(self._texts()).save_pretrained(folder / "tokenizer")
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
         set_seed(42)
-        model = MistralForCausalLM(MistralConfig(vocab_size=len(tokenizer), **_tokens(tokenizer), **SIZES))
+        tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+        model = MistralForCausalLM(MistralConfig(vocab_size=len(tokenizer), **tokens, **SIZES))
         settings = PRETRAINING | ({"max_steps": 2, "warmup_steps": 0} if self.quick else {})
         arguments = TrainingArguments(
             output_dir=str(folder / "checkpoints"),
@@ -273,10 +274,6 @@ def _tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
         texts, trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=[END, "<pad>"], initial_alphabet=alphabet)
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token="<pad>")
-
-
-def _tokens(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    return {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
 
 
 def _blocks(tokenizer: PreTrainedTokenizerFast, texts: Iterator[str]) -> list[list[int]]:

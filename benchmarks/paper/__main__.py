@@ -102,8 +102,8 @@ def _similarity(name: str, title: str, variants: tuple[str, ...], runs: Runs) ->
 def _sweep(runs: Runs) -> str:
     if not runs.scale.sweep:
         return "### sweep: the learning rates of this scale are given"
-    found = runs.sweep()
-    rows = [[name, *(f"{of_rates[rate]:.2f}" for rate in runs.scale.sweep)] for name, of_rates in found.items()]
+    found = runs.sweep
+    rows = [[name, *(f"{score:.2f}" for score in of_rates.values())] for name, of_rates in found.items()]
     (runs.out / "sweep.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     title = "learning rates, by the mean over six task types of validation sets"
     columns = ["", *(f"{rate:g}" for rate in runs.scale.sweep)]

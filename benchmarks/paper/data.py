@@ -83,8 +83,9 @@ def _write_pairs(data: Path, out: Path) -> dict[str, Rows]:
     unseen = {text for of_set in held_out.values() for row in of_set for text in _texts(row)}
     for task, datasets in PAIRS.items():
         for name, limit in datasets.items():
-            kept = (row for row in rows[name] if unseen.isdisjoint(_texts(row)) and row.pop("label", 1) == 1)
-            _write(out / "pairs" / task / Path(name).name / "train", islice(kept, limit))
+            kept = (row for row in rows[name] if unseen.isdisjoint(_texts(row)) and row.get("label", 1) == 1)
+            pairs = ({key: value for key, value in row.items() if key != "label"} for row in islice(kept, limit))
+            _write(out / "pairs" / task / Path(name).name / "train", pairs)
     return held_out
 
 

@@ -33,6 +33,7 @@ class Variant:
         few_seeds: Whether it is trained with the scale's `few_seeds` only.
         made_of: Source of a variant that is averaged or interpolated instead of trained.
         weight: Interpolation weight of the experts' mean; 1 is Expert Averaging, a dense model.
+        own_rate: Whether its learning rate is its own best one, where the scale's others share one.
     """
 
     recipe: str
@@ -41,6 +42,7 @@ class Variant:
     few_seeds: bool = False
     made_of: str | None = None
     weight: float | None = None
+    own_rate: bool = False
 
 
 def ablations(task: str) -> dict[str, tuple[str, float]]:
@@ -84,7 +86,7 @@ VARIANTS: dict[str, Variant] = {
     "mote-homogeneous": Variant("mote", HOMOGENEOUS, few_seeds=True),
     "task-lora": Variant("task-lora"),
     **{f"{name}-high-rate": Variant(name, few_seeds=True) for name in ("em", "ic", "mote", "mote-every-other")},
-    **{f"{name}-own-rate": Variant(name) for name in SWEPT},
+    **{f"{name}-own-rate": Variant(name, own_rate=True) for name in SWEPT},
     **{name: _ablation(task, *changed) for task in TASKS for name, changed in ablations(task).items()},
 }
 
@@ -99,6 +101,7 @@ class Scale:
         changes: Settings of every run.
         learning_rates: Variant → learning rate; "": all others.
         sweep: Learning rates to choose from on validation sets, where none is given.
+        rates_of: Scale whose sweep it is. Default: its own.
         trained_on: What is trained on: the data folder as it is; or its `pairs` or `labels` by `benchmarks.paper.data`.
         text_length: Maximum length of a text in training, in tokens. Default: the model's.
         seeds: Seeds of most variants.
@@ -113,6 +116,7 @@ class Scale:
     changes: tuple[str, ...]
     learning_rates: dict[str, float] = field(default_factory=dict)
     sweep: tuple[float, ...] = ()
+    rates_of: str | None = None
     trained_on: Literal["folder", "pairs", "labels"] = "folder"
     text_length: int | None = None
     seeds: tuple[int, ...] = (42,)
@@ -183,7 +187,7 @@ SCALES = {
         seeds=(42, 43, 44),
     ),
     "medium": MEDIUM,
-    "medium-labels": replace(MEDIUM, trained_on="labels"),
+    "medium-labels": replace(MEDIUM, trained_on="labels", rates_of="medium"),
     "medium-embedder": replace(MEDIUM, source="sentence-transformers/paraphrase-MiniLM-L3-v2"),
 }
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import mean
 
@@ -10,7 +11,7 @@ import yaml
 import mote
 from benchmarks.locking import alone
 from benchmarks.paper.data import prepare
-from benchmarks.paper.experiments import ALL_DATASETS, SWEPT, VARIANTS, Scale, recipe_of
+from benchmarks.paper.experiments import ALL_DATASETS, SCALES, SWEPT, VARIANTS, Scale, recipe_of
 from mote import Evaluation
 from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.reading import open_checkpoint
@@ -34,7 +35,6 @@ class Runs:
         out: Folder for models and scores.
         changes: `key=value` overrides of every run.
         report: Called with each line of progress.
-        made: Folder of `benchmarks.paper.data`. Default: `data` in `out`.
     """
 
     scale: Scale
@@ -43,7 +43,6 @@ class Runs:
     out: Path
     changes: tuple[str, ...] = ()
     report: Callable[[str], None] = print
-    made: str | None = None
 
     def model(self, name: str, seed: int) -> Path:
         """Return the folder of a model; train or make it first if it does not exist.
@@ -51,6 +50,7 @@ class Runs:
         Raises:
             ValueError: If the folder holds a model trained with other settings.
         """
+        name = self.trained_as(name)
         variant = VARIANTS[name]
         folder = self.out / "models" / f"{name}-seed{seed}"
         if variant.weight is not None and variant.made_of is not None:
@@ -83,8 +83,6 @@ class Runs:
 
     def prepared(self) -> Path:
         """Return the folder of `benchmarks.paper.data`; make it first if it does not exist."""
-        if self.made is not None:
-            return Path(self.made)
         with alone(self.out / "data"):
             return prepare(Path(self.data), self.out / "data")
 
@@ -96,30 +94,34 @@ class Runs:
         """Return the learning rate of a variant: the best of all on validation sets, or its own; None: the scale's."""
         if self.scale.learning_rates or not self.scale.sweep:
             return None
-        own = name.removesuffix("-own-rate")
-        return best_rate(self.sweep(), None if own == name else own)
+        return best_rate(self.sweep, VARIANTS[name].recipe if VARIANTS[name].own_rate else None)
 
+    def trained_as(self, name: str) -> str:
+        """Name the variant that another one with a rate of its own is, if that is the rate of all."""
+        same = VARIANTS[name].own_rate and self.rate(name) == best_rate(self.sweep)
+        return VARIANTS[name].recipe if same else name
+
+    @cached_property
     def sweep(self) -> dict[str, dict[float, float]]:
-        """Score variants at all rates on validation sets: variant → rate → mean over the task types.
+        """Scores of variants at all rates on validation sets: variant → rate → mean over the task types.
 
         They are trained on a part of the pairs, with the first seed.
         """
-        return {
-            name: {rate: mean(self._swept(rate).on_validation(name).values()) for rate in self.scale.sweep}
-            for name in SWEPT
-        }
+        if self.scale.rates_of is not None:
+            other = self.scale.rates_of
+            return replace(self, scale=SCALES[other], out=self.out.with_name(other)).sweep
+        found: dict[str, dict[float, float]] = {name: {} for name in SWEPT}
+        for rate in self.scale.sweep:
+            scale = replace(self.scale, learning_rates={"": rate}, trained_on="folder")
+            data, changes = self.training_data(), (*self.changes, SWEEP_LIMIT)
+            swept = replace(self, scale=scale, data=data, out=self.out / f"sweep-{rate:g}", changes=changes)
+            for name in SWEPT:
+                path = swept.model(name, scale.seeds[0])
+                found[name][rate] = mean(self.on_validation(f"{name}-{rate:g}", path).values())
+        return found
 
-    def _swept(self, rate: float) -> "Runs":
-        scale = replace(self.scale, learning_rates={"": rate}, seeds=self.scale.seeds[:1])
-        data = str(self.prepared())
-        return replace(
-            self, scale=scale, out=self.out / f"sweep-{rate:g}", changes=(*self.changes, SWEEP_LIMIT), made=data
-        )
-
-    def on_validation(self, name: str) -> dict[str, float]:
-        """Score the first seed of a variant on validation sets: task type → mean over its sets."""
-        label = f"{name}-seed{self.scale.seeds[0]}"
-        path = self.model(name, self.scale.seeds[0])
+    def on_validation(self, label: str, path: Path) -> dict[str, float]:
+        """Score a model on the validation sets: task type → mean over its sets."""
         with alone(self.out / "validation" / label):
             found = mote.evaluate(
                 {label: str(path)},
@@ -161,7 +163,7 @@ class Runs:
 
     def _score(self, name: str, seed: int, types: dict[str, str]) -> dict[str, float]:
         """Return the score on each dataset; add the task types to `types`."""
-        label = name if name == START else f"{name}-seed{seed}"
+        label = START if name == START else f"{self.trained_as(name)}-seed{seed}"
         path = self.start() if name == START else self.model(name, seed)
         scores: dict[str, float] = {}
         for evaluation in self._evaluations(

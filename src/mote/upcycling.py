@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
 from architectures_mote import ARCHITECTURES
-from configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, alternatives
+from configuration_mote import PAPER_INSTRUCTIONS, UNSEEN_TASKS, MoTEConfig, alternatives
 from modeling_mote import MoTEModel
 from mote.checkpoints import cards, nomic_moe, nv_embed
 from mote.checkpoints import sentence_transformers as st
@@ -532,7 +532,7 @@ def _config(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTE
         backbone_config=source.config,
         pooling=pooling,
         experts=options.experts,
-        tasks=options.tasks,
+        tasks=with_unseen_tasks(options.tasks),
         mote_layers=options.layers,
         default_task=options.default_task,
         layer_path=layer_path,
@@ -555,7 +555,7 @@ def _hierarchical_config(options: UpcyclingOptions, source: Checkpoint, pooling:
         backbone_config=routed,
         pooling=pooling,
         experts=options.experts or routed.experts,
-        tasks={**inherited, **(options.tasks or {})},
+        tasks=with_unseen_tasks({**inherited, **(options.tasks or {})}),
         mote_layers=options.layers,
         default_task=options.default_task,
     )
@@ -572,7 +572,8 @@ def _published_config(options: UpcyclingOptions, source: Checkpoint, pooling: st
             f"{source.name} is a mixture of token-routed experts already, whose {fixed[0]} cannot be chosen: leave it "
             "out. For task experts, convert it first, and upcycle the result: `mote upcycle --src DIR --expert …`"
         )
-    settings = {"tasks": options.tasks, "default_task": options.default_task, "pooling": pooling}
+    tasks = with_unseen_tasks(options.tasks)
+    settings = {"tasks": tasks, "default_task": options.default_task, "pooling": pooling}
     return type(source.config)(**{**source.config.to_dict(), **settings})  # type: ignore[return-value]
 
 
@@ -589,10 +590,17 @@ def _router(config: Any) -> str:
     )
 
 
+def with_unseen_tasks(tasks: dict[str, str] | None) -> dict[str, str]:
+    """Add to task → expert the tasks that nothing is trained on, each to the expert of the task that it follows."""
+    tasks = tasks or {}
+    return {**{task: tasks[like] for task, like in UNSEEN_TASKS.items() if like in tasks}, **tasks}
+
+
 def instructions_of(options: UpcyclingOptions, config: MoTEConfig, of_source: dict[str, str]) -> dict[str, str]:
     """Return the instructions of a result: those of the options, of the source, and of the config, the first that is.
 
-    Those of the paper do not go together with definitions.
+    Those of the paper do not go together with definitions. A task that follows another one, as `query` follows
+    `search_query`, has the instruction of that one.
 
     Raises:
         ValueError: If a task has both, or the template is not one.
@@ -605,7 +613,12 @@ def instructions_of(options: UpcyclingOptions, config: MoTEConfig, of_source: di
     made = {task: instruction_with(definition, options.template) for task, definition in definitions.items()}
     papers = PAPER_INSTRUCTIONS if made else {}
     own = {task: text for task, text in config.instructions.items() if text != papers.get(task)}
-    return {**own, **of_source, **given, **made}
+    texts = {**own, **of_source, **given, **made}
+    for task, like in UNSEEN_TASKS.items():
+        together = like not in config.experts and task in config.tasks and config.tasks[task] == config.tasks.get(like)
+        if together and like in texts:
+            texts.setdefault(task, texts[like])
+    return texts
 
 
 def default_out(src: str) -> Path:

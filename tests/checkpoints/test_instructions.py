@@ -114,6 +114,12 @@ def test_definitions(dense: Path, tmp_path: Path) -> None:
     assert trusted(changed).prompts["Clustering"] == "Instruct: Group\nQuery: "
     plan = mote.plan_upcycling(str(dense), definitions={"search_query": "Find"}, template="Do: {definition} | {text}")
     assert plan.config.instruction_of("query") == "Do: Find | "
+    one = {"experts": ["all"], "tasks": {"search_query": "all", "search_document": "all", "sts": "all"}}
+    plan = mote.plan_upcycling(str(dense), **one, definitions={"search_query": "Find"})
+    assert set(plan.config.tasks) == {"all", "search_query", "search_document", "query", "document", "sts"}
+    texts = {task: plan.config.instruction_of(task) for task in plan.config.tasks}
+    find = "Instruct: Find\nQuery: "
+    assert texts == {**dict.fromkeys(plan.config.tasks, ""), "search_query": find, "query": find}
     for options, message in [
         ({"definitions": {"sts": "a"}, "instructions": {"sts": "b"}}, "'sts' has an instruction and a definition"),
         ({"template": "Do {definition}"}, "around definitions, and there are none"),

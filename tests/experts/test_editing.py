@@ -226,6 +226,14 @@ def test_tasks_of_a_removed_expert(tmp_path: Path) -> None:
     assert_round_trip(model, tmp_path)
 
 
+def test_tasks_stay_removed_when_another_expert_takes_the_one_they_follow(tmp_path: Path) -> None:
+    model = paper_mote()
+    unseen = dict.fromkeys(("pair_classification", "sts", "summarization"))
+    mote.experts.remove(model, "classification", tasks={"classification": "clustering", **unseen})
+    assert set(model.config.tasks) == {*PAPER, "query", "document"}
+    assert_round_trip(model, tmp_path)
+
+
 def test_a_task_outlives_the_expert_of_its_name(tmp_path: Path) -> None:
     model = trained_mote("bert", default_task="alpha")
     mote.experts.remove(model, "alpha", tasks={"alpha": "beta"})

@@ -53,11 +53,6 @@ def test_tasks_that_the_paper_does_not_train_on_come_with_their_expert() -> None
     assert config(tasks={"query": "clustering"}).expert_of("query") == "clustering"
 
 
-def test_they_come_with_tasks_that_share_an_expert_too() -> None:
-    one = config(experts=["all"], tasks={"search_query": "all", "sts": "all"})
-    assert one.tasks == {"all": "all", "query": "all", "search_query": "all", "sts": "all"}
-
-
 def test_a_task_has_its_own_instruction_or_that_of_its_expert() -> None:
     mote = two(tasks={"own": "a", "none": "a"}, instructions={"a": "A: ", "own": "Own: "})
     assert [mote.instruction_of(task) for task in ("a", "own", "none", "b")] == ["A: ", "Own: ", "A: ", ""]

@@ -304,8 +304,8 @@ def _instructions(definitions: Mapping[str, str], template: str | None, names: S
 def instructed(encoder: Any, task: AbsTask, instruction: str | None) -> Iterator[None]:
     """Put an instruction in front of a dataset's texts, of its queries if it has documents; None: the model's own.
 
-    A MoTE knows it meanwhile as that of the task that serves such datasets. If that task has no instruction, it is
-    meanwhile the default task, unless the model has another.
+    A MoTE knows it meanwhile as that of the task that serves such datasets. If that task has no instruction, and no
+    role picks an expert (`query`, `document`), it is meanwhile the default task, unless the model has another.
 
     Raises:
         ValueError: If the model is a MoTE that has no such task.
@@ -320,7 +320,7 @@ def instructed(encoder: Any, task: AbsTask, instruction: str | None) -> Iterator
         own = (config.tasks, config.instructions, config.default_task)
         if instruction is not None and served not in config.tasks:
             raise ValueError(f"The model has no task for datasets of the type {kind!r}")
-        if served in config.tasks and not config.instruction_of(served):
+        if not role and served in config.tasks and not config.instruction_of(served):
             config.default_task = config.default_task or served
         if instruction is not None:  # in front: of tasks with the same instruction the first counts
             config.instructions = {**{one: config.instruction_of(one) for one in config.tasks}, name: instruction}

@@ -49,6 +49,7 @@ from mote.upcycling import (
     instructions_of,
     plan_upcycling,
     upcycle,
+    with_unseen_tasks,
 )
 
 NO_FP16 = (
@@ -231,7 +232,7 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
                 f"model.pooling={settings.pooling} is for model.kind=mote: a MoTE with one expert, as in "
                 "model.experts=[all], is a dense model with it"
             )
-        names = MoTEConfig(experts=settings.experts, tasks=settings.tasks)  # type: ignore[arg-type]  # None: default
+        names = tasks_of(settings)
         of_source = instructions_from(st.source_prompts(source), names)
         names.instructions = instructions_of(upcycling_options(settings), names, of_source)
         names.validate()
@@ -307,11 +308,12 @@ def _pool_instructions(model: SentenceTransformer, value: str) -> None:
     first: Any = model[0]
     left_out = hasattr(first, "instruction_pooling")
     if value == "included":
+        for pooling in (module for module in model if isinstance(module, Pooling)):
+            pooling.include_prompt = True
+            if left_out:
+                pooling.__class__ = Pooling
         if left_out:
             first.__class__ = Transformer
-        for pooling in (module for module in model if isinstance(module, Pooling)):
-            pooling.__class__ = Pooling if left_out else type(pooling)
-            pooling.include_prompt = True
         return
     poolings = _poolings(model, f"model.instruction_pooling={value}")
     if not left_out:
@@ -339,6 +341,11 @@ def _loading(settings: ModelSettings) -> dict[str, Any]:
     return {"model_kwargs": {"dtype": torch.float32, **attention}}  # also under mixed precision
 
 
+def tasks_of(settings: ModelSettings) -> MoTEConfig:
+    """Return a config with the experts and tasks that a recipe names."""
+    return MoTEConfig(experts=settings.experts, tasks=with_unseen_tasks(settings.tasks))  # type: ignore[arg-type]  # None: default
+
+
 def upcycling_options(settings: ModelSettings, retrieval: RetrievalSettings | None = None) -> UpcyclingOptions:
     """Return the recipe's settings of upcycling."""
     vectors: dict[str, Any] = {}
@@ -349,7 +356,7 @@ def upcycling_options(settings: ModelSettings, retrieval: RetrievalSettings | No
     if not settings.instructions and settings.definitions:
         raise ValueError("model.definitions are instructions, and model.instructions is false")
     if not settings.instructions:
-        instructions = dict.fromkeys(MoTEConfig(experts=settings.experts, tasks=settings.tasks).tasks, "")  # type: ignore[arg-type]
+        instructions = dict.fromkeys(tasks_of(settings).tasks, "")
     return UpcyclingOptions(
         experts=settings.experts,
         layers=settings.layers,

@@ -15,7 +15,6 @@ from accelerate.utils import reduce
 from torch import nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from configuration_mote import MoTEConfig
 from masked_lm_mote import MoTEForMaskedLM, native_with_head
 from mote.checkpoints.cards import write_dense_card, write_mote_card
 from mote.checkpoints.provenance import command_line
@@ -36,7 +35,7 @@ from mote.experts.exporting import export
 from mote.reporting import table
 from mote.training.arguments import check_launch
 from mote.training.contexts import ContextMasking, ContextRows
-from mote.training.model import NO_FP16, check_mote, upcycling_options
+from mote.training.model import NO_FP16, check_mote, tasks_of, upcycling_options
 from mote.training.objectives import Pretraining, require_positions
 from mote.training.pretraining_recipe import PretrainingRecipe
 from mote.training.processes import processes, require_sharded_checkpoints, with_deepspeed, with_fsdp
@@ -402,7 +401,7 @@ def _upcycling_options(recipe: PretrainingRecipe) -> UpcyclingOptions:
     options = upcycling_options(settings)
     options.with_head, options.pooling = not settings.new_head, settings.pooling
     if settings.kind == "dense":
-        names = MoTEConfig(experts=settings.experts, tasks=settings.tasks)  # type: ignore[arg-type]  # None: default
+        names = tasks_of(settings)
         options.experts = names.experts[:1]
         options.tasks = dict.fromkeys(names.tasks, names.experts[0])
         options.instructions = {task: names.instruction_of(task) for task in names.tasks} | (options.instructions or {})
