@@ -10,7 +10,7 @@ command resumes; several may share the work. Prints the table; writes `scores.js
 import argparse
 import json
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 
@@ -24,7 +24,7 @@ from mote.corpora import MiningSettings, Teacher
 from mote.corpora.pairs import write_rows
 from mote.data.rows import read_file
 from mote.evaluation.statistics import compare_scores
-from mote.reporting import console_logging
+from mote.reporting import console_logging, markdown_table
 from mote.training.recipe_files import load_recipe
 
 START = "start"
@@ -146,13 +146,15 @@ class Comparison:
 def report(scores: Scores) -> str:
     """Lay out the scores beside the paper's."""
     datasets = list(scores.types)
-    lines = ["| | nDCG@10 here | paper |", "| --- | --- | --- |"]
-    for variant, of_paper in PAPER.items():
-        lines.append(f"| {variant} | {cell(scores, variant, datasets)} | {of_paper or ''} |")
+    rows = [
+        [variant, cell(scores, variant, datasets), "" if of_paper is None else f"{of_paper:.2f}"]
+        for variant, of_paper in PAPER.items()
+    ]
+    lines = [markdown_table(["", "nDCG@10 here", "paper"], rows), ""]
     mined = tuple(MARGINS)
     for name, reference in ((mined[0], "no negatives"), (mined[1], "no negatives"), mined[::-1]):
         means = [[mean(scores.every[one][dataset]) for dataset in datasets] for one in (name, reference)]
-        lines.append(f"\n{compare_scores(name, reference, *means)}")
+        lines.append(f"- {compare_scores(name, reference, *means)}")
     return "\n".join(lines)
 
 
@@ -175,7 +177,7 @@ def main() -> None:
     comparison = Comparison(given.source, teacher, given.data, given.out, given.seeds)
     comparison.share()
     scores = comparison.scores()
-    (given.out / "scores.json").write_text(json.dumps({"types": scores.types, "scores": scores.every}, indent=1) + "\n")
+    (given.out / "scores.json").write_text(json.dumps(asdict(scores), indent=1) + "\n")
     print(report(scores))
 
 

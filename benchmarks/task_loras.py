@@ -17,8 +17,8 @@ from benchmarks.paper.beyond import validation_scores
 from benchmarks.paper.claims import Claim, Table
 from benchmarks.paper.experiments import SCALES
 from benchmarks.paper.runs import START, Runs, Scores
-from benchmarks.paper.tables import claims_of, table_of
-from mote.reporting import console_logging, markdown_table
+from benchmarks.paper.tables import claims_of, sweep_table, table_of
+from mote.reporting import console_logging
 
 VARIANTS = ("ic", "mote", "task-lora")
 RATES = (1.5e-4, 5e-4, 1.5e-3, 5e-3, 1.5e-2)
@@ -74,6 +74,11 @@ class Comparison:
         return found
 
 
+def report(validation: dict[str, dict[float, float]], scores: Scores) -> str:
+    """Lay out the scores on held-out training texts at each rate, and on the test sets at the best."""
+    return "\n\n".join([sweep_table(validation), table_of(TABLE, scores), claims_of(TABLE, scores)])
+
+
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -85,15 +90,10 @@ def main() -> None:
     console_logging()
     comparison = Comparison(given.source, given.data, given.out, tuple(given.seeds))
     validation = comparison.validation()
-    rows = [
-        [name, *(f"{of_rates[rate]:.2f}" if rate in of_rates else "" for rate in RATES)]
-        for name, of_rates in validation.items()
-    ]
-    print(markdown_table(["on validation texts", *(f"{rate:g}" for rate in RATES)], rows), flush=True)
     scores = comparison.scores(validation)
     kept = {"validation": validation, **asdict(scores)}
     (given.out / "scores.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    print(f"\n{table_of(TABLE, scores)}\n\n{claims_of(TABLE, scores)}")
+    print(report(validation, scores))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from benchmarks.paper.claims import OWN_RATES, RATES, TABLES, Claim, Table
 from benchmarks.paper.experiments import SCALES, TASKS, ablations
 from benchmarks.paper.figures import ablation_table, draw_ablations
 from benchmarks.paper.runs import START, Runs, Scores, best_rate
-from benchmarks.paper.tables import claims_of, paper_of, table_of
-from mote.reporting import console_logging, markdown_table
+from benchmarks.paper.tables import report, sweep_table
+from mote.reporting import console_logging
 
 NAMES = ("sweep", *TABLES, "figure1", "figure3", "figures4to7", "rates", "beyond")
 
@@ -81,13 +81,17 @@ def _table(name: str, table: Table, runs: Runs) -> str:
     scores = runs.scores(names)
     if "sem" in table.variants:
         scores = scores.joined("sem", models_of_tasks)
-    _keep(name, scores, runs)
-    parts = [f"### {name}: {table.title}", table_of(table, scores), paper_of(table), claims_of(table, scores)]
-    return "\n\n".join(filter(None, parts))
+    return f"### {name}: {table.title}\n\n{_kept(name, table, scores, runs)}"
 
 
-def _keep(name: str, scores: Scores, runs: Runs) -> None:
-    (runs.out / f"{name}.json").write_text(json.dumps(asdict(scores), indent=1) + "\n", encoding="utf-8")
+def _kept(name: str, table: Table, scores: Scores, runs: Runs, **others: object) -> str:
+    """Keep a table with its scores, from which `benchmarks.results` lays it out again; lay it out."""
+    _write(name, {"table": asdict(table), **others, **asdict(scores)}, runs)
+    return report(table, scores)
+
+
+def _write(name: str, kept: object, runs: Runs) -> None:
+    (runs.out / f"{name}.json").write_text(json.dumps(kept) + "\n", encoding="utf-8")
 
 
 def _similarity(name: str, title: str, variants: tuple[str, ...], runs: Runs) -> str:
@@ -103,11 +107,9 @@ def _sweep(runs: Runs) -> str:
     if not runs.scale.sweep:
         return "### sweep: the learning rates of this scale are given"
     found = runs.sweep
-    rows = [[name, *(f"{score:.2f}" for score in of_rates.values())] for name, of_rates in found.items()]
-    (runs.out / "sweep.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    _write("sweep", found, runs)
     title = "learning rates, by the mean over six task types of validation sets"
-    columns = ["", *(f"{rate:g}" for rate in runs.scale.sweep)]
-    return f"### sweep: {title}\n\n{markdown_table(columns, rows)}\n\nOne rate for all: {best_rate(found):g}."
+    return f"### sweep: {title}\n\n{sweep_table(found)}\n\nOne rate for all: {best_rate(found):g}."
 
 
 def _figure1(runs: Runs) -> str:
@@ -122,6 +124,7 @@ def _figure3(runs: Runs) -> str:
 
 def _figures4to7(runs: Runs) -> str:
     scores = runs.scores(name for task in TASKS for name in ablations(task))
+    _write("figures4to7", asdict(scores), runs)
     draw_ablations(scores, runs.scores([START]), runs.out / "figures4to7.png")
     title = "batches and temperature of each task"
     return f"### figures4to7: {title}\n\n{ablation_table(scores)}\n\n![{title}](figures4to7.png)"
@@ -146,14 +149,11 @@ def _beyond(runs: Runs) -> str:
     others = tuple(dict.fromkeys((chosen, *TRAINED)))
     claims = tuple(Claim(name, "mote") for name in others if name != "mote")
     table = Table("Beyond the paper", tuple(dict.fromkeys(("ic", "mote", *others))), "mote", claims=claims)
-    scores = runs.scores(table.variants)
-    _keep("beyond", scores, runs)
     lines = [
         "### beyond: experts interpolated towards their mean, one expert for two tasks, learning rates per expert",
         validation_table(on_validation),
         f"Of the interpolations, {chosen} is best on validation texts. On the test splits:",
-        table_of(table, scores),
-        claims_of(table, scores),
+        _kept("beyond", table, runs.scores(table.variants), runs, validation=on_validation),
     ]
     return "\n\n".join(lines)
 

@@ -10,6 +10,9 @@ from mote.evaluation.scores import TASK_TYPES
 from mote.evaluation.statistics import Comparison, compare_scores
 from mote.reporting import markdown_table
 
+COLUMNS = ("claim", "over", "paper", "here", "one-sided p: Welch", "paired t", "Wilcoxon", "higher on", "verdict")
+"""Columns of a table of claims."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -91,26 +94,59 @@ def compared(claim: Claim, table: Table, scores: Scores) -> tuple[Comparison, fl
     return comparison, float((better - below) / (other - below) - 1) if other > below else None
 
 
+def measured(claim: Claim, table: Table, scores: Scores) -> dict[str, str]:
+    """Format a claim next to our measurement: one of `COLUMNS` → cell."""
+    tests, relative = compared(claim, table, scores)
+    paper = [] if claim.gain is None else [f"{claim.gain:+.2f}"]
+    here = [f"{tests.gain:+.2f}"]
+    if claim.relative is not None:
+        paper.append(f"gain over {claim.relative_to} {claim.relative:+.0%}")
+        here.append("no gain to compare with" if relative is None else f"gain {relative:+.0%}")
+    cells = (
+        f"{claim.better} over {claim.other}",
+        "all rows" if claim.over == ALL else claim.over,
+        ", ".join(paper) or "better",
+        ", ".join(here),
+        *map(p_value, (tests.welch, tests.paired_t, tests.wilcoxon)),
+        f"{tests.higher} of {tests.datasets}",
+        verdict(tests),
+    )
+    return dict(zip(COLUMNS, cells, strict=True))
+
+
 def claims_of(table: Table, scores: Scores) -> str:
-    """Format the paper's claims next to our measurements."""
-    lines = [
-        "| claim | over | paper | here | one-sided p: Welch | paired t | Wilcoxon | higher on | verdict |",
-        "| --- " * 9 + "|",
+    """Format the claims next to our measurements; those that are not the paper's have no verdict."""
+    columns = [column for column in COLUMNS if table.paper or column not in ("paper", "verdict")]
+    rows = [measured(claim, table, scores) for claim in table.claims]
+    return markdown_table(columns, [[row[name] for name in columns] for row in rows], align="l" * len(columns))
+
+
+def report(table: Table, scores: Scores) -> str:
+    """Format our scores, the paper's, and the claims."""
+    return "\n\n".join(filter(None, [table_of(table, scores), paper_of(table), claims_of(table, scores)]))
+
+
+def summary_of(tables: dict[str, tuple[Table, Scores]]) -> str:
+    """Format the paper's claims in short, those of all tables in one."""
+    columns = [column for column in COLUMNS if column not in ("one-sided p: Welch", "Wilcoxon")]
+    rows = [
+        [name, *(row[column] for column in columns)]
+        for name, (table, scores) in tables.items()
+        for row in (measured(claim, table, scores) for claim in table.claims)
     ]
-    for claim in table.claims:
-        tests, relative = compared(claim, table, scores)
-        paper = [] if claim.gain is None else [f"{claim.gain:+.2f}"]
-        here = [f"{tests.gain:+.2f}"]
-        if claim.relative is not None:
-            paper.append(f"gain over {claim.relative_to} {claim.relative:+.0%}")
-            here.append("no gain to compare with" if relative is None else f"gain {relative:+.0%}")
-        p_values = [p_value(value) for value in (tests.welch, tests.paired_t, tests.wilcoxon)]
-        lines.append(
-            f"| {claim.better} over {claim.other} | {'all rows' if claim.over == ALL else claim.over} "
-            f"| {', '.join(paper) or 'better'} | {', '.join(here)} | {' | '.join(p_values)} "
-            f"| {tests.higher} of {tests.datasets} | {verdict(tests)} |"
-        )
-    return "\n".join(lines)
+    header = ["", *(column.replace("paired", "one-sided p: paired") for column in columns)]
+    return markdown_table(header, rows, align="l" * len(header))
+
+
+def sweep_table(sweep: dict[str, dict[float, float]]) -> str:
+    """Format scores at several learning rates: variant → rate → score; the best of each variant in bold."""
+    rates = sorted({rate for of_rates in sweep.values() for rate in of_rates})
+    rows = []
+    for name, of_rates in sweep.items():
+        best = max(of_rates, key=of_rates.__getitem__)
+        shown = {rate: f"**{score:.2f}**" if rate == best else f"{score:.2f}" for rate, score in of_rates.items()}
+        rows.append([name, *(shown.get(rate, "") for rate in rates)])
+    return markdown_table(["learning rate", *(f"{rate:g}" for rate in rates)], rows)
 
 
 def p_value(value: float | None) -> str:

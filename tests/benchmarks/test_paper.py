@@ -9,6 +9,7 @@ from helpers.paths import ROOT
 
 from benchmarks.paper import claims, experiments, runs, tables
 from benchmarks.paper.data import PAIRS, prepare
+from benchmarks.results import known_tables
 from mote.data.rows import read_files
 
 
@@ -158,3 +159,7 @@ def test_all_tables_and_figures(tmp_path: Path) -> None:
     assert (tmp_path / "smoke" / "figures4to7.png").stat().st_size > 10_000
     assert (tmp_path / "smoke" / "figure3" / "similarity.png").stat().st_size > 10_000
     assert "| mote over ic | Retrieval | +1.94, gain over em +59% |" in results
+    kept = known_tables(tmp_path)
+    tables_kept = ("claims", *(f"table{number}" for number in range(2, 8)), "figures4to7", "beyond")
+    assert kept.keys() == {f"smoke/{name}" for name in tables_kept}
+    assert all(part in results for name, text in kept.items() if name != "smoke/claims" for part in text.split("\n\n"))

@@ -1,0 +1,144 @@
+"""Rewrite the tables of docs/results.md, and of the pages in docs/results, from the kept scores.
+
+    python -m benchmarks.results            # rewrites them
+    python -m benchmarks.results --check    # only compares: exits with 1 and names the tables that differ
+
+A page has a table between `<!-- table: NAME -->` and `<!-- end of table -->`. The scores are what the benchmarks write,
+kept as they are in docs/results: `scores.json` of `benchmarks.NAME` as NAME.json, `SCALE/NAME.json` of
+`benchmarks.paper` under that name. All that are kept must be on a page, and SCALE/claims, the paper's claims in short.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import cot, decoders, mining, task_loras
+from benchmarks.paper.beyond import validation_table
+from benchmarks.paper.claims import TABLES, Claim, Table
+from benchmarks.paper.experiments import SCALES
+from benchmarks.paper.figures import ablation_table
+from benchmarks.paper.runs import Scores
+from benchmarks.paper.tables import claims_of, paper_of, report, summary_of, sweep_table
+
+DOCS = Path(__file__).parents[1] / "docs"
+END = "<!-- end of table -->"
+
+
+def _scores(kept: Any) -> Scores:
+    return Scores(kept["every"], kept["types"])
+
+
+def _sweep(kept: Any) -> dict[str, dict[float, float]]:
+    return {name: {float(rate): score for rate, score in of_rates.items()} for name, of_rates in kept.items()}
+
+
+def _paper_table(name: str, kept: Any) -> str:
+    table, scores = _table(name, kept), _scores(kept)
+    if missing := set(table.variants) - scores.every.keys():  # whose scores were not kept: only what holds without them
+        claims = tuple(one for one in table.claims if not {one.better, one.other} & missing)
+        return f"{paper_of(table)}\n\n{claims_of(replace(table, claims=claims), scores)}"
+    on_validation = [VALIDATION[name](kept["validation"])] if "validation" in kept else []
+    return "\n\n".join([*on_validation, report(table, scores)])
+
+
+def _table(name: str, kept: Any) -> Table:
+    given = kept["table"]
+    claims = tuple(Claim(**claim) for claim in given["claims"])
+    return TABLES.get(name) or Table(**{**given, "variants": tuple(given["variants"]), "claims": claims})
+
+
+BENCHMARKS: dict[str, Callable[[Any], str]] = {
+    "cot": cot.report,
+    "decoders": lambda kept: decoders.report(_scores(kept)),
+    "mining": lambda kept: mining.report(_scores(kept)),
+    "task_loras": lambda kept: task_loras.report(_sweep(kept["validation"]), _scores(kept)),
+}
+"""Benchmark → layout of its scores."""
+
+PAPER: dict[str, Callable[[Any], str]] = {
+    "sweep": lambda kept: sweep_table(_sweep(kept)),
+    "figures4to7": lambda kept: ablation_table(_scores(kept)),
+}
+"""What `benchmarks.paper` writes that is not a table with claims → its layout."""
+
+VALIDATION: dict[str, Callable[[Any], str]] = {"beyond": validation_table}
+"""Table of `benchmarks.paper` → layout of its scores on validation texts."""
+
+
+def known_tables(results: Path) -> dict[str, str]:
+    """Lay out all kept scores: name of the table → Markdown."""
+    tables = {path.stem: BENCHMARKS[path.stem](_read(path)) for path in sorted(results.glob("*.json"))}
+    for scale in SCALES:
+        kept = {path.stem: _read(path) for path in sorted((results / scale).glob("*.json"))}
+        for name, one in kept.items():
+            tables[f"{scale}/{name}"] = PAPER[name](one) if name in PAPER else _paper_table(name, one)
+        if of_paper := {name: (table, _scores(kept[name])) for name, table in TABLES.items() if name in kept}:
+            tables[f"{scale}/claims"] = summary_of(of_paper)
+    return tables
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def rewrite(page: str, tables: Mapping[str, str]) -> tuple[str, dict[str, bool]]:
+    """Rewrite the tables of a page.
+
+    Returns:
+        The page; name of each table → whether it differed.
+
+    Raises:
+        ValueError: If a table is unknown or has no end.
+    """
+    before, *rest = re.split(r"<!-- table: (\S+) -->", page)
+    parts, found = [before], {}
+    for name, text in zip(rest[::2], rest[1::2], strict=True):
+        if name not in tables:
+            raise ValueError(f"There are no kept scores for table {name!r}; known: {', '.join(tables)}")
+        old, end, after = text.partition(END)
+        if not end:
+            raise ValueError(f"Table {name!r} has no {END}")
+        new = f"\n\n{tables[name]}\n\n"
+        found[name] = old != new
+        parts.append(f"<!-- table: {name} -->{new}{END}{after}")
+    return "".join(parts), found
+
+
+def rewrite_pages(docs: Path, *, check: bool = False) -> tuple[list[str], list[str]]:
+    """Rewrite the tables of all pages, or only compare them.
+
+    Returns:
+        Names of the tables that differed, and of those that are on no page.
+    """
+    tables = known_tables(docs / "results")
+    found: dict[str, bool] = {}
+    for path in (docs / "results.md", *sorted((docs / "results").glob("*.md"))):
+        page = path.read_text(encoding="utf-8")
+        new, of_page = rewrite(page, tables)
+        found |= of_page
+        if new != page and not check:
+            path.write_text(new, encoding="utf-8")
+    return [name for name, differs in found.items() if differs], [name for name in tables if name not in found]
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="only compare")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="default: %(default)s")
+    given = parser.parse_args()
+    differing, missing = rewrite_pages(given.docs, check=given.check)
+    if differing:
+        print(f"{'different from the kept scores' if given.check else 'rewritten'}: {', '.join(differing)}")
+    if missing:
+        print(f"on no page: {', '.join(missing)}")
+    sys.exit(1 if missing or (given.check and differing) else 0)
+
+
+if __name__ == "__main__":
+    main()
