@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cot, decoders, mining, task_loras
+from benchmarks.paper.best import steps_table
 from benchmarks.paper.beyond import validation_table
 from benchmarks.paper.claims import TABLES, Claim, Table
 from benchmarks.paper.experiments import SCALES
 from benchmarks.paper.figures import ablation_table
 from benchmarks.paper.runs import Scores
 from benchmarks.paper.tables import claims_of, paper_of, report, summary_of, sweep_table
+from benchmarks.paper.unseen import ways_table
 
 DOCS = Path(__file__).parents[1] / "docs"
 END = "<!-- end of table -->"
@@ -68,7 +70,7 @@ PAPER: dict[str, Callable[[Any], str]] = {
 }
 """What `benchmarks.paper` writes that is not a table with claims → its layout."""
 
-VALIDATION: dict[str, Callable[[Any], str]] = {"beyond": validation_table}
+VALIDATION: dict[str, Callable[[Any], str]] = {"beyond": validation_table, "unseen": ways_table, "best": steps_table}
 """Table of `benchmarks.paper` → layout of its scores on validation texts."""
 
 

@@ -18,15 +18,18 @@ from dataclasses import asdict
 from pathlib import Path
 
 import mote
+from benchmarks.paper.best import BASES, best_of, improve, steps_table
 from benchmarks.paper.beyond import INTERPOLATED, TRAINED, validation_scores, validation_table
 from benchmarks.paper.claims import OWN_RATES, RATES, TABLES, Claim, Table
 from benchmarks.paper.experiments import SCALES, TASKS, ablations
 from benchmarks.paper.figures import ablation_table, draw_ablations
+from benchmarks.paper.improvements import SEPARATE, parts_of
 from benchmarks.paper.runs import START, Runs, Scores, best_rate
 from benchmarks.paper.tables import report, sweep_table
+from benchmarks.paper.unseen import best_way, ways, ways_table
 from mote.reporting import console_logging
 
-NAMES = ("sweep", *TABLES, "figure1", "figure3", "figures4to7", "rates", "beyond")
+NAMES = ("sweep", *TABLES, "figure1", "figure3", "figures4to7", "rates", "beyond", "unseen", "best")
 
 
 def main() -> None:
@@ -38,6 +41,8 @@ def main() -> None:
     parser.add_argument("--source", help="dense checkpoint that all variants start from (default: the scale's)")
     parser.add_argument("--data", help="data folder (default: the scale's, if it has one)")
     parser.add_argument("--out", type=Path, required=True, help="folder for models and scores")
+    parser.add_argument("--teacher", default=Runs.teacher, help="model that is distilled, and mines negatives")
+    parser.add_argument("--pretrained", type=Path, help="folder of benchmarks.cot, with models pre-trained by CoT-MAE")
     arguments = parser.parse_intermixed_args()
     console_logging()
     scale = SCALES[arguments.scale]
@@ -45,7 +50,8 @@ def main() -> None:
     if data is None:
         parser.error(f"--scale {arguments.scale} needs --data")
     out = arguments.out / arguments.scale
-    runs = Runs(scale, arguments.source or scale.source, data, out, tuple(arguments.changes), _say)
+    source = arguments.source or scale.source
+    runs = Runs(scale, source, data, out, tuple(arguments.changes), _say, arguments.teacher, arguments.pretrained)
     parts = []
     for name in NAMES if arguments.name == "all" else (arguments.name,):
         begin = time.monotonic()
@@ -71,6 +77,8 @@ def _make(name: str, runs: Runs) -> str:
         "figures4to7": _figures4to7,
         "rates": _rates,
         "beyond": _beyond,
+        "unseen": _unseen,
+        "best": _best,
     }
     return makers[name](runs)
 
@@ -156,6 +164,33 @@ def _beyond(runs: Runs) -> str:
         _kept("beyond", table, runs.scores(table.variants), runs, validation=on_validation),
     ]
     return "\n\n".join(lines)
+
+
+def _unseen(runs: Runs) -> str:
+    title = "### unseen: which expert serves the tasks that none is trained on"
+    if not runs.scale.sweep:
+        return f"{title}: this scale has no validation sets"
+    on_validation = ways(runs)
+    chosen = best_way(on_validation)
+    claims = (Claim(chosen, "mote"), Claim(chosen, "mote", "STS")) if chosen != "mote" else ()
+    table = Table("Unseen tasks", tuple(dict.fromkeys(("em", "ic", "mote", chosen))), "mote", claims=claims)
+    kept = _kept("unseen", table, runs.scores(table.variants), runs, validation=on_validation)
+    return "\n\n".join([title, ways_table(on_validation), "On the test splits:", kept])
+
+
+def _best(runs: Runs) -> str:
+    title = "### best: the best recipe with experts, and the best dense ones"
+    if not runs.scale.sweep:
+        return f"{title}: this scale has no validation sets"
+    steps = {base: improve(runs, base) for base in BASES}
+    names = {base: best_of(of_base)["name"] for base, of_base in steps.items()}
+    scores = runs.scores([START, *(part for name in names.values() for part in parts_of(name))])
+    scores = scores.joined(names[SEPARATE], parts_of(names[SEPARATE]))
+    claims = tuple(Claim(names["mote"], name) for base, name in names.items() if base != "mote")
+    claims += tuple(Claim(names["mote"], other, "Retrieval") for other in (names["ic"], START))
+    table = Table("The best of each", (START, *names.values()), names["ic"], claims=claims)
+    kept = _kept("best", table, scores, runs, validation=steps)
+    return "\n\n".join([title, steps_table(steps), "On the test splits:", kept])
 
 
 def _heading(scale: str, runs: Runs) -> str:

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from sentence_transformers import SentenceTransformer
 
-from benchmarks.paper.experiments import VARIANTS
 from benchmarks.paper.runs import Runs
 from mote.checkpoints.provenance import read_steps
-from mote.checkpoints.reading import load_tokenizer, open_checkpoint, open_mote
+from mote.checkpoints.reading import is_mote, load_tokenizer, open_checkpoint, open_mote
 from mote.training.data import ValidationSet, load_data
 from mote.training.model import encodings
 from mote.training.recipe_files import load_recipe
@@ -36,7 +35,7 @@ def _of_model(runs: Runs, name: str, seed: int) -> dict[str, float]:
     if not kept.is_file():
         trained = runs.model("mote", seed)
         names: Any = open_mote(str(trained)).config
-        kind = "dense" if VARIANTS[name].weight == 1 else "mote"
+        kind = "mote" if is_mote(open_checkpoint(str(folder)).config) else "dense"
         model = SentenceTransformer(str(folder), trust_remote_code=kind == "mote")
         scores = Validation(_held_out(trained / "recipe.yaml"), encodings(names, kind))(model)
         kept.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import mote
+from mote.corpora import MiningSettings, Teacher
 from mote.corpora.pairs import write_rows
 from mote.data.rows import read_files, split_files
 from mote.training.cleaning import text_id
@@ -50,6 +52,7 @@ CORPUS = 1000  # documents of a validation set of retrieval
 CLASSIFICATION = ("banking77", "ag_news_small", "sst2", "tweet_emotion4", "amazon_counterfactual", "trec6")
 CLUSTERING = ("bbc_news", "arxiv_titles", "twenty_newsgroups_subjects", "open_trivia")
 STS = {"stsbenchmark": "dev", "sts12": "train"}
+SCORED = ("stsbenchmark",)  # with training parts that are no validation set
 RERANKING = ("trecqa", "wikiqa")
 
 Rows = list[dict[str, Any]]
@@ -60,8 +63,9 @@ def prepare(data: Path, out: Path) -> Path:
 
     Args:
         data: Data folder, with the datasets above.
-        out: Folder for `pairs`, `labels` (the same retrieval, with labelled texts for the other tasks) and
-            `validation`, each a data folder.
+        out: Folder for `pairs`, `labels` (the same retrieval, with labelled texts for the other tasks), `five_tasks`
+            (both: labelled texts, and the pairs of classification as paraphrases) and `validation`, each a data folder.
+            Those of training have scored pairs, too, which few variants use.
 
     Returns:
         `out`.
@@ -72,7 +76,21 @@ def prepare(data: Path, out: Path) -> Path:
         held_out = _write_pairs(data, unfinished)
         _write_validation(data, unfinished / "validation", held_out)
         _write_labelled(data, unfinished)
+        _write_five_tasks(unfinished)
         unfinished.replace(out)
+    return out
+
+
+def with_mined_negatives(folder: Path, out: Path, teacher: str) -> Path:
+    """Write a data folder again, with a negative that a teacher finds for each pair of `retrieval`; resumes.
+
+    Returns:
+        `out`.
+    """
+    mote.mine_negatives(["retrieval/*"], out, Teacher(model=teacher), MiningSettings(negatives=1), data=folder)
+    for other in folder.iterdir():
+        if other.name != "retrieval":
+            shutil.copytree(other, out / other.name, dirs_exist_ok=True)
     return out
 
 
@@ -81,11 +99,15 @@ def _write_pairs(data: Path, out: Path) -> dict[str, Rows]:
     rows = {name: _read(data / name) for datasets in PAIRS.values() for name in datasets}
     held_out = {name: [row for row in of_set if _place(row) < _share(name)] for name, of_set in rows.items()}
     unseen = {text for of_set in held_out.values() for row in of_set for text in _texts(row)}
+    unseen |= {text for name, split in STS.items() for row in _read(data / "sts" / name, split) for text in _texts(row)}
     for task, datasets in PAIRS.items():
         for name, limit in datasets.items():
             kept = (row for row in rows[name] if unseen.isdisjoint(_texts(row)) and row.get("label", 1) == 1)
             pairs = ({key: value for key, value in row.items() if key != "label"} for row in islice(kept, limit))
             _write(out / "pairs" / task / Path(name).name / "train", pairs)
+    for name in SCORED:
+        scored = (row for row in _read(data / "sts" / name) if unseen.isdisjoint(_texts(row)))
+        _write(out / "pairs" / "text_matching" / name / "train", scored)
     return held_out
 
 
@@ -119,6 +141,18 @@ def _write_labelled(data: Path, out: Path) -> None:
         for folder in sorted((data / task).iterdir()):
             rows = sorted(_read(folder), key=_place)  # files may be sorted by label
             _write(out / "labels" / task / folder.name / "train", rows[:limit])
+
+
+def _write_five_tasks(out: Path) -> None:
+    """Bring labelled texts and pairs together: the tasks of jina-embeddings-v3 (arXiv:2409.10173, section 4)."""
+    parts = {
+        "retrieval": "pairs/retrieval",
+        "paraphrases": "pairs/classification",
+        "text_matching": "pairs/text_matching",
+    }
+    parts |= {task: f"labels/{task}" for task in LABELLED}
+    for name, source in parts.items():
+        shutil.copytree(out / source, out / "five_tasks" / name)
 
 
 def _write_retrieval(folder: Path, rows: Rows) -> None:

@@ -1,9 +1,11 @@
 """Variants trained for the tables and figures of the paper, and scales to train them at."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
+import mote
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
 
@@ -12,6 +14,12 @@ KIND_OF_TASK = {"retrieval": "beir/*", "classification": "classification/*", "cl
 SEARCH = ("beir/*", "reranking/*")
 OTHERS = ("classification/*", "clustering/*", "pair/*", "sts/*", "summarization/*")
 ALL_DATASETS = (*SEARCH, *OTHERS)
+SERVED = {
+    "retrieval": SEARCH,
+    "classification": ("classification/*", "pair/*", "sts/*", "summarization/*"),
+    "clustering": ("clustering/*",),
+}
+"""Task → datasets that its expert, or a model of this task alone, is evaluated on."""
 TEMPERATURES = (0.01, 0.03, 0.06)
 BATCHES = ("homogeneous", "heterogeneous")
 OF_THE_RECIPE = {
@@ -31,9 +39,14 @@ class Variant:
         changes: `key=value` overrides.
         datasets: Patterns of the datasets it is evaluated on.
         few_seeds: Whether it is trained with the scale's `few_seeds` only.
-        made_of: Source of a variant that is averaged or interpolated instead of trained.
-        weight: Interpolation weight of the experts' mean; 1 is Expert Averaging, a dense model.
+        made_of: Variant that it is made of, instead of trained.
+        made_by: What makes it: called with that one's folder and its own.
         own_rate: Whether its learning rate is its own best one, where the scale's others share one.
+        rate_factor: Its learning rate, as a multiple of that of the others, where the scale has a sweep.
+        expert_rate_factor: The learning rate of its experts, as a multiple of its own.
+        start: Model that it starts from: as given, after learning a teacher's embeddings, or pre-trained by CoT-MAE.
+        trained_on: Folder of `benchmarks.paper.data` that it is trained on, in place of the scale's.
+        mined: Whether its retrieval pairs have mined negatives.
     """
 
     recipe: str
@@ -41,8 +54,18 @@ class Variant:
     datasets: tuple[str, ...] = ALL_DATASETS
     few_seeds: bool = False
     made_of: str | None = None
-    weight: float | None = None
+    made_by: Callable[[Path, Path], Path] | None = None
     own_rate: bool = False
+    rate_factor: float = 1.0
+    expert_rate_factor: float | None = None
+    start: Literal["given", "distilled", "pretrained"] = "given"
+    trained_on: str | None = None
+    mined: bool = False
+
+
+def made_by(function: Callable[..., Any], *arguments: Any, **settings: Any) -> Callable[[Path, Path], Path]:
+    """Return what makes a variant by one of `mote.experts`."""
+    return lambda source, out: mote.transform(source, out, function, *arguments, **settings)
 
 
 def ablations(task: str) -> dict[str, tuple[str, float]]:
@@ -74,17 +97,21 @@ SWEPT = ("em", "ic", "mote")
 VARIANTS: dict[str, Variant] = {
     "em": Variant("em"),
     "ic": Variant("ic"),
-    **{f"sem-{task}": Variant(f"sem-{task}", datasets=(KIND_OF_TASK[task],)) for task in TASKS},
+    **{f"sem-{task}": Variant(f"sem-{task}", datasets=SERVED[task]) for task in TASKS},
     "mote": Variant("mote"),
     "mote-static": Variant("mote-static"),
     "mote-every-other": Variant("mote-every-other", few_seeds=True),
     "tlr": Variant("tlr", few_seeds=True),
-    "mote-average": Variant("mote", made_of="mote", weight=1.0),
-    **{f"mote-to-mean-{part:g}": Variant("mote", made_of="mote", weight=part) for part in (0.25, 0.5, 0.75)},
+    "mote-average": Variant("mote", made_of="mote", made_by=made_by(mote.experts.average)),
+    **{
+        f"mote-to-mean-{part:g}": Variant("mote", made_of="mote", made_by=made_by(mote.experts.interpolate, part))
+        for part in (0.25, 0.5, 0.75)
+    },
     "mote-shared": Variant("mote", SHARED_EXPERT, few_seeds=True),
     "mote-expert-rates": Variant("mote", (EXPERT_RATES,), few_seeds=True),
     "mote-homogeneous": Variant("mote", HOMOGENEOUS, few_seeds=True),
-    "task-lora": Variant("task-lora"),
+    # At scale `small` its best rate was ten times that of the others (docs/results.md).
+    "task-lora": Variant("task-lora", rate_factor=10.0),
     **{f"{name}-high-rate": Variant(name, few_seeds=True) for name in ("em", "ic", "mote", "mote-every-other")},
     **{f"{name}-own-rate": Variant(name, own_rate=True) for name in SWEPT},
     **{name: _ablation(task, *changed) for task in TASKS for name, changed in ablations(task).items()},
@@ -192,17 +219,15 @@ SCALES = {
 }
 
 
-def recipe_of(name: str, scale: Scale, source: str, data: str, seed: int, changes: Sequence[str] = ()) -> Recipe:
+def recipe_of(
+    variant: Variant, scale: Scale, source: str, data: str, seed: int, changes: Sequence[str] = (), name: str = ""
+) -> Recipe:
     """Return the complete recipe of one run, except for its output folder, and for its rate if there is a sweep."""
-    variant = VARIANTS[name]
-    rates = scale.learning_rates
-    rate = rates.get(name, rates.get(""))
+    rate = scale.learning_rates.get(name, scale.learning_rates.get(""))
     if scale.text_length is not None:
         length = f"max_length: {scale.text_length}"
-        changes = [
-            *(f"tasks.{task}.datasets=[{{path: {task}/*, {length}}}]" for task in load_recipe(variant.recipe).tasks),
-            *changes,
-        ]
+        tasks = load_recipe(variant.recipe, variant.changes).tasks
+        changes = [*(f"tasks.{task}.datasets=[{{path: {task}/*, {length}}}]" for task in tasks), *changes]
     settings = [f"model.source={source}", f"data.folder={data}", *scale.changes, f"training.seed={seed}"]
     if rate is not None:
         settings.append(f"training.learning_rate={rate}")

@@ -10,13 +10,15 @@ import yaml
 
 import mote
 from benchmarks.locking import alone
-from benchmarks.paper.data import prepare
-from benchmarks.paper.experiments import ALL_DATASETS, SCALES, SWEPT, VARIANTS, Scale, recipe_of
+from benchmarks.paper.data import prepare, with_mined_negatives
+from benchmarks.paper.experiments import ALL_DATASETS, SCALES, SWEPT, Scale, Variant, recipe_of
+from benchmarks.paper.improvements import parts_of, variant_of
+from benchmarks.paper.starts import distilled, pretrained
 from mote import Evaluation
 from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.reading import open_checkpoint
 from mote.training.model import native_folder
-from mote.training.recipe_files import parse_recipe
+from mote.training.recipe_files import load_recipe, parse_recipe
 from mote.training.run_folder import differences, fixed_settings
 
 START = "start"  # the dense checkpoint, before any training
@@ -35,6 +37,8 @@ class Runs:
         out: Folder for models and scores.
         changes: `key=value` overrides of every run.
         report: Called with each line of progress.
+        teacher: Model that is distilled, and mines negatives.
+        pretrained: Folder of `benchmarks.cot`, with models pre-trained by CoT-MAE.
     """
 
     scale: Scale
@@ -43,6 +47,8 @@ class Runs:
     out: Path
     changes: tuple[str, ...] = ()
     report: Callable[[str], None] = print
+    teacher: str = "sentence-transformers/all-MiniLM-L6-v2"
+    pretrained: Path | None = None
 
     def model(self, name: str, seed: int) -> Path:
         """Return the folder of a model; train or make it first if it does not exist.
@@ -51,22 +57,17 @@ class Runs:
             ValueError: If the folder holds a model trained with other settings.
         """
         name = self.trained_as(name)
-        variant = VARIANTS[name]
+        variant = variant_of(name)
         folder = self.out / "models" / f"{name}-seed{seed}"
-        if variant.weight is not None and variant.made_of is not None:
+        if variant.made_of is not None and variant.made_by is not None:
             trained = self.model(variant.made_of, seed)
             made_of = folder_hash(trained)[:8]  # a retrained source gives another folder
             folder = folder.with_name(f"{folder.name}-{made_of}")
             with alone(folder):
-                if not folder.exists() and variant.weight == 1:
-                    mote.transform(trained, folder, mote.experts.average)
-                elif not folder.exists():
-                    mote.transform(trained, folder, mote.experts.interpolate, variant.weight)
-            return folder
-        rate = self.rate(name)
-        chosen = [] if rate is None else [f"training.learning_rate={rate}"]
-        changes = [*chosen, *self.changes, f"output={folder}"]
-        recipe = recipe_of(name, self.scale, self.source, self.training_data(), seed, changes)
+                return folder if folder.exists() else variant.made_by(trained, folder)
+        changes = [*self._rates(name), *self.changes, f"output={folder}"]
+        source, data = self.source_of(variant), self.training_data(variant)
+        recipe = recipe_of(variant, self.scale, source, data, seed, changes, name)
         with alone(folder):
             if (folder / "model").exists():
                 saved = parse_recipe(yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8")))
@@ -81,25 +82,54 @@ class Runs:
                 mote.train(recipe)
         return folder / "model"
 
+    def _rates(self, name: str) -> list[str]:
+        """Return the settings of a variant's learning rates, as far as the scale's sweep decides them."""
+        variant, rate = variant_of(name), self.rate(name)
+        settings = [] if rate is None else [f"training.learning_rate={rate * variant.rate_factor:g}"]
+        if variant.expert_rate_factor is not None and rate is not None:
+            higher = rate * variant.rate_factor * variant.expert_rate_factor
+            settings.append(f"training.learning_rate_mapping={{'\\.experts\\.': {higher:g}}}")
+        return settings
+
+    def source_of(self, variant: Variant) -> str:
+        """Return the model that a variant starts from; make it first if it does not exist.
+
+        Raises:
+            ValueError: If it is pre-trained, and no pre-trained models are given.
+        """
+        if variant.start == "given":
+            return self.source
+        if variant.start == "distilled":
+            return str(distilled(self))
+        if self.pretrained is None:
+            raise ValueError("Variants that start from CoT-MAE need --pretrained, the folder of benchmarks.cot")
+        return str(pretrained(self.pretrained, self.out / "models", load_recipe(variant.recipe, variant.changes)))
+
     def prepared(self) -> Path:
         """Return the folder of `benchmarks.paper.data`; make it first if it does not exist."""
         with alone(self.out / "data"):
             return prepare(Path(self.data), self.out / "data")
 
-    def training_data(self) -> str:
-        """Return the data folder of the training."""
-        return self.data if self.scale.trained_on == "folder" else str(self.prepared() / self.scale.trained_on)
+    def training_data(self, variant: Variant | None = None) -> str:
+        """Return the data folder of the training, of a variant if it has its own; make it first if needed."""
+        kind = (variant.trained_on if variant else None) or self.scale.trained_on
+        folder = Path(self.data) if kind == "folder" else self.prepared() / kind
+        if variant is None or not variant.mined:
+            return str(folder)
+        out = self.out / "mined" / kind
+        with alone(out):
+            return str(with_mined_negatives(folder, out, self.teacher))
 
     def rate(self, name: str) -> float | None:
         """Return the learning rate of a variant: the best of all on validation sets, or its own; None: the scale's."""
         if self.scale.learning_rates or not self.scale.sweep:
             return None
-        return best_rate(self.sweep, VARIANTS[name].recipe if VARIANTS[name].own_rate else None)
+        return best_rate(self.sweep, variant_of(name).recipe if variant_of(name).own_rate else None)
 
     def trained_as(self, name: str) -> str:
         """Name the variant that another one with a rate of its own is, if that is the rate of all."""
-        same = VARIANTS[name].own_rate and self.rate(name) == best_rate(self.sweep)
-        return VARIANTS[name].recipe if same else name
+        same = variant_of(name).own_rate and self.rate(name) == best_rate(self.sweep)
+        return variant_of(name).recipe if same else name
 
     @cached_property
     def sweep(self) -> dict[str, dict[float, float]]:
@@ -120,12 +150,14 @@ class Runs:
                 found[name][rate] = mean(self.on_validation(f"{name}-{rate:g}", path).values())
         return found
 
-    def on_validation(self, label: str, path: Path) -> dict[str, float]:
+    def on_validation(self, label: str, path: Path, datasets: tuple[str, ...] = ALL_DATASETS) -> dict[str, float]:
         """Score a model on the validation sets: task type → mean over its sets."""
+        folder = self.prepared() / "validation"
         with alone(self.out / "validation" / label):
             found = mote.evaluate(
                 {label: str(path)},
-                data=self.prepared() / "validation",
+                data=folder,
+                tasks=[pattern for pattern in datasets if (folder / pattern).parent.is_dir()],
                 limit=VALIDATION_LIMIT,
                 dtype=self.scale.dtype,
                 out=self.out / "validation" / label,
@@ -136,11 +168,22 @@ class Runs:
             of_type.setdefault(found.types[dataset], []).append(score)
         return {kind: mean(scores) for kind, scores in of_type.items()}
 
+    def validated(self, name: str) -> dict[str, float]:
+        """Score the first seed of a variant on the validation sets: task type → mean over its sets.
+
+        Of `separate`, each model is scored on the types that it serves.
+        """
+        scores: dict[str, float] = {}
+        for part in parts_of(name):
+            path = self.model(part, self.scale.seeds[0])
+            scores |= self.on_validation(self.trained_as(part), path, variant_of(part).datasets)
+        return scores
+
     def seeds_of(self, name: str) -> tuple[int, ...]:
         """Seeds of a variant."""
         if name == START:
             return self.scale.seeds[:1]
-        return self.scale.few_seeds if VARIANTS[name].few_seeds else self.scale.seeds
+        return self.scale.few_seeds if variant_of(name).few_seeds else self.scale.seeds
 
     def start(self) -> Path:
         """Return the dense checkpoint that all variants start from, in Transformers' format."""
@@ -167,7 +210,7 @@ class Runs:
         path = self.start() if name == START else self.model(name, seed)
         scores: dict[str, float] = {}
         for evaluation in self._evaluations(
-            label, str(path), ALL_DATASETS if name == START else VARIANTS[name].datasets
+            label, str(path), ALL_DATASETS if name == START else variant_of(name).datasets
         ):
             types |= evaluation.types
             scores |= evaluation.scores[label]

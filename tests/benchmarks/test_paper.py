@@ -2,12 +2,15 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers.paths import ROOT
 
-from benchmarks.paper import claims, experiments, runs, tables
+import mote
+from benchmarks.paper import best, claims, data, experiments, improvements, runs, tables, unseen
+from benchmarks.paper.__main__ import _make
 from benchmarks.paper.data import PAIRS, prepare
 from benchmarks.results import known_tables
 from mote.data.rows import read_files
@@ -22,7 +25,7 @@ def scores_of(**every: dict[str, list[float]]) -> object:
 def test_every_variant_is_a_valid_recipe_at_every_scale() -> None:
     for scale in experiments.SCALES.values():
         for name, variant in experiments.VARIANTS.items():
-            recipe = experiments.recipe_of(name, scale, "SOURCE", "DATA", 7)
+            recipe = experiments.recipe_of(variant, scale, "SOURCE", "DATA", 7, name=name)
             assert recipe.training.seed == 7
             assert recipe.model.source == "SOURCE"
             assert recipe.data.folder == "DATA"
@@ -32,7 +35,8 @@ def test_every_variant_is_a_valid_recipe_at_every_scale() -> None:
 def test_settings_of_variants() -> None:
 
     def recipe(name: str) -> object:
-        return experiments.recipe_of(name, experiments.SCALES["small"], "S", "D", 42)
+        variant = experiments.VARIANTS[name]
+        return experiments.recipe_of(variant, experiments.SCALES["small"], "S", "D", 42, name=name)
 
     one = recipe("sem-retrieval-heterogeneous-0.03")
     assert list(one.tasks) == ["retrieval"]
@@ -44,9 +48,73 @@ def test_settings_of_variants() -> None:
 
 
 def test_texts_are_cut_in_training_alone() -> None:
-    recipe = experiments.recipe_of("sem-retrieval", experiments.SCALES["medium"], "S", "D", 42)
+    recipe = experiments.recipe_of(experiments.VARIANTS["sem-retrieval"], experiments.SCALES["medium"], "S", "D", 42)
     assert [one.max_length for one in recipe.tasks["retrieval"].datasets] == [64]
     assert recipe.model.max_length == 128
+
+
+def test_improvements_of_a_variant() -> None:
+    medium = experiments.SCALES["medium"]
+    for name in improvements.IMPROVEMENTS:
+        variant = improvements.variant_of(f"mote+{name}")
+        assert variant != experiments.VARIANTS["mote"]
+        experiments.recipe_of(variant, medium, "S", "D", 42)
+    for name, base in ((name, base) for name in improvements.FOR_ALL for base in best.BASES):
+        for part in improvements.parts_of(f"{base}+{name}"):
+            experiments.recipe_of(improvements.variant_of(part), medium, "S", "D", 42)
+    both = improvements.variant_of("mote+five-tasks+homogeneous+unseen-by-mean")
+    recipe = experiments.recipe_of(both, medium, "S", "D", 42)
+    assert set(recipe.tasks) == {"retrieval", "classification", "clustering", "text_matching", "paraphrases"}
+    assert {task.batches for task in recipe.tasks.values()} == {"homogeneous"}
+    assert [one.path for one in recipe.tasks["paraphrases"].datasets] == ["paraphrases/*"]
+    assert recipe.tasks["paraphrases"].anchor == "text_matching"
+    assert both.made_of == "mote+five-tasks+homogeneous"
+    with pytest.raises(ValueError, match="shared changes the training, and must precede"):
+        improvements.variant_of("mote+to-mean-0.5+shared")
+
+
+class Validated:
+    """Runs whose validation scores are given; unknown variants score 50."""
+
+    pretrained = None
+
+    def __init__(self, **scores: float) -> None:
+        self.scores = {name.replace("_", "-").replace("--", "+"): score for name, score in scores.items()}
+        self.reported: list[str] = []
+
+    def validated(self, name: str) -> dict[str, float]:
+        return {"STS": self.scores.get(name, 50.0)}
+
+    def report(self, line: str) -> None:
+        self.reported.append(line)
+
+
+def test_an_improvement_is_kept_if_it_gains() -> None:
+    given = Validated(ic=60.0, ic__homogeneous=61.0, ic__homogeneous__distilled=60.5, ic__homogeneous__mined=62.0)
+    steps = best.improve(given, "ic")  # type: ignore[arg-type]
+    assert [(step["name"], step["kept"]) for step in steps] == [
+        ("ic", True),
+        ("ic+homogeneous", True),
+        ("ic+homogeneous+distilled", False),
+        ("ic+homogeneous+mined", True),
+    ]
+    assert best.best_of(steps)["score"] == 62.0
+    assert given.reported == ["ic: not pre-trained, as --pretrained is not given"]
+
+
+def test_of_alternatives_the_best_is_kept() -> None:
+    given = Validated(mote=60.0, mote__text_matching=61.0, mote__shared=62.0)
+    kept = [step["name"] for step in best.improve(given, "mote") if step["kept"]]  # type: ignore[arg-type]
+    assert kept == ["mote", "mote+shared"]
+
+
+def test_unseen_tasks_are_served_at_no_cost_to_seen_ones() -> None:
+    def scores(seen: float, unseen_ones: float) -> dict[str, float]:
+        return {**dict.fromkeys(unseen.SEEN_TYPES, seen), **dict.fromkeys(unseen.UNSEEN_TYPES, unseen_ones)}
+
+    ways = {"mote": scores(60, 50), "dear": scores(59.4, 70), "cheap": scores(59.6, 55)}
+    assert unseen.best_way(ways) == "cheap"
+    assert "| **cheap** | 55.00 | 55.00 | 55.00 | 55.00 | 59.60 |" in unseen.ways_table(ways)
 
 
 def test_a_rate_for_all_or_for_one() -> None:
@@ -115,12 +183,16 @@ def test_a_model_trained_with_other_settings_is_refused(tmp_path: Path) -> None:
     scale = experiments.SCALES["smoke"]
     folder = tmp_path / "models" / "mote-seed42"
     (folder / "model").mkdir(parents=True)
-    recipe = experiments.recipe_of("mote", scale, "SOURCE", "DATA", 42, ["training.weight_decay=0.5"])
+    recipe = experiments.recipe_of(
+        experiments.VARIANTS["mote"], scale, "SOURCE", "DATA", 42, ["training.weight_decay=0.5"]
+    )
     (folder / "recipe.yaml").write_text(as_yaml(recipe))
     models = runs.Runs(scale, "SOURCE", "DATA", tmp_path)
     with pytest.raises(ValueError, match=r"training\.weight_decay \(0\.5 there, 0\.1 here\)"):
         models.model("mote", 42)
-    (folder / "recipe.yaml").write_text(as_yaml(experiments.recipe_of("mote", scale, "SOURCE", "DATA", 42)))
+    (folder / "recipe.yaml").write_text(
+        as_yaml(experiments.recipe_of(experiments.VARIANTS["mote"], scale, "SOURCE", "DATA", 42))
+    )
     assert models.model("mote", 42) == folder / "model"
 
 
@@ -137,12 +209,51 @@ def test_no_validation_text_is_trained_on(shared: Path, tmp_path: Path) -> None:
     pairs = texts("pairs/*/*/train.jsonl.gz")
     held_out = texts(
         "validation/pair/*/test.jsonl.gz",
+        "validation/sts/*/test.jsonl.gz",
         *(f"validation/beir/{name.split('/')[1]}/*.jsonl.gz" for name in PAIRS["retrieval"]),
     )
     assert len(pairs & held_out - {""}) == 0
     assert sum(1 for _ in read_files(list(folder.glob("pairs/*/*/train.jsonl.gz")))) >= 60_000
+    five = {path.parent.parent.name for path in folder.glob("five_tasks/*/*/train.jsonl.gz")}
+    assert five == {"retrieval", "classification", "clustering", "paraphrases", "text_matching"}
     types = {path.parent.parent.name for path in folder.glob("validation/*/*/test.jsonl.gz")}
     assert types == {"classification", "clustering", "pair", "reranking", "sts"}
+
+
+@pytest.mark.slow
+def test_the_best_recipes_are_looked_for_and_scored(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On few texts and in one step: each start, each kind of data, and each way of making a variant."""
+    checkpoints = shared / "checkpoints"
+    dense, sides = checkpoints / "paraphrase-MiniLM-L3-v2", ["search_query", "search_document"]
+    (tmp_path / "cot" / "siamese" / "pretrained").mkdir(parents=True)
+    (tmp_path / "cot" / "siamese" / "pretrained" / "model").symlink_to(dense)
+    none = dict.fromkeys(sides, "")
+    mote.upcycle(str(dense), tmp_path / "cot" / "mote" / "pretrained" / "model", experts=sides, instructions=none)
+    monkeypatch.setattr(data, "PAIRS", {task: dict.fromkeys(of_task, 40) for task, of_task in data.PAIRS.items()})
+    monkeypatch.setattr(data, "LABELLED", dict.fromkeys(data.LABELLED, 10))
+    monkeypatch.setattr(data, "CORPUS", 10)
+    monkeypatch.setattr(runs, "VALIDATION_LIMIT", 5)
+    monkeypatch.setattr(best, "ORDER", (("distilled",), ("mined",), ("pretrained",), ("unseen-by-mean", "five-tasks")))
+    changes = ("training.batch_size=16", "training.max_steps=1", "model.max_length=32", "validation.limit=5")
+    limits: dict[tuple[str, ...], int | None] = {("sts/*",): 5, ("reranking/*",): 5}
+    medium = experiments.SCALES["medium"]
+    scale = replace(medium, changes=changes, sweep=(1e-4, 2e-4), text_length=16, seeds=(42,), limits=limits)
+    teacher = str(checkpoints / "all-MiniLM-L6-v2")
+    given = runs.Runs(
+        scale, str(dense), str(shared / "data"), tmp_path / "out", teacher=teacher, pretrained=tmp_path / "cot"
+    )
+    assert "One rate for all: " in _make("sweep", given)
+    assert given.model("ic-own-rate", 42).parent.name in ("ic-seed42", "ic-own-rate-seed42")
+    found = _make("best", given)
+    for name in ("em+distilled", "separate+distilled", "task-lora+distilled", "mote+distilled"):
+        assert f"{name}" in found
+    ways = _make("unseen", given)
+    assert "mote+unseen-by-mean" in ways
+    assert "mote+five-tasks" in ways
+    for way in ("shared", "text-matching"):
+        assert given.model(f"mote+pretrained+{way}", 42).is_dir()
 
 
 @pytest.mark.slow
@@ -152,7 +263,7 @@ def test_all_tables_and_figures(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     results = (tmp_path / "smoke" / "results.md").read_text()
     names = ["table2", "table3", "table4", "table5", "table6", "table7", "figure1", "figure3", "figures4to7"]
-    names = ["sweep", *names, "rates", "beyond"]
+    names = ["sweep", *names, "rates", "beyond", "unseen", "best"]
     assert [line.split(":")[0] for line in results.splitlines() if line.startswith("### ")] == [
         f"### {name}" for name in names
     ]

@@ -1,0 +1,53 @@
+"""Models that improved variants start from."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import mote
+from benchmarks.locking import alone
+from benchmarks.paper.experiments import TASKS, VARIANTS, recipe_of
+from configuration_mote import PAPER_INSTRUCTIONS
+from mote.checkpoints.reading import open_mote
+from mote.training.recipe import Recipe
+
+if TYPE_CHECKING:
+    from benchmarks.paper.runs import Runs
+
+
+def distilled(runs: "Runs") -> Path:
+    """Return the start after it has learned a teacher's embeddings of all training texts; train it if it is missing."""
+    folder = runs.out / "models" / "distilled"
+    with alone(folder):
+        if not (folder / "model").exists():
+            rate = runs.rate("em")
+            changes = [] if rate is None else [f"training.learning_rate={rate}"]
+            for task in TASKS:
+                changes += [f"tasks.{task}.loss=EmbedDistillLoss", f"tasks.{task}.teacher.source={runs.teacher}"]
+            seed = runs.scale.seeds[0]
+            changes += [*runs.changes, f"output={folder}"]
+            mote.train(recipe_of(VARIANTS["em"], runs.scale, runs.source, runs.training_data(), seed, changes))
+    return folder / "model"
+
+
+def pretrained(folder: Path, out: Path, recipe: Recipe) -> Path:
+    """Return a model that `benchmarks.cot` has pre-trained: its one encoder for both sides, or its experts.
+
+    A MoTE gets what it lacks for the recipe: further experts, as copies of that of documents, tasks and instructions.
+    """
+    model = recipe.model
+    if model.kind == "dense" or recipe.training.peft is not None:  # LoRAs are trained on one dense model
+        return folder / "siamese" / "pretrained" / "model"
+    experts = model.experts or list(PAPER_INSTRUCTIONS)
+    made = out / "-".join(["pretrained", *experts])
+    with alone(made):
+        if not made.exists():
+            source = folder / "mote" / "pretrained" / "model"
+            for name in [name for name in experts if name not in open_mote(str(source)).config.experts]:
+                more = made.with_name(f"{made.name}.{name}")
+                if not more.exists():
+                    mote.transform(source, more, mote.experts.add, name, "search_document")
+                source = more
+            texts = {**PAPER_INSTRUCTIONS, **model.instruction_texts}
+            own = {task: text for task, text in texts.items() if task in experts}
+            mote.configure(source, made, tasks=model.tasks, instructions=own)
+    return made
