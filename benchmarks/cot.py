@@ -74,7 +74,8 @@ ROWS = {
     "python_docs": 6000,
     "tldr_pages": 5000,
 }
-"""Dataset → rows at most: about 50,000 in all."""
+"""Dataset → rows of pre-training at most: 48,000 in all without those held out or dropped."""
+FINE_TUNING = 1.1  # times as many of the larger datasets: about 52,000
 PRETRAINING = (
     "model.max_length=48",
     "training.batch_size=128",
@@ -118,9 +119,9 @@ class Comparison:
     seeds: list[int]
     quick: bool
 
-    def rows(self) -> Path:
-        """Return the folder with the pairs, the first of each dataset; write them first if they do not exist."""
-        folder = self.out / "rows"
+    def rows(self, name: str, share: float = 1.0) -> Path:
+        """Return a folder with pairs, the first of each dataset; write them first if they do not exist."""
+        folder = self.out / name
         with alone(folder):
             for name, limit in ROWS.items():
                 (location,) = find_datasets(DatasetSettings(path=f"retrieval/{name}"), self.data)
@@ -128,7 +129,8 @@ class Comparison:
                 if not file.exists():
                     file.parent.mkdir(parents=True, exist_ok=True)
                     read = (row.content for row in read_rows(location))
-                    write_rows(unfinished := file.with_name("unfinished.gz"), islice(read, 30 if self.quick else limit))
+                    first = islice(read, 30 if self.quick else int(share * limit))
+                    write_rows(unfinished := file.with_name("unfinished.gz"), first)
                     unfinished.replace(file)
         return folder
 
@@ -137,7 +139,7 @@ class Comparison:
         variant, folder = VARIANTS[name], self.out / _file(name) / "pretrained"
         with alone(folder, timeout):
             if not (folder / "model").exists():
-                own = [f"model.source={self.source}", f"data.folder={self.rows()}", f"output={folder}"]
+                own = [f"model.source={self.source}", f"data.folder={self.rows('rows')}", f"output={folder}"]
                 mote.pretrain(
                     variant.recipe, [*own, *PRETRAINING, *variant.pretraining, *(QUICK if self.quick else ())]
                 )
@@ -148,7 +150,8 @@ class Comparison:
         first = self.out / _file(name) / "chain"
         last = first / STAGES[-1] / "train"
         if not (last / "model").exists():
-            own = [f"train.model.source={self.pretrained(name)}", f"data.folder={self.rows()}", f"output={first}"]
+            rows = self.rows("fine-tuning-rows", FINE_TUNING)
+            own = [f"train.model.source={self.pretrained(name)}", f"data.folder={rows}", f"output={first}"]
             quick = [f"train.{setting}" for setting in QUICK] if self.quick else []
             chain("cot", [*own, f"train.training.seed={self.seeds[0]}", *CHAIN, *VARIANTS[name].chain, *quick])
         if seed != self.seeds[0]:
