@@ -1,11 +1,12 @@
-"""Rewrite the tables of docs/results.md, and of the pages in docs/results, from the kept scores.
+"""Rewrite the tables of README and of the pages of results, and README's chart, from the kept scores.
 
     python -m benchmarks.results            # rewrites them
-    python -m benchmarks.results --check    # only compares: exits with 1 and names the tables that differ
+    python -m benchmarks.results --check    # only compares: exits with 1 and names those that differ
 
 A page has a table between `<!-- table: NAME -->` and `<!-- end of table -->`. The scores are what the benchmarks write,
 kept as they are in docs/results: `scores.json` of `benchmarks.NAME` as NAME.json, `SCALE/NAME.json` of
-`benchmarks.paper` under that name. All that are kept must be on a page, and SCALE/claims, the paper's claims in short.
+`benchmarks.paper` under that name. All that are kept must be on a page, with SCALE/claims, the paper's claims in short,
+and `readme`, a summary of one scale's table3. A table of a scale that is on no page is added to results/SCALE.md.
 """
 
 import argparse
@@ -14,21 +15,26 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from benchmarks import cot, decoders, mining, task_loras
+from benchmarks.paper.__main__ import NAMES
 from benchmarks.paper.best import steps_table
 from benchmarks.paper.beyond import validation_table
 from benchmarks.paper.claims import TABLES, Claim, Table
 from benchmarks.paper.experiments import SCALES
-from benchmarks.paper.figures import ablation_table
+from benchmarks.paper.figures import TITLES, ablation_table, analysis_tables
+from benchmarks.paper.readme import draw_gains, drawn_gains, gains_of, readme_table
 from benchmarks.paper.runs import Scores
 from benchmarks.paper.tables import claims_of, paper_of, report, summary_of, sweep_table
 from benchmarks.paper.unseen import ways_table
 
 DOCS = Path(__file__).parents[1] / "docs"
 END = "<!-- end of table -->"
+README_TABLE = Path("small/table3.json")  # whose scores README shows
+CHART = Path("images/gains.png")
 
 
 def _scores(kept: Any) -> Scores:
@@ -66,6 +72,8 @@ BENCHMARKS: dict[str, Callable[[Any], str]] = {
 
 PAPER: dict[str, Callable[[Any], str]] = {
     "sweep": lambda kept: sweep_table(_sweep(kept)),
+    "figure1": analysis_tables,
+    "figure3": analysis_tables,
     "figures4to7": lambda kept: ablation_table(_scores(kept)),
 }
 """What `benchmarks.paper` writes that is not a table with claims → its layout."""
@@ -83,6 +91,8 @@ def known_tables(results: Path) -> dict[str, str]:
             tables[f"{scale}/{name}"] = PAPER[name](one) if name in PAPER else _paper_table(name, one)
         if of_paper := {name: (table, _scores(kept[name])) for name, table in TABLES.items() if name in kept}:
             tables[f"{scale}/claims"] = summary_of(of_paper)
+    if (results / README_TABLE).is_file():
+        tables["readme"] = readme_table(_scores(_read(results / README_TABLE)))
     return tables
 
 
@@ -108,26 +118,52 @@ def rewrite(page: str, tables: Mapping[str, str]) -> tuple[str, dict[str, bool]]
         if not end:
             raise ValueError(f"Table {name!r} has no {END}")
         new = f"\n\n{tables[name]}\n\n"
-        found[name] = old != new
+        found[name] = found.get(name, False) or old != new
         parts.append(f"<!-- table: {name} -->{new}{END}{after}")
     return "".join(parts), found
 
 
 def rewrite_pages(docs: Path, *, check: bool = False) -> tuple[list[str], list[str]]:
-    """Rewrite the tables of all pages, or only compare them.
+    """Rewrite the tables of all pages, and README's chart; or only compare them.
 
     Returns:
-        Names of the tables that differed, and of those that are on no page.
+        Names of the tables, and the chart, that differed; names of the tables that are on no page.
     """
     tables = known_tables(docs / "results")
+    if not check:
+        _add_sections(docs, tables)
     found: dict[str, bool] = {}
-    for path in (docs / "results.md", *sorted((docs / "results").glob("*.md"))):
-        page = path.read_text(encoding="utf-8")
+    for path, page in _pages(docs).items():
         new, of_page = rewrite(page, tables)
-        found |= of_page
+        found |= {name: found.get(name, False) or differs for name, differs in of_page.items()}
         if new != page and not check:
             path.write_text(new, encoding="utf-8")
-    return [name for name, differs in found.items() if differs], [name for name in tables if name not in found]
+    differing = [name for name, differs in found.items() if differs]
+    if "readme" in tables:
+        gains = gains_of(_scores(_read(docs / "results" / README_TABLE)))
+        if drawn_gains(docs / CHART) != gains:
+            differing.append(str(CHART))
+            if not check:
+                draw_gains(gains, docs / CHART)
+    return differing, [name for name in tables if name not in found]
+
+
+def _pages(docs: Path) -> dict[Path, str]:
+    paths = (docs.parent / "README.md", docs / "results.md", *sorted((docs / "results").glob("*.md")))
+    return {path: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
+
+
+def _add_sections(docs: Path, tables: Mapping[str, str]) -> None:
+    """Add each table of a scale that is on no page to the scale's own; make that if needed."""
+    known = "".join(_pages(docs).values())
+    for scale, name in product(SCALES, ("claims", *NAMES)):
+        marker = f"<!-- table: {scale}/{name} -->"
+        if f"{scale}/{name}" not in tables or marker in known:
+            continue
+        title = TITLES.get(name) or _table(name, _read(docs / "results" / scale / f"{name}.json")).title
+        page = docs / "results" / f"{scale}.md"
+        before = page.read_text(encoding="utf-8") if page.is_file() else f"# The paper's tables at scale {scale}\n"
+        page.write_text(f"{before}\n## {name}: {title}\n\n{marker}\n{END}\n", encoding="utf-8")
 
 
 def main() -> None:

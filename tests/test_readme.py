@@ -36,21 +36,6 @@ def test_the_python_lines_print_what_is_shown(tmp_path: Path, monkeypatch: pytes
     assert [*map(float, NUMBER.findall(printed))] == pytest.approx([*map(float, NUMBER.findall(shown))], abs=5e-3)
 
 
-def test_the_scores_are_those_of_the_results() -> None:
-    """Rows that a table of docs/results/small.md has too hold the same numbers."""
-    small = (ROOT / "docs" / "results" / "small.md").read_text(encoding="utf-8")
-    seen, unseen = (small.split(f"## {table}:", 1)[1].split("\n## ", 1)[0] for table in ("table2", "table3"))
-    places = [(seen, "Retrieval"), (seen, "Classification"), (seen, "Clustering"), (unseen, "mean over all")]
-    for (table, name), of_readme in zip(places, ("retrieval", "classification", "clustering", "all"), strict=True):
-        row = re.search(rf"^\| {name} \(\d+\) \|(.*)\|$", table, re.MULTILINE)
-        shown = re.search(rf"^\| {of_readme} \(\d+\) \|(.*)\|$", README, re.MULTILINE)
-        assert row is not None
-        assert shown is not None
-        scores = [NUMBER.findall(cell)[0] for cell in row[1].split("|")]
-        columns = [0, 1, 3, 4] if table is seen else [0, 1, 2, 3]
-        assert NUMBER.findall(shown[1]) == [scores[column] for column in columns]
-
-
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#]+)", README))))
 def test_links_lead_somewhere(link: str) -> None:
     assert link.startswith("https://") or (ROOT / link).exists()

@@ -72,7 +72,7 @@ def test_links_in_the_metadata_lead_somewhere(wheel: Path, tmp_path: Path) -> No
     published = metadata_of(built(tmp_path, "https://example.org/you/mote"))
     assert re.findall(r"\]\((?!https://)[^)]*\)", published) == []
     assert "([how, and what else](https://example.org/you/mote/blob/main/docs/results.md))" in published
-    assert "](https://example.org/you/mote/raw/main/docs/results/figure3/similarity.png)" in published
+    assert "](https://example.org/you/mote/raw/main/docs/images/gains.png)" in published
 
 
 def test_what_it_holds(wheel: Path) -> None:

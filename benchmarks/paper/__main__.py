@@ -22,11 +22,12 @@ from benchmarks.paper.best import BASES, best_of, improve, steps_table
 from benchmarks.paper.beyond import INTERPOLATED, TRAINED, validation_scores, validation_table
 from benchmarks.paper.claims import OWN_RATES, RATES, TABLES, Claim, Table
 from benchmarks.paper.experiments import SCALES, TASKS, ablations
-from benchmarks.paper.figures import ablation_table, draw_ablations
+from benchmarks.paper.figures import TITLES, ablation_table, analysis_tables, draw_ablations, kept_analysis
 from benchmarks.paper.improvements import SEPARATE, parts_of
 from benchmarks.paper.runs import START, Runs, Scores, best_rate
 from benchmarks.paper.tables import report, sweep_table
 from benchmarks.paper.unseen import best_way, ways, ways_table
+from mote.analysis.analyze import CHARTS
 from mote.reporting import console_logging
 
 NAMES = ("sweep", *TABLES, "figure1", "figure3", "figures4to7", "rates", "beyond", "unseen", "best")
@@ -102,13 +103,14 @@ def _write(name: str, kept: object, runs: Runs) -> None:
     (runs.out / f"{name}.json").write_text(json.dumps(kept) + "\n", encoding="utf-8")
 
 
-def _similarity(name: str, title: str, variants: tuple[str, ...], runs: Runs) -> str:
+def _similarity(name: str, variants: tuple[str, ...], runs: Runs) -> str:
     models = {variant: str(runs.model(variant, runs.scale.seeds[0])) for variant in variants}
-    mote.analyze(models, out=runs.out / name, data=runs.data, start=runs.source, trust_remote_code=True)
-    analysis = (runs.out / name / "analysis.md").read_text(encoding="utf-8")
-    below = re.sub(r"^#", "####", analysis.partition("\n")[2].strip(), flags=re.MULTILINE)
-    below = below.replace("](", f"]({name}/")  # links to its plots
-    return f"### {name}: {title}\n\n{below}"
+    found = mote.analyze(models, out=runs.out / name, data=runs.data, start=runs.source, trust_remote_code=True)
+    kept = kept_analysis(found)
+    _write(name, kept, runs)
+    tables = re.sub(r"^#", "##", analysis_tables(kept), flags=re.MULTILINE)
+    charts = [f"![{chart}]({name}/{chart})" for chart in CHARTS if (runs.out / name / chart).is_file()]
+    return "\n\n".join([f"### {name}: {TITLES[name]}", tables, *charts])
 
 
 def _sweep(runs: Runs) -> str:
@@ -116,25 +118,23 @@ def _sweep(runs: Runs) -> str:
         return "### sweep: the learning rates of this scale are given"
     found = runs.sweep
     _write("sweep", found, runs)
-    title = "learning rates, by the mean over six task types of validation sets"
-    return f"### sweep: {title}\n\n{sweep_table(found)}\n\nOne rate for all: {best_rate(found):g}."
+    return f"### sweep: {TITLES['sweep']}\n\n{sweep_table(found)}\n\nOne rate for all: {best_rate(found):g}."
 
 
 def _figure1(runs: Runs) -> str:
-    return _similarity("figure1", "similarity between the tasks of the instruction-conditioned model", ("ic",), runs)
+    return _similarity("figure1", ("ic",), runs)
 
 
 def _figure3(runs: Runs) -> str:
-    title = "similarity between tasks of MoTE and of the dense model, at one learning rate and at another"
     others = ("mote-high-rate", "ic-high-rate") if _several_rates(runs) else ()
-    return _similarity("figure3", title, ("mote", "ic", *others), runs)
+    return _similarity("figure3", ("mote", "ic", *others), runs)
 
 
 def _figures4to7(runs: Runs) -> str:
     scores = runs.scores(name for task in TASKS for name in ablations(task))
     _write("figures4to7", asdict(scores), runs)
     draw_ablations(scores, runs.scores([START]), runs.out / "figures4to7.png")
-    title = "batches and temperature of each task"
+    title = TITLES["figures4to7"]
     return f"### figures4to7: {title}\n\n{ablation_table(scores)}\n\n![{title}](figures4to7.png)"
 
 

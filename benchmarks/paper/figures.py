@@ -1,13 +1,46 @@
-"""Figures 4 to 7 of the paper: batching and temperature, one task at a time."""
+"""Figures of the paper: 1 and 3, similarity between tasks; 4 to 7, batching and temperature, one task at a time."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.paper.experiments import BATCHES, OF_THE_RECIPE, TASKS, TEMPERATURES, ablations
 from benchmarks.paper.runs import START, Scores
 from benchmarks.paper.tables import cell
+from mote import Analysis
 from mote.reporting import COLORS
+
+TITLES = {
+    "claims": "the paper's claims in short",
+    "sweep": "learning rates, by the mean over six task types of validation sets",
+    "figure1": "similarity between the tasks of the dense model with instructions",
+    "figure3": "similarity between the tasks of MoTE, and of the dense model with instructions",
+    "figures4to7": "batches and temperature of each task",
+}
+"""Titles of what is not a table with claims."""
+
+
+def kept_analysis(analysis: Analysis) -> dict[str, Any]:
+    """Return what the tables of an analysis need, with numbers of six digits: neither its texts nor its t-SNE."""
+    kept: dict[str, Any] = _rounded(analysis.to_dict())
+    kept["texts"]["texts"] = [""] * kept["texts"]["count"]
+    kept["models"] = [{**model, "layout": None} for model in kept["models"]]
+    return kept
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def analysis_tables(kept: dict[str, Any]) -> str:
+    """Format a kept analysis, without its title, as a section of headings of the third level."""
+    return re.sub(r"^#", "##", Analysis.from_dict(kept).to_markdown().partition("\n")[2].strip(), flags=re.MULTILINE)
 
 
 def ablation_table(scores: Scores) -> str:

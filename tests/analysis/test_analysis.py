@@ -385,6 +385,9 @@ def test_an_analysis_is_written_as_tables_json_and_charts(found: analysis.Analys
         assert said in text
     assert str(tmp_path) not in text
     assert str(tmp_path.parent.parent) not in json.dumps(content)
+    again = analysis.Analysis.from_dict(content)
+    assert again.to_markdown() == found.to_markdown()
+    assert json.dumps(again.to_dict()) == json.dumps(found.to_dict())
 
 
 def test_the_same_analysis_twice_is_the_same(found: analysis.Analysis, trained_folder: Path, prompted: Path) -> None:

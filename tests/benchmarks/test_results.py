@@ -3,15 +3,21 @@
 import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.paths import ROOT
 
 from benchmarks import results
-from benchmarks.paper import claims, tables
+from benchmarks.paper import claims, figures, readme, tables
 from benchmarks.paper.runs import Scores
+from mote.analysis.analyze import Analysis, ModelAnalysis
+from mote.analysis.similarity import welch_test
+from mote.data.texts import Texts
 from mote.evaluation.statistics import compare_scores
 
 DOCS = ROOT / "docs"
@@ -26,8 +32,8 @@ def rows_of(page: str, heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
-def kept(name: str) -> Scores:
-    of = json.loads((DOCS / "results" / "small" / f"{name}.json").read_text(encoding="utf-8"))
+def kept(name: str, scale: str = "small") -> Scores:
+    of = json.loads((DOCS / "results" / scale / f"{name}.json").read_text(encoding="utf-8"))
     return Scores(of["every"], of["types"])
 
 
@@ -40,15 +46,24 @@ def test_records_and_results_are_small() -> None:
     assert 0 < sum(path.stat().st_size for path in files) < 1_000_000
 
 
-def test_the_command_compares_or_rewrites(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(*options: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["results", "--docs", str(tmp_path), *options])
+Command = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command on the documentation in a folder: exit status and output."""
+
+    def run(docs: Path, *options: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["results", "--docs", str(docs), *options])
         with pytest.raises(SystemExit) as end:
             results.main()
         return end.value.code, capsys.readouterr().out
 
+    return run
+
+
+def test_the_command_compares_or_rewrites(tmp_path: Path, command: Command) -> None:
+    run = partial(command, tmp_path)
     (tmp_path / "results").mkdir()
     scores = (DOCS / "results" / "mining.json").read_text(encoding="utf-8")
     (tmp_path / "results" / "mining.json").write_text(scores, encoding="utf-8")
@@ -64,6 +79,113 @@ def test_the_command_compares_or_rewrites(
     assert run("--check") == (0, "")
     page.write_text(text.replace("62.81", "62.82"), encoding="utf-8")
     assert run("--check") == (1, "different from the kept scores: mining\n")
+    (tmp_path / "results" / "again.md").write_text(text, encoding="utf-8")  # right there, and wrong on the other page
+    assert run("--check") == (1, "different from the kept scores: mining\n")
+
+
+def test_readme_shows_the_result() -> None:
+    """Its numbers with a sign, and its p-value, are those of the claims."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    scale = results.README_TABLE.parent.name
+    scores = kept("table3", scale)
+    assert results.rewrite(page, {"readme": readme.readme_table(scores)})[1] == {"readme": False}
+    assert readme.drawn_gains(DOCS / results.CHART) == readme.gains_of(scores)
+    assert (DOCS / results.CHART).stat().st_size < 40_000
+    first_screen = page.split("\n## ", 1)[0]
+    for link in (results.CHART, f"results/{scale}.md", "results.md", "plan-of-experiments.md"):
+        assert f"](docs/{link})" in first_screen
+    numbers = re.findall(r"[+-]\d+\.\d+|(?<=p = )\d\.\d+", first_screen.split(results.END)[1])
+    assert len(numbers) >= 3
+    found = re.findall(r"[+-]?[\d.]+", results.known_tables(DOCS / "results")[f"{scale}/claims"])
+    assert set(numbers) <= {*found}
+
+
+def test_readme_s_table_and_chart_by_hand(tmp_path: Path) -> None:
+    types = {"r1": "Retrieval", "r2": "Retrieval", "c": "Classification", "k": "Clustering", "s": "STS"}
+    types |= {"p": "PairClassification", "a": "Reranking", "u": "Summarization"}
+    every = {"start": [10.0], "em": [20.0, 22.0], "ic": [23.0, 21.0], "mote": [30.0, 34.0], "sem": [99.0, 99.0]}
+    scores = Scores({name: dict.fromkeys(types, values) for name, values in every.items()}, types)
+    scores.every["mote"] |= {"r2": [40.0, 40.0], "u": [6.0, 6.0]}
+    assert readme.readme_table(scores).splitlines() == [
+        "| test sets | not trained | dense | dense, instructions | MoTE |",
+        "| --- | --- | --- | --- | --- |",
+        "| retrieval (2) | 10.00 | 21.00 | 22.00 | **36.00** |",
+        "| classification (1) | 10.00 | 21.00 | 22.00 | **32.00** |",
+        "| clustering (1) | 10.00 | 21.00 | 22.00 | **32.00** |",
+        "| tasks without training data (4) | 10.00 | 21.00 | 22.00 | **25.50** |",
+        "| all (8) | 10.00 | 21.00 | 22.00 | **29.75** |",
+    ]
+    gains = readme.gains_of(scores)
+    assert list(gains) == ["not trained", "dense, instructions", "MoTE"]
+    assert list(gains["MoTE"])[:2] == ["Retrieval (2)", "Classification (1)"]
+    assert gains["not trained"]["STS (1)"] == [-10.0, -12.0]
+    assert gains["dense, instructions"]["all (8)"] == [3.0, -1.0]
+    assert gains["MoTE"]["Retrieval (2)"] == [15.0, 15.0]
+    readme.draw_gains(gains, tmp_path / "gains.png")
+    assert readme.drawn_gains(tmp_path / "gains.png") == gains
+
+
+def test_the_chart_is_drawn_if_it_lacks_or_differs(tmp_path: Path, command: Command) -> None:
+    run = partial(command, tmp_path / "docs")
+    scores = tmp_path / "docs" / "results" / results.README_TABLE
+    scores.parent.mkdir(parents=True)
+    scores.write_bytes((DOCS / "results" / results.README_TABLE).read_bytes())
+    (tmp_path / "README.md").write_text(f"<!-- table: readme -->{results.END}")
+    claims_of, table = (f"{scores.parent.name}/{name}" for name in ("claims", "table3"))
+    differing = "different from the kept scores: readme, images/gains.png"
+    assert run("--check") == (1, f"{differing}\non no page: {table}, {claims_of}\n")
+    assert run() == (0, f"rewritten: readme, {claims_of}, {table}, images/gains.png\n")
+    assert run("--check") == (0, "")
+    content = json.loads(scores.read_text())
+    content["every"]["mote"] = {name: [score + 1 for score in of] for name, of in content["every"]["mote"].items()}
+    scores.write_text(json.dumps(content))
+    assert run("--check") == (1, f"different from the kept scores: readme, {claims_of}, {table}, images/gains.png\n")
+    assert run()[0] == 0
+    assert run("--check") == (0, "")
+    (tmp_path / "docs" / results.CHART).unlink()
+    assert run("--check") == (1, "different from the kept scores: images/gains.png\n")
+
+
+def test_tables_on_no_page_get_the_page_of_their_scale(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "results" / "medium").mkdir(parents=True)
+    for name in ("table2", "table3", "beyond"):
+        scores = (DOCS / "results" / "small" / f"{name}.json").read_text(encoding="utf-8")
+        (tmp_path / "results" / "medium" / f"{name}.json").write_text(scores, encoding="utf-8")
+    assert command(tmp_path)[0] == 0
+    page = tmp_path / "results" / "medium.md"
+    text = page.read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if line.startswith("#")] == [
+        "# The paper's tables at scale medium",
+        "## claims: the paper's claims in short",
+        f"## table2: {claims.TABLES['table2'].title}",
+        f"## table3: {claims.TABLES['table3'].title}",
+        "## beyond: Beyond the paper",
+    ]
+    assert "| mote over ic | Retrieval |" in text
+    scores = (DOCS / "results" / "small" / "table4.json").read_text(encoding="utf-8")
+    (tmp_path / "results" / "medium" / "table4.json").write_text(scores, encoding="utf-8")
+    page.write_text(text.replace("medium\n", "medium\n\nBy hand.\n", 1), encoding="utf-8")
+    assert command(tmp_path) == (0, "rewritten: medium/claims, medium/table4\n")
+    text = page.read_text(encoding="utf-8")
+    assert "\n\nBy hand.\n\n## claims:" in text
+    assert text.rindex("## ") == text.index("## table4: Task-aware")
+
+
+def test_an_analysis_is_kept_without_its_texts(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).uniform(size=(2, 3))
+    models = [
+        ModelAnalysis(label, {"a": "a: ", "b": "b: "}, {}, {("a", "b"): values[number]}, layout=np.zeros((6, 2)))
+        for number, label in enumerate(("mote", "ic"))
+    ]
+    test = welch_test("mote", "ic", ("a", "b"), *values)
+    found = Analysis(tuple(models), (test,), Texts(("one text", "some words", "a third"), "three texts"), None, 0)
+    of_file = json.dumps(figures.kept_analysis(found))
+    assert "words" not in of_file
+    assert len(of_file) < len(json.dumps(found.to_dict()))
+    (tmp_path / "medium").mkdir()
+    (tmp_path / "medium" / "figure3.json").write_text(of_file)
+    shown = results.known_tables(tmp_path)["medium/figure3"]
+    assert shown == found.to_markdown().split("\n\n", 1)[1].replace("## ", "### ")
 
 
 def test_an_unknown_table_and_one_without_an_end() -> None:

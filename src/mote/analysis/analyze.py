@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 
 from mote.analysis import plots
-from mote.analysis.divergence import Divergence, divergence_of, tsne
+from mote.analysis.divergence import Divergence, Spread, divergence_of, tsne
 from mote.analysis.similarity import (
     ROLES,
     Similarity,
@@ -118,6 +118,20 @@ class Analysis(Report):
             "models": [_as_json(model) for model in self.models],
             "tests": [_as_json(test) for test in self.tests],
         }
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> "Analysis":
+        """Read back what `to_dict` returned, as from analysis.json; the texts of pairs, which that lacks, are empty."""
+        texts, pairs = content["texts"], content["pairs"]
+        no_texts = ("",) * pairs["count"] if pairs else ()
+        tests = [{**test, "tasks": test["tasks"] and tuple(test["tasks"])} for test in content["tests"]]
+        return cls(
+            tuple(_model_from_json(model) for model in content["models"]),
+            tuple(WelchTest(**test) for test in tests),
+            Texts(tuple(texts["texts"]), texts["source"]),
+            Pairs(no_texts, no_texts, pairs["source"]) if pairs else None,
+            content["seed"],
+        )
 
     def save(self, folder: str | Path) -> Path:
         """Write analysis.json, analysis.md and the charts.
@@ -326,6 +340,29 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
     return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+def _model_from_json(content: Mapping[str, Any]) -> ModelAnalysis:
+    """Undo `_as_json`."""
+    divergence, layout, change = content["divergence"], content["layout"], content["weight_change"]
+    if divergence is not None:
+        spreads = {key: Spread(**value) for key, value in divergence.items() if isinstance(value, Mapping)}
+        arrays = {key: np.array(divergence[key]) for key in ("neighbors_kl", "neighbors_js")}
+        divergence = Divergence(**{**divergence, **spreads, **arrays, "roles": tuple(divergence["roles"])})
+    if change is not None:
+        change = WeightChange(**{**change, **{key: _by_pair(change[key]) for key in ("cosines", "overall_cosines")}})
+    found = {
+        "similarity": {pair: np.array(values) for pair, values in _by_pair(content["similarity"]).items()},
+        "divergence": divergence,
+        "layout": None if layout is None else np.array(layout),
+        "weight_change": change,
+        "notes": tuple(content["notes"]),
+    }
+    return ModelAnalysis(**{**content, **found})
+
+
+def _by_pair(content: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    return {tuple(key.split(" / ")): value for key, value in content.items()}
 
 
 # Tables, as plain text and as Markdown -------------------------------------------------------------------------------
