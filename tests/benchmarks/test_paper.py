@@ -232,7 +232,7 @@ def test_the_best_recipes_are_looked_for_and_scored(
     none = dict.fromkeys(sides, "")
     mote.upcycle(str(dense), tmp_path / "cot" / "mote" / "pretrained" / "model", experts=sides, instructions=none)
     monkeypatch.setattr(data, "PAIRS", {task: dict.fromkeys(of_task, 40) for task, of_task in data.PAIRS.items()})
-    monkeypatch.setattr(data, "LABELLED", dict.fromkeys(data.LABELLED, 10))
+    monkeypatch.setattr(data, "LABELLED", dict.fromkeys(data.LABELLED, 300))
     monkeypatch.setattr(data, "CORPUS", 10)
     monkeypatch.setattr(runs, "VALIDATION_LIMIT", 5)
     monkeypatch.setattr(best, "ORDER", (("distilled",), ("mined", "pretrained"), ("unseen-by-mean", "five-tasks")))
