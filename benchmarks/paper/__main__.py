@@ -51,6 +51,7 @@ def main() -> None:
     if data is None:
         parser.error(f"--scale {arguments.scale} needs --data")
     out = arguments.out / arguments.scale
+    out.mkdir(parents=True, exist_ok=True)
     source = arguments.source or scale.source
     runs = Runs(scale, source, data, out, tuple(arguments.changes), _say, arguments.teacher, arguments.pretrained)
     parts = []

@@ -271,7 +271,7 @@ def check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> N
         "model.pooling": settings.pooling not in (None, config.pooling),
         **{f"model.{name}": _differs(settings, config, name) for name in POOLING_SIZES},
         "model.bidirectional": settings.bidirectional and getattr(config.backbone_config, "is_causal", True),
-        "model.experts": settings.experts is not None and settings.experts != config.experts,
+        "model.experts": settings.experts is not None and {*settings.experts} != {*config.experts},
         "model.tasks": not settings.tasks.items() <= config.tasks.items(),
         "model.instruction_texts": not settings.instruction_texts.items() <= config.instructions.items(),
         "model.definitions": not defined.items() <= config.instructions.items(),
