@@ -119,7 +119,7 @@ class Comparison:
     seeds: list[int]
     quick: bool
 
-    def rows(self, name: str, share: float = 1.0) -> Path:
+    def rows(self, name: str, factor: float = 1.0) -> Path:
         """Return a folder with pairs, the first of each dataset; write them first if they do not exist."""
         folder = self.out / name
         with alone(folder):
@@ -129,7 +129,7 @@ class Comparison:
                 if not file.exists():
                     file.parent.mkdir(parents=True, exist_ok=True)
                     read = (row.content for row in read_rows(location))
-                    first = islice(read, 30 if self.quick else int(share * limit))
+                    first = islice(read, 30 if self.quick else int(factor * limit))
                     write_rows(unfinished := file.with_name("unfinished.gz"), first)
                     unfinished.replace(file)
         return folder

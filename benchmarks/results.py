@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cot, decoders, mining, task_loras
-from benchmarks.paper.__main__ import NAMES
 from benchmarks.paper.best import steps_table
 from benchmarks.paper.beyond import validation_table
 from benchmarks.paper.claims import TABLES, Claim, Table
 from benchmarks.paper.experiments import SCALES
 from benchmarks.paper.figures import TITLES, ablation_table, analysis_tables
 from benchmarks.paper.readme import draw_gains, drawn_gains, gains_of, readme_table
+from benchmarks.paper.reports import NAMES
 from benchmarks.paper.runs import Scores
 from benchmarks.paper.tables import claims_of, paper_of, report, summary_of, sweep_table
 from benchmarks.paper.unseen import ways_table

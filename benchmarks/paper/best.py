@@ -35,7 +35,7 @@ class Step(TypedDict):
 
 
 def improve(runs: Runs, base: str) -> list[Step]:
-    """Try each improvement that the base can have, and keep it if the validation score rises."""
+    """Try each improvement that applies to the base, and keep it if the validation score rises."""
     steps = [Step(name=base, score=mean(runs.validated(base).values()), kept=True)]
     for alternatives in ORDER:
         before = best_of(steps)

@@ -52,7 +52,7 @@ CORPUS = 1000  # documents of a validation set of retrieval
 CLASSIFICATION = ("banking77", "ag_news_small", "sst2", "tweet_emotion4", "amazon_counterfactual", "trec6")
 CLUSTERING = ("bbc_news", "arxiv_titles", "twenty_newsgroups_subjects", "open_trivia")
 STS = {"stsbenchmark": "dev", "sts12": "train"}
-SCORED = ("stsbenchmark",)  # with training parts that are no validation set
+SCORED = ("stsbenchmark",)  # whose training parts are not validation sets
 RERANKING = ("trecqa", "wikiqa")
 
 Rows = list[dict[str, Any]]
@@ -89,8 +89,10 @@ def with_mined_negatives(folder: Path, out: Path, teacher: str) -> Path:
     """
     mote.mine_negatives(["retrieval/*"], out, Teacher(model=teacher), MiningSettings(negatives=1), data=folder)
     for other in folder.iterdir():
-        if other.name != "retrieval":
-            shutil.copytree(other, out / other.name, dirs_exist_ok=True)
+        if not (out / other.name).exists():
+            unfinished = out / f"{other.name}.unfinished"
+            shutil.copytree(other, unfinished, dirs_exist_ok=True)
+            unfinished.replace(out / other.name)
     return out
 
 

@@ -13,7 +13,7 @@ UNSEEN = ("sts", "pair_classification", "summarization")
 EXPERTS = ("clustering", "search_query", "search_document")
 
 Improvement = Callable[[Variant, str], Variant]
-"""Returns a better variant, of one and its name."""
+"""Takes a variant and its name, returns the improved variant."""
 
 
 def _homogeneous(variant: Variant, name: str) -> Variant:

@@ -18,6 +18,7 @@ from mote import Evaluation
 from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.reading import open_checkpoint
 from mote.training.model import native_folder
+from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe, parse_recipe
 from mote.training.run_folder import differences, fixed_settings
 
@@ -65,9 +66,17 @@ class Runs:
             folder = folder.with_name(f"{folder.name}-{made_of}")
             with alone(folder):
                 return folder if folder.exists() else variant.made_by(trained, folder)
-        changes = [*self._rates(name), *self.changes, f"output={folder}"]
+        changes = [*self.rates_of(name), *self.changes, f"output={folder}"]
         source, data = self.source_of(variant), self.training_data(variant)
-        recipe = recipe_of(variant, self.scale, source, data, seed, changes, name)
+        return self.trained(recipe_of(variant, self.scale, source, data, seed, changes, name))
+
+    def trained(self, recipe: Recipe) -> Path:
+        """Return the model of a recipe; train it first if its folder has none.
+
+        Raises:
+            ValueError: If the folder holds a model trained with other settings.
+        """
+        folder = Path(recipe.output)
         with alone(folder):
             if (folder / "model").exists():
                 saved = parse_recipe(yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8")))
@@ -82,7 +91,7 @@ class Runs:
                 mote.train(recipe)
         return folder / "model"
 
-    def _rates(self, name: str) -> list[str]:
+    def rates_of(self, name: str) -> list[str]:
         """Return the settings of a variant's learning rates, as far as the scale's sweep decides them."""
         variant, rate = variant_of(name), self.rate(name)
         settings = [] if rate is None else [f"training.learning_rate={rate * variant.rate_factor:g}"]

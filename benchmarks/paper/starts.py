@@ -16,17 +16,11 @@ if TYPE_CHECKING:
 
 def distilled(runs: "Runs") -> Path:
     """Return the start after it has learned a teacher's embeddings of all training texts; train it if it is missing."""
-    folder = runs.out / "models" / "distilled"
-    with alone(folder):
-        if not (folder / "model").exists():
-            rate = runs.rate("em")
-            changes = [] if rate is None else [f"training.learning_rate={rate}"]
-            for task in TASKS:
-                changes += [f"tasks.{task}.loss=EmbedDistillLoss", f"tasks.{task}.teacher.source={runs.teacher}"]
-            seed = runs.scale.seeds[0]
-            changes += [*runs.changes, f"output={folder}"]
-            mote.train(recipe_of(VARIANTS["em"], runs.scale, runs.source, runs.training_data(), seed, changes))
-    return folder / "model"
+    changes = [*runs.rates_of("em"), *runs.changes, f"output={runs.out / 'models' / 'distilled'}"]
+    for task in TASKS:
+        changes += [f"tasks.{task}.loss=EmbedDistillLoss", f"tasks.{task}.teacher.source={runs.teacher}"]
+    seed = runs.scale.seeds[0]
+    return runs.trained(recipe_of(VARIANTS["em"], runs.scale, runs.source, runs.training_data(), seed, changes))
 
 
 def pretrained(folder: Path, out: Path, recipe: Recipe) -> Path:

@@ -1,17 +1,19 @@
 """benchmarks.paper: the variants, and how scores become tables and verdicts."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.paths import ROOT
 
 import mote
 from benchmarks.paper import best, claims, data, experiments, improvements, runs, tables, unseen
-from benchmarks.paper.__main__ import _make
 from benchmarks.paper.data import PAIRS, prepare
+from benchmarks.paper.reports import make
 from benchmarks.results import known_tables
 from mote.data.rows import read_files
 
@@ -71,6 +73,27 @@ def test_improvements_of_a_variant() -> None:
     assert both.made_of == "mote+five-tasks+homogeneous"
     with pytest.raises(ValueError, match="shared changes the training, and must precede"):
         improvements.variant_of("mote+to-mean-0.5+shared")
+
+
+def test_learning_rates_of_a_variant(tmp_path: Path) -> None:
+    given = runs.Runs(experiments.SCALES["medium"], "S", "D", tmp_path)
+    vars(given)["sweep"] = {"em": {1e-4: 50.0, 4e-4: 52.0}, "ic": {1e-4: 53.0, 4e-4: 52.0}, "mote": {4e-4: 53.0}}
+    vars(given)["sweep"]["mote"][1e-4] = 50.0
+
+    def training(name: str) -> Any:
+        return experiments.recipe_of(
+            improvements.variant_of(name), given.scale, "S", "D", 42, given.rates_of(name)
+        ).training
+
+    assert training("mote").learning_rate == 4e-4
+    assert training("task-lora").learning_rate == pytest.approx(4e-3)
+    assert training("ic-own-rate").learning_rate == 1e-4
+    assert [given.trained_as(f"{name}-own-rate") for name in ("ic", "mote")] == ["ic-own-rate", "mote"]
+    faster = training("mote+expert-rates")
+    assert faster.learning_rate == 4e-4
+    ((pattern, rate),) = faster.model_extra["learning_rate_mapping"].items()
+    assert rate == pytest.approx(1.2e-3)
+    assert re.search(pattern, "0.model.backbone.encoder.layer.0.experts.clustering.output.dense.weight")
 
 
 class Validated:
@@ -236,7 +259,7 @@ def test_the_best_recipes_are_looked_for_and_scored(
     monkeypatch.setattr(data, "CORPUS", 10)
     monkeypatch.setattr(runs, "VALIDATION_LIMIT", 5)
     monkeypatch.setattr(best, "ORDER", (("distilled",), ("mined", "pretrained"), ("unseen-by-mean", "five-tasks")))
-    monkeypatch.setattr("benchmarks.paper.__main__.BASES", ("ic", "separate", "mote"))
+    monkeypatch.setattr("benchmarks.paper.reports.BASES", ("ic", "separate", "mote"))
     changes = ("training.batch_size=16", "training.max_steps=1", "model.max_length=32", "validation.limit=5")
     limits: dict[tuple[str, ...], int | None] = {("sts/*",): 5, ("reranking/*",): 5}
     medium = experiments.SCALES["medium"]
@@ -245,12 +268,12 @@ def test_the_best_recipes_are_looked_for_and_scored(
     given = runs.Runs(
         scale, str(dense), str(shared / "data"), tmp_path / "out", teacher=teacher, pretrained=tmp_path / "cot"
     )
-    assert "One rate for all: " in _make("sweep", given)
+    assert "One rate for all: " in make("sweep", given)
     assert given.model("ic-own-rate", 42).parent.name in ("ic-seed42", "ic-own-rate-seed42")
-    found = _make("best", given)
+    found = make("best", given)
     assert all(f"| {base}+distilled |" in found for base in ("ic", "separate", "mote"))
     assert given.model("task-lora+pretrained", 42).is_dir()
-    ways = _make("unseen", given)
+    ways = make("unseen", given)
     assert "mote+unseen-by-mean" in ways
     assert "mote+five-tasks" in ways
     for way in ("shared", "text-matching"):

@@ -1,0 +1,142 @@
+"""Tables and figures of one scale, with what goes beyond the paper: each a section of Markdown, and its scores."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+
+import mote
+from benchmarks.paper.best import BASES, best_of, improve, steps_table
+from benchmarks.paper.beyond import INTERPOLATED, TRAINED, validation_scores, validation_table
+from benchmarks.paper.claims import OWN_RATES, RATES, TABLES, Claim, Table
+from benchmarks.paper.experiments import TASKS, ablations
+from benchmarks.paper.figures import TITLES, ablation_table, analysis_tables, draw_ablations, kept_analysis
+from benchmarks.paper.improvements import SEPARATE, parts_of
+from benchmarks.paper.runs import START, Runs, Scores, best_rate
+from benchmarks.paper.tables import report, sweep_table
+from benchmarks.paper.unseen import best_way, ways, ways_table
+from mote.analysis.analyze import CHARTS
+
+NAMES = ("sweep", *TABLES, "figure1", "figure3", "figures4to7", "rates", "beyond", "unseen", "best")
+
+
+def make(name: str, runs: Runs) -> str:
+    """Train and score what one of `NAMES` needs, write its scores to `runs.out`, and lay it out as a section."""
+    if name in TABLES:
+        return _table(name, TABLES[name], runs)
+    makers: dict[str, Callable[[Runs], str]] = {
+        "sweep": _sweep,
+        "figure1": lambda runs: _similarity("figure1", ("ic",), runs),
+        "figure3": _figure3,
+        "figures4to7": _figures4to7,
+        "rates": _rates,
+        "beyond": _beyond,
+        "unseen": _unseen,
+        "best": _best,
+    }
+    return makers[name](runs)
+
+
+def _table(name: str, table: Table, runs: Runs) -> str:
+    models_of_tasks = [f"sem-{task}" for task in TASKS]
+    names = [part for name in table.variants for part in (models_of_tasks if name == "sem" else [name])]
+    scores = runs.scores(names)
+    if "sem" in table.variants:
+        scores = scores.joined("sem", models_of_tasks)
+    return f"### {name}: {table.title}\n\n{_kept(name, table, scores, runs)}"
+
+
+def _kept(name: str, table: Table, scores: Scores, runs: Runs, **others: object) -> str:
+    """Keep a table with its scores, from which `benchmarks.results` lays it out again; lay it out."""
+    _write(name, {"table": asdict(table), **others, **asdict(scores)}, runs)
+    return report(table, scores)
+
+
+def _write(name: str, kept: object, runs: Runs) -> None:
+    (runs.out / f"{name}.json").write_text(json.dumps(kept) + "\n", encoding="utf-8")
+
+
+def _similarity(name: str, variants: tuple[str, ...], runs: Runs) -> str:
+    models = {variant: str(runs.model(variant, runs.scale.seeds[0])) for variant in variants}
+    found = mote.analyze(models, out=runs.out / name, data=runs.data, start=runs.source, trust_remote_code=True)
+    kept = kept_analysis(found)
+    _write(name, kept, runs)
+    tables = re.sub(r"^#", "##", analysis_tables(kept), flags=re.MULTILINE)
+    charts = [f"![{chart}]({name}/{chart})" for chart in CHARTS if (runs.out / name / chart).is_file()]
+    return "\n\n".join([f"### {name}: {TITLES[name]}", tables, *charts])
+
+
+def _sweep(runs: Runs) -> str:
+    if not runs.scale.sweep:
+        return "### sweep: the learning rates of this scale are given"
+    found = runs.sweep
+    _write("sweep", found, runs)
+    return f"### sweep: {TITLES['sweep']}\n\n{sweep_table(found)}\n\nOne rate for all: {best_rate(found):g}."
+
+
+def _figure3(runs: Runs) -> str:
+    others = ("mote-high-rate", "ic-high-rate") if _several_rates(runs) else ()
+    return _similarity("figure3", ("mote", "ic", *others), runs)
+
+
+def _figures4to7(runs: Runs) -> str:
+    scores = runs.scores(name for task in TASKS for name in ablations(task))
+    _write("figures4to7", asdict(scores), runs)
+    draw_ablations(scores, runs.scores([START]), runs.out / "figures4to7.png")
+    title = TITLES["figures4to7"]
+    return f"### figures4to7: {title}\n\n{ablation_table(scores)}\n\n![{title}](figures4to7.png)"
+
+
+def _several_rates(runs: Runs) -> bool:
+    return len(set(runs.scale.learning_rates.values())) > 1
+
+
+def _rates(runs: Runs) -> str:
+    if runs.scale.sweep:
+        return _table("rates", OWN_RATES, runs)
+    if not _several_rates(runs):
+        return "### rates: this scale has only one learning rate"
+    return _table("rates", RATES, runs)
+
+
+def _beyond(runs: Runs) -> str:
+    on_validation = {name: validation_scores(runs, name) for name in INTERPOLATED}
+    chosen = max(on_validation, key=lambda name: on_validation[name]["validation_mean"])
+    on_validation |= {name: validation_scores(runs, name) for name in ("mote-average", *TRAINED)}
+    others = tuple(dict.fromkeys((chosen, *TRAINED)))
+    claims = tuple(Claim(name, "mote") for name in others if name != "mote")
+    table = Table("Beyond the paper", tuple(dict.fromkeys(("ic", "mote", *others))), "mote", claims=claims)
+    lines = [
+        "### beyond: experts interpolated towards their mean, one expert for two tasks, learning rates per expert",
+        validation_table(on_validation),
+        f"Of the interpolations, {chosen} is best on validation texts. On the test splits:",
+        _kept("beyond", table, runs.scores(table.variants), runs, validation=on_validation),
+    ]
+    return "\n\n".join(lines)
+
+
+def _unseen(runs: Runs) -> str:
+    title = "### unseen: which expert serves tasks that no expert is trained on"
+    if not runs.scale.sweep:
+        return f"{title}: this scale has no validation sets"
+    on_validation = ways(runs)
+    chosen = best_way(on_validation)
+    claims = (Claim(chosen, "mote"), Claim(chosen, "mote", "STS")) if chosen != "mote" else ()
+    table = Table("Unseen tasks", tuple(dict.fromkeys(("em", "ic", "mote", chosen))), "mote", claims=claims)
+    kept = _kept("unseen", table, runs.scores(table.variants), runs, validation=on_validation)
+    return "\n\n".join([title, ways_table(on_validation), "On the test splits:", kept])
+
+
+def _best(runs: Runs) -> str:
+    title = "### best: the best recipe with experts, and the best dense ones"
+    if not runs.scale.sweep:
+        return f"{title}: this scale has no validation sets"
+    steps = {base: improve(runs, base) for base in BASES}
+    names = {base: best_of(of_base)["name"] for base, of_base in steps.items()}
+    scores = runs.scores([START, *(part for name in names.values() for part in parts_of(name))])
+    scores = scores.joined(names[SEPARATE], parts_of(names[SEPARATE]))
+    claims = tuple(Claim(names["mote"], name) for base, name in names.items() if base != "mote")
+    claims += tuple(Claim(names["mote"], other, "Retrieval") for other in (names["ic"], START))
+    table = Table("The best of each", (START, *names.values()), names["ic"], claims=claims)
+    kept = _kept("best", table, scores, runs, validation=steps)
+    return "\n\n".join([title, steps_table(steps), "On the test splits:", kept])
