@@ -30,7 +30,7 @@ def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 started = time.perf_counter()
-import mote.upcycling
+import mote.upcycling.upcycle
 from mote.cli import main
 imported, before = time.perf_counter(), peak()
 assert main(sys.argv[1:]) == 0

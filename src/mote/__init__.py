@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from mote.training.memory import MemoryEstimate, estimate_memory
     from mote.training.pretraining import pretrain
     from mote.training.train import train
-    from mote.upcycling import UpcyclingOptions, UpcyclingPlan, plan_upcycling, upcycle
+    from mote.upcycling.options import UpcyclingOptions
+    from mote.upcycling.plan import UpcyclingPlan, plan_upcycling
+    from mote.upcycling.upcycle import upcycle
 
     __version__: str
 
@@ -77,7 +79,9 @@ _MODULES = {
     **dict.fromkeys(["MemoryEstimate", "estimate_memory"], "mote.training.memory"),
     "MoTEConfig": "configuration_mote",
     "MoTEModel": "modeling_mote",
-    **dict.fromkeys(["UpcyclingOptions", "UpcyclingPlan", "plan_upcycling", "upcycle"], "mote.upcycling"),
+    "UpcyclingOptions": "mote.upcycling.options",
+    **dict.fromkeys(["UpcyclingPlan", "plan_upcycling"], "mote.upcycling.plan"),
+    "upcycle": "mote.upcycling.upcycle",
     "WriteOptions": "mote.checkpoints.writing",
     "chain": "mote.chains",
     "configure": "mote.experts.configuring",

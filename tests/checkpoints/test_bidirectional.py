@@ -17,7 +17,7 @@ from mote.checkpoints.bidirectional import DECODERS, with_both_directions
 from mote.checkpoints.reading import open_checkpoint, open_dense
 from mote.training.model import build_model
 from mote.training.recipe_files import load_recipe
-from mote.upcycling import plan_upcycling
+from mote.upcycling.plan import plan_upcycling
 
 WINDOW = 4
 LENGTH = 12  # longer than the window

@@ -19,7 +19,7 @@ from mote import upcycle
 from mote.checkpoints import nv_embed
 from mote.checkpoints.end_token import with_end_token
 from mote.checkpoints.reading import open_checkpoint, open_dense, open_mote
-from mote.upcycling import plan_upcycling
+from mote.upcycling.plan import plan_upcycling
 
 QUERY = "Instruct: Given a question, retrieve passages that answer the question\nQuery: "
 LATENTS = "latent_attention_model.latents"

@@ -25,7 +25,7 @@ from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 
 from modeling_mote import MoTEModel
-from mote import upcycle, upcycling
+from mote import plan_upcycling, upcycle
 from mote.checkpoints import streaming
 from mote.checkpoints.reading import load_dense, open_dense
 from mote.checkpoints.sentence_transformers import (
@@ -42,7 +42,7 @@ from sentence_transformer_mote import MoTETransformer
 
 def in_memory(source: Path, folder: Path, max_shard_size: str = "5GB", **arguments: Any) -> Path:
     """What `upcycle` would write if it loaded the model: weights, config and code."""
-    plan = upcycling.plan_upcycling(str(source), max_shard_size=max_shard_size, **arguments)
+    plan = plan_upcycling(str(source), max_shard_size=max_shard_size, **arguments)
     dense, _ = load_dense(plan.source, plan.config.dtype)
     for parameter in dense.parameters():  # parts of one tensor (queries, keys …) would count as one where files are cut
         parameter.data = parameter.data.clone()
@@ -53,7 +53,7 @@ def in_memory(source: Path, folder: Path, max_shard_size: str = "5GB", **argumen
 @pytest.fixture
 def streamed_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail where an upcycling loads the model."""
-    monkeypatch.setattr(upcycling, "load_dense", lambda *args: pytest.fail("loaded in memory"))
+    monkeypatch.setattr("mote.upcycling.upcycle.load_dense", lambda *args: pytest.fail("loaded in memory"))
 
 
 def assert_equal(source: Path, tmp_path: Path, **arguments: Any) -> Path:
@@ -191,7 +191,7 @@ MEASURED = """
 import re, sys
 from pathlib import Path
 
-import mote.upcycling
+import mote.upcycling.upcycle
 from mote.cli import main
 
 

@@ -20,7 +20,7 @@ from mote.checkpoints.reading import open_dense
 from mote.training.memory import estimate_memory
 from mote.training.model import build_model
 from mote.training.recipe_files import load_recipe
-from mote.upcycling import plan_upcycling
+from mote.upcycling.plan import plan_upcycling
 
 SIZES: dict[str, Any] = {"pooling_latents": 6, "pooling_heads": 2, "pooling_head_dim": 5}
 LATENT: dict[str, Any] = {"pooling": "latent_attention", **SIZES}

@@ -40,17 +40,11 @@ from mote.training.adapters import add_adapters, network_of, share_weights
 from mote.training.processes import processes
 from mote.training.recipe import ModelSettings, Recipe, RetrievalSettings
 from mote.training.run_folder import START_FOLDER
-from mote.upcycling import (
-    POOLING_BY_ATTENTION,
-    POOLING_SIZES,
-    TOKEN_ROUTING,
-    UpcyclingOptions,
-    instructions_from,
-    instructions_of,
-    plan_upcycling,
-    upcycle,
-    with_unseen_tasks,
-)
+from mote.upcycling.configs import with_unseen_tasks
+from mote.upcycling.instructions import instructions_from, instructions_of
+from mote.upcycling.options import POOLING_BY_ATTENTION, POOLING_SIZES, TOKEN_ROUTING, UpcyclingOptions
+from mote.upcycling.plan import plan_upcycling
+from mote.upcycling.upcycle import upcycle
 
 NO_FP16 = (
     "The load-balancing loss of a token router is not scaled as gradients are in fp16, and would be lost: set "

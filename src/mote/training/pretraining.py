@@ -49,7 +49,8 @@ from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import RECIPE_FILE, RunFolder, as_yaml, fixed_settings, step_of
 from mote.training.running import Run, restore
 from mote.training.texts import Masking, NewMasks, TextData, TextRows, load_texts
-from mote.upcycling import UpcyclingOptions, plan_upcycling
+from mote.upcycling.options import UpcyclingOptions
+from mote.upcycling.plan import plan_upcycling
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Upcycling: a dense checkpoint becomes a MoTE whose experts are copies of its blocks."""

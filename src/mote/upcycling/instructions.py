@@ -1,0 +1,44 @@
+"""The instructions of an upcycling's result: those of the options, of the source, and of the paper."""
+
+from configuration_mote import PAPER_INSTRUCTIONS, UNSEEN_TASKS, MoTEConfig
+from mote.checkpoints import sentence_transformers as st
+from mote.checkpoints.definitions import instruction_with
+from mote.upcycling.options import UpcyclingOptions
+
+
+def instructions_of(options: UpcyclingOptions, config: MoTEConfig, of_source: dict[str, str]) -> dict[str, str]:
+    """Return the instructions of a result: those of the options, of the source, and of the config, the first that is.
+
+    Those of the paper do not go together with definitions. A task that follows another one, as `query` follows
+    `search_query`, has the instruction of that one.
+
+    Raises:
+        ValueError: If a task has both, or the template is not one.
+    """
+    given, definitions = options.instructions or {}, options.definitions or {}
+    if both := sorted(given.keys() & definitions.keys()):
+        raise ValueError(f"The task {both[0]!r} has an instruction and a definition: give one of the two")
+    if options.template is not None and not definitions:
+        raise ValueError("A template goes around definitions, and there are none: add `--definition TASK=TEXT`")
+    made = {task: instruction_with(definition, options.template) for task, definition in definitions.items()}
+    papers = PAPER_INSTRUCTIONS if made else {}
+    own = {task: text for task, text in config.instructions.items() if text != papers.get(task)}
+    texts = {**own, **of_source, **given, **made}
+    for task, like in UNSEEN_TASKS.items():
+        together = like not in config.experts and task in config.tasks and config.tasks[task] == config.tasks.get(like)
+        if together and like in texts:
+            texts.setdefault(task, texts[like])
+    return texts
+
+
+def instructions_from(prompts: dict[str, str], config: MoTEConfig) -> dict[str, str]:
+    """Take over the prompts of a source, which was trained with them, as instructions.
+
+    A prompt under MTEB's name of a task counts as the task's. A prompt for the role `query` is also that of the expert
+    that serves it, unless the expert has one of its own; an empty one only if no other prompt is.
+    """
+    under_mteb_names = {st.MTEB_PROMPTS[name]: prompts[name] for name in st.MTEB_PROMPTS if name in prompts}
+    texts = {task: text for task, text in {**under_mteb_names, **prompts}.items() if task in config.tasks}
+    given = {task: text for task, text in texts.items() if text}
+    none = {config.tasks[task]: "" for task in texts.keys() - given.keys()}
+    return {**none, **{config.tasks[task]: text for task, text in given.items()}, **given}

@@ -1,0 +1,184 @@
+"""What an upcycling will write, worked out without reading weights."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+
+from configuration_mote import MoTEConfig, alternatives
+from mote.checkpoints import sentence_transformers as st
+from mote.checkpoints.bidirectional import asks_for_both_directions, with_both_directions
+from mote.checkpoints.instructions import check_instruction_pooling
+from mote.checkpoints.reading import Checkpoint, mote_class, open_dense, stored_dtype
+from mote.checkpoints.retrieval import Retrieval
+from mote.checkpoints.staging import require_shard_size
+from mote.checkpoints.tensors import parameter_counts, token_routing
+from mote.reporting import Report, markdown_table, megabytes, millions
+from mote.upcycling.configs import as_published, config_of, pooling_of, retrieval_of
+from mote.upcycling.instructions import instructions_from, instructions_of
+from mote.upcycling.options import UpcyclingOptions
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+@dataclass(repr=False)
+class UpcyclingPlan(Report):
+    """Plan of an upcycling.
+
+    Attributes:
+        source: The dense checkpoint.
+        config: Config of the MoTE.
+        out: Folder of the result.
+        counts: Parameters, as from `parameter_counts`.
+        file_sizes: Bytes of each file with weights.
+        retrieval: The vectors that it gives.
+        with_head: Whether it has a head for masked language modelling.
+        notes: Remarks for the user.
+    """
+
+    source: Checkpoint
+    config: MoTEConfig
+    out: Path
+    counts: dict[str, Any]
+    file_sizes: list[int]
+    retrieval: Retrieval
+    with_head: bool
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """Lay the plan out in lines."""
+        lines = [
+            f"{name + ':' if index == 0 else '':<18} {text}"
+            for name, texts in self._lines().items()
+            for index, text in enumerate(texts)
+        ]
+        return "\n".join(lines + self.notes)
+
+    def to_markdown(self) -> str:
+        """Format as Markdown."""
+        rows = markdown_table(["", ""], [(name, "; ".join(texts)) for name, texts in self._lines().items()], align="ll")
+        return "\n\n".join([rows, *self.notes])
+
+    def _lines(self) -> dict[str, list[str]]:
+        config, counts = self.config, self.counts
+        experts = [
+            f"{expert} ({', '.join(task for task, to in config.tasks.items() if to == expert)})"
+            for expert in config.experts
+        ]
+        groups = "experts (tasks)" if config.routes_by_task else "tasks"
+        layers = config.mote_layer_indices
+        weights = ", ".join(path.name for path in self.source.weights)
+        routing: Any = token_routing(config)
+        blocks = [f"{len(layers)} of {config.num_hidden_layers} have experts: {', '.join(map(str, layers))}"]
+        if config.routes_by_task and routing is not None:
+            blocks.append(f"token-routed: {', '.join(map(str, routing.mote_layer_indices))}")
+        return {
+            "source": [f"{self.source.name} ({config.backbone_config.model_type}, {weights})"],
+            **({} if routing is None else {"router": [_router(config)]}),
+            **({} if getattr(config.backbone_config, "is_causal", True) else {"attention": ["in both directions"]}),
+            groups: experts,
+            **({} if self.retrieval.kind == "dense" else {"vectors": [str(self.retrieval)]}),
+            "blocks": blocks,
+            "parameters": [
+                f"{millions(counts['active'])} active, {millions(counts['total'])} in all: "
+                f"{millions(counts['shared'])} shared, and per expert {millions(max(counts['experts'].values()))}"
+            ],
+            "weights": [
+                f"{megabytes(sum(self.file_sizes))} ({str(config.dtype).removeprefix('torch.')}), in files of "
+                f"{', '.join(map(megabytes, self.file_sizes))}"
+            ],
+            "out": [str(self.out)],
+        }
+
+
+def _router(config: Any) -> str:
+    """Describe token routing."""
+    routing: Any = token_routing(config)
+    role = "each task expert has its own" if config.routes_by_task else "a task decides on the instruction alone"
+    weights = "weights that sum to 1" if routing.norm_topk_prob else "the router's probabilities as weights"
+    learns = routing.num_experts_per_tok > 1 or not routing.norm_topk_prob
+    warning = "" if learns else "; with one expert per token these are all 1, and the router learns to balance alone"
+    return (
+        f"each token through {routing.num_experts_per_tok} of {routing.num_experts} experts, with {weights}{warning}; "
+        f"load balancing {routing.router_aux_loss_coef:g} ({routing.router_aux_loss_type}); {role}"
+    )
+
+
+def plan_upcycling(
+    src: str | Path | Checkpoint,
+    out: str | Path | None = None,
+    options: UpcyclingOptions | None = None,
+    **settings: Any,
+) -> UpcyclingPlan:
+    """Plan an upcycling, without reading weights or writing anything.
+
+    Takes the arguments of `upcycle`, and raises its errors about source and settings.
+    """
+    options = replace(options or UpcyclingOptions(), **settings).complete()
+    require_shard_size(options.max_shard_size)
+    source, options = _opened(src, options)
+    retrieval = retrieval_of(options, source)
+    if options.instruction_pooling is not None:
+        check_instruction_pooling(options.instruction_pooling, retrieval.kind)
+    with_head = options.with_head or retrieval.needs_head
+    if with_head and source.format == "nomic_moe":
+        remedy = "leave out `--with-head`" if options.with_head else "add `--sparse-from embeddings`"
+        raise ValueError(f"{source.name} has no head for masked language modelling: {remedy}")
+    prompts = st.source_prompts(source)
+    pooling = pooling_of(options, source, retrieval)
+    config = config_of(options, source, pooling)
+    of_source = instructions_from(prompts, config)
+    config.instructions = instructions_of(options, config, of_source)
+    try:
+        config.validate()
+    except ValueError as error:
+        if not of_source:
+            raise
+        raise ValueError(
+            f"{error}. Prompts of {source.name} count as instructions: write others with `--instruction TASK=TEXT`, or "
+            "choose the experts with `--expert NAME`"
+        ) from error
+    if options.dtype not in DTYPES:
+        raise ValueError(f"Unknown dtype {options.dtype!r}." + alternatives(options.dtype, DTYPES))
+    config.dtype = stored_dtype(source) if options.dtype == "auto" else getattr(torch, options.dtype)
+    try:
+        with torch.device("meta"):
+            kind: Any = "masked_lm" if with_head else "model"
+            model = mote_class(config.model_type, kind)(config).to(dtype=config.dtype)
+    except KeyError as error:
+        raise ValueError(f"The config of {source.name} asks for {error}, which transformers does not have") from error
+    weights = {name: weight for name, weight in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    shards = split_torch_state_dict_into_shards(weights, max_shard_size=options.max_shard_size).filename_to_tensors
+    return UpcyclingPlan(
+        source=source,
+        config=config,
+        out=Path(out) if out is not None else default_out(source.name),
+        counts=parameter_counts(model),
+        file_sizes=[sum(weights[key].nbytes for key in keys) for keys in shards.values()],
+        retrieval=retrieval,
+        with_head=with_head,
+        notes=_notes(sorted(prompts.keys() - st.prompts_of(config).keys())),
+    )
+
+
+def _opened(src: str | Path | Checkpoint, options: UpcyclingOptions) -> tuple[Checkpoint, UpcyclingOptions]:
+    """Open the source, in both directions if asked for; return it with the options, completed by what it is."""
+    source = src if isinstance(src, Checkpoint) else open_dense(str(src), options.revision)
+    if options.bidirectional or asks_for_both_directions(source.config):
+        source = replace(source, config=with_both_directions(source.config, source.name))
+    return source, as_published(options, source) if source.format == "nv_embed" else options
+
+
+def _notes(prompts: list[str]) -> list[str]:
+    """Say which prompts of the source belong to no task."""
+    if len(prompts) > 5:
+        return [f"note: {len(prompts)} of the source's prompts, such as {prompts[0]!r}, belong to no task and are kept"]
+    note = "note: the source's prompt {0!r} belongs to no task; route it with `--task {0}=EXPERT`"
+    return [note.format(name) for name in prompts]
+
+
+def default_out(src: str) -> Path:
+    """Name the result after its source: `nomic-ai/nomic-bert-2048` → `nomic-bert-2048-mote`."""
+    return Path(Path(src).resolve().name + "-mote")

@@ -1,0 +1,163 @@
+"""Writes the MoTE of a plan, from the files of its source where possible."""
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modeling_mote import MoTEModel
+from mote.checkpoints import cards, nomic_moe, nv_embed
+from mote.checkpoints import sentence_transformers as st
+from mote.checkpoints.end_token import EOS, end_as_asked, ends_texts
+from mote.checkpoints.instructions import write_instruction_pooling
+from mote.checkpoints.provenance import RECORD_FILE, command_line, new_step
+from mote.checkpoints.reading import (
+    Checkpoint,
+    dense_without_weights,
+    load_dense,
+    load_tokenizer,
+    mote_class,
+    quiet_transformers,
+)
+from mote.checkpoints.streaming import DenseWeights, MappedFiles, can_stream, write_weights
+from mote.checkpoints.writing import how_to_load, require_writable, write_repository
+from mote.upcycling.options import UpcyclingOptions
+from mote.upcycling.plan import UpcyclingPlan, default_out, plan_upcycling
+
+logger = logging.getLogger(__name__)
+
+
+def upcycle(
+    src: str | Path | Checkpoint,
+    out: str | Path | None = None,
+    options: UpcyclingOptions | None = None,
+    **settings: Any,
+) -> Path:
+    """Turn a dense checkpoint into a complete MoTE model repository.
+
+    Args:
+        src: A folder or an id on the Hub, with safetensors or `.bin` files, or an opened checkpoint: a dense model, or
+            a token-routed one in our form, whose task experts are then token-routed themselves. Nomic Embed v2
+            (`nomic-ai/nomic-embed-text-v2-moe`), token-routed as published, is converted with every one of its weights.
+        out: Folder to write. Default: the source's name with `-mote`, in the current folder.
+        options: Settings.
+        **settings: The same as keyword arguments: `upcycle(src, experts=["a", "b"], overwrite=True)`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileNotFoundError: If the source does not exist or has no weights.
+        FileExistsError: If `out` is in use.
+        OSError: If its disk is too small.
+        ValueError: If the source is not supported, or a setting is invalid.
+        PermissionError: If the Hub refuses the push.
+    """
+    options = replace(options or UpcyclingOptions(), **settings).complete()
+    target = Path(out) if out is not None else default_out(src.name if isinstance(src, Checkpoint) else str(src))
+    repo_id = require_writable(target, options)
+    plan = plan_upcycling(src, target, options)
+    source, config, pooled = plan.source, plan.config, options.instruction_pooling
+    require_writable(target, replace(options, push=False), source.folder)
+    logger.info("%s", plan)
+    tokenizer = load_tokenizer(source, options.tokenizer)
+    end_token = options.end_token
+    if source.format == "nv_embed":
+        tokenizer, end_token, pooled = nv_embed.padded(tokenizer), end_token or EOS, pooled or "excluded"
+    if options.tokenizer is None or end_token is not None:
+        tokenizer = end_as_asked(tokenizer, source, end_token)
+    if config.pooling == "last_token" and not ends_texts(tokenizer):
+        logger.warning(
+            "The last token of a text is pooled, and the tokenizer puts none behind it: long texts end where they are "
+            "truncated. `--end-token eos` adds one"
+        )
+    model, dropped, write = _model_and_its_writer(plan, options.max_shard_size)
+    changed = options.changed()
+    if options.tokenizer is not None and Path(options.tokenizer).is_dir():
+        changed["tokenizer"] = Path(options.tokenizer)  # without its parents
+    listed = {"layers": ",".join(map(str, options.layers))} if isinstance(options.layers, list) else {}
+    published = source.format == "nomic_moe" or (source.format == "nv_embed" and options.experts is None)
+    place = {} if out is None else {"out": target.resolve()}
+    command = command_line("upcycle", src=source.public_name, **{**place, **changed, **listed})
+
+    def write_card(folder: Path, step: dict[str, Any]) -> None:
+        made: dict[str, Any] = {"made": "converted from", "fresh": False} if published else {}
+        normalized = st.normalizes(source)
+        cards.write_mote_card(folder, repo_id, config, plan.counts, source, command, normalized=normalized, **made)
+
+    write_repository(
+        target,
+        model,
+        step=new_step(
+            "upcycle",
+            command=command,
+            settings=changed,
+            made="upcycled from",
+            dropped=dropped,
+            parameters=plan.counts,
+        ),
+        sources=[source],
+        write_card=write_card,
+        tokenizer=tokenizer,
+        write_weights=write,
+        retrieval=plan.retrieval,
+        after=None if pooled is None else partial(write_instruction_pooling, value=pooled),
+        options=options,
+        repo_id=repo_id,
+    )
+    if dropped:
+        logger.info("Dropped: %d weights of pre-training heads (listed in %s)", len(dropped), RECORD_FILE)
+    logger.info("%s", how_to_load(repo_id if options.push else str(target), config, plan.retrieval))
+    return target
+
+
+def _model_and_its_writer(
+    plan: UpcyclingPlan, max_shard_size: str
+) -> tuple[MoTEModel, list[str], Callable[[Path], None] | None]:
+    """Make sure that the source's weights fit, and build the MoTE.
+
+    Returns:
+        The model; the keys of heads that are dropped; and, if the weights can be streamed from the source's files so
+        that the model has none, the function that writes them into a folder.
+    """
+    dtype = plan.config.dtype or "auto"
+    if plan.source.format == "nomic_moe":
+        logger.info("Reading the published model …")
+        files = MappedFiles(plan.source.weights)
+        with quiet_transformers():
+            published = {key: files[key] for key in files.stored}
+            return nomic_moe.load(plan.config, published, plan.source.public_name, dtype), [], None  # type: ignore[arg-type]
+    logger.info("Reading the source …")
+    with_head = plan.with_head
+    new_model = mote_class(plan.config.model_type, "masked_lm" if with_head else "model")
+    dense, dropped = dense_without_weights(plan.source, dtype, with_head=with_head)
+    if not with_head:  # a head's weights are not named as the encoder's, and most are tied
+        weights = DenseWeights(plan.source, dense)
+        in_files = bool(plan.source.pooling_weights)
+        with torch.device("meta") if in_files else nullcontext():  # in NV-Embed they take gigabytes
+            model = new_model(plan.config, dense)
+        new = _new_weights(model)
+        weights.add({} if in_files else new)
+        if can_stream(model, weights):
+            logger.info("Copying its blocks into %d experts …", len(plan.config.experts))
+            return model, dropped, partial(write_weights, model, weights, max_shard_size=max_shard_size)
+        if in_files:
+            raise ValueError(f"{plan.source.public_name}: the weights of its pooling can only be copied file by file")
+    dense, dropped = load_dense(plan.source, dtype, with_head=with_head)
+    logger.info("Copying its blocks into %d experts, in memory …", len(plan.config.experts))
+    model = new_model(plan.config, dense)
+    _new_weights(model)
+    return model, dropped, None
+
+
+def _new_weights(model: MoTEModel) -> dict[str, torch.Tensor]:
+    """Give pooling by attention the type of the other weights, and return its random ones by their names."""
+    pooling: Any = getattr(model, "pooling", None)
+    if pooling is None:
+        return {}
+    return {f"pooling.{name}": weight for name, weight in pooling.to(model.config.dtype).state_dict().items()}
