@@ -80,7 +80,8 @@ def _figure3(runs: Runs) -> str:
 
 
 def _figures4to7(runs: Runs) -> str:
-    scores = runs.scores(name for task in TASKS for name in ablations(task))
+    trained = runs.trials if runs.scale.sweep else runs
+    scores = trained.scores(name for task in TASKS for name in ablations(task))
     _write("figures4to7", asdict(scores), runs)
     draw_ablations(scores, runs.scores([START]), runs.out / "figures4to7.png")
     title = TITLES["figures4to7"]
@@ -100,6 +101,8 @@ def _rates(runs: Runs) -> str:
 
 
 def _beyond(runs: Runs) -> str:
+    if runs.scale.sweep:
+        return "### beyond: at this scale `unseen` and `best` try these variants"
     on_validation = {name: validation_scores(runs, name) for name in INTERPOLATED}
     chosen = max(on_validation, key=lambda name: on_validation[name]["validation_mean"])
     on_validation |= {name: validation_scores(runs, name) for name in ("mote-average", *TRAINED)}
@@ -119,7 +122,7 @@ def _unseen(runs: Runs) -> str:
     title = "### unseen: which expert serves tasks that no expert is trained on"
     if not runs.scale.sweep:
         return f"{title}: this scale has no validation sets"
-    on_validation = ways(runs)
+    on_validation = ways(runs.trials)
     chosen = best_way(on_validation)
     claims = (Claim(chosen, "mote"), Claim(chosen, "mote", "STS")) if chosen != "mote" else ()
     table = Table("Unseen tasks", tuple(dict.fromkeys(("em", "ic", "mote", chosen))), "mote", claims=claims)
@@ -131,7 +134,7 @@ def _best(runs: Runs) -> str:
     title = "### best: the best recipe with experts, and the best dense ones"
     if not runs.scale.sweep:
         return f"{title}: this scale has no validation sets"
-    steps = {base: improve(runs, base) for base in BASES}
+    steps = {base: improve(runs.trials, base) for base in BASES}
     names = {base: best_of(of_base)["name"] for base, of_base in steps.items()}
     scores = runs.scores([START, *(part for name in names.values() for part in parts_of(name))])
     scores = scores.joined(names[SEPARATE], parts_of(names[SEPARATE]))

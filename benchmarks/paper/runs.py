@@ -23,7 +23,7 @@ from mote.training.recipe_files import load_recipe, parse_recipe
 from mote.training.run_folder import differences, fixed_settings
 
 START = "start"  # the dense checkpoint, before any training
-SWEEP_LIMIT = "data.limit=1000"  # of each dataset: about a quarter of the pairs
+TRIAL_LIMIT = "data.limit=1000"  # of each dataset: about a quarter of the pairs
 VALIDATION_LIMIT = 200  # of each validation set, in texts or queries
 
 
@@ -40,6 +40,7 @@ class Runs:
         report: Called with each line of progress.
         teacher: Model that is distilled, and mines negatives.
         pretrained: Folder of `benchmarks.cot`, with models pre-trained by CoT-MAE.
+        trial_rate: Learning rate of trials: one seed, on a part of the pairs. Default: the runs are not trials.
     """
 
     scale: Scale
@@ -50,6 +51,17 @@ class Runs:
     report: Callable[[str], None] = print
     teacher: str = "sentence-transformers/all-MiniLM-L6-v2"
     pretrained: Path | None = None
+    trial_rate: float | None = None
+
+    @property
+    def kind(self) -> str:
+        """Name of the folder of the models: `models`, or that of the trials at a learning rate."""
+        return "models" if self.trial_rate is None else f"trials-{self.trial_rate:g}"
+
+    @property
+    def trials(self) -> "Runs":
+        """The same as trials, at the learning rate of all variants."""
+        return replace(self, trial_rate=best_rate(self.sweep))
 
     def model(self, name: str, seed: int) -> Path:
         """Return the folder of a model; train or make it first if it does not exist.
@@ -59,14 +71,14 @@ class Runs:
         """
         name = self.trained_as(name)
         variant = variant_of(name)
-        folder = self.out / "models" / f"{name}-seed{seed}"
+        folder = self.out / self.kind / f"{name}-seed{seed}"
         if variant.made_of is not None and variant.made_by is not None:
             trained = self.model(variant.made_of, seed)
             made_of = folder_hash(trained)[:8]  # a retrained source gives another folder
             folder = folder.with_name(f"{folder.name}-{made_of}")
             with alone(folder):
                 return folder if folder.exists() else variant.made_by(trained, folder)
-        changes = [*self.rates_of(name), *self.changes, f"output={folder}"]
+        changes = [*self.settings_of(name), f"output={folder}"]
         source, data = self.source_of(variant), self.training_data(variant)
         return self.trained(recipe_of(variant, self.scale, source, data, seed, changes, name))
 
@@ -91,14 +103,15 @@ class Runs:
                 mote.train(recipe)
         return folder / "model"
 
-    def rates_of(self, name: str) -> list[str]:
-        """Return the settings of a variant's learning rates, as far as the scale's sweep decides them."""
+    def settings_of(self, name: str) -> list[str]:
+        """Return settings of a variant that its scale lacks: learning rates, if there is a sweep, and `changes`."""
         variant, rate = variant_of(name), self.rate(name)
-        settings = [] if rate is None else [f"training.learning_rate={rate * variant.rate_factor:g}"]
+        settings = [] if self.trial_rate is None else [TRIAL_LIMIT]
+        settings += [] if rate is None else [f"training.learning_rate={rate * variant.rate_factor:g}"]
         if variant.expert_rate_factor is not None and rate is not None:
             higher = rate * variant.rate_factor * variant.expert_rate_factor
             settings.append(f"training.learning_rate_mapping={{'\\.experts\\.': {higher:g}}}")
-        return settings
+        return [*settings, *self.changes]
 
     def source_of(self, variant: Variant) -> str:
         """Return the model that a variant starts from; make it first if it does not exist.
@@ -131,45 +144,41 @@ class Runs:
 
     def rate(self, name: str) -> float | None:
         """Return the learning rate of a variant: the best of all on validation sets, or its own; None: the scale's."""
+        if self.trial_rate is not None:
+            return self.trial_rate
         if self.scale.learning_rates or not self.scale.sweep:
             return None
         return best_rate(self.sweep, variant_of(name).recipe if variant_of(name).own_rate else None)
 
     def trained_as(self, name: str) -> str:
         """Name the variant that another one with a rate of its own is, if that is the rate of all."""
-        same = variant_of(name).own_rate and self.rate(name) == best_rate(self.sweep)
+        same = variant_of(name).own_rate and self.rate(name) == self.rate(variant_of(name).recipe)
         return variant_of(name).recipe if same else name
 
     @cached_property
     def sweep(self) -> dict[str, dict[float, float]]:
-        """Scores of variants at all rates on validation sets: variant → rate → mean over the task types.
-
-        They are trained on a part of the pairs, with the first seed.
-        """
+        """Scores of trials at all rates on validation sets: variant → rate → mean over the task types."""
         if self.scale.rates_of is not None:
             other = self.scale.rates_of
             return replace(self, scale=SCALES[other], out=self.out.with_name(other)).sweep
         found: dict[str, dict[float, float]] = {name: {} for name in SWEPT}
         for rate in self.scale.sweep:
-            scale = replace(self.scale, learning_rates={"": rate}, trained_on="folder")
-            data, changes = self.training_data(), (*self.changes, SWEEP_LIMIT)
-            swept = replace(self, scale=scale, data=data, out=self.out / f"sweep-{rate:g}", changes=changes)
+            swept = replace(self, trial_rate=rate)
             for name in SWEPT:
-                path = swept.model(name, scale.seeds[0])
-                found[name][rate] = mean(self.on_validation(f"{name}-{rate:g}", path).values())
+                found[name][rate] = mean(swept.validated(name).values())
         return found
 
     def on_validation(self, label: str, path: Path, datasets: tuple[str, ...] = ALL_DATASETS) -> dict[str, float]:
         """Score a model on the validation sets: task type → mean over its sets."""
-        folder = self.prepared() / "validation"
-        with alone(self.out / "validation" / label):
+        folder, out = self.prepared() / "validation", self.out / f"validation-{self.kind}" / label
+        with alone(out):
             found = mote.evaluate(
                 {label: str(path)},
                 data=folder,
                 tasks=[pattern for pattern in datasets if (folder / pattern).parent.is_dir()],
                 limit=VALIDATION_LIMIT,
                 dtype=self.scale.dtype,
-                out=self.out / "validation" / label,
+                out=out,
                 trust_remote_code=True,
             )
         of_type: dict[str, list[float]] = {}
@@ -192,6 +201,8 @@ class Runs:
         """Seeds of a variant."""
         if name == START:
             return self.scale.seeds[:1]
+        if self.trial_rate is not None:
+            return self.scale.few_seeds[:1]
         return self.scale.few_seeds if variant_of(name).few_seeds else self.scale.seeds
 
     def start(self) -> Path:
@@ -229,9 +240,10 @@ class Runs:
 
     def _evaluations(self, label: str, path: str, datasets: tuple[str, ...]) -> Iterator[Evaluation]:
         """Evaluate one model; cached scores are reused."""
+        out = self.out / ("scores" if self.trial_rate is None else f"scores-{self.kind}") / label
         for patterns, limit in self.scale.limits.items():
             chosen = [pattern for pattern in patterns if pattern in datasets]
-            with alone(self.out / "scores" / label):
+            with alone(out):
                 if chosen:
                     yield mote.evaluate(
                         {label: path},
@@ -239,7 +251,7 @@ class Runs:
                         tasks=chosen,
                         limit=limit,
                         dtype=self.scale.dtype,
-                        out=self.out / "scores" / label / f"limit-{limit}",
+                        out=out / f"limit-{limit}",
                         trust_remote_code=True,
                     )
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def distilled(runs: "Runs") -> Path:
     """Return the start after it has learned a teacher's embeddings of all training texts; train it if it is missing."""
-    changes = [*runs.rates_of("em"), *runs.changes, f"output={runs.out / 'models' / 'distilled'}"]
+    changes = [*runs.settings_of("em"), f"output={runs.out / runs.kind / 'distilled'}"]
     for task in TASKS:
         changes += [f"tasks.{task}.loss=EmbedDistillLoss", f"tasks.{task}.teacher.source={runs.teacher}"]
     seed = runs.scale.seeds[0]

@@ -82,7 +82,7 @@ def test_learning_rates_of_a_variant(tmp_path: Path) -> None:
 
     def training(name: str) -> Any:
         return experiments.recipe_of(
-            improvements.variant_of(name), given.scale, "S", "D", 42, given.rates_of(name)
+            improvements.variant_of(name), given.scale, "S", "D", 42, given.settings_of(name)
         ).training
 
     assert training("mote").learning_rate == 4e-4
@@ -270,6 +270,8 @@ def test_the_best_recipes_are_looked_for_and_scored(
     )
     assert "One rate for all: " in make("sweep", given)
     assert given.model("ic-own-rate", 42).parent.name in ("ic-seed42", "ic-own-rate-seed42")
+    trials = [given.out / f"trials-{rate:g}" / "mote-seed42" for rate in scale.sweep]
+    assert all((folder / "model").is_dir() for folder in trials)
     found = make("best", given)
     assert all(f"| {base}+distilled |" in found for base in ("ic", "separate", "mote"))
     assert given.model("task-lora+pretrained", 42).is_dir()

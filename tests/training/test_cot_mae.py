@@ -13,6 +13,7 @@ from helpers.families import dense_model
 from helpers.paths import EXAMPLE_DATA
 from helpers.random_kills import kill_at_random
 from helpers.runs import weights
+from torch import nn
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from configuration_mote import MoTEConfig
@@ -20,10 +21,11 @@ from masked_lm_mote import MoTEForMaskedLM, native_with_head
 from mote.checkpoints.provenance import read_steps
 from mote.training.contexts import ContextMasking, ContextRows
 from mote.training.objectives import Decoder, Pretraining
-from mote.training.pretraining import plan_pretraining, pretrain
+from mote.training.pretraining import plan_pretraining, prepare, pretrain
 from mote.training.pretraining_recipe import DecoderSettings, PretrainingRecipe, SpanSettings
 from mote.training.progress import RunCallback, read_log
 from mote.training.recipe_files import load_recipe
+from mote.training.run_folder import RunFolder
 from mote.training.spans import Document, cut
 from mote.training.texts import load_texts
 
@@ -260,6 +262,16 @@ def test_a_run(run: Path) -> None:
     for line in log:
         if "eval_search_document_loss" not in line:
             assert line["loss"] == pytest.approx(line["encoder_loss"] + line["decoder_loss"])
+
+
+def test_without_dropout_the_decoder_has_none_either(source: Path, tmp_path: Path) -> None:
+    ready = prepare(
+        load_recipe("cot-mae", settings(source, tmp_path / "run", "model.dropout=0"), PretrainingRecipe),
+        RunFolder(tmp_path / "run"),
+    )
+    probabilities = {name: each.p for name, each in ready.trainer.model.named_modules() if isinstance(each, nn.Dropout)}
+    assert any(name.startswith("decoder.") for name in probabilities)
+    assert set(probabilities.values()) == {0}
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """The model that a recipe starts from: all its weights, of the recipe's kind."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,25 @@ def test_the_source_is_of_the_recipes_kind(fresh_folder: Path, data: Path, tmp_p
         train("mote-every-other", overrides(fresh_folder, data, tmp_path / "run"))
     with pytest.raises(ValueError, match=r"differs from the recipe in model.experts, model.tasks"):
         train("mote-objectives", overrides(fresh_folder, data, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("name", ["ic", "mote"])
+def test_without_dropout_training_draws_no_random_numbers(name: str, dense: Path, tmp_path: Path) -> None:
+    def passes(*more: str) -> list[torch.Tensor]:
+        settings = [f"model.source={dense}", "data.folder=examples/data", *more]
+        model, _ = build_model(load_recipe(name, settings), open_checkpoint(str(dense)), tmp_path / "run")
+        inputs: dict[str, Any] = {
+            "input_ids": torch.arange(5, 13)[None],
+            "attention_mask": torch.ones(1, 8, dtype=torch.long),
+        }
+        network: Any = model[0].model.train()
+        inputs |= {"task": "clustering"} if name == "mote" else {}
+        return [network(**inputs).last_hidden_state for _ in range(2)]
+
+    first, second = passes()
+    assert not torch.equal(first, second)
+    first, second = passes("model.dropout=0")
+    assert torch.equal(first, second)
 
 
 def test_task_experts_that_are_token_routed(

@@ -11,6 +11,7 @@ import torch
 from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
+from torch import nn
 
 from configuration_mote import MoTEConfig, alternatives
 from instruction_mote import InstructedTransformer, TextPooling, check_pooling, check_tokenizer
@@ -86,6 +87,8 @@ def build_model(
     end_as_asked(model.tokenizer, source, settings.end_token)
     if settings.max_length is not None:
         model.max_seq_length = settings.max_length
+    if settings.dropout is not None:
+        set_dropout(model, settings.dropout)
     if adapters is not None:
         add_adapters(model, adapters, recipe.training.only_experts)
         network_of(model).peft_config["default"].base_model_name_or_path = _base_of_adapter(source)
@@ -333,6 +336,15 @@ def _poolings(model: SentenceTransformer, setting: str) -> list[Pooling]:
 def _loading(settings: ModelSettings) -> dict[str, Any]:
     attention = {} if settings.attention is None else {"attn_implementation": settings.attention}
     return {"model_kwargs": {"dtype": torch.float32, **attention}}  # also under mixed precision
+
+
+def set_dropout(model: nn.Module, probability: float) -> None:
+    """Set the dropout of all hidden states and attention probabilities of a model."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = probability
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = probability  # type: ignore[assignment]
 
 
 def tasks_of(settings: ModelSettings) -> MoTEConfig:

@@ -35,7 +35,7 @@ from mote.experts.exporting import export
 from mote.reporting import table
 from mote.training.arguments import check_launch
 from mote.training.contexts import ContextMasking, ContextRows
-from mote.training.model import NO_FP16, check_mote, tasks_of, upcycling_options
+from mote.training.model import NO_FP16, check_mote, set_dropout, tasks_of, upcycling_options
 from mote.training.objectives import Pretraining, require_positions
 from mote.training.pretraining_recipe import PretrainingRecipe
 from mote.training.processes import processes, require_sharded_checkpoints, with_deepspeed, with_fsdp
@@ -288,6 +288,8 @@ def prepare(recipe: PretrainingRecipe, folder: RunFolder, overwrite: bool = Fals
     model = build_masked_lm(recipe, source)
     decoder = recipe.decoder if recipe.objective == "cot-mae" else None
     trained = Pretraining(model, decoder, same_passes=with_fsdp())
+    if recipe.model.dropout is not None:
+        set_dropout(trained, recipe.model.dropout)
     tokenizer.model_max_length = recipe.model.max_length or max_seq_length(model, source) or tokenizer.model_max_length
     metadata: dict[str, Any] = {
         "recipe": fixed_settings(recipe),

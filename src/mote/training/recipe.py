@@ -57,6 +57,7 @@ class ModelSettings(Settings):
         end_token: Token that the tokenizer puts behind each text, after truncation; `eos`: its end-of-sequence token.
             Default: as the source's settings say.
         attention: Attention implementation, as transformers names it. Default: its own choice.
+        dropout: Dropout probability of hidden states and of attention in training. Default: the source's.
     """
 
     source: str
@@ -85,6 +86,7 @@ class ModelSettings(Settings):
     max_length: int | None = Field(default=None, ge=4)
     end_token: str | None = None
     attention: str | None = None
+    dropout: float | None = Field(default=None, ge=0, lt=1)
 
     @field_validator("layers")
     @classmethod
