@@ -501,9 +501,7 @@ def test_the_folder_of_task_experts_that_are_token_routed(
     ):
         assert re.search(line, str(plan)), line
     card = " ".join((hierarchical / "README.md").read_text().split())
-    assert (
-        "1 of the blocks are token-routed besides: there a router, each expert's own, sends each token through" in card
-    )
+    assert "In 1 of the blocks, experts also route tokens: each expert's own router sends each token through" in card
     assert "gets the same embedding, the one that the source model gives it" in card
     assert [step["command"] for step in read_json(hierarchical / "mote.json")["steps"]] == [
         "mote upcycle --src tiny --out tiny-token --layers 1 --routing token",

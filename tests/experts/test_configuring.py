@@ -70,7 +70,7 @@ def test_texts_that_may_not_pick_their_expert(place: Path) -> None:
     text = "clustering: whales"
     assert (closed.encode(text) == closed.encode(text, task="sts")).all()
     assert read_steps(place)[-1]["command"] == "mote set small-mote default_task=sts route_by_text=false --overwrite"
-    by_itself = "A text that already begins with an instruction finds its expert by itself."
+    by_itself = "A text that already begins with an instruction is routed to the expert of that instruction."
     assert by_itself not in (place / "README.md").read_text()
     mote.configure(place, route_by_text=True)
     assert by_itself in (place / "README.md").read_text()

@@ -146,7 +146,7 @@ def test_an_expert_without_an_instruction(dense: Path, tmp_path: Path) -> None:
     settings = read_json(out / "config_sentence_transformers.json")
     assert settings["default_prompt_name"] is None
     assert settings["prompts"] == {"a": "", "query": "", "document": ""}
-    assert "Where no prompt is given" not in (out / "README.md").read_text()
+    assert "is put in front of each text" not in (out / "README.md").read_text()
     mote = trusted(tmp_path / "mote")
     assert np.array_equal(SentenceTransformer(str(out)).encode(TEXTS), mote.encode(TEXTS, task="a"))
 
