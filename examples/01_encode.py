@@ -41,13 +41,13 @@ def with_sentence_transformers(source: str, folder: str) -> None:
     for task, expert in config.tasks.items():
         print(f"  {task:<20}→ {expert:<16}({config.instruction_of(task)!r})")
 
-    embeddings = model.encode(TEXTS, prompt_name="clustering")  # the instruction in front, and its expert
+    embeddings = model.encode(TEXTS, prompt_name="clustering")  # adds the instruction and picks its expert
     print("\nencode(texts, prompt_name='clustering'):", embeddings.shape)
     print("encode_query(texts):                    ", model.encode_query(TEXTS).shape)
     print("encode_document(texts):                 ", model.encode_document(TEXTS).shape)
     print("encode(texts, task='sts'):              ", model.encode(TEXTS, task="sts").shape)
 
-    # Without an instruction, every expert of a fresh MoTE embeds exactly as the dense model does.
+    # Without an instruction, every expert of a fresh MoTE embeds exactly like the dense model.
     dense = SentenceTransformer(source).encode(TEXTS)
     difference = abs(model.encode(TEXTS, task="clustering") - dense).max()
     print(f"largest difference from the dense model: {difference:.1e} (experts become different in training)")
@@ -60,7 +60,7 @@ def with_transformers(folder: str) -> None:
     with torch.inference_mode():
         output = model(**batch, task=["search_query", "classification", "clustering"])  # one task per row
     print("\nAutoModel, a batch of three tasks:", list(output.pooler_output.shape))
-    # One expert alone needs the memory of the dense model.
+    # A single expert needs no more memory than the dense model.
     alone = AutoModel.from_pretrained(folder, trust_remote_code=True, experts=["search_query"])
     print(f"all experts: {model.num_parameters() / 1e6:.1f} M parameters, one: {alone.num_parameters() / 1e6:.1f} M")
 

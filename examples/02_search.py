@@ -22,7 +22,7 @@ DATA = HERE / "data" / "beir" / "arxiv"
 
 
 def read(path: Path) -> dict[str, str]:
-    """Read the texts of a JSON-lines file, by their ids."""
+    """Read the texts of a JSON-lines file, keyed by id."""
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         return {row["_id"]: row["text"] for row in map(json.loads, lines)}
 

@@ -3,9 +3,9 @@
     pip install -e ".[train]"
     python examples/03_upcycle_and_train.py [--src FOLDER_OR_HUB_ID] [--out FOLDER] [--steps N]
 
-What a MoTE needs beyond a dense model are two arguments: `prompts` puts a column's instruction in front of its texts,
-`router_mapping` names the column's task, which picks the expert. About a minute on a CPU. The paper's recipe, with its
-batches, losses and data cleaning, is `mote train mote` (docs/training.md).
+Compared with a dense model, a MoTE needs two more arguments: `prompts` puts a column's instruction in front of its
+texts, and `router_mapping` names the column's task, which picks the expert. Takes about a minute on a CPU. For the
+paper's recipe, with its batches, losses and data cleaning, use `mote train mote` (docs/training.md).
 """
 
 import argparse
@@ -31,7 +31,7 @@ def read(path: str) -> Dataset:
 
 
 def pairs_of_one_label(dataset: Dataset) -> Dataset:
-    """Pair each text with another one of its label."""
+    """Pair each text with another text of the same label."""
     texts: dict[str, list[str]] = {}
     for row in dataset.shuffle(seed=42):
         texts.setdefault(row["label"], []).append(row["text"])
@@ -68,7 +68,7 @@ def train(model: SentenceTransformer, tldr: Dataset, banking: Dataset, output: P
 
 
 def search_accuracy(model: SentenceTransformer, held_out: Dataset) -> float:
-    """Share of descriptions whose own command comes first."""
+    """Return the share of descriptions whose own command is ranked first."""
     queries = model.encode_query(held_out["query"], convert_to_tensor=True)
     commands = model.encode_document(held_out["positive"], convert_to_tensor=True)
     best = model.similarity(queries, commands).argmax(dim=1).tolist()
@@ -76,7 +76,7 @@ def search_accuracy(model: SentenceTransformer, held_out: Dataset) -> float:
 
 
 def classification_accuracy(model: SentenceTransformer, known: Dataset, held_out: Dataset) -> float:
-    """Share of texts whose label's mean embedding is the nearest."""
+    """Return the share of texts for which the mean embedding of their label is the nearest."""
     embedded, test = (model.encode(part["text"], prompt_name="classification") for part in (known, held_out))
     labels = sorted(set(known["label"]))
     centres = [embedded[[label == other for other in known["label"]]].mean(axis=0) for label in labels]
@@ -92,7 +92,7 @@ def weight_change(model: SentenceTransformer, start: dict[str, torch.Tensor], ex
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--src", default=str(HERE / "small-encoder"), help="dense encoder")
-    parser.add_argument("--out", help="where the trained model goes (default: it is not kept)")
+    parser.add_argument("--out", help="folder for the trained model (default: it is not kept)")
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     set_seed(42)

@@ -1,10 +1,10 @@
-"""Add a task to a finished MoTE: a new expert, trained alone, and passed on as a file of its own.
+"""Add a task to a finished MoTE: a new expert, trained on its own and shared as a separate file.
 
     pip install -e ".[train]"
     python examples/04_add_a_task.py [--src FOLDER_OR_HUB_ID] [--out FOLDER] [--steps N]
 
-The new task groups trivia questions by topic. Everything else in the model stays as it is, bit for bit. Under a minute
-on a CPU. The same by a recipe is `training.only_experts: [trivia]` (docs/training.md).
+The new task groups trivia questions by topic. Everything else in the model stays the same, bit for bit. Takes less than
+a minute on a CPU. In a recipe, `training.only_experts: [trivia]` does the same (docs/training.md).
 """
 
 import argparse
@@ -45,7 +45,7 @@ def train_expert(model: SentenceTransformer, expert: str, dataset: Dataset, outp
 
 
 def accuracy(model: SentenceTransformer, task: str, known: Dataset, held_out: Dataset) -> float:
-    """Share of questions whose topic's mean embedding is the nearest."""
+    """Return the share of questions for which the mean embedding of their topic is the nearest."""
     embedded, test = (model.encode(part["text"], prompt_name=task) for part in (known, held_out))
     topics = np.array(known["label"])
     centres = np.stack([embedded[topics == topic].mean(axis=0) for topic in np.unique(topics)])
@@ -60,7 +60,7 @@ def megabytes(folder: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--src", default=str(HERE / "small-encoder"), help="dense encoder")
-    parser.add_argument("--out", help="where the results go (default: they are not kept)")
+    parser.add_argument("--out", help="folder for the results (default: they are not kept)")
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     set_seed(42)
@@ -68,7 +68,7 @@ def main() -> None:
     trivia = trivia.class_encode_column("label").train_test_split(150, seed=42)
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(options.out or temporary)
-        finished = mote.upcycle(options.src, out / "finished")  # any MoTE: this one stands for a trained one
+        finished = mote.upcycle(options.src, out / "finished")  # stands in for a trained MoTE
 
         # The same function adds an expert in memory: mote.experts.add(model, "trivia", …).
         larger = mote.transform(
@@ -85,7 +85,7 @@ def main() -> None:
         print(f"weights changed: {len(changed)}, outside the new expert: {len(elsewhere)}")
         model.save(str(out / "trained"))
 
-        # One expert is an artefact of its own, which fits every MoTE of the same base.
+        # An extracted expert can be added to any MoTE with the same base.
         artefact = mote.experts.extract(str(out / "trained"), "trivia", out / "trivia-expert")
         expert, whole = (
             sum(file.stat().st_size for file in folder.glob("*.safetensors")) for folder in (artefact, larger)

@@ -1,10 +1,10 @@
-"""Export one expert as a plain dense model, and serve all of them over HTTP.
+"""Export one expert as a plain dense model, and serve all experts over HTTP.
 
     pip install -e . -r examples/service/requirements.txt
     python examples/05_export_and_serve.py [--src FOLDER_OR_HUB_ID] [--out FOLDER]
 
-The exported expert loads wherever its source does, without any code of this package. The service speaks OpenAI's
-protocol with one more field, `task`. Under a minute on a CPU.
+The exported expert loads wherever the source model does, without this package. The service speaks OpenAI's protocol
+with one additional field, `task`. Takes less than a minute on a CPU.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def service(folder: Path) -> Iterator[str]:
 
 
 def request(address: str, **fields: Any) -> np.ndarray:
-    """Ask for embeddings, as OpenAI's client would."""
+    """Request embeddings, as OpenAI's client would."""
     headers = {"Content-Type": "application/json"}
     post = urllib.request.Request(f"{address}/v1/embeddings", json.dumps(fields).encode(), headers)
     with urllib.request.urlopen(post, timeout=60) as answer:
@@ -64,7 +64,7 @@ def request(address: str, **fields: Any) -> np.ndarray:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--src", default=str(HERE / "small-encoder"), help="dense encoder")
-    parser.add_argument("--out", help="where the results go (default: they are not kept)")
+    parser.add_argument("--out", help="folder for the results (default: they are not kept)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(options.out or temporary)
@@ -73,7 +73,7 @@ def main() -> None:
         expected = model.encode(TEXTS, prompt_name="search_query")
 
         exported = mote.transform(folder, out / "search-query", mote.experts.export, "search_query")
-        dense = SentenceTransformer(str(exported))  # no trust_remote_code; the instruction is its default prompt
+        dense = SentenceTransformer(str(exported))  # no trust_remote_code; the instruction is the default prompt
         print("exported:", type(dense[0].auto_model).__name__, dense.encode(TEXTS).shape)
         print(f"largest difference from the MoTE: {abs(dense.encode(TEXTS) - expected).max():.1e}")
 

@@ -3,7 +3,7 @@
     pip install "mote-embeddings[langchain,llamaindex,chroma]"
     python examples/06_search_libraries.py [--src FOLDER_OR_HUB_ID]
 
-Queries go through the expert of queries, documents through that of documents. Runs in seconds on a CPU.
+Queries go through the query expert, documents through the document expert. Runs in seconds on a CPU.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def with_llamaindex(model: SentenceTransformer) -> None:
 
 
 def with_chroma(folder: Path) -> None:
-    function = MoTEEmbeddingFunction(folder, trust_remote_code=True)  # by its path, a collection finds it again
+    function = MoTEEmbeddingFunction(folder, trust_remote_code=True)  # a path, so that a collection can reload it
     collection = chromadb.EphemeralClient().create_collection("documents", embedding_function=function)
     collection.add(ids=["whales", "git", "prices"], documents=DOCUMENTS)
     found = collection.query(query_texts=[QUERY], n_results=1)

@@ -1,8 +1,8 @@
-"""Put an embedding service under load, and say how fast it answers.
+"""Put an embedding service under load, and report how fast it answers.
 
     python examples/service/load.py http://127.0.0.1:8000 [--requests 1000] [--clients 16] [--texts 1]
 
-Each client sends one request after the other, each of a random task. Needs nothing but Python.
+Each client sends its requests one after another, each with a random task. Needs only Python's standard library.
 """
 
 import argparse
@@ -21,13 +21,13 @@ WORDS = ["the", "of", "whale", "compiler", "verse", "sugar", "protein", "window"
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for a request.
+    """Answer to a request.
 
     Attributes:
-        request: Its body.
+        request: Body of the request.
         status: HTTP status; 0 if the connection failed.
         body: Body of the answer; the reason if the connection failed.
-        seconds: How long it took.
+        seconds: Time until the answer.
     """
 
     request: Any
@@ -40,16 +40,16 @@ class Client:
     """One connection to a service, kept until the end of the block."""
 
     def __init__(self, url: str, timeout: float = 60.0) -> None:
-        """Remember where the service is; the connection is made when it is needed."""
+        """Store the address; the connection is opened when it is needed."""
         place = urlsplit(url)
         self.connection = http.client.HTTPConnection(place.hostname or "", place.port or 80, timeout=timeout)
 
     def __enter__(self) -> "Client":
-        """Begin."""
+        """Return the client."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.connection.close()
 
     def get(self, path: str) -> Any:
@@ -57,7 +57,7 @@ class Client:
         return self._send("GET", path)[1]
 
     def embed(self, request: Any) -> Answer:
-        """Ask for embeddings; what fails is an answer, too."""
+        """Request embeddings; a failure is returned as an answer, too."""
         started = time.perf_counter()
         try:
             status, body = self._send("POST", "/v1/embeddings", json.dumps(request))
@@ -78,7 +78,7 @@ def wait(url: str, seconds: float = 60.0) -> None:
     """Wait until a service answers.
 
     Raises:
-        TimeoutError: If it does not.
+        TimeoutError: If it does not answer in time.
     """
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -92,7 +92,7 @@ def wait(url: str, seconds: float = 60.0) -> None:
 
 
 def send(url: str, requests: Sequence[Any], clients: int) -> list[Answer]:
-    """Send requests by several clients at once, dealt out in turn; answers are in the order of the requests."""
+    """Send requests with several clients at once, distributed in turn; return the answers in order of the requests."""
 
     def run(number: int) -> list[Answer]:
         with Client(url) as client:
@@ -106,18 +106,18 @@ def send(url: str, requests: Sequence[Any], clients: int) -> list[Answer]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which a share of the values lies."""
+    """Return the value below which a share of the values lies."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url", help="of the service, without a path")
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--clients", type=int, default=16, help="requests at the same time")
-    parser.add_argument("--texts", type=int, default=1, help="in a request")
-    parser.add_argument("--words", type=int, default=20, help="in a text, at most")
+    parser.add_argument("url", help="URL of the service, without a path")
+    parser.add_argument("--requests", type=int, default=1000, help="number of requests")
+    parser.add_argument("--clients", type=int, default=16, help="number of concurrent requests")
+    parser.add_argument("--texts", type=int, default=1, help="texts per request")
+    parser.add_argument("--words", type=int, default=20, help="maximum number of words per text")
     options = parser.parse_args()
     wait(options.url, seconds=10)
     with Client(options.url) as client:

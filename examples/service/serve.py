@@ -1,4 +1,4 @@
-"""Serve a MoTE over HTTP, as OpenAI serves embeddings, with one more field: `task`.
+"""Serve a MoTE over HTTP, with OpenAI's embeddings API and one additional field: `task`.
 
     pip install -e . -r examples/service/requirements.txt
     python examples/service/serve.py MODEL [--port 8000] [--max-batch-size 32] [--batch-timeout 5] [--device cuda]
@@ -7,13 +7,13 @@
                            "encoding_format": "float" or "base64", "dimensions": 128, "user": "…"}
     GET  /v1/models       the model and its tasks
     GET  /health          200 as soon as requests are answered
-    GET  /metrics         counters, as Prometheus reads them
+    GET  /metrics         counters in Prometheus format
 
 A `task` puts its instruction in front of the texts, as `encode(texts, prompt_name=task)` does, and picks the expert.
-Without one the rules of `encode(texts)` apply: a text's own instruction, then the model's default task, else an error.
-With `--no-route-by-text` a text's own instruction does not count.
+Without a task, the rules of `encode(texts)` apply: a text's own instruction, then the model's default task, otherwise
+an error. With `--no-route-by-text`, a text's own instruction does not count.
 
-Requests that come at the same time are embedded together, whatever their tasks: the model is told the task of each row.
+Concurrent requests are embedded together, whatever their tasks: the model is told the task of each row.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from mote.inference.loading import check_device, load_encoder, load_sparse_encod
 
 PATHS = "POST /v1/embeddings, GET /v1/models, GET /health, GET /metrics"
 
-logger = logging.getLogger("uvicorn.error")  # what uvicorn calls the log of the server itself
+logger = logging.getLogger("uvicorn.error")  # uvicorn's name for the server's own log
 
 
 class Item(NamedTuple):
@@ -58,7 +58,7 @@ class Item(NamedTuple):
 
 
 class Embedding(NamedTuple):
-    """Embedding of a text: its dense vector [H], its tokens with instruction and special ones, its sparse one [V]."""
+    """Embedding of a text: dense vector [H], tokens including instruction and special tokens, sparse vector [V]."""
 
     vector: np.ndarray
     tokens: int
@@ -69,13 +69,13 @@ class Embedder:
     """The model, and the routing of texts."""
 
     def __init__(self, model: SentenceTransformer | SparseEncoder, retrieval: str = "dense") -> None:
-        """Embed a text under each task, so that errors show at start."""
+        """Embed a text under each task, so that errors show at startup."""
         self.model = model.eval()
         self.retrieval = retrieval
         self.config = model[0].config
         self.tasks = [task for task, expert in self.config.tasks.items() if expert in self.config.available_experts]
         self.task_ids = {task: index for index, task in enumerate(self.config.tasks)}
-        # Pooling that leaves out the instruction takes one length of it for all rows, unless it is told each row's
+        # `Pooling` leaves out an instruction of one length for all rows; `instruction_pooling` knows each row's own
         self.each_its_own = hasattr(model[0], "instruction_pooling")
         left_out = any(getattr(module, "include_prompt", True) is False for module in model)
         self.one_instruction = left_out and not self.each_its_own
@@ -95,7 +95,7 @@ class Embedder:
         return Item(text, prompt, self.config.expert_of(self.config.task_of([text], None, prompt)) if by_task else None)
 
     def embed(self, batch: list[Item]) -> list[Embedding | Exception]:
-        """Embed a batch. A text that cannot be embedded gets its error, the others their embeddings."""
+        """Embed a batch; a text that cannot be embedded gets an error, the others their embeddings."""
         groups: dict[str, list[int]] = {}
         for row, item in enumerate(batch):
             groups.setdefault(item.instruction if self.one_instruction else "", []).append(row)
@@ -105,7 +105,7 @@ class Embedder:
         return [results[row] for row in range(len(batch))]
 
     def _try(self, items: list[Item], prompt: str) -> list[Embedding | Exception]:
-        """Embed texts; if that fails, each alone, to find the cause."""
+        """Embed texts; if that fails, embed each one separately, to find the cause."""
         try:
             return self._run(items, prompt)
         except Exception as error:  # whatever tokenizer, model and device raise
@@ -121,9 +121,9 @@ class Embedder:
         features = self.model.preprocess(texts, prompt=prompts, mixed_tasks=True)
         features = batch_to_device(features, self.model.device)
         tokens = features["attention_mask"].sum(dim=1)  # [B]
-        if self.config.routes_by_task:  # the task of each row is said, not told from the text
+        if self.config.routes_by_task:  # the expert of each row is given, not inferred from the text
             features["route"] = torch.tensor([self.task_ids[item.expert] for item in items])
-        both = {"weight": 1.0} if self.retrieval == "hybrid" else {}  # a client adds the scores as it likes
+        both = {"weight": 1.0} if self.retrieval == "hybrid" else {}  # clients weight the scores themselves
         vectors = self.model(features, **both)["sentence_embedding"]  # [B, H], [B, V], or [B, V + H]
         limit = getattr(self.model, "max_active_dims", None)
         if limit is not None:
@@ -169,7 +169,7 @@ class EmbeddingsRequest(BaseModel):
 
 
 class LimitedBody:
-    """Refuses requests whose body is too long, before all of it is in memory."""
+    """Middleware that refuses a request whose body is too large, before all of it is in memory."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         """Wrap an application; `limit` is in bytes."""
@@ -177,7 +177,7 @@ class LimitedBody:
         self.limit = limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count while the application reads."""
+        """Count the bytes while the application reads them."""
         read = 0
 
         async def counted() -> Message:
@@ -192,7 +192,7 @@ class LimitedBody:
 
 
 def refusal(status: int, message: str, param: str | None = None, code: str | None = None) -> HTTPException:
-    """An error for a client, in the form of OpenAI's."""
+    """Return an error for a client, in OpenAI's format."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     detail = {"message": message, "type": kind, "param": param, "code": code}
     return HTTPException(status, detail, {"Retry-After": "1"} if status == 503 else None)
@@ -203,8 +203,8 @@ class Service:
 
     Args:
         embedder: The model.
-        name: By which clients ask for it.
-        options: Those of the command line.
+        name: Model name that clients use.
+        options: Options of the command line.
     """
 
     def __init__(self, embedder: Embedder, name: str, options: argparse.Namespace) -> None:
@@ -216,11 +216,11 @@ class Service:
             self.embed_batch, batch_size=options.max_batch_size, timeout_ms=options.batch_timeout
         )
         self.mixed_batches = 0
-        self.waiting = 0  # texts that have no answer yet; the batches' own queue leaves out those that are next
+        self.waiting = 0  # unanswered texts; the queue of `batched` does not count those being embedded
         self.started = int(time.time())
 
     def application(self) -> FastAPI:
-        """Return the application with its paths."""
+        """Return the application with its routes."""
         app = FastAPI(title=f"{self.name}, a Mixture of Task Experts")
         app.add_middleware(LimitedBody, limit=self.options.max_body)
         app.add_api_route("/v1/embeddings", self.embeddings, methods=["POST"])
@@ -232,14 +232,14 @@ class Service:
         return app
 
     async def embeddings(self, request: EmbeddingsRequest, connection: Request) -> JSONResponse:
-        """Embed texts, together with those of other requests."""
+        """Embed texts, together with the texts of other requests."""
         self.check(request)
         try:
             items = [self.embedder.item(text, request.task) for text in request.texts]
         except ValueError as error:
             if request.task:
                 raise refusal(400, str(error), "task", "unknown_task") from error
-            reason = str(error).splitlines()[0]  # what follows is for whoever loads the model
+            reason = str(error).splitlines()[0]  # the rest is for the person who loads the model
             message = f"{reason} Send `task`.{alternatives('', self.embedder.tasks)}"
             raise refusal(400, message, "task", "missing_task") from error
         self.waiting += len(items)
@@ -256,25 +256,25 @@ class Service:
     async def embed_unless_gone(self, items: list[Item], connection: Request) -> list[Embedding | Exception]:
         """Wait for the embeddings; if the client disconnects, its texts leave the queue."""
         embedding = asyncio.create_task(self.embed(items))
-        leaving = asyncio.create_task(connection.receive())  # the body has been read: what can come is the end
+        leaving = asyncio.create_task(connection.receive())  # the body has been read: only a disconnect can follow
         try:
             await asyncio.wait((embedding, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not embedding.done():
-                raise refusal(499, "The client has left")  # which nobody reads
+                raise refusal(499, "The client has left")  # nobody reads this
             return embedding.result()
         finally:
             embedding.cancel()
             leaving.cancel()
 
     def embed_batch(self, batch: list[Item]) -> list[Embedding | Exception]:
-        """Embed texts of several requests."""
+        """Embed the texts of several requests."""
         self.mixed_batches += len({item.expert for item in batch}) > 1
         return self.embedder.embed(batch)
 
     def check(self, request: EmbeddingsRequest) -> None:
         """Refuse requests that this model or service does not support."""
         if request.model != self.name:
-            raise refusal(404, f"No model {request.model!r} here, but {self.name!r}", "model", "model_not_found")
+            raise refusal(404, f"No model {request.model!r} here, only {self.name!r}", "model", "model_not_found")
         if len(request.texts) > self.options.max_inputs:
             message = f"{len(request.texts)} texts in one request: send {self.options.max_inputs} at most"
             raise refusal(400, message, "input")
@@ -285,7 +285,7 @@ class Service:
             raise refusal(503, "Too many texts are waiting: try again in a moment", code="overloaded")
 
     async def models(self) -> JSONResponse:
-        """List the one model, with its tasks."""
+        """List the model, with its tasks."""
         ways = {task: self.embedder.item("", task) for task in self.embedder.tasks}
         tasks = [{"task": task, "instruction": way.instruction, "expert": way.expert} for task, way in ways.items()]
         model = {"id": self.name, "object": "model", "created": self.started, "owned_by": "mote", "tasks": tasks}
@@ -296,7 +296,7 @@ class Service:
         return JSONResponse({"status": "ok"})
 
     async def metrics(self) -> PlainTextResponse:
-        """Return counters in the format of Prometheus."""
+        """Return counters in Prometheus format."""
         stats = self.embed.stats
         metrics = {
             ("texts_total", "counter"): stats.total_processed,
@@ -309,7 +309,7 @@ class Service:
 
 
 def response(request: EmbeddingsRequest, results: list[Embedding]) -> dict[str, Any]:
-    """Format the answer to a request as OpenAI does."""
+    """Format the answer to a request like OpenAI."""
     vectors = np.stack([result.vector for result in results]).astype("<f4")  # [N, H]
     if request.dimensions is not None:  # as encode(truncate_dim=…, normalize_embeddings=True)
         vectors = vectors[:, : request.dimensions]
@@ -333,30 +333,30 @@ def response(request: EmbeddingsRequest, results: list[Embedding]) -> dict[str, 
 
 
 async def http_error(_: Any, error: AnyHTTPException) -> JSONResponse:
-    """Answer with an error of ours, or the framework's for an unknown path."""
+    """Answer with one of our errors, or with the framework's error for an unknown path."""
     detail = error.detail if isinstance(error.detail, dict) else None
     detail = detail or refusal(error.status_code, f"{error.detail}: there are {PATHS}").detail
     return JSONResponse({"error": detail}, error.status_code, error.headers)
 
 
 async def validation_error(_: Any, error: RequestValidationError) -> JSONResponse:
-    """Answer an invalid body with its first error."""
+    """Report the first error of an invalid body."""
     first = error.errors()[0]
     is_json = first["type"] != "json_invalid"
     param = str(first["loc"][1]) if is_json and len(first["loc"]) > 1 else None
-    message = first["msg"].removeprefix("Value error, ") if is_json else f"no JSON: {first['ctx']['error']}"
+    message = first["msg"].removeprefix("Value error, ") if is_json else f"invalid JSON: {first['ctx']['error']}"
     if first["type"] == "extra_forbidden":
         message += "." + alternatives(param, EmbeddingsRequest.model_fields)
     return JSONResponse({"error": refusal(400, f"{param or 'The body'}: {message}", param).detail}, 400)
 
 
 async def unforeseen_error(_: Any, error: Exception) -> JSONResponse:
-    """Answer an internal error; the log has the details."""
+    """Report an internal error; the log has the details."""
     return JSONResponse({"error": refusal(500, f"The service failed: {type(error).__name__}").detail}, 500)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Bind the port before the model is loaded; connections are accepted afterwards."""
+    """Bind the port before the model is loaded; connections are accepted later."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -382,22 +382,22 @@ def arguments() -> argparse.Namespace:
     add("model", help="a MoTE: a folder, or an id on the Hub")
     add("--revision", help="branch, tag or commit on the Hub")
     add("--name", help="name that clients ask for (default: the last part of MODEL)")
-    add("--host", default="127.0.0.1", help="address to listen at (default: %(default)s, this machine alone)")
-    add("--port", type=port, default=8000, help="0 takes a free one (default: %(default)s)")
-    add("--max-batch-size", type=positive, default=32, help="texts in a batch (default: %(default)s)")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, only this machine)")
+    add("--port", type=port, default=8000, help="port; 0 picks a free one (default: %(default)s)")
+    add("--max-batch-size", type=positive, default=32, help="texts per batch (default: %(default)s)")
     add("--batch-timeout", type=positive, default=5, metavar="MS", help="wait for more texts (default: %(default)s ms)")
     add("--no-route-by-text", action="store_true", help="an instruction in a text does not pick its expert")
     add("--device", help="cpu, cuda, cuda:1 … (default: a GPU if there is one)")
-    add("--dtype", help="of the weights, as in bfloat16 (default: as stored)")
-    add("--max-inputs", type=positive, default=2048, help="texts in a request (default: %(default)s)")
-    add("--max-body", type=positive, default=16 * 2**20, metavar="BYTES", help="of a request (default: 16 MiB)")
-    add("--max-waiting", type=positive, default=8192, help="texts unanswered, before 503 (default: %(default)s)")
-    add("--grace", type=positive, default=30, metavar="S", help="to answer open requests, at the end (default: 30 s)")
+    add("--dtype", help="dtype of the weights, such as bfloat16 (default: as stored)")
+    add("--max-inputs", type=positive, default=2048, help="texts per request (default: %(default)s)")
+    add("--max-body", type=positive, default=16 * 2**20, metavar="BYTES", help="size of a request (default: 16 MiB)")
+    add("--max-waiting", type=positive, default=8192, help="unanswered texts before 503 (default: %(default)s)")
+    add("--grace", type=positive, default=30, metavar="S", help="time to answer open requests at exit (default: 30 s)")
     return parser.parse_args()
 
 
 def main() -> None:
-    # uvicorn answers open requests, then raises the signal again, which must not look like a failure
+    # uvicorn answers open requests, then raises the signal again; the exit status must still be 0
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))
     options = arguments()

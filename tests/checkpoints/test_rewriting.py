@@ -181,7 +181,7 @@ def test_a_dense_model(average: bool, folder: Path, tmp_path: Path) -> None:
     assert before.split("## How it was made")[0] == card.split("## How it was made")[0]
     assert write_card(out) == card
     assert "mote" not in metadata_load(out / "README.md")["tags"]
-    assert ("with them, send `clustering: ` and the text." in card) is not average
+    assert ("send them `clustering: ` followed by the text." in card) is not average
     assert "trust_remote_code" not in card
     assert "mote upcycle" in card
     assert ("mote average" if average else "mote export") in card

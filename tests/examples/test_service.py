@@ -217,7 +217,7 @@ BAD = [
     ({"input": [[1, 2], [3]]}, 400, "input", "lists of tokens are not accepted"),
     ({"input": ["a", "\ud800"]}, 400, "input", "text 1 holds half of a surrogate pair"),
     ({"input": ["a"] * 2049}, 400, "input", "send 2048 at most"),
-    ({"model": "text-embedding-3-small"}, 404, "model", f"but '{NAME}'"),
+    ({"model": "text-embedding-3-small"}, 404, "model", f"only '{NAME}'"),
     ({"model": None}, 400, "model", "string"),
     ({"encoding_format": "int8"}, 400, "encoding_format", "'float' or 'base64'"),
     ({"dimensions": 0}, 400, "dimensions", "greater than or equal to 1"),
