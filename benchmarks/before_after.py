@@ -2,13 +2,13 @@
 
     python -m benchmarks.before_after --before OLD/.venv/bin/python --after NEW/.venv/bin/python
 
-Each checkout is used through an interpreter that imports it, upcycles the same dense model by itself, and works in
-processes of its own. Both processes are alive at the same time and take turns, forward pass by forward pass and
-training step by training step, so that both meet the same noise; only the medians of paired ratios are worth reading.
-The default dense model has the shape of all-MiniLM-L6-v2 and random weights.
+Each checkout is used through an interpreter that imports it; it upcycles the same dense model and runs in its own
+processes. Both processes are alive at the same time and take turns, one forward pass or training step at a time, so
+that both see the same noise; only the medians of paired ratios are meaningful. The default dense model has the shape of
+all-MiniLM-L6-v2 and random weights.
 
-Only what every version has is used: `mote.upcycle(source, folder)`, `AutoModel.from_pretrained(folder,
-trust_remote_code=True)`, and `mote train`. Recipe keys that only one checkout knows go into `--train-before` and
+The benchmark only uses what every version has: `mote.upcycle(source, folder)`, `AutoModel.from_pretrained(folder,
+trust_remote_code=True)`, and `mote train`. Put recipe keys that only one checkout knows into `--train-before` and
 `--train-after`.
 """
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 SMALL_ENCODER = ROOT / "examples" / "small-encoder"
 SHAPES = {"1x16": 20, "32x16": 2, "32x128": 1}  # rows x length → forward passes per measurement
 
-# What the processes run. Each line "go" on stdin is answered with the seconds of one measurement.
+# Code of the processes. They answer each line "go" on stdin with the seconds of one measurement.
 MAKE_DENSE = """
 import shutil, sys
 from transformers import AutoModel, BertConfig
@@ -100,7 +100,7 @@ class Checkout:
         }
 
     def run(self, code: str, *arguments: object) -> str:
-        """Run code to its end; returns what it printed."""
+        """Run code to its end; return its output."""
         done = subprocess.run(
             [self.python, "-c", code, *map(str, arguments)],
             cwd=self.folder,
@@ -115,7 +115,7 @@ class Checkout:
 
     @contextmanager
     def start(self, code: str, *arguments: object) -> Iterator["Worker"]:
-        """Start a process that measures when asked."""
+        """Start a process that measures on request."""
         errors = self.folder / "errors.log"
         with (
             errors.open("w") as log,
@@ -136,7 +136,7 @@ class Checkout:
 
 
 class Worker:
-    """A process that measures when asked."""
+    """A process that measures on request."""
 
     def __init__(self, process: subprocess.Popen, errors: Path) -> None:
         self.process, self.errors = process, errors
@@ -156,7 +156,7 @@ class Worker:
 
 
 def compare(before: Worker, after: Worker, pairs: int) -> list[tuple[float, float]]:
-    """Measure both in turn, which one first changing from pair to pair."""
+    """Measure both in turn, swapping their order from pair to pair."""
     found = []
     for pair in range(pairs):
         if pair % 2:
@@ -168,7 +168,7 @@ def compare(before: Worker, after: Worker, pairs: int) -> list[tuple[float, floa
 
 
 def row(label: str, found: list[tuple[float, float]]) -> list[str]:
-    """Lay out medians."""
+    """Format the medians."""
     ratios = sorted(new / old for old, new in found)
     quarter = len(ratios) // 4
     times = [f"{1e3 * statistics.median(times):.2f}" for times in zip(*found, strict=True)]
@@ -182,7 +182,7 @@ def row(label: str, found: list[tuple[float, float]]) -> list[str]:
 
 
 def main() -> None:
-    """Print a table of both."""
+    """Print a table that compares both checkouts."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.before_after",
         description=__doc__,
@@ -190,16 +190,16 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--before", required=True, metavar="PYTHON", help="interpreter that imports the old checkout")
-    add("--after", required=True, metavar="PYTHON", help="interpreter that imports the new checkout; the same: noise")
+    add("--after", required=True, metavar="PYTHON", help="interpreter that imports the new checkout")
     add("--dense", help="dense checkpoint (default: random weights in the shape of all-MiniLM-L6-v2)")
     add("--data", default=str(ROOT / "examples" / "data"), help="training data (default: the repository's)")
     add("--pairs", type=int, default=20, help="measurements per process (default: %(default)s)")
     add("--rounds", type=int, default=3, help="pairs of processes per row of the table (default: %(default)s)")
     add("--threads", type=int, default=1, help="threads of torch (default: %(default)s)")
-    add("--batch-size", type=int, default=32, help="of a training step (default: %(default)s)")
+    add("--batch-size", type=int, default=32, help="rows of a training step (default: %(default)s)")
     add("--train-before", nargs="*", default=[], metavar="KEY=VALUE", help="more recipe settings of the old checkout")
     add("--train-after", nargs="*", default=[], metavar="KEY=VALUE", help="more recipe settings of the new checkout")
-    add("--quick", action="store_true", help="a tiny model, few pairs: shows that it runs")
+    add("--quick", action="store_true", help="a tiny model and few pairs, to check that it runs")
     options = parser.parse_args()
     if options.quick:
         options.pairs, options.rounds = 3, 1

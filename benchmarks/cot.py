@@ -1,13 +1,13 @@
 """Experts for queries and passages, pre-trained and fine-tuned: CoT-MoTE's Tables 3 to 5 (arXiv:2304.10195), small.
 
     python -m benchmarks.cot --source MODEL --data DATA --out RUNS [--seeds 42 43]
-    python -m benchmarks.cot --source MODEL --data DATA --out RUNS --quick          # minutes: only checks that all runs
+    python -m benchmarks.cot --source MODEL --data DATA --out RUNS --quick          # minutes: only checks that it runs
 
-MODEL is a language model with its head, as of `mote pretrain mlm-dense`. Each variant is pre-trained by CoT-MAE, then
-fine-tuned as a hybrid retriever by the chain `cot`, on negatives of BM25 and on those that the first stage mines, and
-scored by its dense, sparse and hybrid vectors. Further seeds repeat the second stage, on the same mined negatives. What
-is there is reused, and an interrupted command resumes; several may share the work. Prints the tables; writes
-`scores.json`.
+MODEL is a language model with its head, such as one from `mote pretrain mlm-dense`. Each variant is pre-trained with
+CoT-MAE, then fine-tuned as a hybrid retriever with the chain `cot` (on BM25 negatives and on negatives mined by the
+first-stage model), and scored with its dense, sparse and hybrid vectors. Further seeds repeat the second stage, on the
+same mined negatives. Existing results are reused, and an interrupted command resumes; several commands can share the
+work. Prints the tables; writes `scores.json`.
 """
 
 import argparse
@@ -41,11 +41,11 @@ class Variant:
     """A kind of retriever.
 
     Attributes:
-        recipe: Recipe of its pre-training.
-        pretraining: Settings of it.
-        chain: Settings of its fine-tuning.
-        main: Whether its second stage is trained with all seeds, not the first alone.
-        paper: Stage → MRR@10 on MS MARCO by dense, sparse and hybrid vectors; the paper's Tables 3 to 5.
+        recipe: Pre-training recipe.
+        pretraining: Settings of the pre-training.
+        chain: Settings of the fine-tuning.
+        main: Whether the second stage is trained with all seeds, not only the first.
+        paper: Stage → MRR@10 on MS MARCO with dense, sparse and hybrid vectors; the paper's Tables 3 to 5.
     """
 
     recipe: str
@@ -74,8 +74,8 @@ ROWS = {
     "python_docs": 6000,
     "tldr_pages": 5000,
 }
-"""Dataset → rows of pre-training at most: 48,000 in all without those held out or dropped."""
-FINE_TUNING = 1.1  # times as many of the larger datasets: about 52,000
+"""Dataset → maximum number of rows in pre-training: 48,000 in total, without rows that are held out or dropped."""
+FINE_TUNING = 1.1  # times as many rows of the larger datasets: about 52,000
 PRETRAINING = (
     "model.max_length=48",
     "training.batch_size=128",
@@ -84,11 +84,11 @@ PRETRAINING = (
     "training.bf16=true",
     "validation.limit=100",
 )
-LENGTHS = "{anchor: 16, positive: 40, negative: 40}"  # short: most of a step is each token times the vocabulary
+LENGTHS = "{anchor: 16, positive: 40, negative: 40}"  # short: most of a step is spent on tokens times vocabulary
 CHAIN = (
     "stages.stage1.mining.negatives=4",
     "stages.stage2.mining.negatives=4",
-    "stages.stage2.train.data.limit=3000",  # of each dataset: about half of the rows
+    "stages.stage2.train.data.limit=3000",  # per dataset: about half of the rows
     f"train.tasks.retrieval.datasets=[{{path: retrieval/*, negatives: 1, max_length: {LENGTHS}}}]",
     "train.training.num_train_epochs=1",
     "train.training.mini_batch_size=null",  # texts this short fit
@@ -98,19 +98,19 @@ CHAIN = (
     "train.validation.limit=40",
 )
 QUICK = ("training.max_steps=2", "training.batch_size=8")
-LIMIT = 100  # queries of each test set, with about ten documents for each
+LIMIT = 100  # queries per test dataset, with about ten documents for each
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The models of the comparison, and their scores.
+    """Models of the comparison, and their scores.
 
     Attributes:
-        source: Language model that all begin from.
+        source: Language model that all variants start from.
         data: Data folder.
         out: Folder for rows, models and scores.
         seeds: Seeds of the fine-tuning.
-        quick: A few rows and steps.
+        quick: Whether to use only a few rows and steps.
     """
 
     source: str
@@ -120,7 +120,7 @@ class Comparison:
     quick: bool
 
     def rows(self, name: str, factor: float = 1.0) -> Path:
-        """Return a folder with pairs, the first of each dataset; write them first if they do not exist."""
+        """Return a folder with the first pairs of each dataset; write it first if it does not exist."""
         folder = self.out / name
         with alone(folder):
             for name, limit in ROWS.items():
@@ -146,7 +146,7 @@ class Comparison:
         return folder / "model"
 
     def model(self, name: str, seed: int, stage: str) -> Path:
-        """Return a model of a variant; run the chain, or with a further seed its second stage, if it does not exist."""
+        """Return a model of a variant; if missing, run the chain or, for a further seed, only its second stage."""
         first = self.out / _file(name) / "chain"
         last = first / STAGES[-1] / "train"
         if not (last / "model").exists():
@@ -162,13 +162,13 @@ class Comparison:
         return first / stage / "train" / "model"
 
     def runs(self) -> list[tuple[str, int]]:
-        """Variants and seeds, the first seed of all first."""
+        """Return variants and seeds; the first seed of every variant comes first."""
         return [
             (name, seed) for seed in self.seeds for name, one in VARIANTS.items() if one.main or seed == self.seeds[0]
         ]
 
     def scores(self, name: str, seed: int, timeout: float = -1) -> dict[str, dict[str, float]]:
-        """Score the models of a chain; returns stage and kind of vectors, `stage1 dense` → dataset → nDCG@10."""
+        """Score the models of a chain: stage and kind of vectors, such as `stage1 dense` → dataset → nDCG@10."""
         scores = {}
         with alone(self.out / _file(name) / f"seed{seed}", timeout), alone(self.out / _file(name) / "chain", timeout):
             for stage in STAGES if seed == self.seeds[0] else STAGES[-1:]:
@@ -188,7 +188,7 @@ class Comparison:
         return scores
 
     def share(self) -> None:
-        """Make what no other command is making."""
+        """Train and score models that no other command is working on."""
         for name in VARIANTS:
             with suppress(Timeout):
                 self.pretrained(name, timeout=0)
@@ -207,7 +207,7 @@ class Comparison:
 
 
 def report(every: dict[str, dict[str, dict[str, list[float]]]]) -> str:
-    """Lay out the scores beside the paper's, with paired tests over the datasets."""
+    """Format our scores next to the paper's, with paired tests over the datasets."""
     rows = []
     for name, variant in VARIANTS.items():
         for stage in STAGES:

@@ -1,12 +1,12 @@
-"""A decoder made an embedder: both directions and latent attention, NV-Embed's Table 2 (arXiv:2405.17428), small.
+"""Decoders as embedders: bidirectional and latent attention, NV-Embed's Table 2 (arXiv:2405.17428), small.
 
     python -m benchmarks.decoders --data DATA --out RUNS [--seeds 42 43]
-    python -m benchmarks.decoders --data DATA --out RUNS --quick          # minutes: only checks that all runs
+    python -m benchmarks.decoders --data DATA --out RUNS --quick          # minutes: only checks that it runs
 
-A small Mistral is pre-trained on the texts of DATA by the causal language-model objective, then trained for retrieval
-by the recipe `nv-stage1`, with negatives of BM25: causal or in both directions, with the mean or latent attention as
-its pooling, all else the same. What is there is reused, and an interrupted command resumes; several may share the work.
-Prints the table; writes `scores.json`.
+A small Mistral is pre-trained on the texts of DATA with the causal language-modelling objective, then trained for
+retrieval with the recipe `nv-stage1` and BM25 negatives: with causal or bidirectional attention, and with mean or
+latent-attention pooling, all else equal. Existing results are reused, and an interrupted command resumes; several
+commands can share the work. Prints the table; writes `scores.json`.
 """
 
 import argparse
@@ -63,7 +63,7 @@ SIZES = {
 }
 VOCABULARY, END = 8192, "</s>"
 PRETRAINING = {"max_steps": 1200, "per_device_train_batch_size": 64, "learning_rate": 1e-3, "warmup_steps": 60}
-BLOCK = 128  # tokens, of texts one after another
+BLOCK = 128  # tokens of concatenated texts
 DIRECTIONS = {"causal": False, "bidirectional": True}
 POOLINGS = {"mean": (), "latent attention": ("model.pooling_latents=64", "model.pooling_head_dim=64")}
 PAPER = {
@@ -72,7 +72,7 @@ PAPER = {
     ("bidirectional", "mean"): (64.00, 58.42),
     ("bidirectional", "latent attention"): (64.18, 59.00),
 }
-"""Variant → mean over MTEB's 56 sets, and over its retrieval sets, after the first stage."""
+"""Variant → mean over MTEB's 56 datasets, and over its retrieval datasets, after the first stage."""
 DATASETS = (
     "medquad",
     "stackexchange_qa",
@@ -84,17 +84,17 @@ DATASETS = (
     "python_docs",
     "reddit",
 )
-ROWS = 5000  # of each, at most
+ROWS = 5000  # maximum per dataset
 ONE_EXPERT = "{search_query: all, search_document: all, classification: all, clustering: all}"
 LENGTHS = "{anchor: 32, positive: 48, negative: 48}"
 TRAINING = (
-    "model.kind=mote",  # dense models do not pool by attention; of one expert, a MoTE is one
+    "model.kind=mote",  # dense models do not pool by attention; a MoTE with one expert is equivalent
     "model.experts=[all]",
     f"model.tasks={ONE_EXPERT}",
     "model.max_length=128",
-    "model.end_token=eos",  # a text without a token has that one, at least
+    "model.end_token=eos",  # so that even an empty text has a token
     f"tasks.retrieval.datasets=[{{path: retrieval/*, negatives: 1, max_length: {LENGTHS}}}]",
-    "training.peft=null",  # so small a decoder learns too little by LoRA
+    "training.peft=null",  # such a small decoder learns too little with LoRA
     "training.gradient_checkpointing=false",
     "training.mini_batch_size=null",
     "training.batch_size=64",
@@ -112,13 +112,13 @@ QUICK = ("training.max_steps=2", "training.batch_size=8")
 
 @dataclass(frozen=True)
 class Comparison:
-    """The models of the comparison, and their scores.
+    """Models of the comparison, and their scores.
 
     Attributes:
         data: Data folder.
         out: Folder for the decoder, negatives, models and scores.
         seeds: Seeds of the contrastive training.
-        quick: A few texts and steps.
+        quick: Whether to use only a few texts and steps.
     """
 
     data: Path
@@ -135,7 +135,7 @@ class Comparison:
         return folder / "model"
 
     def _pretrain(self, folder: Path) -> None:
-        """Pre-train a decoder by the causal language-model objective, with transformers' trainer; resume."""
+        """Pre-train a decoder by causal language modelling with transformers' trainer; resume if interrupted."""
         if not (folder / "tokenizer").exists():
             _tokenizer(self._texts()).save_pretrained(folder / "tokenizer")
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
@@ -174,7 +174,7 @@ class Comparison:
         (folder / "unfinished").replace(folder / "model")
 
     def _texts(self) -> Iterator[str]:
-        """Yield the texts of the training splits, each row's one after another."""
+        """Yield the texts of the training splits, row by row."""
         for pattern in FOLDERS:
             for location in find_datasets(DatasetSettings(path=pattern), self.data):
                 rows = [row.content for row in read_rows(location)][: 30 if self.quick else None]
@@ -184,7 +184,7 @@ class Comparison:
                     yield from (example.anchor, *example.positives)
 
     def mined(self) -> Path:
-        """Return the folder of the pairs with a negative of BM25 each; mine them first if they do not exist."""
+        """Return the folder of the pairs with one BM25 negative each; mine them first if they do not exist."""
         datasets = [f"retrieval/{name}" for name in DATASETS]
         settings = MiningSettings(negatives=1, depth=30, sampling="random", relative_margin=None)
         with alone(self.out / "mined"):
@@ -201,7 +201,7 @@ class Comparison:
         return folder / "model"
 
     def runs(self) -> list[tuple[str, str, int]]:
-        """Variants and seeds, the first seed of all first."""
+        """Return variants and seeds; the first seed of every variant comes first."""
         return [(*variant, seed) for seed in self.seeds for variant in product(DIRECTIONS, POOLINGS)]
 
     def evaluations(self, run: tuple[str, str, int], timeout: float = -1) -> list[mote.Evaluation]:
@@ -223,7 +223,7 @@ class Comparison:
             ]
 
     def scores(self) -> Scores:
-        """Score all models; first those that no other command is making."""
+        """Score all models, starting with those that no other command is working on."""
         for run in self.runs():
             with suppress(Timeout):
                 self.evaluations(run, timeout=0)
@@ -238,7 +238,7 @@ class Comparison:
 
 
 def report(scores: Scores) -> str:
-    """Lay out the scores beside the paper's, with paired tests over the datasets."""
+    """Format our scores next to the paper's, with paired tests over the datasets."""
     everything, retrieval = (datasets_of(scores, types, tuple(scores.every)) for types in ((), ("Retrieval",)))
     rows = []
     for (direction, pooling), paper in PAPER.items():
@@ -277,7 +277,7 @@ def _tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
 
 
 def _blocks(tokenizer: PreTrainedTokenizerFast, texts: Iterator[str]) -> list[list[int]]:
-    """Cut texts one after another, with an end token behind each, into blocks."""
+    """Concatenate texts, each followed by an end token, and cut them into blocks."""
     encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     tokens = list(chain.from_iterable([*text, tokenizer.eos_token_id] for text in encoded))
     return [tokens[start : start + BLOCK] for start in range(0, len(tokens) - BLOCK + 1, BLOCK)]

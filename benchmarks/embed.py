@@ -3,9 +3,9 @@
     python -m benchmarks.embed speed [--model MODEL] [--data FILE] [--texts N] [--seconds N]
     python -m benchmarks.embed memory [--model MODEL] [--data FILE] [--texts N]
 
-`speed` embeds the first N texts in turns with one call of `encode` on the same model, which has its texts in memory and
-writes nothing; `mote embed` counts, reads, checks and writes. `memory` gives the peak of a process of its own for N and
-for 10 N texts, in shards of N / 4.
+`speed` embeds the first N texts, alternating with a call of `encode` on the same model. `encode` has its texts in
+memory and writes nothing; `mote embed` counts, reads, checks and writes. `memory` prints the peak memory of a separate
+process for N and for 10 N texts, in shards of N / 4.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(next(filter(Path.exists, MODELS))))
     parser.add_argument("--data", default=str(next(filter(Path.exists, CORPORA))))
     parser.add_argument("--texts", type=int, default=256)
-    parser.add_argument("--seconds", type=float, default=60, help="of the comparison of speed, at least 7 pairs")
+    parser.add_argument("--seconds", type=float, default=60, help="duration of the speed comparison, at least 7 pairs")
     options = parser.parse_args()
     {"speed": speed, "memory": memory}[options.what](options)
 
@@ -51,7 +51,7 @@ def speed(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         texts = _write(Path(folder) / "corpus.parquet", options.data, options.texts)
         encoder = Model(options.model).load()
-        Model.load = lambda *_: encoder  # type: ignore[method-assign]  # both have the model at hand
+        Model.load = lambda *_: encoder  # type: ignore[method-assign]  # both use the loaded model
 
         def embed() -> None:
             with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):  # the progress bar
@@ -66,7 +66,7 @@ def speed(options: argparse.Namespace) -> None:
 
 
 def memory(options: argparse.Namespace) -> None:
-    """Print the peak memory of N and 10 N texts."""
+    """Print the peak memory for N and 10 N texts."""
     peaks = []
     for times in (1, 10):
         with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +74,7 @@ def memory(options: argparse.Namespace) -> None:
             _write(Path(folder) / "corpus.parquet", options.data, count)
             command = [sys.executable, "-m", "mote", "embed", options.model, f"{folder}/corpus.parquet"]
             command += ["--out", f"{folder}/out", "--shard-size", str(max(1, options.texts // 4))]
-            # else glibc keeps some of the activations that are freed, more of them in the first minutes than later
+            # otherwise glibc keeps part of the freed activations, more in the first minutes than later
             environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
             process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
             _, status, usage = os.wait4(process.pid, 0)
@@ -86,7 +86,7 @@ def memory(options: argparse.Namespace) -> None:
 
 
 def _write(path: Path, data: str, count: int) -> list[str]:
-    """Write the first texts of a corpus, over and over if there are fewer."""
+    """Write the first texts of a corpus, repeating them if there are fewer."""
     from mote.corpora.source import find_corpus
 
     texts = [document.text for document in islice(find_corpus([data]).counted().read(), count)]

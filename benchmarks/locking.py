@@ -1,4 +1,4 @@
-"""Locks, by which several commands share the work of a benchmark."""
+"""Locks that let several commands share the work of a benchmark."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,14 +9,14 @@ from filelock import FileLock
 
 @contextmanager
 def alone(folder: Path, timeout: float = -1) -> Iterator[None]:
-    """Work on a folder alone.
+    """Hold the lock of a folder.
 
     Args:
         folder: The folder, which need not exist.
-        timeout: Seconds to wait for another command. Default: as long as it takes.
+        timeout: Seconds to wait for another command; -1: no limit.
 
     Raises:
-        filelock.Timeout: If the other one takes longer.
+        filelock.Timeout: If the other command holds the lock for longer.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock", timeout=timeout):

@@ -1,4 +1,4 @@
-"""The tables of docs/scale.md: memory of a training step on each GPU, by size of model and number of GPUs.
+"""The tables of docs/scale.md: memory per GPU of a training step, by model size and number of GPUs.
 
     python -m benchmarks.memory_table            # all weights are trained
     python -m benchmarks.memory_table adapters   # LoRA on Mistral-7B, as NV-Embed was trained
@@ -16,7 +16,7 @@ from mote import MemoryEstimate, estimate_memory
 from mote.reporting import markdown_table
 
 GIB = 2**30
-BATCH_SIZE = 6144  # of the paper
+BATCH_SIZE = 6144  # as in the paper
 
 # all-MiniLM-L6-v2 and nomic-bert-2048 (137 M parameters, no dropout), each with the paper's four experts
 MODELS = {
@@ -64,7 +64,7 @@ def rows() -> Iterator[tuple[str, ...]]:
 
 
 def rows_with_adapters() -> Iterator[tuple[str, ...]]:
-    """Estimate LoRA r 16 on all linear layers: 128 queries, each with its positive and 7 hard negatives."""
+    """Estimate LoRA of rank 16 on all linear layers: 128 queries, each with its positive and 7 hard negatives."""
     for name, config in (("dense", MistralConfig()), ("MoTE", MoTEConfig(backbone_config=MistralConfig()))):
         for processes, sharding in ((1, "ddp"), (8, "ddp"), (8, "fsdp2")):
             for base_dtype in ("float32", "bfloat16"):

@@ -1,10 +1,10 @@
-"""What mined negatives, and their margin, are worth: Nomic Embed v2's Table 8 (arXiv:2502.07972) at a small scale.
+"""The effect of mined negatives and of their margin: Nomic Embed v2's Table 8 (arXiv:2502.07972) at a small scale.
 
     python -m benchmarks.mining --source MODEL --teacher MODEL --data DATA --out RUNS [--backend openvino]
 
-Mines negatives with the margin and without one, fine-tunes the dense model without negatives and with either kind, on
-the same rows in the same steps, and scores all on the retrieval sets. What is there is reused, and an interrupted
-command resumes; several may share the work. Prints the table; writes `scores.json`.
+Mines negatives with and without the margin, fine-tunes the dense model without negatives and with either kind, on the
+same rows in the same number of steps, and scores all models on the retrieval datasets. Existing results are reused, and
+an interrupted command resumes; several commands can share the work. Prints the table; writes `scores.json`.
 """
 
 import argparse
@@ -41,24 +41,24 @@ ROWS = {
     "gsm8k": 5500,
     "conference_papers": 6500,
 }
-"""Dataset → rows at most: about 30,000 in all."""
+"""Dataset → maximum number of rows: about 30,000 in total."""
 SETTINGS = [
     "tasks.classification=null",
     "tasks.clustering=null",
     "training.batch_size=128",
-    "training.mini_batch_size=null",  # texts this short fit: a second forward pass would cost a third of the time
+    "training.mini_batch_size=null",  # texts this short fit; a second forward pass would cost a third of the time
     "training.bf16=true",
     "training.learning_rate=1.5e-4",
     "validation.limit=40",
 ]
 NEGATIVES = 1
-MAX_LENGTH = 32  # of texts in training, in tokens
-LIMIT = 100  # queries of each test set, with about ten documents for each
+MAX_LENGTH = 32  # tokens per text in training
+LIMIT = 100  # queries per test dataset, with about ten documents for each
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The models of the comparison, and their scores.
+    """Models of the comparison, and their scores.
 
     Attributes:
         source: Dense model that is fine-tuned.
@@ -78,11 +78,11 @@ class Comparison:
         """Return the folder with the negatives of a variant; mine them first if they do not exist."""
         chosen = MiningSettings(negatives=4, depth=50, relative_margin=MARGINS[variant])
         datasets, folder = [f"retrieval/{name}" for name in ROWS], self.out / _file(variant)
-        with alone(self.out / "embeddings", timeout):  # which both share
+        with alone(self.out / "embeddings", timeout):  # shared by both
             return mote.mine_negatives(datasets, folder, self.teacher, chosen, data=self.data)
 
     def rows(self, variant: str) -> Path:
-        """Return the folder with the rows of a variant: in each, those that have a negative below the margin."""
+        """Return the folder with the rows of a variant: always the rows that have a negative below the margin."""
         folder = self.out / "rows" / _file(variant)
         chosen, below = (self.mined(name) for name in (variant if variant in MARGINS else BELOW, BELOW))
         for name in ROWS:
@@ -107,7 +107,7 @@ class Comparison:
         return folder / "model"
 
     def score(self, variant: str, seed: int) -> mote.Evaluation:
-        """Score a model on the retrieval sets."""
+        """Score a model on the retrieval datasets."""
         label = f"{_file(variant)}-seed{seed}"
         return mote.evaluate(
             {label: str(self.model(variant, seed))},
@@ -119,7 +119,7 @@ class Comparison:
         )
 
     def share(self) -> None:
-        """Make what no other command is making."""
+        """Train and score models that no other command is working on."""
         for variant in MARGINS:
             with suppress(Timeout):
                 self.mined(variant, timeout=0)
@@ -144,7 +144,7 @@ class Comparison:
 
 
 def report(scores: Scores) -> str:
-    """Lay out the scores beside the paper's."""
+    """Format our scores next to the paper's."""
     datasets = list(scores.types)
     rows = [
         [variant, cell(scores, variant, datasets), "" if of_paper is None else f"{of_paper:.2f}"]

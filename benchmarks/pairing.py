@@ -10,8 +10,8 @@ class Comparison(NamedTuple):
     """Medians over paired runs.
 
     Attributes:
-        baseline: Seconds.
-        candidate: Seconds.
+        baseline: Seconds of the baseline.
+        candidate: Seconds of the candidate.
         ratio: Median of candidate / baseline over the pairs.
     """
 
@@ -32,8 +32,8 @@ def compare(
     Args:
         baseline: Reference.
         candidate: Function to compare with it.
-        seconds: Measuring time of both together; at least 7 pairs are run.
-        synchronize: Waits for a GPU.
+        seconds: Total measuring time; at least 7 pairs are run.
+        synchronize: Function that waits for a GPU.
     """
     for _ in range(3):
         baseline()

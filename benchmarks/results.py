@@ -1,12 +1,12 @@
-"""Rewrite the tables of README and of the pages of results, and README's chart, from the kept scores.
+"""Rewrite the tables in README and on the pages of results, and README's chart, from the stored scores.
 
     python -m benchmarks.results            # rewrites them
-    python -m benchmarks.results --check    # only compares: exits with 1 and names those that differ
+    python -m benchmarks.results --check    # only compares: exits with 1 and names the tables that differ
 
-A page has a table between `<!-- table: NAME -->` and `<!-- end of table -->`. The scores are what the benchmarks write,
-kept as they are in docs/results: `scores.json` of `benchmarks.NAME` as NAME.json, `SCALE/NAME.json` of
-`benchmarks.paper` under that name. All that are kept must be on a page, with SCALE/claims, the paper's claims in short,
-and `readme`, a summary of one scale's table3. A table of a scale that is on no page is added to results/SCALE.md.
+A page has a table between `<!-- table: NAME -->` and `<!-- end of table -->`. The scores in docs/results are stored as
+the benchmarks write them: `scores.json` of `benchmarks.NAME` as NAME.json, `SCALE/NAME.json` of `benchmarks.paper`
+under that name. Every stored table must be on a page, as must SCALE/claims, the paper's claims in short, and `readme`,
+a summary of one scale's table3. A table of a scale that is on no page is added to results/SCALE.md.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from benchmarks.paper.unseen import ways_table
 
 DOCS = Path(__file__).parents[1] / "docs"
 END = "<!-- end of table -->"
-README_TABLE = Path("small/table3.json")  # whose scores README shows
+README_TABLE = Path("small/table3.json")  # the scores that README shows
 CHART = Path("images/gains.png")
 
 
@@ -47,7 +47,7 @@ def _sweep(kept: Any) -> dict[str, dict[float, float]]:
 
 def _paper_table(name: str, kept: Any) -> str:
     table, scores = _table(name, kept), _scores(kept)
-    if missing := set(table.variants) - scores.every.keys():  # whose scores were not kept: only what holds without them
+    if missing := set(table.variants) - scores.every.keys():  # scores not stored: only claims without them
         claims = tuple(one for one in table.claims if not {one.better, one.other} & missing)
         return f"{paper_of(table)}\n\n{claims_of(replace(table, claims=claims), scores)}"
     on_validation = [VALIDATION[name](kept["validation"])] if "validation" in kept else []
@@ -68,7 +68,7 @@ BENCHMARKS: dict[str, Callable[[Any], str]] = {
     "mining": lambda kept: mining.report(_scores(kept)),
     "task_loras": lambda kept: task_loras.report(_sweep(kept["validation"]), _scores(kept)),
 }
-"""Benchmark → layout of its scores."""
+"""Benchmark → function that formats its scores."""
 
 PAPER: dict[str, Callable[[Any], str]] = {
     "sweep": lambda kept: sweep_table(_sweep(kept)),
@@ -76,14 +76,14 @@ PAPER: dict[str, Callable[[Any], str]] = {
     "figure3": analysis_tables,
     "figures4to7": lambda kept: ablation_table(_scores(kept)),
 }
-"""What `benchmarks.paper` writes that is not a table with claims → its layout."""
+"""Output of `benchmarks.paper` that is not a table with claims → function that formats it."""
 
 VALIDATION: dict[str, Callable[[Any], str]] = {"beyond": validation_table, "unseen": ways_table, "best": steps_table}
-"""Table of `benchmarks.paper` → layout of its scores on validation texts."""
+"""Table of `benchmarks.paper` → function that formats its scores on validation texts."""
 
 
 def known_tables(results: Path) -> dict[str, str]:
-    """Lay out all kept scores: name of the table → Markdown."""
+    """Format all stored scores: name of the table → Markdown."""
     tables = {path.stem: BENCHMARKS[path.stem](_read(path)) for path in sorted(results.glob("*.json"))}
     for scale in SCALES:
         kept = {path.stem: _read(path) for path in sorted((results / scale).glob("*.json"))}
@@ -104,7 +104,7 @@ def rewrite(page: str, tables: Mapping[str, str]) -> tuple[str, dict[str, bool]]
     """Rewrite the tables of a page.
 
     Returns:
-        The page; name of each table → whether it differed.
+        The page, and a mapping: name of each table → whether it differed.
 
     Raises:
         ValueError: If a table is unknown or has no end.
@@ -124,10 +124,10 @@ def rewrite(page: str, tables: Mapping[str, str]) -> tuple[str, dict[str, bool]]
 
 
 def rewrite_pages(docs: Path, *, check: bool = False) -> tuple[list[str], list[str]]:
-    """Rewrite the tables of all pages, and README's chart; or only compare them.
+    """Rewrite the tables of all pages, and README's chart, or only compare them.
 
     Returns:
-        Names of the tables, and the chart, that differed; names of the tables that are on no page.
+        Names of the tables (and the chart) that differed, and names of the tables that are on no page.
     """
     tables = known_tables(docs / "results")
     if not check:
@@ -154,7 +154,7 @@ def _pages(docs: Path) -> dict[Path, str]:
 
 
 def _add_sections(docs: Path, tables: Mapping[str, str]) -> None:
-    """Add each table of a scale that is on no page to the scale's own; make that if needed."""
+    """Add each table that is on no page to the page of its scale; create the page if needed."""
     known = "".join(_pages(docs).values())
     for scale, name in product(SCALES, ("claims", *NAMES)):
         marker = f"<!-- table: {scale}/{name} -->"
@@ -170,7 +170,7 @@ def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only compare")
-    parser.add_argument("--docs", type=Path, default=DOCS, help="default: %(default)s")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the pages (default: %(default)s)")
     given = parser.parse_args()
     differing, missing = rewrite_pages(given.docs, check=given.check)
     if differing:

@@ -2,10 +2,10 @@
 
     python -m benchmarks.task_loras --data DATA --out RUNS [--source MODEL] [--seeds 42 43]
 
-All are trained on the same data in the same steps, with the first seed at higher and higher rates until the score on
-held-out training texts falls. At the best of them each is trained with the other seeds, too, and scored on the seven
-task types. What is there is reused, and an interrupted command resumes; several may share the work. Prints the tables;
-writes `scores.json`.
+All variants are trained on the same data in the same number of steps. With the first seed, the learning rate is raised
+until the score on held-out training texts falls. At the best rate, each variant is also trained with the other seeds,
+and scored on the seven task types. Existing results are reused, and an interrupted command resumes; several commands
+can share the work. Prints the tables; writes `scores.json`.
 """
 
 import argparse
@@ -24,7 +24,7 @@ VARIANTS = ("ic", "mote", "task-lora")
 RATES = (1.5e-4, 5e-4, 1.5e-3, 5e-3, 1.5e-2)
 CHANGES = (
     "training.mini_batch_size=null",
-)  # texts this short fit: a second forward pass would cost a third of the time
+)  # texts this short fit; a second forward pass would cost a third of the time
 TABLE = Table(
     "Dense with instructions, MoTE, task LoRAs",
     (START, *VARIANTS),
@@ -35,13 +35,13 @@ TABLE = Table(
 
 @dataclass(frozen=True)
 class Comparison:
-    """The models of the comparison, and their scores.
+    """Models of the comparison, and their scores.
 
     Attributes:
         source: Dense model that all variants start from.
         data: Data folder.
         out: Folder for models and scores.
-        seeds: Seeds of the chosen rates.
+        seeds: Seeds at the chosen rates.
     """
 
     source: str
@@ -50,7 +50,7 @@ class Comparison:
     seeds: tuple[int, ...]
 
     def runs(self, rate: float, seeds: tuple[int, ...]) -> Runs:
-        """Return the runs at one rate."""
+        """Return the runs at one learning rate."""
         scale = replace(SCALES["small"], learning_rates={"": rate}, seeds=seeds)
         return Runs(scale, self.source, self.data, self.out / f"rate-{rate:g}", CHANGES)
 
@@ -75,7 +75,7 @@ class Comparison:
 
 
 def report(validation: dict[str, dict[float, float]], scores: Scores) -> str:
-    """Lay out the scores on held-out training texts at each rate, and on the test sets at the best."""
+    """Format the scores on held-out training texts at each rate, and on the test datasets at the best rate."""
     return "\n\n".join([sweep_table(validation), table_of(TABLE, scores), claims_of(TABLE, scores)])
 
 

@@ -4,9 +4,9 @@
     python -m benchmarks.training memory [--model MODEL] [--batch-size N] [--recipe NAME]
     python -m benchmarks.training start
 
-`speed` trains MoTE in turns with the dense model (with instructions), with token routing and with task LoRAs, same
-batches and trainer. `memory` measures one step in a process of its own, with and without gradient caching. `start`
-measures the time from the command to the end of the first step.
+`speed` trains MoTE alternating with the dense model (with instructions), with token routing and with task LoRAs, on the
+same batches with the same trainer. `memory` measures one step in a separate process, with and without gradient caching.
+`start` measures the time from the command to the end of the first step.
 """
 
 import argparse
@@ -35,11 +35,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("speed", "memory", "start", "one-step"))
     parser.add_argument("--model", default=str(SMALL_ENCODER), help="dense checkpoint (default: the repository's)")
-    parser.add_argument("--seconds", type=float, default=60, help="per comparison of speed, at least 7 pairs")
-    parser.add_argument("--steps", type=int, default=12, help="steps of each run in a comparison of speed")
+    parser.add_argument("--seconds", type=float, default=60, help="duration of each speed comparison, at least 7 pairs")
+    parser.add_argument("--steps", type=int, default=12, help="steps of each run in a speed comparison")
     parser.add_argument("--batch-size", type=int, default=6144)
     parser.add_argument("--mini-batch-size", type=int, default=None)
-    parser.add_argument("--recipe", default="mote", help="of memory")
+    parser.add_argument("--recipe", default="mote", help="recipe of the memory benchmark")
     options = parser.parse_args()
     {"speed": speed, "memory": memory, "start": start, "one-step": one_step}[options.what](options)
 
@@ -69,7 +69,7 @@ def speed(options: argparse.Namespace) -> None:
             train(runs[name])
             rows = sum(
                 of_set["rows"] for of_set in runs[name].tracker.training_sets.values()
-            )  # the same in all: same seed
+            )  # same seed, so the same data in all
             measured = compare(partial(train, runs[name]), partial(train, runs["mote"]), seconds=options.seconds)
             cells = (f"{rows / measured.baseline:.1f}", f"{rows / measured.candidate:.1f}", f"{1 / measured.ratio:.3f}")
             print(f"| {LABELS[name]} | {' | '.join(cells)} |", flush=True)
@@ -95,7 +95,7 @@ def memory(options: argparse.Namespace) -> None:
 
 
 def one_step(options: argparse.Namespace) -> None:
-    """Run one step on synthetic texts in this process; print its peak memory in MB and its seconds."""
+    """Run one step on synthetic texts in this process; print its peak memory in MB and its time in seconds."""
     import json
     import random
 
@@ -128,7 +128,7 @@ def one_step(options: argparse.Namespace) -> None:
 
 
 def start(options: argparse.Namespace) -> None:
-    """Print the seconds from the command to the first step."""
+    """Print the seconds from the command to the end of the first step."""
     times = []
     for _ in range(3):
         with tempfile.TemporaryDirectory() as folder:

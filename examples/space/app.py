@@ -1,11 +1,11 @@
-"""A demo of a MoTE to click through: a map of texts under each expert, search, and which expert a text goes to.
+"""An interactive demo of a MoTE: a map of texts under each expert, search, and which expert a text goes to.
 
     pip install -e ".[train]" -r examples/space/requirements.txt        # in a clone
     python examples/space/app.py [--model FOLDER_OR_HUB_ID] [--port 7860]
 
-Without a model it trains one by `recipe.yaml` at its first start, from the repository's small encoder and data (a
-minute or two on two cores), and keeps it in huggingface_hub's cache of assets. A MoTE carries its own code, which the
-demo runs: show models that you trust.
+Without a model, it trains one with `recipe.yaml` on its first start, from the repository's small encoder and data (a
+minute or two on two cores), and keeps it in huggingface_hub's assets cache. A MoTE comes with its own code, which the
+demo runs: only show models that you trust.
 """
 
 import argparse
@@ -33,7 +33,7 @@ TEXTS: dict[str, list[tuple[str, str]]] = json.loads((HERE / "texts.json").read_
 PAIRS = TEXTS[COMMANDS]  # what a command does, and the command
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7a5195", "#6b6b6b")
 INTRODUCTION = """# One text, several experts
-A MoTE (Mixture of Task Experts) embeds a text through the expert of its task. Each of them sees the same texts
+A MoTE (Mixture of Task Experts) embeds a text through the expert of its task. Each expert sees the same texts
 differently."""
 CALLS = (
     "encode(text)",
@@ -52,7 +52,7 @@ CSS = """
 
 
 def trained_model() -> Path:
-    """Return the folder of the demo's own model, which is trained where there is none yet."""
+    """Return the folder of the demo's own model; train it first if it does not exist."""
     recipe, clone = HERE / "recipe.yaml", HERE.parent
     if not (clone / "small-encoder").is_dir():
         raise SystemExit("Name a model: --model FOLDER_OR_HUB_ID, or the variable MODEL. Only a clone can train one.")
@@ -62,13 +62,13 @@ def trained_model() -> Path:
         from mote.reporting import console_logging
 
         console_logging()
-        print("No model was named. A small one is trained first, once: a minute or two on two cores.", flush=True)
+        print("No model was named. Training a small one first, once: a minute or two on two cores.", flush=True)
         train(recipe, [f"output={output}", f"model.source={clone / 'small-encoder'}", f"data.folder={clone / 'data'}"])
     return output / "model"
 
 
 def read_lines(lines: str) -> list[tuple[str, str]]:
-    """Read lines of `group | text`, sorted by group; a line without a group is of the group "text"."""
+    """Read lines of `group | text`, sorted by group; a line without a group belongs to the group "text"."""
     parts = [line.partition("|") for line in lines.splitlines() if line.strip()]
     return sorted((group.strip(), text.strip()) if bar else ("text", group.strip()) for group, bar, text in parts)
 
@@ -78,7 +78,7 @@ def write_lines(name: str) -> str:
 
 
 def heat_map(view: views.View, groups: list[str], colours: dict[str, str]) -> Figure:
-    """Draw the similarities of texts that are sorted by group; the colours at the side are those of the map."""
+    """Draw the similarities of texts sorted by group; the colours at the side are the colours of the map."""
     starts = [i for i in range(len(groups)) if i == 0 or groups[i] != groups[i - 1]]
     middles = [start + (groups.count(groups[start]) - 1) / 2 for start in starts]
     figure = Figure(figsize=(5.6, 4.1), layout="constrained")
@@ -98,7 +98,7 @@ def heat_map(view: views.View, groups: list[str], colours: dict[str, str]) -> Fi
 
 
 def says_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Show an error of the model on the page, in the model's own words."""
+    """Show the model's own error message on the page."""
 
     @functools.wraps(function)
     def inner(*arguments: Any) -> Any:
@@ -111,7 +111,7 @@ def says_errors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Demo:
-    """A model, and what the page asks of it. The threads of several visitors share it."""
+    """A model, and the computations behind the page. Threads of several visitors share it."""
 
     def __init__(self, model: SentenceTransformer, source: str) -> None:
         config = views.config_of(model)
@@ -125,7 +125,7 @@ class Demo:
         self.found_first = functools.cache(functools.partial(views.found_first, model, PAIRS))
 
     def show(self, lines: str, expert: str) -> tuple[Any, Figure, str]:
-        """Show texts as an expert embeds them, and what each expert makes of their groups."""
+        """Show texts as an expert embeds them, and how well each expert separates their groups."""
         groups, texts = zip(*read_lines(lines), strict=True) if lines.strip() else ((), ())
         seen = self.views(texts, groups)
         limit = 1.05 * max(abs(view.points).max() for view in seen.values())  # one scale for all experts
@@ -142,7 +142,7 @@ class Demo:
         return plot, heat_map(seen[expert], list(groups), colours), table + " |"
 
     def search(self, query: str, documents: str, *others: str) -> tuple[pd.DataFrame, str]:
-        """Rank documents by the experts of search, and by two others."""
+        """Rank documents with the search experts, and with two others for comparison."""
         texts = [line.strip() for line in documents.splitlines() if line.strip()]
         if not query.strip() or not texts:
             raise ValueError("Write a query, and at least one document.")
@@ -151,8 +151,8 @@ class Demo:
         rows = [(rank, f"{score:.2f}", text, places[text]) for rank, score, text in ranked]
         table = pd.DataFrame(rows, columns=["rank", "cosine", "document", "by the others"])
         counts = (
-            f"With each of the {len(PAIRS)} descriptions that belong to the example commands as the query, its own "
-            f"command comes first **{self.found_first(*self.sides)}** times by `{self.sides[0]}` → `{self.sides[1]}`, "
+            f"With each of the {len(PAIRS)} descriptions of the example commands as the query, its own command comes "
+            f"first **{self.found_first(*self.sides)}** times by `{self.sides[0]}` → `{self.sides[1]}`, "
             f"**{self.found_first(*others)}** times by `{others[0]}` → `{others[1]}`."
         )
         return table, counts
@@ -223,7 +223,7 @@ def search_tab(demo: Demo, blocks: gr.Blocks) -> None:
                 ]
             button = gr.Button("Search", variant="primary")
         with gr.Column(scale=3):
-            label = f"Ranked by {' → '.join(demo.sides)}; in the last column, the rank by the two others"
+            label = f"Ranked by {' → '.join(demo.sides)}; last column: rank by the experts to compare with"
             widths = ["9%", "11%", "61%", "19%"]
             ranked = gr.Dataframe(
                 label=label, column_widths=widths, max_height=440, interactive=False, elem_id="ranked"
@@ -255,7 +255,7 @@ def route_tab(demo: Demo, blocks: gr.Blocks) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=os.environ.get("MODEL"), help="a MoTE: a folder, or an id on the Hub")
-    parser.add_argument("--port", type=int, help="default: the first free one from 7860")
+    parser.add_argument("--port", type=int, help="port (default: the first free port from 7860)")
     options = parser.parse_args()
     source = str(options.model or trained_model())
     try:
@@ -264,7 +264,7 @@ def main() -> None:
         parser.error(str(error))
     theme = gr.themes.Default(
         primary_hue="indigo", font="system-ui", font_mono="ui-monospace"
-    )  # no fonts from elsewhere
+    )  # no fonts from other servers
     page(demo).queue(default_concurrency_limit=4).launch(
         server_port=options.port, theme=theme, css=CSS, ssr_mode=False, footer_links=["gradio"]
     )

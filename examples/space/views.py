@@ -1,4 +1,4 @@
-"""What the demo shows, without its user interface: embeddings as a map, search, and the way of a text to its expert."""
+"""The demo without its user interface: embeddings as a map, search, and how a text is routed to its expert."""
 
 import copy
 import json
@@ -13,15 +13,15 @@ from sklearn.decomposition import PCA
 
 RULES = {
     1: "`task=` names the task. It picks the expert and leaves the text as it is.",
-    2: "The prompt is the instruction of a task: it stands in front of the text, and picks the expert.",
-    3: "`encode_query` and `encode_document` are for the two sides of search.",
+    2: "The prompt is the instruction of a task: it is put in front of the text, and picks the expert.",
+    3: "`encode_query` and `encode_document` pick the experts for the two sides of search.",
     4: "The text itself begins with an instruction (unless `route_by_text` is off).",
     5: "The model has a `default_task`.",
 }
 
 
 class View(NamedTuple):
-    """How one expert sees some texts: points [N, 2], cosines [N, N], and what these say about the groups."""
+    """How one expert sees some texts: points [N, 2], cosines [N, N], and statistics about the groups."""
 
     points: np.ndarray
     similarity: np.ndarray
@@ -31,7 +31,7 @@ class View(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a text finds its expert: the text that the model reads, and the number of the rule that applied."""
+    """How a text is routed: its task and expert, the text that the model reads, the number of the rule that applied."""
 
     task: str
     expert: str
@@ -52,7 +52,7 @@ def config_of(model: SentenceTransformer) -> Any:
 
 
 def embed(model: SentenceTransformer, texts: Sequence[str], task: str) -> np.ndarray:
-    """Embed texts [N, H] of length 1 by a task's instruction and expert."""
+    """Return normalised embeddings [N, H] of texts, by a task's instruction and expert."""
     instruction = config_of(model).instruction_of(task)
     return model.encode(list(texts), task=task, prompt=instruction, normalize_embeddings=True, show_progress_bar=False)
 
@@ -60,8 +60,9 @@ def embed(model: SentenceTransformer, texts: Sequence[str], task: str) -> np.nda
 def views(model: SentenceTransformer, texts: Sequence[str], groups: Sequence[str]) -> dict[str, View]:
     """Return how each expert sees the texts.
 
-    The points are the two principal components of an expert's embeddings. PCA leaves their rotation open: they are
-    turned to lie as those of the first expert do (orthogonal Procrustes), so that what moves is the model's doing.
+    The points are the first two principal components of an expert's embeddings. PCA does not fix their rotation, so
+    they are rotated onto the points of the first expert (orthogonal Procrustes): the remaining movement is due to the
+    expert.
     """
     if len(texts) < 3:
         raise ValueError("A map needs at least three texts.")
@@ -90,7 +91,7 @@ def views(model: SentenceTransformer, texts: Sequence[str], groups: Sequence[str
 def search(
     model: SentenceTransformer, query: str, documents: Sequence[str], query_task: str, document_task: str
 ) -> list[tuple[int, float, str]]:
-    """Return rank, cosine and text of each document, best first."""
+    """Return the rank, cosine and text of each document, best first."""
     scores = embed(model, documents, document_task) @ embed(model, [query], query_task)[0]
     return [(rank, float(scores[i]), documents[i]) for rank, i in enumerate((-scores).argsort(), 1)]
 
@@ -98,7 +99,7 @@ def search(
 def found_first(
     model: SentenceTransformer, pairs: Sequence[tuple[str, str]], query_task: str, document_task: str
 ) -> int:
-    """Count the queries whose own document comes first among the documents of all pairs."""
+    """Count the queries whose own document is ranked first among the documents of all pairs."""
     queries, documents = zip(*pairs, strict=True)
     scores = embed(model, queries, query_task) @ embed(model, documents, document_task).T
     return int((scores.argmax(axis=1) == np.arange(len(pairs))).sum())
@@ -117,16 +118,16 @@ def way(
 
     Args:
         model: A MoTE.
-        text: What the user wrote.
+        text: Text that the user wrote.
         task: As in `encode(task=…)`; `encode_query` and `encode_document` pass "query" and "document".
         prompt_name: As in `encode(prompt_name=…)`.
-        default_task: The model's `default_task`, as if its config said so.
-        route_by_text: The model's `route_by_text`, likewise.
+        default_task: Value for `default_task`, in place of the config's.
+        route_by_text: Value for `route_by_text`, in place of the config's.
 
     Raises:
-        ValueError: If no rule applies, or a name is unknown: the model's own sentence.
+        ValueError: If no rule applies, or a name is unknown; the message is the model's.
     """
-    config = copy.deepcopy(config_of(model))  # another thread reads the model's
+    config = copy.deepcopy(config_of(model))  # other threads read the model's config
     config.default_task, config.route_by_text = default_task, route_by_text
     prompt = (model.prompts[prompt_name] if prompt_name else None) or ""
     chosen = config.task_of([text], task, prompt)
@@ -146,7 +147,7 @@ def _begins_with_instruction(config: Any, text: str) -> bool:
 
 
 def about(model: SentenceTransformer, source: str) -> str:
-    """Say which model this is, and how it was trained, as far as its folder tells."""
+    """Say which model this is, and how it was trained, as far as its folder records it."""
     config, name = config_of(model), Path(source).name
     first, *rest = (model.encode("A text.", task=expert, prompt="") for expert in config.available_experts)
     if rest and all(np.array_equal(first, other) for other in rest):
