@@ -4,9 +4,10 @@
     python -m benchmarks.paper table2 --scale small --data DATA --out RUNS [--source MODEL]  # hours on a CPU
     python -m benchmarks.paper all --scale full --data DATA --out RUNS                       # one GPU, all data
 
-Models and scores that exist are reused, and an interrupted command resumes when it is run again. Several commands may
-share RUNS: each model is trained by one of them. RUNS/SCALE holds `NAME.md` for each table or figure, `NAME.json` with
-the scores of each table, the plots, and, after `all`, `results.md`.
+Existing models and scores are reused, and an interrupted command resumes when it is run again. Several commands can
+share
+RUNS: each model is trained by one of them. RUNS/SCALE gets `NAME.md` for each table or figure, `NAME.json` with the
+scores of each table, the plots, and, after `all`, `results.md`.
 """
 
 import argparse
@@ -28,7 +29,7 @@ def main() -> None:
     parser.add_argument("--source", help="dense checkpoint that all variants start from (default: the scale's)")
     parser.add_argument("--data", help="data folder (default: the scale's, if it has one)")
     parser.add_argument("--out", type=Path, required=True, help="folder for models and scores")
-    parser.add_argument("--teacher", default=Runs.teacher, help="model that is distilled, and mines negatives")
+    parser.add_argument("--teacher", default=Runs.teacher, help="model to distill, which also mines negatives")
     parser.add_argument("--pretrained", type=Path, help="folder of benchmarks.cot, with models pre-trained by CoT-MAE")
     arguments = parser.parse_intermixed_args()
     console_logging()

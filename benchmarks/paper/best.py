@@ -1,4 +1,4 @@
-"""The best recipe with experts, and the best dense ones, each improved by the same rule on validation sets."""
+"""The best recipe with experts and the best dense recipes, all improved by the same rule on validation sets."""
 
 from statistics import mean
 from typing import TypedDict
@@ -17,7 +17,7 @@ ORDER = (
     tuple(WAYS_FOR_UNSEEN),
     ("to-mean-0.25", "to-mean-0.5"),
 )
-"""Improvements in the order in which they are tried, alternatives together."""
+"""Improvements in the order of the trials, alternatives grouped together."""
 
 
 class Step(TypedDict):

@@ -1,4 +1,4 @@
-"""Variants beyond the paper. How far experts are interpolated is chosen on validation texts."""
+"""Variants beyond the paper. The interpolation weight is chosen on validation texts."""
 
 import json
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""Claims of the paper, and how each is measured on our scores.
+"""Claims of the paper, and how we measure each of them on our scores.
 
 Source: Romero et al., "Beyond instruction-conditioning, MoTE: Mixture of Task Experts for Multi-task Embedding Models",
 Findings of ACL 2025, arXiv 2506.17781. The gains are from its abstract; +1.33, +0.41 and the rank of Expert Averaging
@@ -17,9 +17,9 @@ class Claim:
     Attributes:
         better: Variant that the paper finds better.
         other: Variant it is compared with.
-        over: Task type of MTEB, or `all`.
+        over: MTEB task type, or `all`.
         gain: Difference of mean scores in the paper, x 100; None: unknown.
-        relative_to: Variant from which relative gains are computed, if the paper states any.
+        relative_to: Variant over which relative gains are computed, if the paper states any.
         relative: Relative gain in the paper: 0.59 for "59 % higher gain".
     """
 
@@ -38,11 +38,12 @@ class Table:
     Attributes:
         title: Title.
         variants: Columns.
-        reference: Column from which gains are computed.
+        reference: Column over which gains are computed.
         types: Task types of the rows; empty: all.
         claims: Conclusions of the paper.
-        paper: Column → the paper's scores: for each of `SEEN` or `UNSEEN` in Tables 2 and 3, of both in the others, in
-            their order, then over all datasets.
+        paper: Column → the paper's scores, by task type (`SEEN` in Table 2, `UNSEEN` in Table 3, both in the other
+        tables,
+            in this order), then over all datasets.
     """
 
     title: str
@@ -135,7 +136,7 @@ TABLES = {
 }
 
 
-# Not in the paper: how much depends on the learning rate.
+# Not in the paper: the effect of the learning rate.
 RATES = Table(
     "The same variants at another learning rate",
     tuple(f"{name}{rate}" for name in ("em", "ic", "mote-every-other", "mote") for rate in ("", "-high-rate")),

@@ -1,8 +1,9 @@
-"""Training pairs of the paper's kind, and validation sets of six task types, cut from training parts.
+"""Training pairs like the paper's, and validation sets of six task types, cut from training splits.
 
-The paper trains on pairs of texts only: its `classification` is paraphrases, duplicate questions, headline and story;
-its `clustering` title and abstract, title and body. Here datasets of the data folder are given to tasks likewise.
-Validation sets have the layout of test sets, so that `mote.evaluate` scores them; no variant trains on their texts.
+The paper trains only on pairs of texts: its `classification` data is paraphrases, duplicate questions, and headline and
+story; its `clustering` data is title and abstract, and title and body. Here, the datasets of the data folder are
+assigned to tasks in the same way. Validation sets have the layout of test sets, so that `mote.evaluate` can score them;
+no variant trains on their texts.
 """
 
 import shutil
@@ -43,29 +44,29 @@ PAIRS = {
         "retrieval/stackexchange_title_body": 4500,
     },
 }
-"""Task → dataset → rows at most: about 65,000 in all. Of `pair/*` those that mean the same."""
+"""Task → dataset → maximum number of rows: about 65,000 in total. Of `pair/*`, only pairs with the same meaning."""
 LABELLED = {"classification": 950, "clustering": 1900}
-"""Task → rows of each of its labelled datasets at most, so that there are as many rows as pairs."""
+"""Task → maximum number of rows of each of its labelled datasets, so that there are as many rows as pairs."""
 HELD_OUT = 0.05  # share of the rows of each dataset of pairs, by a hash of the first text
 HELD_OUT_OF_PAIRS = 0.2  # of `pair/*`, which are also validation sets of pair classification
-CORPUS = 1000  # documents of a validation set of retrieval
+CORPUS = 1000  # documents of a retrieval validation set
 CLASSIFICATION = ("banking77", "ag_news_small", "sst2", "tweet_emotion4", "amazon_counterfactual", "trec6")
 CLUSTERING = ("bbc_news", "arxiv_titles", "twenty_newsgroups_subjects", "open_trivia")
 STS = {"stsbenchmark": "dev", "sts12": "train"}
-SCORED = ("stsbenchmark",)  # whose training parts are not validation sets
+SCORED = ("stsbenchmark",)  # their training splits are not used for validation
 RERANKING = ("trecqa", "wikiqa")
 
 Rows = list[dict[str, Any]]
 
 
 def prepare(data: Path, out: Path) -> Path:
-    """Write training data and validation sets, if they are not there.
+    """Write training data and validation sets, if they do not exist.
 
     Args:
         data: Data folder, with the datasets above.
         out: Folder for `pairs`, `labels` (the same retrieval, with labelled texts for the other tasks), `five_tasks`
             (both: labelled texts, and the pairs of classification as paraphrases) and `validation`, each a data folder.
-            Those of training have scored pairs, too, which few variants use.
+            The training folders also have scored pairs, which few variants use.
 
     Returns:
         `out`.
@@ -82,7 +83,7 @@ def prepare(data: Path, out: Path) -> Path:
 
 
 def with_mined_negatives(folder: Path, out: Path, teacher: str) -> Path:
-    """Write a data folder again, with a negative that a teacher finds for each pair of `retrieval`; resumes.
+    """Copy a data folder, adding to each pair of `retrieval` a negative that a teacher finds; resumes if interrupted.
 
     Returns:
         `out`.
@@ -146,7 +147,7 @@ def _write_labelled(data: Path, out: Path) -> None:
 
 
 def _write_five_tasks(out: Path) -> None:
-    """Bring labelled texts and pairs together: the tasks of jina-embeddings-v3 (arXiv:2409.10173, section 4)."""
+    """Combine labelled texts and pairs: the tasks of jina-embeddings-v3 (arXiv:2409.10173, section 4)."""
     parts = {
         "retrieval": "pairs/retrieval",
         "paraphrases": "pairs/classification",
@@ -158,7 +159,7 @@ def _write_five_tasks(out: Path) -> None:
 
 
 def _write_retrieval(folder: Path, rows: Rows) -> None:
-    """Write pairs as a set of retrieval: the first texts are queries, all second ones the documents."""
+    """Write pairs as a retrieval dataset: the first texts are the queries, the second texts the documents."""
     rows = rows[:CORPUS]
     documents = list(dict.fromkeys(row["positive"] for row in rows))
     number = {text: f"d{index}" for index, text in enumerate(documents)}
@@ -189,7 +190,7 @@ def _texts(row: dict[str, Any]) -> list[str]:
 
 
 def _place(row: dict[str, Any]) -> float:
-    """Return a place from 0 to 1, by a hash of the first text."""
+    """Return a position from 0 to 1, by a hash of the first text."""
     return (text_id(_texts(row)[0]) + 2**63) / 2**64
 
 

@@ -1,4 +1,4 @@
-"""Variants trained for the tables and figures of the paper, and scales to train them at."""
+"""Variants trained for the paper's tables and figures, and the scales of training."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ SERVED = {
     "classification": ("classification/*", "pair/*", "sts/*", "summarization/*"),
     "clustering": ("clustering/*",),
 }
-"""Task → datasets that its expert, or a model of this task alone, is evaluated on."""
+"""Task → datasets on which its expert, or a model of this task alone, is evaluated."""
 TEMPERATURES = (0.01, 0.03, 0.06)
 BATCHES = ("homogeneous", "heterogeneous")
 OF_THE_RECIPE = {
@@ -37,14 +37,14 @@ class Variant:
     Attributes:
         recipe: Name of the shipped recipe.
         changes: `key=value` overrides.
-        datasets: Patterns of the datasets it is evaluated on.
-        few_seeds: Whether it is trained with the scale's `few_seeds` only.
-        made_of: Variant that it is made of, instead of trained.
-        made_by: What makes it: called with that one's folder and its own.
-        own_rate: Whether its learning rate is its own best one, where the scale's others share one.
-        rate_factor: Its learning rate, as a multiple of that of the others, where the scale has a sweep.
-        expert_rate_factor: The learning rate of its experts, as a multiple of its own.
-        start: Model that it starts from: as given, after learning a teacher's embeddings, or pre-trained by CoT-MAE.
+        datasets: Patterns of the datasets that it is evaluated on.
+        few_seeds: Whether it is trained only with the scale's `few_seeds`.
+        made_of: Variant that it is made from, if it is not trained itself.
+        made_by: Function that makes it, called with the folder of `made_of` and its own folder.
+        own_rate: Whether it uses its own best learning rate, where the other variants of the scale share one.
+        rate_factor: Its learning rate as a multiple of the shared one, if the scale has a sweep.
+        expert_rate_factor: Learning rate of its experts, as a multiple of its own learning rate.
+        start: Model that it starts from: as given, after learning a teacher's embeddings, or pre-trained with CoT-MAE.
         trained_on: Folder of `benchmarks.paper.data` that it is trained on, in place of the scale's.
         mined: Whether its retrieval pairs have mined negatives.
     """
@@ -64,7 +64,7 @@ class Variant:
 
 
 def made_by(function: Callable[..., Any], *arguments: Any, **settings: Any) -> Callable[[Path, Path], Path]:
-    """Return what makes a variant by one of `mote.experts`."""
+    """Return a function that makes a variant with one of `mote.experts`."""
     return lambda source, out: mote.transform(source, out, function, *arguments, **settings)
 
 
@@ -72,7 +72,7 @@ def ablations(task: str) -> dict[str, tuple[str, float]]:
     """Runs of Figures 4 to 7: the recipe's batches at each temperature, the other batches at the recipe's temperature.
 
     Returns:
-        Variant → batches and temperature. Each is a dense model with instructions, trained on this task only.
+        Variant → batches and temperature. Each variant is a dense model with instructions, trained only on this task.
     """
     batches, temperature = OF_THE_RECIPE[task]
     pairs = [(batches, step) for step in TEMPERATURES] + [(other, temperature) for other in BATCHES if other != batches]
@@ -127,14 +127,14 @@ class Scale:
         data: Data folder; None: `--data` is required.
         changes: Settings of every run.
         learning_rates: Variant → learning rate; "": all others.
-        sweep: Learning rates to choose from on validation sets, where none is given.
-        rates_of: Scale whose sweep it is. Default: its own.
-        trained_on: What is trained on: the data folder as it is; or its `pairs` or `labels` by `benchmarks.paper.data`.
+        sweep: Learning rates to choose from on validation sets, if none is given.
+        rates_of: Scale whose sweep is used. Default: its own.
+        trained_on: Training data: the data folder as it is, or its `pairs` or `labels` by `benchmarks.paper.data`.
         text_length: Maximum length of a text in training, in tokens. Default: the model's.
         seeds: Seeds of most variants.
         few_seeds: Seeds of variants with `few_seeds`.
-        limits: Patterns of datasets → test rows or queries of each; None: all. Retrieval costs most, as all
-            documents are embedded.
+        limits: Patterns of datasets → number of test rows or queries per dataset; None: all. Retrieval costs most,
+            because all documents are embedded.
         dtype: Dtype for evaluation.
     """
 

@@ -19,11 +19,11 @@ TITLES = {
     "figure3": "similarity between the tasks of MoTE, and of the dense model with instructions",
     "figures4to7": "batches and temperature of each task",
 }
-"""Titles of what is not a table with claims."""
+"""Titles of the output that is not a table with claims."""
 
 
 def kept_analysis(analysis: Analysis) -> dict[str, Any]:
-    """Return what the tables of an analysis need, with numbers of six digits: neither its texts nor its t-SNE."""
+    """Return the numbers that the tables of an analysis need, with six digits, without its texts and its t-SNE."""
     kept: dict[str, Any] = _rounded(analysis.to_dict())
     kept["texts"]["texts"] = [""] * kept["texts"]["count"]
     kept["models"] = [{**model, "layout": None} for model in kept["models"]]
@@ -39,12 +39,12 @@ def _rounded(value: Any) -> Any:
 
 
 def analysis_tables(kept: dict[str, Any]) -> str:
-    """Format a kept analysis, without its title, as a section of headings of the third level."""
+    """Format a stored analysis, without its title, as a section with third-level headings."""
     return re.sub(r"^#", "##", Analysis.from_dict(kept).to_markdown().partition("\n")[2].strip(), flags=re.MULTILINE)
 
 
 def ablation_table(scores: Scores) -> str:
-    """Format the scores, the best of each task in bold."""
+    """Format the scores, with the best of each task in bold."""
     lines = [
         "| task | batches | " + " | ".join(f"temperature {step:g}" for step in TEMPERATURES) + " |",
         "| --- " * (len(TEMPERATURES) + 2) + "|",
@@ -60,7 +60,7 @@ def ablation_table(scores: Scores) -> str:
 
 
 def draw_ablations(scores: Scores, start: Scores, path: Path) -> None:
-    """Plot score over temperature, one panel per task; the recipe's batches as a line, the others as a point."""
+    """Plot scores over temperature, one panel per task: the recipe's batches as a line, the others as a point."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, len(TASKS), figsize=(4 * len(TASKS), 3.6), layout="constrained")

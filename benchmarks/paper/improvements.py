@@ -1,4 +1,4 @@
-"""What may make a variant better, one change at a time: `mote+distilled+mined` is `mote` with two of them."""
+"""Possible improvements of a variant, one change at a time: `mote+distilled+mined` is `mote` with two of them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,11 +9,11 @@ from mote.training.recipe_files import load_recipe
 
 SEPARATE = "separate"  # a dense model for each task
 UNSEEN = ("sts", "pair_classification", "summarization")
-"""Tasks that nothing is trained on, and whose texts are not searched."""
+"""Tasks without training data, other than search."""
 EXPERTS = ("clustering", "search_query", "search_document")
 
 Improvement = Callable[[Variant, str], Variant]
-"""Takes a variant and its name, returns the improved variant."""
+"""Function that takes a variant and its name, and returns the improved variant."""
 
 
 def _homogeneous(variant: Variant, name: str) -> Variant:
@@ -41,7 +41,7 @@ WAYS_FOR_UNSEEN: dict[str, Improvement] = {
     "five-tasks": _five_tasks,
     "shared": lambda variant, name: replace(variant, changes=(*variant.changes, *SHARED_EXPERT)),
 }
-"""Ways in which a MoTE may serve tasks that no expert is trained on; the paper's is the classification expert."""
+"""Ways for a MoTE to serve tasks that no expert is trained on; the paper uses the classification expert."""
 
 FOR_ALL: dict[str, Improvement] = {
     "homogeneous": _homogeneous,
@@ -58,10 +58,10 @@ IMPROVEMENTS = {**FOR_ALL, **FOR_EXPERTS}
 
 
 def variant_of(name: str) -> Variant:
-    """Return a variant of `VARIANTS`, with the improvements that its name has.
+    """Return a variant of `VARIANTS`, with the improvements in its name.
 
     Raises:
-        ValueError: If an improvement of the training follows one that is made after it.
+        ValueError: If an improvement that changes the training follows one that is applied after training.
     """
     base, *improvements = name.split("+")
     variant = VARIANTS[base]
@@ -75,6 +75,6 @@ def variant_of(name: str) -> Variant:
 
 
 def parts_of(name: str) -> list[str]:
-    """Name the models of a variant: one, or of `separate` and its improvements one for each task."""
+    """Return the names of a variant's models: one, or for `separate` and its improvements one per task."""
     base, *improvements = name.split("+")
     return ["+".join([f"sem-{task}", *improvements]) for task in TASKS] if base == SEPARATE else [name]

@@ -13,7 +13,7 @@ from benchmarks.paper.tables import cell, datasets_of
 from mote.reporting import COLORS, markdown_table
 
 NAMES = {START: "not trained", "em": "dense", "ic": "dense, instructions", "mote": "MoTE"}
-"""Variant → its name there."""
+"""Variant → its name in README."""
 
 ROWS: dict[str, tuple[str, ...]] = {
     **{kind.lower(): (kind,) for kind in SEEN},
@@ -23,11 +23,11 @@ ROWS: dict[str, tuple[str, ...]] = {
 """Row of the table → task types."""
 
 Gains = dict[str, dict[str, list[float]]]
-"""Name → group of datasets → gain over the dense model without instructions, with each seed."""
+"""Name → group of datasets → gains over the dense model without instructions, one per seed."""
 
 
 def readme_table(scores: Scores) -> str:
-    """Format means over datasets and seeds, the best of each row in bold."""
+    """Format means over datasets and seeds, with the best of each row in bold."""
     rows = []
     for label, types in ROWS.items():
         datasets = datasets_of(scores, types, tuple(NAMES))
@@ -38,7 +38,7 @@ def readme_table(scores: Scores) -> str:
 
 
 def gains_of(scores: Scores) -> Gains:
-    """Compute the gain over `em` on each task type and on all datasets, seed by seed; `start` has no seeds."""
+    """Compute the gains over `em` on each task type and on all datasets, seed by seed; `start` has no seeds."""
     groups = {kind: datasets_of(scores, (kind,), tuple(NAMES)) for kind in (*SEEN, *UNSEEN)}
     groups["all"] = datasets_of(scores, (), tuple(NAMES))
     gains: Gains = {label: {} for name, label in NAMES.items() if name != "em"}
@@ -51,7 +51,7 @@ def gains_of(scores: Scores) -> Gains:
 
 
 def draw_gains(gains: Gains, path: Path) -> None:
-    """Draw mean gains as bars and those of each seed as points; the file holds the numbers, too."""
+    """Draw mean gains as bars and the gains of each seed as points; the numbers are also stored in the file."""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     axes = figure.subplots()
     groups = list(next(iter(gains.values())))
@@ -75,7 +75,7 @@ def draw_gains(gains: Gains, path: Path) -> None:
 
 
 def drawn_gains(path: Path) -> Gains | None:
-    """Read the numbers that a chart shows; None if there is no chart, or it does not say."""
+    """Read the numbers that a chart shows; None if there is no chart, or if it does not store them."""
     if not path.is_file():
         return None
     with Image.open(path) as image:

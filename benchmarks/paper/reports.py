@@ -1,4 +1,4 @@
-"""Tables and figures of one scale, with what goes beyond the paper: each a section of Markdown, and its scores."""
+"""Tables and figures of one scale, from the paper and beyond it: for each a Markdown section, and its scores."""
 
 import json
 import re
@@ -21,7 +21,7 @@ NAMES = ("sweep", *TABLES, "figure1", "figure3", "figures4to7", "rates", "beyond
 
 
 def make(name: str, runs: Runs) -> str:
-    """Train and score what one of `NAMES` needs, write its scores to `runs.out`, and lay it out as a section."""
+    """Train and score the models for one of `NAMES`, write the scores to `runs.out`, and format it as a section."""
     if name in TABLES:
         return _table(name, TABLES[name], runs)
     makers: dict[str, Callable[[Runs], str]] = {
@@ -47,7 +47,7 @@ def _table(name: str, table: Table, runs: Runs) -> str:
 
 
 def _kept(name: str, table: Table, scores: Scores, runs: Runs, **others: object) -> str:
-    """Keep a table with its scores, from which `benchmarks.results` lays it out again; lay it out."""
+    """Store a table with its scores, from which `benchmarks.results` can format it again, and format it."""
     _write(name, {"table": asdict(table), **others, **asdict(scores)}, runs)
     return report(table, scores)
 

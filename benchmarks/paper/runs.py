@@ -23,8 +23,8 @@ from mote.training.recipe_files import load_recipe, parse_recipe
 from mote.training.run_folder import differences, fixed_settings
 
 START = "start"  # the dense checkpoint, before any training
-TRIAL_LIMIT = "data.limit=1000"  # of each dataset: about a quarter of the pairs
-VALIDATION_LIMIT = 200  # of each validation set, in texts or queries
+TRIAL_LIMIT = "data.limit=1000"  # rows per dataset: about a quarter of the pairs
+VALIDATION_LIMIT = 200  # texts or queries per validation set
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class Runs:
     """Models and scores of one scale.
 
     Attributes:
-        scale: Scale.
+        scale: Amount of training and evaluation.
         source: Dense checkpoint that all variants start from.
         data: Data folder.
         out: Folder for models and scores.
         changes: `key=value` overrides of every run.
-        report: Called with each line of progress.
-        teacher: Model that is distilled, and mines negatives.
-        pretrained: Folder of `benchmarks.cot`, with models pre-trained by CoT-MAE.
-        trial_rate: Learning rate of trials: one seed, on a part of the pairs. Default: the runs are not trials.
+        report: Function called with each line of progress.
+        teacher: Model that is distilled and that mines negatives.
+        pretrained: Folder of `benchmarks.cot`, with models pre-trained with CoT-MAE.
+        trial_rate: Learning rate of trials, which use one seed and part of the pairs. Default: the runs are not trials.
     """
 
     scale: Scale
@@ -104,7 +104,7 @@ class Runs:
         return folder / "model"
 
     def settings_of(self, name: str) -> list[str]:
-        """Return settings of a variant that its scale lacks: learning rates, if there is a sweep, and `changes`."""
+        """Return a variant's settings that its scale lacks: learning rates, if there is a sweep, and `changes`."""
         variant, rate = variant_of(name), self.rate(name)
         settings = [] if self.trial_rate is None else [TRIAL_LIMIT]
         settings += [] if rate is None else [f"training.learning_rate={rate * variant.rate_factor:g}"]
@@ -117,7 +117,7 @@ class Runs:
         """Return the model that a variant starts from; make it first if it does not exist.
 
         Raises:
-            ValueError: If it is pre-trained, and no pre-trained models are given.
+            ValueError: If it is a pre-trained model, and no pre-trained models are given.
         """
         if variant.start == "given":
             return self.source
@@ -133,7 +133,7 @@ class Runs:
             return prepare(Path(self.data), self.out / "data")
 
     def training_data(self, variant: Variant | None = None) -> str:
-        """Return the data folder of the training, of a variant if it has its own; make it first if needed."""
+        """Return the folder of the training data, or of a variant's own; make it first if needed."""
         kind = (variant.trained_on if variant else None) or self.scale.trained_on
         folder = Path(self.data) if kind == "folder" else self.prepared() / kind
         if variant is None or not variant.mined:
@@ -143,7 +143,7 @@ class Runs:
             return str(with_mined_negatives(folder, out, self.teacher))
 
     def rate(self, name: str) -> float | None:
-        """Return the learning rate of a variant: the best of all on validation sets, or its own; None: the scale's."""
+        """Return a variant's learning rate: the best for all on validation sets, or its own best; None: the scale's."""
         if self.trial_rate is not None:
             return self.trial_rate
         if self.scale.learning_rates or not self.scale.sweep:
@@ -151,7 +151,7 @@ class Runs:
         return best_rate(self.sweep, variant_of(name).recipe if variant_of(name).own_rate else None)
 
     def trained_as(self, name: str) -> str:
-        """Name the variant that another one with a rate of its own is, if that is the rate of all."""
+        """Return the variant that is trained for this one: its recipe if it has the shared rate, otherwise itself."""
         same = variant_of(name).own_rate and self.rate(name) == self.rate(variant_of(name).recipe)
         return variant_of(name).recipe if same else name
 
@@ -169,7 +169,7 @@ class Runs:
         return found
 
     def on_validation(self, label: str, path: Path, datasets: tuple[str, ...] = ALL_DATASETS) -> dict[str, float]:
-        """Score a model on the validation sets: task type → mean over its sets."""
+        """Score a model on the validation sets: task type → mean over its validation sets."""
         folder, out = self.prepared() / "validation", self.out / f"validation-{self.kind}" / label
         with alone(out):
             found = mote.evaluate(
@@ -187,9 +187,9 @@ class Runs:
         return {kind: mean(scores) for kind, scores in of_type.items()}
 
     def validated(self, name: str) -> dict[str, float]:
-        """Score the first seed of a variant on the validation sets: task type → mean over its sets.
+        """Score the first seed of a variant on the validation sets: task type → mean over its validation sets.
 
-        Of `separate`, each model is scored on the types that it serves.
+        For `separate`, each model is scored on the types that it serves.
         """
         scores: dict[str, float] = {}
         for part in parts_of(name):
@@ -198,7 +198,7 @@ class Runs:
         return scores
 
     def seeds_of(self, name: str) -> tuple[int, ...]:
-        """Seeds of a variant."""
+        """Return the seeds of a variant."""
         if name == START:
             return self.scale.seeds[:1]
         if self.trial_rate is not None:
@@ -257,7 +257,7 @@ class Runs:
 
 
 def best_rate(sweep: dict[str, dict[float, float]], variant: str | None = None) -> float:
-    """Choose a variant's best rate; without one, that with the best mean over all variants."""
+    """Choose the best rate of a variant; without a variant, the rate with the best mean over all variants."""
     of_variants = list(sweep.values()) if variant is None else [sweep[variant]]
     return max(of_variants[0], key=lambda rate: mean(scores[rate] for scores in of_variants))
 
@@ -275,7 +275,7 @@ class Scores:
     types: dict[str, str]
 
     def joined(self, name: str, parts: Iterable[str]) -> "Scores":
-        """Combine models of one task each into one column."""
+        """Combine models that each serve one task into one column."""
         parts = list(parts)
         whole = {dataset: values for part in parts for dataset, values in self.every[part].items()}
         rest = {other: values for other, values in self.every.items() if other not in parts}

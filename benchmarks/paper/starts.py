@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def distilled(runs: "Runs") -> Path:
-    """Return the start after it has learned a teacher's embeddings of all training texts; train it if it is missing."""
+    """Return the start after it has learned a teacher's embeddings of all training texts; train it first if missing."""
     changes = [*runs.settings_of("em"), f"output={runs.out / runs.kind / 'distilled'}"]
     for task in TASKS:
         changes += [f"tasks.{task}.loss=EmbedDistillLoss", f"tasks.{task}.teacher.source={runs.teacher}"]
@@ -24,9 +24,10 @@ def distilled(runs: "Runs") -> Path:
 
 
 def pretrained(folder: Path, out: Path, recipe: Recipe) -> Path:
-    """Return a model that `benchmarks.cot` has pre-trained: its one encoder for both sides, or its experts.
+    """Return a model that `benchmarks.cot` has pre-trained: one encoder for both sides, or experts.
 
-    A MoTE gets what it lacks for the recipe: further experts, as copies of that of documents, tasks and instructions.
+    A MoTE gets the experts, tasks and instructions that the recipe requires; new experts are copies of the document
+    expert.
     """
     model = recipe.model
     if model.kind == "dense" or recipe.training.peft is not None:  # LoRAs are trained on one dense model

@@ -32,7 +32,7 @@ class Cell:
 
 
 def datasets_of(scores: Scores, types: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
-    """Datasets of some task types (empty: all) that all these variants have scores on."""
+    """Return the datasets of some task types (empty: all) for which all these variants have scores."""
     of_types = [dataset for dataset, kind in scores.types.items() if not types or kind in types]
     return [dataset for dataset in of_types if all(dataset in scores.every[name] for name in names)]
 
@@ -65,7 +65,7 @@ def table_of(table: Table, scores: Scores) -> str:
 
 
 def paper_of(table: Table) -> str:
-    """Format the paper's own scores, empty if it has none."""
+    """Format the paper's own scores; empty if it has none."""
     if not table.paper:
         return ""
     rows = len(next(iter(table.paper.values()))) - 1
@@ -115,7 +115,7 @@ def measured(claim: Claim, table: Table, scores: Scores) -> dict[str, str]:
 
 
 def claims_of(table: Table, scores: Scores) -> str:
-    """Format the claims next to our measurements; those that are not the paper's have no verdict."""
+    """Format the claims next to our measurements; claims that are not the paper's have no verdict."""
     columns = [column for column in COLUMNS if table.paper or column not in ("paper", "verdict")]
     rows = [measured(claim, table, scores) for claim in table.claims]
     return markdown_table(columns, [[row[name] for name in columns] for row in rows], align="l" * len(columns))
@@ -127,7 +127,7 @@ def report(table: Table, scores: Scores) -> str:
 
 
 def summary_of(tables: dict[str, tuple[Table, Scores]]) -> str:
-    """Format the paper's claims in short, those of all tables in one."""
+    """Format the paper's claims of all tables in one short table."""
     columns = [column for column in COLUMNS if column not in ("one-sided p: Welch", "Wilcoxon")]
     rows = [
         [name, *(row[column] for column in columns)]
@@ -139,7 +139,7 @@ def summary_of(tables: dict[str, tuple[Table, Scores]]) -> str:
 
 
 def sweep_table(sweep: dict[str, dict[float, float]]) -> str:
-    """Format scores at several learning rates: variant → rate → score; the best of each variant in bold."""
+    """Format scores at several learning rates (variant → rate → score), with the best of each variant in bold."""
     rates = sorted({rate for of_rates in sweep.values() for rate in of_rates})
     rows = []
     for name, of_rates in sweep.items():
@@ -155,7 +155,7 @@ def p_value(value: float | None) -> str:
 
 
 def verdict(tests: Comparison) -> str:
-    """Whether the direction agrees with the paper, by a paired t-test over datasets at 5 %; sizes are not judged."""
+    """Say whether the direction agrees with the paper, by a paired t-test over datasets at 5 %; sizes are ignored."""
     if tests.paired_t is None:
         return "not tested"
     if tests.gain > 0:

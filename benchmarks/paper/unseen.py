@@ -8,16 +8,16 @@ from mote.reporting import markdown_table
 
 SEEN_TYPES = ("Retrieval", "Classification", "Clustering")
 UNSEEN_TYPES = ("STS", "PairClassification", "Reranking")
-LOSS = 0.5  # that a seen type may have
+LOSS = 0.5  # largest acceptable loss of a seen type
 
 
 def ways(runs: Runs) -> dict[str, dict[str, float]]:
-    """Score each way on validation sets, `mote` being the paper's: way → task type → mean over its sets."""
+    """Score each way on validation sets, where `mote` is the paper's: way → task type → mean over validation sets."""
     return {name: runs.validated(name) for name in ("mote", *(f"mote+{way}" for way in WAYS_FOR_UNSEEN))}
 
 
 def best_way(scores: dict[str, dict[str, float]]) -> str:
-    """Return the way that is best for unseen types, of those that cost no seen one more than `LOSS`."""
+    """Return the way that is best for unseen types, among those that cost no seen type more than `LOSS`."""
     base = scores["mote"]
     harmless = [name for name, own in scores.items() if all(own[kind] >= base[kind] - LOSS for kind in SEEN_TYPES)]
     return max(harmless, key=lambda name: mean(scores[name][kind] for kind in UNSEEN_TYPES))

@@ -4,9 +4,9 @@
     python -m benchmarks.performance --checkpoint FOLDER --data FOLDER --out DIR   # an hour on a CPU
     python -m benchmarks.performance forward mixed --checkpoint FOLDER             # some of them
 
-Each benchmark runs in a process of its own, one after the other; its ratios come from paired runs within that process.
-A missed target is reported and does not stop the others; the exit status is 1 if a benchmark fails to run. With --out,
-each result is written to NAME.json, and all results of that folder to `performance.md`.
+Benchmarks run one after another, each in its own process; ratios come from paired runs within that process. A missed
+target is reported and does not stop the other benchmarks; the exit status is 1 if a benchmark fails to run. With --out,
+each result is written to NAME.json, and all results in that folder to `performance.md`.
 """
 
 import argparse

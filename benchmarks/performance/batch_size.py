@@ -23,7 +23,7 @@ def measure(options: Options) -> Benchmark:
     texts = [text for of_task in real_texts(options, 32).values() for text in of_task]
     encoded = model.tokenizer(texts, truncation=True, max_length=model.max_seq_length)["input_ids"]
     lengths = [len(tokens) for tokens in encoded]
-    longest_first = sorted(range(len(texts)), key=lambda i: -len(texts[i]))  # by characters, as `encode` sorts
+    longest_first = sorted(range(len(texts)), key=lambda i: -len(texts[i]))  # by characters, as in `encode`
 
     def encode(size: int) -> np.ndarray:
         return model.encode(texts, task="clustering", batch_size=size, show_progress_bar=False)

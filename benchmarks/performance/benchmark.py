@@ -22,7 +22,7 @@ class Options:
         dtype: Dtype of the weights.
         seconds: Measuring time per ratio.
         quick: Few repeats and small inputs, to check that the benchmark runs.
-        data: Data folder, as `examples/data`.
+        data: Data folder, such as `examples/data`.
     """
 
     checkpoint: Path = SMALL_ENCODER
@@ -38,9 +38,9 @@ class Target:
     """A measured value and its limit.
 
     Attributes:
-        what: What is measured.
+        what: Name of the measure.
         value: Measured value.
-        limit: Highest allowed value, or lowest with `at_least`.
+        limit: Highest allowed value, or the lowest with `at_least`.
         at_least: Whether higher is better.
     """
 
@@ -70,7 +70,7 @@ class Benchmark:
         columns: Column titles.
         rows: Cells of the table.
         targets: Targets, met or missed.
-        notes: How it was measured.
+        notes: Notes on how it was measured.
     """
 
     name: str
@@ -87,5 +87,5 @@ class Benchmark:
 
 
 def measure(name: str, options: Options) -> Benchmark:
-    """Run the benchmark of that name. Lives here because spawned processes cannot import `__main__`."""
+    """Run a benchmark by its name. Defined here because spawned processes cannot import `__main__`."""
     return import_module(f"benchmarks.performance.{name}").measure(options)

@@ -46,7 +46,7 @@ def measure(options: Options) -> Benchmark:
 
 
 def visit(model: MoTEModel) -> None:
-    """Run all tasks with all lengths and numbers of rows."""
+    """Run every task with every length and number of rows."""
     for task in TASKS:
         for batch in ROWS:
             for length in LENGTHS:

@@ -23,17 +23,17 @@ from mote.inference.loading import load_encoder
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128)
 SETS = ("beir/cranfield", "classification/tweet_emotion4", "clustering/twenty_newsgroups", "sts/stsbenchmark")
-LIMIT = 500  # texts, or queries, of each set
+LIMIT = 500  # texts or queries per dataset
 WHOLE, AVERAGE, DENSE = "uncompressed", "Expert Averaging", "the dense source"
 
 
 def measure(options: Options) -> Benchmark:
-    """Measure a MoTE that is trained; of a dense checkpoint, one is trained from it on the data, for a few steps."""
+    """Measure a trained MoTE; from a dense checkpoint, one is first trained on the data for a few steps."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         mote = _trained(options, folder)
         models = {WHOLE: str(mote), **dict(_made_of(mote, folder, options.quick))}
-        with suppress(ValueError, FileNotFoundError):  # a folder that does not record it, or it is not here
+        with suppress(ValueError, FileNotFoundError):  # the source is not recorded, or not available
             models[DENSE] = find_start(str(mote))
         there = {dataset.path for dataset in find_evaluation_datasets(options.data)}
         sets = sorted(there.intersection(SETS) or there)
@@ -78,7 +78,7 @@ def _trained(options: Options, folder: Path) -> Path:
 
 
 def _made_of(mote: Path, folder: Path, quick: bool) -> Iterator[tuple[str, str]]:
-    """Write all that is compared: name in the table → folder."""
+    """Write all models that are compared: name in the table → folder."""
     whole = load_mote(open_mote(str(mote)))
     linears = [module for module in whole.blocks[0].experts.modules() if isinstance(module, torch.nn.Linear)]
     full = max(min(linear.weight.shape) for linear in linears)

@@ -1,8 +1,8 @@
-"""`encode` of an exported expert by every path there is on a CPU, compared with Sentence-Transformers' default.
+"""`encode` of an exported expert in every runtime for a CPU, compared with Sentence-Transformers' default.
 
-The default is `SentenceTransformer(dense).encode(texts)`: torch, float32, batches of 32 sorted by length. Every path
-embeds the same texts in the same batches, with as many threads and without an instruction, so that nothing but the
-path differs. The expert is a fresh copy of the dense model, to whose embeddings all are compared.
+The default is `SentenceTransformer(dense).encode(texts)`: torch, float32, batches of 32 sorted by length. Every runtime
+embeds the same texts in the same batches, with the same number of threads and without an instruction, so that only the
+runtime differs. The expert is a fresh copy of the dense model, and all embeddings are compared with the dense model's.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ Way = tuple[str, Callable[[], SentenceTransformer], Path]
 
 
 def measure(options: Options) -> Benchmark:
-    """Measure texts per second and cosines, path by path."""
+    """Measure texts per second and cosines of each runtime."""
     texts = list(find_texts(folder=options.data, limit=32 if options.quick else 512).texts)
     default = SentenceTransformer(str(options.checkpoint), device="cpu")
     expected = default.encode(texts)
@@ -60,7 +60,7 @@ def measure(options: Options) -> Benchmark:
 
 
 def _paths(options: Options, folder: Path, notes: list[str]) -> Iterator[Way]:
-    """Export the expert for every path, and tell how it is loaded and where its weights are."""
+    """Export the expert for every runtime; yield its name, a function that loads it, and the path of its weights."""
     moted, dense = str(folder / "mote"), folder / "torch"
     with redirect_stdout(StringIO()):
         mote.upcycle(str(options.checkpoint), moted)
@@ -90,7 +90,7 @@ def _paths(options: Options, folder: Path, notes: list[str]) -> Iterator[Way]:
 
 
 def _precisions(backend: str) -> list[tuple[str, dict[str, str] | None]]:
-    """What is not in int8 is computed in this type."""
+    """Return names and settings of the dtypes for computations that are not in int8."""
     if backend == "onnx":
         return [("float32", None)]
     return [("float32", {"INFERENCE_PRECISION_HINT": "f32"}), ("the CPU's own precision", None)]

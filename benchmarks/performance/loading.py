@@ -1,4 +1,4 @@
-"""Loading one expert of a MoTE, compared with loading the dense checkpoint of the same size: time and peak memory."""
+"""Time and peak memory of loading one expert of a MoTE, compared with a dense checkpoint of the same size."""
 
 import statistics
 from collections.abc import Callable
@@ -29,7 +29,7 @@ LOADS = {
 
 
 def measure(options: Options) -> Benchmark:
-    """Measure, with files in the page cache."""
+    """Measure with the files in the page cache."""
     logging.disable_progress_bar()
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -57,7 +57,7 @@ def measure(options: Options) -> Benchmark:
 
 
 def _write(options: Options, folder: Path) -> None:
-    """Write the dense model and a MoTE of it with 1, 4 and 64 experts."""
+    """Write the dense model, and MoTEs made from it with 1, 4 and 64 experts."""
     dense = load_dense(options).cpu()
     dense.pooler = None  # a MoTE has none
     dense.save_pretrained(folder / "dense")
@@ -106,7 +106,7 @@ def _times(options: Options, folder: Path) -> tuple[list[list[str]], list[Target
 
 
 def _embed(model: Any, **task: str) -> None:
-    """Run a model once, which is when weights are read that loading has only mapped into memory."""
+    """Run a model once, which reads the weights that loading has only mapped into memory."""
     with torch.inference_mode():
         model(input_ids=torch.arange(5, 21, device=model.device)[None], **task)
 

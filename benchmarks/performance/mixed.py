@@ -68,7 +68,7 @@ def measure(options: Options) -> Benchmark:
 
 
 def _sorted_slice(options: Options) -> dict[str, torch.Tensor]:
-    """The middle batch of many texts sorted by length."""
+    """Return the middle batch of many texts sorted by length."""
     many = [text for of_task in real_texts(options, 256).values() for text in of_task]
     many.sort(key=len)
     return tokenize(options, many[len(many) // 2 :][:ROWS])

@@ -1,4 +1,4 @@
-"""Models and inputs of several benchmarks: a dense model, a MoTE made of it, and real texts of four tasks."""
+"""Models and inputs of several benchmarks: a dense model, a MoTE made from it, and real texts of four tasks."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ TASKS = list(COLUMNS)
 
 
 def load_dense(options: Options) -> PreTrainedModel:
-    """Load the dense model with `AutoModel`, into memory instead of mapped from the file."""
+    """Load the dense model with `AutoModel`, into memory rather than mapped from the file."""
     model = AutoModel.from_pretrained(options.checkpoint, dtype=options.dtype).eval()
     return copy.deepcopy(model).to(options.device)
 
@@ -34,14 +34,14 @@ def make_mote(dense: PreTrainedModel, experts: Sequence[str] = TASKS, **settings
 
 
 def made_up(dense: PreTrainedModel, rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Random token ids without padding, [rows, length]."""
+    """Return random token ids without padding, [rows, length]."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, dense.config.vocab_size, (rows, length), generator=generator)
     return {"input_ids": ids.to(dense.device), "attention_mask": torch.ones_like(ids).to(dense.device)}
 
 
 def real_texts(options: Options, rows: int) -> dict[str, list[str]]:
-    """Read `rows` texts of each task, evenly from its datasets."""
+    """Read `rows` texts per task, evenly from its datasets."""
     texts = {}
     for task, (folder, column) in COLUMNS.items():
         found = find_datasets(DatasetSettings(path=f"{folder}/*"), options.data)
@@ -59,12 +59,12 @@ def tokenize(options: Options, texts: list[str], length: int = 128) -> dict[str,
 
 
 def waiting(options: Options) -> Callable[[], None]:
-    """Function that waits for the device."""
+    """Return a function that waits for the device."""
     return torch.cuda.synchronize if options.device.startswith("cuda") else lambda: None
 
 
 def seconds(options: Options) -> float:
-    """Measuring time per ratio; 0 if quick, which means seven pairs."""
+    """Return the measuring time per ratio; 0 if quick, which means seven pairs."""
     return 0.0 if options.quick else options.seconds
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-# The peak is read from /proc: `resource` starts at the peak of the parent process.
+# The peak is read from /proc, because in `resource` it starts at the peak of the parent process.
 _BEGIN = """
 import sys
 import torch
@@ -48,9 +48,9 @@ class Memory(NamedTuple):
     """Bytes of resident memory.
 
     Attributes:
-        peak: Highest, minus that before.
-        after: What is left at the end, beyond what there was before.
-        raw: The most, with Python, torch and transformers.
+        peak: Peak beyond the memory after the warm-up.
+        after: Memory at the end beyond the memory after the warm-up.
+        raw: Peak including Python, torch and transformers.
     """
 
     peak: int
@@ -59,12 +59,12 @@ class Memory(NamedTuple):
 
 
 def memory_of(code: str, warm_up: tuple[Path, Path], *arguments: object) -> Memory:
-    """Run some code in a process of its own.
+    """Run code in a separate process, and return the memory it takes.
 
     Args:
-        code: Sees `MoTEModel`, `AutoModel`, `use(model, **task)`, and its arguments from `sys.argv[3]` on.
-        warm_up: A small dense checkpoint and a small MoTE, which are loaded and used before.
-        *arguments: Of the code.
+        code: Code that can use `MoTEModel`, `AutoModel`, `use(model, **task)`, and its arguments from `sys.argv[3]` on.
+        warm_up: A small dense checkpoint and a small MoTE, which are loaded and used first.
+        *arguments: Arguments of the code.
     """
     command = [sys.executable, "-c", _BEGIN + code + _END, *map(str, warm_up), *map(str, arguments)]
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DEACTIVATE_ASYNC_LOAD": "0"}

@@ -18,7 +18,7 @@ from mote import MoTEModel, load, upcycle
 
 
 def measure(options: Options) -> Benchmark:
-    """Measure bytes of weights, what the GPU's allocator has given out, and on a CPU the memory of processes."""
+    """Measure the bytes of weights, the GPU's allocated memory, and on a CPU the memory of processes."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         dense = load_dense(options).cpu()
@@ -65,7 +65,7 @@ def measure(options: Options) -> Benchmark:
 
 
 def _on_device(options: Options, load: Callable[[], Any]) -> dict[str, float]:
-    """Bytes on the device, when all tasks have been called once."""
+    """Return the bytes on the device after each task has been called once."""
     gc.collect()
     cuda = options.device.startswith("cuda")
     if cuda:
@@ -88,6 +88,6 @@ def _add_processes(found: dict[str, dict[str, float]], folder: Path) -> None:
     codes = {"dense": "dense", 'MoTE, offload="disk"': "offloaded to disk", "MoTE, all experts": "all experts"}
     for kind, code in codes.items():
         path = folder / ("dense" if kind == "dense" else "mote")
-        # `model` holds what was loaded until the memory is read.
+        # `model` keeps the loaded model alive until the memory is read.
         held = LOADS[code].replace("use(AutoModel", "use(model := AutoModel").replace("use(MoTE", "use(model := MoTE")
         found[kind]["process"] = float(memory_of(held, (SMALL_ENCODER, folder / "small"), path).after)

@@ -59,7 +59,7 @@ def measure(options: Options) -> Benchmark:
 
 
 def _table(ways: dict[str, Callable[[], list[float]]], count: int, duration: float) -> list[list[str]]:
-    """Compare the first way with each of the others; returns rows with speed and latency."""
+    """Compare the first way with each of the others; return rows with speed and latency."""
     times: dict[str, list[float]] = {name: [] for name in ways}
 
     def timed(name: str) -> Callable[[], None]:
@@ -85,7 +85,7 @@ def _table(ways: dict[str, Callable[[], list[float]]], count: int, duration: flo
 
 
 def direct(model: SentenceTransformer, requests: list[dict]) -> list[float]:
-    """Embed in this process; returns the seconds of each call."""
+    """Embed in this process; return the seconds of each call."""
     times = []
     for request in requests:
         started = time.perf_counter()
@@ -95,7 +95,7 @@ def direct(model: SentenceTransformer, requests: list[dict]) -> list[float]:
 
 
 def served(url: str, requests: list[dict], clients: int) -> list[float]:
-    """Embed with the service; returns the seconds of each request.
+    """Embed with the service; return the seconds of each request.
 
     Raises:
         RuntimeError: If a request fails.
@@ -108,7 +108,7 @@ def served(url: str, requests: list[dict], clients: int) -> list[float]:
 
 
 def _mean_batch(url: str, requests: list[dict]) -> float:
-    """Mean number of texts per batch under load."""
+    """Return the mean number of texts per batch under load."""
     counts = []
     with load.Client(url) as client:
         for before in (True, False):
@@ -122,7 +122,7 @@ def _mean_batch(url: str, requests: list[dict]) -> float:
 
 @contextmanager
 def serving(model: Path, options: Options, batch: int) -> Iterator[str]:
-    """Run the service in a separate process; yields its URL."""
+    """Run the service in a separate process; yield its URL."""
     dtype = str(options.dtype).removeprefix("torch.")
     command = [sys.executable, FOLDER / "serve.py", model, "--port=0", "--name=mote", f"--max-batch-size={batch}"]
     command += [f"--device={options.device}", f"--dtype={dtype}"]

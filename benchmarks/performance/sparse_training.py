@@ -1,4 +1,4 @@
-"""Forward and backward pass of a hybrid model in training, compared with all logits of the vocabulary in memory."""
+"""Forward and backward pass of a hybrid model in training, compared with keeping all vocabulary logits in memory."""
 
 import tempfile
 from pathlib import Path

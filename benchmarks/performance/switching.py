@@ -1,4 +1,4 @@
-"""Switching experts: from the CPU's memory and from disk, compared with the time that moving the bytes alone takes."""
+"""Switching experts from the CPU's memory and from disk, compared with the time that moving the bytes takes."""
 
 import copy
 import os
@@ -19,7 +19,7 @@ from mote.inference.stores import CpuStore
 
 
 def measure(options: Options) -> Benchmark:
-    """Measure fetching one expert after the other, each of which has to make room for the next."""
+    """Measure fetching one expert after another, where each has to make room for the next."""
     repeats = 5 if options.quick else 40
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -27,7 +27,7 @@ def measure(options: Options) -> Benchmark:
         whole.save_pretrained(folder)
         file = folder / "model.safetensors"
         from_cpu, from_disk = copy.deepcopy(whole), MoTEModel.from_pretrained(folder).to(options.device)
-        # Where the model is on the CPU as well, users are told that this saves nothing; its time is of interest.
+        # `mote.offload` refuses to offload a model on the CPU to the CPU, as this saves nothing; here it is timed.
         Offloading(from_cpu, CpuStore(weights_of_experts(from_cpu).items())).start(from_cpu)
         offload(from_disk, "disk")
         size = sum(t.nbytes for block in whole.blocks for t in block.experts[TASKS[0]].state_dict().values())
@@ -93,7 +93,7 @@ def _time(act: Callable[[], None], before: Callable[[], None]) -> float:
 
 
 def _copying(options: Options, model: MoTEModel) -> Callable[[], None]:
-    """Copy an expert's bytes in one piece, every time from another place, as with four experts."""
+    """Copy an expert's bytes in one piece, each time from another place, as with four experts."""
     store = model.offloading.store.weights
     size = sum(weight.nbytes for weight in store.values()) // len(TASKS)
     pin = torch.cuda.is_available()
@@ -108,7 +108,7 @@ def _copying(options: Options, model: MoTEModel) -> Callable[[], None]:
 
 
 def _reading(file: Path, size: int) -> Callable[[], None]:
-    """Read as many bytes from the file in one piece into memory that is there, every time at another place."""
+    """Read as many bytes from the file in one piece into existing memory, each time from another place."""
     target = memoryview(bytearray(size))
     places = cycle([part * max(0, file.stat().st_size - size) // len(TASKS) for part in range(len(TASKS))])
 
@@ -121,11 +121,11 @@ def _reading(file: Path, size: int) -> Callable[[], None]:
 
 
 def _cold(file: Path) -> Callable[[], None] | None:
-    """Return what takes a file out of the page cache; None where the system cannot."""
+    """Return a function that drops a file from the page cache; None if the system cannot."""
     if not hasattr(os, "posix_fadvise"):
         return None
     with file.open("rb") as stream:
-        os.fsync(stream.fileno())  # only pages that are on disk can go
+        os.fsync(stream.fileno())  # only pages that are on disk can be dropped
 
     def forget() -> None:
         with file.open("rb") as stream:
@@ -135,7 +135,7 @@ def _cold(file: Path) -> Callable[[], None] | None:
 
 
 def _hidden(options: Options, whole: MoTEModel, repeats: int) -> list[str]:
-    """How much of a switch is hidden behind the compute of the call before, with room for two experts."""
+    """Measure how much of a switch is hidden behind the previous call's compute, with room for two experts."""
     model = copy.deepcopy(whole)
     Offloading(model, CpuStore(weights_of_experts(model).items()), 2).start(model)
     inputs, wait = made_up(whole, 64, 256), waiting(options)

@@ -13,7 +13,7 @@ SHAPES = ((1, 128), (32, 128))
 
 
 def measure(options: Options) -> Benchmark:
-    """Compare with two of transformers' implementations of routed experts."""
+    """Compare MoTE with two implementations of routed experts in transformers."""
     dense = load_dense(options)
     mote = make_mote(dense)
     config = TokenRoutedConfig(backbone_config=dense.config, experts=TASKS, num_experts_per_tok=1)

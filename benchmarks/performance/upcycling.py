@@ -1,4 +1,4 @@
-"""Upcycling compared with copying its result: wall time and peak memory, each run in a process of its own."""
+"""Upcycling compared with copying its result: wall time and peak memory, each run in its own process."""
 
 import json
 import shutil
@@ -18,10 +18,10 @@ from transformers import AutoModel, BertConfig
 
 from benchmarks.performance.benchmark import SMALL_ENCODER, Benchmark, Options, Target
 
-SHARD = 500_000_000  # bytes, of the large model's files
-BASE = 200_000_000  # bytes allowed besides one shard of the source and one of the result
+SHARD = 500_000_000  # bytes per file of the large model
+BASE = 200_000_000  # bytes allowed in addition to one shard of the source and one of the result
 
-# Runs `mote upcycle`; prints seconds of the imports and of the work, memory after the imports and peak memory.
+# Runs `mote upcycle`; prints the seconds of imports and work, the memory after the imports, and the peak memory.
 _RUN = """
 import json, re, sys, time
 from pathlib import Path
@@ -40,7 +40,7 @@ print(json.dumps([imported - started, time.perf_counter() - imported, before, pe
 
 @dataclass(frozen=True)
 class Run:
-    """One upcycling and one copy of its result. Seconds and bytes."""
+    """Seconds and bytes of one upcycling and one copy of its result."""
 
     whole: float
     imports: float
@@ -93,7 +93,7 @@ def run_pairs(source: Path, folder: Path, count: int) -> list[Run]:
     for _ in range(count + 1):
         seconds, told = _timed([sys.executable, "-c", _RUN, "upcycle", "--src", str(source)], folder / "mote", "--out")
         imports, work, imported, peak = json.loads(told.splitlines()[-1])
-        reflink = ["--reflink=never"] if sys.platform == "linux" else []  # bytes, not references to them
+        reflink = ["--reflink=never"] if sys.platform == "linux" else []  # copy the bytes, not references to them
         copy, _ = _timed(["cp", "-r", *reflink, str(folder / "mote")], folder / "copy")
         runs.append(Run(seconds, imports, work, imported, peak, copy))
     return runs[1:]
@@ -126,7 +126,7 @@ def _median(runs: list[Run], of: Callable[[Run], float]) -> float:
 
 
 def _largest(folder: Path) -> int:
-    """Bytes of the largest weights file."""
+    """Return the bytes of the largest weights file."""
     return max(path.stat().st_size for kind in ("*.safetensors", "*.bin") for path in folder.glob(kind))
 
 
