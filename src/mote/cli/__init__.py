@@ -1,6 +1,6 @@
 """The command `mote`: every verb is one call of the library.
 
-Libraries are imported by the commands that need them: torch takes seconds, which `mote --help` need not.
+Each command imports the libraries that it needs: torch takes seconds, for which `mote --help` should not wait.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: Arguments after the program's name. Default: those of the process, whose last command this is: once it is
-            done, signals end the process silently.
+        argv: Arguments after the program's name. Default: those of the process, which runs nothing else afterwards:
+            once the command is done, signals end the process silently.
 
     Returns:
         The exit status: 0; 1 after an error and 2 after a usage error, which are printed in one line; 130 or 143 after
@@ -65,15 +65,15 @@ def _run(argv: Sequence[str]) -> int:
             command.invoke(context)
     except typer.Exit as end:
         return end.exit_code
-    except typer.TyperException as error:  # of the command line itself
+    except typer.TyperException as error:  # a usage error
         message = error.format_message()
-        if message.startswith("Usage: "):  # no arguments: the help itself
+        if message.startswith("Usage: "):  # no arguments: the help text
             typer.echo(message, err=True)
         else:
             place = getattr(getattr(error, "ctx", None), "command_path", "mote")
             _print_error(f"{message} (see `{place} --help`)")
         return error.exit_code
-    except BrokenPipeError:  # whoever read the output has gone, as in `mote experts list SRC | head -1`
+    except BrokenPipeError:  # the reader of the output has gone, as in `mote experts list SRC | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -104,7 +104,7 @@ def _terminable(received: list[int], last: bool) -> Iterator[None]:
 
     try:
         before = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # not in the main thread, which alone may do this
+    except ValueError:  # not in the main thread, the only one that may do this
         yield
         return
     try:

@@ -34,7 +34,7 @@ def upcycle(
     tasks: Annotated[
         list[Any] | None,
         typer.Option(
-            "--task", parser=options.pair, metavar="NAME=EXPERT", help="Further task of an expert; repeatable."
+            "--task", parser=options.pair, metavar="NAME=EXPERT", help="Additional task of an expert; repeatable."
         ),
     ] = None,
     instructions: Annotated[
@@ -52,47 +52,48 @@ def upcycle(
             "--definition",
             parser=options.pair,
             metavar="TASK=TEXT",
-            help="Definition of a task, which --template makes an instruction of; repeatable.",
+            help="Definition of a task, which --template turns into an instruction; repeatable.",
         ),
     ] = None,
     template: options.Template = None,
     instruction_pooling: Annotated[
         Literal["included", "excluded", "excluded_by_count"] | None,
-        typer.Option(help="Whether embeddings are made of instructions, too. Default: as the source's, or included."),
+        typer.Option(help="Whether to pool the tokens of instructions, too. Default: as in the source, or included."),
     ] = None,
     default_task: Annotated[
-        str | None, typer.Option(metavar="TASK", help="Task of texts without one. Default: none, an error.")
+        str | None, typer.Option(metavar="TASK", help="Task of texts without one. Default: none (an error).")
     ] = None,
     pooling: Annotated[
         Literal["mean", "cls", "last_token", "latent_attention", "self_attention"] | None,
-        typer.Option(help="Pooling; the last two are trained. Default: the source's, or mean."),
+        typer.Option(help="Pooling; the last two have weights to train. Default: the source's, or mean."),
     ] = None,
     pooling_latents: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Latents (--pooling latent_attention). Default: 512.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Number of latents (--pooling latent_attention). Default: 512."),
     ] = None,
     pooling_heads: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Heads of such a pooling. Default: 8.")
+        int | None, typer.Option(metavar="N", min=1, help="Heads of attention pooling. Default: 8.")
     ] = None,
     pooling_head_dim: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Width of such a head. Default: the hidden size.")
+        int | None, typer.Option(metavar="N", min=1, help="Width of each of these heads. Default: the hidden size.")
     ] = None,
     bidirectional: Annotated[
         bool,
-        typer.Option("--bidirectional", help="Let a decoder attend in both directions. Default: as the source says."),
+        typer.Option("--bidirectional", help="Let a decoder attend in both directions. Default: as in the source."),
     ] = False,
     layer_path: Annotated[
         str | None, typer.Option(metavar="PATH", help="Path of the layers in an unknown architecture.")
     ] = None,
     shared_modules: Annotated[
         list[str] | None,
-        typer.Option("--shared-module", metavar="PATH", help="Attention of such a layer; repeatable."),
+        typer.Option("--shared-module", metavar="PATH", help="Path of the attention in such a layer; repeatable."),
     ] = None,
     routing: Annotated[
         Literal["task", "token"] | None, typer.Option(help="What picks the expert. Default: task.")
     ] = None,
     num_experts: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Experts in a block (--routing token). Default: as many as have names."),
+        typer.Option(metavar="N", help="Experts per block (--routing token). Default: the number of expert names."),
     ] = None,
     num_experts_per_tok: Annotated[
         int | None, typer.Option(metavar="K", help="Experts per token (--routing token). Default: 2.")
@@ -106,32 +107,36 @@ def upcycle(
     ] = None,
     router_aux_loss_type: Annotated[
         Literal["equation_1", "megablocks"] | None,
-        typer.Option(help="Formula of that loss (--routing token). Default: equation_1."),
+        typer.Option(help="Formula of the load-balancing loss (--routing token). Default: equation_1."),
     ] = None,
     preset: Annotated[
         Literal["nomic-v2"] | None,
-        typer.Option(help="Settings where none are given; nomic-v2: 8 experts in every second layer, 2 per token."),
+        typer.Option(help="Defaults for settings not given; nomic-v2: 8 experts in every second layer, 2 per token."),
     ] = None,
     with_head: Annotated[
         bool, typer.Option("--with-head", help="Keep the source's head for masked language modelling.")
     ] = False,
     retrieval: Annotated[
         Literal["dense", "sparse", "hybrid"] | None,
-        typer.Option(help="Vectors of the result. Default: as the source's."),
+        typer.Option(help="Kind of vectors that the result gives. Default: the source's."),
     ] = None,
     sparse_from: Annotated[
         Literal["head", "embeddings"] | None,
-        typer.Option(help="Sparse weights: logits of the head, kept then, or hidden states times token embeddings."),
+        typer.Option(
+            help="Sparse weights: logits of the head (which is kept), or hidden states times token embeddings."
+        ),
     ] = None,
     max_active_dims: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Weights of a sparse vector that are kept. Default: all.")
+        int | None, typer.Option(metavar="N", min=1, help="Number of weights to keep in a sparse vector. Default: all.")
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="SRC", help=f"Tokenizer: {options.SRC}. Default: the source's own.")
     ] = None,
     end_token: Annotated[
         str | None,
-        typer.Option(metavar="TOKEN", help="Token behind each text, kept by truncation; eos: the tokenizer's own."),
+        typer.Option(
+            metavar="TOKEN", help="Token at the end of each text, also of truncated ones; eos: the tokenizer's own."
+        ),
     ] = None,
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16"], typer.Option(help="Data type of the weights.")
@@ -163,12 +168,12 @@ def upcycle(
 @options.written
 def lengthen(
     src: Annotated[str, typer.Argument(metavar="SRC", help=f"BERT, RoBERTa or XLM-R: {options.SRC}.")],
-    length: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of the longest text.")],
+    length: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum length of a text, in tokens.")],
     out: Annotated[
         str | None, typer.Option(metavar="DIR", help="Output folder. Default: the source's name with the length.")
     ] = None,
     rope_theta: Annotated[
-        float, typer.Option(metavar="F", min=1, help="Base of the rotary positions' wavelengths.")
+        float, typer.Option(metavar="F", min=1, help="Base period of the rotary embeddings.")
     ] = 10_000.0,
     revision: options.Revision = None,
     *,
@@ -187,7 +192,7 @@ def train(
     dry_run: options.PlanOfRun = False,
     overwrite: options.StartAgain = False,
 ) -> None:
-    """Train a model by a recipe.
+    """Train a model from a recipe.
 
     The same command resumes an interrupted run.
     """
@@ -205,7 +210,8 @@ def pretrain(
 ) -> None:
     """Pre-train a model on plain text.
 
-    By masked language modelling, alone or with a decoder (CoT-MAE). The same command resumes an interrupted run.
+    The objective is masked language modelling, alone or with a decoder (CoT-MAE). The same command resumes an
+    interrupted run.
     """
     with options.extra("train"):
         from mote.training.pretraining import plan_pretraining
@@ -237,11 +243,11 @@ def _run(
 def chain(
     recipe: Annotated[str, typer.Argument(help="Chain: a file, or the name of a shipped one.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Settings over those of the chain.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Settings that override those of the chain.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all stages, print the plan, run nothing.")] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start again over a finished or interrupted chain.")
+        bool, typer.Option("--overwrite", help="Discard a finished or interrupted chain and start over.")
     ] = False,
 ) -> None:
     """Mine negatives and train, stage by stage.
@@ -275,8 +281,8 @@ def evaluate(
         typer.Option(
             "--task",
             metavar="NAME",
-            help="Test set of the folder or the benchmark, also a pattern as in 'beir/*'; without these, a task of "
-            "MTEB. Repeatable.",
+            help="Test set of the folder or benchmark, or a pattern such as 'beir/*'; without either, a task of MTEB. "
+            "Repeatable.",
         ),
     ] = None,
     limit: Annotated[
@@ -294,12 +300,12 @@ def evaluate(
             "--definition",
             parser=options.pair,
             metavar="DATASET=TEXT",
-            help="What a dataset asks for: an instruction in front of its queries; repeatable. Default: the model's.",
+            help="Instruction in front of the queries of a dataset; repeatable. Default: the model's.",
         ),
     ] = None,
     template: options.Template = None,
     reference: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Model that gains are computed over. Default: the first.")
+        str | None, typer.Option(metavar="MODEL", help="Baseline that gains are computed against. Default: the first.")
     ] = None,
     out: Annotated[
         str | None, typer.Option(metavar="DIR", help="Write tables, scores, a chart of gains and mteb's results.")
@@ -315,7 +321,7 @@ def evaluate(
 ) -> None:
     """Score models with MTEB.
 
-    The same command resumes where it was interrupted.
+    The same command resumes an interrupted evaluation.
     """
     settings = {**locals(), "tasks": tasks or (), "retrieval": retrieval or (), "definitions": dict(definitions or [])}
     del settings["as_json"]
@@ -336,7 +342,7 @@ def analyze(
     out: Annotated[str | None, typer.Option(metavar="DIR", help="Write analysis.json, analysis.md and charts.")] = None,
     texts: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="One text per line, or .jsonl. Default: 128 texts that come with MoTE."),
+        typer.Option(metavar="FILE", help="One text per line, or .jsonl. Default: 128 texts shipped with MoTE."),
     ] = None,
     data: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Draw texts and pairs from the datasets of a folder.")
@@ -362,7 +368,7 @@ def analyze(
 ) -> None:
     """Show how far experts have specialised.
 
-    By similarity between tasks, by divergence between queries and documents, and by each expert's weight change.
+    Reports similarity between tasks, divergence between queries and documents, and the weight change of each expert.
     """
     settings = locals()
     del settings["as_json"]
@@ -377,8 +383,8 @@ def analyze(
 
 def memory(
     src: Annotated[str, typer.Argument(metavar="SRC", help=f"MoTE or dense model: {options.SRC}.")],
-    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of a step, over all processes.")],
-    length: Annotated[int, typer.Option(metavar="L", min=1, help="Tokens of each text.")],
+    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows per step, over all processes.")],
+    length: Annotated[int, typer.Option(metavar="L", min=1, help="Tokens per text.")],
     revision: options.Revision = None,
     experts: Annotated[
         list[str] | None,
@@ -388,7 +394,9 @@ def memory(
         int | None,
         typer.Option(metavar="N", min=1, help="Mini-batch size of a cached loss. Default: not cached."),
     ] = None,
-    columns: Annotated[int, typer.Option(metavar="N", min=1, max=100, help="Texts in a row (a hard negative: 3).")] = 2,
+    columns: Annotated[
+        int, typer.Option(metavar="N", min=1, max=100, help="Texts per row (3 with a hard negative).")
+    ] = 2,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Recompute activations within blocks.")
     ] = False,
@@ -406,13 +414,13 @@ def memory(
         Literal["all-linear", "shared", "experts"], typer.Option(help="Layers that get adapters.")
     ] = "all-linear",
     base_dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Type of the frozen linear layers below adapters.")
+        Literal["float32", "bfloat16"], typer.Option(help="Data type of the frozen linear layers under adapters.")
     ] = "float32",
     as_json: options.Json = False,
 ) -> None:
     """Estimate the memory of training.
 
-    That is what a step of contrastive training with AdamW takes on each device. Weights are not read.
+    The estimate is for a step of contrastive training with AdamW, on each device. No weights are read.
     """
     settings = locals()
     from mote.training.memory import config_of
@@ -427,21 +435,23 @@ def memory(
 
 def card(
     src: Annotated[
-        str, typer.Argument(metavar="SRC", help=f"MoTE, or dense model made of one: {options.SRC} (with --push).")
+        str, typer.Argument(metavar="SRC", help=f"MoTE, or dense model made from one: {options.SRC} (with --push).")
     ],
     base_model: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="Base model, an id on the Hub. Default: the card's, or that in mote.json."),
+        typer.Option(metavar="ID", help="Base model, an id on the Hub. Default: the card's, or the one in mote.json."),
     ] = None,
     push: Annotated[bool, typer.Option("--push", help="Push the card, and nothing else, to the Hub.")] = False,
     repo_id: Annotated[
         str | None,
-        typer.Option(metavar="USER/NAME", help="Name that readers load. Default: that of SRC."),
+        typer.Option(
+            metavar="USER/NAME", help="Hub id to load the model by, and to push to. Default: the name of SRC."
+        ),
     ] = None,
     revision: options.Revision = None,
 ) -> None:
     """Rewrite a model's card, after other programs have trained or saved it.
 
-    Sections and metadata of others are kept: training details, scores, licence.
+    Sections and metadata written by others are kept: training details, scores, licence.
     """
     mote.write_card(src, base_model=base_model, push=push, repo_id=repo_id, revision=revision)

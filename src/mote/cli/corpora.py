@@ -9,15 +9,15 @@ from mote.cli import options
 
 Device = Annotated[
     list[str] | None,
-    typer.Option(metavar="D", help="cpu, cuda:0 …; repeatable, a process each. Default: the best available."),
+    typer.Option(metavar="D", help="cpu, cuda:0 …; repeatable, one process each. Default: the best available."),
 ]
 Processes = Annotated[int | None, typer.Option(metavar="N", min=1, help="Processes on the CPU; with Ray, workers.")]
-Engine = Annotated[Literal["local", "ray"], typer.Option(help="This machine, or a cluster by Ray Data.")]
+Engine = Annotated[Literal["local", "ray"], typer.Option(help="This machine, or a cluster through Ray Data.")]
 Address = Annotated[
-    str | None, typer.Option(metavar="ADDRESS", help="Ray cluster to join. Default: a local one is started.")
+    str | None, typer.Option(metavar="ADDRESS", help="Ray cluster to join. Default: start a local one.")
 ]
 Backend = Annotated[Literal["torch", "onnx", "openvino"], typer.Option(help="Runtime of a model from `mote export`.")]
-Dimensions = Annotated[int | None, typer.Option(metavar="N", min=1, help="Dimensions kept. Default: all.")]
+Dimensions = Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of dimensions to keep. Default: all.")]
 
 
 def embed(
@@ -26,18 +26,18 @@ def embed(
         list[str],
         typer.Argument(metavar="FILE...", help=".jsonl, .jsonl.gz, .parquet; patterns, folders, hub:user/name."),
     ],
-    out: Annotated[str, typer.Option(metavar="DIR", help="Output folder; one that is not finished is resumed.")],
+    out: Annotated[str, typer.Option(metavar="DIR", help="Output folder; an unfinished run is resumed.")],
     task: Annotated[
         str | None, typer.Option(metavar="NAME", help="Task: the name of a prompt. Default: the model's default.")
     ] = None,
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text in front of all texts.")] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to put in front of every text.")] = None,
     task_column: Annotated[str | None, typer.Option(metavar="COL", help="Column with the task of each text.")] = None,
     text_columns: Annotated[
         list[str] | None,
         typer.Option(
             "--text-column",
             metavar="COL",
-            help="Column of texts; repeatable, joined by a space. Default: by its usual name, with `title` in front.",
+            help="Text column; repeatable, joined by a space. Default: one with a usual name, after `title`.",
         ),
     ] = None,
     id_column: Annotated[
@@ -50,7 +50,7 @@ def embed(
     ] = "float32",
     dimensions: Dimensions = None,
     batch_size: options.BatchSize = 32,
-    shard_size: Annotated[int, typer.Option(metavar="N", min=1, help="Texts in a file; bounds the memory.")] = 50_000,
+    shard_size: Annotated[int, typer.Option(metavar="N", min=1, help="Texts per file; bounds the memory.")] = 50_000,
     index: Annotated[
         str | None, typer.Option(metavar="FACTORY", help="Also write a FAISS index: Flat, HNSW32, IVF1024,Flat …")
     ] = None,
@@ -63,9 +63,9 @@ def embed(
     trust_remote_code: options.TrustRemoteCode = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace other embeddings in DIR.")] = False,
 ) -> None:
-    """Embed a corpus, into sharded parquet files.
+    """Embed a corpus into sharded parquet files.
 
-    The same command resumes one that was killed.
+    The same command resumes an interrupted run.
     """
     settings = {**locals(), "text_columns": text_columns or ()}
     from transformers.utils import logging
@@ -87,7 +87,7 @@ QueryTask = Annotated[str, typer.Option(metavar="NAME", help="Task of the querie
 DocumentTask = Annotated[str, typer.Option(metavar="NAME", help="Task of the documents: the name of a prompt.")]
 Kept = Annotated[
     str | None,
-    typer.Option("--embeddings", metavar="DIR", help="Folder that keeps embeddings, for other runs on these texts."),
+    typer.Option("--embeddings", metavar="DIR", help="Folder to keep embeddings in, for other runs on these texts."),
 ]
 ReplaceRun = Annotated[bool, typer.Option("--overwrite", help="Replace another run in DIR.")]
 
@@ -103,23 +103,26 @@ def mine(
     subset: Subset = None,
     corpus: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE", help="Texts that are candidates beside the dataset's own; repeatable."),
+        typer.Option(metavar="FILE", help="Candidates in addition to the dataset's own texts; repeatable."),
     ] = None,
-    negatives: Annotated[int, typer.Option(metavar="N", min=1, help="Negatives of a row, at most.")] = 5,
-    skip: Annotated[int, typer.Option(metavar="N", min=0, help="Best-ranked candidates left out.")] = 0,
-    depth: Annotated[int, typer.Option(metavar="N", min=1, help="Rank up to which candidates are considered.")] = 100,
+    negatives: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of negatives per row.")] = 5,
+    skip: Annotated[int, typer.Option(metavar="N", min=0, help="Number of top-ranked candidates to skip.")] = 0,
+    depth: Annotated[int, typer.Option(metavar="N", min=1, help="Lowest rank of a candidate to consider.")] = 100,
     relative_margin: Annotated[
         float | None,
-        typer.Option(metavar="F", help="Fraction of the positive's score that a negative stays below it; -1: none."),
+        typer.Option(
+            metavar="F",
+            help="Minimum gap between positive and negative, as a fraction of the positive's score; -1: none.",
+        ),
     ] = 0.05,
     absolute_margin: Annotated[
-        float | None, typer.Option(metavar="F", help="A negative scores below the positive by this much.")
+        float | None, typer.Option(metavar="F", help="Minimum gap between the scores of positive and negative.")
     ] = None,
     sampling: Annotated[
-        Literal["top", "random"], typer.Option(help="Which of the accepted candidates are taken.")
+        Literal["top", "random"], typer.Option(help="Which of the accepted candidates to take.")
     ] = "top",
     given: Annotated[
-        bool, typer.Option("--filter", help="Mine nothing: keep or drop the negatives that rows have already.")
+        bool, typer.Option("--filter", help="Mine nothing; only filter the negatives that rows already have.")
     ] = False,
     query_task: QueryTask = "query",
     document_task: DocumentTask = "document",
@@ -138,7 +141,8 @@ def mine(
 ) -> None:
     """Mine hard negatives for datasets of pairs.
 
-    A candidate is taken if it is near the query and clearly less so than the positive. The same command resumes.
+    A candidate is taken if it is near the query, but clearly less near than the positive. The same command resumes an
+    interrupted run.
     """
     settings = locals()
     with options.extra("corpora"):
@@ -162,8 +166,12 @@ def filter_pairs(
     data: Data = ".",
     split: Split = "train",
     subset: Subset = None,
-    nearest: Annotated[int, typer.Option(metavar="K", min=1, help="Documents among which the positive must be.")] = 2,
-    shard_size: Annotated[int, typer.Option(metavar="N", min=1, help="Pairs compared with one another.")] = 1_000_000,
+    nearest: Annotated[
+        int, typer.Option(metavar="K", min=1, help="Number of nearest documents that must include the positive.")
+    ] = 2,
+    shard_size: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Pairs per shard, compared with one another.")
+    ] = 1_000_000,
     query_task: QueryTask = "query",
     document_task: DocumentTask = "document",
     batch_size: options.BatchSize = 32,
@@ -180,7 +188,8 @@ def filter_pairs(
 ) -> None:
     """Drop the pairs that a model does not confirm.
 
-    A pair stays if its positive is among the nearest documents of its query. The same command resumes.
+    A pair stays if its positive is among the nearest documents of its query. The same command resumes an interrupted
+    run.
     """
     settings = locals()
     with options.extra("corpora"):

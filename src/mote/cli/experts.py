@@ -1,4 +1,4 @@
-"""Commands that make another model of a MoTE, and `mote experts …`."""
+"""Commands that derive a model from a MoTE, and `mote experts …`."""
 
 import json
 import logging
@@ -49,7 +49,7 @@ def interpolate(
     weight: Annotated[
         list[str],
         typer.Option(
-            metavar="W", help="0 is the expert as it is, 1 the mean. One number, or NAME=W for an expert; repeatable."
+            metavar="W", help="0 keeps the expert, 1 gives the mean. One number for all, or NAME=W; repeatable."
         ),
     ],
     revision: options.Revision = None,
@@ -72,18 +72,18 @@ def export(
     format: Annotated[  # noqa: A002
         Literal["native", "published"],
         typer.Option(
-            help="Config: transformers' keys alone, or also those of the family's published one, for servers."
+            help="Keys of the config: transformers' own, or also those of the family's published config, for servers."
         ),
     ] = "native",
     backend: Annotated[
-        Literal["torch", "onnx", "openvino"], typer.Option(help="Runtime on CPUs to write for as well.")
+        Literal["torch", "onnx", "openvino"], typer.Option(help="CPU runtime to convert the model for as well.")
     ] = "torch",
     quantize: Annotated[
         Literal["int8"] | None, typer.Option(help="Precision of the runtime's model. Default: float32.")
     ] = None,
     texts: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Calibration texts, one per line. Default: 128 that come with MoTE."),
+        typer.Option(metavar="FILE", help="Calibration texts, one per line. Default: 128 shipped with MoTE."),
     ] = None,
     revision: options.Revision = None,
     *,
@@ -116,9 +116,9 @@ def compress(
     src: options.Mote,
     out: options.Out,
     rank: Annotated[
-        int | None, typer.Option(metavar="R", help="Keep experts as differences of this rank from their mean.")
+        int | None, typer.Option(metavar="R", help="Store experts as differences of this rank from their mean.")
     ] = None,
-    bits: Annotated[int | None, typer.Option(metavar="8", help="Keep the matrices of experts in 8 bits.")] = None,
+    bits: Annotated[int | None, typer.Option(metavar="8", help="Store the matrices of experts in 8 bits.")] = None,
     revision: options.Revision = None,
     *,
     write: "mote.WriteOptions",
@@ -140,7 +140,7 @@ def set_values(
         typer.Argument(
             parser=options.pair,
             metavar="KEY=VALUE...",
-            help="default_task=TASK (none: an error again), route_by_text=false (an instruction in a text does not "
+            help="default_task=TASK (none: no default), route_by_text=false (an instruction in a text does not "
             "pick its expert), expert.TASK=EXPERT, instruction.TASK=TEXT, definition.TASK=TEXT, "
             "instruction_pooling=excluded or end_token=TOKEN.",
         ),
@@ -152,7 +152,7 @@ def set_values(
 ) -> None:
     """Set default task, tasks of experts, instructions and routing.
 
-    Prompts and card follow.
+    Prompts and card are updated.
     """
     from mote.experts.configuring import parse_settings
 
@@ -265,7 +265,7 @@ def remove_expert(
             "--task",
             parser=options.pair,
             metavar="TASK=EXPERT",
-            help="New expert of one of its tasks; repeatable. Nothing after the = removes the task as well.",
+            help="New expert of one of its tasks; repeatable. An empty EXPERT removes the task as well.",
         ),
     ] = None,
     out: options.OutOrInPlace = None,
@@ -273,7 +273,7 @@ def remove_expert(
     *,
     write: "mote.WriteOptions",
 ) -> None:
-    """Write a MoTE with one expert less."""
+    """Write a MoTE without one of its experts."""
     moved = {task: expert or None for task, expert in tasks or []}
     _transform(src, out, revision, write, mote.experts.remove, name, tasks=moved)
 
@@ -288,5 +288,5 @@ def rename_expert(
     *,
     write: "mote.WriteOptions",
 ) -> None:
-    """Write a MoTE in which an expert has another name."""
+    """Write a MoTE with an expert renamed."""
     _transform(src, out, revision, write, mote.experts.rename, name, new_name)

@@ -15,7 +15,7 @@ from mote.reporting import console_logging
 
 @contextlib.contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Name the missing extra."""
+    """Raise an error that names the missing extra."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -45,7 +45,7 @@ def layers_of(text: str) -> str | list[int]:
 
 
 def weights_of(words: Sequence[str], option: str, default: float | None = None) -> dict[str, float]:
-    """Parse NAME=NUMBER, each name once; without a number it is the default, without a name the name is ""."""
+    """Parse NAME=NUMBER, each name once; a missing number is the default, a missing name "" (empty)."""
     weights: dict[str, float] = {}
     for word in words:
         name, equals, number = word.rpartition("=")
@@ -78,10 +78,10 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Settings that override those of the recipe.")
 ]
 PlanOfRun = Annotated[bool, typer.Option("--dry-run", help="Read the data, print the plan, train nothing.")]
-StartAgain = Annotated[bool, typer.Option("--overwrite", help="Start again over a finished or interrupted run.")]
+StartAgain = Annotated[bool, typer.Option("--overwrite", help="Discard a finished or interrupted run and start over.")]
 Revision = Annotated[str | None, typer.Option(metavar="REV", help="Branch, tag or commit on the Hub.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing model.")]
-MaxShardSize = Annotated[str, typer.Option(metavar="SIZE", help="Largest weight file.")]
+MaxShardSize = Annotated[str, typer.Option(metavar="SIZE", help="Maximum size of a weight file.")]
 Push = Annotated[bool, typer.Option("--push", help="Push the result to the Hub.")]
 RepoId = Annotated[
     str | None,
@@ -96,9 +96,9 @@ Template = Annotated[
     typer.Option(metavar="TEXT", help=r"Instruction around {definition}. Default: Instruct: {definition}\nQuery:"),
 ]
 TasksOfExpert = Annotated[
-    list[str], typer.Option("--task", metavar="TASK", help="Further task of the expert; repeatable.")
+    list[str], typer.Option("--task", metavar="TASK", help="Additional task of the expert; repeatable.")
 ]
-BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="Batch size of embedding.")]
+BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="Batch size for embedding.")]
 Device = Annotated[str | None, typer.Option(metavar="D", help="cpu, cuda, cuda:1, mps … Default: the best available.")]
 Seed = Annotated[int, typer.Option(metavar="N", help="Random seed.")]
 Json = Annotated[
@@ -117,7 +117,7 @@ _WRITE: dict[str, tuple[Any, Any]] = {
 
 
 def written(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of how a result is written, which it gets as one `write`, a `mote.WriteOptions`."""
+    """Add the options for writing a result to a command, which gets them as one argument `write: mote.WriteOptions`."""
     signature = inspect.signature(command)
     own = [parameter for name, parameter in signature.parameters.items() if name != "write"]
     shared = [
