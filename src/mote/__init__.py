@@ -72,7 +72,7 @@ __all__ = [
     "write_card",
 ]
 
-# Imported on first use: torch and transformers take seconds, which `mote --help` need not.
+# Imported on first use: torch and transformers take seconds, for which `mote --help` should not wait.
 _MODULES = {
     **dict.fromkeys(["Analysis", "analyze"], "mote.analysis.analyze"),
     "Evaluation": "mote.evaluation.scores",

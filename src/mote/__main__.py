@@ -1,4 +1,4 @@
-"""`python -m mote`, which launchers of several processes need: `accelerate launch … -m mote train RECIPE`."""
+"""`python -m mote`, for launchers of several processes: `accelerate launch … -m mote train RECIPE`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Chains: negatives are mined and models trained by turns, where one stage mines with the model of another."""
+"""Chains: mining of negatives alternates with training, and one stage may mine with the model of another."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ from mote.training.train import check_recipe, train
 
 logger = logging.getLogger(__name__)
 
-CHAIN_FILE = "chain.yaml"  # tells the folder of a chain from others
+CHAIN_FILE = "chain.yaml"  # marks the folder of a chain
 RECORD_FILE = "chain.json"
 
 
@@ -40,12 +40,12 @@ class StageSettings(Settings):
     """A stage: negatives are mined, then a model is trained on them.
 
     Attributes:
-        teacher: What mines, the settings of `mote.corpora.Teacher`; its `model` is `bm25`, the name of an earlier
+        teacher: Model that mines, as settings of `mote.corpora.Teacher`; its `model` is `bm25`, the name of an earlier
             stage, or a model.
-        mining: Which candidates become negatives, the settings of `mote.corpora.MiningSettings`.
+        mining: Which candidates become negatives, as settings of `mote.corpora.MiningSettings`.
         recipe: Recipe of the training: a file, or the name of a shipped one.
-        train: Settings over those of the recipe and of the chain's `train`. `model.source` may be the name of an
-            earlier stage.
+        train: Settings that override the recipe and the chain's `train`. `model.source` may be the name of an earlier
+            stage.
     """
 
     teacher: Teacher
@@ -62,8 +62,8 @@ class Chain(Settings):
         description: Purpose of the chain.
         datasets: Datasets that negatives are mined for: paths and patterns in the data folder.
         data: Settings of all datasets, for all stages.
-        train: Settings over those of all stages' recipes.
-        stages: Name → stage, in their order.
+        train: Settings that override the recipes of all stages.
+        stages: Name → stage, in order.
         output: Folder of the chain.
     """
 
@@ -106,8 +106,8 @@ class Stage:
     """A stage that is ready to run.
 
     Attributes:
-        name: Its name.
-        teacher: What mines.
+        name: Stage name.
+        teacher: Model that mines.
         mining: Which candidates become negatives.
         mined: Folder of the datasets with negatives.
         mined_with: `bm25`, an earlier stage, or a model.
@@ -127,10 +127,10 @@ class Stage:
         return RunFolder(Path(self.recipe.output))
 
     def is_trained(self) -> bool:
-        """Whether its model is there.
+        """Whether its model exists.
 
         Raises:
-            ValueError: If it is that of another recipe.
+            ValueError: If the model was trained by another recipe.
         """
         if not self.run.model.is_dir() or self.run.last_checkpoint() is not None:
             return False
@@ -146,12 +146,12 @@ class Stage:
 def chain(recipe: Chain | str | Path, overrides: Sequence[str] = (), *, overwrite: bool = False) -> Path:
     """Run a chain: for each stage mine negatives, then train on them.
 
-    The same call resumes a chain that was killed, in the midst of a stage too, with the same result.
+    The same call resumes an interrupted chain, even in the middle of a stage, with the same result.
 
     Args:
-        recipe: A chain, the file of one, or the name of a shipped one.
-        overrides: `key=value`, over its settings.
-        overwrite: Start again where a chain has finished or was interrupted.
+        recipe: A chain, its file, or the name of a shipped one.
+        overrides: `key=value` pairs that override its settings.
+        overwrite: Discard a finished or interrupted chain and start over.
 
     Returns:
         Folder of the last stage's model. Each stage has `OUTPUT/STAGE/mined`, its datasets with negatives, and
@@ -161,8 +161,8 @@ def chain(recipe: Chain | str | Path, overrides: Sequence[str] = (), *, overwrit
         FileNotFoundError: If a recipe, model or dataset does not exist.
         FileExistsError: If the chain has finished already, or its folder holds something else.
         BlockingIOError: If another process is running in the folder.
-        ValueError: If a setting of any stage is invalid, before the first one begins; or as `mine_negatives` and
-            `train`.
+        ValueError: If a setting of any stage is invalid, before the first stage begins; or as from `mine_negatives`
+            and `train`.
         OSError: If the disk is full or read-only.
     """
     if processes().num_processes > 1:
@@ -199,7 +199,7 @@ def chain(recipe: Chain | str | Path, overrides: Sequence[str] = (), *, overwrit
 
 
 def plan_chain(recipe: Chain | str | Path, overrides: Sequence[str] = ()) -> str:
-    """Describe a chain: its settings, and each stage. Raises what `chain` raises before the first stage."""
+    """Describe a chain: its settings, and each stage. Raises the errors that `chain` raises before the first stage."""
     settings = recipe if isinstance(recipe, Chain) else load_recipe(recipe, overrides, Chain)
     stages = prepare(settings)
     _refuse_other(settings.folder)
@@ -237,7 +237,7 @@ def prepare(settings: Chain) -> list[Stage]:
 
 
 def _stage(settings: Chain, name: str, given: StageSettings, models: dict[str, Path]) -> Stage:
-    """Put a stage's settings together: over its recipe's, those of all stages, then its own, then its place."""
+    """Combine a stage's settings: its recipe, overridden by the chain's `train`, its own `train`, and its folders."""
     place = settings.folder / name
     common = {key: getattr(settings.data, key) for key in settings.data.model_fields_set}
     fixed = {"data": {**common, "folder": str(place / "mined")}, "output": str(place / "train")}
@@ -269,7 +269,7 @@ def _check(stage: Stage, settings: Chain, mined: set[str], models: dict[str, Pat
 
 
 def _check_teacher(stage: Stage, given: Teacher, tasks: dict[str, Any]) -> None:
-    """Check that the teacher exists, or will, and has the tasks that it mines under."""
+    """Check that the teacher exists, or will by then, and has the tasks that it is to mine with."""
     if given.model not in tasks or given.model == stage.name:
         stage.teacher.find()
         return
@@ -287,7 +287,7 @@ def _refuse_other(folder: Path) -> None:
 
 
 def _record(folder: Path, stage: Stage) -> None:
-    """Enter a finished stage in the chain's record."""
+    """Add a finished stage to the chain's record."""
     path = folder / RECORD_FILE
     content: dict[str, Any] = {}
     with suppress(FileNotFoundError):

@@ -15,7 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 
 
 def fetch(src: str, revision: str | None, patterns: list[str]) -> Path:
-    """Download the files of a Hub repository that match a pattern, into its cache.
+    """Download the files of a Hub repository that match one of the patterns, into the Hub's cache.
 
     Raises:
         FileNotFoundError: If the repository does not exist, is gated, or cannot be reached.
@@ -84,7 +84,7 @@ def commit_of(model: str, revision: str | None = None) -> str | None:
 
 
 def check_before_push(repo_id: str) -> str:
-    """Make sure, before any work, that a push can be tried.
+    """Make sure, before any work is done, that a push is possible.
 
     Args:
         repo_id: `user/name`, or `name` alone for the user of the token.
@@ -122,7 +122,7 @@ def refuse_whole_model(repo_id: str) -> None:
 
     Raises:
         ConnectionError: If the Hub cannot be asked.
-        ValueError: If it does.
+        ValueError: If it contains one.
     """
     try:
         is_model = HfApi().file_exists(repo_id, "config.json")
@@ -158,7 +158,7 @@ def push(folder: Path, repo_id: str, private: bool = False, what: str = "a MoTE 
             repo_id=repo_id,
             folder_path=folder,
             commit_message=f"Upload {what}",
-            delete_patterns=["*.safetensors", "*.safetensors.index.json"],  # of a version in other shards
+            delete_patterns=["*.safetensors", "*.safetensors.index.json"],  # of a version with other shards
         )
     except HfHubHTTPError as error:
         raise PermissionError(f"The Hub refused to take {repo_id}: {error}\n{_push_later(folder, repo_id)}") from error

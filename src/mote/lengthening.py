@@ -1,4 +1,4 @@
-"""Lengthening: learned positions of a dense encoder are replaced by rotary ones, so that it takes longer texts."""
+"""Lengthening: replaces the learned positions of a dense encoder by rotary ones, so that it accepts longer texts."""
 
 import json
 import logging
@@ -31,12 +31,12 @@ from mote.checkpoints.writing import WriteOptions, how_to_load, require_writable
 
 logger = logging.getLogger(__name__)
 
-# Encoders that differ from JinaEmbeddingsV3 in their positions alone.
+# Encoders that differ from JinaEmbeddingsV3 only in their positions.
 LENGTHENED = ("bert", "roberta", "xlm-roberta", "camembert")
 
-ROPE_THETA = 10_000.0  # of mNomic-BERT (arXiv:2502.07972, section 4.1), where larger ones were worse
+ROPE_THETA = 10_000.0  # as in mNomic-BERT (arXiv:2502.07972, section 4.1), where larger values were worse
 
-# Parts of names, there → here, in the order in which they are replaced.
+# Parts of weight names, in the source → in the result, in the order in which they are replaced.
 _NAMES = {
     "encoder.layer.": "layers.",
     **{f"attention.self.{name}": f"self_attn.{name[0]}_proj" for name in ("query", "key", "value")},
@@ -68,18 +68,18 @@ def lengthen(
     revision: str | None = None,
     options: WriteOptions | None = None,
 ) -> Path:
-    """Replace the learned positions of a dense encoder by rotary ones, so that it takes longer texts.
+    """Replace the learned positions of a dense encoder by rotary ones, so that it accepts longer texts.
 
     XLM-R became mNomic-BERT in this way (arXiv:2502.07972, section 4.1). All weights but the positions are the source's
-    and, until the model is pre-trained on texts of the new length, know nothing of the new positions. The result is a
+    and not adapted to the new positions until the model is pre-trained on texts of the new length. The result is a
     `jina_embeddings_v3`, XLM-R's architecture with rotary positions, which Transformers has natively. The source's head
-    for masked language modelling, its pooler, and its Sentence-Transformers modules and prompts stay.
+    for masked language modelling, its pooler, and its Sentence-Transformers modules and prompts are kept.
 
     Args:
         src: A BERT, RoBERTa, XLM-R or CamemBERT: a folder or an id on the Hub.
         out: Folder to write. Default: the source's name with the length, in the current folder.
-        length: Tokens of the longest text that the result takes.
-        rope_theta: Base of the rotary positions' wavelengths.
+        length: Maximum length of a text, in tokens.
+        rope_theta: Base period of the rotary embeddings.
         revision: Branch, tag or commit of a source on the Hub.
         options: How the result is written.
 
@@ -90,7 +90,7 @@ def lengthen(
         FileNotFoundError: If the source does not exist or has no weights.
         FileExistsError: If `out` is in use.
         OSError: If its disk is too small.
-        ValueError: If the source is of another architecture, or takes texts of that length already.
+        ValueError: If the source has another architecture, or already accepts texts of that length.
         PermissionError: If the Hub refuses the push.
     """
     options = options or WriteOptions()
@@ -156,13 +156,13 @@ def lengthen(
 
 
 def with_rotary_positions(model: PreTrainedModel, length: int, rope_theta: float = ROPE_THETA) -> PreTrainedModel:
-    """Return the model with rotary positions in place of its learned ones, and all other weights of it.
+    """Return the model with rotary positions in place of its learned ones, all other weights unchanged.
 
     Args:
         model: Transformers' own, of the types in `LENGTHENED`: the encoder, or with its head for masked language
             modelling.
-        length: Tokens of the longest text.
-        rope_theta: Base of the rotary positions' wavelengths.
+        length: Maximum length of a text, in tokens.
+        rope_theta: Base period of the rotary embeddings.
     """
     settings = {name: getattr(model.config, name) for name in _SETTINGS if hasattr(model.config, name)}
     config = JinaEmbeddingsV3Config(
@@ -191,7 +191,7 @@ def with_rotary_positions(model: PreTrainedModel, length: int, rope_theta: float
 
 
 def _require_learned_positions(source: Checkpoint) -> None:
-    """Raise `ValueError` unless the source is an encoder that differs from the result in its positions alone."""
+    """Raise `ValueError` unless the source is an encoder that differs from the result only in its positions."""
     config: Any = source.config
     kind = config.model_type
     if is_mote(config):
@@ -210,11 +210,11 @@ def _require_learned_positions(source: Checkpoint) -> None:
 
 
 def _load(source: Checkpoint) -> tuple[PreTrainedModel, list[str]]:
-    """Load the native model with what it has of pooler and head; name the keys of heads that are dropped."""
+    """Load the native model, with its pooler and head if it has them; name the keys of heads that are dropped."""
     keys = read_shapes(source.weights)
     dense, dropped = load_dense(source)
     pooler: Any = dense.pooler if any(key.endswith("pooler.dense.weight") for key in keys) else None
-    # the head of the result has the activation "gelu", whatever the encoder's is; so has RoBERTa's
+    # the result's head always has the activation "gelu", whatever the encoder's is, as RoBERTa's has
     if any("lm_head.dense." in key or (_BERT_HEAD in key and source.config.hidden_act == "gelu") for key in keys):
         dense, dropped = load_dense(source, with_head=True)
         dropped = [key for key in dropped if "pooler." not in key]

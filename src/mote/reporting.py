@@ -50,7 +50,7 @@ def markdown_table(header: Sequence[object], rows: Iterable[Sequence[object]], *
 
 
 class Report:
-    """A result that a session of Python shows as its text, and a notebook as its Markdown."""
+    """A result that an interactive Python shell shows as text, and a notebook as Markdown."""
 
     def to_markdown(self) -> str:
         """Format as Markdown."""
@@ -77,11 +77,11 @@ def millions(count: int) -> str:
 def name_models(words: Sequence[str]) -> dict[str, str]:
     """Label models for tables, from words such as `MODEL` or `LABEL=MODEL`.
 
-    Without a label, a folder is named by as many of the last parts of its path as tell it apart, and a folder
-    `RUN/model` of a training run by `RUN`; a model on the Hub by its id.
+    Without a label, a folder is named by the shortest end of its path that is unique (the folder `RUN/model` of a
+    training run by `RUN`), and a model on the Hub by its id.
 
     Returns:
-        Label → model, in their order.
+        Label → model, in order.
 
     Raises:
         ValueError: If a model is given twice without a label, two have the same label, or a label has no model.
@@ -103,7 +103,7 @@ def name_models(words: Sequence[str]) -> dict[str, str]:
 
 
 def _last_parts(models: Sequence[str]) -> list[str]:
-    """Name folders by as many of the last parts of their paths as tell them apart, and other models by themselves."""
+    """Name folders by the shortest ends of their paths that are unique, and other models by themselves."""
     parts = [Path(model).resolve().parts if Path(model).is_dir() else (model,) for model in models]
     for index, one in enumerate(parts):
         if one in parts[:index]:
@@ -140,7 +140,7 @@ def console_logging(level: int = logging.INFO) -> Console:
     In a job of several processes (`RANK` is set) only the first prints progress; all print warnings.
 
     Args:
-        level: Least level that is printed: `logging.DEBUG`, `INFO` or `WARNING`.
+        level: Lowest level to print: `logging.DEBUG`, `INFO` or `WARNING`.
 
     Returns:
         The handler, to remove it from the logger `mote`. A second call returns the same one.

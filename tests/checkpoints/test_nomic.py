@@ -173,7 +173,7 @@ def test_what_the_published_format_cannot_express_is_refused(setting: str, value
 
 
 def test_a_family_without_a_published_format() -> None:
-    with pytest.raises(ValueError, match="'bert' has no published format but the native one: leave out"):
+    with pytest.raises(ValueError, match="'bert' has no published format besides the native one: leave out"):
         export(trained_mote("bert"), "alpha", format="published")
 
 

@@ -220,7 +220,7 @@ def test_a_wrong_base_is_refused(
         assert f"error: The expert 'legal' of {legal} has another base than {folder}" in error
         assert f"legal-mote (base {base_hash(tiny_mote)}), and {folder} has the base {base_hash(folder)}" in error
         assert message in error
-        assert "What works: legal-mote itself, or a MoTE that shares its base" in error
+        assert "What works: legal-mote itself, or a MoTE with the same base" in error
     assert not (tmp_path / "out").exists()
 
 
@@ -301,7 +301,7 @@ def a_weight_less(folder: Path) -> None:
         (cut, "is damaged or truncated: copy or extract the expert 'legal' again"),
         (one_bit, "is damaged or truncated"),
         (no_weights, "lacks expert.safetensors"),
-        (no_description, "it has no expert.json: `mote experts extract` makes one"),
+        (no_description, "it has no expert.json: `mote experts extract` writes one"),
         (no_json, "expert.json is not valid JSON"),
         (a_list, "expert.json must hold a dict, got a list"),
         (no_base, "wrong or missing: base"),

@@ -301,7 +301,7 @@ def test_verbs_that_need_uncompressed_experts(way: dict[str, int]) -> None:
         lambda model: mote.experts.interpolate(model, 0.5),
         lambda model: mote.experts.compress(model, rank=1),
     ):
-        with pytest.raises(ValueError, match=r"are compressed .* use the model that it was made of, before `mote comp"):
+        with pytest.raises(ValueError, match=r"are compressed .* use the model as it was before `mote comp"):
             change(compressed)
 
 

@@ -217,7 +217,7 @@ def refusals(dense: Path, trained: Path, tmp_path: Path) -> dict[str, tuple[Path
         "cannot be read, is it truncated?": (broken, []),
         "'onx' is not one of 'torch', 'onnx', 'openvino'": (trained, ["--backend", "onx"]),
         "'int4' is not": (trained, ["--quantize", "int4"]),
-        "'bert' has no published format but the native one": (trained, ["--format", "published"]),
+        "'bert' has no published format besides the native one": (trained, ["--format", "published"]),
         "quantize is for the backends 'onnx' and 'openvino'": (trained, ["--quantize", "int8"]),
         "texts are for the backends 'onnx' and 'openvino'": (trained, ["--texts", str(SMALL_ENCODER / "README.md")]),
         "There is no file": (trained, ["--texts", str(tmp_path / "no-such-file")]),

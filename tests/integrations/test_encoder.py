@@ -82,9 +82,9 @@ def test_settings(model: SentenceTransformer, trained_folder: Path) -> None:
         TaskEncoder(model, encode_kwargs={"batchsize": 8})
     with pytest.raises(ValueError, match="trust_remote_code=True"):
         TaskEncoder(trained_folder)
-    with pytest.raises(ValueError, match="this one is loaded"):
+    with pytest.raises(ValueError, match="yet to be loaded"):
         TaskEncoder(model, revision="main")
-    with pytest.raises(ValueError, match="this one is loaded"):
+    with pytest.raises(ValueError, match="yet to be loaded"):
         TaskEncoder(model, device="cpu")
 
 

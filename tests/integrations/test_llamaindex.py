@@ -124,7 +124,7 @@ def test_an_error_is_raised_at_once(model: SentenceTransformer, monkeypatch: pyt
 def test_a_cache_that_would_mix_up_queries_and_texts_is_refused(
     model: SentenceTransformer, reference: Reference
 ) -> None:
-    with pytest.raises(ValueError, match="a query would get that of a document"):
+    with pytest.raises(ValueError, match="a query could get the embedding of a document"):
         MoTEEmbedding(model, embeddings_cache=SimpleKVStore())
     settings = {"query_task": "clustering", "document_task": "clustering"}
     embedding = MoTEEmbedding(model, embeddings_cache=SimpleKVStore(), **settings)

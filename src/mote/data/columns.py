@@ -54,7 +54,7 @@ class Example(NamedTuple):
 
 
 def find_columns(settings: DatasetSettings, present: Iterable[str], name: str) -> Columns:
-    """Find out what the columns of a dataset mean: from its settings, or else by their usual names.
+    """Determine what the columns of a dataset mean: from its settings, or else by their usual names.
 
     Args:
         settings: The dataset's settings.

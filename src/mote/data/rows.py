@@ -1,8 +1,8 @@
-"""The one reader of text data: it finds the files of a dataset, and reads its rows, each with its place.
+"""The one reader of text data: finds the files of a dataset, and reads its rows, each with its location.
 
-Datasets of the Hub are read by `datasets.load_dataset`. Files are read here instead, because the library's JSON reader
-fails on a whole file where one row is invalid (or holds a number where another holds a string), knows no line numbers,
-and writes a copy of the data into the user's cache. Here rows come one by one, and an invalid one is an invalid row.
+Datasets on the Hub are read by `datasets.load_dataset`. Files are read here instead, because the library's JSON reader
+fails on a whole file if one row is invalid (or holds a number where another holds a string), knows no line numbers,
+and writes a copy of the data into the user's cache. Here rows are read one by one, and an error concerns one row.
 """
 
 import codecs
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 HUB = "hub:"
 ENDINGS = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
 MAX_LINE = 2**26
-"""Length of a line at most, in bytes: longer ones come from damaged files and compression bombs."""
+"""Maximum length of a line in bytes: longer ones come from damaged files and compression bombs."""
 PARQUET_BATCH = 4096
-"""Rows of a parquet file that are in memory at once, besides those of its reader."""
+"""Rows of a parquet file held in memory at once, besides those of its reader."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Row(NamedTuple):
-    """A row as it was read: its place (`file:line` or `file: row n`), and its columns or what is wrong with it."""
+    """A row as it was read: its location (`file:line` or `file: row n`), and its columns or what is wrong with it."""
 
     where: str
     content: dict[str, Any]
@@ -47,12 +47,12 @@ class Row(NamedTuple):
 
 
 def has_columns(file: Path) -> bool:
-    """Whether a file holds rows with columns, by its name; else it may be plain text."""
+    """Whether a file holds rows with columns, judged by its name; otherwise it may be plain text."""
     return file.name.endswith(ENDINGS)
 
 
 def read_files(files: Iterable[Path]) -> Iterator[Row]:
-    """Read JSON lines (packed or not) and parquet files, one after another.
+    """Read JSON lines (compressed or not) and parquet files, one after another.
 
     Raises:
         FileNotFoundError: If a file does not exist.
@@ -67,7 +67,7 @@ def read_file(file: Path, start: int = 0) -> Iterator[Row]:
 
     Args:
         file: The file.
-        start: Rows to pass over; they are not parsed.
+        start: Number of rows to skip; they are not parsed.
     """
     if file.suffix == ".parquet":
         yield from _read_parquet(file, start)
@@ -86,7 +86,7 @@ def count_rows(file: Path) -> int:
 
 
 def require_valid(rows: Iterable[Row]) -> Iterator[Row]:
-    """Pass rows on up to the first invalid one.
+    """Yield rows up to the first invalid one.
 
     Raises:
         ValueError: If a row is invalid.
@@ -98,7 +98,7 @@ def require_valid(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def read_text_lines(file: Path) -> Iterator[tuple[str, str]]:
-    """Read a text file, packed or not: the place of each line that is not blank, and the line without its end.
+    """Read a text file, compressed or not: the location of each non-blank line, and the line without its line break.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -167,7 +167,7 @@ def _open_parquet(file: Path) -> "Iterator[ParquetFile]":
 
 
 def numbered(name: str, rows: Iterable[dict[str, Any]], start: int = 0) -> Iterator[Row]:
-    """Give rows their places, of which the first is after `start` others."""
+    """Give rows their locations, counting from `start` + 1."""
     return (Row(f"{name}: row {number}", row) for number, row in enumerate(rows, start + 1))
 
 
@@ -182,8 +182,8 @@ class Location(Generic[AnySettings]):
 
     Attributes:
         name: The last two parts of its path below the data folder, `retrieval/arxiv`; of a dataset on the Hub its id.
-        settings: The settings that it was found by.
-        files: The files of the split; none for a dataset on the Hub.
+        settings: The settings by which it was found.
+        files: Files of the split; empty for a dataset on the Hub.
     """
 
     name: str
@@ -195,16 +195,16 @@ def find_datasets(settings: AnySettings, folder: Path) -> list[Location[AnySetti
     """Find the datasets that an entry of a recipe stands for.
 
     Args:
-        settings: The entry. Its path is a file, or a folder with files for the split; or a pattern that matches some
-            of these; or `hub:user/name`.
-        folder: Data folder, where relative paths begin.
+        settings: The entry. Its path is a file, a folder with files for the split, a pattern that matches some of
+            these, or `hub:user/name`.
+        folder: Data folder, which relative paths start from.
 
     Returns:
         The datasets, sorted by path.
 
     Raises:
         FileNotFoundError: If there is no such dataset, or no such split.
-        ValueError: If the split is there in more than one format, or `exclude` names what is not there.
+        ValueError: If the split exists in more than one format, or `exclude` matches no dataset.
     """
     if settings.path.startswith(HUB):
         name = settings.path.removeprefix(HUB)
@@ -229,7 +229,7 @@ def split_files(path: Path, split: str) -> tuple[Path, ...]:
     A path to a file stands for itself, whatever the split is. Without a file for the split there are none.
 
     Raises:
-        ValueError: If the split is there in more than one form, or the path leads to a file of another format.
+        ValueError: If the split exists in more than one form, or the path is a file of another format.
     """
     if not path.is_dir():
         if not has_columns(path):
@@ -269,7 +269,7 @@ def load_from_hub(settings: "DatasetSettings") -> Any:
         raise ValueError(f"{settings.path} is also a folder here: leave out `{HUB}`, or run elsewhere")
     try:
         return datasets.load_dataset(name, name=settings.subset, split=settings.split, revision=settings.revision)
-    except OSError as error:  # missing, no connection, and other answers of the Hub
+    except OSError as error:  # missing, no connection, and other errors from the Hub
         raise FileNotFoundError(f"The dataset {name} cannot be loaded from the Hub: {error}") from error
 
 

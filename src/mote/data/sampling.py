@@ -7,7 +7,7 @@ from typing import Any
 
 
 def ranks(rows: list[dict[str, Any]], label: str | None = None) -> list[tuple[int, int]]:
-    """For each row its rank by hash, among all rows or those of its label, and the number of these."""
+    """Return for each row its rank by hash, among all rows or those of its label, and the number of such rows."""
     groups: dict[Any, list[tuple[bytes, int]]] = defaultdict(list)
     for index, row in enumerate(rows):
         groups[row[label] if label else None].append((_hash(row), index))
@@ -19,7 +19,7 @@ def sample(rows: list[dict[str, Any]], limit: int | None, label: str | None = No
     """Take at most `limit` rows, in their order; with a label, in proportion to the sizes of the labels."""
     if limit is None or len(rows) <= limit:
         return rows
-    # The row of rank r among n stands at (r + ½) / n: the first rows by that are a fair share of each label.
+    # The row of rank r among n is at (r + ½) / n: the first rows in this order are a fair share of each label.
     places = [((rank + 0.5) / size, _hash(rows[index]), index) for index, (rank, size) in enumerate(ranks(rows, label))]
     return [rows[index] for index in sorted(index for *_, index in sorted(places)[:limit])]
 

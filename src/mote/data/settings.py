@@ -27,12 +27,12 @@ class DatasetSettings(Settings):
     Attributes:
         path: A file (`.jsonl`, `.jsonl.gz`, `.parquet`), a folder with such a file for the split, a pattern that
             matches several (`retrieval/*`), all relative to the data folder; or `hub:user/name`, on the Hub.
-        split: Split to read: `train` reads `train.jsonl.gz` and the like.
+        split: Split to read: `train` reads `train.jsonl.gz` and similar files.
         subset: Configuration of a dataset on the Hub.
         revision: Branch, tag or commit of a dataset on the Hub.
         columns: Our name of a column → the file's. Ours are `anchor`, `positive`, `negative` (one name or a list),
             or `text` and `label`, or `sentence1`, `sentence2` and `score`. Default: found by their usual names.
-        exclude: Names of datasets that a pattern matches and that are left out.
+        exclude: Names of datasets to leave out although the pattern matches them.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""Test sets of a data folder: found, read, checked, and cut to a limit.
+"""Test sets of a data folder: finds, reads and checks them, and cuts them to a limit.
 
 docs/evaluation.md describes the folder. Nothing here depends on mteb.
 """
@@ -34,16 +34,16 @@ SUMMARY_SCORES = ("relevance", "informativeness", "litepyramid_recall", "consist
 """Columns with human scores of summaries; the first that a dataset has is used. MTEB takes SummEval's `relevance`."""
 
 CORPUS_PER_QUERY = 10
-"""Documents per query that a limited corpus is filled up to."""
+"""Number of documents per query to which a limited corpus is filled up."""
 SHOTS = 8
 """Texts per label that MTEB draws (AmazonCounterfactual: 32); a limited train split keeps at least twice as many."""
 MAX_UNSEEN = 0.05
 """Fraction of test rows whose labels may be missing in the train split: real datasets (ATIS) have some such rows; more
-of them mean labels that are spelt differently."""
+of them suggest that the labels are spelt differently."""
 TEXTS_PER_CLUSTER = 8
 """Texts per label that a limited clustering dataset keeps on average, at the cost of labels."""
 
-_VERSION = 1  # of what is made of the files: raise it when scores of the same files change
+_VERSION = 1  # of the reader: increase it when scores of the same files change
 
 
 class Column(NamedTuple):
@@ -81,7 +81,7 @@ class EvaluationDataset:
         task: Folder of its task, one of `SPLITS`.
         name: Name of its own folder.
         folder: The data folder.
-        limit: Test rows (`beir`, `reranking`: queries) to use at most. Default: all.
+        limit: Maximum number of test rows (`beir`, `reranking`: queries) to use. Default: all.
     """
 
     task: str
@@ -99,7 +99,7 @@ class EvaluationDataset:
 
         Raises:
             FileNotFoundError: If there are none.
-            ValueError: If the split is there in more than one format.
+            ValueError: If the split exists in more than one format.
         """
         place = self.folder / self.path
         if not (found := split_files(place, split)):
@@ -118,7 +118,7 @@ class EvaluationDataset:
         return [file for file in found if file.is_file()]
 
     def revision(self) -> str:
-        """Hash the files and the limit, by which results of other data are told apart."""
+        """Hash the files and the limit, to distinguish results on different data."""
         digest = blake2b(f"{_VERSION} {self.limit}".encode(), digest_size=8)
         for file in self.files():
             digest.update(f"\0{file.relative_to(self.folder)}\0".encode())
@@ -135,7 +135,7 @@ class EvaluationDataset:
             return 0
 
     def rows(self, split: str, **columns: Column) -> Rows:
-        """Read all rows of a split, with these columns alone (`_id` is renamed to `id`).
+        """Read all rows of a split, with only these columns (`_id` is renamed to `id`).
 
         Raises:
             FileNotFoundError: If there is no such split.
@@ -189,7 +189,7 @@ class EvaluationDataset:
         return dict(qrels)
 
     def require_two(self, values: set[Any], what: str) -> None:
-        """Refuse rows that all have one value, also where that is the limit's fault.
+        """Refuse rows that all have one value, even if only because of the limit.
 
         Raises:
             ValueError: If there are fewer than two values.

@@ -1,7 +1,7 @@
 """Expert artefacts: one expert in files of its own, and the base that it belongs to.
 
-An expert is useless without the attention and the embeddings that it was trained with. So its files hold a hash
-of these, its base, and it cannot be added to a model with another base.
+An expert is useless without the attention and the embeddings that it was trained with, its base. So its files hold a
+hash of the base, and it cannot be added to a model with another one.
 """
 
 import json
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # of expert.json; readers refuse later ones
+FORMAT = 1  # of expert.json; readers refuse later formats
 WEIGHTS_FILE = "expert.safetensors"
 
 # Settings of a backbone that do not affect what it computes. Settings at their defaults do not count either, so that a
@@ -44,7 +44,7 @@ WEIGHTS_FILE = "expert.safetensors"
 _COSMETIC = ("architectures", "dtype", "transformers_version", "use_cache", "is_decoder", "tie_word_embeddings")
 _COSMETIC_PARTS = ("dropout", "initializer", "classifier", "summary_", "label", "output_", "_implementation", "_name_")
 
-# Settings of token routing that do.
+# Settings of token routing that affect what a model computes.
 _ROUTING = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "shared_expert_bias")
 
 _FIELDS: dict[str, type] = {"name": str, "tasks": list, "instructions": dict, "base": dict, "weights": dict}
@@ -73,7 +73,7 @@ class ExpertArtefact:
 
     @property
     def tasks(self) -> list[str]:
-        """Tasks that it served."""
+        """Tasks that the expert served."""
         return self.settings["tasks"]
 
     @property
@@ -95,8 +95,8 @@ class ExpertArtefact:
         """Read the weights, named as in the dense model.
 
         Raises:
-            FileNotFoundError: If their file is missing.
-            ValueError: If they are not those that expert.json describes.
+            FileNotFoundError: If the weight file is missing.
+            ValueError: If the weights do not match expert.json.
         """
         path = self.folder / WEIGHTS_FILE
         if not path.is_file():
@@ -106,7 +106,7 @@ class ExpertArtefact:
         remedy = f"copy or extract the expert {self.name!r} again"
         with path.open("rb") as file:
             if sha_fileobj(file).hex() != self.settings["weights"]["sha256"]:
-                raise ValueError(f"{path} does not match {EXPERT_FILE}, it is damaged or truncated: {remedy}")
+                raise ValueError(f"{path} does not match {EXPERT_FILE}; it is damaged or truncated: {remedy}")
         try:
             weights = load_file(path)
         except SafetensorError as error:
@@ -121,7 +121,7 @@ class ExpertArtefact:
         """Check that a MoTE in memory has the base of this expert.
 
         Raises:
-            ValueError: If it has another one; the message says what differs, and what would work.
+            ValueError: If the base is another one; the message says what differs, and what would work.
         """
         theirs, state = self.settings["base"], model.state_dict()
         ours = {**_describe(model.config, model.dtype), "hash": base_hash(model.config, state, state.__getitem__)}
@@ -133,7 +133,7 @@ class ExpertArtefact:
             f"The expert {self.name!r} of {self.source} has another base than {where}: it comes from "
             f"{theirs.get('name')} (base {theirs['hash']}), and {where} has the base {ours['hash']}. They differ in "
             f"{'; '.join(differing) or 'the weights that experts share'}. What works: {theirs.get('name')} itself, or "
-            "a MoTE that shares its base, in which only experts were trained, added or removed"
+            "a MoTE with the same base, in which only experts were trained, added or removed"
         )
 
 
@@ -155,7 +155,9 @@ def open_artefact(src: str | Path, revision: str | None = None) -> ExpertArtefac
     path = folder / EXPERT_FILE
     if not path.is_file():
         kind = "a whole model" if (folder / "config.json").is_file() else "not an expert artefact"
-        raise FileNotFoundError(f"{src} is {kind}, it has no {EXPERT_FILE}: `mote experts extract` makes one of a MoTE")
+        raise FileNotFoundError(
+            f"{src} is {kind}, it has no {EXPERT_FILE}: `mote experts extract` writes one from a MoTE"
+        )
     settings = read_json(path)
     version = settings.get("format")
     if isinstance(version, int) and version > FORMAT:
@@ -170,7 +172,7 @@ def open_artefact(src: str | Path, revision: str | None = None) -> ExpertArtefac
 
 
 def artefact_or_name(word: str) -> str | ExpertArtefact:
-    """Open the artefact that a word on the command line names; return any other word, the name of an expert."""
+    """Open the artefact that a command-line word names; return any other word, the name of an expert, unchanged."""
     return open_artefact(word) if "/" in word or (Path(word) / EXPERT_FILE).is_file() else word
 
 
@@ -199,7 +201,7 @@ def extract(
         src: A MoTE: a folder or an id on the Hub.
         name: Name of the expert.
         out: Folder to write.
-        options: How it is written.
+        options: How the artefact is written.
         revision: Branch, tag or commit of a source on the Hub.
 
     Returns:
@@ -208,8 +210,8 @@ def extract(
     Raises:
         FileNotFoundError: If the source does not exist or has no weights.
         FileExistsError: If `out` is in use.
-        ValueError: If the source is not a task MoTE, has no such expert, or its experts are compressed; if the
-            repository to push to holds a whole model.
+        ValueError: If the source is not a task MoTE, has no such expert, or has compressed experts; if the repository
+            to push to holds a whole model.
         PermissionError: If the Hub refuses the push.
     """
     options, out = options or WriteOptions(), Path(out)
@@ -269,8 +271,8 @@ class ExpertList(Report):
 
     Attributes:
         config: Config of the MoTE.
-        base_hash: Hash of what its experts rely on.
-        parameters: Number of parameters by expert; experts that are not in the files are missing.
+        base_hash: Hash of the experts' base.
+        parameters: Expert → number of parameters; experts that are not in the files are missing.
     """
 
     config: MoTEConfig
@@ -286,7 +288,7 @@ class ExpertList(Report):
         return f"{markdown_table(*self._table(), align='lrll')}\n\nbase `{self.base_hash}`"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as JSON values; the number of parameters is None for an expert that is not in the files."""
+        """Return the list as JSON values; the number of parameters is None for an expert that is not in the files."""
         experts = [
             {
                 "name": name,
@@ -339,14 +341,14 @@ def list_experts(src: str, *, revision: str | None = None) -> ExpertList:
 
 
 def base_hash(config: MoTEConfig, keys: Iterable[str], read: Callable[[str], torch.Tensor]) -> str:
-    """Hash all that the experts of a MoTE rely on: shared weights, and the settings that decide on their use.
+    """Hash the base of a MoTE's experts: shared weights, and the settings that determine how they are used.
 
-    It is unchanged when experts are trained, added, removed or renamed, and when files are saved or sharded again.
+    The hash does not change when experts are trained, added, removed or renamed, or files are saved or sharded again.
 
     Args:
         config: Config of the MoTE.
         keys: Keys of all its weights.
-        read: Returns the weight of a key; called for one after the other.
+        read: Returns the weight of a key; called for one key after another.
     """
     digest = blake2b(json.dumps(_essentials(config), sort_keys=True, default=str).encode(), digest_size=16)
     for key in sorted(key for key in keys if not key.startswith(HEAD) and weight_name(key, config).expert is None):
@@ -362,7 +364,7 @@ def _hash_on_disk(source: MoTECheckpoint) -> str:
 
 
 def _essentials(config: MoTEConfig) -> dict[str, Any]:
-    """Return what decides on how shared weights are used."""
+    """Return the settings that determine how shared weights are used."""
     architecture = architecture_of(config)
     return {
         "model_type": config.backbone_config.model_type,

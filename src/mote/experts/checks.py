@@ -20,8 +20,8 @@ def require_uncompressed(config: "MoTEConfig") -> None:
     """Raise `ValueError` if the experts are compressed."""
     if config.compression is not None:
         raise ValueError(
-            f"The experts of this model are compressed ({config.compression}): use the model that it was made of, "
-            "before `mote compress`"
+            f"The experts of this model are compressed ({config.compression}): use the model as it was before "
+            "`mote compress`"
         )
 
 
@@ -38,8 +38,8 @@ def require_plain_pooling(config: "MoTEConfig") -> None:
     """Raise `ValueError` if the pooling has weights of its own."""
     if config.model_type == ATTENTION_POOLING:
         raise ValueError(
-            f"This model pools by {config.pooling!r}, whose weights neither dense nor compressed models have: keep it "
-            "a MoTE, with one expert if need be (`mote experts remove`)"
+            f"This model pools by {config.pooling!r}, whose weights neither dense nor compressed models can hold: keep "
+            "it a MoTE, with one expert if necessary (`mote experts remove`)"
         )
 
 
@@ -49,7 +49,7 @@ def require_all_experts(config: "MoTEConfig") -> None:
     if absent:
         raise ValueError(
             f"The experts {', '.join(map(repr, absent))} are not loaded (loaded: "
-            f"{', '.join(map(repr, config.available_experts))}): their mean takes all of them"
+            f"{', '.join(map(repr, config.available_experts))}): the mean needs all experts"
         )
 
 

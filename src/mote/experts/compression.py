@@ -43,13 +43,13 @@ def compress(model: MoTEModel, *, rank: int | None = None, bits: int | None = No
             raise ValueError(f"The experts cannot be compressed: {key} holds non-finite values")
     settings = {key: value for key, value in model.config.to_dict().items() if key not in ("model_type", "auto_map")}
     config = CompressedConfig.from_dict({**settings, "expert_rank": rank, "expert_bits": bits})
-    # Built again, from installed classes: those of the model may be remote code.
+    # Rebuilt from installed classes: the model's own classes may be remote code.
     compressed = MoTEModel(MoTEConfig.from_dict(settings), export(model, config.experts[0]))
     compressed.load_state_dict(without_head(model.state_dict()))
-    compressed.cpu()  # in float64, which not every device has
+    compressed.cpu()  # in float64, which not every device supports
     for block in compressed.blocks:
         compress_block(block, rank)
-    compressed.__class__ = CompressedModel  # differs in the config alone once the experts are compressed
+    compressed.__class__ = CompressedModel  # differs only in the config once the experts are compressed
     config.backbone_config = compressed.backbone.config
     compressed.config = config
     before, after = expert_bytes(model), expert_bytes(compressed)
@@ -68,7 +68,7 @@ def compress(model: MoTEModel, *, rank: int | None = None, bits: int | None = No
 
 
 def expert_bytes(model: MoTEModel) -> int:
-    """Count the bytes of all experts and, where they are differences from it, of their mean."""
+    """Count the bytes of all experts and, if they are stored as differences from their mean, of the mean."""
     attention = tuple(f"{path}." for path in architecture_of(model.config).shared_modules)
     weights = [weight for block in model.blocks for weight in block.experts.parameters()]
     for block in model.blocks:

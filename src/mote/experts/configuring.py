@@ -1,4 +1,4 @@
-"""Settings of a MoTE on disk that decide which expert a text goes to, and what stands in front of it."""
+"""Settings of a MoTE on disk that decide which expert a text goes to, and which instruction is put in front of it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 EXPERT = "expert."  # and the task, as in "expert.sts"
 INSTRUCTION = "instruction."  # and the task, as in "instruction.clustering"
-DEFINITION = "definition."  # the same, of the instruction that `mote.instruction_with` makes of it
+DEFINITION = "definition."  # the same; `mote.instruction_with` turns the definition into the instruction
 END_TOKEN = "end_token"
 KEYS = (
     "default_task",
@@ -49,21 +49,21 @@ def configure(
     revision: str | None = None,
     options: WriteOptions | None = None,
 ) -> Path:
-    """Set how a MoTE on disk finds the task of a text, and its instructions; prompts, card and `mote.json` follow.
+    """Set how a MoTE on disk finds the task of a text, and its instructions; prompts, card and `mote.json` are updated.
 
-    Weights stay. A model in memory has the same settings in `model.config`.
+    Weights stay unchanged. A model in memory has the same settings in `model.config`.
 
     Args:
         src: A MoTE: a folder or an id on the Hub.
         out: Folder to write. Default: the source itself, which stays as it is if anything fails.
-        default_task: Task of texts for which none is given; None: none, which makes that an error. No instruction is
-            put in front of such texts.
-        route_by_text: Whether an instruction that a text begins with picks its expert. None: as it is.
-        tasks: Task, also a new one → expert that serves it. A task without an instruction of its own has the expert's.
+        default_task: Task of texts for which none is given. None: no default, so that such texts are an error. No
+            instruction is put in front of them.
+        route_by_text: Whether an instruction that a text begins with picks its expert. None: unchanged.
+        tasks: Task (possibly new) → expert that serves it. A task without an instruction of its own uses the expert's.
         instructions: Task → text put in front of its inputs.
-        instruction_pooling: `included`: embeddings are made of the instruction, too. `excluded`: it is read, and left
-            out of the pooling. `excluded_by_count`: the same by NV-Embed's own count of its tokens. None: as it is.
-        end_token: Token that the tokenizer puts behind each text, after truncation; `eos`: its end-of-sequence token.
+        instruction_pooling: `included`: instruction tokens are pooled, too. `excluded`: they are read, but left out of
+            the pooling. `excluded_by_count`: the same, by NV-Embed's own count of the tokens. None: unchanged.
+        end_token: Token that the tokenizer appends to each text, after truncation; `eos`: its end-of-sequence token.
         revision: Branch, tag or commit of a source on the Hub.
         options: How the result is written.
 
@@ -74,8 +74,8 @@ def configure(
         FileNotFoundError: If the source does not exist or has no weights.
         FileExistsError: If `out` is in use.
         OSError: If the result cannot be written; nothing is left behind.
-        ValueError: If nothing is to be set, a task is unknown, an instruction belongs to another expert, or a source
-            on the Hub has no `out`.
+        ValueError: If there is nothing to set, a task is unknown, an instruction belongs to another expert, or the
+            source is on the Hub and there is no `out`.
         PermissionError: If the Hub refuses the push.
     """
     changes: dict[str, Any] = {INSTRUCTION + task: text for task, text in (instructions or {}).items()}
@@ -99,14 +99,14 @@ def configure(
 
 
 def parse_settings(words: Mapping[str, str]) -> dict[str, Any]:
-    """Turn words of the command line into arguments of `configure`.
+    """Turn command-line words into arguments of `configure`.
 
     Args:
         words: Key → value, as in `{"default_task": "none", "instruction.clustering": "Topic: "}`. For the default
-            task, `none` or nothing removes it; `route_by_text` is `true` or `false`.
+            task, `none` or an empty value removes it; `route_by_text` is `true` or `false`.
 
     Raises:
-        ValueError: If a key is unknown, and the message lists those that work; or `route_by_text` is something else.
+        ValueError: If a key is unknown (the message lists the known ones), or `route_by_text` has another value.
     """
     settings: dict[str, Any] = {}
     for key, value in words.items():

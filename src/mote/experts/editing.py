@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MEAN = "mean"  # of all experts, as what a new one starts from
+MEAN = "mean"  # of all experts, as the start of a new one
 
 _NAME_FIELDS = ("experts", "tasks", "instructions", "default_task", "loaded_experts")
 
@@ -41,7 +41,7 @@ def add(
 ) -> None:
     """Add an expert, and the task of its name. An existing task of that name is reassigned to the new expert.
 
-    The new weights are copies, of the dtype and on the device of the model's other experts. A compiled model must be
+    The new weights are copies, with the dtype and on the device of the model's other experts. A compiled model must be
     compiled again.
 
     Args:
@@ -49,14 +49,14 @@ def add(
         name: Name of the expert.
         start: Its initial weights: those of an expert, the `"mean"` of all experts (unless an expert has that name),
             an artefact (from `open_artefact`), or the weights themselves, as `weights` returns them.
-        instruction: Text in front of its inputs; or task → text, where its tasks differ. Default: the artefact's, else
-            the config's for that task, else the paper's, else none; then only `task=` selects the expert.
-        tasks: Further tasks to assign to it, new ones or other experts'. Tasks of an artefact come with it, unless
-            the model has them already.
+        instruction: Text in front of its inputs; or task → text, if its tasks differ. Default: the artefact's, else the
+            config's for that task, else the paper's, else none, so that only `task=` selects the expert.
+        tasks: Additional tasks to assign to it, new ones or other experts'. An artefact brings its tasks, except those
+            that the model already has.
 
     Raises:
         ValueError: If the name is taken or invalid, the start is unknown, does not fit or has another base, a task
-            bears the name of another expert, an instruction belongs to another expert, or the model's experts are
+            has the name of another expert, an instruction belongs to another expert, or the model's experts are
             token-routed, compressed, offloaded or not loaded. The model is then unchanged.
     """
     require_editable(model)
@@ -103,7 +103,7 @@ def rename(model: "MoTEModel", name: str, new_name: str) -> None:
 
     Args:
         model: A MoTE in memory; changed in place.
-        name: Present name.
+        name: Current name.
         new_name: New name.
 
     Raises:
@@ -139,7 +139,7 @@ def weights(model: "MoTEModel", name: str) -> dict[str, torch.Tensor]:
 
 
 def set_experts(block: "MoTEBlock", experts: Mapping[str, nn.Module]) -> None:
-    """Give a block its experts, in a new dict: threads that iterate over the old one are not disturbed."""
+    """Give a block its experts in a new dict, so that threads that iterate over the old one are not disturbed."""
     new = nn.ModuleDict(experts)
     new.training = block.training
     block.experts = new
@@ -164,13 +164,13 @@ def _initial_weights(model: "MoTEModel", start: str | Mapping[str, torch.Tensor]
         raise ValueError(
             f"Unknown expert {start!r}."
             + alternatives(start, [*available, MEAN])
-            + " An expert artefact is given by its folder, or by its id on the Hub (user/name)"
+            + " To add an artefact, give its folder or its id on the Hub (user/name)"
         )
     return weights(model, start)
 
 
 def _copies(model: "MoTEModel", like: str, new_weights: Mapping[str, torch.Tensor]) -> list[nn.Module]:
-    """Copy an expert of each block, with other weights, but with the block's shared modules."""
+    """Copy an expert of each block, with new weights and the block's shared modules."""
     copies = []
     for index, block in zip(model.config.mote_layer_indices, model.blocks, strict=True):
         shared: dict[int, Any] = {id(module): module for module in block.shared.modules()}  # targets of `SharedModule`
@@ -198,7 +198,7 @@ def _names_of_artefact(
     instruction: str | Mapping[str, str] | None,
     tasks: list[str],
 ) -> tuple[dict[str, str], list[str]]:
-    """Return instructions and tasks with which an artefact comes into a model, perhaps under another name."""
+    """Return the instructions and tasks that an artefact brings into a model, possibly under another name."""
     own = [task for task in artefact.tasks if task not in (artefact.name, name, *tasks)]
     for task in own:
         if task in config.tasks:
@@ -216,7 +216,7 @@ def _with_expert(
     """Return the config with one more expert, validated."""
     if name in config.experts:
         raise ValueError(
-            f"There is an expert {name!r} already (experts: {', '.join(map(repr, config.experts))}): choose another "
+            f"There already is an expert {name!r} (experts: {', '.join(map(repr, config.experts))}): choose another "
             "name, or rename or remove that one first"
         )
     if instruction is None:
@@ -237,7 +237,7 @@ def _with_expert(
 
 
 def _without_expert(config: MoTEConfig, name: str, moved: Mapping[str, str | None]) -> MoTEConfig:
-    """Return the config with one expert less, validated."""
+    """Return the config without an expert, validated."""
     if name not in config.experts:
         raise ValueError(f"Unknown expert {name!r}." + alternatives(name, config.experts))
     if config.available_experts == [name]:
@@ -257,7 +257,7 @@ def _without_expert(config: MoTEConfig, name: str, moved: Mapping[str, str | Non
     removed = [task for task in own if moved.get(task) is None]
     if config.default_task in removed:
         raise ValueError(
-            f"{config.default_task!r} is the default_task of the config: assign it to another expert by `tasks`, or "
+            f"{config.default_task!r} is the default_task of the config: assign it to another expert with `tasks`, or "
             "set config.default_task to another task or None first"
         )
     experts = [expert for expert in config.experts if expert != name]
@@ -295,5 +295,5 @@ def _with_new_name(config: MoTEConfig, name: str, new_name: str) -> MoTEConfig:
 
 
 def _replaced(config: MoTEConfig, **names: Any) -> MoTEConfig:
-    """Return a new config with other names, completed and validated as any new one is."""
+    """Return a new config with other names, completed and validated like any new config."""
     return type(config).from_dict({**config.to_dict(), **names})

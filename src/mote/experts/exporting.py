@@ -1,6 +1,6 @@
 """One expert of a MoTE as a dense model of the backbone's own architecture, which needs no code of MoTE.
 
-A task expert that is token-routed becomes a token-routed model, which does.
+A task expert that is token-routed becomes a token-routed model, which does need it.
 """
 
 import copy
@@ -32,7 +32,7 @@ def export(
     name: str,
     format: Literal["native", "published"] = "native",  # noqa: A002
 ) -> PreTrainedModel:
-    """Make one expert a dense model of the backbone's own architecture, which needs no code of MoTE.
+    """Turn one expert into a dense model of the backbone's own architecture, which needs no code of MoTE.
 
     If the experts are token-routed themselves, the result is the token-routed model of that expert.
 
@@ -40,11 +40,11 @@ def export(
         model: A MoTE in memory; not modified.
         name: Name of the expert.
         format: "published" adds the keys of the family's published config to the native ones, for servers that know
-            no others. Transformers reads both; weights have the published names in either.
+            only those. Transformers reads both; weights have the published names either way.
 
     Returns:
-        The native model, without a pooler: its `last_hidden_state` equals that of the MoTE for this expert, bit for
-        bit. Its weights are copies, so both models can be used and trained. Compressed weights are dequantized.
+        The native model, without a pooler. Its `last_hidden_state` equals, bit for bit, the MoTE's for this expert.
+        Its weights are copies, so both models can be used and trained. Compressed weights are dequantized.
 
     Raises:
         ValueError: If there is no such expert, it is not loaded, or the model is token-routed; or if its family
@@ -66,7 +66,7 @@ def export(
 def _published_settings(config: Any) -> dict[str, Any]:
     if config.model_type not in PUBLISHED:
         raise ValueError(
-            f"{config.model_type!r} has no published format but the native one: leave out `--format published`, "
+            f"{config.model_type!r} has no published format besides the native one: leave out `--format published`, "
             f"which is for {', '.join(PUBLISHED)}"
         )
     return PUBLISHED[config.model_type](config)
@@ -88,7 +88,7 @@ def native_model(model: "MoTEModel", weights: dict[str, torch.Tensor], experts: 
     Args:
         model: The MoTE.
         weights: Name in the dense model → weight; taken over without a copy.
-        experts: Experts that it is made of, whose tasks a token-routed backbone takes over.
+        experts: Experts that the weights come from, whose tasks a token-routed backbone takes over.
 
     Raises:
         ValueError: If the pooling has weights of its own.
@@ -112,7 +112,7 @@ def native_model(model: "MoTEModel", weights: dict[str, torch.Tensor], experts: 
 
 
 def _take_names(config: Any, names: "MoTEConfig", experts: list[str]) -> None:
-    """Give a token-routed model tasks, instructions and pooling of the experts that it is made of."""
+    """Give a token-routed model the tasks, instructions and pooling of the experts that it is made from."""
     config.experts, config.pooling, config.default_task = experts, names.pooling, None
     config.tasks = {task: expert for task, expert in names.tasks.items() if expert in experts}
     config.instructions = {task: names.instruction_of(task) for task in config.tasks}

@@ -6,7 +6,7 @@ import torch
 
 
 def mean(weights: Sequence[torch.Tensor], shares: Sequence[float] | None = None) -> torch.Tensor:
-    """Average tensors in float64, in which the mean of equal float32 weights is these weights again.
+    """Average tensors in float64, so that the mean of equal float32 weights is exactly these weights.
 
     Args:
         weights: Tensors of one shape.

@@ -56,7 +56,7 @@ def interpolate(model: "MoTEModel", weight: float | Mapping[str, float]) -> "MoT
     Args:
         model: A MoTE with all its experts; not modified.
         weight: Interpolation weight of the mean, from 0 (the expert, bit for bit) to 1 (the mean, as in `average`):
-            one for all experts, or by name; experts that are not named stay.
+            one for all experts, or by name; experts that are not named stay unchanged.
 
     Returns:
         A new model.
@@ -92,7 +92,7 @@ def merge(
 
     Args:
         model: A MoTE in memory; changed in place.
-        experts: Expert, or artefact from `open_artefact` → its weight in the mean, above 0; they are scaled to sum
+        experts: Expert, or artefact from `open_artefact` → its weight in the mean, above 0. Weights are scaled to sum
             to 1.
         name: Name of the new expert.
         instruction: As in `add`.

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Name the extra that has what cannot be imported."""
+    """Raise an error that names the extra with the missing library."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Chroma: `MoTEEmbeddingFunction`, registered as `mote`, so that collections find it when they are opened again."""
+"""Chroma: `MoTEEmbeddingFunction`, registered as `mote`, so that collections find it when they are reopened."""
 
 import json
 import os
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 _SETTINGS = ("query_task", "document_task", "trust_remote_code", "revision", "device", "encode_kwargs")
 
-# Those that decide on the embeddings of documents, which a collection has already.
+# Settings that affect the embeddings of documents, which a collection already holds.
 _OF_DOCUMENTS = ("document_task", "revision", "encode_kwargs")
 
 
 @register_embedding_function
 class MoTEEmbeddingFunction(TaskEncoder, EmbeddingFunction[Embeddable]):
-    """Chroma's `EmbeddingFunction`: queries through the expert of queries, documents through that of documents.
+    """Chroma's `EmbeddingFunction`: queries through the query expert, documents through the document expert.
 
-    A collection stores the arguments and, opened again in a process that has imported this module, loads the model by
-    them, with its code if `trust_remote_code` was true. It cannot do that with a loaded model: pass the function
-    to `get_collection` then.
+    A collection stores the arguments. When it is reopened, in a process that has imported this module, it loads the
+    model with them, and runs its code if `trust_remote_code` was true. It cannot do so if it was made with a loaded
+    model: pass the function to `get_collection` in that case.
 
     Arguments and errors are those of [`TaskEncoder`][mote.integrations.encoder.TaskEncoder].
     """
 
-    # By config: Chroma builds the function again whenever it looks at a collection's configuration.
+    # Config → function: Chroma rebuilds the function whenever it looks at a collection's configuration.
     _built: ClassVar[dict[str, "MoTEEmbeddingFunction"]] = {}
 
     def __init__(
@@ -74,7 +74,7 @@ class MoTEEmbeddingFunction(TaskEncoder, EmbeddingFunction[Embeddable]):
         return "mote"
 
     def default_space(self) -> Space:
-        """Distance of a collection that names none."""
+        """Default distance of a collection."""
         return "cosine"
 
     def supported_spaces(self) -> list[Space]:
@@ -87,7 +87,7 @@ class MoTEEmbeddingFunction(TaskEncoder, EmbeddingFunction[Embeddable]):
 
     @staticmethod
     def build_from_config(config: dict[str, Any]) -> "MoTEEmbeddingFunction":
-        """Return the function of a stored config, the same one for the same config."""
+        """Return the function of a stored config; equal configs give the same object."""
         if config["model"] is None:
             return _OfLoadedModel(config)
         built = MoTEEmbeddingFunction._built.get(json.dumps(config, sort_keys=True))
@@ -98,17 +98,17 @@ class MoTEEmbeddingFunction(TaskEncoder, EmbeddingFunction[Embeddable]):
         """Check a stored config.
 
         Raises:
-            ValueError: If it has other keys than `get_config` returns.
+            ValueError: If its keys are not those of `get_config`.
         """
         expected = ["model", *_SETTINGS]
         if sorted(config) != sorted(expected):
             raise ValueError(f"The config of a MoTEEmbeddingFunction has the keys {expected}, got {list(config)}")
 
     def validate_config_update(self, old_config: dict[str, Any], new_config: dict[str, Any]) -> None:
-        """Check that a collection's documents, which are embedded already, suit another config.
+        """Check that a new config suits a collection's documents, which are already embedded.
 
         Raises:
-            ValueError: If they would be embedded in another way.
+            ValueError: If the new config would embed them differently.
         """
         for name in _OF_DOCUMENTS:
             if old_config[name] != new_config[name]:
@@ -119,7 +119,7 @@ class MoTEEmbeddingFunction(TaskEncoder, EmbeddingFunction[Embeddable]):
 
 
 class _OfLoadedModel(MoTEEmbeddingFunction):
-    """What a collection finds whose function had a loaded model: it says so when used."""
+    """Stands for the function of a collection that was made with a loaded model; raises an error when used."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = config

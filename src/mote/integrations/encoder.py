@@ -19,18 +19,18 @@ class TaskEncoder:
 
     Args:
         model: A folder, an id on the Hub, or a loaded `SentenceTransformer`: a MoTE, or any other model.
-        query_task: Task of queries: a MoTE's task, or the name of another model's prompt. Default: what
-            `encode_query` does.
-        document_task: Task of documents. Default: what `encode_document` does.
-        trust_remote_code: Run the code in its repository or folder.
+        query_task: Task of queries: a MoTE's task, or the name of another model's prompt. Default: as in
+            `encode_query`.
+        document_task: Task of documents. Default: as in `encode_document`.
+        trust_remote_code: Whether to run the code in its repository or folder.
         revision: Branch, tag or commit on the Hub. Default: the newest.
-        device: Device that it runs on; with several, documents are spread over them, a process each. Default:
+        device: Device; with several, documents are spread over them, with one process each. Default:
             Sentence-Transformers' choice.
         encode_kwargs: Other arguments of `encode`, for queries and documents: `batch_size`, `normalize_embeddings`,
             `truncate_dim` …
 
     Raises:
-        ValueError: If the model does not load, a task is unknown or missing, or `encode_kwargs` decide on the task.
+        ValueError: If the model does not load, a task is unknown or missing, or `encode_kwargs` set the task.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class TaskEncoder:
             # Absolute, because a stored path may be read from another working directory.
             self.path = str(Path(model).absolute()) if Path(model).is_dir() else os.fspath(model)
         elif revision is not None or isinstance(device, str):
-            raise ValueError("revision and device are those of a model to load: this one is loaded")
+            raise ValueError("revision and device apply to a model that is yet to be loaded: leave them out")
         else:
             self._model = model
         for name in ("prompt", "prompt_name", "task"):
             if name in (encode_kwargs or {}):
                 raise ValueError(
-                    f"encode_kwargs has {name!r}, which would be that of queries and documents alike: pass "
+                    f"encode_kwargs has {name!r}, which would apply to queries and documents alike: pass "
                     "`query_task=` and `document_task=`"
                 )
         self.query_task, self.document_task = query_task, document_task
@@ -86,7 +86,7 @@ class TaskEncoder:
         return self._encode(self.model.encode_document, texts, self.document_task, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out a model that can be loaded again, whose code another process would lack."""
+        """Leave out a model that can be loaded again: another process would lack its code."""
         return {**self.__dict__, "_model": None if self.path is not None else self._model}
 
     def _encode(
@@ -103,10 +103,10 @@ class TaskEncoder:
         return np.asarray(self.model.encode(list(texts), task=task, prompt=prompt, **kwargs))
 
     def _check(self) -> None:
-        """Embed a text on either side, so that what is wrong shows before there is an index.
+        """Embed a query and a document, so that errors show before there is an index.
 
         Raises:
-            ValueError: If that fails.
+            ValueError: If this fails.
         """
         for role, task, encode in (
             ("query", self.query_task, self.encode_queries),

@@ -8,7 +8,7 @@ with extra("langchain"):
 
 
 class MoTEEmbeddings(TaskEncoder, Embeddings):
-    """LangChain's `Embeddings`: queries through the experts of queries, documents through those of documents.
+    """LangChain's `Embeddings`: queries through the query expert, documents through the document expert.
 
     Arguments and errors are those of [`TaskEncoder`][mote.integrations.encoder.TaskEncoder].
     """

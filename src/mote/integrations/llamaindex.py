@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 
 
 class MoTEEmbedding(BaseEmbedding):
-    """LlamaIndex's `BaseEmbedding`: queries through the expert of queries, texts through that of documents.
+    """LlamaIndex's `BaseEmbedding`: queries through the query expert, texts through the document expert.
 
     Args:
         model_name: A folder, an id on the Hub, or a loaded `SentenceTransformer`.
-        query_task: As in [`TaskEncoder`][mote.integrations.encoder.TaskEncoder], with all that follow.
+        query_task: As in [`TaskEncoder`][mote.integrations.encoder.TaskEncoder], like the next five.
         document_task: See there.
         trust_remote_code: See there.
         revision: See there.
         device: See there.
-        encode_kwargs: See there; without a `batch_size`, `embed_batch_size` is that.
+        encode_kwargs: See there; `batch_size` is `embed_batch_size` by default.
         **kwargs: Arguments of `BaseEmbedding`: `embed_batch_size`, `num_workers` …
 
     Raises:
-        ValueError: As `TaskEncoder`, at once: nothing is tried again. Or if there is an `embeddings_cache`, which knows
-            a text by its words alone, and queries and documents have different tasks.
+        ValueError: As from `TaskEncoder`, immediately, without retries; or if there is an `embeddings_cache`, which
+            identifies a text by its words alone, and queries and documents have different tasks.
     """
 
     query_task: str | None = Field(default=None, description="Task of queries")
     document_task: str | None = Field(default=None, description="Task of documents")
-    trust_remote_code: bool = Field(default=False, description="Whether the code of the model is run")
+    trust_remote_code: bool = Field(default=False, description="Whether to run the model's code")
     revision: str | None = Field(default=None, description="Branch, tag or commit on the Hub")
     device: str | list[str] | None = Field(default=None, description="Device or devices that the model runs on")
     encode_kwargs: dict[str, Any] = Field(default_factory=dict, description="Other arguments of encode")
@@ -56,12 +56,12 @@ class MoTEEmbedding(BaseEmbedding):
     ) -> None:
         if model_name == "":  # as serialized below
             raise ValueError(
-                "This embedding was made with a loaded model: from_dict(…, model_name=MODEL) takes it again"
+                "This embedding was made with a loaded model: pass the model again, from_dict(…, model_name=MODEL)"
             )
         if kwargs.get("embeddings_cache") is not None and (query_task is None or query_task != document_task):
             raise ValueError(
-                "An embeddings_cache has one embedding per text, so that a query would get that of a document: leave "
-                "it out, or pass the same `query_task=` and `document_task=`"
+                "An embeddings_cache has one embedding per text, so a query could get the embedding of a document: "
+                "leave it out, or pass the same `query_task=` and `document_task=`"
             )
         if unknown := kwargs.keys() - type(self).model_fields.keys():  # which the base class ignores
             raise TypeError(f"MoTEEmbedding() got an unexpected keyword argument {min(unknown)!r}")
@@ -80,7 +80,7 @@ class MoTEEmbedding(BaseEmbedding):
 
     @classmethod
     def class_name(cls) -> str:
-        """Name that serialized objects have."""
+        """Name of the class in serialized objects."""
         return "MoTEEmbedding"
 
     def _get_query_embedding(self, query: str) -> list[float]:
