@@ -275,14 +275,14 @@ def copied(source: Path, target: Path) -> Path:
 
 def test_without_a_start_experts_are_compared_with_their_mean(trained_folder: Path, tmp_path: Path) -> None:
     (model,) = analyze([trained_folder], texts=TEXTS[:2]).models
-    assert "it comes from small-encoder, which is not here" in model.notes[-1]
+    assert "it was trained from small-encoder, which does not exist here" in model.notes[-1]
     unrecorded = shutil.copytree(trained_folder, tmp_path / "model")
     (unrecorded / "mote.json").unlink()
     (model,) = analyze([unrecorded], texts=TEXTS[:2]).models
     assert model.weight_change is not None
     assert not model.weight_change.from_start
     assert model.weight_change.shared == []
-    assert "does not record where it comes from" in model.notes[-1]
+    assert "does not record what it was trained from" in model.notes[-1]
     assert "`--start MODEL`" in model.notes[-1]
     weights = load_file(trained_folder / "model.safetensors")
     prefix = next(key for key in sorted(weights) if ".experts." in key).partition("experts.")[0] + "experts."
@@ -298,7 +298,7 @@ def test_without_a_start_experts_are_compared_with_their_mean(trained_folder: Pa
 def test_the_start_is_found_by_what_a_folder_records(upcycled: Path, dense: Path, tmp_path: Path) -> None:
     folder = copied(upcycled, tmp_path / "trained")
     write_steps([new_step("upcycle", sources=[{"name": "tiny"}])], folder)
-    with pytest.raises(ValueError, match="comes from tiny, which is not here"):
+    with pytest.raises(ValueError, match="was trained from tiny, which does not exist here"):
         analysis.find_start(str(folder))
     (folder / "recipe.yaml").write_text(f"model:\n  source: {dense}\n")
     assert analysis.find_start(str(folder)) == str(dense)

@@ -142,7 +142,7 @@ def test_failures_do_not_stop_the_others(
     assert evaluation.common == ["sts-part0", "sts-part2"]
     assert set(evaluation.failures["without-a-prompt"]) == {"sts-part1", "clustering-trivia"}
     assert "clustering-trivia" in evaluation.scores["small-encoder"]
-    assert "Means are over those 2 of 4 datasets" in printed.out
+    assert "Means are over the 2 of 4 datasets" in printed.out
     assert (out / "datasets.md").read_text().count("failed") == 3
 
 
@@ -253,7 +253,7 @@ def test_an_interrupted_run_says_how_to_resume(data: Path, tmp_path: Path, caplo
         (["--benchmark", "MTEB(english, v1)"], "MTEB: 'MTEB(english, v1)' not found. Did you mean"),
         (["--task", "NFCorpuss"], "MTEB: 'NFCorpuss' not found. Did you mean: 'NFCorpus'"),
         (["--benchmark", "MTEB(eng, v1)", "--task", "Bank?"], "No dataset matches 'Bank?'"),
-        (["--task", "STS12", "--limit", "5"], "--limit cuts datasets of --data alone"),
+        (["--task", "STS12", "--limit", "5"], "--limit only cuts datasets of --data"),
         (["--data", "DATA", "--task", "sts/part9"], "sts/part9"),
         (["--data", "nowhere"], "nowhere"),
         (["--data", "DATA", "--reference", "gpt"], "The reference gpt is not one of the models: small-encoder"),

@@ -43,7 +43,7 @@ def test_a_model_without_any_score_does_not_take_the_others_theirs() -> None:
     assert [line.split() for line in evaluation.table().splitlines() if line.startswith("STS")] == [
         ["STS", "(1)", "1.00", "-"]
     ]
-    assert "no dataset has a score of both" in evaluation.table()
+    assert "no dataset has scores of both" in evaluation.table()
     assert json.loads(evaluation.to_json())["means"]["b"]["mean over datasets"] is None
 
 
@@ -68,7 +68,7 @@ def test_the_table_in_markdown() -> None:
     ]
     heading = table.splitlines()[0]
     assert all(part in heading for part in ("mteb 2.26.1", "bfloat16", "--limit 10", "gain over dense"))
-    assert "- Means are over those 3 of 4 datasets" in table
+    assert "- Means are over the 3 of 4 datasets" in table
     assert "- Failed: part on s2: ValueError: no" in table
     assert "| s2 | STS | main | 60.00 | **64.00** (+4.00) | failed |" in evaluation.per_dataset("markdown")
 

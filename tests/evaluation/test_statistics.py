@@ -37,7 +37,7 @@ def test_p_values_by_hand() -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs", "said"),
     [
-        ([], [], "no dataset has a score of both"),
+        ([], [], "no dataset has scores of both"),
         ([2.0], [1.0], "1 dataset: +1.00 on average, higher on 1, lower on 0; a test needs 2 datasets or more"),
         ([2.0, 3.0], [1.0, 2.0], "paired t none (no spread), Wilcoxon 0.250"),
         ([1.0, 2.0], [1.0, 2.0], "Welch 0.500, paired t none (no spread), Wilcoxon none (no spread)"),

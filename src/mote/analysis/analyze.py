@@ -53,7 +53,7 @@ class ModelAnalysis:
         divergence: Divergence between queries and documents; None if the model knows no such roles.
         layout: t-SNE of queries and documents, [2 N, 2], queries first.
         weight_change: Weight change from the start; None if it cannot be measured.
-        notes: Caveats.
+        notes: Caveats about the results.
     """
 
     label: str
@@ -121,7 +121,7 @@ class Analysis(Report):
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Analysis":
-        """Read back what `to_dict` returned, as from analysis.json; the texts of pairs, which that lacks, are empty."""
+        """Read what `to_dict` returned, as from analysis.json; the texts of pairs, which it lacks, are empty."""
         texts, pairs = content["texts"], content["pairs"]
         no_texts = ("",) * pairs["count"] if pairs else ()
         tests = [{**test, "tasks": test["tasks"] and tuple(test["tasks"])} for test in content["tests"]]
@@ -180,13 +180,13 @@ def analyze(
             labels.
         out: Folder for tables and charts. Default: nothing is written.
         texts: Texts to embed under each task, or a file as `find_texts` reads it. Default: those of `data`, otherwise
-            128 real ones that come with MoTE.
+            the 128 real ones shipped with MoTE.
         data: Folder of datasets to draw texts and pairs from.
         pairs: File of queries and documents, as `find_pairs` reads it. Default: the retrieval datasets of `data`;
             without these, the same texts take both roles.
         tasks: Tasks to compare. Default: the first model's experts, or else its prompts, if all models know them. If a
-            model distinguishes no tasks, as a dense one without prompts, pairs alone are compared.
-        start: Model that the models were trained from. Default: what their folders record.
+            model distinguishes no tasks (a dense model without prompts), only pairs are compared.
+        start: Model that the models were trained from. Default: the one recorded in their folders.
         limit: Number of texts, and of pairs.
         batch_size: Batch size of `encode`.
         device: Device of the models. Default: a GPU if there is one.
@@ -197,7 +197,7 @@ def analyze(
         FileNotFoundError: If a model, file or folder does not exist.
         OSError: If `out` is not writable.
         ValueError: If a file is damaged, a task is unknown, a model has fewer than two tasks, brings code that is not
-            trusted, or `start` does not match.
+            trusted, or does not match `start`.
     """
     if texts is None or isinstance(texts, str | Path):
         found = find_texts(texts, data, limit, seed)
@@ -251,7 +251,7 @@ def _prepare(out: Path) -> None:
 
 
 def _tasks(models: Mapping[str, SentenceTransformer], tasks: Sequence[str] | None, only_pairs: bool) -> list[str]:
-    """Choose the tasks to compare, and check that every model knows them; none, if they may have `only_pairs`."""
+    """Choose the tasks to compare, and check that every model knows them; none if `only_pairs` is allowed."""
     if tasks is None:
         first = next(iter(models.values()))
         chosen = [task for task in default_tasks(first) if all(task in instructions_of(m) for m in models.values())]
@@ -263,7 +263,7 @@ def _tasks(models: Mapping[str, SentenceTransformer], tasks: Sequence[str] | Non
     except ValueError as error:
         if tasks is not None or not only_pairs:
             raise
-        logger.info("Compared over queries and documents alone: %s", error)
+        logger.info("Comparing queries and documents only: %s", error)
         return []
     return chosen
 
@@ -288,7 +288,7 @@ def _of_embeddings(
     batch_size: int,
     seed: int,
 ) -> ModelAnalysis:
-    """Measure what the embeddings show."""
+    """Take all measurements on the model's embeddings."""
     embeddings = {task: embed(model, texts.texts, task, batch_size) for task in tasks}
     known, config = instructions_of(model), mote_config(model)
     seen = ModelAnalysis(
@@ -322,7 +322,7 @@ def _weight_change(name: str, start: str | None) -> tuple[WeightChange | None, l
     try:
         return weight_change_of(name, find_start(name)), []
     except (ValueError, OSError) as error:
-        reason = f"The start of {Path(name).name} was not found ({error}); `--start MODEL` names it"
+        reason = f"The start of {Path(name).name} was not found ({error}); name it with `--start MODEL`"
     try:
         return weight_change_of(name), [f"{reason}. Instead: the distance of each expert from their mean"]
     except (ValueError, OSError) as error:
@@ -369,7 +369,7 @@ def _by_pair(content: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
 
 
 def _sections(analysis: Analysis) -> list[tuple[str, list[Rows | str]]]:
-    """Arrange all results as titles with tables and sentences."""
+    """Arrange all results into sections: a title, with tables and sentences."""
     sections: list[tuple[str, list[Rows | str]]] = []
     if analysis.models[0].similarity:
         count = len(analysis.texts.texts)

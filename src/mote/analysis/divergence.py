@@ -30,7 +30,7 @@ class Divergence:
         cosine: Cosine similarity of each pair.
         neighbors_kl: KL(query ‖ document) of each pair, [N], by the distances to all others, see
             `neighbor_distributions`.
-        neighbors_js: Jensen-Shannon divergence of each pair, [N], by the same.
+        neighbors_js: Jensen-Shannon divergence of each pair, [N], by the same distributions.
     """
 
     roles: tuple[str, str]
@@ -60,11 +60,11 @@ def neighbor_distributions(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Turn distances into distributions, as in appendix A.1 of the CoT-MoTE paper: exp(-d) / Σ exp(-d), d = 1 - cosine.
 
-    Each query is a distribution over the documents, each document one over the queries: the first is made of the
-    matrix of all distances, the second of its transpose. Where the two sides take the same places, they are equal.
+    Each query is a distribution over the documents, each document one over the queries: the first is computed from the
+    matrix of all distances, the second from its transpose. If queries and documents coincide, the two are equal.
 
     Args:
-        queries: Their embeddings, [N, H].
+        queries: Embeddings of the queries, [N, H].
         documents: Embeddings of the document of each query, [N, H].
 
     Returns:

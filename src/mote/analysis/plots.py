@@ -15,7 +15,7 @@ from mote.analysis.weight_change import WeightChange
 from mote.reporting import COLORS
 
 _DPI = 120
-_PLAIN_TEXT = rc_context({"text.parse_math": False})  # a $ in a name begins no formula
+_PLAIN_TEXT = rc_context({"text.parse_math": False})  # a $ in a name does not start a formula
 _CHANGE = "Frobenius norm of the change, % of the start's (gray: no experts)"
 
 
@@ -41,7 +41,7 @@ def draw_similarity(similarities: Mapping[str, Similarity], path: str | Path, ti
 
 
 def _split(figure: Figure, shape: tuple[int, int], **ratios: Any) -> Any:
-    """Split into several parts; matplotlib's types promise one."""
+    """Split a figure into several parts; matplotlib's type hints promise only one."""
     return figure.subfigures(*shape, **ratios)
 
 
@@ -90,7 +90,7 @@ def _violins(axis: Any, similarities: Mapping[str, Similarity]) -> None:
     for number, similarity in enumerate(similarities.values()):
         color = COLORS[number % len(COLORS)]
         places = np.arange(len(pairs)) + (number - (count - 1) / 2) * 0.8 / count
-        values = [np.round(similarity[pair], 6) for pair in pairs]  # no density of rounding errors
+        values = [np.round(similarity[pair], 6) for pair in pairs]  # so that no density of rounding errors is drawn
         drawn = axis.violinplot(values, places, widths=0.75 / count, showmedians=True, showextrema=False)
         for body in drawn["bodies"]:
             body.set(facecolor=color, edgecolor=color, alpha=0.6)
@@ -101,7 +101,7 @@ def _violins(axis: Any, similarities: Mapping[str, Similarity]) -> None:
     axis.grid(axis="y", alpha=0.3)
     colors = [COLORS[number % len(COLORS)] for number in range(count)]
     patches = [Patch(color=color, alpha=0.6, label=label) for color, label in zip(colors, similarities, strict=True)]
-    axis.legend(handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=4)  # above, where no violin is
+    axis.legend(handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=4)  # above the violins
 
 
 @_PLAIN_TEXT

@@ -17,7 +17,7 @@ from mote.inference.loading import check_device, load_encoder
 
 Similarity = dict[tuple[str, str], NDArray[np.float64]]
 
-# Names of the two roles of search: the paper's first, last those that Sentence-Transformers adds on its own.
+# Names of the two roles of search, the paper's first; those that Sentence-Transformers adds on its own come last.
 ROLES = (("search_query", "search_document"), ("query", "passage"), ("query", "document"))
 
 
@@ -157,7 +157,7 @@ class WelchTest:
         t: Test statistic, negative if the first model's mean is lower. None if neither model varies.
         degrees_of_freedom: Welch-Satterthwaite degrees of freedom.
         p: Probability of at least this difference if the first model's mean were not lower.
-        measure: Whose means are compared: "similarity", or a divergence of queries and documents, "KL" or "JS".
+        measure: Measure whose means are compared: "similarity", or a divergence of queries and documents, "KL" or "JS".
     """
 
     first: str
@@ -178,7 +178,7 @@ def welch_tests(first: str, similarity: Similarity, second: str, other: Similari
         first: Label of the first model.
         similarity: Its similarity.
         second: Label of the second model.
-        other: Similarity of the second model, over the same pairs of tasks; none if the models are not compared so.
+        other: Similarity of the second model, over the same pairs of tasks; empty if tasks are not compared.
     """
     if not similarity:
         return []
@@ -200,7 +200,7 @@ def welch_test(
     Args:
         first: Label of the first model.
         second: Label of the second model.
-        tasks: Tasks whose similarity it is.
+        tasks: Tasks whose similarity is tested.
         a: Values of the first model.
         b: Values of the second model.
         measure: Name of the values, see `WelchTest`.

@@ -30,8 +30,8 @@ class WeightChange:
     """Relative change of a model's weights.
 
     Attributes:
-        start: Name of the model they are compared with.
-        from_start: True if that is the start of training; False if it is the mean of the experts.
+        start: Name of the model that they are compared with.
+        from_start: True if this is the start of training; False if it is the mean of the experts.
         experts: Expert → in each layer the Frobenius norm of the change of its weights, relative to that of the
             start's weights; None in a layer without experts. The layer's attention is not included. A dense model has
             one "expert", the `DENSE` part of each layer.
@@ -87,9 +87,9 @@ def find_start(model: str) -> str:
     """
     recorded = _recorded_start(open_checkpoint(model).folder)
     if recorded is None:
-        raise ValueError("its folder does not record where it comes from")
+        raise ValueError("its folder does not record what it was trained from")
     if not Path(recorded).is_dir() and (Path(recorded).is_absolute() or recorded.count("/") != 1):
-        raise ValueError(f"it comes from {Path(recorded).name}, which is not here")
+        raise ValueError(f"it was trained from {Path(recorded).name}, which does not exist here")
     return recorded
 
 
@@ -99,13 +99,13 @@ def _recorded_start(folder: Path) -> str | None:
         try:
             return str(yaml.safe_load(recipe.read_text(encoding="utf-8"))["model"]["source"])
         except (yaml.YAMLError, KeyError, TypeError) as error:
-            raise ValueError(f"its record of where it comes from cannot be read ({error})") from error
+            raise ValueError(f"its record of what it was trained from cannot be read ({error})") from error
     started = [step for step in read_steps(folder) if step["step"] in ("upcycle", "train") and step["sources"]]
     return started[-1]["sources"][0].get("name") if started else None
 
 
 def _load(source: Checkpoint, like: MoTEModel | None = None) -> MoTEModel:
-    """Load a MoTE; or a source of upcycling as a MoTE, of the layout of another one or with a single expert."""
+    """Load a MoTE; or upcycle a dense source in memory, to the layout of another MoTE or with a single expert."""
     if source.format == "mote":
         if source.config.compression is not None:
             raise ValueError(
@@ -133,14 +133,14 @@ def _refuse_mismatch(trained: MoTEModel, begun: MoTEModel, model: str, start: st
     if wrong:
         raise ValueError(
             f"{start} is not the start of {model}: {len(wrong)} weights are missing or of another shape in one of "
-            f"them, as {wrong[0]} ({shapes[0].get(wrong[0], 'missing')}, in the start "
+            f"them, such as {wrong[0]} ({shapes[0].get(wrong[0], 'missing')}, in the start "
             f"{shapes[1].get(wrong[0], 'missing')}). What works: the dense model that it was upcycled from, or the "
             "MoTE as it was before training"
         )
 
 
 def _weights(model: MoTEModel) -> Weights:
-    """Group the weights by expert and layer; those outside of the layers have None as theirs."""
+    """Group the weights by expert and layer; for weights outside of the layers, the layer is None."""
     weights: Weights = {}
     for key, weight in model.state_dict().items():
         for expert, layer, part in _parts(model.config, key, weight):
@@ -188,7 +188,7 @@ def _compare(trained: Weights, begun: Weights, start: str, from_start: bool, con
 class _Products(NamedTuple):
     """Inner products in one layer: of the changes with each other, and of the starts with themselves.
 
-    Norms and cosines follow from them, and those of several layers add up.
+    Norms and cosines follow from these products, which add up over layers.
     """
 
     changes: dict[tuple[str, str], float]
@@ -221,7 +221,7 @@ def _vector(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _from_mean(model: MoTEModel) -> WeightChange:
-    """Compare each expert with the mean of all."""
+    """Compare each expert with the mean of all experts."""
     weights = {name: parts for name, parts in _weights(model).items() if name[0]}
     of_layers: dict[int | None, list[list[torch.Tensor]]] = {}
     for (_, layer), parts in weights.items():

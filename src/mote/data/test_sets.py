@@ -230,8 +230,8 @@ def find_evaluation_datasets(folder: Path, limit: int | None = None) -> list[Eva
 def read_classification(dataset: EvaluationDataset) -> dict[str, Rows]:
     """Read `train` and `test`: `text`, and as `label` a number.
 
-    A limit also shortens the train split, but leaves at least 16 texts of each label, or all if there are fewer. Test
-    rows with labels that the train split lacks count as wrong, as in mteb, if they are few.
+    A limit also shortens the train split, but leaves at least 16 texts of each label, or all if there are fewer. If
+    only a few test rows have labels that the train split lacks, they count as wrong, as in mteb; more are an error.
     """
     splits = {split: dataset.rows(split, text=TEXT, label=LABEL) for split in SPLITS["classification"]}
     for row in (row for rows in splits.values() for row in rows):
@@ -250,7 +250,7 @@ def read_classification(dataset: EvaluationDataset) -> dict[str, Rows]:
         each = max(2 * SHOTS, dataset.limit // len(labels))
         ranked = zip(splits["train"], ranks(splits["train"], "label"), strict=True)
         splits["train"] = [row for row, (rank, _) in ranked if rank < each]
-    # Labels of the test split first: where it has two, mteb takes them for 0 and 1, though others may be predicted.
+    # Labels of the test split first: if it has two, mteb treats them as 0 and 1, though others may be predicted.
     tested = {row["label"] for row in splits["test"]}
     ordered = sorted({*labels, *tested}, key=lambda label: (label not in tested, label))
     numbers = {label: number for number, label in enumerate(ordered)}
@@ -358,9 +358,9 @@ class Retrieval(NamedTuple):
     qrels: Qrels
 
     def queries_are_documents(self) -> bool:
-        """Whether queries are documents themselves (as in ArguAna), which are then no answers to themselves.
+        """Whether the queries are themselves documents (as in ArguAna); a query is then not its own answer.
 
-        Equal ids alone say little, as many collections number both from 1: the texts must agree as well.
+        Equal ids are not enough, as many collections number both from 1: the texts must be equal as well.
         """
         texts = {row["id"]: set(f"{row['title']} {row['text']}".lower().split()) for row in self.corpus}
         own = [(set(row["text"].lower().split()), texts[row["id"]]) for row in self.queries if row["id"] in texts]
@@ -369,9 +369,9 @@ class Retrieval(NamedTuple):
 
 
 def read_retrieval(dataset: EvaluationDataset) -> Retrieval:
-    """Read a retrieval dataset, with those queries alone that have a relevant document.
+    """Read a retrieval dataset, with only the queries that have a relevant document.
 
-    With a limit the corpus is all documents that the qrels of the queries name, and others up to ten for each query.
+    With a limit, the corpus consists of all documents in the qrels of the queries, and others, up to ten per query.
     """
     corpus = dataset.rows("corpus", _id=TEXT, title=TEXT, text=TEXT)
     queries = dataset.rows("queries", _id=TEXT, text=TEXT)

@@ -1,4 +1,4 @@
-"""Texts for analyses and calibration: from a file, a folder of datasets, or the 128 that come with MoTE."""
+"""Texts for analyses and calibration: from a file, a folder of datasets, or the 128 shipped with MoTE."""
 
 import json
 import random
@@ -61,7 +61,7 @@ def read_texts(file: str | Path | None = None) -> list[str]:
 
     Args:
         file: One text per line; or rows (`.jsonl`, `.jsonl.gz`, `.parquet`) with a column of `TEXT_COLUMNS`.
-            Default: the 128 texts that come with MoTE, freely licensed.
+            Default: the 128 texts shipped with MoTE, freely licensed.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -83,12 +83,12 @@ def read_texts(file: str | Path | None = None) -> list[str]:
 def find_texts(
     file: str | Path | None = None, folder: str | Path | None = None, limit: int = 128, seed: int = 0
 ) -> Texts:
-    """Sample distinct texts from a file, else from the datasets of a folder, else from those that come with MoTE.
+    """Sample distinct texts from a file, else from the datasets of a folder, else from those shipped with MoTE.
 
     Args:
         file: As for `read_texts`.
         folder: A data folder with datasets in `retrieval`, `classification` or `clustering`. Each is read from its
-            test split where there is one, else from its train split, and gives as many texts as any other.
+            test split if there is one, else from its train split, and all contribute the same number of texts.
         limit: Size of the sample, which keeps the order of the file.
         seed: Seed of the sample.
 
@@ -114,7 +114,7 @@ def find_texts(
 def find_pairs(
     file: str | Path | None = None, folder: str | Path | None = None, limit: int = 128, seed: int = 0
 ) -> Pairs | None:
-    """Sample distinct pairs from a file, else from the datasets in `retrieval` of a folder; else there are none.
+    """Sample distinct pairs from a file, else from the datasets in `retrieval` of a folder, else return None.
 
     Args:
         file: Rows with a column of `QUERY_COLUMNS` and one of `DOCUMENT_COLUMNS`; of a list, the first text counts.
@@ -169,7 +169,7 @@ def _text(row: Row, columns: Sequence[str]) -> str:
 
 
 def _sample(items: Sequence[Any], limit: int, seed: int) -> tuple[Any, ...]:
-    """Draw some items, in their order; all if there are no more."""
+    """Draw `limit` items, in their order, or all if there are fewer."""
     if len(items) <= limit:
         return tuple(items)
     return tuple(items[index] for index in sorted(random.Random(seed).sample(range(len(items)), limit)))

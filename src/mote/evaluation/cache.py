@@ -19,14 +19,15 @@ class CacheError(OSError):
 
 
 class Cache(mteb.ResultCache):
-    """mteb's cache, with two guarantees more.
+    """mteb's cache, with two additional guarantees.
 
-    - Results of other data do not count: mteb compares the revision of the data only where a result is incomplete.
-    - A file is complete or missing: mteb writes in place, and a kill leaves half a file, which then stops every run.
+    - Results on other data do not count: mteb compares the revision of the data only if a result is incomplete.
+    - A file is complete or missing: mteb writes in place, so that a kill leaves half a file, which breaks every later
+      run.
     """
 
     def __init__(self, folder: Path, tasks: Iterable[Any]) -> None:
-        """Open or make the cache in a folder, for results of these tasks.
+        """Open or create the cache in a folder, for results of these tasks.
 
         Raises:
             CacheError: If the folder cannot be made.
@@ -42,7 +43,7 @@ class Cache(mteb.ResultCache):
         self.revisions = {task.metadata.name: task.metadata.revision for task in with_subtasks(tasks)}
 
     def load_task_result(self, task_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Load a result, if there is one on the same data."""
+        """Load a result, if there is one for the same data."""
         try:
             result = super().load_task_result(task_name, *args, **kwargs)
         except (ValueError, KeyError, TypeError, AttributeError):  # damaged: invalid JSON, or not what mteb writes
@@ -73,7 +74,7 @@ class Cache(mteb.ResultCache):
 
 
 def with_subtasks(tasks: Iterable[Any]) -> Iterator[Any]:
-    """Iterate over tasks, and over those that aggregate tasks consist of."""
+    """Iterate over tasks, and over the tasks that aggregate tasks consist of."""
     for task in tasks:
         yield task
         if task.is_aggregate:

@@ -14,13 +14,13 @@ HATCHES = ("", "////", "....", "xxxx")  # each with all colors
 LEGEND_WIDTH = 100  # characters in a row
 
 
-@rc_context({"text.parse_math": False})  # a $ in a name begins no formula
+@rc_context({"text.parse_math": False})  # a $ in a name does not start a formula
 def draw_gains(evaluation: Evaluation, reference: str, path: Path) -> None:
     """Draw the gain of each model over a reference on each dataset, grouped by task type.
 
     Args:
         evaluation: Scores of two models or more.
-        reference: Label of the model that gains are taken over.
+        reference: Label of the model that gains are computed against.
         path: PNG to write.
 
     Raises:

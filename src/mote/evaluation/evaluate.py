@@ -63,22 +63,22 @@ def evaluate(
         models: Any Sentence-Transformers models: folders or ids on the Hub, or LABEL=MODEL; or a mapping from labels
             to these.
         benchmark: A benchmark of MTEB, as in "MTEB(eng, v1)".
-        data: A folder of datasets, instead.
-        tasks: Datasets of the folder or the benchmark, also by patterns as in "beir/*"; without either of them, names
+        data: A folder of datasets, in place of a benchmark.
+        tasks: Datasets of the folder or the benchmark, or patterns such as "beir/*"; without either of them, names
             of MTEB tasks. Default: all.
-        limit: Number of texts that datasets of the folder are cut to, about.
-        retrieval: Vectors that models are scored with, `dense`, `sparse` or `hybrid`; a hybrid model gives each. With
-            several, each is scored with each. Default: the models' own.
-        definitions: Dataset → definition of what it asks for, which becomes an instruction in front of its texts; in
-            front of its queries, where it has documents. It replaces the models' own, for all models alike.
+        limit: Approximate number of texts that datasets of the folder are cut to.
+        retrieval: Kinds of vectors to score, `dense`, `sparse` or `hybrid`; a hybrid model gives all of them. With
+            several, each model is scored with each. Default: the models' own.
+        definitions: Dataset → definition of its task, which becomes an instruction in front of its texts, or only its
+            queries if it has documents. It replaces the instructions of all models.
         template: The instruction around a definition, as in `mote.instruction_with`.
-        batch_size: Batch size of the embedding.
+        batch_size: Batch size for embedding.
         device: Device that models run on. Default: Sentence-Transformers' choice.
-        dtype: "float32", "float16" or "bfloat16", for the models' weights. Default: the stored one.
+        dtype: Dtype of the models' weights: "float32", "float16" or "bfloat16". Default: the stored one.
         out: Folder for tables, chart, scores and the cache. Default: only a cache in the user's Hugging Face assets.
-        reference: The model that gains are taken over, by label or path. Default: the first, if there are several.
-        trust_remote_code: Run the code in the models' repositories and folders. A MoTE needs it.
-        overwrite: Compute cached scores again.
+        reference: Label or path of the baseline that gains are computed against. Default: the first of several models.
+        trust_remote_code: Whether to run the code in the models' repositories and folders. A MoTE needs it.
+        overwrite: Recompute cached scores.
 
     Returns:
         The scores and the failures.
@@ -151,7 +151,7 @@ class _Run:
     versions: set[str] = field(default_factory=set)
 
     def check_models(self) -> None:
-        """Check each model that has scores to compute, so that one that does not load is known before the work starts.
+        """Check each model that has scores to compute, so that loading errors show before the work starts.
 
         Raises:
             ValueError: If a model does not load.
@@ -169,7 +169,7 @@ class _Run:
         """Score each model on each task.
 
         Raises:
-            KeyboardInterrupt: With what is cached.
+            KeyboardInterrupt: If interrupted; the message says what is cached.
             CacheError: If results cannot be written.
         """
         total = len(self.models) * len(self.tasks)
@@ -223,7 +223,7 @@ class _Run:
         key = {name: getattr(meta, name) for name in ("name", "revision", "experiment_kwargs")}
         encoder.mteb_model_meta = encoder.mteb_model_meta.model_copy(update={**model.described(), **key})
         options: Any = {"batch_size": self.batch_size, "show_progress_bar": False}
-        for part in with_subtasks([task]):  # else each model would get other samples
+        for part in with_subtasks([task]):  # otherwise each model would get different samples
             part.rng_state, part.np_rng = random.Random(part.seed), np.random.default_rng(part.seed)
         random.seed(task.seed)
         np.random.seed(task.seed)
@@ -248,11 +248,11 @@ class _Run:
                 task.unload_data()
         if results.exceptions:  # what mteb reports instead of raising: private data
             raise OSError(results.exceptions[0].exception)
-        return self.cache.find(task, meta)  # as it was rounded there: the same now and when it is read again
+        return self.cache.find(task, meta)  # rounded there: the score is the same now and when it is read again
 
 
 class _Finite:
-    """An encoder of mteb's, which fails on NaN and infinity; retrieval would count them as a score of 0."""
+    """Makes an encoder of mteb fail on NaN and infinity; retrieval would count them as a score of 0."""
 
     def encode(self, *args: Any, **kwargs: Any) -> Any:
         """Embed texts.
@@ -270,11 +270,11 @@ class _Finite:
 
 
 class _FiniteEncoder(_Finite, SentenceTransformerEncoderWrapper):
-    """Of dense vectors."""
+    """For dense vectors."""
 
 
 class _FiniteSparse(_Finite, SparseEncoderWrapper):
-    """Of sparse vectors."""
+    """For sparse vectors."""
 
 
 def _main_score(result: TaskResult, task: AbsTask) -> float:
@@ -287,10 +287,10 @@ def _main_score(result: TaskResult, task: AbsTask) -> float:
 
 
 def _instructions(definitions: Mapping[str, str], template: str | None, names: Sequence[str]) -> dict[str, str]:
-    """Make instructions of the definitions of datasets.
+    """Turn the definitions of datasets into instructions.
 
     Raises:
-        ValueError: If there is no such dataset, or the template is not one.
+        ValueError: If there is no such dataset, or the template is invalid.
     """
     for name in definitions:
         if name not in names:
@@ -302,10 +302,10 @@ def _instructions(definitions: Mapping[str, str], template: str | None, names: S
 
 @contextmanager
 def instructed(encoder: Any, task: AbsTask, instruction: str | None) -> Iterator[None]:
-    """Put an instruction in front of a dataset's texts, of its queries if it has documents; None: the model's own.
+    """Put an instruction in front of a dataset's texts, or only its queries if it has documents; None: the model's own.
 
-    A MoTE knows it meanwhile as that of the task that serves such datasets. If that task has no instruction, and no
-    role picks an expert (`query`, `document`), it is meanwhile the default task, unless the model has another.
+    Within the context, the instruction belongs to the task of a MoTE that serves such datasets. If that task has no
+    instruction and no role (`query`, `document`) picks an expert, it becomes the default task, unless there is another.
 
     Raises:
         ValueError: If the model is a MoTE that has no such task.
@@ -322,7 +322,7 @@ def instructed(encoder: Any, task: AbsTask, instruction: str | None) -> Iterator
             raise ValueError(f"The model has no task for datasets of the type {kind!r}")
         if not role and served in config.tasks and not config.instruction_of(served):
             config.default_task = config.default_task or served
-        if instruction is not None:  # in front: of tasks with the same instruction the first counts
+        if instruction is not None:  # in front: among tasks with the same instruction, the first counts
             config.instructions = {**{one: config.instruction_of(one) for one in config.tasks}, name: instruction}
             config.tasks = {name: config.tasks[served], **config.tasks}
     if instruction is not None:
@@ -376,7 +376,7 @@ def _quiet() -> Iterator[None]:
 
 
 def write(evaluation: Evaluation, folder: Path) -> list[Path]:
-    """Write `table.md`, `datasets.md`, `scores.json` and, if there are gains, `gains.png`; each completely or not.
+    """Write `table.md`, `datasets.md`, `scores.json` and, if there are gains, `gains.png`, each atomically.
 
     Returns:
         The files.
@@ -403,5 +403,5 @@ def write(evaluation: Evaluation, folder: Path) -> list[Path]:
 
 
 def _part(file: Path) -> Path:
-    """Where a file is written before it is moved into place; another path for each call."""
+    """Return a new path for writing a file before it is moved into place."""
     return file.with_name(f".{file.name}.{secrets.token_hex(4)}.part")

@@ -1,4 +1,4 @@
-"""What MTEB wants to know of a model: `mteb.ModelMeta`, read from the model's own files."""
+"""What MTEB wants to know about a model: `mteb.ModelMeta`, read from the model's own files."""
 
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,9 @@ from mote.inference.loading import is_sparse_encoder
 def model_meta(source: str | Path, revision: str | None = None) -> ModelMeta:
     """Describe a model to MTEB: `meta.load_model()` loads it, `mteb.evaluate(meta, …)` scores it.
 
-    `mteb.get_model` loads ids on the Hub alone, does not find a MoTE's dimension and active parameters, and lets
-    Transformers ask whether to run the model's code, whatever its arguments say. This reads files and asks nothing:
-    loading a MoTE through the result runs the code in its repository.
+    `mteb.get_model` loads only ids on the Hub, does not find a MoTE's dimension and active parameters, and lets
+    Transformers ask whether to run the model's code, whatever its arguments say. This function reads files and does not
+    ask: loading a MoTE through the result runs the code in its repository.
 
     Args:
         source: A MoTE or a dense model: a folder, or an id on the Hub.
@@ -35,9 +35,9 @@ def model_meta(source: str | Path, revision: str | None = None) -> ModelMeta:
 
     Returns:
         The name (`local/NAME` for a folder), the revision (the commit, or a hash of the folder's files), dimension,
-        most tokens, parameters in all and in the token embeddings, size of the weights in MiB, licence, languages,
-        similarity, and the prompts of MTEB's task types (in `loader_kwargs`). Active parameters are those that a text,
-        or in a token-routed model a token, passes through, without the token embeddings, as MTEB counts them.
+        maximum number of tokens, parameters in total and in the token embeddings, size of the weights in MiB, licence,
+        languages, similarity, and the prompts of MTEB's task types (in `loader_kwargs`). Active parameters are those
+        that a text (in a token-routed model, a token) passes through, without the token embeddings, as MTEB counts.
 
     Raises:
         FileNotFoundError: If the source does not exist or has no weights.
@@ -55,7 +55,7 @@ def model_meta(source: str | Path, revision: str | None = None) -> ModelMeta:
     card = front_matter(checkpoint.folder)
     settings = checkpoint.read_json("config_sentence_transformers.json")
     name = f"local/{checkpoint.short_name}" if checkpoint.is_local else checkpoint.name
-    names = (*MTEB_PROMPTS, *ROLE_HINTS)  # MTEB warns of every other one
+    names = (*MTEB_PROMPTS, *ROLE_HINTS)  # MTEB warns about all others
     prompts = {key: text for key, text in source_prompts(checkpoint).items() if key in names}
     path = str(Path(source).resolve()) if checkpoint.is_local else checkpoint.name
     sparse = retrieval_in(checkpoint.folder).kind != "dense"
@@ -102,7 +102,7 @@ def load_encoder_wrapper(path: str, name: str, revision: str | None = None, **kw
 
 
 def _dimension(checkpoint: Checkpoint) -> int:
-    """Return the size of an embedding: the hidden size, unless a layer behind the pooling changes it; or V."""
+    """Return the size of an embedding: the hidden size, unless a layer after the pooling changes it; or V."""
     kind = retrieval_in(checkpoint.folder).kind
     if kind != "dense":
         return checkpoint.config.vocab_size + (checkpoint.config.hidden_size if kind == "hybrid" else 0)
@@ -118,7 +118,7 @@ def _max_tokens(model: PreTrainedModel, checkpoint: Checkpoint) -> int | None:
 
 
 def _license(name: Any) -> str | None:
-    """Return a licence as MTEB takes it: one that it lists, or an address."""
+    """Return a licence in the form that MTEB accepts: one that it lists, or a URL."""
     name = str(name).lower()
     return name if name in get_args(Licenses) or name.startswith(("https://", "http://")) else None
 

@@ -1,4 +1,4 @@
-"""Models to evaluate: how they are labelled, which bytes they are, and how they are loaded."""
+"""Models to evaluate: their labels, their revisions, and how they are loaded."""
 
 import gc
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ class EvaluatedModel:
         device: Device that it runs on. Default: Sentence-Transformers' choice.
         dtype: Dtype of its weights. Default: the stored one.
         trust_remote_code: Run the code in its repository.
-        retrieval: Its vectors: `dense`, `sparse` or `hybrid`, of which a hybrid model gives each. Default: its own.
+        retrieval: Kind of vectors: `dense`, `sparse` or `hybrid`; a hybrid model gives all three. Default: its own.
     """
 
     label: str
@@ -42,10 +42,10 @@ class EvaluatedModel:
     _model: "SentenceTransformer | SparseEncoder | None" = field(default=None, repr=False)
 
     def meta(self, **experiment: Any) -> "ModelMeta":
-        """Describe it to mteb, whose cache is laid out by this.
+        """Describe the model to mteb, whose cache is laid out accordingly.
 
         Args:
-            **experiment: What else a score depends on.
+            **experiment: Other settings that a score depends on.
         """
         from mteb.models import ModelMeta
 
@@ -58,17 +58,17 @@ class EvaluatedModel:
         )
 
     def described(self) -> dict[str, Any]:
-        """What else mteb records: dimension, parameters, licence …; nothing for files of an unknown kind."""
+        """Other metadata that mteb records: dimension, parameters, licence …; empty for files of an unknown kind."""
         from mote.evaluation.metadata import model_meta
 
         try:
             meta = model_meta(self.path, None if Path(self.path).is_dir() else self.revision)
-        except (ValueError, OSError):  # other modules, other architectures: mteb says what it knows
+        except (ValueError, OSError):  # other modules or architectures: mteb fills in what it knows
             return {}
         return {name: value for name, value in meta if value is not None and name != "loader_kwargs"}
 
     def check(self) -> None:
-        """Make sure that it loads, without reading its weights.
+        """Make sure that the model loads, without reading its weights.
 
         Raises:
             ValueError: If it does not load, lacks weights, or has untrusted code.
@@ -118,7 +118,7 @@ def find_models(models: Sequence[str] | Mapping[str, str], **settings: Any) -> l
 
     Raises:
         FileNotFoundError: If a model is neither a folder with a model nor on the Hub.
-        ValueError: If there are none, one is given twice, or one is an adapter.
+        ValueError: If no model is given, one is given twice, or one is an adapter.
     """
     named = dict(models) if isinstance(models, Mapping) else name_models([str(path) for path in models])
     if not named:

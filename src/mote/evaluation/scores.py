@@ -27,16 +27,16 @@ TASK_TYPES = (
 class Evaluation(Report):
     """Scores of models on datasets.
 
-    Means are taken over the datasets that all models have a score for, so that columns can be compared; models without
-    any score are ignored in this.
+    Means are taken over the datasets that all models have a score for, so that columns can be compared. Models without
+    any score are ignored here.
 
     Attributes:
         scores: Model → dataset → main score, x 100.
         types: Dataset → task type of MTEB.
         metrics: Dataset → name of the main score.
         failures: Model → dataset → error message.
-        settings: Settings of the evaluation, and what was found out about models.
-        reference: The model that gains are taken over. Default: no gains in tables.
+        settings: Settings of the evaluation, and metadata of the models.
+        reference: Model that gains are computed against. Default: no gains in tables.
     """
 
     scores: Mapping[str, Mapping[str, float]]
@@ -72,7 +72,7 @@ class Evaluation(Report):
 
     @property
     def common(self) -> list[str]:
-        """The datasets that all models (which have any) have a score for, by task type."""
+        """The datasets that all models with any score have a score for, by task type."""
         scored = [of_model for of_model in self.scores.values() if of_model]
         return [name for name in self.datasets if scored and all(name in of_model for of_model in scored)]
 
@@ -94,7 +94,7 @@ class Evaluation(Report):
         return _mean(list(self.means(model).values()))
 
     def gains(self, reference: str) -> dict[str, dict[str, float]]:
-        """Model → dataset → score less that of the reference, where both have one; without the reference itself."""
+        """Model → dataset → score minus the reference's, if both have one; without the reference itself."""
         base = self._of(reference)
         return {
             model: {name: scores[name] - base[name] for name in self.datasets if name in scores and name in base}

@@ -20,7 +20,7 @@ class Comparison:
         model: The model.
         reference: The model that it is compared with.
         datasets: Number of datasets that both have scores for.
-        gain: Mean of the model's scores less that of the reference's.
+        gain: Mean of the model's scores minus the mean of the reference's.
         higher: Number of datasets on which the model scores higher.
         lower: Number of datasets on which it scores lower.
         welch: p of Welch's t-test. None if undefined: fewer than 2 datasets, or equal scores in each model.
@@ -42,7 +42,7 @@ class Comparison:
         """Format as one line."""
         over = f"{self.model} over {self.reference}"
         if self.datasets == 0:
-            return f"{over}: no dataset has a score of both"
+            return f"{over}: no dataset has scores of both"
         counted = f"{self.datasets} dataset{'s' if self.datasets > 1 else ''}"
         text = f"{over}, {counted}: {self.gain:+.2f} on average, higher on {self.higher}, lower on {self.lower}; "
         if self.datasets < 2:
@@ -61,7 +61,7 @@ def compare_scores(model: str, reference: str, scores: Sequence[float], others: 
         others: The reference's, of the same datasets in the same order.
 
     Raises:
-        ValueError: If there are not as many scores of the one as of the other.
+        ValueError: If the numbers of scores differ.
     """
     if len(scores) != len(others):
         raise ValueError(f"{model} has {len(scores)} scores, {reference} has {len(others)}: expected the same datasets")
@@ -77,7 +77,7 @@ def _p_values(
     if len(gains) < 2:
         return None, None, None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of few datasets and ties, for which scipy approximates
+        warnings.simplefilter("ignore")  # about few datasets and about ties, for which scipy approximates
         return (
             _number(stats.ttest_ind(scores, others, equal_var=False, alternative="greater").pvalue)
             if _spread(scores) or _spread(others)

@@ -81,16 +81,16 @@ def _heading(evaluation: "Evaluation", format: Format) -> Iterator[str]:  # noqa
     if dtype := evaluation.settings.get("dtype"):
         yield f"weights in {dtype}"
     if limit := evaluation.settings.get("limit"):
-        yield f"datasets cut by --limit {limit}, not comparable with scores on whole ones"
+        yield f"datasets cut by --limit {limit}, not comparable with scores on full datasets"
     if len(evaluation.models) > 1:
         if evaluation.reference is not None:
-            yield f"in brackets the gain over {evaluation.reference}"
+            yield f"in brackets: gain over {evaluation.reference}"
         yield "best in bold" if format == "markdown" else "* best"
 
 
 def _notes(evaluation: "Evaluation") -> Iterator[str]:
     common, every = len(evaluation.common), len(evaluation.types)
     if common < every:
-        yield f"Means are over those {common} of {every} datasets that all models have scores on."
+        yield f"Means are over the {common} of {every} datasets that all models have scores on."
     yield from (f"Failed: {failure}" for failure in evaluation.failed())
     yield from (f"{comparison}." for comparison in evaluation.comparisons())

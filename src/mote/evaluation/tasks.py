@@ -1,8 +1,8 @@
-"""Tasks of mteb to evaluate on: those of a benchmark, those with some names, or the datasets of a data folder.
+"""Tasks of mteb to evaluate on: those of a benchmark, those with given names, or the datasets of a data folder.
 
 A dataset of a folder becomes a task of mteb's own classes, filled from files. Classes, main scores and settings are
-those of `MTEB(eng, v1)`, which the MoTE paper reports. A dataset that is an official one has its official class, name
-and settings. The revision of a task is a hash of the files and the limit, by which cached results are told apart.
+those of `MTEB(eng, v1)`, which the MoTE paper reports. An official dataset has its official class, name and settings.
+The revision of a task is a hash of the files and the limit, which distinguishes cached results.
 """
 
 import random
@@ -30,15 +30,15 @@ from mote.data import test_sets
 from mote.data.test_sets import EvaluationDataset
 
 TEXTS_PER_LABEL = 20
-"""Texts per label that a clustering set has at least, on average, when a dataset is divided into several sets."""
+"""Minimum number of texts per label, on average, in a clustering set when a dataset is divided into several sets."""
 CLUSTERING_SETS = 10
-"""Sets that a clustering dataset is divided into at most, as MTEB's TwentyNewsgroupsClustering is."""
+"""Maximum number of sets that a clustering dataset is divided into, as in MTEB's TwentyNewsgroupsClustering."""
 
 
 class Official(NamedTuple):
     """What a dataset is called in MTEB, and how many rows (of `beir`: qrels) it has there.
 
-    The number of rows is what tells the official dataset from a sample of it under the same name.
+    The number of rows distinguishes the official dataset from a sample of it under the same name.
     """
 
     name: str
@@ -80,7 +80,7 @@ def choose_tasks(
         return load_tasks(Path(data), names, limit)
     if limit is not None:
         raise ValueError(
-            "--limit cuts datasets of --data alone: scores on parts of MTEB's own datasets would not be MTEB scores. "
+            "--limit only cuts datasets of --data: scores on parts of MTEB's own datasets would not be MTEB scores. "
             "Choose some of them with --task instead"
         )
     try:
@@ -90,20 +90,20 @@ def choose_tasks(
         if not names:
             raise ValueError("Nothing to evaluate on: give --data FOLDER, --benchmark NAME, or --task with MTEB names")
         return [mteb.get_task(name) for name in dict.fromkeys(names)]
-    except KeyError as error:  # it names the nearest
+    except KeyError as error:  # the error names the nearest match
         raise ValueError(f"MTEB: {str(error.args[0]).removeprefix('KeyError: ')}") from None
 
 
 def load_tasks(folder: str | Path, names: Sequence[str] = (), limit: int | None = None) -> list[AbsTask]:
-    """Make tasks of the datasets of a data folder that have a test split.
+    """Turn the datasets of a data folder that have a test split into tasks.
 
-    Files are read when mteb loads a task, so that a broken dataset fails alone.
+    Files are read when mteb loads a task, so that a broken dataset does not affect the others.
 
     Args:
         folder: A data folder, as docs/evaluation.md describes it.
         names: Which datasets: patterns such as `beir/*`, `sts/sts12`, `sts12`, or mteb's `STS12`. Default: all.
-        limit: Test rows, or queries, per dataset at most: a fixed sample, in proportion to the labels where there are
-            any. Retrieval keeps all documents named by the qrels of its queries, and others up to ten for each query.
+        limit: Maximum number of test rows, or queries, per dataset: a fixed sample, in proportion to the labels if
+            there are any. Retrieval keeps all documents in the qrels of its queries, and others, up to ten per query.
 
     Returns:
         Tasks in the order of MTEB's types, then by the name of the dataset.
@@ -118,7 +118,7 @@ def load_tasks(folder: str | Path, names: Sequence[str] = (), limit: int | None 
 
 
 def _select(names: Sequence[Sequence[str]], patterns: Sequence[str]) -> list[int]:
-    """Choose what matches any of the patterns by one of its names; everything if there are no patterns."""
+    """Choose the datasets of which a name matches any of the patterns; all if there are no patterns."""
     chosen = set() if patterns else set(range(len(names)))
     for pattern in patterns:
         matching = {index for index, known in enumerate(names) if any(fnmatchcase(name, pattern) for name in known)}
@@ -138,7 +138,7 @@ def _official(dataset: EvaluationDataset) -> Official | None:
     return official if official and dataset.count() == official.rows else None
 
 
-# What mteb's classes expect of each task -----------------------------------------------------------------------------
+# What mteb's classes expect from each task ---------------------------------------------------------------------------
 
 
 def _fill_classification(task: "_FromFolder") -> DatasetDict:
@@ -178,13 +178,13 @@ def _fill_retrieval(task: "_FromFolder") -> dict[str, Any]:
 
 
 def _fill_reranking(task: "_FromFolder") -> dict[str, Any]:
-    """Give each query documents of its own, as mteb does with the old format of reranking tasks."""
+    """Give each query its own documents, as mteb does with the old format of reranking tasks."""
     queries, corpus = [], []
     qrels: test_sets.Qrels = defaultdict(dict)
     for number, row in enumerate(test_sets.read_reranking(task.source)):
         query = f"query{number}"
         queries.append({"id": query, "text": row["query"]})
-        # The names are mteb's own. They decide on ties, in which trec_eval puts the last name, a negative one, first.
+        # The names are mteb's own. They break ties: trec_eval ranks the last name, a negative, first.
         for relevant, name in ((1, "apositive"), (0, "negative")):
             for index, text in enumerate(row[name.removeprefix("a")]):
                 document = f"{name}_{query}_{index:05}"
@@ -207,7 +207,7 @@ def _searchable(retrieval: test_sets.Retrieval, candidates: bool = False) -> dic
 
 
 class Summaries(AbsTaskSummarization):
-    """Scores of summaries on any scale: mteb maps the range to 0 to 1, which changes no correlation."""
+    """Summarization with scores on any scale: mteb maps the range to 0 to 1, which leaves correlations unchanged."""
 
     min_score = 0
     max_score = 1
@@ -224,7 +224,7 @@ class Template(NamedTuple):
 
 TEMPLATES = {
     "classification": Template("Classification", AbsTaskClassification, "accuracy", _fill_classification),
-    # All clustering of MTEB(eng, v1) is of the legacy class: k-means on whole sets, not on samples of one set.
+    # All clustering in MTEB(eng, v1) uses the legacy class: k-means on whole sets, not on samples of one set.
     "clustering": Template("Clustering", AbsTaskClusteringLegacy, "v_measure", _fill_clustering),
     "pair": Template("PairClassification", AbsTaskPairClassification, "max_ap", _fill_rows(test_sets.read_pairs)),
     # mteb 2 has no class for reranking: it is retrieval among candidates.
@@ -234,13 +234,13 @@ TEMPLATES = {
     "summarization": Template("Summarization", Summaries, "cosine_spearman", _fill_rows(test_sets.read_summaries)),
 }
 
-# The class for summarization correlates scores among the summaries of one text. Where a text has one summary, the
-# correlation is that over all texts, which is what the class for STS does with pairs of text and summary.
+# The class for summarization correlates scores among the summaries of one text. If each text has only one summary, the
+# correlation has to be over all texts, which the class for STS computes for pairs of text and summary.
 SUMMARY_PAIRS = Template("Summarization", AbsTaskSTS, "cosine_spearman", _fill_rows(test_sets.read_summary_pairs))
 
 
 class _FromFolder:
-    """Mixed into a class of mteb, fills it from a folder instead of the Hub."""
+    """Mixin for a class of mteb that fills it from a folder instead of the Hub."""
 
     source: EvaluationDataset
     template: Template
@@ -264,7 +264,7 @@ def _task(source: EvaluationDataset, official: Official | None) -> AbsTask:
     dataset = MetadataDatasetDict(path=source.path, revision=source.revision())
     if official:
         parent = type(mteb.get_task(official.name))
-        # Superseded by versions that MTEB(eng, v1) does not have; mteb would warn of it at each evaluation.
+        # Superseded by versions that MTEB(eng, v1) does not have; mteb would warn at each evaluation.
         metadata = parent.metadata.model_copy(update={"dataset": dataset, "superseded_by": None})
     else:
         parent = template.task_class
@@ -278,7 +278,7 @@ def _task(source: EvaluationDataset, official: Official | None) -> AbsTask:
             eval_langs=["eng-Latn"],
             main_score=template.main_score,
         )
-    # mteb takes a task's metadata from its class, also to restore it, so each task has a class of its own.
+    # mteb takes a task's metadata from its class, also when restoring results, so each task has a class of its own.
     attributes = {"metadata": metadata, "source": source, "template": template}
     task: AbsTask = type(parent.__name__, (_FromFolder, parent), attributes)()
     task.hf_subsets = [official.subset if official else "default"]
