@@ -438,11 +438,11 @@ def test_errors_of_the_command_are_one_line(
     edit_json(shallow / "config.json", num_hidden_layers=9)
     (dense / "model.safetensors").write_bytes(b"nothing")
     for words, message in (
-        ([str(fresh_folder), "--device", "tpu"], "error: There is no device 'tpu' here, but cpu"),
+        ([str(fresh_folder), "--device", "tpu"], "error: There is no device 'tpu' here. Available: cpu"),
         ([str(fresh_folder), "--out", str(tmp_path / "file")], "error: The analysis cannot be written to"),
         ([str(cut)], f"error: {cut} does not load in Sentence-Transformers: "),
         ([str(dense)], f"error: {dense} does not load in Sentence-Transformers: "),
-        ([str(shallow)], f"error: {shallow} lacks weights that its config asks for"),
+        ([str(shallow)], f"error: {shallow} lacks weights that its config requires"),
         ([str(tmp_path / "no-model")], f"error: {tmp_path}/no-model is neither a folder nor an id on the Hub"),
         ([str(fresh_folder), "--texts", str(tmp_path / "no.txt")], "error: There is no file"),
         (

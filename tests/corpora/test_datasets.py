@@ -103,12 +103,12 @@ def test_given_negatives_are_kept_or_dropped(data: Path) -> None:
     rows = [{"query": "whale river", "positive": "the whale of the river 0", "negative_1": near, "negative_2": far}]
     write_rows(data / "retrieval/few/train.jsonl", rows * 2)
     write_rows(data / "retrieval/animals/train.jsonl.gz", rows)
-    with pytest.raises(ValueError, match="has negatives already: `--filter` keeps or drops them"):
+    with pytest.raises(ValueError, match="already has negatives, and no others can be added"):
         mine(data, "bm25")
     out = mine(data, "bm25", "judged", given=True, relative_margin=0.05)
     (row,) = rows_in(out / "retrieval/animals/train.jsonl.gz")
     assert row == {"query": "whale river", "positive": "the whale of the river 0", "negative_1": far}
-    with pytest.raises(ValueError, match="has no negatives to keep or drop"):
+    with pytest.raises(ValueError, match="has no negatives to filter"):
         mine(write_plain(data), "bm25", "other", given=True)
 
 
@@ -239,7 +239,7 @@ def test_fewer_dimensions(data: Path, model: Path) -> None:
     documents = encoder.encode_document([each["positive"] for each in ROWS[1:6]], normalize_embeddings=True)
     assert row["negative_1"] == ROWS[1 + int((documents @ query[0]).argmax())]["positive"]
     assert record["teacher"]["dimensions"] == 8
-    with pytest.raises(ValueError, match="dimensions 99: the model's embeddings have 16"):
+    with pytest.raises(ValueError, match="dimensions is 99, but the model's embeddings have only 16"):
         mine(data, model, "too_many", dimensions=99)
 
 
@@ -380,7 +380,7 @@ def test_an_unknown_task_of_the_teacher(data: Path, model: Path) -> None:
 
 
 def test_settings_that_do_not_fit(data: Path, model: Path) -> None:
-    with pytest.raises(ValueError, match="backend is a setting of embedding, which BM25 does without"):
+    with pytest.raises(ValueError, match="backend is a setting of embedding, which BM25 does not do"):
         mine(data, "bm25", backend="onnx")
     with pytest.raises(ValueError, match="address is for the engine ray"):
         mine(data, model, address="10.0.0.1:6379")

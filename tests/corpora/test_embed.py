@@ -173,7 +173,7 @@ def test_a_faiss_index(model: Path, corpus: Path) -> None:
     assert contents(out) == before
     embed(model, corpus, index="HNSW8")  # of the same embeddings
     assert contents(out)["index.faiss"] != before["index.faiss"]
-    for factory, message in [("Flet", "cannot make the index 'Flet'"), ("IVF64,Flat", "cannot make the index")]:
+    for factory, message in [("Flet", "cannot build the index 'Flet'"), ("IVF64,Flat", "cannot build the index")]:
         with pytest.raises(ValueError, match=message):
             embed(model, corpus, index=factory)
 
@@ -214,7 +214,7 @@ def test_an_interrupted_run_resumes(
         words = ["embed", str(model), str(corpus), "--out", str(corpus.parent / "out"), "--shard-size", "6"]
         assert main([*words, "--dtype", dtype]) == 130
     assert "the same command resumes" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="are incomplete: the command that began them resumes"):
+    with pytest.raises(ValueError, match="are incomplete: run the same command again to resume"):
         read_embeddings(corpus.parent / "out")
     counts = count_texts(monkeypatch)
     out = embed(model, corpus, dtype=dtype)
@@ -259,7 +259,7 @@ def test_a_damaged_shard_is_made_again(damage: Callable[[Path], object], model: 
 def test_what_others_left_is_not_touched(model: Path, corpus: Path) -> None:
     out = embed(model, corpus)
     (out / "shard-00099.parquet").write_text("mine")
-    with pytest.raises(ValueError, match=r"holds shard-00099.parquet, which is not of this corpus"):
+    with pytest.raises(ValueError, match=r"holds shard-00099.parquet, which does not belong to this corpus"):
         embed(model, corpus)
     for name, text, message in [
         ("notes.txt", "mine", "something other than embeddings"),
@@ -329,13 +329,13 @@ def test_an_embedding_that_is_not_finite(model: Path, corpus: Path, monkeypatch:
     ("settings", "message"),
     [
         ({"task": "qery"}, "Unknown task 'qery'. Did you mean 'query'? Available: 'query', 'document'."),
-        ({"task": "query", "prompt": "x"}, "exclude one another"),
+        ({"task": "query", "prompt": "x"}, "exclude each other"),
         ({"dtype": "int4"}, "Unknown dtype 'int4'"),
         ({"engine": "spark"}, "Unknown engine 'spark'"),
-        ({"dimensions": 17}, "dimensions 17: the model's embeddings have 16"),
+        ({"dimensions": 17}, "dimensions is 17, but the model's embeddings have only 16"),
         ({"shard_size": 0}, "shard_size must be at least 1, got 0"),
         ({"device": "cuda:9"}, "There is no device 'cuda:9' here"),
-        ({"device": ["cpu"], "processes": 2}, "device and processes exclude one another"),
+        ({"device": ["cpu"], "processes": 2}, "device and processes exclude each other"),
         ({"address": "auto"}, "address is for the engine ray"),
         ({"backend": "onnx", "processes": 2}, "The backend onnx runs in one process on the CPU"),
     ],

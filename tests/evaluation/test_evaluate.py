@@ -257,7 +257,7 @@ def test_an_interrupted_run_says_how_to_resume(data: Path, tmp_path: Path, caplo
         (["--data", "DATA", "--task", "sts/part9"], "sts/part9"),
         (["--data", "nowhere"], "nowhere"),
         (["--data", "DATA", "--reference", "gpt"], "The reference gpt is not one of the models: small-encoder"),
-        (["--data", "DATA", "--device", "cuda:99"], "There is no device 'cuda:99' here, but cpu"),
+        (["--data", "DATA", "--device", "cuda:99"], "There is no device 'cuda:99' here. Available: cpu"),
         (["--data", "DATA", "--dtype", "int3"], "Unknown dtype 'int3': expected float32"),
         (["--data", "DATA", "--limit", "0"], "The limit is 0: expected 1 or more"),
     ],
@@ -287,9 +287,7 @@ def test_invalid_models(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     for path, said in {
         str(tmp_path / "empty"): "has neither config.json nor modules.json",
         str(broken): f"{broken} does not load in Sentence-Transformers",
-        str(
-            deeper
-        ): f"{deeper} lacks weights that its config asks for, and random ones would take their place: encoder",
+        str(deeper): f"{deeper} lacks weights that its config requires, and random ones would replace them: encoder",
         str(adapter): f"{adapter} holds an adapter (adapter_config.json), not the model that it adapts: merge",
         str(adapted): f"{adapted} holds an adapter",
         "nobody/nothing": "nobody/nothing is not a folder, and the Hub cannot be reached",

@@ -79,5 +79,7 @@ def test_the_class_is_that_of_the_checkpoint(tmp_path: Path) -> None:
 def test_a_dense_model_is_not_a_mote(tmp_path: Path) -> None:
     folder = dense_checkpoint(tmp_path / "dense", "bert")
     for load in (mote.load, lambda path: mote.load_encoder(path, offload="disk")):
-        with pytest.raises(ValueError, match="is not a MoTE, its model_type is 'bert': `mote upcycle` makes one"):
+        with pytest.raises(
+            ValueError, match="is not a MoTE, its model_type is 'bert': `mote upcycle` turns it into one"
+        ):
             load(folder)

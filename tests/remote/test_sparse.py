@@ -196,7 +196,7 @@ def test_verbs_keep_a_sparse_encoder_or_refuse_it_by_name(
         with pytest.raises(ValueError, match=f"{folder.name} gives sparse vectors, which this would lose"):
             transform(folder, tmp_path / "other", function, **arguments)
     assert not (tmp_path / "other").exists()
-    with pytest.raises(ValueError, match="is a sparse encoder, and dense vectors are needed here"):
+    with pytest.raises(ValueError, match="is a sparse encoder, but dense vectors are needed here"):
         load_encoder(folder, trust_remote_code=True)
 
 

@@ -1,4 +1,4 @@
-"""Workers of a Ray cluster, which embed whole shards by Ray Data."""
+"""Workers of a Ray cluster, which embed whole shards through Ray Data."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -18,16 +18,16 @@ def require_ray() -> None:
 
 
 def on_ray(job: Job, numbers: Sequence[int], address: str | None, workers: int | None) -> Iterator[Finished]:
-    """Embed shards on a cluster, whose workers write them onto storage that all of them share.
+    """Embed shards on a cluster, whose workers write them to storage that all of them share.
 
     Args:
         job: The job.
         numbers: Shards.
-        address: Address of the cluster. Default: that of this process if it is connected, else a local one is started.
+        address: Address of the cluster. Default: the one that this process is connected to, else a new local one.
         workers: Number of workers. Default: one for each GPU of the cluster, or for each node if there is none.
 
     Yields:
-        The shards, in the order in which they are finished.
+        The shards, in the order in which they finish.
 
     Raises:
         ConnectionError: If there is no cluster at the address.
@@ -89,7 +89,7 @@ class _Worker:
         self.devices = Devices(job.model.load())
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Embed some shards. An error is a result: of one that is raised, Ray may keep the text alone."""
+        """Embed some shards. Errors are returned as results: of a raised one, Ray may keep only the text."""
         try:
             finished = embed_shards(self.job, map(int, batch["number"]), self.devices, reader=self.reader)
             return {"finished": [shard._asdict() for shard in finished]}

@@ -50,7 +50,7 @@ def embed_corpus(
 ) -> Path:
     """Embed the texts of a corpus.
 
-    The same call resumes one that was killed. Memory is bounded by two shards, whatever the size of the corpus.
+    The same call resumes an interrupted run. Memory is bounded by two shards, whatever the size of the corpus.
 
     Args:
         model: Any Sentence-Transformers model: a folder, or an id on the Hub.
@@ -59,26 +59,26 @@ def embed_corpus(
         out: Folder for `shard-00000.parquet`, … (columns `id` and `embedding`, in the order of the corpus),
             `manifest.json` and `index.faiss`.
         task: Task of all texts: the name of a prompt, or a task of a MoTE. Default: the model's default.
-        prompt: Text in front of all texts, in place of a task.
-        task_column: Column that holds the task of each row, in place of a task for all.
-        text_columns: Columns whose texts are joined by a space. Default: the one that has a usual name, with `title`
-            in front of `text`.
+        prompt: Text to put in front of every text, in place of a task.
+        task_column: Column that holds the task of each row, in place of one task for all.
+        text_columns: Columns whose texts are joined by a space. Default: the one with a usual name, with `title` in
+            front of `text`.
         id_column: Column of ids, strings or integers. Default: `_id` or `id`, else the number of the row, from 0.
         split: Split of folders and datasets on the Hub.
         subset: Configuration of a dataset on the Hub.
         dtype: `"float32"`, `"float16"`, or `"int8"`, scaled by the ranges of the first shard's embeddings.
-        dimensions: Dimensions that are kept. Default: all.
+        dimensions: Number of dimensions to keep. Default: all.
         batch_size: Batch size.
-        shard_size: Texts in a shard.
+        shard_size: Texts per shard.
         index: FAISS index of this factory string, such as `"Flat"`, `"HNSW32"` or `"IVF1024,Flat"`; inner product of
             normalised embeddings. Row i is the i-th text.
         device: Device, or several, each with a process of its own. Default: the best available.
-        processes: Number of processes on the CPU; with Ray the number of workers.
-        engine: `"local"`, or `"ray"` for a cluster by Ray Data.
-        address: Address of a Ray cluster. Default: a local one is started.
+        processes: Number of processes on the CPU; with Ray, the number of workers.
+        engine: `"local"`, or `"ray"` for a cluster through Ray Data.
+        address: Address of a Ray cluster. Default: start a local one.
         backend: `"torch"`; for a folder written by `mote export` also `"onnx"` or `"openvino"`.
         revision: Branch, tag or commit of a model on the Hub.
-        trust_remote_code: Run the code in the model's repository.
+        trust_remote_code: Whether to run the code in the model's repository.
         overwrite: Replace other embeddings in the folder.
 
     Returns:
@@ -96,7 +96,7 @@ def embed_corpus(
     if dtype not in DTYPES:
         raise ValueError(f"Unknown dtype {dtype!r}." + alternatives(dtype, DTYPES))
     if sum(value is not None for value in (task, prompt, task_column)) > 1:
-        raise ValueError("task, prompt and task_column exclude one another: give one of them")
+        raise ValueError("task, prompt and task_column exclude each other: give only one of them")
     folder = Path(out)
     read_manifest(folder)  # refuses anything else
     corpus = find_corpus(
@@ -128,11 +128,11 @@ def embed_corpus(
 
 
 def run_job(job: Job, embedder: Embedder, index: str | None = None, overwrite: bool = False) -> None:
-    """Make what a job lacks.
+    """Embed and index what a job still lacks.
 
     Args:
         job: The job.
-        embedder: What embeds its shards; not used if none is missing.
+        embedder: Embeds its shards; not used if none is missing.
         index: As in `embed_corpus`.
         overwrite: As in `embed_corpus`.
 
@@ -151,11 +151,11 @@ def run_job(job: Job, embedder: Embedder, index: str | None = None, overwrite: b
 
 
 def _embed(job: Job, store: Store, embedder: Embedder) -> None:
-    """Make the shards that are not finished."""
+    """Embed the shards that are not finished."""
     shards, rows = store.unfinished(), len(job.corpus)
     if job.dtype == "int8" and job.shard_size < min(rows, 1000):
         logger.warning(
-            "The ranges of int8 are those of %d texts, the first shard: a larger one clips less", job.shard_size
+            "The int8 ranges come from %d texts, the first shard: a larger shard would clip less", job.shard_size
         )
     if not shards:
         logger.info("All %s texts are embedded in %s", f"{rows:,}", store.folder)
@@ -167,7 +167,7 @@ def _embed(job: Job, store: Store, embedder: Embedder) -> None:
     store.record(complete=False, versions={name: version(name) for name in libraries})
     begun, done = time.perf_counter(), rows - left
     if done:
-        logger.info("%s of %s texts are embedded already", f"{done:,}", f"{rows:,}")
+        logger.info("%s of %s texts are already embedded", f"{done:,}", f"{rows:,}")
     with (
         tqdm(total=rows, initial=done, unit=" texts", desc="Embedding", disable=None) as bar,
         closing(embedder.embed(job, shards, bar.update)) as results,  # type: ignore[type-var]

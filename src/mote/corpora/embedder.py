@@ -18,18 +18,18 @@ ENGINES = ("local", "ray")
 
 
 class Embedder:
-    """Embeds shards. The model is loaded, and processes start, when they are first needed. Closed like a file.
+    """Embeds shards; a context manager. The model is loaded, and processes are started, when first needed.
 
     Args:
-        models: The model; of one that embeds several tasks, its settings for each.
+        models: The model; if it embeds several tasks, its settings for each.
         device: Device, or several, each with a process of its own. Default: the best available.
-        processes: Number of processes on the CPU; with Ray the number of workers.
-        engine: `"local"`, or `"ray"` for a cluster by Ray Data.
-        address: Address of a Ray cluster. Default: a local one is started.
+        processes: Number of processes on the CPU; with Ray, the number of workers.
+        engine: `"local"`, or `"ray"` for a cluster through Ray Data.
+        address: Address of a Ray cluster. Default: start a local one.
 
     Raises:
         OSError: If a package is not installed.
-        ValueError: If settings exclude one another, or a device does not exist.
+        ValueError: If settings exclude each other, or a device does not exist.
     """
 
     def __init__(
@@ -47,27 +47,25 @@ class Embedder:
         self._closing = ExitStack()
 
     def _devices(self, device: str | Sequence[str] | None, engine: str) -> list[str]:
-        """Return the devices that the settings stand for; none for the best one."""
+        """Return the devices that the settings name; empty for the best one."""
         if engine not in ENGINES:
             raise ValueError(f"Unknown engine {engine!r}." + alternatives(engine, ENGINES))
         devices = [device] if isinstance(device, str) else list(device or ())
         if self.on_cluster:
             require_ray()
             if devices:
-                raise ValueError("device is for the engine local: Ray gives each worker its device")
+                raise ValueError("device is for the engine local: Ray assigns a device to each worker")
             return []
         if self.address is not None:
             raise ValueError("address is for the engine ray: add `--engine ray`")
         if devices and self.processes is not None:
-            raise ValueError(
-                "device and processes exclude one another: processes are of the CPU, a device has one each"
-            )
+            raise ValueError("device and processes exclude each other: processes are for the CPU, each device has one")
         for one in devices:
             check_device(one)
         devices = devices or ["cpu"] * (self.processes or 0)
         backend = self.models[0].backend
         if backend != "torch" and (len(devices) > 1 or set(devices) - {"cpu"}):
-            raise ValueError(f"The backend {backend} runs in one process on the CPU; in several with `--engine ray`")
+            raise ValueError(f"The backend {backend} runs in one process on the CPU; for several, add `--engine ray`")
         return devices
 
     @cached_property
@@ -95,7 +93,7 @@ class Embedder:
         Args:
             job: The job.
             numbers: Shards.
-            progress: Called in between with a number of texts that are embedded, if that is known.
+            progress: Called with the number of newly embedded texts, if it is known.
         """
         if self.on_cluster:
             return on_ray(job, numbers, self.address, self.processes)

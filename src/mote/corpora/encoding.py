@@ -1,4 +1,4 @@
-"""The model that embeds a corpus: one on one device, or one in a process for each of several devices."""
+"""The model that embeds a corpus: on one device, or on several with a process each."""
 
 import os
 import threading
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 WINDOW = 2048
-"""Texts that are sorted by length together. Windows are the same on any number of devices, so batches are, too."""
+"""Number of texts sorted by length together. Windows do not depend on the number of devices, so neither do batches."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Model:
     Attributes:
         source: A folder, or an id on the Hub.
         backend: `"torch"`; for a folder written by `mote export` also `"onnx"` or `"openvino"`.
-        trust_remote_code: Run the code in its repository.
+        trust_remote_code: Whether to run the code in its repository.
         revision: Commit on the Hub; None for a folder.
         content: Hash of a folder; None for a model on the Hub.
         batch_size: Texts in a batch.
-        dimensions: Dimensions that are kept. Default: all.
+        dimensions: Number of dimensions to keep. Default: all.
         prompt: Prompt of all texts.
         task: Task of all texts.
     """
@@ -55,11 +55,11 @@ class Model:
     task: str | None = None
 
     def identity(self) -> dict[str, str | None]:
-        """Describe it for the manifest: the commit of the Hub, or a hash of the folder."""
+        """Describe the model for the manifest: by its commit on the Hub, or a hash of the folder."""
         return {"name": self.source, "revision": self.revision or self.content, "backend": self.backend}
 
     def load(self, device: str | None = None) -> "SentenceTransformer":
-        """Load it.
+        """Load the model.
 
         Raises:
             FileNotFoundError: If the runtime's file is missing.
@@ -75,7 +75,7 @@ class Model:
         return load_exported(self.source, self.backend)
 
     def arguments(self, encoder: "SentenceTransformer", task: str | None = None) -> dict[str, Any]:
-        """Return the arguments of `encode` for the texts of a task. Default: that of all texts.
+        """Return the arguments of `encode` for the texts of a task. Default: the task of all texts.
 
         Raises:
             ValueError: If the model knows no such task or prompt.
@@ -103,7 +103,7 @@ class Model:
         self.arguments(encoder)
         dimension = encoder.get_embedding_dimension()
         if self.dimensions is not None and self.dimensions > (dimension or self.dimensions):
-            raise ValueError(f"dimensions {self.dimensions}: the model's embeddings have {dimension}")
+            raise ValueError(f"dimensions is {self.dimensions}, but the model's embeddings have only {dimension}")
         return self.dimensions or dimension
 
     def encode(self, encoder: "SentenceTransformer", window: "Window", **pool: Any) -> np.ndarray:
@@ -122,7 +122,7 @@ class Model:
 
 
 def find_model(source: str, *, revision: str | None = None, **settings: Any) -> Model:
-    """Find a model and what it holds, without loading it.
+    """Find a model and its commit or hash, without loading it.
 
     Raises:
         FileNotFoundError: If it is neither a folder with a model nor on the Hub.
@@ -146,12 +146,12 @@ class Window(NamedTuple):
     arguments: dict[str, Any]
 
     def sorted(self, count: "TokenCounter") -> "Window":
-        """Return it with the longest texts first."""
+        """Return the window with its longest texts first."""
         order = np.argsort([-length for length in count(self.texts)], kind="stable")
         return self._replace(rows=[self.rows[place] for place in order], texts=[self.texts[place] for place in order])
 
     def batches(self, size: int) -> Iterator["Window"]:
-        """Cut it into batches."""
+        """Cut the window into batches."""
         for start in range(0, len(self.rows), size):
             part = slice(start, start + size)
             yield self._replace(rows=self.rows[part], texts=self.texts[part])
@@ -177,10 +177,10 @@ def windows(documents: Sequence[Document], model: Model, encoder: "SentenceTrans
 
 
 class TokenCounter:
-    """Counts the tokens of texts; of a model without a fast tokenizer, their characters.
+    """Counts the tokens of texts, or their characters if the model has no fast tokenizer.
 
-    `encode` sorts by characters; texts with as many characters differ in tokens, which leaves up to a quarter of the
-    work to padding. Uses a copy of the tokenizer: its settings must not change while another thread uses it.
+    `encode` sorts by characters; texts with equally many characters differ in tokens, so that up to a quarter of the
+    work is padding. Uses a copy of the tokenizer, because its settings must not change while another thread uses it.
 
     Args:
         encoder: The model.
@@ -202,14 +202,14 @@ class TokenCounter:
 
 
 class Devices:
-    """A model on its device in this process, or on several, in a process for each. Closed like a file.
+    """A model on its device in this process, or on several devices with a process each; a context manager.
 
     The processes start with the first texts, and serve any number of runs.
 
     Args:
         encoder: The model.
-        names: Devices of the processes, such as `["cuda:0", "cuda:1"]` or `["cpu", "cpu"]`; for one or none the encoder
-            stays in this process, on its own device.
+        names: Devices of the processes, such as `["cuda:0", "cuda:1"]` or `["cpu", "cpu"]`. With one or none, the
+            encoder stays in this process, on its own device.
     """
 
     def __init__(self, encoder: "SentenceTransformer", names: Sequence[str] = ()) -> None:
@@ -229,9 +229,9 @@ class Devices:
         """Embed windows in batches of about the same number of tokens.
 
         Args:
-            model: How.
+            model: How to embed.
             windows: The windows.
-            progress: Called with a number of texts whenever they are embedded.
+            progress: Called with the number of newly embedded texts.
 
         Yields:
             Rows of the shard, and their embeddings (rows, dimension).
@@ -245,7 +245,7 @@ class Devices:
             threads = max(1, (os.cpu_count() or 1) // len(self.names))
             in_worker = _InWorker(threads if set(self.names) == {"cpu"} else None)
             self.encoder.in_worker = in_worker  # type: ignore[assignment]
-            for name in self.names:  # a pool each: a free one takes a window
+            for name in self.names:  # one pool each: a free one takes the next window
                 self._pools.append(self.encoder.start_multi_process_pool([name]))
                 self._free.put(self._pools[-1])
         return self._threads.map(partial(self._in_a_process, model, progress), windows)
@@ -279,7 +279,7 @@ class Devices:
 
 
 class _InWorker:
-    """Sets a worker process up when the model arrives there: Sentence-Transformers leaves no other place for it."""
+    """Sets up a worker process when the model arrives there: Sentence-Transformers offers no other hook."""
 
     def __init__(self, threads: int | None) -> None:
         self.threads = threads

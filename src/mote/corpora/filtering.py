@@ -1,4 +1,4 @@
-"""Consistency filtering: a pair stays if a model finds its positive again among the other documents.
+"""Consistency filtering: a pair stays if a model finds its positive among the other documents.
 
 Nussbaum and Duderstadt, arXiv:2502.07972, section 4.2: within shards of a million pairs, the document must be among the
 two nearest to its query (after Wang et al., "Text Embeddings by Weakly-Supervised Contrastive Pre-training",
@@ -29,8 +29,8 @@ def consistent(pairs: Pairs, scorer: Scorer, nearest: int, rows: np.ndarray) -> 
     Args:
         pairs: A shard of a dataset.
         scorer: The model, over its texts.
-        nearest: Number of documents among which the positive must be. Other known positives of its query do not count.
-        rows: Places of rows, [R].
+        nearest: Number of nearest documents that must include the positive, other known positives not counted.
+        rows: Indices of rows, [R].
 
     Returns:
         True for rows that stay, [R].
@@ -53,24 +53,24 @@ def filter_pairs(
     subset: str | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write datasets of pairs again, without the pairs that a model does not confirm.
+    """Copy datasets of pairs, without the pairs that a model does not confirm.
 
-    The same call resumes one that was killed.
+    The same call resumes an interrupted run.
 
     Args:
         datasets: Paths and patterns below `data`, as in recipes, or `hub:user/name`.
-        out: Folder to write: the rows that stay, at the same places.
+        out: Folder to write: the rows that stay, under the same paths.
         teacher: The model.
-        nearest: A pair stays if its positive is among so many nearest documents of its shard.
-        shard_size: Pairs in a shard.
+        nearest: A pair stays if its positive is among this many nearest documents of its shard.
+        shard_size: Pairs per shard.
         data: Data folder.
         split: Split of each dataset.
         subset: Configuration of a dataset on the Hub.
         overwrite: Replace another run in the folder.
 
     Returns:
-        The folder. `record.json` holds the settings, and for each dataset how many pairs stay, with examples of those
-        that do not.
+        The folder. `record.json` holds the settings, and for each dataset how many pairs stay, with examples of dropped
+        pairs.
 
     Raises:
         FileNotFoundError: If a dataset or the model does not exist.

@@ -1,7 +1,7 @@
-"""What a folder that is written over hours needs: one writer, whole files, and a record of what is finished.
+"""Folders that are written over hours: one writer, complete files, and a record of what is finished.
 
-A file takes its place whole, then enters the record with its hash. After a kill between the two it is made again, the
-same as before.
+A file is moved into place complete, then enters the record with its hash. After a kill between the two it is made
+again, with the same content.
 """
 
 import json
@@ -16,12 +16,12 @@ from huggingface_hub.utils.sha import sha_fileobj
 
 from mote.checkpoints.staging import try_lock
 
-FORMAT = 1  # readers refuse later ones
+FORMAT = 1  # readers refuse later formats
 
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Write into a folder that is made if need be, and removed again if it stays empty.
+    """Lock a folder for writing; it is created if necessary, and removed again if it stays empty.
 
     Raises:
         OSError: If another process is writing there, or the folder cannot be made.
@@ -45,11 +45,11 @@ def read_record(folder: Path, name: str, entries: str, what: str) -> dict[str, A
     Args:
         folder: The folder.
         name: File name of the record.
-        entries: Its key for what is finished.
+        entries: Key of the finished entries in the record.
         what: What the folder should hold, for errors.
 
     Returns:
-        Its content; None if the folder does not exist, or is empty.
+        Content of the record; None if the folder does not exist, or is empty.
 
     Raises:
         ValueError: If the folder holds something else, or the record is damaged or of a later version.
@@ -91,7 +91,7 @@ def write_record(file: Path, record: dict[str, Any]) -> None:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let a function write a file beside its place, and put it there.
+    """Let a function write a temporary file, and move it into place.
 
     Raises:
         OSError: If it cannot be written.

@@ -8,18 +8,18 @@ from mote.corpora.folder import is_intact, sha256, write_whole
 from mote.corpora.store import INDEX, Store, read_embeddings
 
 SAMPLE = 2**18
-"""Embeddings that train an index, at most: as many as FAISS takes for 1,024 clusters."""
+"""Maximum number of embeddings that train an index: as many as FAISS uses for 1,024 clusters."""
 
 
 def check_index(factory: str, dimension: int | None) -> None:
-    """Make sure that FAISS is installed, and that it can make an index.
+    """Make sure that FAISS is installed, and can build an index.
 
     Args:
         factory: FAISS's factory string.
         dimension: Dimension of the embeddings, if it is known.
 
     Raises:
-        OSError: If it is not installed.
+        OSError: If FAISS is not installed.
         ValueError: If there is no such index for embeddings of this dimension.
     """
     try:
@@ -31,7 +31,7 @@ def check_index(factory: str, dimension: int | None) -> None:
 
 
 def write_index(store: Store, factory: str) -> None:
-    """Write an index of a folder of embeddings, unless it is there.
+    """Write an index of a folder of embeddings, unless it exists.
 
     Row i is the i-th embedding, normalised, so that inner products are cosines.
 
@@ -73,4 +73,4 @@ def _new(factory: str, dimension: int) -> Any:
 
 def _refusal(factory: str, error: RuntimeError) -> ValueError:
     reason = str(error).strip().rpartition("\n")[2]
-    return ValueError(f"FAISS cannot make the index {factory!r}: {reason}")
+    return ValueError(f"FAISS cannot build the index {factory!r}: {reason}")

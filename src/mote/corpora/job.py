@@ -32,14 +32,14 @@ class Finished(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What a run embeds; workers of a cluster get it as it is.
+    """What a run embeds; it is sent unchanged to the workers of a cluster.
 
     Attributes:
         model: The model.
         corpus: The texts.
         folder: Folder of the result.
-        dtype: Dtype that is stored.
-        shard_size: Texts in a shard.
+        dtype: Dtype to store.
+        shard_size: Texts per shard.
         ranges: Ranges of int8 (2, dimension), once the first shard has set them.
     """
 
@@ -71,7 +71,7 @@ class Job:
         }
 
     def rows_of(self, number: int) -> tuple[int, int]:
-        """Return the first row of a shard, and the one after its last."""
+        """Return the first row of a shard, and the row after its last."""
         return number * self.shard_size, min((number + 1) * self.shard_size, len(self.corpus))
 
     def write(self, number: int, documents: Sequence[Document], embeddings: np.ndarray) -> Finished:
@@ -116,11 +116,11 @@ def embed_shards(
         job: The job.
         numbers: Shards.
         devices: The model.
-        progress: Called with a number of texts whenever they are embedded.
-        reader: Reader of the corpus, to go on with. Default: a new one.
+        progress: Called with the number of newly embedded texts.
+        reader: Reader of the corpus to continue with. Default: a new one.
 
     Raises:
-        OSError: If one cannot be written.
+        OSError: If a shard cannot be written.
         ValueError: If a row, a task or an embedding is invalid.
     """
     reader = reader or Reader(job.corpus)
@@ -129,7 +129,7 @@ def embed_shards(
         documents = reader.read(*job.rows_of(number))
         return number, documents, devices.encode(job.model, windows(documents, job.model, devices.encoder), progress)
 
-    # Each is begun before the one in front of it is awaited: no device is idle in between.
+    # Each shard is begun before the previous one is awaited, so that no device is idle in between.
     for begun, _ in pairwise(chain(map(begin, numbers), [None])):
         number, documents, results = begun  # type: ignore[misc]
         parts = list(results)

@@ -1,4 +1,4 @@
-"""Hard negatives: documents that a teacher finds near a query, and that are not known to answer it.
+"""Hard negatives: documents that a teacher finds near a query, but that are not known to answer it.
 
 Near-duplicates of the positive answer the query as well, so a candidate is accepted only if it scores clearly below the
 positive ("positive-aware" mining, Moreira et al., "NV-Retriever", arXiv:2407.15831; Nussbaum and Duderstadt,
@@ -19,14 +19,14 @@ class MiningSettings:
     """Which candidates become negatives.
 
     Attributes:
-        negatives: Number of negatives of a row, at most.
-        skip: Best-ranked candidates that are left out.
-        depth: Rank up to which candidates are considered, known positives not counted.
-        relative_margin: A negative scores below the positive by this fraction of the positive's score: 0.05 is the
+        negatives: Maximum number of negatives per row.
+        skip: Number of top-ranked candidates to skip.
+        depth: Lowest rank of a candidate to consider, known positives not counted.
+        relative_margin: Minimum gap between positive and negative, as a fraction of the positive's score: 0.05 is the
             papers' 0.95. None: no such condition.
-        absolute_margin: A negative scores below the positive by this much. None: no such condition.
-        sampling: The best-ranked of the accepted candidates, or random ones.
-        seed: Seed of random ones, drawn for each row by itself.
+        absolute_margin: Minimum gap between the scores of positive and negative. None: no such condition.
+        sampling: Which accepted candidates to take: the best-ranked (`top`), or random ones.
+        seed: Random seed; candidates are drawn for each row independently.
     """
 
     negatives: int = 5
@@ -69,10 +69,10 @@ class Mined:
     """Negatives of the rows of a dataset.
 
     Attributes:
-        documents: Place of each negative in the corpus, [R, n]; -1 where fewer were accepted.
-        scores: Their scores, [R, n]; NaN where there is none.
+        documents: Index of each negative in the corpus, [R, n]; -1 where fewer were accepted.
+        scores: Scores of the negatives, [R, n]; NaN where there is none.
         positive_scores: Scores of the positives, [R].
-        too_near: Number of candidates of each row that a margin refused, [R].
+        too_near: Number of candidates of each row that a margin excluded, [R].
     """
 
     documents: np.ndarray
@@ -82,13 +82,13 @@ class Mined:
 
 
 def mine(pairs: Pairs, scorer: Scorer, settings: MiningSettings, rows: np.ndarray) -> Mined:
-    """Mine negatives for some rows of a dataset. A row's do not depend on what other rows are asked for.
+    """Mine negatives for some rows of a dataset. A row's negatives do not depend on the other rows.
 
     Args:
         pairs: The dataset.
         scorer: The teacher, over `pairs.queries` and `pairs.documents`.
         settings: Which candidates are accepted.
-        rows: Places of rows, [R].
+        rows: Indices of rows, [R].
     """
     positive_scores = scorer.score(pairs.anchors[rows], pairs.positives[rows])
     mined = _none(positive_scores, settings.negatives)
@@ -107,10 +107,10 @@ def mine(pairs: Pairs, scorer: Scorer, settings: MiningSettings, rows: np.ndarra
 
 
 def judge(pairs: Pairs, scorer: Scorer, settings: MiningSettings, rows: np.ndarray) -> Mined:
-    """Keep or drop the negatives that some rows have already, in their order.
+    """Filter the negatives that rows already have, keeping their order.
 
-    Takes what `mine` takes; of the settings only the margins count. `Mined.documents` has as many columns as any row of
-    the dataset has negatives.
+    Takes the arguments of `mine`; of the settings, only the margins count. `Mined.documents` has as many columns as the
+    longest row of the dataset has negatives.
     """
     positive_scores = scorer.score(pairs.anchors[rows], pairs.positives[rows])
     mined = _none(positive_scores, max(map(len, pairs.negatives), default=0))
@@ -132,6 +132,6 @@ def judge(pairs: Pairs, scorer: Scorer, settings: MiningSettings, rows: np.ndarr
 
 
 def _none(positive_scores: np.ndarray, negatives: int) -> Mined:
-    """Begin with rows without negatives."""
+    """Return empty results: rows without negatives."""
     shape = (len(positive_scores), negatives)
     return Mined(np.full(shape, -1), np.full(shape, np.nan), positive_scores, np.zeros(shape[0], dtype=np.int64))

@@ -1,4 +1,4 @@
-"""`mote mine`: datasets of pairs, written again with hard negatives."""
+"""`mote mine`: datasets of pairs, copied with hard negatives added."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -35,20 +35,20 @@ def mine_negatives(
     given: bool = False,
     overwrite: bool = False,
 ) -> Path:
-    """Write datasets of pairs again, with mined negatives in the columns `negative_1`, `negative_2` and so on.
+    """Copy datasets of pairs, adding mined negatives in the columns `negative_1`, `negative_2` and so on.
 
-    The same call resumes one that was killed. Each dataset is mined by itself, its texts in memory.
+    The same call resumes an interrupted run. Each dataset is mined separately, with its texts in memory.
 
     Args:
         datasets: Paths and patterns below `data`, as in recipes, or `hub:user/name`.
-        out: Folder to write: the same rows, at the same places, which recipes read.
-        teacher: What scores documents for queries.
-        settings: Which candidates are accepted.
+        out: Folder to write: the same rows, under the same paths, for recipes to read.
+        teacher: Model that scores documents for queries.
+        settings: Which candidates to accept.
         data: Data folder.
         split: Split of each dataset.
         subset: Configuration of a dataset on the Hub.
-        corpus: Files whose texts are candidates in every dataset, beside its own positives; read as `mote embed` does.
-        given: Mine nothing: keep or drop, by the margins, the negatives that rows have already.
+        corpus: Files whose texts are candidates in every dataset, beside its own positives; read as in `mote embed`.
+        given: Mine nothing; only filter the negatives that rows already have, by the margins.
         overwrite: Replace another run in the folder.
 
     Returns:
@@ -94,9 +94,9 @@ def _mine(
     name, pairs = dataset.name, dataset.pairs
     has_negatives = "negative" in dataset.columns.names
     if has_negatives and not given:
-        raise ValueError(f"{name} has negatives already: `--filter` keeps or drops them; others cannot join them")
+        raise ValueError(f"{name} already has negatives, and no others can be added: `--filter` filters them")
     if given and not has_negatives:
-        raise ValueError(f"{name} has no negatives to keep or drop: leave `--filter` out, and some are mined")
+        raise ValueError(f"{name} has no negatives to filter: leave out `--filter` to mine some")
     counts = len(dataset.rows), len(pairs.queries), len(pairs.documents)
     logger.info("%s: %d rows, %d queries, %d documents", name, *counts)
     work = run.work(name)
@@ -137,7 +137,7 @@ def _statistics(mined: Mined) -> dict[str, Any]:
 
 
 def mining_report(entries: dict[str, dict[str, Any]]) -> str:
-    """Lay out the statistics of datasets, a line each.
+    """Lay out the statistics of datasets, one line each.
 
     Args:
         entries: `datasets` of `record.json`.

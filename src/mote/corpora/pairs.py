@@ -15,18 +15,18 @@ from mote.data.rows import Location, read_rows, require_valid
 
 @dataclass(frozen=True)
 class Pairs:
-    """The texts of a dataset, each once, and which of them its rows hold.
+    """The texts of a dataset, each once, and which of them each row holds.
 
-    Texts are the same if they differ in nothing but case and blanks.
+    Texts are compared ignoring case and whitespace.
 
     Attributes:
         queries: The anchors.
-        documents: The positives, the negatives that rows have already, and whatever else is in the corpus.
-        anchors: Place of each row's anchor in `queries`, [R].
-        positives: Place of each row's (first) positive in `documents`, [R].
-        of_rows: Places of all positives of each row.
-        negatives: Places of the negatives that each row has already.
-        known: For each query the documents that are never its negatives: its positives in any row, and its own text.
+        documents: The positives, the negatives that rows already have, and all other texts of the corpus.
+        anchors: Index of each row's anchor in `queries`, [R].
+        positives: Index of each row's (first) positive in `documents`, [R].
+        of_rows: Indices of all positives of each row.
+        negatives: Indices of the negatives that each row already has.
+        known: For each query, the documents that are never its negatives: its positives in any row, and its own text.
     """
 
     queries: list[str]
@@ -45,12 +45,12 @@ class Pairs:
         corpus: Iterable[str] = (),
         negatives: Iterable[Sequence[str]] | None = None,
     ) -> "Pairs":
-        """Find the repeats.
+        """Collect the texts, each once.
 
         Args:
             anchors: Anchor of each row.
             positives: Positive of each row, or several.
-            corpus: Further documents.
+            corpus: Additional documents.
             negatives: Negatives of each row. Default: none.
         """
         queries, documents = _Texts(), _Texts()
@@ -82,7 +82,7 @@ class Pairs:
         )
 
     def part(self, rows: slice) -> "Pairs":
-        """Return the pairs of some rows, with their own texts alone."""
+        """Return the pairs of some rows, with only their own texts."""
         documents = self.documents
         return Pairs.of(
             [self.queries[place] for place in self.anchors[rows].tolist()],
@@ -113,9 +113,9 @@ class PairDataset:
     Attributes:
         name: Name of the dataset.
         rows: The rows as they were read.
-        columns: What their columns mean.
+        columns: What the columns mean.
         negatives: Negatives of each row.
-        pairs: Their texts.
+        pairs: The texts.
     """
 
     name: str
@@ -134,11 +134,11 @@ def read_pairs(location: Location[Any], corpus: Iterable[str] = ()) -> PairDatas
     """Read a dataset of pairs into memory.
 
     Args:
-        location: Where it is.
-        corpus: Further documents.
+        location: Location of the dataset.
+        corpus: Additional documents.
 
     Raises:
-        ValueError: If a row is invalid, there is none, or they are not pairs.
+        ValueError: If there are no rows, a row is invalid, or the rows are not pairs.
     """
     rows = list(require_valid(read_rows(location)))
     if not rows:
@@ -162,7 +162,7 @@ def read_pairs(location: Location[Any], corpus: Iterable[str] = ()) -> PairDatas
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows as packed JSON lines; equal rows give equal files, byte for byte."""
+    """Write rows as compressed JSON lines; equal rows give equal files, byte for byte."""
     with path.open("wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")

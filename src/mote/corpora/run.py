@@ -1,7 +1,7 @@
 """What mining and filtering share: datasets one after another, a teacher's scores, a record, resuming.
 
-The folder of a run gets a file for each dataset, at the same place as in the data folder, and `record.json`, which
-names those that are finished. Until then `.work/` holds the teacher's embeddings and the blocks that are decided.
+The folder of a run gets a file for each dataset, under the same path as in the data folder, and `record.json`, which
+names the finished ones. Until then, `.work/` holds the teacher's embeddings and the blocks of decided rows.
 """
 
 import json
@@ -42,9 +42,9 @@ from mote.inference.loading import is_sparse_encoder
 
 BM25 = "bm25"
 BLOCK = 4096
-"""Rows that are decided together, and kept through a kill."""
+"""Rows per block: rows that are decided together, and survive a kill."""
 SHARD = 8192
-"""Texts that are embedded together, and kept through a kill: minutes on a CPU."""
+"""Texts that are embedded together, and survive a kill: minutes of work on a CPU."""
 RECORD = "record.json"
 CHART = "scores.png"
 WORK = ".work"
@@ -52,23 +52,23 @@ WORK = ".work"
 
 @dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """What scores documents for queries.
+    """The model that scores documents for queries.
 
     Attributes:
-        model: Any Sentence-Transformers model, a folder or an id on the Hub; or `"bm25"`. Of sparse and hybrid models
-            the scores are dot products, of others cosines.
+        model: Any Sentence-Transformers model, a folder or an id on the Hub; or `"bm25"`. Scores of sparse and hybrid
+            models are dot products, scores of others cosines.
         query_task: Task of the queries: the name of a prompt of the model, or a task of a MoTE.
         document_task: Task of the documents.
-        batch_size: Batch size of embedding.
-        dimensions: Dimensions of the embeddings that are kept. Default: all.
+        batch_size: Batch size for embedding.
+        dimensions: Number of dimensions of the embeddings to keep. Default: all.
         device: Device, or several.
-        processes: Number of processes on the CPU; with Ray the number of workers.
-        engine: `"local"`, or `"ray"` for a cluster by Ray Data.
-        address: Address of a Ray cluster. Default: a local one is started.
+        processes: Number of processes on the CPU; with Ray, the number of workers.
+        engine: `"local"`, or `"ray"` for a cluster through Ray Data.
+        address: Address of a Ray cluster. Default: start a local one.
         backend: `"torch"`; for a folder written by `mote export` also `"onnx"` or `"openvino"`.
-        embeddings: Folder that keeps the embeddings, for other runs with the same texts. Default: none.
+        embeddings: Folder to keep the embeddings in, for other runs with the same texts. Default: none.
         revision: Branch, tag or commit of a model on the Hub.
-        trust_remote_code: Run the code in the model's repository.
+        trust_remote_code: Whether to run the code in the model's repository.
     """
 
     model: str
@@ -96,7 +96,7 @@ class Teacher:
         given = [each.name for each in fields(self)[1:] if getattr(self, each.name) != each.default]
         if self.model == BM25:
             if given:
-                raise ValueError(f"{given[0]} is a setting of embedding, which BM25 does without: leave it out")
+                raise ValueError(f"{given[0]} is a setting of embedding, which BM25 does not do: leave it out")
             return FoundTeacher(self)
         model = find_model(
             self.model,
@@ -121,13 +121,13 @@ class Teacher:
 
 
 class FoundTeacher:
-    """A teacher that makes scorers of datasets. Closed like a file.
+    """A teacher that makes scorers for datasets; a context manager.
 
     Args:
-        teacher: Its settings.
+        teacher: Settings of the teacher.
         models: The model, as it embeds queries, and as it embeds documents. None for BM25.
-        embedder: What embeds, if its vectors are dense.
-        sparse: What embeds and scores, if they are sparse or hybrid.
+        embedder: Embeds the texts, if the vectors are dense.
+        sparse: Embeds and scores, if the vectors are sparse or hybrid.
     """
 
     def __init__(
@@ -140,17 +140,17 @@ class FoundTeacher:
         self.teacher, self.models, self.embedder, self.sparse = teacher, models, embedder, sparse
 
     def identity(self) -> dict[str, Any]:
-        """Return what decides on the scores."""
+        """Return everything that determines the scores."""
         if self.models is None:
             return {"model": BM25}
         settings = {name: getattr(self.teacher, name) for name in ("query_task", "document_task", "dimensions")}
         return {"model": self.models[0].identity(), **settings}
 
     def scorer(self, pairs: Pairs, work: Path) -> Scorer:
-        """Make the scorer of a dataset; what embeds loads the model if anything is missing, and keeps it.
+        """Make the scorer of a dataset; the model is loaded if any embedding is missing, and stays loaded.
 
         Args:
-            pairs: Its texts.
+            pairs: Texts of the dataset.
             work: Folder for embeddings, which a run resumes from.
         """
         if self.sparse is not None:
@@ -162,7 +162,7 @@ class FoundTeacher:
         return EmbeddingScorer(queries, self._embed(pairs.documents, of_documents, self.embedder, work / "documents"))
 
     def _embed(self, texts: list[str], model: Model, embedder: Embedder, work: Path) -> np.ndarray:
-        """Embed texts [N] into normalised embeddings [N, D], mapped from the disk."""
+        """Embed texts [N] into normalised embeddings [N, D], memory-mapped."""
         work.mkdir(parents=True, exist_ok=True)
         file = work / "texts.parquet"
         write_whole(file, lambda path: parquet.write_table(pyarrow.table({"text": texts}), path))
@@ -208,12 +208,12 @@ class Run:
         write_record(self.folder / RECORD, self.record)
 
     def is_finished(self, name: str) -> bool:
-        """Whether a dataset is finished, and its file as it was written."""
+        """Whether a dataset is finished, and its file unchanged."""
         entry = self.record["datasets"].get(name)
         return entry is not None and is_intact(self.folder / entry["file"], entry)
 
     def finish(self, name: str, file: str, write: Callable[[Path], object], **details: Any) -> None:
-        """Put the file of a dataset into its place, and enter it in the record."""
+        """Write the file of a dataset, and add it to the record."""
         path = self.folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, write)
@@ -228,11 +228,11 @@ class Run:
 
 @contextmanager
 def open_run(out: Path, record: dict[str, Any], overwrite: bool) -> Iterator[Run]:
-    """Begin or resume a run, as its only writer.
+    """Start or resume a run, as its only writer.
 
     Args:
-        out: Its folder.
-        record: What was asked for; a run is resumed by the same only.
+        out: Folder of the run.
+        record: Settings of the run; a run can only be resumed with the same ones.
         overwrite: Replace another run.
 
     Raises:
@@ -273,13 +273,13 @@ def open_run(out: Path, record: dict[str, Any], overwrite: bool) -> Iterator[Run
 def decide(
     work: Path, rows: int, decide_block: Callable[[np.ndarray], dict[str, np.ndarray]], label: str
 ) -> dict[str, np.ndarray]:
-    """Decide on all rows of a dataset, block by block; blocks are kept through a kill.
+    """Decide on all rows of a dataset, block by block; finished blocks survive a kill.
 
     Args:
         work: Folder for the blocks.
         rows: Number of rows.
-        decide_block: Places of rows [R] → arrays [R, …] by name.
-        label: What the progress bar says.
+        decide_block: Indices of rows [R] → arrays [R, …] by name.
+        label: Label of the progress bar.
 
     Returns:
         The arrays of all rows.
@@ -320,7 +320,7 @@ def locate(datasets: Sequence[str], folder: str | Path, split: str, subset: str 
 
 
 def inputs_of(locations: Sequence[Location[Any]]) -> dict[str, list[str]]:
-    """Describe datasets for the record: by hashes of their files, or the fingerprint that `datasets` knows them by."""
+    """Describe datasets for the record: by hashes of their files, or their fingerprint in `datasets`."""
     return {
         each.name: [sha256(file) for file in each.files] or [load_from_hub(each.settings)._fingerprint]
         for each in locations

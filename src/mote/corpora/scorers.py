@@ -1,7 +1,7 @@
-"""What ranks documents for queries: the vectors of a model, dense, sparse or hybrid, exactly; or BM25.
+"""Ranking of documents for queries: by a model's vectors (dense, sparse or hybrid) with exact search, or by BM25.
 
-All give the same answer however the work is cut up: scores are in float64, pair by pair, and documents with equal
-scores are ordered by their place in the corpus.
+The results do not depend on how the work is split: scores are computed pair by pair in float64, and documents with
+equal scores are ordered by their position in the corpus.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
 SHARD = 2**18
-"""Documents that are searched at once: 400 MB of 384 dimensions."""
+"""Documents searched at once: 400 MB with 384 dimensions."""
 SPARE = 32
-"""Documents beyond those asked for, so that one search is nearly always enough."""
+"""Documents requested beyond those needed, so that one search is nearly always enough."""
 
 
 class Scorer(Protocol):
-    """Scores documents for queries; both are known by their places."""
+    """Scores documents for queries; both are given by their indices."""
 
     def nearest(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Find the documents with the highest scores.
 
         Args:
-            queries: Places of queries, [Q].
-            count: Documents for each, at most as many as there are.
+            queries: Indices of queries, [Q].
+            count: Number of documents per query, at most the size of the corpus.
 
         Returns:
-            Their places and scores, the best first, [Q, count] each; -1 and -inf where a scorer finds no more.
+            Their indices and scores, the best first, [Q, count] each; -1 and -inf where a scorer finds no more.
         """
 
     def score(self, queries: np.ndarray, documents: np.ndarray) -> np.ndarray:
@@ -39,12 +39,12 @@ class Scorer(Protocol):
 
 
 class EmbeddingScorer:
-    """Inner products of embeddings, all of them computed, by FAISS.
+    """Inner products of embeddings, all of them computed, with FAISS.
 
     Args:
-        queries: Embeddings, [Q, D], possibly mapped from the disk.
-        documents: Embeddings, [N, D], possibly mapped from the disk.
-        shard: Documents that are searched at once.
+        queries: Embeddings, [Q, D], possibly memory-mapped.
+        documents: Embeddings, [N, D], possibly memory-mapped.
+        shard: Documents searched at once.
     """
 
     def __init__(self, queries: np.ndarray, documents: np.ndarray, shard: int = SHARD) -> None:
@@ -59,11 +59,11 @@ class EmbeddingScorer:
         return self._nearest(queries, count, count + SPARE)
 
     def _nearest(self, queries: np.ndarray, count: int, wanted: int) -> tuple[np.ndarray, np.ndarray]:
-        """Search in float32 for more documents than are needed, until none that was left out can be among the best."""
+        """Search in float32 for more documents than needed, until no other document can be among the best."""
         import faiss
 
         vectors = np.ascontiguousarray(self.queries[queries], dtype=np.float32)
-        found, left_out = [], np.full(len(queries), -np.inf)  # the highest score that one left out has in float32
+        found, left_out = [], np.full(len(queries), -np.inf)  # the highest float32 score of any document left out
         for start in range(0, len(self.documents), self.shard):
             part = np.ascontiguousarray(self.documents[start : start + self.shard], dtype=np.float32)
             scores, places = faiss.knn(vectors, part, min(wanted, len(part)), metric=faiss.METRIC_INNER_PRODUCT)
@@ -73,7 +73,7 @@ class EmbeddingScorer:
         places = np.concatenate(found, axis=1).astype(np.int64)
         rows = np.repeat(queries, places.shape[1])
         places, scores = _best(places, self.score(rows, places.ravel()).reshape(places.shape), count)
-        # Of the sum of D products in float32.
+        # Rounding error of the sum of D products in float32.
         error = vectors.shape[1] * np.finfo(np.float32).eps * np.linalg.norm(vectors, axis=1) * self.longest
         unsure = scores[:, -1] <= left_out + error
         if unsure.any():
@@ -91,12 +91,12 @@ class EmbeddingScorer:
 
 
 class SparseScorer:
-    """Inner products of sparse vectors, or of hybrid ones, all of them computed. Both are in memory.
+    """Inner products of sparse or hybrid vectors, all of them computed, in memory.
 
     Args:
         queries: Vectors, [Q, V], or of a hybrid model [Q, V + H].
         documents: Vectors, [N, V] or [N, V + H].
-        vocabulary: V; the columns behind it are the dense part.
+        vocabulary: V; the columns after it are the dense part.
     """
 
     def __init__(self, queries: "csr_matrix", documents: "csr_matrix", vocabulary: int) -> None:
@@ -108,7 +108,7 @@ class SparseScorer:
         self.columns = self.documents[0].T.tocsr()  # [V, N]: the documents of each token
 
     def nearest(self, queries: np.ndarray, count: int, block: int = 64) -> tuple[np.ndarray, np.ndarray]:
-        """See `Scorer`. By sparse vectors alone, documents without a token of the query are not found."""
+        """See `Scorer`. Documents that share no token with the query are only found by hybrid vectors."""
         places, scores = np.full((len(queries), count), -1), np.full((len(queries), count), -np.inf)
         hybrid = self.queries[1].shape[1] > 0
         for start in range(0, len(queries), block):
@@ -136,7 +136,7 @@ class SparseScorer:
 
 
 class BM25Scorer:
-    """BM25 (k1 0.9, b 0.4) over lower-cased words without English stop words, by bm25s.
+    """BM25 (k1 0.9, b 0.4) over lower-cased words without English stop words, with bm25s.
 
     Args:
         queries: Texts.
@@ -180,7 +180,7 @@ class BM25Scorer:
 
 
 def _reaching(scores: np.ndarray, places: np.ndarray, count: int) -> np.ndarray:
-    """Keep the places that reach the score at the last rank, up to rounding: ties are for `_best`."""
+    """Keep the indices that reach the score at the last rank, up to rounding; `_best` breaks ties."""
     if len(places) <= count:
         return places
     last = -np.partition(-scores[places], count - 1)[count - 1]
@@ -188,7 +188,7 @@ def _reaching(scores: np.ndarray, places: np.ndarray, count: int) -> np.ndarray:
 
 
 def _best(places: np.ndarray, scores: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Keep the `count` highest scores of each row, the first place first among equal ones."""
+    """Keep the `count` highest scores of each row; among equal ones, the lowest index comes first."""
     order = np.lexsort((places, -scores), axis=1)[:, :count]
     return np.take_along_axis(places, order, axis=1), np.take_along_axis(scores, order, axis=1)
 
@@ -201,14 +201,15 @@ def nearest_unknown(
     Args:
         pairs: The dataset.
         scorer: The teacher, over `pairs.queries` and `pairs.documents`.
-        rows: Places of rows, [R].
-        count: Documents for each, at most.
+        rows: Indices of rows, [R].
+        count: Maximum number of documents per row.
 
     Yields:
-        Their places and scores, the best first.
+        Their indices and scores, the best first.
     """
     queries, of_row = np.unique(pairs.anchors[rows], return_inverse=True)
-    # As many more as are known are asked for; queries with many known ones apart, not to burden the others.
+    # Each query requests as many more documents as it has known ones. Queries with many known ones are searched
+    # separately, so that the others do not request as many.
     more = np.array([1 << len(pairs.known[query]).bit_length() for query in queries.tolist()])
     found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     for extra in np.unique(more).tolist():

@@ -21,10 +21,10 @@ class Document(NamedTuple):
     """A text of a corpus.
 
     Attributes:
-        where: Its place, `file:line`.
-        id: Its id.
+        where: Location, `file:line`.
+        id: Document id.
         text: The text.
-        task: Its task, if a column says so.
+        task: Task, if there is a column for it.
     """
 
     where: str
@@ -87,8 +87,8 @@ class Part:
     """A file of a corpus, or a dataset on the Hub.
 
     Attributes:
-        name: Its name.
-        settings: The settings that it was found by.
+        name: Name of the part.
+        settings: The settings by which it was found.
         file: The file; None for a dataset on the Hub.
         rows: Number of rows.
         sha256: Hash of the file; of a dataset the fingerprint by which `datasets` knows it.
@@ -101,14 +101,14 @@ class Part:
     sha256: str = ""
 
     def counted(self) -> "Part":
-        """Return it with its number of rows and its hash."""
+        """Return the part with its number of rows and its hash."""
         if self.file is None:
             dataset = load_from_hub(self.settings)
             return replace(self, rows=len(dataset), sha256=dataset._fingerprint)
         return replace(self, rows=count_rows(self.file), sha256=sha256(self.file))
 
     def read(self, start: int = 0) -> Iterator[Row]:
-        """Read it from a row on."""
+        """Read from a given row on."""
         if self.file is not None:
             return read_file(self.file, start)
         return numbered(self.name, load_from_hub(self.settings).skip(start), start)
@@ -141,7 +141,7 @@ class Corpus:
         return sum(part.rows for part in self.parts)
 
     def read(self, start: int = 0) -> Iterator[Document]:
-        """Read it from a row on; needs `counted`.
+        """Read from a given row on; needs `counted`.
 
         Raises:
             ValueError: At an invalid row.
@@ -155,7 +155,7 @@ class Corpus:
 
 
 class Reader:
-    """Reads ranges of a corpus, without starting over for one that follows another."""
+    """Reads ranges of a corpus, without starting over if a range follows the previous one."""
 
     def __init__(self, corpus: Corpus) -> None:
         self.corpus = corpus
@@ -172,7 +172,7 @@ class Reader:
             self.rows, self.position = self.corpus.read(start), start
         documents = list(islice(self.rows, start - self.position, stop - self.position))
         if len(documents) != stop - start:
-            raise ValueError("The files of the corpus have changed while they were read: start again")
+            raise ValueError("The files of the corpus changed while they were being read: start again")
         self.position = stop
         return documents
 
@@ -192,14 +192,14 @@ def find_corpus(
         files: Files, patterns, folders with files for the split, and `hub:user/name`.
         split: Split of folders and datasets on the Hub.
         subset: Configuration of a dataset on the Hub.
-        text_columns: Columns whose texts are joined by a space. Default: the one that has a usual name, with `title`
-            in front of `text`.
+        text_columns: Columns whose texts are joined by a space. Default: the one with a usual name, with `title` in
+            front of `text`.
         id_column: Column of ids. Default: `_id` or `id`, else the number of the row, from 0.
         task_column: Column of tasks.
 
     Raises:
         FileNotFoundError: If there is no such file or dataset.
-        ValueError: If a column is missing, or it is unclear which one holds the texts.
+        ValueError: If a column is missing, or it is unclear which column holds the texts.
     """
     here = Path.cwd()
     parts = tuple(

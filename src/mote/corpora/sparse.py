@@ -1,4 +1,4 @@
-"""The sparse and hybrid vectors of a teacher's texts, kept shard by shard."""
+"""The sparse and hybrid vectors of a teacher's texts, stored shard by shard."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder
 
 SHARD = 4096
-"""Texts that are embedded together, and kept through a kill."""
+"""Texts that are embedded together, and survive a kill."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SparseTeacher:
 
     Attributes:
         of_queries: The model, as it embeds queries.
-        of_documents: As it embeds documents.
+        of_documents: The model, as it embeds documents.
         device: Device. Default: the best available.
 
     Raises:
@@ -62,7 +62,7 @@ class SparseTeacher:
         """Make the scorer of a dataset.
 
         Args:
-            pairs: Its texts.
+            pairs: Texts of the dataset.
             work: Folder for vectors, which a run resumes from.
         """
         queries = self._embed(pairs.queries, self.of_queries, work / "queries")

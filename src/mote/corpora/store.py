@@ -26,7 +26,7 @@ MANIFEST = "manifest.json"
 INDEX = "index.faiss"
 DTYPES = {"float32": pyarrow.float32(), "float16": pyarrow.float16(), "int8": pyarrow.int8()}
 
-# A run resumes another one that agrees in these; names may differ, as files and models are known by their hashes.
+# A run resumes another one if these settings agree; names may differ, as files and models are identified by hashes.
 _IDENTITY = ("format", "model", "input", "columns", "task", "prompt", "dtype", "dimensions", "shard_size")
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Store:
         write_record(self.folder / MANIFEST, self.manifest)
 
     def record_shard(self, number: int, entry: dict[str, Any], **changes: Any) -> None:
-        """Enter a finished shard."""
+        """Add a finished shard to the manifest."""
         shards = {**self.manifest["shards"], shard_name(number): entry}
         self.record(shards=dict(sorted(shards.items())), **changes)
 
@@ -65,22 +65,22 @@ class Store:
         names = _shard_names(self.manifest)
         foreign = sorted({path.name for path in self.folder.glob("shard-*.parquet")} - set(names))
         if foreign:
-            raise ValueError(f"{self.folder} holds {foreign[0]}, which is not of this corpus: remove it")
+            raise ValueError(f"{self.folder} holds {foreign[0]}, which does not belong to this corpus: remove it")
         shards = self.manifest["shards"]
         damaged = [name for name in shards if not is_intact(self.folder / name, shards[name])]
         for name in damaged:
-            logger.warning("%s is missing or damaged, and is made again", self.folder / name)
+            logger.warning("%s is missing or damaged, and will be written again", self.folder / name)
         return [number for number, name in enumerate(names) if name not in shards or name in damaged]
 
 
 @contextmanager
 def open_store(folder: Path, manifest: dict[str, Any], overwrite: bool = False) -> Iterator[Store]:
-    """Make or resume a folder of embeddings, as its only writer.
+    """Create or resume a folder of embeddings, as its only writer.
 
     Args:
         folder: The folder.
         manifest: Content of a new manifest.
-        overwrite: Remove other embeddings that are there.
+        overwrite: Remove any other embeddings in the folder.
 
     Raises:
         OSError: If another process is writing there, or the folder cannot be made.
@@ -118,7 +118,7 @@ def _require_same(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -
 
 
 def key_of(manifest: dict[str, Any]) -> str:
-    """Name a folder after all that decides on its embeddings."""
+    """Name a folder after everything that determines its embeddings."""
     identity = {key: _without_names(manifest[key]) for key in _IDENTITY}
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -136,10 +136,10 @@ def write_shard(folder: Path, number: int, ids: Sequence[str], embeddings: np.nd
         folder: The folder.
         number: Number of the shard.
         ids: Ids of its rows.
-        embeddings: Embeddings (rows, dimension), of the dtype that is stored.
+        embeddings: Embeddings (rows, dimension), in the dtype to store.
 
     Returns:
-        Its entry in the manifest.
+        The shard's entry in the manifest.
 
     Raises:
         OSError: If it cannot be written.
@@ -168,7 +168,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Read the manifest of a folder.
 
     Returns:
-        Its content; None if the folder does not exist, or is empty.
+        Content of the manifest; None if the folder does not exist, or is empty.
 
     Raises:
         ValueError: If the folder holds something else, or the manifest is damaged or of a later version.
@@ -184,10 +184,10 @@ def read_embeddings(folder: str | Path) -> tuple[list[str], Iterator[np.ndarray]
 
     Returns:
         The ids, in the order of the corpus, and an iterator over the embeddings of one shard after another, each
-        (rows, dimension) in float32; those in int8 are scaled back.
+        (rows, dimension) in float32; int8 embeddings are scaled back.
 
     Raises:
-        FileNotFoundError: If there are none.
+        FileNotFoundError: If there are no embeddings.
         ValueError: If they are incomplete or damaged.
     """
     folder = Path(folder)
@@ -195,7 +195,7 @@ def read_embeddings(folder: str | Path) -> tuple[list[str], Iterator[np.ndarray]
     if manifest is None:
         raise FileNotFoundError(f"{folder} holds no embeddings: `mote embed` writes some")
     if not manifest["complete"]:
-        raise ValueError(f"The embeddings in {folder} are incomplete: the command that began them resumes")
+        raise ValueError(f"The embeddings in {folder} are incomplete: run the same command again to resume")
     names = _shard_names(manifest)
     ids = [text for name in names for text in _column(folder / name, "id").to_pylist()]
     if len(ids) != manifest["rows"]:
@@ -219,17 +219,17 @@ def _floats(column: pyarrow.FixedSizeListArray, manifest: dict[str, Any]) -> np.
 
 
 def quantized(embeddings: np.ndarray, dtype: str, ranges: Sequence[Sequence[float]] | None = None) -> np.ndarray:
-    """Convert embeddings to the dtype that is stored.
+    """Convert embeddings to the dtype to store.
 
     Args:
         embeddings: (rows, dimension), float32.
         dtype: A key of `DTYPES`.
-        ranges: For int8, the least and the largest value of each dimension (2, dimension); values beyond are clipped.
+        ranges: For int8, the smallest and largest value of each dimension (2, dimension); values beyond are clipped.
     """
     from sentence_transformers.util import quantize_embeddings
 
     if dtype != "int8":
-        with np.errstate(over="ignore"):  # infinities are looked for afterwards
+        with np.errstate(over="ignore"):  # infinities are detected afterwards
             return embeddings.astype(dtype)
     bounds = np.asarray(ranges, np.float32)
     # clipped first: some versions of the library wrap around
@@ -237,6 +237,6 @@ def quantized(embeddings: np.ndarray, dtype: str, ranges: Sequence[Sequence[floa
 
 
 def dequantized(values: np.ndarray, ranges: Sequence[Sequence[float]]) -> np.ndarray:
-    """Scale int8 values back, to the middles of their intervals."""
+    """Scale int8 values back, to the centers of their intervals."""
     least, largest = np.asarray(ranges, np.float32)
     return least + (values + 128.5) * ((largest - least) / 255)

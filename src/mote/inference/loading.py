@@ -1,6 +1,6 @@
 """Loading: MoTEs with some or all experts, and any Sentence-Transformers model with all its weights.
 
-Where a checkpoint lacks weights, transformers draws random ones and only logs it.
+If a checkpoint lacks weights, transformers initialises random ones and only logs it.
 """
 
 import copy
@@ -43,7 +43,7 @@ def require_all_weights(encoder: "SentenceTransformer | SparseEncoder", path: st
         if missing:
             shown = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
             raise ValueError(
-                f"{path} lacks weights that its config asks for, and random ones would take their place: {shown}. "
+                f"{path} lacks weights that its config requires, and random ones would replace them: {shown}. "
                 "Load the files as they were saved together, in a format that the installed transformers reads"
             )
 
@@ -86,8 +86,8 @@ def load(
         **kwargs: Arguments of `from_pretrained`: `revision`, `dtype`, `device_map`, `attn_implementation` …
 
     Raises:
-        ValueError: If weights are missing, left over, of another shape or unreadable, or an expert is unknown; as
-            `offload`.
+        ValueError: If weights are missing, left over, of another shape or unreadable, or an expert is unknown; or as
+            from `offload`.
     """
     from mote.checkpoints.reading import mote_class
     from mote.inference.offloading import check_settings, start_offloaded
@@ -119,10 +119,10 @@ def load_encoder(
         offload: For a MoTE, `"disk"` or `"cpu"`: at most `keep` experts are ever in memory, or on the device.
         keep: Number of experts on the device, with `offload`.
         revision: Branch, tag or commit on the Hub. Default: the newest.
-        device: Device that it runs on. Default: Sentence-Transformers' choice. On `"meta"` it is checked, but its
-            weights are not read.
+        device: Device. Default: Sentence-Transformers' choice. With `"meta"`, the model is checked, but its weights are
+            not read.
         dtype: Dtype of its weights. Default: the stored one.
-        trust_remote_code: Run the code in its repository or folder.
+        trust_remote_code: Whether to run the code in its repository or folder.
 
     Raises:
         ValueError: If it does not load, lacks weights, has untrusted code, cannot be offloaded, or is a sparse encoder.
@@ -132,7 +132,7 @@ def load_encoder(
     path = os.fspath(path)
     if is_sparse_encoder(path, revision):
         raise ValueError(
-            f"{path} is a sparse encoder, and dense vectors are needed here: `mote evaluate` scores it, "
+            f"{path} is a sparse encoder, but dense vectors are needed here: `mote evaluate` scores it, "
             "sentence_transformers.SparseEncoder(…, trust_remote_code=True) loads it"
         )
     model_kwargs: dict[str, Any] = {"dtype": dtype} if dtype else {}
@@ -161,7 +161,7 @@ def load_sparse_encoder(
 ) -> "SparseEncoder":
     """Load any sparse encoder of Sentence-Transformers, with all its weights.
 
-    Takes the arguments of `load_encoder`, but for offloading, and raises its errors.
+    Takes the arguments of `load_encoder` except those for offloading, and raises its errors.
     """
     from sentence_transformers import SparseEncoder
 
@@ -212,7 +212,7 @@ def _mote_config(path: str | os.PathLike, experts: Any = None, **kwargs: Any) ->
     hub = {name: kwargs[name] for name in ("revision", "token", "cache_dir", "subfolder") if kwargs.get(name)}
     model_type = PreTrainedConfig.get_config_dict(path, **hub)[0].get("model_type", "")
     if not model_type.startswith("mote"):
-        raise ValueError(f"{path} is not a MoTE, its model_type is {model_type!r}: `mote upcycle` makes one of it")
+        raise ValueError(f"{path} is not a MoTE, its model_type is {model_type!r}: `mote upcycle` turns it into one")
     return mote_class(model_type, "config").from_pretrained(path, experts=experts, **hub)
 
 
@@ -233,7 +233,7 @@ def check_device(device: str | None) -> None:
     except RuntimeError:
         wanted = None
     if wanted is None or (str(wanted) not in available and not (device == "cuda" and "cuda:0" in available)):
-        raise ValueError(f"There is no device {device!r} here, but {', '.join(available)}")
+        raise ValueError(f"There is no device {device!r} here. Available: {', '.join(available)}")
 
 
 def first_line(error: BaseException) -> str:

@@ -1,9 +1,9 @@
 """Offloading: experts that are not in use leave the device, for the CPU's memory or their checkpoint's files.
 
-As many experts as may be on the device at once have a slot there, which is one layer per block. To fetch an expert is
-to copy its weights into the slot of the least recently used one: nothing is allocated or freed, and at no moment are
-more experts on the device. The `experts` of a block are those on the device, so that `.to()`, `.half()` and
-`parameters()` see these and no others.
+The device has a fixed number of slots, each holding one expert: one layer per block. Fetching an expert copies its
+weights into the slot of the least recently used one, so nothing is allocated or freed, and there are never more experts
+on the device. The `experts` of a block are those on the device, so that `.to()`, `.half()` and `parameters()` see only
+these.
 
 Accelerate's hooks do not fit. `AlignDevicesHook` (behind `cpu_offload`, `disk_offload`, `device_map`) copies the
 weights of a module before each of its calls and drops them right after: nothing is kept for the next text of the same
@@ -38,17 +38,17 @@ _OVERRIDDEN = ("state_dict", "save_pretrained")  # methods of a model that need 
 
 
 def offload(model: "MoTEModel", to: str = "cpu", keep: int = 1) -> None:
-    """Take the experts off the device, all but `keep`; each comes back when a text of its task does.
+    """Take all experts but `keep` off the device; each returns when a text of its task arrives.
 
-    For inference: the weights cannot be trained, or changed otherwise, until `restore`. `mote.load(path, offload=…)`
-    starts like this and never holds more in memory.
+    For inference: the weights cannot be trained, or otherwise changed, until `restore`. `mote.load(path, offload=…)`
+    starts in this state and never holds more in memory.
 
     Args:
         model: A MoTE in memory, installed or remote code; changed in place.
         to: `"cpu"`, the CPU's memory (pinned, and copied asynchronously on a separate stream, if the device is a GPU),
             or `"disk"`: experts are read from the safetensors files that the model was loaded from.
-        keep: Number of experts on the device, the most recently used ones. A call that needs another one waits while
-            all of them are in use.
+        keep: Number of experts on the device, the most recently used ones. A call that needs another expert waits while
+            all of these are in use.
 
     Raises:
         ValueError: If a setting is out of range, the model is token-routed, quantised, spread over several devices or
@@ -127,15 +127,15 @@ class Slot:
     """A device slot holding the weights of one expert.
 
     Args:
-        layers: Layers of the expert that is there, one per block. Their weights will be overwritten.
-        expert: Its name.
+        layers: Layers of the expert in the slot, one per block. Their weights will be overwritten.
+        expert: Name of the expert.
     """
 
     def __init__(self, layers: list[nn.Module], expert: str) -> None:
         self.layers = layers
         self.expert: str | None = expert
         self.users = 0
-        self.ready: torch.cuda.Event | None = None  # on a GPU, recorded after the copy to here
+        self.ready: torch.cuda.Event | None = None  # on a GPU, recorded after the copy into this slot
         self.read: dict[torch.cuda.Stream, torch.cuda.Event] = {}  # recorded when a stream has read the weights
         self.modules = self._module_ids()
         # Looked up again at each use, because `.to()` replaces tensors.
@@ -157,7 +157,7 @@ class Slot:
         return next(tensor.device for _, _, tensor in self.tensors())
 
     def fill(self, store: Store, keys: list[str], copying: torch.cuda.Stream | None = None) -> None:
-        """Overwrite the weights by those of another expert.
+        """Overwrite the weights with those of another expert.
 
         Args:
             store: Holds the new weights.
@@ -181,7 +181,7 @@ class Slot:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """On a GPU, make computation in the block wait for the copy to here, and the next copy wait for it."""
+        """On a GPU, make computation within the context wait for the copy into this slot, and the next copy for it."""
         device = self.device
         if device.type != "cuda":
             yield
@@ -201,7 +201,7 @@ class Slot:
         if self._module_ids() != self.modules:
             raise ValueError(
                 f"Modules of the expert {self.expert!r} were replaced while experts are offloaded, which does not "
-                "reach the others: call mote.restore(model) before adding adapters or quantising"
+                "affect the others: call mote.restore(model) before adding adapters or quantising"
             )
         if not self._moved() and self._versions() != self.written:
             raise ValueError(
@@ -288,10 +288,10 @@ class Offloading:
         Args:
             backbone: The backbone of the model.
             expert: Name of the expert.
-            **inputs: Further arguments of the backbone.
+            **inputs: Other arguments of the backbone.
 
         Raises:
-            ValueError: If gradients were recorded; as `expert`.
+            ValueError: If gradients would be recorded; or as from `expert`.
         """
         with self.expert(expert):
             out = backbone(**inputs, expert=expert)
@@ -304,7 +304,7 @@ class Offloading:
 
     @contextmanager
     def expert(self, name: str) -> Iterator[None]:
-        """Keep an expert on the device within the block. Waits while all slots are in use by other experts.
+        """Keep an expert on the device within the context. Waits while all slots are in use by other experts.
 
         Args:
             name: Name of the expert.
@@ -328,9 +328,9 @@ class Offloading:
 
     @contextmanager
     def all_experts(self) -> Iterator[None]:
-        """Attach all experts within the block, those of the store on the CPU. Calls of the model wait meanwhile."""
+        """Attach all experts within the context, those of the store on the CPU. Calls of the model wait meanwhile."""
         with self._alone():
-            if self._attached:  # by this thread, further up
+            if self._attached:  # by this thread, further up the stack
                 yield
                 return
             try:
@@ -403,7 +403,7 @@ class Offloading:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Wait until no call runs, and let none start within the block."""
+        """Wait until no call runs, and let none start within the context."""
         with self._turn, self._left:
             self._left.wait_for(lambda: not any(slot.users for slot in self.slots))
             if self._copying is not None:
@@ -430,7 +430,7 @@ class Offloading:
         self._attached = True
 
     def _layer(self, prefix: str, like: nn.Module, block: "MoTEBlock") -> nn.Module:
-        """Build a layer of an expert in the store, like one that is there, with the same shared modules."""
+        """Build a layer of an expert in the store, from an existing one, with the same shared modules."""
         memo: dict[int, Any] = {id(module): module for module in block.shared.modules()}
         for weight in like.parameters():
             memo[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
@@ -466,7 +466,7 @@ def _prefixes(model: "MoTEModel") -> list[str]:
 
 
 def _in_dtypes_of(model: "MoTEModel", store: Store) -> Iterator[tuple[str, torch.Tensor]]:
-    """Read the weights of all experts, one by one, in the dtypes of those that are in the model."""
+    """Read the weights of all experts, one by one, in the dtypes of the model's weights."""
     for prefix, block in zip(_prefixes(model), model.blocks, strict=True):
         like = next(iter(block.experts.values())).state_dict()
         for name in model.config.available_experts:

@@ -1,7 +1,8 @@
 """Dense models in OpenVINO and ONNX Runtime: converted, quantised, and under Sentence-Transformers.
 
-Files are where Sentence-Transformers' own backends look for them. Those are optimum's, which does not support every
-transformers that MoTE does; so the conversion is torch's own export, and the runtimes are called directly.
+Files are where Sentence-Transformers' own backends look for them. Those backends need optimum, which does not support
+every version of transformers that MoTE does; so the conversion is torch's own export, and the runtimes are called
+directly.
 """
 
 import logging
@@ -30,8 +31,8 @@ FILES = {"onnx": "onnx/model.onnx", "openvino": "openvino/openvino_model.xml"}
 _TO_RUN = {"torch": (), "onnx": ("onnxruntime",), "openvino": ("openvino",)}
 _TO_CONVERT = {"torch": (), "onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("openvino", "nncf")}
 _LARGEST_ONNX = 1.9e9  # bytes: a single ONNX file is limited to 2 GiB
-_BATCH = 4  # texts of one step of calibration
-# Lower ones mean a wrong conversion; rounding alone keeps above them.
+_BATCH = 4  # texts per calibration step
+# Lower cosines mean a wrong conversion; rounding alone stays above them.
 _LEAST_COSINES = {None: 0.9999, "int8": 0.9}
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ def require(backend: str, quantize: str | None = None, *, packages: dict[str, tu
         packages: Packages by backend. Default: those for a conversion.
 
     Raises:
-        ValueError: If it is unknown, or does not support the quantization.
+        ValueError: If the backend is unknown, or does not support the quantization.
         OSError: If a package is not installed.
     """
     if backend not in BACKENDS:
@@ -85,8 +86,8 @@ def convert(
         texts: Texts for calibration and comparison, as from `read_texts`.
 
     Returns:
-        `{"converted": …}`: settings, and the cosines of the embeddings to those of the model in torch, both with the
-        default prompt; the runtime computes in float32 for this.
+        `{"converted": …}`: settings, and the cosines between the embeddings of the runtime (in float32) and of the
+        model in torch, both with the default prompt.
 
     Raises:
         ValueError: If the architecture cannot be converted, or the embeddings differ.
@@ -97,7 +98,7 @@ def convert(
             "without `--backend`"
         )
     logger.info("Converting to %s …", FILES[backend])
-    trusted = instruction_pooling_in(folder) != "included"  # its code was written with it
+    trusted = instruction_pooling_in(folder) != "included"  # its code was written by this package
     encoder = load_encoder(str(folder), device="cpu", dtype="float32", trust_remote_code=trusted)
     transformer: Any = encoder[0]
     expected = encoder.encode(list(texts), convert_to_tensor=True)
@@ -109,7 +110,7 @@ def convert(
         (_write_onnx if backend == "onnx" else _write_openvino)(program, file, quantize, features)
     except OSError:
         raise
-    except Exception as error:  # whatever a converter raises
+    except Exception as error:  # anything that a converter raises
         architecture = transformer.model.config.model_type
         raise ValueError(
             f"The architecture {architecture!r} could not be converted to {backend} ({first_line(error)}): export it "
@@ -120,7 +121,7 @@ def convert(
     found = converted.encode(list(texts), convert_to_tensor=True)
     cosines = nn.functional.cosine_similarity(found, expected)
     mean, least = float(cosines.mean()), float(cosines.min())
-    logger.info("Cosine to the model in torch, over %d texts: mean %.4f, least %.4f", len(texts), mean, least)
+    logger.info("Cosine to the model in torch, over %d texts: mean %.4f, minimum %.4f", len(texts), mean, least)
     if not mean >= _LEAST_COSINES[quantize]:
         raise ValueError(
             f"The embeddings of the converted model differ from those in torch: mean cosine {mean:.4f}, expected at "
@@ -132,7 +133,7 @@ def convert(
 
 
 class _Encoder(nn.Module):
-    """The part that is converted: last hidden state of a model, with inputs in a fixed order."""
+    """The part that is converted: computes a model's last hidden state from inputs in a fixed order."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -234,9 +235,10 @@ def load_exported(
     Args:
         folder: Folder written by `mote export`.
         backend: `"openvino"`, `"onnx"`, or `"torch"` for the same model without a runtime.
-        ov_config: Settings of OpenVINO. On CPUs that support bfloat16 it computes in that, unless set to
+        ov_config: Settings of OpenVINO. On CPUs that support bfloat16 it computes in bfloat16, unless set to
             `{"INFERENCE_PRECISION_HINT": "f32"}`.
-        trust_remote_code: Run the code in the folder, which a model that leaves instructions out of the pooling has.
+        trust_remote_code: Whether to run the code in the folder; only models that leave instructions out of the pooling
+            have any.
 
     Raises:
         FileNotFoundError: If the folder, or the runtime's file in it, does not exist.
@@ -260,7 +262,7 @@ def load_exported(
 
 
 class RuntimeEncoder(nn.Module):
-    """A model in a runtime, in the place of the one that Sentence-Transformers loads.
+    """A model in a runtime, in place of the one that Sentence-Transformers loads.
 
     Attributes:
         config: Config of the model.

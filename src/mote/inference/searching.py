@@ -1,4 +1,4 @@
-"""Exact search over a corpus by hybrid scores: FAISS for the dense vectors, a sparse matrix for the sparse ones."""
+"""Exact search in a corpus by hybrid scores: FAISS for the dense vectors, a sparse matrix for the sparse ones."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK = 64
-"""Queries whose scores with the whole corpus are in memory at a time."""
+"""Queries whose scores with the whole corpus are in memory at once."""
 
 
 class HybridIndex:
     """The vectors of a corpus: a FAISS index of the dense ones [N, H], a sparse matrix of the sparse ones [N, V].
 
-    Results are those of scoring each document: FAISS finds the documents with the best dense scores, the matrix gives
-    the sparse score of all, and a document is left out only where its sparse score and the best dense one that it can
-    have are too low together.
+    Results equal those of scoring every document: FAISS finds the documents with the best dense scores, the matrix
+    gives all sparse scores, and a document is excluded only if its sparse score plus the best dense score that it can
+    have is too low.
 
     Args:
         model: A hybrid model, `SparseEncoder(path, trust_remote_code=True)`.
@@ -51,7 +51,7 @@ class HybridIndex:
         return int(self.dense.ntotal)
 
     def add(self, documents: Sequence[str], batch_size: int = 32) -> None:
-        """Embed documents, each in one pass, and add them; their numbers follow on those of earlier ones."""
+        """Embed documents, each in one pass, and add them; they are numbered after those added earlier."""
         from scipy.sparse import vstack
 
         if not documents:
@@ -67,12 +67,12 @@ class HybridIndex:
 
         Args:
             queries: Queries.
-            top_k: Documents for each.
+            top_k: Number of documents per query.
             weight: Weight of the sparse score; 0 searches by dense vectors alone. Default: the model's.
-            batch_size: Batch size of embedding.
+            batch_size: Batch size for embedding.
 
         Returns:
-            Scores [Q, K] and numbers of documents [Q, K], best first; K is `top_k`, or less in a smaller corpus.
+            Scores [Q, K] and numbers of documents [Q, K], best first; K is `top_k`, or the corpus size if smaller.
 
         Raises:
             ValueError: If `top_k` is not positive, or the weight is negative.
@@ -102,8 +102,8 @@ class HybridIndex:
         of_sparse = weight * (sparse @ self.sparse.T).toarray()  # [q, N]
         results = []
         for query, best_dense, numbers, others in zip(dense, best, seen, of_sparse, strict=True):
-            known = np.sort(best_dense + others[numbers])[-count]  # the last of the results, or better
-            bound = best_dense[-1] + 1e-4 * abs(best_dense[-1])  # of a document that FAISS has left out
+            known = np.sort(best_dense + others[numbers])[-count]  # a lower bound of the last result's score
+            bound = best_dense[-1] + 1e-4 * abs(best_dense[-1])  # highest dense score of a document not listed by FAISS
             candidates = np.union1d(numbers, np.flatnonzero(bound + others >= known))
             scores = self.dense.reconstruct_batch(candidates) @ query + others[candidates]
             order = np.lexsort((candidates, -scores))[:count]
@@ -119,7 +119,7 @@ class HybridIndex:
 
 
 def rows_of(vectors: "Tensor") -> "csr_matrix":
-    """Turn the sparse tensor of an encoder, [N, V], into a matrix of SciPy, float32."""
+    """Turn the sparse tensor of an encoder, [N, V], into a SciPy matrix in float32."""
     from scipy.sparse import csr_matrix
 
     vectors = vectors.coalesce()

@@ -1,4 +1,4 @@
-"""Stores: weights of experts outside the model, in the CPU's memory or in the files of its checkpoint."""
+"""Stores: weights of experts outside the model, in CPU memory or in the files of its checkpoint."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -59,8 +59,8 @@ class CpuStore:
 class DiskStore:
     """Weights in safetensors files, of which nothing stays in memory.
 
-    Headers are read once. Weights are then read straight into their slot: the pages of a memory map would count as
-    memory of the process as well, until all are read.
+    Headers are read once. Weights are then read straight into their slot: the pages of a memory map would also count as
+    memory of the process.
 
     Args:
         files: Weight files of the checkpoint.
@@ -137,8 +137,8 @@ class DiskStore:
                 unchanged = _state_of(path) == self.states[path]
             except FileNotFoundError as error:
                 raise FileNotFoundError(
-                    f"{path} is gone, and with it the offloaded experts: put it back, or load the model "
-                    "from its new place"
+                    f"{path} is gone, and with it the offloaded experts: put it back, or load the model from its new "
+                    "location"
                 ) from error
             if not unchanged:
                 raise ValueError(_changed(path))
@@ -151,4 +151,4 @@ def _state_of(path: Path) -> tuple[int, int, int]:
 
 
 def _changed(path: Path) -> str:
-    return f"{path} has changed since the model was loaded from it: put the former file back, or load the model again"
+    return f"{path} has changed since the model was loaded: restore the original file, or load the model again"
