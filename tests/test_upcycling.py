@@ -540,7 +540,7 @@ def test_a_head_of_a_token_routed_source_is_left_out(token_routed: Path, tmp_pat
 
 def test_models_with_task_experts_are_not_sources(upcycled: Path, hierarchical: Path) -> None:
     for folder in (upcycled, hierarchical):
-        with pytest.raises(ValueError, match="is a MoTE already: upcycling starts from a dense or a token-routed"):
+        with pytest.raises(ValueError, match="is already a MoTE: upcycling starts from a dense or a token-routed"):
             plan_upcycling(str(folder))
 
 

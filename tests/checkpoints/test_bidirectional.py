@@ -158,5 +158,5 @@ def test_a_dense_baseline_in_both_directions(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["bert", "modernbert"])
 def test_encoders_are_refused_by_name(name: str) -> None:
     config: PreTrainedConfig = dense_model(name).config
-    with pytest.raises(ValueError, match=rf"tiny is a '{name}', .* in both already. Decoders that can: mistral, qwen2"):
+    with pytest.raises(ValueError, match=rf"tiny is a '{name}', .* attend in both. Decoders with a choice: mistral"):
         with_both_directions(config, "tiny")

@@ -97,7 +97,7 @@ def test_a_token_routed_model(dense: Path, tmp_path: Path) -> None:
 
 def test_what_is_refused(excluded: Path, tmp_path: Path) -> None:
     source = dense_checkpoint(tmp_path / "source", head="mlm")
-    with pytest.raises(ValueError, match="of dense vectors, and these are sparse"):
+    with pytest.raises(ValueError, match="of dense vectors, got sparse ones"):
         mote.upcycle(str(source), tmp_path / "out", retrieval="sparse", instruction_pooling="excluded")
     with pytest.raises(ValueError, match=r"Unknown instruction_pooling 'exclude'\. Did you mean 'excluded'"):
         mote.configure(excluded, instruction_pooling="exclude")

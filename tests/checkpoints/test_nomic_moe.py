@@ -118,7 +118,7 @@ def test_the_config_says_what_was_published(converted: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"moe_every_n_layers": 1}, "moe_every_n_layers=1, by which none of its 4 layers has experts"),
+        ({"moe_every_n_layers": 1}, "moe_every_n_layers=1, so that none of its 4 layers has experts"),
         ({"moe_every_n_layers": 0}, r"positive integers for .*, got \{'moe_every_n_layers': 0\}"),
         ({"moe_top_k": 9}, "num_experts_per_tok must be an integer from 1 to 8"),
         ({"n_inner": None}, r"got \{'n_inner': None\}"),

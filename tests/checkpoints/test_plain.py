@@ -119,7 +119,7 @@ def test_attention_in_both_directions_that_transformers_4_does_not_know(
 ) -> None:
     config = read_json(exported("llama", tmp_path, is_causal=False, **TOKEN_IDS) / "config.json")
     assert (config["is_causal"], config["use_bidirectional_attention"]) == (False, True)
-    assert "Transformers 4 knows no llama with attention in both directions" in caplog.text
+    assert "Transformers 4 has no llama with attention in both directions" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["distilbert", "bert"])

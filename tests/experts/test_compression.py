@@ -468,7 +468,7 @@ def test_what_is_refused(dense: Path, trained: Path, tmp_path: Path, capsys: pyt
         lambda: average(tmp_path / "low", out),
         lambda: interpolate(tmp_path / "low", out, 1),
     ):
-        with pytest.raises(ValueError, match=r"use the model that it was made of"):
+        with pytest.raises(ValueError, match=r"use the model as it was before"):
             change()
     assert {path.name for path in tmp_path.iterdir()} == {"low", "partial"}
 

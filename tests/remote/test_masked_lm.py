@@ -407,7 +407,7 @@ def test_verbs_that_make_another_model_say_that_the_head_is_left_out(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    sentence = "The head for masked language modelling is left out: the result embeds texts alone"
+    sentence = "The head for masked language modelling is dropped: the result only embeds texts"
     with caplog.at_level(logging.INFO, "mote"):
         out = transform(folder, tmp_path / "out", function, **arguments)
     assert sentence in caplog.messages

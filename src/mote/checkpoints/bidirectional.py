@@ -1,4 +1,4 @@
-"""Decoders that attend in both directions: the settings by which transformers' native classes do."""
+"""Decoders that attend in both directions: the settings that make transformers' native classes do so."""
 
 import copy
 from typing import Any
@@ -10,9 +10,9 @@ _NATIVE = ("gemma2", "gemma3_text")  # know `use_bidirectional_attention` themse
 
 
 def asks_for_both_directions(config: PreTrainedConfig) -> bool:
-    """Whether a decoder's config asks for both directions in words that its native class does not read.
+    """Whether a decoder's config asks for both directions with a setting that its native class does not read.
 
-    `use_bidirectional_attention` is what servers call it. `is_causal: false` needs nothing: the native class reads it.
+    That is `use_bidirectional_attention`, servers' name for it. The native class reads `is_causal: false` by itself.
     """
     asked: Any = getattr(config, "use_bidirectional_attention", None)
     return asked is True and config.model_type in DECODERS and config.model_type not in _NATIVE
@@ -21,23 +21,23 @@ def asks_for_both_directions(config: PreTrainedConfig) -> bool:
 def with_both_directions(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
     """Return a decoder's config in which every token attends to every other.
 
-    Without a causal mask, without a sliding window, and without a cache. Weights fit as before.
+    It has no causal mask, no sliding window and no cache. Weights are not affected.
 
     Args:
-        config: Of a native decoder; it stays as it is.
+        config: Config of a native decoder; not modified.
         name: Name of the checkpoint, for errors.
 
     Raises:
-        ValueError: If it is not that of a decoder that MoTE knows.
+        ValueError: If the config is not that of a decoder that MoTE knows.
     """
     if config.model_type not in DECODERS:
         raise ValueError(
-            f"{name} is a {config.model_type!r}, whose direction of attention cannot be chosen: encoders attend in "
-            f"both already. Decoders that can: {', '.join(DECODERS)}"
+            f"{name} is a {config.model_type!r}, whose direction of attention cannot be chosen: encoders already "
+            f"attend in both. Decoders with a choice: {', '.join(DECODERS)}"
         )
     changed: Any = copy.deepcopy(config)
     changed.is_causal = changed.use_cache = False
-    if config.model_type == "gemma3_text":  # the type of a layer also decides on its rotary positions
+    if config.model_type == "gemma3_text":  # the type of a layer also determines its rotary positions
         changed.sliding_window = changed.max_position_embeddings
     elif getattr(config, "layer_types", None) is not None:
         changed.layer_types = ["full_attention"] * config.num_hidden_layers

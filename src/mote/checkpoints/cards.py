@@ -1,7 +1,7 @@
-"""Model cards: README.md of a MoTE, a dense model made of one, an expert artefact, and a trained model.
+"""Model cards: README.md of a MoTE, a dense model made from one, an expert artefact, and a trained model.
 
 The templates are in `hub_card/`. Cards take plain values, so that any part of the package can write one. A card that
-other programs have written since is rewritten by `mote.checkpoints.rewriting`.
+other programs have written later is rewritten by `mote.checkpoints.rewriting`.
 """
 
 import json
@@ -54,7 +54,7 @@ def write_mote_card(
         repo_id: Name under which readers load it.
         config: Its config.
         counts: Its `parameter_counts`.
-        source: Checkpoint it was made of.
+        source: Checkpoint that it was made from.
         command: Command line that made it.
         made: What was done to the source, as in "upcycled from".
         fresh: Whether the experts are still copies of one another.
@@ -76,7 +76,7 @@ def write_mote_card(
 
 
 def mote_values(config: MoTEConfig, counts: Mapping[str, Any], fresh: bool, normalized: bool) -> dict[str, Any]:
-    """Return what the template of a MoTE's card wants to know of the model itself; arguments as `write_mote_card`."""
+    """Return the values about the model itself for the template of its card; arguments as in `write_mote_card`."""
     example = "search_query" if "search_query" in config.tasks else config.experts[0]
     return {
         "fresh": fresh,
@@ -112,18 +112,18 @@ def write_dense_card(
     expert: str | None = None,
     converted: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the card of a dense model made of a MoTE, or pre-trained as one with a single expert.
+    """Write the card of a dense model made from a MoTE, or pre-trained as a MoTE with a single expert.
 
     Args:
         folder: Folder of the model.
         repo_id: Name under which readers load it.
         config: Config of the MoTE.
         parameters: Number of the dense model's parameters.
-        source: Checkpoint that it was made of.
+        source: Checkpoint that it was made from.
         command: Command line that made the model.
         made: What the model is, as in "the mean of the experts of".
         expert: Name of the expert, if the model is a single one.
-        converted: Result of `runtimes.convert`, if the model is also there in a runtime's format.
+        converted: Result of `runtimes.convert`, if the model was also converted to a runtime's format.
     """
     tasks = [task for task in config.tasks if expert in (None, config.tasks[task])]
     _write(
@@ -168,7 +168,7 @@ def write_lengthened_card(
         source: The model as it was.
         command: Command line that made the model.
         made: What the model is, as in "rotary positions in place of those of".
-        length: Tokens of its longest text.
+        length: Maximum length of a text, in tokens.
         head: Whether it has a head for masked language modelling.
         parameters: Number of its parameters.
         prompts: Its prompts.
@@ -266,7 +266,7 @@ def write_trained_card(
         run: `steps`, `device`, `processes`, `seconds`, `resumed_from_step`.
         data: Rows of name, batches, loss, temperature, datasets.
         seen: Expert, or task, → `texts` and `tokens`.
-        scores: Rows of name, score before, score after; none if there was no validation.
+        scores: Rows of name, score before, score after; empty if there was no validation.
         instructions: Whether the model was trained with instructions.
         relation: To its base model, as the Hub names it: `finetune`, or `adapter`.
         recipe_file: File in `folder` with all settings.
@@ -316,7 +316,7 @@ def render(template: str, metadata: ModelCardData, repo_id: str, **values: Any) 
 def card_data(source: Checkpoint, relation: str, tags: tuple[str, ...] = ()) -> ModelCardData:
     """Build a card's metadata: base model, and the source's language and licence.
 
-    The base model is an id on the Hub: of a folder, the one that its own card names, if it does.
+    The base model is an id on the Hub: for a folder, the one that its own card names, if any.
     """
     of_source = front_matter(source.folder)
     base_model = hub_ids(of_source.get("base_model")) if source.is_local else source.name
@@ -333,7 +333,7 @@ def card_data(source: Checkpoint, relation: str, tags: tuple[str, ...] = ()) -> 
 
 
 def front_matter(folder: Path) -> dict[str, Any]:
-    """Read the metadata of the card in a folder; a card that cannot be read says nothing."""
+    """Read the metadata of the card in a folder; empty if the card cannot be read."""
     readme = folder / "README.md"
     try:
         return (metadata_load(readme) if readme.is_file() else None) or {}

@@ -1,4 +1,4 @@
-"""Instructions that are made of the definition of a task."""
+"""Instructions that are made from the definition of a task."""
 
 TEMPLATE = "Instruct: {definition}\nQuery: "
 """Equation 2 of NV-Embed (arXiv:2405.17428), as E5-Mistral and Qwen3-Embedding write it, too."""
@@ -9,11 +9,11 @@ def instruction_with(definition: str, template: str | None = None) -> str:
 
     Args:
         definition: What to do with the texts, as in "Given a question, retrieve passages that answer it".
-        template: The instruction, with `{definition}` where that goes; the text follows, or stands for `{text}` at the
-            end. Default: `TEMPLATE`.
+        template: The instruction, with the placeholder `{definition}`. The text follows it; `{text}` may mark this at
+            the end. Default: `TEMPLATE`.
 
     Raises:
-        ValueError: If the template has no place for a definition, or text behind `{text}`.
+        ValueError: If the template does not contain `{definition}` once, or has anything after `{text}`.
     """
     template = (template or TEMPLATE).removesuffix("{text}")
     if template.count("{definition}") != 1 or "{text}" in template:

@@ -1,7 +1,7 @@
-"""A token behind each text, which the tokenizer itself adds, after truncation: long texts keep it, in every reader.
+"""An end token that the tokenizer itself appends to each text after truncation, so that long texts keep it everywhere.
 
-Some models were trained with one that their code appended to the texts, so that truncation cut it off; others ask for
-it by `add_eos_token` in `tokenizer_config.json`, which transformers 5 ignores where there is a `tokenizer.json`.
+Some models were trained with an end token that their code appended to the texts, so that truncation cut it off. Others
+ask for it by `add_eos_token` in `tokenizer_config.json`, which transformers 5 ignores if there is a `tokenizer.json`.
 """
 
 import itertools
@@ -19,7 +19,7 @@ EOS = "eos"  # the tokenizer's own
 
 
 def with_end_token(tokenizer: Any, token: str = EOS) -> Any:
-    """Let a fast tokenizer put a token behind each text, in place; one that does so already stays as it is.
+    """Let a fast tokenizer append a token to each text, in place; no effect if it already does.
 
     Args:
         tokenizer: A fast tokenizer of transformers.
@@ -29,40 +29,40 @@ def with_end_token(tokenizer: Any, token: str = EOS) -> Any:
         The tokenizer.
 
     Raises:
-        ValueError: If it does not have the token, puts another one there, or is not a fast one.
+        ValueError: If it does not have the token, appends another one, or is not a fast tokenizer.
     """
     name = tokenizer.eos_token if token == EOS else token
     number = None if name is None else tokenizer.get_vocab().get(name)
     if number is None:
-        raise ValueError(f"The tokenizer has no token {token!r} to put behind texts")
+        raise ValueError(f"The tokenizer has no token {token!r} to append to texts")
     last = tokenizer("a")["input_ids"][-1]
     if last == number:
         return tokenizer
     if last in tokenizer.all_special_ids:
         own = tokenizer.convert_ids_to_tokens(last)
-        raise ValueError(f"The tokenizer puts {own!r} behind texts already, and {name!r} cannot follow it")
+        raise ValueError(f"The tokenizer already appends {own!r} to texts, and {name!r} cannot follow it")
     if not getattr(tokenizer, "is_fast", False):
         kind = type(tokenizer).__name__
-        raise ValueError(f"{kind} cannot be told to put {name!r} behind texts: use a fast tokenizer")
+        raise ValueError(f"{kind} cannot be told to append {name!r} to texts: use a fast tokenizer")
     settings = json.loads(tokenizer.backend_tokenizer.to_str())
     settings["post_processor"] = _ending_in(settings["post_processor"], name, number)
     tokenizer.backend_tokenizer.post_processor = Tokenizer.from_str(json.dumps(settings)).post_processor
-    for flag in ("add_bos_token", "add_eos_token"):  # saved, they would have transformers make another one
+    for flag in ("add_bos_token", "add_eos_token"):  # saved, they would make transformers build another post-processor
         tokenizer.init_kwargs.pop(flag, None)
     return tokenizer
 
 
 def ends_texts(tokenizer: Any) -> bool:
-    """Whether a tokenizer puts a special token behind texts."""
+    """Whether a tokenizer appends a special token to texts."""
     return tokenizer("a")["input_ids"][-1] in tokenizer.all_special_ids
 
 
 def end_as_asked(tokenizer: Any, source: Checkpoint, token: str | None) -> Any:
-    """Let a source's tokenizer put a token behind each text, if a setting asks for it, or the source itself does.
+    """Let a source's tokenizer append a token to each text, if a setting or the source itself asks for it.
 
     Args:
         tokenizer: The tokenizer.
-        source: Where it is from.
+        source: Checkpoint that it comes from.
         token: As in `with_end_token`. None: its end-of-sequence token, if its settings say `add_eos_token`.
     """
     if token is not None:
@@ -72,20 +72,20 @@ def end_as_asked(tokenizer: Any, source: Checkpoint, token: str | None) -> Any:
         return tokenizer
     try:
         ending = with_end_token(tokenizer)
-    except ValueError as error:  # nobody has asked for it here
+    except ValueError as error:  # the user has not asked for it
         logger.warning("The tokenizer's add_eos_token has no effect: %s", error)
         return tokenizer
-    logger.info("The tokenizer puts %s behind each text, as its add_eos_token says", tokenizer.eos_token)
+    logger.info("The tokenizer appends %s to each text, as its add_eos_token says", tokenizer.eos_token)
     return ending
 
 
 def _ending_in(processor: dict[str, Any] | None, token: str, number: int) -> dict[str, Any]:
-    """Return a post-processor of the library `tokenizers` that adds a token; two templates in a row it cannot run."""
+    """Return a post-processor of the library `tokenizers` that adds a token; it cannot run two templates in a row."""
     steps = processor["processors"] if processor and processor["type"] == "Sequence" else [processor or _template()]
     if not any(step["type"] == "TemplateProcessing" for step in steps):
-        if any(step["type"] != "ByteLevel" for step in steps):  # those of BERT and RoBERTa have an end of their own
+        if any(step["type"] != "ByteLevel" for step in steps):  # those of BERT and RoBERTa add their own end token
             kinds = ", ".join(step["type"] for step in steps)
-            raise ValueError(f"The tokenizer puts tokens around texts in a way ({kinds}) that {token!r} cannot join")
+            raise ValueError(f"The tokenizer puts tokens around texts in a way ({kinds}) that excludes {token!r}")
         steps = [*steps, _template()]
     steps = [_with(step, token, number) if step["type"] == "TemplateProcessing" else step for step in steps]
     return steps[0] if len(steps) == 1 else {"type": "Sequence", "processors": steps}
@@ -98,7 +98,7 @@ def _template() -> dict[str, Any]:
 
 
 def _with(template: dict[str, Any], token: str, number: int) -> dict[str, Any]:
-    """Add a token to a template, behind each text."""
+    """Add a token to a template, after each text."""
 
     def end(type_id: int) -> dict[str, Any]:
         return {"SpecialToken": {"id": token, "type_id": type_id}}

@@ -1,4 +1,4 @@
-"""The content of a model's folder as a hash."""
+"""Hash of the content of a model's folder."""
 
 from hashlib import blake2b
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whether the embeddings of a model are made of its instructions, too, in Sentence-Transformers' files."""
+"""Whether a model pools the tokens of its instructions, a setting in Sentence-Transformers' files."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ SETTING = "instruction_pooling"
 
 TEXT_POOLING = "instruction_mote.TextPooling"
 _LIBRARY_POOLING = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
-# The first module of a model that pools all tokens → of one that leaves instructions out.
+# First module of a model that pools all tokens → of a model that leaves instructions out.
 _INSTRUCTED = {
     "Transformer": "instruction_mote.InstructedTransformer",
     "MoTETransformer": "task_instruction_mote.InstructedMoTETransformer",
@@ -28,11 +28,11 @@ INSTRUCTED = tuple(_INSTRUCTED.values())
 
 
 def check_instruction_pooling(value: str, vectors: str = "dense") -> str:
-    """Return the value, if it is one of `POOLED` and fits the kind of vectors; raise `ValueError` if not."""
+    """Return the value if it is one of `POOLED` and fits the kind of vectors, else raise `ValueError`."""
     if value not in POOLED:
         raise ValueError(f"Unknown {SETTING} {value!r}." + alternatives(str(value), POOLED))
     if value != "included" and vectors != "dense":
-        raise ValueError(f"Instructions can be left out of the pooling of dense vectors, and these are {vectors}")
+        raise ValueError(f"Instructions can only be left out of the pooling of dense vectors, got {vectors} ones")
     return value
 
 
@@ -44,17 +44,17 @@ def instruction_pooling_in(folder: Path) -> str:
 
 
 def write_instruction_pooling(folder: Path, value: str) -> dict[str, Any]:
-    """Rewrite Sentence-Transformers' files in a folder, so that the model there pools its instructions, or does not.
+    """Rewrite Sentence-Transformers' files in a folder, so that its model does or does not pool its instructions.
 
     Args:
         folder: A model with these files, and with the code of its modules.
         value: One of `POOLED`.
 
     Returns:
-        No details for `mote.json`: the setting is among those of the step.
+        No details for `mote.json`: the setting is already recorded with the step.
 
     Raises:
-        ValueError: If its vectors are not dense, or it has no module that pools.
+        ValueError: If the model's vectors are not dense, or it has no module that pools.
     """
     modules = read_json(folder / MODULES, list)
     settings = read_json(folder / TRANSFORMER_SETTINGS)
@@ -80,12 +80,12 @@ def write_instruction_pooling(folder: Path, value: str) -> dict[str, Any]:
 
 
 def first_module(module_type: str, source: str) -> str:
-    """Return the first module's type, or, if the source's leaves instructions out, the one that does so as well."""
+    """Return the first module's type, or, if the source's module leaves instructions out, its counterpart that does."""
     return _INSTRUCTED[name_of({"type": module_type})] if name_of({"type": source}) in _PLAIN else module_type
 
 
 def copy_instruction_code(modules: list[dict[str, Any]], folder: Path) -> None:
-    """Copy the code of those modules that leave instructions out into a model's folder, and no other such code."""
+    """Copy the code of the modules that leave instructions out into a model's folder, and no other such code."""
     wanted = {module["type"] for module in modules}
     for name in (*INSTRUCTED, TEXT_POOLING):
         (folder / f"{name.partition('.')[0]}.py").unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import NomicBertConfig
 
-# nomic-bert-2048 was trained with the vocabulary of this one and is published without a tokenizer.
+# nomic-bert-2048 was trained with this model's vocabulary and is published without a tokenizer.
 TOKENIZER = "google-bert/bert-base-uncased"
 
 # Settings under which the native model computes the same function; anything else is refused.
@@ -84,19 +84,19 @@ def native_config(settings: dict[str, Any], shapes: dict[str, tuple[int, ...]], 
         hidden_act="silu",
         rope_parameters={"rope_type": "default", "rope_theta": float(settings["rotary_emb_base"])},
     )
-    trained = settings.get("max_trained_positions")  # means nothing to the native model, but something to servers
+    trained = settings.get("max_trained_positions")  # ignored by the native model, but read by servers
     return NomicBertConfig(**translated, **({} if trained is None else {"max_trained_positions": trained}))
 
 
 def published_settings(config: NomicBertConfig) -> dict[str, Any]:
-    """Say in the original schema what a native config says: the way back of `native_config`.
+    """Translate a native config back into the original schema: the inverse of `native_config`.
 
-    The native model writes its weights under the original names by itself. `n_inner` is the width of the
-    feed-forward network as it is, so the original code, which rounds it up to a multiple of 256, can load real models
-    but not tiny ones.
+    The native model writes its weights under the original names by itself. `n_inner` is the actual width of the
+    feed-forward network, which the original code rounds up to a multiple of 256, so it can load real models but not
+    tiny ones.
 
     Args:
-        config: Of a native model.
+        config: Config of a native model.
 
     Raises:
         ValueError: If the original schema cannot express a setting.
@@ -115,7 +115,7 @@ def published_settings(config: NomicBertConfig) -> dict[str, Any]:
         **{key: allowed[0] for key, allowed in _REQUIRED.items() if "expert" not in key and "moe" not in key},
         **{old: getattr(config, new) for old, new in _RENAMED.items()},
         "embd_pdrop": config.hidden_dropout_prob,
-        "max_trained_positions": getattr(config, "max_trained_positions", 2048),  # as where the key is absent
+        "max_trained_positions": getattr(config, "max_trained_positions", 2048),  # the default if the key is absent
         "n_inner": config.intermediate_size,
         "pad_vocab_size_multiple": 64 if config.vocab_size % 64 == 0 else 1,
         "rotary_emb_base": rope["rope_theta"],  # type: ignore[index]
@@ -123,5 +123,5 @@ def published_settings(config: NomicBertConfig) -> dict[str, Any]:
 
 
 def key_mapping(shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:
-    """Return the renaming that removes the prefix of the pre-training model; the library does all others."""
+    """Return the renaming that removes the prefix of the pre-training model; the library does all other renamings."""
     return {r"^bert\.": ""} if any(key.startswith("bert.") for key in shapes) else {}

@@ -1,7 +1,7 @@
 """Nomic Embed v2 as published: `nomic-ai/nomic-embed-text-v2-moe` and its `-unsupervised` sibling.
 
-A token-routed encoder in the schema of Nomic's own code, which transformers' native `nomic_bert` takes without an
-exception and without its experts. Its dense parts are those of transformers' `jina_embeddings_v3`: post-norm, biases,
+A token-routed encoder in the schema of Nomic's own code, which transformers' native `nomic_bert` loads without an
+error, but also without its experts. Its dense parts are those of transformers' `jina_embeddings_v3`: post-norm, biases,
 rotary positions, token types, a norm after the embeddings. The keys mean what they mean in the original code
 (`modeling_hf_nomic_bert.py` of nomic-ai/nomic-bert-2048 on the Hub, Apache-2.0).
 """
@@ -15,7 +15,7 @@ from transformers import JinaEmbeddingsV3Config
 
 from token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
-# The original takes 2,048 positions, but was trained, and is published, with texts of at most 512 tokens.
+# The original accepts 2,048 positions, but was trained, and is published, with texts of at most 512 tokens.
 MAX_SEQ_LENGTH = 512
 
 # Settings under which our model computes the same function; anything else is refused.
@@ -86,8 +86,8 @@ def native_config(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
     routed = [index for index in layers if index % every == 1]
     if not routed:
         raise ValueError(
-            f"The config of {name} has moe_every_n_layers={every}, by which none of its {len(layers)} layers has "
-            "experts: the original gives them to layer i if i % moe_every_n_layers is 1 (published: 2)"
+            f"The config of {name} has moe_every_n_layers={every}, so that none of its {len(layers)} layers has "
+            "experts: in the original, layer i has experts if i % moe_every_n_layers is 1 (published: 2)"
         )
     vocabulary = shapes.get("embeddings.word_embeddings.weight")
     if vocabulary is None:
@@ -123,7 +123,7 @@ def native_config(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
 def load(
     config: TokenRoutedConfig, weights: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype | str = "auto"
 ) -> TokenRoutedModel:
-    """Build the model of the original's weights, of every one of them.
+    """Build the model from all of the original's weights.
 
     Args:
         config: From `native_config`.
@@ -146,10 +146,10 @@ def load(
 
 
 def _parts(key: str, tensor: torch.Tensor, config: TokenRoutedConfig) -> dict[str, torch.Tensor]:
-    """Convert one tensor: ours by their names, none if its name is unknown.
+    """Convert one tensor into ours, by their names; empty if its name is unknown.
 
     Raises:
-        ValueError: If it does not hold all experts.
+        ValueError: If the tensor does not hold all experts.
     """
     module, _, kind = key.rpartition(".")
     if module in _EMBEDDINGS:
@@ -178,7 +178,7 @@ def _parts(key: str, tensor: torch.Tensor, config: TokenRoutedConfig) -> dict[st
 
 
 def _by_expert(tensor: torch.Tensor, config: TokenRoutedConfig) -> torch.Tensor:
-    """Take the experts apart, which the original puts one below the other: [E I, H] → [E, I, H]."""
+    """Split a tensor in which the original stacks the experts one below the other: [E I, H] → [E, I, H]."""
     return tensor.unflatten(0, (-1, config.backbone_config.intermediate_size))
 
 

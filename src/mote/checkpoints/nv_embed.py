@@ -1,9 +1,9 @@
 """NV-Embed as published: `nvidia/NV-Embed-v2` and `nvidia/NV-Embed-v1`.
 
 A Mistral that attends in both directions, and latent attention over its last hidden states, in a schema that
-transformers does not have; the original's own code breaks with its releases. The keys mean what they mean in that code
-(`modeling_nvembed.py` and `configuration_nvembed.py` of nvidia/NV-Embed-v2 on the Hub). It leaves a setting out of the
-config where it is the default of its class, so the published `latent_attention_config` has no sizes: they are here.
+transformers does not have; the original code breaks with new releases of transformers. The keys mean what they mean in
+that code (`modeling_nvembed.py` and `configuration_nvembed.py` of nvidia/NV-Embed-v2 on the Hub). It omits settings at
+their defaults from the config, so the published `latent_attention_config` has no sizes: they are here.
 Method: Lee et al., "NV-Embed", arXiv:2405.17428.
 """
 
@@ -21,7 +21,7 @@ MAX_SEQ_LENGTH = 4096
 
 # The one expert of the model as published, and the task of texts for which none is given: it has no instruction.
 EXPERT = "text"
-# Of the model's card, the only one that is not for a dataset.
+# From the model's card: the only definition that is not for a dataset.
 DEFINITION = "Given a question, retrieve passages that answer the question"
 
 _LATENT_ATTENTION = {
@@ -69,7 +69,7 @@ def native_config(settings: Mapping[str, Any], name: str) -> PreTrainedConfig:
         name: Name of the checkpoint, for errors.
 
     Raises:
-        ValueError: If it is not that of a Mistral, or has a setting that the original does not have.
+        ValueError: If it is not the config of a Mistral, or has a setting that the original does not have.
     """
     decoder = settings.get("text_config")
     if not isinstance(decoder, dict) or decoder.get("model_type") != "bidir_mistral":
@@ -100,7 +100,7 @@ def pooling_settings(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int
         raise ValueError(
             f"The latent_attention_config of {name} must have hidden_dim and latent_dim {width:,}, as hidden_size, and "
             f"output_normalize true, got {latent['hidden_dim']!r}, {latent['latent_dim']!r}, "
-            f"{latent['output_normalize']!r} (a setting that is left out is the original's default)"
+            f"{latent['output_normalize']!r} (a missing setting means the original's default)"
         )
     latents, heads, head_dim = (latent[key] for key in ("num_latents_value", "num_cross_heads", "cross_dim_head"))
     inner = heads * head_dim
@@ -133,11 +133,11 @@ def pooling_settings(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int
 
 
 def prompts(definitions: Mapping[str, Any]) -> dict[str, str]:
-    """Return the prompts of the model as published, under the names by which mteb looks for them.
+    """Return the prompts of the model as published, under the names that mteb looks for.
 
     Args:
-        definitions: Content of its `instructions.json`, if there is one: dataset → definition, or those of its two
-            sides, `query` and `corpus`.
+        definitions: Content of its `instructions.json`, if there is one: dataset → definition, or one for each of the
+            two sides, `query` and `corpus`.
     """
     found = {"query": instruction_with(DEFINITION), "document": ""}
     for dataset, given in definitions.items():
@@ -151,7 +151,7 @@ def prompts(definitions: Mapping[str, Any]) -> dict[str, str]:
 
 
 def padded(tokenizer: Any) -> Any:
-    """Have a tokenizer pad as the original does: on the right, with the end token if it has no other."""
+    """Let a tokenizer pad as the original does: on the right, with the end token if it has no padding token."""
     tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -1,8 +1,8 @@
-"""A dense model in the files that every reader of a Sentence-Transformers folder takes, old and new.
+"""A dense model in files that every reader of a Sentence-Transformers folder accepts, old and new.
 
-The libraries write what their newest version reads: Sentence-Transformers (5.4 and later) other module names and
-settings, transformers (5 and later) other names in the config. Releases before those, text-embeddings-inference,
-infinity, vLLM and llama.cpp read the older names, some of them nothing else; and the newest libraries read them too.
+The libraries write what their newest version reads: Sentence-Transformers (5.4 and later) uses new module names and
+settings, transformers (5 and later) new names in the config. Older releases, text-embeddings-inference, infinity, vLLM
+and llama.cpp read the older names, some of them only those; and the newest libraries still read them, too.
 """
 
 import inspect
@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 
 Settings = dict[str, Any]
 
-# Modules that are found under `sentence_transformers.models` in Sentence-Transformers 3, and by it ever since.
+# Modules in `sentence_transformers.models` of Sentence-Transformers 3; later releases still find them there.
 _LONG_LIVED = "sentence_transformers.models."
 _MODULES = (
     *("Transformer", "Pooling", "Normalize", "Dense", "LayerNorm", "Dropout", "CNN", "LSTM"),
     *("WeightedLayerPooling", "WordWeights", "WordEmbeddings", "BoW", "StaticEmbedding"),
 )
 
-# Name of a pooling since Sentence-Transformers 5.4 → flag that stood for it before. Several are concatenated in this
+# Name of a pooling since Sentence-Transformers 5.4 → its flag in earlier releases. Several are concatenated in this
 # order.
 POOLING_FLAGS = {
     "cls": "pooling_mode_cls_token",
@@ -40,7 +40,7 @@ POOLING_FLAGS = {
 # Decoders whose `is_causal` transformers 4 does not read.
 _CAUSAL_IN_TRANSFORMERS_4 = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
 
-# Settings that releases before Sentence-Transformers 5.4 refuse, at the values at which they do nothing.
+# Settings that releases before Sentence-Transformers 5.4 refuse, with the values that have no effect.
 _DEFAULTS: dict[str, Settings] = {
     "Transformer": {
         "transformer_task": "feature-extraction",
@@ -58,7 +58,7 @@ _DEFAULTS: dict[str, Settings] = {
 
 
 def write_plainly(folder: Path, model: PreTrainedModel) -> None:
-    """Rewrite the settings of a dense model in the names that old and new readers know; the embeddings stay the same.
+    """Rewrite the settings of a dense model under names that old and new readers know; the embeddings do not change.
 
     Args:
         folder: Folder of the model, as the libraries wrote it.
@@ -86,7 +86,7 @@ def plain_pooling(settings: Settings) -> Settings:
     """Name poolings by flags, which both old and new releases of Sentence-Transformers read.
 
     Args:
-        settings: Of a Pooling module, in either form.
+        settings: Settings of a Pooling module, in either form.
     """
     modes = settings.get("pooling_mode", [mode for mode, flag in POOLING_FLAGS.items() if settings.get(flag)])
     modes = [modes] if isinstance(modes, str) else list(modes) or ["mean"]
@@ -103,7 +103,7 @@ def plain_pooling(settings: Settings) -> Settings:
 
 
 def longest_sequence(model: PreTrainedModel) -> int | None:
-    """Return the most tokens of a sequence: RoBERTa and its kin count positions from after the padding's index."""
+    """Return the maximum number of tokens; RoBERTa and similar models start positions after the padding index."""
     tables = [getattr(module, "position_embeddings", None) for module in model.modules()]
     limits = [
         table.num_embeddings - table.padding_idx - 1
@@ -120,7 +120,7 @@ def _plain_transformer(settings: Settings, folder: Path, model: PreTrainedModel)
         tokenizer = _read(folder / "tokenizer_config.json")
         lengths = [tokenizer.get("model_max_length"), longest_sequence(model)]
         length = min((one for one in lengths if one is not None), default=None)
-    if newer := others.keys() - {"instruction_pooling"}:  # of a module that comes with its code
+    if newer := others.keys() - {"instruction_pooling"}:  # of a module with code of its own
         logger.warning("%s are read by Sentence-Transformers 5.4 and later only", ", ".join(sorted(newer)))
     if lower:
         _edit(folder / "tokenizer.json", _lower_casing)
@@ -134,7 +134,7 @@ def _without_defaults(settings: Settings, module: str) -> Settings:
 
 
 def _lower_casing(tokenizer: Settings) -> Settings:
-    """Have the tokenizer itself do what servers do not: put the texts in lower case."""
+    """Let the tokenizer itself lower-case the texts, which servers do not do."""
     normalizer = tokenizer.get("normalizer")
     if '"Lowercase"' in json.dumps(normalizer) or (normalizer or {}).get("lowercase"):
         return tokenizer
@@ -143,9 +143,9 @@ def _lower_casing(tokenizer: Settings) -> Settings:
 
 
 def _plain_tokenizer_config(settings: Settings, model: PreTrainedModel) -> Settings:
-    """Use the names of transformers 4 for the class without a family, and for further special tokens."""
+    """Use transformers 4's names of the generic tokenizer class, and of additional special tokens."""
     settings = dict(settings)
-    if "token_type_ids" not in inspect.signature(model.forward).parameters:  # which transformers 4 passes all the same
+    if "token_type_ids" not in inspect.signature(model.forward).parameters:  # transformers 4 would pass them anyway
         settings.setdefault("model_input_names", ["input_ids", "attention_mask"])
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -159,13 +159,13 @@ def _plain_config(config: Settings) -> Settings:
     config = _with_rope_of_transformers_4(dict(config))
     if config.get("is_causal") is False and config["model_type"] in _CAUSAL_IN_TRANSFORMERS_4:
         logger.warning(
-            "Transformers 4 knows no %s with attention in both directions, and silently computes other embeddings: "
+            "Transformers 4 has no %s with attention in both directions, and silently computes other embeddings: "
             "load this model with transformers 5",
             config["model_type"],
         )
         if config["model_type"] in ("llama", "mistral", "qwen3"):
             config["use_bidirectional_attention"] = True  # as text-embeddings-inference calls it
-    if config["model_type"] == "gte":  # text-embeddings-inference has them from the published config
+    if config["model_type"] == "gte":  # text-embeddings-inference takes them from the published config
         config |= {"layer_norm_type": "layer_norm", "position_embedding_type": "rope"}
     return config
 

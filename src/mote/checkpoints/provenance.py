@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 RECORD_FILE = "mote.json"
-FORMAT = 1  # readers refuse later ones
+FORMAT = 1  # readers refuse later formats
 
 
 class Described(Protocol):
@@ -37,10 +37,10 @@ def new_step(
 
     Args:
         step: What was done: "upcycle", "train", "average" …
-        command: Command line that does it again.
-        sources: What it was made of, as from `Checkpoint.provenance`.
-        settings: Settings, without those left at their defaults.
-        **details: Anything else worth knowing, as JSON.
+        command: Command line that repeats the step.
+        sources: What the result was made from, as from `Checkpoint.provenance`.
+        settings: Settings, without those at their defaults.
+        **details: Other details, as JSON values.
     """
     libraries = ("mote-embeddings", "torch", "transformers", "sentence-transformers")
     return {
@@ -55,7 +55,7 @@ def new_step(
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """Read the steps by which the model in a folder was made, oldest first; none if there is no `mote.json`.
+    """Read the steps by which the model in a folder was made, oldest first; empty if there is no `mote.json`.
 
     Raises:
         ValueError: If the file is damaged or of a later format.
@@ -69,7 +69,7 @@ def recorded_files(folder: Path) -> list[str]:
 
 
 def write_steps(steps: list[dict[str, Any]], folder: Path) -> None:
-    """Write `mote.json`, which lists the files in the folder, so it comes last."""
+    """Write `mote.json`; it lists the files in the folder, so it has to be written last."""
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     record = {"format": FORMAT, "steps": steps, "files": sorted({*names, RECORD_FILE})}
     (folder / RECORD_FILE).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -117,7 +117,7 @@ def _is_record(record: dict[str, Any]) -> bool:
 
 
 def command_line(*words: str, **options: Any) -> str:
-    """Build a command line of `mote`, without the paths of this machine.
+    """Build a command line of `mote`, without local paths.
 
     Args:
         *words: The verb and its arguments.
@@ -146,9 +146,9 @@ def _word(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Turn a value into JSON that names no path of this machine: folders by their names, objects by their public ones.
+    """Turn a value into JSON without local paths: folders become their names, objects their public names.
 
-    Tensors by name (the weights of an expert) become the word "weights".
+    A mapping of tensors (the weights of an expert) becomes the word "weights".
     """
     if value is None or isinstance(value, bool | int | float):
         return value

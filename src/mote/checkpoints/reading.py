@@ -1,7 +1,7 @@
-"""Open checkpoints, dense or MoTE, in a folder or on the Hub, and load models of them.
+"""Open checkpoints, dense or MoTE, in a folder or on the Hub, and load their models.
 
-A dense model is always transformers' own class for the architecture, so that the conversion of published key names is
-the library's. What the library would only report (weights that stay random) is an error here.
+A dense model always uses transformers' own class for the architecture, so that the library converts published key
+names. What the library would only report (weights that stay random) is an error here.
 """
 
 import json
@@ -87,11 +87,11 @@ HEADS = (
     "vocab_transform",
 )
 
-SMALL_ENCODER = "examples/small-encoder"  # of the README and of the recipe `smoke`
+SMALL_ENCODER = "examples/small-encoder"  # used by the README and the recipe `smoke`
 
 FILES_BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "README.md", "[0-9]*_*/*"]
 
-# Libraries' errors for a config whose values are invalid.
+# Errors that libraries raise for a config with invalid values.
 _INVALID_CONFIG = (StrictDataclassError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError)
 
 
@@ -105,11 +105,11 @@ class Checkpoint:
         revision: Commit hash, if it came from the Hub.
         config: Config of the model; of a dense one, that of the native architecture.
         weights: Files with the weights.
-        format: "transformers" (dense), "nomic" (dense, in Nomic's own format), "nomic_moe" (Nomic Embed v2 in the
-            same), "nv_embed" (NV-Embed), or "mote".
-        key_mapping: Renamings (regular expressions) before the native class knows the keys.
-        pooling: Settings in `MoTEConfig` of a pooling that has weights in the files: NV-Embed's.
-        pooling_weights: Names of these in a MoTE → in the files.
+        format: "transformers" (dense), "nomic" (dense, in Nomic's own format), "nomic_moe" (Nomic Embed v2, in the same
+            format), "nv_embed" (NV-Embed), or "mote".
+        key_mapping: Renamings (regular expressions) that the keys need before the native class knows them.
+        pooling: `MoTEConfig` settings of a pooling that has weights in the files: NV-Embed's.
+        pooling_weights: Names of these weights in a MoTE → in the files.
     """
 
     name: str
@@ -124,7 +124,7 @@ class Checkpoint:
 
     @property
     def short_name(self) -> str:
-        """Last part of the name; models made of the checkpoint are named after it."""
+        """Last part of the name; models made from the checkpoint are named after it."""
         return Path(self.name).resolve().name if self.is_local else self.name.rsplit("/", 1)[-1]
 
     @property
@@ -138,12 +138,12 @@ class Checkpoint:
         return self.short_name if self.is_local else self.name
 
     def read_json(self, name: str, kind: type = dict) -> Any:
-        """Read one of its JSON files; empty if there is none."""
+        """Read one of its JSON files; empty if it does not exist."""
         path = self.folder / name
         return read_json(path, kind) if path.is_file() else kind()
 
     def provenance(self) -> dict[str, Any]:
-        """Describe the checkpoint for `mote.json`; reads its weights whole, for their hashes."""
+        """Describe the checkpoint for `mote.json`; reads all of its weights, to hash them."""
         return {"name": self.public_name, "revision": self.revision, "weights": self.sha256_of_weights()}
 
     def sha256_of_weights(self) -> dict[str, str]:
@@ -155,7 +155,7 @@ class Checkpoint:
         return sums
 
     def non_finite_weights(self) -> list[str]:
-        """Name the tensors that hold NaN or infinite values; reads the weights, one at a time where they allow it."""
+        """Name the tensors that hold NaN or infinite values; reads the weights, one at a time if the format allows."""
         found = []
         for path in self.weights:
             if path.suffix != ".safetensors":
@@ -214,15 +214,15 @@ def _open(src: str, revision: str | None) -> Checkpoint:
 def open_dense(src: str, revision: str | None = None) -> Checkpoint:
     """Open a source of upcycling: a dense checkpoint, a token-routed model, or a published mixture of experts.
 
-    As `open_checkpoint`, and a `ValueError` for a MoTE that has task experts already.
+    As `open_checkpoint`, with a `ValueError` for a MoTE that already has task experts.
     """
     if _model_type(src, revision) in MOTE_CLASSES.keys() - {TOKEN_ROUTED}:
-        raise ValueError(f"{src} is a MoTE already: upcycling starts from a dense or a token-routed model")
+        raise ValueError(f"{src} is already a MoTE: upcycling starts from a dense or a token-routed model")
     return _open(src, revision)
 
 
 def open_mote(src: str, revision: str | None = None) -> MoTECheckpoint:
-    """Open a MoTE: as `open_checkpoint`, and a `ValueError` for a dense model."""
+    """Open a MoTE: as `open_checkpoint`, with a `ValueError` for a dense model."""
     model_type = _model_type(src, revision)
     if model_type not in MOTE_CLASSES:
         raise ValueError(f"{src} is not a MoTE but a {model_type!r}: `mote upcycle` makes a MoTE of a dense model")
@@ -236,7 +236,7 @@ def _model_type(src: str, revision: str | None) -> Any:
 
 
 def is_mote(config: PreTrainedConfig) -> bool:
-    """Whether a config is that of a MoTE of any kind, also if it was loaded as remote code."""
+    """Whether a config is that of a MoTE of any kind, even if it was loaded as remote code."""
     return config.model_type in MOTE_CLASSES
 
 
@@ -258,11 +258,11 @@ def mote_class(model_type: str, kind: Literal["config", "model", "masked_lm"]) -
 
 
 def load_mote(checkpoint: Checkpoint, experts: list[str] | None = None, *, with_head: bool = False) -> MoTEModel:
-    """Load a MoTE in the type in which it is stored.
+    """Load a MoTE in its stored dtype.
 
     Args:
         checkpoint: From `open_mote`.
-        experts: Load the weights of these alone. Default: all.
+        experts: Load only the weights of these experts. Default: all.
         with_head: Load its head, too, if it has one.
 
     Raises:
@@ -273,14 +273,14 @@ def load_mote(checkpoint: Checkpoint, experts: list[str] | None = None, *, with_
         model = mote_class(checkpoint.config.model_type, kind).from_pretrained(
             checkpoint.folder, dtype="auto", experts=experts
         )
-    model.config._name_or_path = checkpoint.public_name  # no path of this machine
+    model.config._name_or_path = checkpoint.public_name  # no local path
     return model.eval()
 
 
 def load_dense(
     checkpoint: Checkpoint, dtype: str | torch.dtype = "auto", *, with_head: bool = False
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load the native dense model, or a token-routed one, every weight of it from the checkpoint.
+    """Load the native dense model, or a token-routed one, with every weight from the checkpoint.
 
     Args:
         checkpoint: From `open_dense`.
@@ -291,7 +291,7 @@ def load_dense(
         The model, and the keys of heads that were dropped.
 
     Raises:
-        ValueError: If the files are damaged, or lack keys or hold unknown ones.
+        ValueError: If the files are damaged, lack keys, or hold unknown ones.
     """
     with _reading(checkpoint):
         native = _native_class(checkpoint, with_head)
@@ -341,7 +341,7 @@ def _loading_arguments(checkpoint: Checkpoint) -> dict[str, Any]:
 
 @contextmanager
 def _reading(checkpoint: Checkpoint) -> Iterator[None]:
-    """Explain errors in reading; the library's own report is checked by `_checked`."""
+    """Explain errors while reading; `_checked` checks the library's own report."""
     try:
         with quiet_transformers():
             yield
@@ -357,13 +357,13 @@ def _reading(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def _checked(checkpoint: Checkpoint, model: PreTrainedModel, info: dict[str, Any]) -> tuple[PreTrainedModel, list[str]]:
-    """Raise `ValueError` unless all weights fit; else return the model, and the keys of heads that it lacks."""
+    """Return the model, and the keys of heads that it lacks; raise `ValueError` unless all weights fit."""
     prefix = f"{model.base_model_prefix}."
-    missing = [key for key in info["missing_keys"] if not key.startswith("pooler.")]  # MoTE pools by itself
+    missing = [key for key in info["missing_keys"] if not key.startswith("pooler.")]  # a MoTE pools by itself
     if model.base_model is not model:
         lost = sorted(key for key in missing if not key.startswith(prefix))
         if checkpoint.format == "nomic" and all(key.endswith("bias") for key in lost):
-            missing = [key for key in missing if key not in lost]  # published without, the native head's begin as zeros
+            missing = [key for key in missing if key not in lost]  # not published: the native head's start as zeros
         elif lost:
             raise ValueError(
                 f"{checkpoint.name} has no head for masked language modelling (missing: {', '.join(lost[:3])} …): "
@@ -371,7 +371,7 @@ def _checked(checkpoint: Checkpoint, model: PreTrainedModel, info: dict[str, Any
             )
     dropped = sorted(key for key in info["unexpected_keys"] if key.removeprefix(prefix).split(".")[0] in HEADS)
     unexpected = sorted(set(info["unexpected_keys"]) - {*dropped, *checkpoint.pooling_weights.values()})
-    if is_mote(checkpoint.config):  # whose class leaves its head out without a word
+    if is_mote(checkpoint.config):  # its class drops the head silently
         dropped = sorted(key for key in read_shapes(checkpoint.weights) if key.startswith(HEAD))
     for problem, keys in (("lack", missing), ("hold unknown", unexpected), ("misshape", info["mismatched_keys"])):
         if keys:
@@ -380,7 +380,7 @@ def _checked(checkpoint: Checkpoint, model: PreTrainedModel, info: dict[str, Any
                 f"The weights of {checkpoint.name} {problem} {len(keys)} keys of {type(model).__name__}: "
                 f"{shown}. Known heads are dropped ({', '.join(HEADS)}); anything else must match."
             )
-    model.config._name_or_path = checkpoint.public_name  # no path of this machine
+    model.config._name_or_path = checkpoint.public_name  # no local path
     return model.eval(), dropped
 
 
@@ -388,7 +388,7 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Any:
     """Load the tokenizer of a checkpoint, or another one for it.
 
     Raises:
-        ValueError: If there is none, it is damaged, or it has more tokens than the model.
+        ValueError: If there is no tokenizer, it is damaged, or it has more tokens than the model.
     """
     files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
     has_own = any((checkpoint.folder / name).is_file() for name in files) or any(checkpoint.folder.glob("*.model"))
@@ -403,13 +403,13 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Any:
         raise ValueError(
             f"{checkpoint.name} has no tokenizer: name one with `--tokenizer`, a folder or an id on the Hub"
         )
-    # given the config, the library does not ask whether to run the code that a MoTE, or NV-Embed, comes with
+    # with the config given, the library does not ask whether to run the code of a MoTE or NV-Embed
     own = name == checkpoint.folder and checkpoint.format in ("mote", "nv_embed")
     given = {"config": checkpoint.config} if own else {}
     try:
         loaded = AutoTokenizer.from_pretrained(name, **given)
         size = len(loaded)
-    except Exception as error:  # damaged files raise anything, also of tokenizers' own
+    except Exception as error:  # damaged files raise any kind of error, also tokenizers' own
         message = f"{type(error).__name__}: {error}" if not isinstance(error, OSError | ValueError) else error
         raise ValueError(f"The tokenizer {name} for {checkpoint.name} cannot be loaded: {message}") from error
     if size > checkpoint.config.vocab_size:
@@ -422,10 +422,10 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Any:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Load by the library: quietly, with neither logging below errors nor progress bars, and in one thread at a time.
+    """Silence the library while it loads (only errors are logged, no progress bars), and load in one thread at a time.
 
     Both these settings and the library's loading change state of the whole process. Two threads that load at once can
-    leave `PreTrainedModel.tie_weights` replaced by a function that does nothing (5.23), for all models to come.
+    leave `PreTrainedModel.tie_weights` replaced by a function that does nothing (5.23), for all later models.
     """
     with _LOADING:
         verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -453,7 +453,7 @@ def _locate(src: str, revision: str | None) -> tuple[Path, str | None]:
             hub.fetch(src, revision, ["pytorch_model*.bin"])
         commit = folder.name  # the cache names a snapshot after its commit
     elif revision is not None:
-        raise ValueError(f"{src} is a folder: it has no revision {revision!r}, only sources on the Hub have")
+        raise ValueError(f"{src} is a folder: it has no revision {revision!r}, only sources on the Hub have one")
     if (folder / "adapter_config.json").is_file():
         raise ValueError(f"{src} is a PEFT adapter: merge it into its base model first (merge_and_unload)")
     if not (folder / "config.json").is_file():
@@ -517,10 +517,10 @@ def _open_dense(
 
 
 def _check_sizes(checkpoint: Checkpoint) -> None:
-    """Refuse sizes that are absurd beside the weights, before building a model exhausts memory or time.
+    """Refuse sizes that are absurd given the weights, before building a model exhausts memory or time.
 
     Raises:
-        ValueError: If a size is not a positive integer, or far more than the weights hold.
+        ValueError: If a size is not a positive integer, or far larger than the weights suggest.
     """
     config: Any = checkpoint.config
     while is_mote(config):
@@ -547,7 +547,7 @@ def _check_sizes(checkpoint: Checkpoint) -> None:
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Return the type that "auto" stands for: the config's, else that of the first floating-point weights."""
+    """Return the dtype that "auto" stands for: the config's, else that of the first floating-point weights."""
     if isinstance(checkpoint.config.dtype, torch.dtype):
         return checkpoint.config.dtype
     tensors = read_on_meta(checkpoint.weights).values()

@@ -1,4 +1,4 @@
-"""Which vectors a model gives for retrieval, dense ones, sparse ones, or both, in Sentence-Transformers' files."""
+"""Which vectors a model gives for retrieval (dense, sparse or both), a setting in Sentence-Transformers' files."""
 
 import json
 import shutil
@@ -25,10 +25,10 @@ class Retrieval:
     """The vectors of a model.
 
     Attributes:
-        kind: `dense`, `sparse`: a weight for each token of the vocabulary, or `hybrid`: both.
-        sparse_from: What sparse weights are made of: the logits of the `head` for masked language modelling (SPLADE),
-            or the hidden states times the token `embeddings` (CoT-MoTE, Equation 4).
-        max_active_dims: Number of weights of a text that are kept, the largest. Default: all.
+        kind: `dense`; `sparse`, a weight for each token of the vocabulary; or `hybrid`, both.
+        sparse_from: Source of sparse weights: the logits of the `head` for masked language modelling (SPLADE), or the
+            hidden states times the token `embeddings` (CoT-MoTE, Equation 4).
+        max_active_dims: Number of weights to keep per text, the largest. Default: all.
         weight: Weight of the sparse score in a hybrid one.
     """
 
@@ -56,7 +56,7 @@ def wanted_retrieval(
     max_active_dims: int | None = None,
     weight: float | None = None,
 ) -> Retrieval:
-    """Complete what is asked for by what a source gives, else by SPLADE's way, for hybrid vectors CoT-MoTE's."""
+    """Complete the requested settings with the source's, else the defaults: SPLADE's, for hybrid vectors CoT-MoTE's."""
     kind = kind or own.kind
     default = own.sparse_from if own.kind != "dense" else "embeddings" if kind == "hybrid" else "head"
     kept = own.max_active_dims if max_active_dims is None else max_active_dims
@@ -90,22 +90,22 @@ def retrieval_in(folder: Path) -> Retrieval:
 
 
 def write_retrieval(folder: Path, retrieval: Retrieval) -> None:
-    """Rewrite Sentence-Transformers' files in a folder, so that the model there gives such vectors.
+    """Rewrite Sentence-Transformers' files in a folder, so that its model gives these vectors.
 
     Args:
         folder: A model with these files.
-        retrieval: The vectors, not dense ones.
+        retrieval: The vectors, sparse or hybrid.
 
     Raises:
-        ValueError: If the model says no pooling for the dense part of hybrid vectors.
+        ValueError: If the model has no pooling for the dense part of hybrid vectors.
     """
     first, *others = read_json(folder / MODULES, list)
     hybrid = retrieval.kind == "hybrid"
     kept = [module for module in others if hybrid and name_of(module) == "Pooling"]
     if hybrid and not kept:
-        raise ValueError(f"{folder.name} says no pooling, which the dense part of hybrid vectors needs")
+        raise ValueError(f"{folder.name} has no pooling, which the dense part of hybrid vectors needs")
     for module in others:
-        if module not in kept:  # normalised, the dense score would be lost beside the sparse one
+        if module not in kept:  # a normalised dense score would be negligible beside the sparse one
             shutil.rmtree(folder / module["path"])
     own, settings = _pooling(retrieval)
     if own in OUR_POOLINGS:
@@ -117,16 +117,16 @@ def write_retrieval(folder: Path, retrieval: Retrieval) -> None:
     (folder / path).mkdir()
     write_json(folder / path / "config.json", settings)
     transformer = read_json(folder / TRANSFORMER_SETTINGS)
-    for name in ("transformer_task", "modality_config", "module_output_name"):  # what the task says by default
+    for name in ("transformer_task", "modality_config", "module_output_name"):  # the task sets them by default
         transformer.pop(name, None)
     if retrieval.needs_head:
         transformer["transformer_task"] = "fill-mask"
-    if retrieval.needs_head and hybrid:  # hidden states, of which the pooling takes the head's logits
+    if retrieval.needs_head and hybrid:  # hidden states, from which the pooling computes the head's logits
         transformer["modality_config"] = {"text": {"method": "embed", "method_output_name": "last_hidden_state"}}
         transformer["module_output_name"] = "token_embeddings"
     write_json(folder / TRANSFORMER_SETTINGS, transformer)
     model = read_json(folder / MODEL_SETTINGS)
-    limit = None if hybrid else retrieval.max_active_dims  # the library's would cut the dense part, too
+    limit = None if hybrid else retrieval.max_active_dims  # the library's limit would cut the dense part, too
     model |= {"model_type": SPARSE_ENCODER, "similarity_fn_name": "dot", "max_active_dims": limit}
     write_json(folder / MODEL_SETTINGS, {name: value for name, value in model.items() if value is not None})
 
@@ -153,6 +153,6 @@ def name_of(module: dict[str, Any]) -> str:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file in place of another one."""
+    """Write a JSON file, replacing an existing one."""
     path.unlink(missing_ok=True)  # it may be a link to the source's
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

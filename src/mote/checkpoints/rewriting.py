@@ -1,4 +1,4 @@
-"""Rewrite a model's card: what it says about the model comes from the model's files, what others wrote is kept.
+"""Rewrite a model's card: facts about the model come from the model's files, what others wrote is kept.
 
 Sentence-Transformers' trainer, `save_pretrained` after a training loop and `push_to_hub` each write or keep a card that
 knows less than the files next to it.
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # Sections that are rewritten: ours, and Sentence-Transformers' own snippet, which may lack what a MoTE needs.
 _OURS = ("Tasks", "Prompts", "Use", "Usage", "On a CPU", "How it was made", "Method")
 
-# Openings of what programs write above the first section; other paragraphs there are somebody's own.
+# Openings of paragraphs that programs write above the first section; others there were written by a person.
 _GENERATED = (
     "This is a [sentence-transformers]",
     "This is the model card of a",
@@ -47,7 +47,7 @@ _GENERATED = (
 )
 _EXPERTS_IN_ONE = re.compile(r"\d+ (task )?experts? in one text-embedding model")
 
-# Steps of `mote.json` after which equal experts are no longer those of the dense model.
+# Steps of `mote.json` after which experts, even if equal, are no longer copies of the dense model's blocks.
 _CHANGING = ("train", "merge", "average", "interpolate")
 
 
@@ -61,16 +61,16 @@ def write_card(
 ) -> str:
     """Rewrite the card (README.md) of a model.
 
-    What it says of the model comes from the model's own files: tasks, instructions, parameters, whether the experts
-    differ, how it was made. Kept are the metadata that others added (language, licence, data sets, scores, the widget),
-    sections with other headings than ours, such as those of Sentence-Transformers' trainer, and paragraphs above the
-    first heading. Writing it twice changes nothing.
+    Facts about the model come from the model's own files: tasks, instructions, parameters, whether the experts differ,
+    how it was made. The metadata that others added (language, licence, data sets, scores, the widget), sections with
+    headings other than ours, such as those of Sentence-Transformers' trainer, and paragraphs above the first heading
+    are kept. Writing the card twice changes nothing.
 
     Args:
-        src: A MoTE, or a dense model that this package made of one: a folder, or, with `push`, an id on the Hub.
-        base_model: Id on the Hub of the model that it was made of. Default: as in the card, else as in `mote.json`.
+        src: A MoTE, or a dense model that this package made from one: a folder, or, with `push`, an id on the Hub.
+        base_model: Id on the Hub of the model that it was made from. Default: as in the card, else as in `mote.json`.
         push: Push the card, and nothing else, to the model's repository on the Hub.
-        repo_id: That repository. Default: `src`, or the name of the folder under the user of the token.
+        repo_id: The repository. Default: `src`, or the name of the folder under the user of the token.
         revision: Branch, tag or commit of a source on the Hub.
 
     Returns:
@@ -78,8 +78,8 @@ def write_card(
 
     Raises:
         FileNotFoundError: If the source does not exist or has no weights.
-        ValueError: If it is neither a MoTE nor made of one, `base_model` is not an id, an id comes without `push`, or
-            the metadata of the present card are damaged.
+        ValueError: If the source is neither a MoTE nor made from one, or is an id without `push`; if `base_model` is
+            not an id; if the metadata of the existing card are damaged.
         PermissionError: If the Hub refuses the push.
         ConnectionError: If the Hub cannot be reached.
     """
@@ -110,11 +110,11 @@ def rewritten_card(source: Checkpoint, repo_id: str, base_model: str | None = No
 
     Args:
         source: The model.
-        repo_id: Name that readers load.
+        repo_id: Name under which readers load it.
         base_model: As in `write_card`.
 
     Raises:
-        ValueError: If it is neither a MoTE nor made of one, or the metadata of its card are damaged.
+        ValueError: If the source is neither a MoTE nor made from one, or the metadata of its card are damaged.
     """
     steps = read_steps(source.folder)
     readme = source.folder / "README.md"
@@ -124,7 +124,7 @@ def rewritten_card(source: Checkpoint, repo_id: str, base_model: str | None = No
     elif any(step["step"] != "extract" for step in steps):
         template, values = "dense_card.md", _values_of_dense(source, steps)
     else:
-        raise ValueError(f"{source.name} is not a MoTE, and has no mote.json that says it was made of one")
+        raise ValueError(f"{source.name} is not a MoTE, and has no mote.json that says it was made from one")
     data = _metadata(source, steps, base_model)
     values |= {
         "source": None,
@@ -170,7 +170,7 @@ def _values_of_dense(source: Checkpoint, steps: list[dict[str, Any]]) -> dict[st
 
 
 def _origin(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Say what the model was made of, by the last step that knows."""
+    """Return what the model was made from, according to the last step that records it."""
     for step in reversed(steps):
         if "made" in step and step["sources"]:
             source = step["sources"][0]
@@ -181,7 +181,7 @@ def _origin(steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _metadata(source: Checkpoint, steps: list[dict[str, Any]], base_model: str | None) -> ModelCardData:
-    """Merge what the card says with what is known; ours comes first where both are."""
+    """Merge the card's metadata with what is known about the model, which takes precedence."""
     known = front_matter(source.folder)
     origins = [one["name"] for step in reversed(steps) for one in step["sources"][:1] if one.get("revision")]
     base = base_model or hub_ids(known.get("base_model")) or next(iter(origins), None)
@@ -206,7 +206,7 @@ def _metadata(source: Checkpoint, steps: list[dict[str, Any]], base_model: str |
 
 
 def _read(readme: Path) -> str:
-    """Read a card, whose metadata would be lost if they could not be read."""
+    """Read a card; unreadable metadata are an error, since they would be lost."""
     try:
         if not readme.is_file():
             return ""
@@ -220,9 +220,9 @@ def _read(readme: Path) -> str:
 
 
 def _kept(card: str) -> tuple[str, str]:
-    """Return what is kept of a card: paragraphs above the first section, and sections."""
+    """Return the parts of a card to keep: paragraphs above the first section, and sections."""
     body = re.sub(r"\A---\n.*?\n---\n", "", card.replace("\r\n", "\n"), flags=re.DOTALL)
-    if "This model card has been automatically generated" in body:  # Transformers' form, not filled in
+    if "This model card has been automatically generated" in body:  # Transformers' template, not filled in
         return "", ""
     (_, intro), *sections = _sections(body)
     paragraphs = [one.strip() for one in re.split(r"\n{2,}", re.sub(r"(?m)^# .*$", "", intro))]
@@ -232,7 +232,7 @@ def _kept(card: str) -> tuple[str, str]:
 
 
 def _sections(text: str) -> Iterator[tuple[str, str]]:
-    """Split at the headings of the second level, outside of code and comments; what is above has the heading ""."""
+    """Split at second-level headings, outside of code and comments; the text above the first has the heading ""."""
     heading, code, comment = "", False, False
     lines: list[str] = []
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""Sentence-Transformers' files of a model repository: modules, pooling, prompts, and MTEB's names of these."""
+"""Sentence-Transformers' files of a model repository: modules, pooling, prompts, and MTEB's names of the prompts."""
 
 import json
 import shutil
@@ -15,8 +15,8 @@ from mote.checkpoints.plain import longest_sequence
 from mote.checkpoints.reading import ATTENTION_POOLING, Checkpoint, has_head, is_mote
 from mote.checkpoints.retrieval import OUR_POOLINGS, copy_code, name_of, retrieval_in
 
-# MTEB looks for a prompt under the task's type, for asymmetric tasks with the role, or under the role alone. These
-# are its names of the seven task types; the roles `query` and `document` are tasks of ours already.
+# MTEB looks for a prompt under the task's type (with the role, for asymmetric tasks), or under the role alone. These
+# are its names of the seven task types; the roles `query` and `document` already are tasks of ours.
 MTEB_PROMPTS = {
     "Classification": "classification",
     "MultilabelClassification": "classification",
@@ -30,7 +30,7 @@ MTEB_PROMPTS = {
     "Reranking-document": "document",
 }
 
-# Sentence-Transformers' names of the poolings that MoTEConfig knows, and the flags that stood for them before 5.0.
+# Sentence-Transformers' names of the poolings that MoTEConfig knows, and their flags in releases before 5.0.
 POOLING_NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
 POOLING_FLAGS = {
     "pooling_mode_mean_tokens": "mean",
@@ -38,7 +38,7 @@ POOLING_FLAGS = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 
-# Import paths of the modules' classes; to import them takes longer than upcycling.
+# Import paths of the modules' classes; importing them takes longer than upcycling.
 OUR_TRANSFORMER = "sentence_transformer_mote.MoTETransformer"
 TOKEN_ROUTED_TRANSFORMER = "token_routed_transformer_mote.TokenRoutedTransformer"
 TRANSFORMER = "sentence_transformers.base.modules.transformer.Transformer"
@@ -102,7 +102,7 @@ def source_pooling(source: Checkpoint) -> str | None:
 
 
 def _pooling_in(source: Checkpoint, module: dict[str, Any]) -> str:
-    """Name the pooling of a module as MoTEConfig does; another one as Sentence-Transformers does."""
+    """Name the pooling of a module as MoTEConfig does, or, if it does not know it, as Sentence-Transformers does."""
     settings = source.read_json(f"{module['path']}/config.json")
     flags = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value]
     mode = settings.get("pooling_mode", POOLING_FLAGS.get(flags[0]) if len(flags) == 1 else None)
@@ -122,7 +122,7 @@ def normalizes(source: Checkpoint) -> bool:
 def source_prompts(source: Checkpoint) -> dict[str, str]:
     """Read the prompts of a Sentence-Transformers source, if it has any.
 
-    An empty prompt among others means that such texts get none; if all are empty, they are the library's defaults.
+    An empty prompt among others means that its texts get no prompt; if all are empty, they are the library's defaults.
     """
     prompts = source.read_json("config_sentence_transformers.json").get("prompts") or {}
     if source.format == "nv_embed" and isinstance(prompts, dict):
@@ -137,7 +137,7 @@ def prompts_of(config: MoTEConfig, carried_over: dict[str, str] | None = None) -
 
     Args:
         config: Config of the model.
-        carried_over: Prompts of the source under other names, which are kept.
+        carried_over: Prompts of the source under other names, to keep.
     """
     prompts = {task: config.instruction_of(task) for task in config.tasks}
     mteb = {name: prompts[task] for name, task in MTEB_PROMPTS.items() if task in prompts}
@@ -145,10 +145,10 @@ def prompts_of(config: MoTEConfig, carried_over: dict[str, str] | None = None) -
 
 
 def prompts_of_expert(config: MoTEConfig, expert: str, carried_over: dict[str, str] | None = None) -> dict[str, str]:
-    """Build the prompts of a dense model that is one expert: those of the tasks that it serves.
+    """Build the prompts of a dense model that is one expert: the instructions of the tasks that it serves.
 
-    A role (`query`, `document`) that it does not serve has the expert's own instruction: without a prompt,
-    `encode_query` would put nothing in front.
+    A role (`query`, `document`) that it does not serve gets the expert's own instruction: without a prompt,
+    `encode_query` would put nothing in front of a text.
 
     Args:
         config: Config of the MoTE.
@@ -197,13 +197,14 @@ def write_sentence_transformer(
 
     Args:
         model: The new model.
-        source: Checkpoint that it was made of.
+        source: Checkpoint that it was made from.
         folder: Folder of the model.
-        of_mote: If the model is dense, and made of a MoTE: config of the MoTE whose pooling and prompts it keeps.
-        expert: If it is a single expert of that MoTE: its name. Its instruction becomes the default prompt.
+        of_mote: If the model is dense, and made from a MoTE: config of the MoTE, whose pooling and prompts it keeps.
+        expert: If the model is a single expert of that MoTE: name of the expert. Its instruction becomes the default
+            prompt.
 
     Raises:
-        ValueError: If the source gives sparse vectors, which the new model cannot.
+        ValueError: If the source gives sparse vectors, which the new model cannot give.
     """
     _refuse_to_lose_vectors(model, source)
     config: Any = of_mote or (model.config if is_mote(model.config) else None)  # None: dense, as its source
@@ -219,7 +220,7 @@ def write_sentence_transformer(
             copy_code(name, folder)
     carried_over = _carried_over(source)
     if source.format == "nv_embed" and config.default_task is None:
-        carried_over = {}  # mteb would take those of datasets, by which no expert is found
+        carried_over = {}  # mteb would use prompts for datasets, which pick no expert
     if config is None:
         prompts: dict[str, Any] = {"prompts": source_prompts(source)}
     elif expert is None:
@@ -235,7 +236,7 @@ def write_sentence_transformer(
             "similarity_fn_name": "cosine",
             **source.read_json("config_sentence_transformers.json"),
             "__version__": {
-                "sentence_transformers": version("sentence-transformers"),  # compared by it, under its own name
+                "sentence_transformers": version("sentence-transformers"),  # the library compares it by its own name
                 "transformers": version("transformers"),
                 "pytorch": version("torch"),
             },
@@ -251,9 +252,9 @@ def _write_modules(
 
     Args:
         model: The new model.
-        source: Checkpoint that it was made of.
+        source: Checkpoint that it was made from.
         folder: Folder of the model.
-        pooling: As in `MoTEConfig`; None: as the source's.
+        pooling: As in `MoTEConfig`; None: the source's.
     """
     modules = source_modules(source)
     if modules:
@@ -280,7 +281,7 @@ def _write_modules(
 
 
 def _refuse_to_lose_vectors(model: PreTrainedModel, source: Checkpoint) -> None:
-    """Raise `ValueError` if the source gives sparse vectors, and the model made of it cannot."""
+    """Raise `ValueError` if the source gives sparse vectors, and the model made from it cannot."""
     retrieval = retrieval_in(source.folder)
     if retrieval.kind == "dense":
         return

@@ -1,4 +1,4 @@
-"""Atomic folders: a result takes its place whole or not at all, and nothing else is lost."""
+"""Atomic folders: a result is moved into place complete or not at all, and nothing else is lost."""
 
 import fnmatch
 import glob
@@ -18,12 +18,12 @@ from mote.checkpoints.provenance import RECORD_FILE, read_steps, recorded_files
 
 try:
     import fcntl
-except ImportError:  # Windows, where a file that is open cannot be removed: that is the lock
+except ImportError:  # Windows, where an open file cannot be removed, which serves as the lock
     fcntl = None  # type: ignore[assignment]
 
 EXPERT_FILE = "expert.json"
 
-# What an earlier model left under these names goes when it is replaced; all other files are somebody else's.
+# Files with these names belong to a model and are removed when it is replaced; all other files are somebody else's.
 _WEIGHTS = (
     "model*.safetensors",
     "model*.safetensors.index.json",
@@ -46,8 +46,8 @@ def refuse_occupied(out: Path, overwrite: bool = False) -> None:
     """Make sure that a new model may be written to `out`.
 
     Raises:
-        FileExistsError: If something is there; with `overwrite`, if it is something other than a model or an expert
-            of this package.
+        FileExistsError: If the folder is not empty; with `overwrite`, if it holds something other than a model or an
+            expert of this package.
         NotADirectoryError: If a file is in the place of one of its parents.
     """
     parent = _nearest(out.absolute().parent)
@@ -62,7 +62,7 @@ def refuse_occupied(out: Path, overwrite: bool = False) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder holds a model or an expert of this package, by the content of its files."""
+    """Whether a folder holds a model or an expert of this package, judged by the content of its files."""
     with suppress(OSError, ValueError):
         if read_steps(folder):
             return True
@@ -75,7 +75,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def refuse_source(out: Path, source: Path) -> None:
-    """Raise `ValueError` for a result in the place of its source, around it, or inside it."""
+    """Raise `ValueError` if the result would replace, contain, or lie inside its source."""
     ours, theirs = out.resolve(), source.resolve()
     if ours == theirs or ours in theirs.parents:
         raise ValueError(f"{out} is the source itself, or holds it: choose another folder for the result")
@@ -87,7 +87,7 @@ def require_space(out: Path, size: int) -> None:
     """Make sure that `size` bytes fit on the disk of `out`.
 
     Raises:
-        OSError: If they do not; the message says how many there are.
+        OSError: If they do not; the message says how many bytes are free.
     """
     free = shutil.disk_usage(_nearest(out.resolve())).free
     if size > free:
@@ -103,31 +103,31 @@ def _nearest(path: Path) -> Path:
 
 
 def require_shard_size(size: str) -> None:
-    """Raise `ValueError` for an invalid size of files, which the library would take for the smallest one."""
+    """Raise `ValueError` for an invalid size of files, which the library would read as the smallest one."""
     if not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?[KMGT]B", str(size), re.IGNORECASE):
         raise ValueError(f"max_shard_size {size!r} is invalid: expected a number with KB, MB, GB or TB, as in '5GB'")
 
 
 class Staging:
-    """A folder to write into, which takes its final place at the end.
+    """A folder to write into, which is moved into its final place at the end.
 
-    If the block raises, nothing stays behind. If the process is killed, the final place holds what it held before,
-    and the next writer to the same place removes the leftover. Only between two renames, when a model is replaced, can
-    a kill leave the place empty; the replaced model is then in `.NAME.writing-…/replaced` next to it until another one
+    If the body raises, nothing is left behind. If the process is killed, the final place holds what it held before,
+    and the next writer to the same place removes the leftovers. A kill can leave the place empty only between the two
+    renames that replace a model; the replaced model is then in `.NAME.writing-…/replaced` next to it until another one
     is written.
 
-    Each writer has a folder of its own with a random name, and a lock in it for as long as it runs; writers in other
+    Each writer has its own folder with a random name, and holds a lock in it for as long as it runs; writers in other
     threads, processes, containers or hosts leave it alone. If several write to one place, the first one takes it and
-    the others fail, or with `overwrite` each replaces the one before.
+    the others fail, or, with `overwrite`, each replaces the previous one.
 
     Args:
         out: Final place: free, or, with `overwrite`, a model.
-        overwrite: Replace a model that is there. Files in its folder that are not part of it are kept.
-        in_place: The new model is a change of the one that is there: keep all of its other files, too.
+        overwrite: Replace an existing model. Files in its folder that are not part of it are kept.
+        in_place: The new model is a modification of the existing one: keep all of its other files, too.
     """
 
     def __init__(self, out: Path, overwrite: bool = False, in_place: bool = False) -> None:
-        self.out = out.resolve()  # a link to a folder cannot be replaced by a folder, what it points to can
+        self.out = out.resolve()  # a link cannot be replaced by a folder, but the folder that it points to can
         self.overwrite = overwrite
         self.replaced_files = (*_WEIGHTS, *_CODE) if in_place else _MODEL_FILES
         self.keeps_recorded = in_place
@@ -138,14 +138,14 @@ class Staging:
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers(with_replaced=False)
         lock = None
-        while lock is None:  # another writer may mistake a folder that is not locked yet for a leftover
+        while lock is None:  # another writer may mistake a folder without a lock for a leftover
             self.work = self.out.parent / f"{self._prefix}{uuid.uuid4().hex}"
             try:
                 self.work.mkdir()
                 lock = try_lock(self.work, ours=True)
                 if lock is not None:
                     (self.work / "new").mkdir()
-            except BaseException:  # an interrupt, before `__exit__` would clean up
+            except BaseException:  # an interrupt, when `__exit__` would not yet clean up
                 _remove(self.work)
                 raise
         self.lock = lock
@@ -189,7 +189,7 @@ class Staging:
         self._remove_leftovers(with_replaced=True)
 
     def _require_intact(self) -> None:
-        """Raise `OSError` unless the folder is the one that was made, with all files that `mote.json` lists."""
+        """Raise `OSError` unless the folder is the one that was created, with all files that `mote.json` lists."""
         missing = [name for name in recorded_files(self.folder) if not (self.folder / name).is_file()]
         if missing or _identity(self.folder) != self.identity:
             raise OSError(
@@ -198,7 +198,7 @@ class Staging:
             )
 
     def _keep_other_files(self) -> None:
-        """Link files of the folder that is replaced into the new one, unless they belong to the model that goes."""
+        """Link files of the replaced folder into the new one, unless they belong to the replaced model."""
         recorded: set[str] = set()
         with suppress(ValueError):
             recorded = set() if self.keeps_recorded else set(recorded_files(self.out))
@@ -212,7 +212,7 @@ class Staging:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     os.link(path, target, follow_symlinks=False)
-                except (OSError, NotImplementedError):  # of a file system, or a system, without such links
+                except (OSError, NotImplementedError):  # a file or operating system without such links
                     shutil.copy2(path, target, follow_symlinks=False)
 
     @property
@@ -220,7 +220,7 @@ class Staging:
         return f".{self.out.name}.writing-"
 
     def _remove_leftovers(self, with_replaced: bool) -> None:
-        """Remove what killed writers to the same place left; a model that was being replaced only `with_replaced`."""
+        """Remove what killed writers to the same place left; a model being replaced only if `with_replaced`."""
         for path in self.out.parent.glob(f"{glob.escape(self._prefix)}*"):
             try:
                 content = {child.name for child in path.iterdir()}
@@ -237,7 +237,7 @@ def _remove(work: Path) -> None:
     try:
         for path in (work / "new", work / "replaced", work):  # the lock last
             shutil.rmtree(path, ignore_errors=True)
-    except BaseException:  # an interrupt: finish first
+    except BaseException:  # an interrupt: finish removing first
         shutil.rmtree(work, ignore_errors=True)
         raise
 
@@ -247,10 +247,10 @@ def try_lock(work: Path, ours: bool = False) -> int | None:
 
     Args:
         work: The folder.
-        ours: The folder is our own, so that a file system without locks does not matter.
+        ours: Whether the folder is our own; then a file system without locks is no problem.
 
     Returns:
-        The file descriptor; None if another writer has the lock, or, unless it is `ours`, may have it.
+        The file descriptor; None if another writer has the lock, or, unless the folder is `ours`, may have it.
     """
     path = work / "lock"
     if fcntl is None and not ours:
@@ -278,7 +278,7 @@ def try_lock(work: Path, ours: bool = False) -> int | None:
 
 
 def _matches(name: Path, patterns: Iterable[str]) -> bool:
-    """Whether a path is of one of these patterns, part by part."""
+    """Whether a path matches one of the patterns, part by part."""
     return any(
         len(name.parts) == len(parts) and all(map(fnmatch.fnmatchcase, name.parts, parts))
         for parts in (pattern.split("/") for pattern in patterns)
@@ -287,7 +287,7 @@ def _matches(name: Path, patterns: Iterable[str]) -> bool:
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Let one writer at a time move its result into a folder, where the file system can lock folders."""
+    """Let one writer at a time move its result into a folder, if the file system can lock folders."""
     lock = None
     with suppress(OSError, AttributeError):
         lock = os.open(folder, os.O_RDONLY)

@@ -1,8 +1,8 @@
-"""Write an upcycled model from the files of the dense one, with neither of them in memory.
+"""Write an upcycled model from the files of the dense one, without holding either in memory.
 
-transformers' own rules (its conversion mapping) decide what a weight of the dense model is made of. The library
-applies them to a whole checkpoint; here they are applied to one weight at a time. A weight that is only renamed is
-copied from file to file, on Linux within the kernel.
+transformers' own rules (its conversion mapping) determine which tensors a weight of the dense model is made from. The
+library applies them to a whole checkpoint; here they are applied to one weight at a time. A weight that is only renamed
+is copied from file to file, on Linux within the kernel.
 """
 
 import copy
@@ -53,37 +53,37 @@ class DenseWeights:
         self.parts: dict[str, list[tuple[str, str | None]]] = {}
         for key in sorted(self.files.stored, key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, self.expected)
-            if name not in self.expected and key in self.expected:  # it is in the native format already
+            if name not in self.expected and key in self.expected:  # already in the native format
                 name, pattern = key, None
             if name in self.expected:
                 self.parts.setdefault(name, []).append((key, pattern))
         stored = self.files.stored.__getitem__
         self.new: dict[str, torch.Tensor] = {}
         dtype = next(iter(self.expected.values())).dtype
-        for name, key in source.pooling_weights.items():  # no weights of the dense model, but in its files
+        for name, key in source.pooling_weights.items():  # not weights of the dense model, but in its files
             self.expected[name] = self.files.stored[key].to(dtype)
             self.parts[name] = [(key, None)]
         self.made_with = {name: first for first in self.parts for name in self._make(first, stored)}
         self.last: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
     def add(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Add weights that the MoTE has and no dense model does: they are in memory."""
+        """Add weights, in memory, that the MoTE has but no dense model does."""
         self.new |= weights
 
     def __contains__(self, name: str) -> bool:
         return name in self.made_with or name in self.new
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Read a weight: mapped into memory, or computed if the library converts it or its type changes."""
+        """Read a weight: memory-mapped, or computed if the library converts it or its dtype changes."""
         if name in self.new:
             return self.new[name]
         first = self.made_with[name]
-        if self.last[0] != first:  # weights made together (queries, keys, values) are asked for in turn
+        if self.last[0] != first:  # weights made together (queries, keys, values) are requested one after another
             self.last = (first, self._make(first, self.files.__getitem__))
         return self.last[1][name]
 
     def location(self, name: str) -> TensorLocation | None:
-        """Return where a weight is, byte for byte, in the source's files; None if it has to be computed."""
+        """Return where a weight is stored, byte for byte, in the source's files; None if it has to be computed."""
         parts = self.parts.get(name, [])
         if len(parts) != 1 or parts[0][1] is not None:
             return None
@@ -91,7 +91,7 @@ class DenseWeights:
         return self.files.locations.get(parts[0][0]) if stored.dtype == expected.dtype else None
 
     def _make(self, first: str, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Apply the library's rule that makes the weight `first`, and maybe others with it."""
+        """Apply the library's rule that makes the weight `first`, possibly with others."""
         key, pattern = self.parts[first][0]
         rule = WeightRenaming(key, first) if pattern is None else copy.deepcopy(self.converters[pattern])
         for key, pattern in self.parts[first]:
@@ -102,7 +102,7 @@ class DenseWeights:
 
 
 class MappedFiles:
-    """The tensors of some files with weights. One file is open at a time, mapped into memory where its format allows.
+    """The tensors of some weight files. One file is open at a time, memory-mapped if its format allows.
 
     Args:
         paths: Safetensors, or pickles of tensors.
@@ -110,7 +110,7 @@ class MappedFiles:
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.file_of: dict[str, Path] = {}
-        self.locations: dict[str, TensorLocation] = {}  # none of pickles
+        self.locations: dict[str, TensorLocation] = {}  # not for pickles
         self.stored: dict[str, torch.Tensor] = {}  # without weights
         for path in paths:
             tensors = read_on_meta([path])
@@ -132,14 +132,14 @@ class MappedFiles:
 
 
 def _names_in_dense(model: MoTEModel) -> dict[str, str]:
-    """Return weight → the weight of the dense model that it is a copy of."""
+    """Map each weight to the weight of the dense model that it is a copy of."""
     return {name: weight_name(name, model.config).dense for name in model.state_dict()}
 
 
 def can_stream(model: MoTEModel, dense: DenseWeights) -> bool:
-    """Whether each weight of a fresh MoTE is a weight of the dense model that is in the source's files.
+    """Whether each weight of a fresh MoTE is a weight of the dense model, stored in the source's files.
 
-    Not with token routing (routers are random), quantized sources, and tied weights.
+    It is not with token routing (routers are random), quantized sources, and tied weights.
     """
     if not model.config.routes_by_task or getattr(dense.model.config, "quantization_config", None) is not None:
         return False
@@ -154,7 +154,7 @@ def write_weights(model: MoTEModel, dense: DenseWeights, folder: Path, max_shard
         model: The MoTE, on the meta device.
         dense: Weights that its experts are copies of.
         folder: Folder to write into.
-        max_shard_size: Largest size of a file, as in `"5GB"`.
+        max_shard_size: Maximum size of a file, as in `"5GB"`.
     """
     origins = _names_in_dense(model)
     # Copies, because views of one tensor (queries, keys, values) would each count as the whole.
@@ -172,7 +172,7 @@ def write_weights(model: MoTEModel, dense: DenseWeights, folder: Path, max_shard
 
 
 def _write_file(path: Path, weights: dict[str, torch.Tensor], origins: dict[str, str], dense: DenseWeights) -> int:
-    """Write one safetensors file, each dense weight to all its places at once; return the bytes of its tensors."""
+    """Write one safetensors file, each dense weight to all its locations at once; return the size of its tensors."""
     header, offsets, size = _header(weights)
     places: dict[str, list[int]] = {}
     for name, offset in offsets.items():
@@ -189,7 +189,7 @@ def _write_file(path: Path, weights: dict[str, torch.Tensor], origins: dict[str,
 
 
 def _header(weights: dict[str, torch.Tensor]) -> tuple[bytes, dict[str, int], int]:
-    """Lay out a safetensors file as the library does, which needs the tensors for that: wide types first, then by name.
+    """Lay out a safetensors file as the library does (which would need the tensors): wide types first, then by name.
 
     Returns:
         The bytes before the tensors, the offset of each tensor after them, and the size of all tensors.
@@ -213,13 +213,13 @@ def _write(file: FileIO, offset: int, data: memoryview) -> None:
 
 
 def _copied(location: TensorLocation, file: FileIO, offsets: list[int]) -> bool:
-    """Copy bytes of one file to several places of another, within the kernel; False if it cannot."""
+    """Copy bytes of one file to several offsets of another, within the kernel; return False if it cannot."""
     if sys.platform != "linux":
         return False
     try:
         _copy(location, file, offsets)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # as some file systems say
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # errors of some file systems
             raise
         return False
     return True
@@ -233,5 +233,5 @@ def _copy(location: TensorLocation, file: FileIO, offsets: list[int]) -> None:
             while done < location.size:
                 sent = os.sendfile(file.fileno(), source.fileno(), location.offset + done, location.size - done)
                 if not sent:
-                    raise OSError(f"{location.path} ended early: was it changed in the meantime?")
+                    raise OSError(f"{location.path} ended early: was it changed while being read?")
                 done += sent

@@ -40,7 +40,7 @@ def weight_name(key: str, config: MoTEConfig) -> WeightName:
         config: The model's config.
 
     Returns:
-        Here `("clustering", 0, "encoder.layer.0.output.dense.weight")`.
+        For this key, `("clustering", 0, "encoder.layer.0.output.dense.weight")`.
     """
     dense = key.removeprefix("backbone.")
     layers = architecture_of(config).layer_path
@@ -50,7 +50,7 @@ def weight_name(key: str, config: MoTEConfig) -> WeightName:
     return WeightName(found[2], int(found[1]), f"{layers}.{found[1]}.{found[3]}")
 
 
-HEAD = "head."  # begins the names of the weights of a head for masked language modelling
+HEAD = "head."  # prefix of the weights of a head for masked language modelling
 
 
 def without_head(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -59,7 +59,7 @@ def without_head(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def token_routing(config: Any) -> "TokenRoutedConfig | None":
-    """Return the settings of token routing, of the whole model or within its task experts; None if tokens are not."""
+    """Return the settings of token routing, of the whole model or within its task experts; None without it."""
     while config is not None and getattr(config, "routes_by_task", True):
         config = getattr(config, "backbone_config", None)
     return config
@@ -138,7 +138,7 @@ def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
 
 
 def load_pickle(path: Path, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Load the tensors of a pickle, mapped into memory unless it is in the format of torch before 1.6.
+    """Load the tensors of a pickle, memory-mapped unless it is in the format of torch before 1.6.
 
     Raises:
         ValueError: If it holds something other than a state dict.
@@ -165,9 +165,9 @@ def parameter_counts(model: "MoTEModel") -> dict[str, Any]:
 
     Returns:
         `total`; `active`, those that a sequence passes through, as many as in the dense model without its pooler
-        (token-routed: those that a token passes through); `shared`, by all experts (routers are); `experts`: name
-        (token-routed: index) → parameters of that expert alone. A task expert that is token-routed counts with its
-        router and all its feed-forward networks.
+        (token-routed: those that a token passes through); `shared`, those shared by all experts, including routers;
+        `experts`: name (token-routed: index) → parameters of this expert alone. A task expert that is token-routed
+        counts with its router and all its feed-forward networks.
     """
     with nullcontext() if model.offloading is None else model.offloading.all_experts():
         counts = {name: parameter.numel() for name, parameter in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Verbs on disk: a MoTE is opened, changed by a function in memory, and written with a record of that."""
+"""Verbs on disk: a MoTE is opened, changed by a function in memory, and written with a record of the change."""
 
 import inspect
 import logging
@@ -36,16 +36,16 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Verb:
-    """How `transform` calls a function's verb, and describes its result.
+    """What `transform` needs to know to name a function's verb and describe its result.
 
     Attributes:
-        words: Its verb on the command line, as in "experts add".
-        made: For the card, what was done to the source or what the result is: "made by adding the expert {name} to".
-            A format string over the function's arguments and `config`, that of the result.
+        words: The verb on the command line, as in "experts add".
+        made: For the card: what was done to the source, or what the result is, as in "made by adding the expert {name}
+            to". A format string over the function's arguments and `config`, the config of the result.
         positional: Arguments that follow the source on the command line.
-        options: Argument → option, where the two have different names.
-        loads: Argument that names the only expert to load; a dense result is then that expert.
-        same_model: Whether the result is the same model with other settings: what its card says otherwise stays.
+        options: Argument → option, if their names differ.
+        loads: Argument that names the only expert to load; a dense result is then this expert.
+        same_model: Whether the result is the same model with other settings, which keeps the rest of its card.
     """
 
     words: str
@@ -91,12 +91,12 @@ def transform(
     Args:
         src: A MoTE: a folder or an id on the Hub.
         out: Folder to write. None: the source itself, with `overwrite`, if the function changes the model in place.
-        function: Returns a MoTE or a dense model, or None if it has changed the model in place. Those of
+        function: Returns a MoTE or a dense model, or None if it has changed the model in place. Functions of
             `mote.experts` are decorated with `verb`, which describes their command.
-        *args: Its arguments after the model.
+        *args: Arguments of the function after the model.
         revision: Branch, tag or commit of a source on the Hub.
         options: How the result is written.
-        after: Runs on the new folder before it takes its place: adds files, returns details for `mote.json`.
+        after: Runs on the new folder before it is moved into place: adds files, returns details for `mote.json`.
         recorded: Settings of `after`, for `mote.json` and the command line there.
         **kwargs: Keyword arguments of the function.
 
@@ -107,7 +107,7 @@ def transform(
         FileNotFoundError: If the source does not exist or has no weights.
         FileExistsError: If `out` is in use.
         OSError: If the result cannot be written; nothing is left behind.
-        ValueError: If the source is not a MoTE, `out` is missing or holds the source, or as the function raises.
+        ValueError: If the source is not a MoTE, `out` is missing or holds the source, or as raised by the function.
         PermissionError: If the Hub refuses the push.
     """
     options = options or WriteOptions()
@@ -129,7 +129,7 @@ def transform(
     changed = function(model, *args, **kwargs)
     result: Any = model if changed is None else changed
     if has_head(source.config) and type(result) is not type(model):
-        logger.info("The head for masked language modelling is left out: the result embeds texts alone")
+        logger.info("The head for masked language modelling is dropped: the result only embeds texts")
     if changed is not None and in_place:
         refuse_source(target, source.folder)
     dense = not is_mote(result.config)
@@ -226,7 +226,7 @@ def _shown(value: Any) -> str:
 
 
 def _sources_in(values: Iterable[Any]) -> Iterator[Any]:
-    """Find what else a result was made of (expert artefacts), among the arguments."""
+    """Find other sources of a result (expert artefacts) among the arguments."""
     for value in values:
         if hasattr(value, "provenance"):
             yield value

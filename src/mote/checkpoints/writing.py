@@ -1,4 +1,4 @@
-"""Write a model repository: the one way in which a model of this package reaches the disk and the Hub."""
+"""Write a model repository: the only way in which this package writes models to disk and the Hub."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -31,9 +31,9 @@ class WriteOptions:
     """How a result is written.
 
     Attributes:
-        overwrite: Replace what `out` holds, if it is a model or an expert that this package wrote; other files in that
-            folder are kept.
-        max_shard_size: Largest size of a file with weights, as in `"5GB"`.
+        overwrite: Replace the content of `out`, if it is a model or an expert that this package wrote; other files in
+            the folder are kept.
+        max_shard_size: Maximum size of a weight file, as in `"5GB"`.
         push: Push the result to the Hub.
         repo_id: Repository to push to. Default: the name of `out`, under the user of the token.
         private: Make a new repository on the Hub private.
@@ -47,7 +47,7 @@ class WriteOptions:
 
 
 def require_writable(out: Path, options: WriteOptions, source: Path | None = None) -> str:
-    """Make sure, before any work, that a result can be written, and pushed if it is to be.
+    """Make sure, before any work is done, that a result can be written, and pushed if requested.
 
     Args:
         out: Folder of the result.
@@ -88,26 +88,27 @@ def write_repository(
     options: WriteOptions | None = None,
     repo_id: str | None = None,
 ) -> Path:
-    """Write a model with all that a model repository carries, whole or not at all, and push it if asked to.
+    """Write a model with everything that belongs to a model repository, atomically, and push it if requested.
 
     That is weights, config, code, tokenizer, Sentence-Transformers' files, model card and `mote.json`.
 
     Args:
         out: Folder to write; check it with `require_writable` before any work.
         model: A `SentenceTransformer`, which brings its modules, prompts and tokenizer; or a MoTE or dense model,
-            which has them from `sources[0]` and `tokenizer`.
-        step: How it was made, as from `new_step`. Hashes of `sources` are added, and what `after` returns.
-        sources: What it was made of: first the checkpoint that became this model. If it is in `out` itself, its
-            other files stay.
+            which takes them from `sources[0]` and `tokenizer`.
+        step: How the model was made, as from `new_step`. Hashes of `sources` are added, and what `after` returns.
+        sources: What the model was made from, first the checkpoint that became this model. If that is in `out` itself,
+            its other files are kept.
         write_card: Writes README.md into the folder, given the finished step.
         tokenizer: Its tokenizer.
-        expert: If the model is a single expert of the source: its name. Its instruction becomes the default prompt.
-        names: If a dense model was made of a dense source: its tasks, instructions and pooling.
-        earlier: Steps by which the first source was made. Default: as its `mote.json` says.
+        expert: If the model is a single expert of the source: name of the expert. Its instruction becomes the default
+            prompt.
+        names: If a dense model was made from a dense source: its tasks, instructions and pooling.
+        earlier: Steps by which the first source was made. Default: those in its `mote.json`.
         write_weights: If the model has no weights (on the meta device): writes them into a folder.
-        retrieval: The vectors that it gives. Default: as `sources[0]`; a `SentenceTransformer` knows.
-        after: Runs on the folder before it takes its place: adds files, returns details for the step.
-        options: How it is written.
+        retrieval: The vectors that it gives. Default: as `sources[0]`; not needed for a `SentenceTransformer`.
+        after: Runs on the folder before it is moved into place: adds files, returns details for the step.
+        options: How the model is written.
         repo_id: Repository to push to, as from `require_writable`.
 
     Returns:
@@ -115,9 +116,9 @@ def write_repository(
 
     Raises:
         FileExistsError: If `out` is in use.
-        OSError: If it cannot be written, as on a full disk; nothing is left behind.
-        PermissionError: If the Hub refuses the push; the folder stays.
-        ConnectionError: If the connection breaks during the push; the folder stays.
+        OSError: If the model cannot be written, as on a full disk; nothing is left behind.
+        PermissionError: If the Hub refuses the push; the folder is kept.
+        ConnectionError: If the connection breaks during the push; the folder is kept.
     """
     options = options or WriteOptions()
     source = next((one for one in sources if isinstance(one, Checkpoint)), None)
@@ -127,7 +128,7 @@ def write_repository(
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     require_space(out, size)
     with ThreadPoolExecutor(1) as thread, Staging(out, options.overwrite, in_place) as folder:
-        described = thread.submit(_describe, sources)  # reads them whole
+        described = thread.submit(_describe, sources)  # reads them completely
         logger.info("Writing %s …", megabytes(size))
         if isinstance(model, PreTrainedModel):
             assert source is not None
@@ -164,7 +165,7 @@ def _describe(sources: Sequence[Described]) -> list[dict[str, Any]]:
 
 
 def how_to_load(path: str, config: Any, retrieval: Retrieval | None = None) -> str:
-    """Return lines of Python that use a model: with Transformers, also its head, and with Sentence-Transformers."""
+    """Return lines of Python that use a model with Transformers (including its head) and Sentence-Transformers."""
     if retrieval is not None and retrieval.kind != "dense":
         return f'SparseEncoder("{path}", trust_remote_code=True).encode_query(texts)  # or encode_document'
     if not is_mote(config):
@@ -195,16 +196,16 @@ def write_model(
     Args:
         model: The new model.
         tokenizer: Its tokenizer.
-        source: Checkpoint that it was made of.
+        source: Checkpoint that it was made from.
         folder: Folder to write into.
-        max_shard_size: Largest size of a file with weights.
+        max_shard_size: Maximum size of a weight file.
         write_weights: If the model is on the meta device: writes the weights into a folder.
     """
     require_shard_size(max_shard_size)
     if write_weights is None:
         model.save_pretrained(folder, max_shard_size=max_shard_size)
     else:
-        with quiet_transformers():  # no bar for no weights
+        with quiet_transformers():  # no progress bar for no weights
             model.save_pretrained(folder, state_dict={})  # config and code
         write_weights(folder)
     tokenizer.model_max_length = max_seq_length(model, source) or tokenizer.model_max_length
