@@ -138,7 +138,7 @@ class Stage:
         if differing := differences(fixed_settings(theirs), fixed_settings(self.recipe)):
             raise ValueError(
                 f"{self.run.model} was trained by another recipe, which differs in {', '.join(differing)}: choose "
-                "another `output`, or start again with `--overwrite`"
+                "another `output`, or start over with `--overwrite`"
             )
         return True
 
@@ -177,7 +177,7 @@ def chain(recipe: Chain | str | Path, overrides: Sequence[str] = (), *, overwrit
     if trained and all(trained):
         raise FileExistsError(
             f"{settings.folder} holds a finished chain: its model is in {stages[-1].run.model}. Choose another "
-            "`output`, or start again with `--overwrite`"
+            "`output`, or start over with `--overwrite`"
         )
     with RunFolder(settings.folder).lock():
         if overwrite:

@@ -229,7 +229,7 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
     "a MoTE": (
         {},
         lambda folder: edit_json(folder / "config.json", model_type="mote"),
-        "source is a MoTE already",
+        "source is already a MoTE",
     ),
     "a PEFT adapter": (
         {},

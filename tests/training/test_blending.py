@@ -192,7 +192,7 @@ def test_scored_pairs_in_both_directions(tmp_path: Path) -> None:
     ("override", "message"),
     [
         ("tasks.retrieval.loss=CoSENTLoss", "blended batches have the loss InfoNCE, not CoSENTLoss"),
-        ("tasks.retrieval.in_batch_negatives=false", "its rows need negatives of their own"),
+        ("tasks.retrieval.in_batch_negatives=false", "its rows need their own negatives"),
         ("retrieval.kind=sparse", "blended batches are for dense vectors"),
     ],
 )

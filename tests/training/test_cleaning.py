@@ -31,7 +31,7 @@ def test_an_invalid_row_is_counted_and_reported_with_its_line(
     assert report.errors[0].startswith(f"{path}:3: {fault}")
     assert f"{path}:3: {fault}" in caplog.text
     assert f"{path}:3: {fault}" in str(data)
-    with pytest.raises(ValueError, match=r"tiny: 1 of 3 rows are invalid; allowed is a fraction of 0.33 (.|\n)*:3: "):
+    with pytest.raises(ValueError, match=r"tiny: 1 of 3 rows are invalid; the allowed fraction is 0.33 (.|\n)*:3: "):
         load(tmp_path, "retrieval/tiny", data={"max_invalid_fraction": 0.33})
 
 
@@ -80,14 +80,14 @@ def test_pairs_of_zero_and_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "loss", "message"),
     [
-        (SCORED, "InfoNCE", "has graded scores, InfoNCE takes pairs that belong together: try the loss CoSENTLoss"),
-        (SCORED, "ContrastiveLoss", "has graded scores, ContrastiveLoss takes 0 and 1: try the loss CoSENTLoss"),
-        (SCORED, "BatchAllTripletLoss", "has pairs with scores, BatchAllTripletLoss takes texts with labels"),
-        ([{"query": "a"}], "InfoNCE", "has single texts, InfoNCE takes pairs"),
+        (SCORED, "InfoNCE", "has graded scores, but InfoNCE takes pairs that belong together: try the loss CoSENTLoss"),
+        (SCORED, "ContrastiveLoss", "has graded scores, but ContrastiveLoss takes 0 and 1: try the loss CoSENTLoss"),
+        (SCORED, "BatchAllTripletLoss", "has pairs with scores, but BatchAllTripletLoss takes texts with labels"),
+        ([{"query": "a"}], "InfoNCE", "has single texts, but InfoNCE takes pairs"),
         (pairs(2), "BatchAllTripletLoss", "has no labels, which BatchAllTripletLoss needs"),
         (pairs(2), "CoSENTLoss", "has no scores, which CoSENTLoss needs"),
         (labelled(x=2, y=2), "CoSENTLoss", "has no scores, which CoSENTLoss needs"),
-        (pairs(2), "MSELoss", "a teacher goes with EmbedDistillLoss and MSELoss, and they with one"),
+        (pairs(2), "MSELoss", "a teacher goes with EmbedDistillLoss and MSELoss, which need one"),
     ],
 )
 def test_rows_that_do_not_suit_the_loss(tmp_path: Path, rows: Rows, loss: str, message: str) -> None:

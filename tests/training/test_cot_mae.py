@@ -338,7 +338,7 @@ def test_variants(name: str, more: list[str], source: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["tasks.search_document.texts=all"], "context: pair takes the other side of `texts: anchors`"),
+        (["tasks.search_document.texts=all"], "context: pair needs `texts: anchors`"),
         (["tasks.search_document.context_task=search"], "Unknown task 'search'"),
         (["tasks.search_document.datasets=[clustering/*]"], "has single texts, not pairs"),
         (["decoder.kind=causal"], "'bidirectional' or 'autoregressive'"),

@@ -340,4 +340,4 @@ def test_a_loss_that_is_not_cached_needs_one_expert(data: Path, tmp_path: Path) 
 def test_a_batch_that_cannot_be_shared_evenly(data: Path, tmp_path: Path) -> None:
     done = train(2, data, tmp_path / "run", "training.batch_size=15", check=False)
     assert done.returncode != 0
-    assert "15 cannot be shared evenly among 2" in done.stderr
+    assert "15 cannot be divided evenly among 2" in done.stderr

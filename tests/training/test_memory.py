@@ -243,7 +243,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], fresh_folder: Any) -> N
     assert main(["memory", str(SMALL_ENCODER), *options]) == 0
     assert main(["memory", str(SMALL_ENCODER), *options, "--expert", "a", "--expert", "b"]) == 0
     assert main(["memory", str(fresh_folder), *options, "--expert", "a", "--expert", "b"]) == 1
-    assert "is a MoTE already" in capsys.readouterr().err
+    assert "is already a MoTE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], fresh_folder: Any) -> N
         ({"precision": "bf17"}, "Unknown precision 'bf17'. Did you mean 'bf16'?"),
         ({"sharding": "fsdp"}, "Unknown sharding 'fsdp'. Did you mean 'fsdp2'?"),
         ({"device": "tpu"}, "Unknown device 'tpu'"),
-        ({"processes": 3}, "batch_size 16 cannot be shared evenly among 3 processes"),
+        ({"processes": 3}, "batch_size 16 cannot be divided evenly among 3 processes"),
         ({"mini_batch_size": 0}, "mini_batch_size must be from 1 to 16,777,216, got 0"),
         ({"length": -1}, "length must be from 1"),
         ({"batch_size": 10**20}, "batch_size must be from 1 to 16,777,216, got 100000000000000000000"),

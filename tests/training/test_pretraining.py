@@ -297,7 +297,7 @@ def test_whole_words_need_a_tokenizer_that_shows_them(tmp_path: Path) -> None:
         (["tasks.search={datasets: [retrieval/arxiv]}"], "Unknown task 'search'"),
         (["tasks.clustering.texts=anchors"], "has single texts, not pairs: leave out `texts: anchors`"),
         (["model.kind=token_routed", "training.fp16=true"], "training.bf16=true instead"),
-        (["model.end_token=eos", "model.pooling_heads=2"], "pooling_heads, end_token: without effect in pre-training"),
+        (["model.end_token=eos", "model.pooling_heads=2"], "pooling_heads, end_token: no effect in pre-training"),
     ],
 )
 def test_settings_that_are_refused(more: list[str], message: str, source: Path, tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_sources_without_a_head(source: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="has no head for masked language modelling"):
             start("mlm", settings(dense_checkpoint(tmp_path / "tiny"), tmp_path / "run"))
         headless = upcycle(str(source), tmp_path / "mote", overwrite=True)
-        with pytest.raises(ValueError, match=r"is a MoTE and has no head: a new one goes onto its dense source"):
+        with pytest.raises(ValueError, match=r"is a MoTE and has no head: a new head has to be added"):
             start("mlm", settings(headless, tmp_path / "run"))
 
 

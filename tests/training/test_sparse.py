@@ -137,7 +137,7 @@ def test_from_a_mote(source: Path, pairs: Path, tmp_path: Path) -> None:
 def test_settings_that_contradict_each_other(source: Path, pairs: Path, tmp_path: Path) -> None:
     for override, message in {
         "model.kind=dense": "retrieval.kind=sparse needs a MoTE",
-        "training.matryoshka=halves": "training.matryoshka truncates dense vectors",
+        "training.matryoshka=halves": "training.matryoshka is for dense vectors",
         "retrieval.warmup_ratio=0": "retrieval.warmup_ratio",
         "retrieval.sparse_from=logits": "retrieval.sparse_from",
     }.items():
@@ -162,5 +162,5 @@ def test_a_hybrid_model_is_trained_and_its_weight_tuned(source: Path, pairs: Pat
     vectors = torch.rand(4, size + 16)
     regularizer = losses.FlopsLoss(encoder).compute_loss_from_embeddings(vectors[:, :size])
     assert torch.equal(loss.document_regularizer.compute_loss_from_embeddings(vectors), regularizer)
-    with pytest.raises(ValueError, match=r"retrieval.weight is that of hybrid scores"):
+    with pytest.raises(ValueError, match=r"retrieval.weight is for hybrid scores"):
         plan("sparse", settings(source, pairs, tmp_path / "none", "retrieval.weight=2"))

@@ -170,7 +170,7 @@ def test_a_damaged_file_is_computed_again(
     path.write_bytes({"flipped": flipped, "short": content[:-1], "empty": b""}[damage])
     caplog.set_level("INFO", "mote")
     mended = teacher_embeddings(TEXTS, TeacherSettings(source=str(teacher)), None, tmp_path)
-    assert f"{path} is damaged, and is computed again" in caplog.text
+    assert f"{path} is damaged, and will be recomputed" in caplog.text
     assert encoded == ([4, 2] if file == "chunk000001" else [4, 4, 2])
     assert np.array_equal(mended, embed(teacher, tmp_path / "whole"))
 

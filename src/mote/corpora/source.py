@@ -172,7 +172,7 @@ class Reader:
             self.rows, self.position = self.corpus.read(start), start
         documents = list(islice(self.rows, start - self.position, stop - self.position))
         if len(documents) != stop - start:
-            raise ValueError("The files of the corpus changed while they were being read: start again")
+            raise ValueError("The files of the corpus changed while they were being read: start over")
         self.position = stop
         return documents
 

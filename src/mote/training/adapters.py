@@ -1,7 +1,7 @@
-"""Adapters: PEFT's few weights are trained in place of the model's own, and merged into them or saved beside them.
+"""Adapters: weights of PEFT's, trained in place of the model's own, then merged into these or saved separately.
 
-PEFT injects them, Sentence-Transformers and Transformers save and load them. Ours is what a MoTE needs besides: copies
-of one expert share their frozen weights, so that several experts take the memory of one dense model.
+PEFT injects adapters, Sentence-Transformers and Transformers save and load them. Added here is what a MoTE needs:
+copies of one expert share their frozen weights, so that several experts take the memory of one dense model.
 """
 
 import copy
@@ -19,9 +19,9 @@ from mote.experts.editing import set_experts
 if TYPE_CHECKING:
     from mote.training.recipe import PeftSettings
 
-ADAPTERS_FILE = "adapters.safetensors"  # in a checkpoint: all that is trained, under the names of the parameters
+ADAPTERS_FILE = "adapters.safetensors"  # in a checkpoint: all trained weights, under the names of the parameters
 
-# Targets that are parts of a block → a pattern of the names of all modules outside of them.
+# Targets that are parts of a block → a pattern that matches the names of all modules outside of them.
 OUTSIDE = {"shared": r"(?!(.*\.)?shared\.).*", "experts": r"(?!(.*\.)?experts\.).*"}
 
 
@@ -30,11 +30,11 @@ def peft_config(settings: "PeftSettings", only_experts: list[str] | None = None)
 
     Args:
         settings: `training.peft`.
-        only_experts: Experts that get adapters, and nothing else does. Default: all that the targets name.
+        only_experts: The only modules to get adapters: these experts. Default: all that the targets name.
 
     Raises:
         ImportError: If PEFT is not installed.
-        ValueError: If it refuses an argument.
+        ValueError: If PEFT refuses an argument.
     """
     try:
         from peft import PeftType
@@ -64,10 +64,10 @@ def peft_config(settings: "PeftSettings", only_experts: list[str] | None = None)
 def add_adapters(
     model: SentenceTransformer | SparseEncoder, settings: "PeftSettings", only_experts: list[str] | None = None
 ) -> None:
-    """Freeze a model's network, and give it adapters that are trained.
+    """Freeze a model's network, and give it adapters to train.
 
     A pooling with weights, and modules of the pipeline after the network (a dense layer), are trained in full, unless
-    only some experts are.
+    only some experts are trained.
 
     Args:
         model: The model; changed in place.
@@ -83,10 +83,10 @@ def add_adapters(
 
 
 def adapt(network: Any, settings: "PeftSettings", only_experts: list[str] | None = None) -> None:
-    """Freeze a Transformers model, and give it adapters that are trained; arguments and errors as in `add_adapters`."""
+    """Freeze a Transformers model, and give it adapters to train; arguments and errors as in `add_adapters`."""
     base_dtype = getattr(torch, settings.base_dtype)
     config = peft_config(settings, only_experts)
-    if isinstance(getattr(network, "pooling", None), nn.Module) and only_experts is None:  # it may be new
+    if isinstance(getattr(network, "pooling", None), nn.Module) and only_experts is None:  # it may have new weights
         config.modules_to_save = [*(config.modules_to_save or []), "pooling"]
         config.exclude_modules = "|".join(filter(None, (config.exclude_modules, r"pooling\..*")))
     try:
@@ -95,7 +95,7 @@ def adapt(network: Any, settings: "PeftSettings", only_experts: list[str] | None
         raise ValueError(f"training.peft: PEFT refuses the targets {settings.targets!r}: {error}") from error
     embeddings = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
     for module in network.modules():
-        if isinstance(module, nn.Linear) and id(module.weight) not in embeddings:  # mixed precision rounds these alone
+        if isinstance(module, nn.Linear) and id(module.weight) not in embeddings:  # mixed precision only rounds these
             for weight in module.parameters(recurse=False):
                 weight.data = weight.data.to(torch.float32 if weight.requires_grad else base_dtype)
 
@@ -107,7 +107,7 @@ def network_of(model: SentenceTransformer | SparseEncoder) -> Any:
 
 
 def share_weights(model: Any) -> None:
-    """Make all experts of a MoTE out of the one that is loaded, as modules of their own with the same weights.
+    """Make all experts of a MoTE from the one that is loaded, as separate modules with the same weights.
 
     Args:
         model: A `MoTEModel` with one expert loaded; changed in place.
@@ -123,7 +123,7 @@ def share_weights(model: Any) -> None:
 
 
 def unshare_weights(model: Any) -> None:
-    """Give each expert weights of its own where several have the same; a head stays tied to the embeddings."""
+    """Give each expert its own weights if several share them; a head stays tied to the embeddings."""
     known: set[int] = set()
     for module in (module for block in getattr(model, "blocks", ()) for module in block.modules()):
         for name, weight in module.named_parameters(recurse=False):
@@ -133,7 +133,7 @@ def unshare_weights(model: Any) -> None:
 
 
 def merge_adapters(network: Any) -> None:
-    """Merge the adapters of a Transformers model into its weights, in float32, and take them out of it."""
+    """Merge the adapters of a Transformers model into its weights, in float32, and remove them."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -152,12 +152,12 @@ def merge_adapters(network: Any) -> None:
 
 
 def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what is trained, under the names of the parameters."""
+    """Return the trained weights, under the names of the parameters."""
     return {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 class AdapterCheckpoints:
-    """A trainer whose checkpoints hold what is trained and nothing else; the base may be gone when it resumes."""
+    """A trainer whose checkpoints hold only the trained weights; the base may no longer exist when it resumes."""
 
     model: Any
 
@@ -169,5 +169,5 @@ class AdapterCheckpoints:
     def _load_from_checkpoint(self, checkpoint: str, *_: Any) -> None:
         trained = load_file(Path(checkpoint) / ADAPTERS_FILE)
         if trained.keys() != trained_weights(self.model).keys():
-            raise ValueError(f"{checkpoint} holds other adapters than the recipe trains")
+            raise ValueError(f"{checkpoint} holds adapters that differ from those of the recipe")
         self.model.load_state_dict(trained, strict=False)

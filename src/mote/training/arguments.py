@@ -44,15 +44,15 @@ def plan_schedule(recipe: Recipe, sets: dict[str, TrainingSet], processes: int) 
     training = recipe.training
     if training.batch_size % processes:
         raise ValueError(
-            f"training.batch_size is that of all processes together: {training.batch_size} cannot be shared evenly "
-            f"among {processes}"
+            f"training.batch_size is over all processes: {training.batch_size} cannot be divided evenly among "
+            f"{processes}"
         )
     samplers = {
         name: EvenBatchSampler(training_set.rows, training.batch_size, processes) for name, training_set in sets.items()
     }
     batches = {name: len(sampler) for name, sampler in samplers.items()}
     if not any(batches.values()):
-        raise ValueError("There are fewer rows than processes: nothing to train on")
+        raise ValueError("There are fewer rows than processes, so there is nothing to train on")
     return Schedule(
         batches=batches,
         dropped={name: sampler.dropped for name, sampler in samplers.items() if sampler.dropped},
@@ -95,7 +95,7 @@ def trainer_arguments(
     settings: dict[str, Any] = {
         "lr_scheduler_type": "linear",
         "report_to": "none",
-        "use_cpu": not torch.accelerator.is_available(),  # explicit, so that bf16 is accepted there
+        "use_cpu": not torch.accelerator.is_available(),  # explicit, so that bf16 is accepted on CPUs
         "dataloader_pin_memory": torch.cuda.is_available(),
         "ddp_find_unused_parameters": True,  # experts of other tasks get no gradient
         **training.trainer_arguments(),
@@ -129,7 +129,7 @@ def check_launch(arguments: TrainingArguments, precision: str, verb: str) -> Non
         verb: The command, `train` or `pretrain`.
 
     Raises:
-        ValueError: If the launcher's mixed precision is another one, or one process has several GPUs.
+        ValueError: If the launcher's mixed precision differs, or one process has several GPUs.
     """
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", precision):

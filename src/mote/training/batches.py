@@ -1,8 +1,8 @@
-"""Batch samplers: every batch comes from one training set, the sets in proportion to their data.
+"""Batch samplers: every batch comes from one training set, and sets are drawn in proportion to their data.
 
-A training set holds one dataset (homogeneous batches) or all datasets of a task (heterogeneous ones), so a batch is
-always of one task. Sentence-Transformers draws the sets and shuffles their rows. Added here: batches of a set are of
-nearly equal size, so that there is no small last batch, and several processes get parts of the same batch.
+A training set holds one dataset (homogeneous batches) or all datasets of a task (heterogeneous ones), so a batch always
+belongs to one task. Sentence-Transformers draws the sets and shuffles their rows. Added here: batches of a set have
+nearly equal sizes, so that there is no small last batch, and several processes get parts of the same batch.
 """
 
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from torch.utils.data import ConcatDataset, RandomSampler
 class EvenBatchSampler(DefaultBatchSampler):
     """The batches of one training set: all its rows in random order, in batches of nearly equal size.
 
-    1,377 rows with a batch size of 1,000 give 689 and 688, not 1,000 and 377. Rows that the processes cannot share
-    out evenly, fewer than there are processes, are dropped from the epoch: `dropped` counts them.
+    1,377 rows with a batch size of 1,000 give 689 and 688, not 1,000 and 377. The remainder of dividing the rows among
+    the processes is dropped from the epoch: `dropped` counts these rows.
 
     Args:
         dataset: Rows of the training set.
-        batch_size: Maximum number of rows of a batch, over all processes.
+        batch_size: Maximum number of rows per batch, over all processes.
         processes: Number of processes that share each batch.
-        generator: Generator of the order.
+        generator: Random generator for the order.
         seed: Seed of the order, together with the epoch.
     """
 
@@ -59,14 +59,14 @@ class EvenBatchSampler(DefaultBatchSampler):
 class TaskBatchSampler(ProportionalBatchSampler):
     """The batches of a run: those of all sets, in random order, each cut into one part per process.
 
-    The parts of a batch follow each other, which is how accelerate deals batches out to processes: at every step,
-    each process gets its part of the same batch. The order depends on the seed and the epoch alone.
+    The parts of a batch are consecutive, which is how accelerate deals batches out to processes: at every step,
+    each process gets its part of the same batch. The order depends only on the seed and the epoch.
     """
 
     def __init__(self, dataset: ConcatDataset, batch_samplers: list[EvenBatchSampler], **kwargs: Any) -> None:
         super().__init__(dataset, batch_samplers=[*batch_samplers], **kwargs)
         self.processes = batch_samplers[0].processes
-        self.batch_size: Any = None  # it varies; accelerate then takes every batch as it comes
+        self.batch_size: Any = None  # it varies; with None, accelerate takes every batch unchanged
         self.sampler: Any = self  # accelerate passes the epoch on to the `sampler` of a batch sampler that it wraps
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -84,7 +84,7 @@ def even_batch_sampler(dataset: Any, rows_of_a_batch: int, processes: int, **set
 
     Args:
         dataset: Rows of the training set.
-        rows_of_a_batch: Rows of a batch over all processes; the trainer's own `batch_size` is that of one.
+        rows_of_a_batch: Rows per batch over all processes; the trainer's own `batch_size` is per process.
         processes: Number of processes that share each batch.
         **settings: Arguments of the trainer.
     """

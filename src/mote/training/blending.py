@@ -14,15 +14,15 @@ from torch.nn.functional import pad
 
 @dataclass
 class BlendedCollator(SentenceTransformerDataCollator):
-    """Tokenizes blended batches: the texts of each instruction and task together, as a batch of their own would be.
+    """Tokenizes blended batches: the texts of each instruction and task together, like a batch of their own.
 
-    Other batches are the base class's.
+    Other batches are left to the base class.
 
     Attributes:
         parts: Blended training set → for each of its datasets, column → instruction and task of the model. The last
             number of a row's label is that of its dataset.
         tasks: Tasks of the model, if it routes by task.
-        tokenizer: The model's.
+        tokenizer: Tokenizer of the model.
     """
 
     parts: dict[str, list[dict[str, tuple[str | None, str | None]]]] = field(default_factory=dict)
@@ -51,12 +51,12 @@ class BlendedCollator(SentenceTransformerDataCollator):
         return batch
 
     def _joined(self, groups: list[tuple[list[int], dict[str, Any]]], count: int) -> dict[str, Any]:
-        """Put the features of groups of rows together, in the order of the batch and padded to the longest."""
+        """Combine the features of groups of rows, in the order of the batch and padded to the longest."""
         joined: dict[str, Any] = {}
         for key in dict.fromkeys(key for _, features in groups for key in features):
             values = [(rows, features.get(key)) for rows, features in groups]
             first = values[0][1]
-            if key == "prompt_length":  # of the whole batch; instructions that are not pooled have masks
+            if key == "prompt_length":  # one number per batch; excluded instructions have masks instead
                 continue
             if key == "route":
                 joined[key] = torch.empty(count, dtype=torch.long)

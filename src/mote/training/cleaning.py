@@ -1,4 +1,4 @@
-"""Cleaning the rows of a dataset: every row is kept, or counted under the reason why it was dropped."""
+"""Cleaning of a dataset's rows: every row is kept, or counted under the reason why it was dropped."""
 
 import random
 from collections import Counter, defaultdict
@@ -27,7 +27,7 @@ LABELLED_LOSSES = (
 )
 TEACHER_LOSSES = ("EmbedDistillLoss", "MSELoss")
 
-MOST_NEGATIVES = 4  # of a row, where the recipe does not say how many
+MOST_NEGATIVES = 4  # per row, if the recipe sets no number
 SHOWN_ERRORS = 5
 
 
@@ -47,7 +47,7 @@ class DatasetReport:
         held_out: Rows of the validation split.
         dropped: Reason → number of rows.
         errors: The first invalid rows, as `file:line: error`.
-        notes: Further remarks.
+        notes: Other remarks.
     """
 
     name: str
@@ -66,7 +66,7 @@ class DatasetReport:
             self.dropped[reason] = self.dropped.get(reason, 0) + rows
 
     def remarks(self) -> list[str]:
-        """List what happened to the rows, a line each."""
+        """List what happened to the rows, one remark per line."""
         dropped = [f"{self.name}: dropped {rows:,}: {reason}" for reason, rows in self.dropped.items()]
         notes = [f"{self.name}: {note}" for note in self.notes]
         return [*dropped, *notes, *(f"{self.name}: invalid row {error}" for error in self.errors)]
@@ -105,7 +105,7 @@ def label_type_of(task: TaskSettings) -> LabelType:
 class DatasetRows:
     """The rows of one dataset.
 
-    `clean` applies the methods below in their order.
+    `clean` applies the methods below, in this order.
 
     Args:
         location: Where the dataset is.
@@ -175,16 +175,16 @@ class DatasetRows:
         self.report.read, self.report.invalid, self.report.errors = len(lines), len(errors), errors[:SHOWN_ERRORS]
         if len(errors) > max_invalid_fraction * len(lines) or not self.rows:
             raise ValueError(
-                f"{self.name}: {len(errors):,} of {len(lines):,} rows are invalid; allowed is a fraction of "
+                f"{self.name}: {len(errors):,} of {len(lines):,} rows are invalid; the allowed fraction is "
                 f"{max_invalid_fraction:g} (data.max_invalid_fraction). The first ones:\n  "
                 + "\n  ".join(self.report.errors)
             )
 
     def fit_to_loss(self) -> None:
-        """Convert the rows to what the task's loss takes.
+        """Convert the rows to the form that the task's loss takes.
 
         Raises:
-            ValueError: If they cannot be converted.
+            ValueError: If the rows cannot be converted.
         """
         if self.row_type == "scored":
             self._fit_scores()
@@ -194,8 +194,8 @@ class DatasetRows:
             raise ValueError(f"{self.name} has no labels, which {self.task.loss} needs; InfoNCE does not")
         elif self.label_type == "pairs" and self.row_type == "texts":
             raise ValueError(
-                f"{self.name} has single texts, {self.task.loss} takes pairs or texts with labels. Name columns that "
-                "were not found with `columns`"
+                f"{self.name} has single texts, but {self.task.loss} takes pairs or texts with labels. If columns were "
+                "not found, name them with `columns`"
             )
         elif self.row_type == "pairs":
             self._make_pairs()
@@ -204,12 +204,14 @@ class DatasetRows:
         scores = [float(row.label or 0) for row in self.rows]
         graded = not set(scores) <= {0.0, 1.0}
         if self.label_type == "labelled":
-            raise ValueError(f"{self.name} has pairs with scores, {self.task.loss} takes texts with labels")
+            raise ValueError(f"{self.name} has pairs with scores, but {self.task.loss} takes texts with labels")
         if self.settings.min_score is not None and self.label_type == "pairs":
             return
         if graded and (self.label_type == "pairs" or self.task.loss in BINARY_LOSSES):
             wanted = "0 and 1" if self.task.loss in BINARY_LOSSES else "pairs that belong together"
-            raise ValueError(f"{self.name} has graded scores, {self.task.loss} takes {wanted}: try the loss CoSENTLoss")
+            raise ValueError(
+                f"{self.name} has graded scores, but {self.task.loss} takes {wanted}: try the loss CoSENTLoss"
+            )
         most = max(scores)
         if self.label_type == "scored" and most > 1:
             self.report.notes.append(f"scores divided by their maximum, {most:g}")
@@ -258,7 +260,7 @@ class DatasetRows:
             self.report.drop("text has several labels", len(unlike) - len(self.rows))
 
     def hold_out(self, settings: ValidationSettings) -> None:
-        """Cut off the validation split, by a hash of the anchor: it is the same for every recipe and seed."""
+        """Cut off the validation split, by a hash of the anchor, so that it is the same for every recipe and seed."""
         if self.row_type == "texts":  # there is nothing to measure
             return
         places = [(text_id(row.anchor) + 2**63) / 2**64 for row in self.rows]
@@ -279,16 +281,16 @@ class DatasetRows:
         self.rows = kept
 
     def drop_negative_pairs(self) -> None:
-        """Drop pairs with the label 0, where the loss takes positive pairs only."""
+        """Drop pairs with the label 0, if the loss takes only positive pairs."""
         if self.row_type == "scored" and self.label_type == "pairs" and self.settings.min_score is None:
             kept = [row for row in self.rows if row.label == 1]
             self.report.drop("label is 0", len(self.rows) - len(kept))
             self.rows = kept
 
     def make_directed_pairs(self, seed: int) -> None:
-        """Make two pairs, one in each direction, of each scored pair from the dataset's `min_score` on.
+        """Turn each scored pair with at least the dataset's `min_score` into two pairs, one in each direction.
 
-        Hard negatives are texts that score lower with the anchor, then texts drawn from the dataset.
+        Hard negatives are texts that score lower with the anchor, then random texts of the dataset.
         """
         least = self.settings.min_score
         if least is None or self.row_type != "scored" or self.label_type != "pairs":
@@ -324,7 +326,7 @@ class DatasetRows:
             self.rows = [self.rows[number] for number in sorted(sample)]
 
     def drop_singleton_labels(self) -> None:
-        """Drop texts whose label no other text has."""
+        """Drop texts whose label occurs only once."""
         if self.row_type != "labelled" or self.label_type == "embeddings" or self.task.pairs == "label_text":
             return
         counts = Counter(str(row.label) for row in self.rows)
@@ -364,7 +366,7 @@ class DatasetRows:
 
 
 def _max_lengths(settings: DatasetSettings, name: str) -> dict[str, int]:
-    """Return the limits in tokens of anchors, positives and negatives, where there are limits."""
+    """Return the limits in tokens of anchors, positives and negatives, if there are any."""
     if settings.max_length is None:
         return {}
     if isinstance(settings.max_length, int):

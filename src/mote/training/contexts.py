@@ -1,6 +1,6 @@
 """Batches of texts and their contexts, for CoT-MAE.
 
-What is drawn for a row follows from the seed, the epoch and its place alone, as in `texts.py`.
+What is drawn for a row depends only on the seed, the epoch and its index, as in `texts.py`.
 """
 
 import random
@@ -22,12 +22,12 @@ class ContextRows(Dataset):
     Args:
         items: Task → its documents, or pairs of a text and its context.
         recipe: The recipe.
-        prefixes: Task → text in front of each, for tasks that have one.
+        prefixes: Task → text in front of each text, for tasks that have one.
         task_ids: Task → its index in the config; None: a text's task makes no difference.
-        tokenizer: The model's, which truncates to its `model_max_length`.
+        tokenizer: Tokenizer of the model, which truncates to its `model_max_length`.
 
     Attributes:
-        epoch: The epoch, for other spans and masks in each.
+        epoch: The epoch, so that spans and masks differ between epochs.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class ContextRows(Dataset):
 
 
 class ContextMasking:
-    """Makes batches of texts and contexts, masked for the encoder, and masked otherwise or not for the decoder.
+    """Makes batches of texts and contexts: masked for the encoder, differently masked or unmasked for the decoder.
 
     Args:
-        tokenizer: The model's.
+        tokenizer: Tokenizer of the model.
         recipe: The recipe.
 
     Raises:
@@ -82,7 +82,7 @@ class ContextMasking:
         self.decoder = Masking(tokenizer, recipe.masking.model_copy(update={"rate": recipe.decoder.masking_rate}))
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """Make a batch: the arguments of `Pretraining.forward`. A text and its context follow each other."""
+        """Make a batch: the arguments of `Pretraining.forward`. Each text is followed by its context."""
         pairs = [(example["text"], example["context"]) for example in examples]
         if self.settings.both_sides:
             pairs = [sides for text, context in pairs for sides in ((text, context), (context, text))]

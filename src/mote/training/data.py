@@ -48,14 +48,14 @@ class TrainingSet:
         name: Name of the dataset if the task's batches are homogeneous, of the task if they are heterogeneous, else
             `blended`.
         task: Task of the recipe, or `blended`.
-        settings: Its settings, for these rows.
+        settings: Settings of the task, for these rows.
         rows: Columns `anchor`, `positive`, `negative_1` …, `label`; only those that exist.
         column_tasks: Column → task of the model (instruction and expert) of its texts; empty if blended.
         label_type: Content of `label`. `pairs`: ids of the row's texts, and of the group whose rows are not negatives
-            of one another; if blended, then the number of the row's part. `scored`: a score. `labelled`: the number of
-            a label. `embeddings`: the teacher's.
+            of each other; if blended, also the number of the row's part. `scored`: a score. `labelled`: the number of
+            a label. `embeddings`: the teacher's embeddings.
         sources: Dataset → number of its rows.
-        instruction: Instruction of the anchors in place of their task's, and of other columns of that task.
+        instruction: Instruction of the anchors, and of other columns of their task, in place of the task's.
         parts: If blended, the training set of each dataset.
     """
 
@@ -71,7 +71,7 @@ class TrainingSet:
 
     @property
     def tasks(self) -> list[str]:
-        """Tasks of the model that it trains."""
+        """Tasks of the model that the set trains."""
         own = [part.column_tasks for part in self.parts] or [self.column_tasks]
         return [*dict.fromkeys(task for columns in own for task in columns.values())]
 
@@ -140,7 +140,7 @@ def load_data(
     Args:
         recipe: The recipe.
         tokenizer: Tokenizer of the model, for datasets with a `max_length`.
-        with_teachers: Whether teachers embed the texts, which can take hours; without, such rows have no labels.
+        with_teachers: Whether teachers embed the texts, which can take hours; otherwise such rows have no labels.
 
     Raises:
         FileNotFoundError: If a dataset does not exist.
@@ -151,7 +151,7 @@ def load_data(
             if (settings.teacher is not None) != (label_type_of(settings) == "embeddings"):
                 losses = " and ".join(TEACHER_LOSSES)
                 raise ValueError(
-                    f"Task {name!r} has the loss {settings.loss}: a teacher goes with {losses}, and they with one"
+                    f"Task {name!r} has the loss {settings.loss}: a teacher goes with {losses}, which need one"
                 )
     datasets = _find_datasets(recipe)
     for dataset in datasets:
@@ -161,7 +161,7 @@ def load_data(
         for error in dataset.report.errors:
             logger.info("  %s", error)
     held_out = [row.anchor for dataset in datasets for row in dataset.held_out]
-    for dataset in datasets:  # after the samples, which should not depend on the other datasets
+    for dataset in datasets:  # after sampling, which should not depend on the other datasets
         dataset.drop_texts(held_out, "has a text that another dataset holds out")
         dataset.drop_singleton_labels()
         dataset.truncate(tokenizer)
@@ -193,7 +193,7 @@ def _find_datasets(recipe: Recipe) -> list[DatasetRows]:
 
 def _training_sets(datasets: list[DatasetRows], recipe: Recipe, with_teachers: bool) -> dict[str, TrainingSet]:
     sets: dict[str, TrainingSet] = {}
-    teachers: dict[str, Teacher] = {}  # several datasets may have the same one, which is loaded once
+    teachers: dict[str, Teacher] = {}  # several datasets may share a teacher, which is then loaded once
     for name, task in recipe.tasks.items():
         own = [dataset for dataset in datasets if dataset.task_name == name]
         groups = {name: own} if task.batches == "heterogeneous" else {dataset.name: [dataset] for dataset in own}
@@ -208,20 +208,20 @@ def _training_sets(datasets: list[DatasetRows], recipe: Recipe, with_teachers: b
             sets[set_name] = replace(made, instruction=recipe.instruction_of(group[0].settings))
     parts = [sets.pop(name) for name in [*sets] if sets[name].settings.batches == "blended"]
     if parts and BLENDED in sets:
-        raise ValueError(f"Batches are blended, and a dataset or task is named {BLENDED!r}: rename it")
+        raise ValueError(f"With blended batches, no dataset or task may be named {BLENDED!r}: rename it")
     return {**sets, BLENDED: _blended(parts)} if parts else sets
 
 
 def _blended(parts: list[TrainingSet]) -> TrainingSet:
-    """Put the rows of training sets into one, with as many columns as the widest.
+    """Combine the rows of training sets into one set, with as many columns as the widest.
 
-    A row with fewer hard negatives has a short text in place of the others, which the loss leaves out.
+    Missing hard negatives of a row are replaced by a short text, which the loss ignores.
     """
     for part in parts:
         if not part.settings.in_batch_negatives and "negative_1" not in part.column_tasks:
             raise ValueError(
-                f"{part.name}: without in-batch negatives its rows need negatives of their own: `mote mine` finds "
-                "some, and `pairs: label_text` takes other labels"
+                f"{part.name}: without in-batch negatives, its rows need their own negatives: mine them with "
+                "`mote mine`, or use other labels with `pairs: label_text`"
             )
     columns = max((part.column_tasks for part in parts), key=len)
     tables = []
@@ -263,7 +263,7 @@ def _training_set(name: str, datasets: list[DatasetRows], seed: int, teacher: Te
 
 
 def _refuse_mixture(name: str, datasets: list[DatasetRows], tables: list[Dataset]) -> None:
-    """Raise if datasets whose rows share batches differ in their columns or tasks."""
+    """Raise `ValueError` if datasets whose rows share batches differ in their columns or tasks."""
     columns = {dataset.name: ", ".join(rows.column_names) for dataset, rows in zip(datasets, tables, strict=True)}
     tasks = {dataset.name: " and ".join(dataset.tasks) for dataset in datasets}
     hint = "set `negatives: 0` for those with hard negatives, or make the task's batches homogeneous"
@@ -298,7 +298,7 @@ def _table(dataset: DatasetRows, seed: int, labels: dict[tuple[str, Any], int], 
 
 
 def _paired_by_label(rows: Sequence[Example], seed: str) -> list[Example]:
-    """Pair texts of the same label: each is an anchor once and a positive once."""
+    """Pair texts with the same label: each is an anchor once and a positive once."""
     members: dict[Any, list[Example]] = defaultdict(list)
     for row in rows:
         members[row.label].append(row)
@@ -311,7 +311,7 @@ def _paired_by_label(rows: Sequence[Example], seed: str) -> list[Example]:
 
 
 def _paired_with_label(dataset: DatasetRows, seed: str) -> list[Example]:
-    """Pair each text with that of its label; texts of other labels are its hard negatives."""
+    """Pair each text with the text of its label; texts of other labels are its hard negatives."""
     labels = sorted({str(row.label) for row in (*dataset.rows, *dataset.held_out)})
     given = dataset.settings.label_texts
     absent = [label for label in labels if label not in given] if given else []

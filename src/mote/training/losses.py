@@ -30,7 +30,7 @@ INFO_NCE = "InfoNCE"
 UNSUPPORTED = {
     "AdaptiveLayerLoss": "it wraps another loss",
     "ContrastiveTensionLoss": "it needs a data loader of its own",
-    "DenoisingAutoEncoderLoss": "it needs damaged texts and a decoder",
+    "DenoisingAutoEncoderLoss": "it needs corrupted texts and a decoder",
     "DistillKLDivLoss": "it needs a teacher's scores; EmbedDistillLoss and MSELoss learn from its embeddings",
     "MarginMSELoss": "it needs a teacher's scores; EmbedDistillLoss and MSELoss learn from its embeddings",
     "Matryoshka2dLoss": "it wraps another loss",
@@ -39,7 +39,7 @@ UNSUPPORTED = {
 }
 
 
-# Losses of sparse vectors that are told no teacher's scores.
+# Losses of sparse vectors that need no teacher's scores.
 SPARSE_LOSSES = ("SparseMultipleNegativesRankingLoss", "SparseTripletLoss", *SPARSE_SCORED_LOSSES)
 
 
@@ -54,11 +54,11 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
     Args:
         model: Embedding model.
         temperature: Temperature t.
-        symmetric: Average with the same loss of positives that must find their anchors.
+        symmetric: Average with the same loss in the other direction, in which positives must find their anchors.
         in_batch_negatives: Whether the texts of other rows are candidates.
-        similarity: `cosine`, or `dot`, as of sparse vectors.
+        similarity: `cosine`, or `dot` (for sparse vectors).
         gather_across_devices: Whether other rows include those of the other processes.
-        mini_batch_size: Rows of a forward pass; the gradients of embeddings are cached in between (GradCache, Gao et
+        mini_batch_size: Rows per forward pass; the gradients of embeddings are cached in between (GradCache, Gao et
             al. 2021). None: one forward pass per column, no caching.
     """
 
@@ -101,18 +101,18 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
         return self.calculate_loss([[column] for column in embeddings], labels)
 
     def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
-        """Compute the loss from the embeddings of each column, as `SpladeLoss` asks for it."""
+        """Compute the loss from the embeddings of each column, as `SpladeLoss` requires."""
         return self.calculate_loss([[column] for column in embeddings], labels)
 
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
     ) -> Tensor:
-        """Compute the loss from embeddings, in chunks of rows where gradients are cached.
+        """Compute the loss from embeddings, in chunks of rows if gradients are cached.
 
         Args:
             reps: Embeddings of each column, in mini-batches of [b, H].
             labels: As in `forward`.
-            with_backward: Run the backward pass to the embeddings, and return a scalar without a graph.
+            with_backward: Whether to run the backward pass to the embeddings, and return a scalar without a graph.
         """
         with torch.autocast(reps[0][0].device.type, enabled=False):  # bf16 is too coarse for a cosine at t = 0.03
             return self._calculate_loss(reps, labels, with_backward)
@@ -165,13 +165,13 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
 class BlendedLoss(InfoNCELoss):
     """InfoNCE of blended batches: the sum of the losses of each dataset's rows, weighted by their share of the batch.
 
-    So it is the mean over the rows, each with the temperature and the other settings of its task. Where rows of a batch
-    are negatives of one another, these are the rows of the same dataset.
+    So it is the mean over the rows, each with the temperature and the other settings of its task. Only rows of the same
+    dataset are negatives of each other.
 
     Args:
         model: Embedding model.
-        parts: Settings of each dataset, in the order of their numbers, and the number of its columns: what a batch has
-            beyond these stands in for negatives that its rows lack.
+        parts: Settings of each dataset, in the order of their numbers, and the number of its columns: further columns
+            of a batch are placeholders for negatives that its rows lack.
         **settings: `similarity`, `gather_across_devices` and `mini_batch_size` of `InfoNCELoss`.
     """
 
@@ -240,7 +240,7 @@ class _FalseNegatives:
             self.positives = _paired(self.groups, self.texts[:, 1]).sort().values  # [N], of all groups
 
     def of_documents(self, index: Tensor) -> Tensor:
-        """Mask of all positives, then all first negatives, and so on."""
+        """Return the mask of all positives, then all first negatives, and so on."""
         mask = torch.zeros(len(index), self.candidates * self.rows, dtype=torch.bool, device=self.device)
         if self.texts is not None and self.groups is not None:
             documents = self.texts[:, 1:].T.flatten()[None]  # [1, candidates * N]
@@ -253,7 +253,7 @@ class _FalseNegatives:
         return mask
 
     def of_anchors(self, index: Tensor) -> Tensor:
-        """Mask of all anchors, for positives that must find theirs."""
+        """Return the mask of all anchors, for positives that must find theirs."""
         mask = torch.zeros(len(index), self.rows, dtype=torch.bool, device=self.device)
         if self.texts is not None and self.groups is not None:
             anchors, positives = self.texts[None, :, 0], self.texts[index, 1:2]  # [1, N], [b, 1]
@@ -263,7 +263,7 @@ class _FalseNegatives:
         return mask & ~self._own(index)
 
     def _are_positives(self, groups: Tensor, texts: Tensor) -> Tensor:
-        """Whether some row of the group has the text as its positive; groups and texts are broadcast."""
+        """Whether any row of the group has the text as its positive; groups and texts are broadcast."""
         wanted = _paired(groups, texts)
         place = torch.searchsorted(self.positives, wanted).clamp(max=self.rows - 1)
         return self.positives[place] == wanted
@@ -273,12 +273,12 @@ class _FalseNegatives:
 
 
 def _paired(groups: Tensor, texts: Tensor) -> Tensor:
-    """Combine the ids of a group and a text into one number; it wraps around."""
+    """Combine the ids of a group and a text into one number, with wrap-around."""
     return groups * 6364136223846793005 + texts
 
 
 class SparsePartFlops(sparse_losses.FlopsLoss):
-    """Sentence-Transformers' `FlopsLoss` of the sparse part of hybrid vectors, the first V numbers.
+    """Sentence-Transformers' `FlopsLoss` on the sparse part of hybrid vectors, the first V numbers.
 
     Args:
         model: The model.
@@ -324,7 +324,7 @@ def check_loss(task: str, settings: TaskSettings, *, sparse: bool = False) -> No
         sparse: Whether the model gives sparse vectors.
 
     Raises:
-        ValueError: If it does not.
+        ValueError: If the loss is unknown or unsupported, or refuses an argument.
     """
     if settings.loss == INFO_NCE:
         if settings.loss_arguments:
@@ -381,10 +381,10 @@ def build_loss(
         task: Settings of the task.
         training: Settings of gradient caching, negatives of other processes, and Matryoshka.
         processes: Number of processes.
-        replicated: Whether each of them holds the whole model (DDP).
-        label_dim: Width of a teacher's embeddings, where these are the labels.
+        replicated: Whether each process holds the whole model (DDP).
+        label_dim: Width of a teacher's embeddings, if these are the labels.
         retrieval: The model's vectors. Default: dense ones.
-        parts: If it is blended, settings and number of columns of each dataset.
+        parts: If the set is blended, settings and number of columns of each dataset.
     """
     sparse = retrieval is not None and retrieval.kind != "dense"
     if replicated and training.mini_batch_size is None:
@@ -434,7 +434,7 @@ def _library_loss(
     processes: int,
     label_dim: int | None,
 ) -> nn.Module:
-    """Build a loss of Sentence-Transformers, with the recipe's settings where it has arguments for them."""
+    """Build a loss of Sentence-Transformers, with those of the recipe's settings that it has arguments for."""
     cls = _library_class(task.loss)
     takes = _parameters(task.loss)
     arguments = dict(task.loss_arguments)

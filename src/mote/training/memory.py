@@ -1,6 +1,6 @@
 """Estimate the memory of a training step without running it.
 
-What follows from the number of parameters is counted. Activations are measured: one mini-batch runs forward and
+What depends on the number of parameters is computed. Activations are measured: one mini-batch runs forward and
 backward on fake tensors, which have shapes but no data, while every allocation is recorded. So the estimates hold
 for any architecture, with gradient checkpointing and mixed precision, and need neither memory nor a GPU.
 """
@@ -31,7 +31,7 @@ from mote.checkpoints.tensors import token_routing
 from mote.reporting import Report, markdown_table, table
 from mote.training.adapters import adapt, share_weights
 
-if TYPE_CHECKING:  # recipes need the extra `train`, and estimates do not
+if TYPE_CHECKING:  # recipes need the extra `train`, estimates do not
     from mote.training.recipe import PeftSettings
 
 PRECISIONS = ("fp32", "bf16")
@@ -39,7 +39,7 @@ SHARDINGS = ("ddp", "fsdp2", "deepspeed-stage-1", "deepspeed-stage-2")
 DEVICES = ("gpu", "cpu")
 
 MAX_COLUMNS = 100
-MAX_SIZE = 2**24  # beyond them, sizes in bytes overflow 64 bits
+MAX_SIZE = 2**24  # beyond this, sizes in bytes overflow 64 bits
 MAX_ATTENTION = 2**48
 
 EAGER_ONLY = ("mpnet",)  # in transformers itself
@@ -53,9 +53,9 @@ class MemoryEstimate(Report):
         weights: Weights of all experts, frozen ones included.
         gradients: Gradients of all trained weights. An expert that a step does not use has none in that step.
         optimizer: AdamW's two moments and its step counters; under DeepSpeed with bf16 also the weights in float32.
-        communication: DDP's buckets; under FSDP what is gathered at a time.
+        communication: DDP's buckets; under FSDP, what is gathered at a time.
         activations: Peak of the forward and backward pass of one mini-batch (without gradient caching, of the device's
-            whole batch), beyond all the above.
+            whole batch), on top of all of the above.
         embeddings: Embeddings of the device's batch and their gradients, with gradient caching.
         loss: Peak of the loss beyond the embeddings: gathered embeddings, one chunk of logits.
         at_once: Whether activations and loss are in memory at the same time; with gradient caching they are not.
@@ -86,7 +86,7 @@ class MemoryEstimate(Report):
         return markdown_table(["", "GiB"], self._rows())
 
     def to_dict(self) -> dict[str, int]:
-        """Return the bytes of each part, and in `total` those of the peak."""
+        """Return the bytes of each part, and of the peak as `total`."""
         parts = {name: size for name, size in asdict(self).items() if name != "at_once"}
         return {**parts, "total": self.total}
 
@@ -110,25 +110,25 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the memory of a step of contrastive training with AdamW, on each device.
 
-    Kernels' and allocators' own memory is not included: on a GPU add the CUDA context (about half a GiB) and room for
-    fragmentation. The kernels that run here are those of CPUs. GPUs keep dropout masks in one byte per element, here
+    The memory of kernels and allocators is not included: on a GPU, add the CUDA context (about half a GiB) and room for
+    fragmentation. The measurement uses CPU kernels. GPUs store dropout masks with one byte per element, whereas here
     they have the type of the activations; and GPUs keep no attention probabilities even with dropout, so for `"gpu"`
     dropout within sdpa is disabled.
 
     Args:
-        model: A MoTE or a dense model, or the config of one.
-        batch_size: Rows of a step, over all processes.
-        length: Tokens of each text.
-        mini_batch_size: Rows of a forward pass, with gradient caching. Default: no caching.
-        columns: Texts in a row: 2 for pairs, 3 with a hard negative.
-        gradient_checkpointing: Whether activations within a block are computed again.
+        model: A MoTE or a dense model, or its config.
+        batch_size: Rows per step, over all processes.
+        length: Tokens per text.
+        mini_batch_size: Rows per forward pass, with gradient caching. Default: no caching.
+        columns: Texts per row: 2 for pairs, 3 with a hard negative.
+        gradient_checkpointing: Whether activations within a block are recomputed.
         precision: `"fp32"`, or `"bf16"` for autocast.
         processes: Number of devices. Embeddings are gathered across them.
-        sharding: `"ddp"` (every device has everything), `"fsdp2"` (weights, gradients and optimizer cut),
-            `"deepspeed-stage-1"` (optimizer cut), or `"deepspeed-stage-2"` (gradients as well, not for cached losses).
-        device: `"gpu"` or `"cpu"`: whether sdpa with dropout keeps no probabilities, or does.
-        peft: Adapters that are trained, as `training.peft` in a recipe. The experts of a MoTE then share their frozen
-            weights, as they do in a run that starts from a dense model.
+        sharding: `"ddp"` (every device has everything), `"fsdp2"` (weights, gradients and optimizer sharded),
+            `"deepspeed-stage-1"` (optimizer sharded), or `"deepspeed-stage-2"` (gradients, too; not for cached losses).
+        device: `"gpu"` or `"cpu"`: on a CPU, sdpa with dropout keeps attention probabilities.
+        peft: Adapters to train, as `training.peft` in a recipe. The experts of a MoTE then share their frozen weights,
+            as they do in a run that starts from a dense model.
 
     Raises:
         ValueError: If a name is unknown, a number is out of range, the model's forward depends on its inputs' values,
@@ -174,17 +174,17 @@ def config_of(src: str, revision: str | None = None, experts: list[str] | None =
     Args:
         src: A folder, or an id on the Hub.
         revision: Branch, tag or commit of a source on the Hub.
-        experts: Experts of the MoTE to upcycle a dense source to. Default: the source as it is.
+        experts: Experts of the MoTE that a dense source is upcycled to. Default: no upcycling.
 
     Raises:
         FileNotFoundError: If the source does not exist.
-        ValueError: If its architecture is not supported, or it is a MoTE already and `experts` are given.
+        ValueError: If its architecture is not supported, or it already is a MoTE and `experts` are given.
     """
     config = open_checkpoint(src, revision).config
     if experts is None:
         return config
     if is_mote(config):
-        raise ValueError(f"{src} is a MoTE already: remove `--expert`")
+        raise ValueError(f"{src} is already a MoTE: remove `--expert`")
     return MoTEConfig(backbone_config=config, experts=experts, dtype=config.dtype)
 
 
@@ -198,7 +198,7 @@ def _rows(batch_size: int, processes: int, mini_batch_size: int | None, length: 
         if not 1 <= number <= most:
             raise ValueError(f"{name} must be from 1 to {most:,}, got {number}")
     if batch_size % processes:
-        raise ValueError(f"batch_size {batch_size} cannot be shared evenly among {processes} processes")
+        raise ValueError(f"batch_size {batch_size} cannot be divided evenly among {processes} processes")
     rows = batch_size // processes
     if min(mini_batch_size or rows, rows) * columns * length**2 > MAX_ATTENTION:
         raise ValueError(f"{rows:,} rows of {length:,} tokens are too many to estimate: set a mini_batch_size")
@@ -224,7 +224,7 @@ def _lasting(model: PreTrainedModel, precision: str, processes: int, sharding: s
             "communication": _gathered(model, precision) if processes > 1 else 0,
         }
     count = sum(parameter.numel() for parameter in trained)
-    if precision == "bf16":  # DeepSpeed keeps the model in bf16, and cuts one in float32 with the optimizer
+    if precision == "bf16":  # DeepSpeed keeps the model in bf16, and shards a float32 copy with the optimizer
         weights = sum(2 * parameter.numel() for parameter in model.parameters())
         gradients, optimizer = 2 * count, 12 * count
     return {
@@ -236,7 +236,7 @@ def _lasting(model: PreTrainedModel, precision: str, processes: int, sharding: s
 
 
 def _size(tensors: Iterable[torch.Tensor], processes: int = 1) -> int:
-    """Count bytes; if sharded along their first dimension, those of the largest shard."""
+    """Count bytes; if sharded along the first dimension, the bytes of the largest shard."""
     return sum(
         -(-len(tensor) // processes) * tensor[0].numel() * tensor.element_size() if tensor.dim() else 8
         for tensor in tensors
@@ -244,7 +244,7 @@ def _size(tensors: Iterable[torch.Tensor], processes: int = 1) -> int:
 
 
 def _gathered(model: PreTrainedModel, precision: str) -> int:
-    """Count what FSDP has gathered at a time: what is in no block, one block with its gradients, and the next one."""
+    """Count what FSDP gathers at a time: weights outside of blocks, one block with its gradients, and the next one."""
     blocks: list[nn.Module] = [
         module for module in model.modules() if type(module).__name__ in MoTEModel._no_split_modules
     ]
@@ -274,7 +274,7 @@ class LiveMemory(TorchDispatchMode):
 
     Attributes:
         live: Bytes allocated and still in use.
-        peak: Maximum of them at a time.
+        peak: Maximum of `live`.
     """
 
     def __init__(self, *ours: torch.Tensor) -> None:
@@ -283,7 +283,7 @@ class LiveMemory(TorchDispatchMode):
         self.known = {tensor.untyped_storage()._cdata for tensor in ours}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Run an operation, and look at what it returns."""
+        """Run an operation, and record what it returns."""
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if not isinstance(value, torch.Tensor):
@@ -308,7 +308,7 @@ def fake_model(
     device: str = "gpu",
     adapters: "PeftSettings | None" = None,
 ) -> PreTrainedModel:
-    """Build a model without contents, in training mode, with gradients, as it is after the first mini-batch.
+    """Build a model without data, in training mode, with gradients, as it is after the first mini-batch.
 
     To be called within `FakeTensorMode(allow_non_fake_inputs=True)`. The arguments are those of `estimate_memory`.
     """
@@ -329,7 +329,7 @@ def fake_model(
 
 
 def _empty_model(config: Any, adapters: "PeftSettings | None") -> PreTrainedModel:
-    """Build a model of a config on fake tensors; experts below adapters share their weights."""
+    """Build a model from a config on fake tensors; experts under adapters share their weights."""
     share = adapters is not None and is_mote(config)
     if share:
         config.load_only(config.available_experts[:1])
@@ -347,7 +347,7 @@ def _empty_model(config: Any, adapters: "PeftSettings | None") -> PreTrainedMode
     for module in fake.modules():
         for name, parameter in module.named_parameters(recurse=False):
             places.setdefault(id(parameter), []).append((module, name))
-    fake.to_empty(device="cpu")  # which gives each place a tensor of its own
+    fake.to_empty(device="cpu")  # which gives each parameter a tensor of its own
     for (module, name), *others in places.values():
         for other, same in others:
             setattr(other, same, getattr(module, name))
@@ -355,7 +355,7 @@ def _empty_model(config: Any, adapters: "PeftSettings | None") -> PreTrainedMode
 
 
 def _config_of(model: PreTrainedModel | PreTrainedConfig, device: str) -> Any:
-    """Copy a config, with an attention that runs without a GPU, and for one without what only CPUs keep."""
+    """Copy a config, with an attention that runs without a GPU; for `"gpu"`, without what only CPUs keep."""
     config: Any = copy.deepcopy(model.config if isinstance(model, PreTrainedModel) else model)
     if is_mote(config):
         config = mote_class(config.model_type, "config").from_dict(config.to_dict())
@@ -373,7 +373,7 @@ class Activations(NamedTuple):
     """What a forward and backward pass needs beyond weights and gradients, in bytes."""
 
     kept: int  # between the two passes
-    peak: int  # at the worst moment of both
+    peak: int  # the maximum during both
 
 
 def measure_activations(
@@ -384,7 +384,7 @@ def measure_activations(
     Args:
         model: In training mode, with gradients. Within `FakeTensorMode` nothing is computed or really allocated.
         rows: Texts at a time.
-        length: Tokens of each.
+        length: Tokens per text.
         columns: Forward passes before the backward pass.
         precision: `"fp32"`, or `"bf16"` for autocast.
     """
@@ -404,13 +404,13 @@ def measure_activations(
 
 
 def _embed(model: PreTrainedModel, tokens: torch.Tensor, task: dict[str, str]) -> torch.Tensor:
-    """Run a model and pool by the mean: [B, L] → [B, H]."""
+    """Run a model with mean pooling: [B, L] → [B, H]."""
     output = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **task)
     return output.last_hidden_state.float().mean(dim=1)
 
 
 def _loss(rows: int, batch_size: int, chunk: int, columns: int, width: int) -> int:
-    """Measure the worst moment of Sentence-Transformers' own loss, beyond the embeddings and their gradients."""
+    """Measure the peak of Sentence-Transformers' own loss, beyond the embeddings and their gradients."""
     queries = torch.zeros(rows, width, requires_grad=True)
     documents = [torch.zeros(batch_size, width, requires_grad=True) for _ in range(columns - 1)]
     for tensor in (queries, *documents):

@@ -61,10 +61,10 @@ def build_model(
     Args:
         recipe: The recipe.
         source: Its opened source.
-        scratch: Folder for a MoTE on its way from the dense source into memory.
+        scratch: Temporary folder for a MoTE that is upcycled from the dense source.
 
     Returns:
-        The model, and a config with its tasks and instructions (its own if it has experts).
+        The model, and a config with its tasks and instructions (the model's own if it has experts).
 
     Raises:
         ValueError: If the source does not suit the recipe, or the recipe names a task that the model does not know.
@@ -72,7 +72,7 @@ def build_model(
     settings, adapters = recipe.model, recipe.training.peft
     names = names_of(recipe, source)
     model: SentenceTransformer | SparseEncoder
-    torch.manual_seed(recipe.training.seed)  # for new weights: those of a token router
+    torch.manual_seed(recipe.training.seed)  # for the new weights of a token router
     if settings.kind == "dense":
         model = _dense_model(recipe, source, scratch / START_FOLDER, names)
     else:
@@ -99,11 +99,11 @@ def build_model(
 
 
 def _dense_model(recipe: Recipe, source: Checkpoint, folder: Path, names: MoTEConfig) -> SentenceTransformer:
-    """Load a dense model as the recipe describes it, from the source's own folder or by way of `folder`."""
+    """Load a dense model as the recipe describes it, from the source's own folder or via `folder`."""
     settings = recipe.model
     with processes().main_process_first():
         folder = native_folder(source, folder, settings.bidirectional)
-    trusted = source.is_local and instruction_pooling_in(folder) != "included"  # which is done by code of ours
+    trusted = source.is_local and instruction_pooling_in(folder) != "included"  # which our own code does
     trusted = trusted or settings.trust_remote_code
     model = SentenceTransformer(str(folder), trust_remote_code=trusted, **_loading(settings))
     require_all_weights(model, str(folder))
@@ -138,7 +138,7 @@ def _base_of_adapter(source: Checkpoint) -> str:
 
 
 def retrieval_of(recipe: Recipe, source: Checkpoint) -> Retrieval:
-    """Return the vectors that a recipe's model gives: what it does not say is as in the source.
+    """Return the vectors that a recipe's model gives; settings that it leaves out are as in the source.
 
     Raises:
         ValueError: If the source cannot give them.
@@ -151,10 +151,10 @@ def retrieval_of(recipe: Recipe, source: Checkpoint) -> Retrieval:
     weight = 1.0 if wanted.weight == "tuned" else wanted.weight
     retrieval = wanted_retrieval(own, wanted.kind, wanted.sparse_from, wanted.max_active_dims, weight)
     if retrieval.kind == "hybrid" and own.kind == "sparse":
-        raise ValueError(f"{source.name} gives sparse vectors alone, and says no pooling for the dense ones")
+        raise ValueError(f"{source.name} only gives sparse vectors, and has no pooling for dense ones")
     if is_mote(source.config) and retrieval.needs_head and not has_head(source.config):
         raise ValueError(
-            f"{source.name} has no head for masked language modelling, which sparse vectors are made of: set "
+            f"{source.name} has no head for masked language modelling, which sparse vectors are made from: set "
             "retrieval.sparse_from=embeddings, or start from a model with a head (`mote pretrain`, "
             "`mote upcycle --with-head`)"
         )
@@ -162,7 +162,7 @@ def retrieval_of(recipe: Recipe, source: Checkpoint) -> Retrieval:
 
 
 def _link(source: Path, folder: Path) -> None:
-    """Make a copy of a model's folder whose files are links; it takes no room."""
+    """Copy a model's folder with links in place of files, which takes no space."""
     for path in source.rglob("*"):
         if path.is_file():
             link = folder / path.relative_to(source)
@@ -175,8 +175,8 @@ def native_folder(source: Checkpoint, folder: Path, bidirectional: bool = False)
 
     Args:
         source: The opened source.
-        folder: Folder for the native format, which is written unless it exists, where the source has a format that
-            only this package reads (Nomic's first one), or is to attend in both directions.
+        folder: Folder for the native format. It is written, unless it exists, if the source has a format that only this
+            package reads (Nomic's first one), or is to attend in both directions.
         bidirectional: Whether a decoder is to attend in both directions.
 
     Returns:
@@ -226,8 +226,8 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
             with_both_directions(source.config, source.name)  # or an error
         if settings.pooling in POOLING_BY_ATTENTION:
             raise ValueError(
-                f"model.pooling={settings.pooling} is for model.kind=mote: a MoTE with one expert, as in "
-                "model.experts=[all], is a dense model with it"
+                f"model.pooling={settings.pooling} is for model.kind=mote: for a dense model with this pooling, use a "
+                "MoTE with one expert, as in model.experts=[all]"
             )
         names = tasks_of(settings)
         of_source = instructions_from(st.source_prompts(source), names)
@@ -242,13 +242,13 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
 
 
 def check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> None:
-    """Check that a source that is a MoTE already is the one that the recipe describes."""
+    """Check that a source that already is a MoTE matches the recipe."""
     name = settings.source
     if settings.kind == "dense":
         raise ValueError(f"{name} is a MoTE: set model.kind=mote, or average its experts first (`mote average`)")
     found = "token_routed" if config.model_type == TOKEN_ROUTED else "mote"
     if found != settings.kind:
-        remedy = f": for task experts of it, `mote upcycle --src {name}` first" if found == "token_routed" else ""
+        remedy = f": for task experts, run `mote upcycle --src {name}` first" if found == "token_routed" else ""
         raise ValueError(f"{name} is of the kind {found!r}, but the recipe says model.kind={settings.kind}{remedy}")
     if getattr(config, "expert_bits", None) is not None:
         raise ValueError(
@@ -276,7 +276,7 @@ def check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> N
     wrong = [key for key, differs in differing.items() if differs]
     if wrong:
         raise ValueError(
-            f"{name} is a MoTE already, and differs from the recipe in {', '.join(wrong)}. Its experts: "
+            f"{name} is already a MoTE, and differs from the recipe in {', '.join(wrong)}. Its experts: "
             f"{', '.join(config.experts)}, in blocks {', '.join(map(str, config.mote_layer_indices))}"
         )
 
@@ -289,7 +289,7 @@ def _set_pooling(model: SentenceTransformer, pooling: str) -> None:
     """Set how a dense model pools.
 
     Raises:
-        ValueError: If it has no `Pooling`.
+        ValueError: If the model has no `Pooling`.
     """
     names: Any = {ours: theirs for theirs, ours in st.POOLING_NAMES.items()}
     for module in _poolings(model, f"model.pooling={pooling}"):
@@ -300,7 +300,7 @@ def _pool_instructions(model: SentenceTransformer, value: str) -> None:
     """Let a dense model pool instructions, or leave them out.
 
     Raises:
-        ValueError: If it has no `Pooling` to leave them out of, or they cannot be left out.
+        ValueError: If the model has no `Pooling`, or instructions cannot be left out of it.
     """
     first: Any = model[0]
     left_out = hasattr(first, "instruction_pooling")
@@ -326,7 +326,7 @@ def _pool_instructions(model: SentenceTransformer, value: str) -> None:
 
 
 def _poolings(model: SentenceTransformer, setting: str) -> list[Pooling]:
-    """Return the modules that pool tokens; raise `ValueError` if there is none, so that the setting has no effect."""
+    """Return the modules that pool tokens; raise `ValueError` if there are none: the setting would have no effect."""
     poolings = [module for module in model if isinstance(module, Pooling)]
     if not poolings:
         raise ValueError(f"{setting}: the model has no module that pools tokens (`Pooling`)")
@@ -360,7 +360,7 @@ def upcycling_options(settings: ModelSettings, retrieval: RetrievalSettings | No
         vectors = {"retrieval": retrieval.kind, **{name: getattr(retrieval, name) for name in names}}
     instructions = settings.instruction_texts
     if not settings.instructions and settings.definitions:
-        raise ValueError("model.definitions are instructions, and model.instructions is false")
+        raise ValueError("model.definitions are instructions, but model.instructions is false")
     if not settings.instructions:
         instructions = dict.fromkeys(tasks_of(settings).tasks, "")
     return UpcyclingOptions(
@@ -372,7 +372,7 @@ def upcycling_options(settings: ModelSettings, retrieval: RetrievalSettings | No
         tasks=settings.tasks,
         instructions=instructions,
         definitions=settings.definitions,
-        template=settings.template if settings.definitions else None,  # it may be around those of datasets alone
+        template=settings.template if settings.definitions else None,  # it may only be for definitions of datasets
         instruction_pooling=settings.instruction_pooling,
         end_token=settings.end_token,
         **vectors,
@@ -410,7 +410,7 @@ def _check_tasks(recipe: Recipe, names: MoTEConfig) -> None:
 
 
 def _check_only_experts(recipe: Recipe, names: MoTEConfig, only: list[str]) -> None:
-    """Check that the experts to train exist, and that all data train one of them."""
+    """Check that the experts to train exist, and that every dataset trains one of them."""
     if recipe.model.kind != "mote":
         raise ValueError(f"training.only_experts: a model of the kind {recipe.model.kind!r} has no task experts")
     for expert in only:
@@ -432,7 +432,7 @@ def _check_only_experts(recipe: Recipe, names: MoTEConfig, only: list[str]) -> N
 
 
 def _check_peft(recipe: Recipe, source: Checkpoint) -> None:
-    """Check that adapters suit the source, and that they are merged where no base could be loaded below them."""
+    """Check that adapters suit the source, and that they are merged if no base could be loaded under them."""
     config: Any = source.config
     if recipe.model.kind == "mote" and token_routing(config) is not None:
         raise ValueError("training.peft: token-routed experts are stacked weights, which PEFT does not adapt here")
@@ -440,19 +440,19 @@ def _check_peft(recipe: Recipe, source: Checkpoint) -> None:
         return
     if recipe.model.kind == "mote" and not is_mote(config):
         raise ValueError(
-            f"training.peft.merge=false: adapters are loaded on top of a model, and {source.name} is not a MoTE yet. "
+            f"training.peft.merge=false: adapters are loaded on top of a model, but {source.name} is not a MoTE yet. "
             "Upcycle it first (`mote upcycle`), and set model.source to the result"
         )
     changed = recipe.model.bidirectional or asks_for_both_directions(config)
     if recipe.model.kind == "dense" and (source.format != "transformers" or changed):
         raise ValueError(
-            f"training.peft.merge=false: the libraries would load adapters on top of {source.name} as it is, and the "
-            f"model here has {'another direction of attention' if changed else 'another format'}: merge them"
+            f"training.peft.merge=false: the libraries would load adapters on top of {source.name} as it is, but the "
+            f"trained model has {'another direction of attention' if changed else 'another format'}: merge them"
         )
 
 
 def _freeze_all_but(model: SentenceTransformer | SparseEncoder, experts: list[str]) -> None:
-    """Freeze everything but some experts: no gradients, and no weight decay either."""
+    """Freeze everything but some experts: frozen weights get no gradients and no weight decay."""
     model.requires_grad_(False)
     first: Any = model[0]
     for block in first.model.blocks:

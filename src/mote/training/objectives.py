@@ -1,8 +1,8 @@
-"""Objectives of pre-training: masked language modelling, alone or with a decoder that is thrown away at the end.
+"""Objectives of pre-training: masked language modelling, alone or with a decoder that is discarded at the end.
 
 CoT-MAE (Wu et al., "ConTextual Masked Auto-Encoder for Dense Passage Retrieval", AAAI 2023): a weak decoder rebuilds a
-text's context from the one vector that the encoder makes of the text, so that the vector has to hold what the context
-needs. CoT-MoTE (Ma et al., arXiv:2304.10195) does so with query and passage experts.
+text's context from the single vector that the encoder makes from the text, so that the vector has to hold what the
+context needs. CoT-MoTE (Ma et al., arXiv:2304.10195) does this with query and passage experts.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class PretrainingOutput(ModelOutput):
     """Losses of a batch.
 
     Attributes:
-        loss: What is trained, a scalar.
+        loss: The training loss, a scalar.
         encoder_loss: Mean over the masked tokens.
         decoder_loss: Mean over the decoder's tokens, with `cot-mae`.
     """
@@ -39,13 +39,13 @@ class PretrainingOutput(ModelOutput):
 class Pretraining(nn.Module):
     """A model with its objective: what the trainer trains.
 
-    Not a `PreTrainedModel`, so checkpoints have the names of the modules, and the decoder is in them.
+    It is not a `PreTrainedModel`, so that checkpoints use the names of the modules, and include the decoder.
 
     Args:
         model: The model, with its head.
         decoder: Decoder settings, for `cot-mae`.
-        same_passes: Run each batch through every expert, in their order, also one that none of its texts has. The
-            processes of FSDP, which gather and reduce weights together, need that; elsewhere it is a waste.
+        same_passes: Whether to run each batch through every expert, in order, even if no text needs it. FSDP requires
+            this, because its processes gather and reduce weights together; elsewhere it is a waste.
 
     Raises:
         ValueError: If a decoder does not suit the model's family.
@@ -67,11 +67,11 @@ class Pretraining(nn.Module):
             self.splade = SpladePooling()
 
     def tie_weights(self) -> None:
-        """Tie the model's weights: FSDP asks for it."""
+        """Tie the model's weights; FSDP calls this."""
         self.model.tie_weights()
 
     def tied_weights(self) -> set[str]:
-        """Name the weights that are another one's, in the state dict."""
+        """Name the keys of the state dict that are tied to another weight."""
         return {f"model.{name}" for name in self.model.all_tied_weights_keys}
 
     def forward(
@@ -98,7 +98,7 @@ class Pretraining(nn.Module):
             decoder_attention_mask: [B, C].
             decoder_labels: As `labels`, [B, C].
         """
-        # Without the head, which is then given only those tokens that need it: at a small width it costs the most.
+        # Without the head, which is then given only the tokens that need it: at a small width it costs the most.
         texts = (input_ids, attention_mask, token_type_ids)
         if self.same_passes and self.training and task_ids is not None:
             states, vectors = self._encode_by_every_expert(*texts, task_ids)
@@ -111,7 +111,7 @@ class Pretraining(nn.Module):
         embeddings: Any = self.model.backbone.embeddings
         if self.settings.vector == "dense":
             context = torch.cat([vectors[:, None], embeddings(input_ids=decoder_input_ids)[:, 1:]], dim=1)
-        else:  # the weighted mean of the words' embeddings, as if it were a word
+        else:  # the weighted mean of the token embeddings, as if it were a token
             words: Any = self.model.get_input_embeddings()
             logits = self.model.head(inputs_embeds=states).logits
             features = {"token_embeddings": logits, "attention_mask": attention_mask}
@@ -135,7 +135,7 @@ class Pretraining(nn.Module):
     def _encode_by_every_expert(
         self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None, task_ids: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Encode texts; an expert without any gets the first one, of which nothing is used."""
+        """Encode texts; an expert without any gets the first text, whose result is discarded."""
         config = self.model.config
         tasks = list(config.tasks)
         experts = [config.expert_of(tasks[index]) for index in task_ids.tolist()]
@@ -158,9 +158,9 @@ class Pretraining(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A weak decoder: a few layers that read a vector and a context that is masked, or so far.
+    """A weak decoder: a few layers that read a vector and a context, masked or only up to each position.
 
-    The layers are those of BERT or GPT-2, of the backbone's size. GPT-2's have a normalisation after them.
+    The layers are BERT's or GPT-2's, of the backbone's size. GPT-2's are followed by a normalisation.
 
     Args:
         backbone: Config of the model's backbone.
@@ -231,12 +231,12 @@ def require_positions(model: MoTEForMaskedLM) -> None:
     """Make sure that a decoder can read the model's embeddings.
 
     Raises:
-        ValueError: If they hold no positions, as where attention rotates, or are of another width.
+        ValueError: If they hold no positions (with rotary attention), or have another width.
     """
     backbone: Any = model.backbone
     positions = getattr(getattr(backbone, "embeddings", None), "position_embeddings", None)
     if positions is None or positions.weight.shape[1] != backbone.config.hidden_size:
         raise ValueError(
-            "objective: cot-mae needs embeddings with absolute positions and of the hidden size, as BERT, RoBERTa, "
-            f"XLM-R, DistilBERT and MPNet have them: {backbone.config.model_type!r} does not"
+            "objective: cot-mae needs embeddings with absolute positions and of the hidden size, as in BERT, RoBERTa, "
+            f"XLM-R, DistilBERT and MPNet: {backbone.config.model_type!r} does not have them"
         )

@@ -1,4 +1,4 @@
-"""Pre-training by a recipe, on transformers' own trainer; killed runs are resumed."""
+"""Pre-training from a recipe, on transformers' own trainer; interrupted runs are resumed."""
 
 import contextlib
 import logging
@@ -61,14 +61,14 @@ OBJECTIVES = {  # in cards
 
 
 def pretrain(recipe: PretrainingRecipe | str | Path, overrides: Sequence[str] = (), *, overwrite: bool = False) -> Path:
-    """Pre-train a model by a recipe: a MoTE with each text through the expert of its task, or a dense one.
+    """Pre-train a model from a recipe: a MoTE with each text through the expert of its task, or a dense model.
 
-    The same call resumes a killed run from its last checkpoint, with the same result.
+    The same call resumes an interrupted run from its last checkpoint, with the same result.
 
     Args:
         recipe: A recipe, a recipe file, or the name of a shipped recipe.
-        overrides: `key=value`, over the settings of the recipe.
-        overwrite: Start again where a run has finished or was interrupted; its model stays until the new one replaces
+        overrides: `key=value` pairs that override settings of the recipe.
+        overwrite: Discard a finished or interrupted run and start over; its model is kept until the new one replaces
             it.
 
     Returns:
@@ -100,7 +100,7 @@ def pretrain(recipe: PretrainingRecipe | str | Path, overrides: Sequence[str] = 
 
 
 def plan_pretraining(recipe: PretrainingRecipe | str | Path, overrides: Sequence[str] = ()) -> str:
-    """Describe the run of a recipe: settings, data and steps. Raises what `pretrain` would raise; writes nothing."""
+    """Describe the run of a recipe: settings, data and steps. Raises the errors of `pretrain`; writes nothing."""
     recipe = recipe if isinstance(recipe, PretrainingRecipe) else load_recipe(recipe, overrides, PretrainingRecipe)
     folder = RunFolder(Path(recipe.output))
     _check_settings(recipe)
@@ -127,7 +127,7 @@ class TextTracker(Tracker):
         tasks: Tasks, in the order of their `task_ids`.
 
     Attributes:
-        used: Tasks that any process has had texts of since the last step.
+        used: Tasks with texts in any process since the last step.
     """
 
     def __init__(self, objective: str, tasks: Sequence[str]) -> None:
@@ -172,9 +172,9 @@ class TextTracker(Tracker):
 
 
 class UnusedExperts(TrainerCallback):
-    """Removes the gradients of experts that no process had a text for, which are zeros where all run the same passes.
+    """Removes the gradients of experts without a text in any process, which are zeros if all run the same passes.
 
-    So they stay as they are in this step: nothing decays them, or moves them on.
+    So the step leaves these experts unchanged: no weight decay, and no momentum.
     """
 
     def __init__(self, model: MoTEForMaskedLM, tracker: TextTracker) -> None:
@@ -210,10 +210,10 @@ class PretrainingRun(Run):
         return {name: round(found[key], 4) for key, name in names.items()}
 
     def evaluate_start(self) -> dict[str, float] | None:
-        """Return these losses before the run: those of a copy with the same weights.
+        """Return these losses before the run, measured on a copy with the same weights.
 
-        accelerate (1.15) takes a model that it has prepared for evaluation as ready for training, too, and DDP's
-        processes would each train one of their own.
+        accelerate (1.15) treats a model that it has prepared for evaluation as ready for training, too, so that each
+        process of DDP would train a model of its own.
         """
         trainer: Any = self.trainer
         trained = trainer.model
@@ -224,7 +224,7 @@ class PretrainingRun(Run):
             trainer.model = trainer.model_wrapped = trained
 
     def gather(self) -> None:
-        """Gather the weights of the trained model from the processes among which FSDP shards them; all call this."""
+        """Gather the weights of the trained model, which FSDP shards; all processes call this."""
         if not with_fsdp():
             return
         weights = self.trainer.accelerator.get_state_dict(self.trainer.model_wrapped)
@@ -234,7 +234,7 @@ class PretrainingRun(Run):
             self.model.load_state_dict(own)
 
     def finish(self, validation: dict[str, Any]) -> None:
-        """Write the model's repository in place of an earlier one, and remove the checkpoints."""
+        """Write the model's repository, replacing an earlier one, and remove the checkpoints."""
         logger.info("Writing the model …")
         tracker = self.tracker
         record = {
@@ -277,14 +277,14 @@ class PretrainingRun(Run):
 
 
 def prepare(recipe: PretrainingRecipe, folder: RunFolder, overwrite: bool = False) -> PretrainingRun:
-    """Load everything that a run needs; only then does it change its folder. Raises what `pretrain` raises for it."""
+    """Load everything that a run needs, and only then change its folder. Raises the errors of `pretrain`."""
     state = processes()
     checkpoint = folder.open(recipe, overwrite)
     source = open_checkpoint(recipe.model.source, recipe.model.revision)
     tokenizer = load_tokenizer(source)
     data = load_texts(recipe, tokenizer)
     logger.info("%s", data)
-    torch.manual_seed(recipe.training.seed)  # for new weights: of a head, of routers, of a decoder
+    torch.manual_seed(recipe.training.seed)  # for the new weights of a head, of routers, of a decoder
     model = build_masked_lm(recipe, source)
     decoder = recipe.decoder if recipe.objective == "cot-mae" else None
     trained = Pretraining(model, decoder, same_passes=with_fsdp())
@@ -326,7 +326,7 @@ def prepare(recipe: PretrainingRecipe, folder: RunFolder, overwrite: bool = Fals
 
 
 def _batches(recipe: PretrainingRecipe, config: Any, tokenizer: Any) -> tuple[Callable[[Any], Any], Any]:
-    """Return what makes rows of texts, and the collator that makes batches of rows."""
+    """Return the class that turns texts into rows, and the collator that turns rows into batches."""
     tasks = [*recipe.tasks, *(task.context_task for task in recipe.tasks.values() if task.context_task)]
     prefixes = {task: config.instruction_of(task) for task in tasks} if recipe.model.instructions else {}
     ids = {task: list(config.tasks).index(task) for task in tasks} if config.routes_by_task else None
@@ -340,19 +340,19 @@ def _batches(recipe: PretrainingRecipe, config: Any, tokenizer: Any) -> tuple[Ca
 
 
 class PretrainingTrainer(Trainer):
-    """Keeps a model with its objective in checkpoints, and refuses those that lack a part of it."""
+    """A trainer that keeps a model with its objective in checkpoints, and refuses checkpoints that lack a part."""
 
     model: Pretraining
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Leave out tied weights: safetensors takes each once."""
+        """Leave out tied weights: safetensors stores each only once."""
         weights, tied = state_dict or self.model.state_dict(), self.model.tied_weights()
         super()._save(output_dir, {name: weight for name, weight in weights.items() if name not in tied})
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         missing = set(load_result.missing_keys) - self.model.tied_weights()
         if problems := sorted(missing | set(load_result.unexpected_keys)):
-            raise ValueError(f"The checkpoint's weights are not those of the model: {', '.join(problems[:3])} …")
+            raise ValueError(f"The checkpoint's weights do not match the model: {', '.join(problems[:3])} …")
 
 
 def build_masked_lm(recipe: PretrainingRecipe, source: Checkpoint) -> MoTEForMaskedLM:
@@ -388,7 +388,7 @@ def _config_of(recipe: PretrainingRecipe, source: Checkpoint) -> Any:
     elif settings.new_head or not has_head(config):
         have = "has a head" if has_head(config) else "has no head"
         raise ValueError(
-            f"{source.name} is a MoTE and {have}: a new one goes onto its dense source (model.new_head=true)"
+            f"{source.name} is a MoTE and {have}: a new head has to be added to its dense source (model.new_head=true)"
         )
     else:
         check_mote(settings, config, source.is_local)  # type: ignore[arg-type]  # a MoTE's
@@ -412,7 +412,7 @@ def _upcycling_options(recipe: PretrainingRecipe) -> UpcyclingOptions:
 
 
 def dense_with_head(model: MoTEForMaskedLM) -> PreTrainedModel:
-    """Return the native model with its head that a MoTE with one expert is; the weights are copies."""
+    """Turn a MoTE with one expert into the native model with its head; the weights are copies."""
     encoder = export(model, model.config.experts[0])
     native = native_with_head(encoder.config)
     prefix = f"{native.base_model_prefix}."
@@ -442,8 +442,7 @@ def _trainer_arguments(recipe: PretrainingRecipe, folder: RunFolder) -> Training
     training, count = recipe.training, processes().num_processes
     if training.batch_size % count:
         raise ValueError(
-            f"training.batch_size is that of all processes together: {training.batch_size} cannot be shared evenly "
-            f"among {count}"
+            f"training.batch_size is over all processes: {training.batch_size} cannot be divided evenly among {count}"
         )
     settings: dict[str, Any] = {
         "report_to": "none",

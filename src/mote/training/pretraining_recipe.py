@@ -1,4 +1,4 @@
-"""Recipes of pre-training on the texts of each task: masked language modelling, and CoT-MAE."""
+"""Recipes for pre-training on the texts of each task: masked language modelling, and CoT-MAE."""
 
 import random
 from typing import Any, ClassVar, Literal
@@ -42,12 +42,12 @@ class PretrainedModelSettings(ModelSettings):
     def _refuse_settings_without_effect(self) -> "PretrainedModelSettings":
         given = [name for name in self.WITHOUT_EFFECT if getattr(self, name) is not None]
         if given:
-            raise ValueError(f"{', '.join(given)}: without effect in pre-training; set it in `mote train`")
+            raise ValueError(f"{', '.join(given)}: no effect in pre-training; set this in `mote train`")
         return self
 
 
 class TextDatasetSettings(mote.data.settings.DatasetSettings):
-    """A dataset of a task, or all that match a pattern, or plain text, a text on each line (`.txt`, `.txt.gz`).
+    """A dataset of a task, all datasets that match a pattern, or plain text with one text per line (`.txt`, `.txt.gz`).
 
     Attributes:
         limit: Maximum number of rows, a seeded sample.
@@ -61,10 +61,10 @@ class TextTaskSettings(Settings):
 
     Attributes:
         datasets: Datasets with its texts.
-        texts: Texts of a row that are its: `all`, or, of pairs, the `anchors` or the `positives`.
+        texts: Which texts of a row to use: `all`, or, for pairs, the `anchors` or the `positives`.
         context: What is rebuilt from a text, for `cot-mae`: the other side of a `pair`, or a span of the same text:
             `nearby`, `random`, `overlap`, or `mixed`, one of the three at random.
-        context_task: Task of the contexts. Default: that of the texts.
+        context_task: Task of the contexts. Default: the task of the texts.
     """
 
     datasets: list[TextDatasetSettings] = Field(min_length=1)
@@ -75,7 +75,7 @@ class TextTaskSettings(Settings):
     @model_validator(mode="after")
     def _sides(self) -> "TextTaskSettings":
         if self.context == "pair" and self.texts == "all":
-            raise ValueError("context: pair takes the other side of `texts: anchors` or `texts: positives`")
+            raise ValueError("context: pair needs `texts: anchors` or `texts: positives`, and takes the other side")
         return self
 
 
@@ -84,8 +84,8 @@ class MaskingSettings(Settings):
 
     Attributes:
         rate: Fraction of the tokens, or words.
-        whole_words: Whether all tokens of a word are masked together: a word ends where the text has a space. All are
-            then replaced by the mask. Else 80 % are, 10 % by random tokens, and 10 % stay.
+        whole_words: Whether all tokens of a word are masked together, where words are separated by spaces. All are
+            then replaced by the mask token. Otherwise 80 % are, 10 % become random tokens, and 10 % stay unchanged.
     """
 
     rate: float = Field(default=0.15, gt=0, lt=1)
@@ -96,8 +96,8 @@ class SpanSettings(Settings):
     """Spans of a text, of whole sentences, for contexts that are spans.
 
     Attributes:
-        length: Tokens at which a span ends, with the sentence that reaches them.
-        short: Fraction of spans that end sooner, at a random number of tokens.
+        length: Target length in tokens; a span ends with the sentence that reaches it.
+        short: Fraction of spans that end earlier, at a random number of tokens.
     """
 
     length: int = Field(default=128, ge=2)
@@ -109,17 +109,17 @@ class SpanSettings(Settings):
 
 
 class DecoderSettings(Settings):
-    """The decoder of `cot-mae`, which rebuilds a context from the vector of a text, and is no part of the result.
+    """The decoder of `cot-mae`, which rebuilds a context from the vector of a text, and is not part of the result.
 
     Attributes:
         kind: `bidirectional` (predicts masked tokens) or `autoregressive` (predicts each next token).
         layers: Number of layers.
         masking_rate: Fraction of the context's tokens, or words, that are masked, if bidirectional.
-        attention_window: Tokens that a position sees beside the vector, itself included, if autoregressive. Default:
-            all before it.
-        vector: Vector that it reads: `dense` (the pooled one) or `sparse` (SPLADE's, over the vocabulary).
+        attention_window: Number of tokens that a position sees besides the vector, itself included, if autoregressive.
+            Default: all tokens before it.
+        vector: Vector that the decoder reads: `dense` (the pooled one) or `sparse` (SPLADE's, over the vocabulary).
         both_sides: Whether contexts are encoded, too, and texts rebuilt from them.
-        weight: Weight of its loss.
+        weight: Weight of the decoder's loss.
     """
 
     kind: Literal["bidirectional", "autoregressive"] = "bidirectional"

@@ -28,14 +28,14 @@ def with_fsdp() -> bool:
 
 
 def replicated() -> bool:
-    """Whether each process holds the whole model (DDP), also if it is the only one that was launched."""
+    """Whether each process holds the whole model (DDP), even if only one process was launched."""
     launched = processes().distributed_type != DistributedType.NO
     return launched and not with_deepspeed() and not with_fsdp()
 
 
 def require_sharded_checkpoints() -> None:
-    """Raise `ValueError` if FSDP was configured for checkpoints of the whole model."""
+    """Raise `ValueError` if FSDP was configured for full checkpoints."""
     if os.environ.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT" and with_fsdp():
         raise ValueError(
-            "Under FSDP, set fsdp_state_dict_type to SHARDED_STATE_DICT: whole checkpoints cannot be written"
+            "Under FSDP, set fsdp_state_dict_type to SHARDED_STATE_DICT: full checkpoints cannot be written"
         )

@@ -36,7 +36,7 @@ class Tracker:
         step: Completed steps.
         training_sets: Training set → steps, rows, and the sum of its losses.
         tasks: Task of the model → texts and tokens of it.
-        seconds: Duration up to the last checkpoint or the end, without what a kill has undone.
+        seconds: Duration up to the last checkpoint or the end, without steps lost by an interruption.
         last: Training set, task, loss and rows of the current step.
     """
 
@@ -61,10 +61,10 @@ class Tracker:
         Args:
             name: Training set.
             task: Task of the recipe.
-            column_tasks: Of each part of the training set, the tasks of the model of its columns.
+            column_tasks: For each part of the training set, the model's tasks of its columns.
             features: Tokenized texts of each column, this process's share of the batch.
             loss: Loss of this process's share, a scalar.
-            parts: [B], the part of each row. Default: there is only one.
+            parts: Part of each row, [B]. Default: there is only one part.
 
         Raises:
             NonFiniteError: If the loss is non-finite in any process.
@@ -100,7 +100,7 @@ class Tracker:
         self.last = {"training_set": name, "task": task, "loss": mean, "rows": rows}
 
     def state(self) -> dict[str, Any]:
-        """Return the state that a checkpoint keeps."""
+        """Return the state to save in a checkpoint."""
         return {
             "step": self.step,
             "training_sets": self.training_sets,
@@ -128,8 +128,8 @@ class TrackedLoss(nn.Module):
         tracker: Tracker of the run.
         name: Training set.
         task: Task of the recipe.
-        column_tasks: Of each part of the training set, text column → task of the model. If there are several, the last
-            number of a label is that of the row's part.
+        column_tasks: For each part of the training set, text column → task of the model. If there are several parts,
+            the last number of a label is that of the row's part.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class TrackedLoss(nn.Module):
         return total
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the weights of the loss that are not the model's (of a projection, say)."""
+        """Return the loss's own weights, those that are not the model's (of a projection, for example)."""
         of_model = {id(parameter) for parameter in self.model.parameters()}
         return {name: value for name, value in self.named_parameters() if id(value) not in of_model}
 
@@ -183,7 +183,7 @@ class SparsitySchedule(TrainerCallback):
 
     Args:
         settings: `scheduler_type` and `warmup_ratio`.
-        losses: Training set → its loss; those of dense vectors have none of these.
+        losses: Training set → its loss; losses of dense vectors have no such weights.
     """
 
     def __init__(self, settings: RetrievalSettings, losses: dict[str, TrackedLoss]) -> None:
@@ -227,10 +227,10 @@ class TaskProgress(ProgressCallback):
             self.training_bar.set_postfix({**losses, "lr": f"{logs['learning_rate']:.1e}"})
 
     def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
-        """Show no bar of held-out texts."""
+        """Show no bar for held-out texts."""
 
     def close(self) -> None:
-        """Close the bar, also of a run that was stopped."""
+        """Close the bar, even if the run was stopped."""
         if self.training_bar is not None:
             self.training_bar.close()
 
@@ -242,9 +242,9 @@ class RunCallback(TrainerCallback):
         tracker: Tracker of the run.
         folder: Folder of the run.
         losses: Training set → its loss.
-        metadata: What each checkpoint records about the run.
-        scaled: Whether gradients are scaled and may overflow now and then, as in fp16.
-        unit: What a row is, for the log's rate.
+        metadata: Metadata of the run, recorded in each checkpoint.
+        scaled: Whether gradients are scaled and may occasionally overflow, as in fp16.
+        unit: Name of a row, for the rate in the log.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class RunCallback(TrainerCallback):
         self.tracker, self.folder, self.losses, self.metadata = tracker, folder, losses, metadata
         self.scaled, self.unit = scaled, unit
         self.timed: dict[str, float] = defaultdict(float)
-        self.training = False  # else the losses are those before or after the run, which its record has
+        self.training = False  # otherwise losses are from before or after the run, and in its record
         self.started = self.begun = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -306,7 +306,7 @@ class RunCallback(TrainerCallback):
         self.begun = time.perf_counter()
 
     def on_save(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
-        """Complete the checkpoint: its metadata is written when all processes have written their parts."""
+        """Complete the checkpoint by writing its metadata, after all processes have written their parts."""
         check_finite(model, state.global_step)
         self.tracker.seconds = time.perf_counter() - self.started
         processes().wait_for_everyone()
@@ -350,7 +350,7 @@ def _is_finite(weight: Tensor) -> bool:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """Read a run's log; a last line that a kill cut short is skipped."""
+    """Read a run's log, without a last line that a kill has truncated."""
     path = folder / LOG_FILE
     lines = []
     for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
@@ -362,7 +362,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def draw_curves(log: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw the loss of each task, and what was measured on held-out texts, over the steps."""
+    """Draw the loss of each task, and scores on held-out texts, over the steps."""
     from matplotlib.figure import Figure  # pyplot selects a GUI backend
 
     curves: dict[str, list[tuple[int, float]]] = defaultdict(list)

@@ -1,6 +1,6 @@
-"""Recipes: everything that decides a training run, in one short file.
+"""Recipes: everything that determines a training run, in one short file.
 
-A recipe is YAML. It may extend another one (`extends: mote`), and then holds only what differs; on the command line,
+A recipe is YAML. It may extend another one (`extends: mote`), and then holds only the differences; on the command line,
 `key=value` changes single settings (`training.learning_rate=2e-5`). Unknown keys are errors.
 """
 
@@ -32,30 +32,30 @@ class ModelSettings(Settings):
         kind: `mote` (an expert per task), `token_routed` (the same experts, routed token by token), or `dense`.
         revision: Branch, tag or commit of a source on the Hub.
         instructions: Whether texts are prefixed with the instruction of their task.
-        instruction_texts: Task → instruction, over the paper's.
-        definitions: Task → definition, which the template makes an instruction of; then the paper's are not used.
+        instruction_texts: Task → instruction, overriding the paper's.
+        definitions: Task → definition, which the template turns into an instruction; the paper's are then not used.
         template: Instruction around a definition. Default: `Instruct: {definition}`, and `Query: ` in a second line.
-        instruction_pooling: `included`: embeddings are made of the instruction, too; `excluded`: it is read, and left
-            out of the pooling; `excluded_by_count`, by NV-Embed's count of its tokens. Default: as in the source.
+        instruction_pooling: `included`: instruction tokens are pooled, too; `excluded`: they are read, but left out of
+            the pooling; `excluded_by_count`: the same, by NV-Embed's count of the tokens. Default: as in the source.
         layers: Blocks with experts (`every`, `every_other`, or a list of indices), for `mote` and `token_routed`.
         shared_modules: Paths of the submodules of a block that its experts share; `[]`: none. Default: the attention.
-        bidirectional: Whether a decoder attends in both directions, of any kind. Default: as the source says.
-        pooling: `mean`, `cls`, `last_token`, or, for `mote`, `latent_attention` or `self_attention`, which are trained.
-            Default: the source's.
+        bidirectional: Whether a decoder attends in both directions, for any `kind`. Default: as in the source.
+        pooling: `mean`, `cls`, `last_token`, or, for `mote`, `latent_attention` or `self_attention`, which have weights
+            to train. Default: the source's.
         pooling_latents: Number of latents, for `latent_attention`. Default: 512.
         pooling_heads: Number of heads, for these two. Default: 8.
         pooling_head_dim: Width of a head, for these two. Default: the hidden size.
         experts: Expert names. Default: the paper's four.
-        tasks: Further tasks → the expert that serves each.
-        num_experts: Experts in a block, for `token_routed`. Default: as many as `experts`.
+        tasks: Additional tasks → the expert that serves each.
+        num_experts: Experts per block, for `token_routed`. Default: the number of `experts`.
         num_experts_per_tok: Experts per token, for `token_routed`.
         norm_topk_prob: Whether the weights of a token's experts are scaled to sum to 1, for `token_routed`.
         router_aux_loss_coef: Weight of the load-balancing loss, for `token_routed`.
-        router_aux_loss_type: Formula of that loss, for `token_routed`.
+        router_aux_loss_type: Formula of the load-balancing loss, for `token_routed`.
         trust_remote_code: Whether to run the code that comes with a MoTE from the Hub.
         max_length: Maximum length of a text in tokens. Default: the source's.
-        end_token: Token that the tokenizer puts behind each text, after truncation; `eos`: its end-of-sequence token.
-            Default: as the source's settings say.
+        end_token: Token that the tokenizer appends to each text, after truncation; `eos`: its end-of-sequence token.
+            Default: as in the source's settings.
         attention: Attention implementation, as transformers names it. Default: its own choice.
         dropout: Dropout probability of hidden states and of attention in training. Default: the source's.
     """
@@ -100,18 +100,18 @@ class RetrievalSettings(Settings):
     """The model's vectors, and what keeps sparse ones sparse: the arguments of Sentence-Transformers' `SpladeLoss`.
 
     Attributes:
-        kind: `dense`, `sparse`: a weight for each token of the vocabulary, or `hybrid`: both from one pass.
-        sparse_from: What sparse weights are made of: the logits of the `head` (SPLADE), or hidden states times token
-            `embeddings` (CoT-MoTE, Equation 4). Default: the source's, `head`, or for hybrid ones `embeddings`.
+        kind: `dense`; `sparse`, a weight for each token of the vocabulary; or `hybrid`, both from one pass.
+        sparse_from: Source of sparse weights: the logits of the `head` (SPLADE), or hidden states times token
+            `embeddings` (CoT-MoTE, Equation 4). Default: the source's, else `head`, or `embeddings` for hybrid vectors.
         weight: Weight of the sparse score in a hybrid one; or `tuned`: 1 in training, then the best on held-out pairs.
             Default: the source's, or 1.
-        max_active_dims: Number of weights that the trained model keeps, the largest. Default: all.
+        max_active_dims: Number of weights that the trained model keeps per vector, the largest. Default: all.
         query_regularizer_weight: Weight of the FLOPS loss of anchors.
         document_regularizer_weight: Weight of the FLOPS loss of all other texts.
-        query_regularizer_threshold: Number of weights up to which an anchor is left alone.
+        query_regularizer_threshold: Number of weights up to which an anchor is not penalised.
         document_regularizer_threshold: The same for other texts.
-        scheduler_type: How the weights of these losses rise from 0, `quadratic` or `linear`.
-        warmup_ratio: Fraction of the steps in which they do.
+        scheduler_type: How the weights of these losses rise from 0: `quadratic` or `linear`.
+        warmup_ratio: Fraction of the steps over which they rise.
     """
 
     kind: Literal["dense", "sparse", "hybrid"] = "dense"
@@ -132,13 +132,13 @@ class RetrievalSettings(Settings):
 
 
 class TeacherSettings(Settings):
-    """A teacher, whose embeddings a distillation loss learns.
+    """A teacher, whose embeddings are the targets of a distillation loss.
 
     Attributes:
         source: Any Sentence-Transformers model: a folder, or an id on the Hub.
         prompts: Column (`anchor`, `positive`) → the teacher's own prompt for it.
         batch_size: Batch size of the teacher.
-        trust_remote_code: Whether to run code that comes with the teacher.
+        trust_remote_code: Whether to run the teacher's own code.
     """
 
     source: str
@@ -153,17 +153,17 @@ class DatasetSettings(mote.data.settings.DatasetSettings):
     Attributes:
         anchor: Task of the anchors. Default: that of the recipe's task.
         positive: Task of the positives and negatives. Default: that of the recipe's task.
-        instruction: Instruction of the anchors, and of all texts of their task, in place of the task's. This and the
-            following need homogeneous or blended batches.
-        definition: The same, by the definition that `model.template` makes an instruction of.
+        instruction: Instruction of the anchors, and of all texts of their task, in place of the task's. This and
+            `definition` need homogeneous or blended batches.
+        definition: The same, as a definition that `model.template` turns into an instruction.
         weight: How often each row is seen per epoch: 2 is twice, 0.5 a seeded half of the rows.
         limit: Maximum number of rows, a seeded sample.
         max_length: Maximum length of texts in tokens, one number or one for each column.
         negatives: Maximum number of hard negatives per row.
         label_texts: Label → text, for `pairs: label_text`. Default: the labels themselves.
         min_score: Score from which a scored pair is a positive pair, in both directions, for InfoNCE.
-        temperature: Temperature, in place of the task's. This one needs homogeneous or blended batches.
-        loss: Loss, in place of the task's. This and the following need homogeneous batches.
+        temperature: Temperature, in place of the task's. Needs homogeneous or blended batches.
+        loss: Loss, in place of the task's. This, `loss_arguments` and `teacher` need homogeneous batches.
         loss_arguments: Arguments of the loss, in place of the task's.
         teacher: Teacher, in place of the task's.
     """
@@ -185,7 +185,7 @@ class DatasetSettings(mote.data.settings.DatasetSettings):
 
     @property
     def own_objective(self) -> dict[str, Any]:
-        """Settings in place of the task's; a loss of its own comes with its own arguments and teacher."""
+        """Settings in place of the task's; with a loss of its own, arguments and teacher are its own, too."""
         names = ("temperature", "loss", "loss_arguments", "teacher")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return {"loss_arguments": {}, "teacher": None, **given} if "loss" in given else given
@@ -199,12 +199,12 @@ class TaskSettings(Settings):
         anchor: Task (instruction and expert) of the first column of its pairs.
         positive: Task of the other columns. Default: that of the anchors.
         batches: `homogeneous` (each from one dataset), `heterogeneous` (across the task's datasets) or `blended`
-            (across all tasks that say so).
-        pairs: What labelled texts are paired with: a text of the `same_label`, or the `label_text`, with the texts of
-            other labels as negatives.
+            (across all tasks with this setting).
+        pairs: What labelled texts are paired with: another text of the `same_label`, or the `label_text`, with the
+            texts of other labels as negatives.
         temperature: Temperature of InfoNCE.
-        weight: Weight of all its datasets, multiplied with theirs.
-        in_batch_negatives: Whether the other rows of a batch are negatives; if not, only given ones are.
+        weight: Weight of all its datasets, multiplied by their own.
+        in_batch_negatives: Whether the other rows of a batch are negatives; if not, only a row's own negatives are.
         symmetric: Whether positives also have to find their anchors.
         loss: `InfoNCE`, or the name of a loss of Sentence-Transformers.
         loss_arguments: Arguments of a loss of Sentence-Transformers.
@@ -248,7 +248,7 @@ class TaskSettings(Settings):
             raise ValueError(f"pairs=label_text is for InfoNCE, not for {', '.join(sorted(others))}")
         for dataset in self.datasets:
             if dataset.label_texts and self.pairs != "label_text":
-                raise ValueError(f"{dataset.path}: label_texts need pairs=label_text, and pairs={self.pairs}")
+                raise ValueError(f"{dataset.path}: label_texts need pairs=label_text, got pairs={self.pairs}")
             if dataset.min_score is not None and self.of(dataset).loss != "InfoNCE":
                 raise ValueError(f"{dataset.path}: min_score is for InfoNCE, not for {self.of(dataset).loss}")
         return self
@@ -262,8 +262,8 @@ class DataSettings(Settings):
     """Settings of all datasets.
 
     Attributes:
-        folder: Folder in which relative paths of datasets are looked up. `examples/data` comes with the package.
-        limit: Maximum number of rows of each dataset, a seeded sample; a dataset's own limit wins.
+        folder: Folder in which relative paths of datasets are looked up. `examples/data` is shipped with the package.
+        limit: Maximum number of rows per dataset, a seeded sample; a dataset's own limit takes precedence.
         max_invalid_fraction: Fraction of invalid rows (empty, wrong type, missing column) above which a dataset is
             refused.
     """
@@ -274,7 +274,7 @@ class DataSettings(Settings):
 
     @property
     def place(self) -> Path:
-        """The folder; `examples/data` also where there is no clone of the repository."""
+        """The folder; `examples/data` also works without a clone of the repository."""
         if self.folder == EXAMPLE_DATA and not Path(EXAMPLE_DATA).exists():
             return Path(str(files("mote.example_data")))
         return Path(self.folder)
@@ -283,25 +283,25 @@ class DataSettings(Settings):
 class TrainerSettings(Settings):
     """Arguments of a trainer, by their own names, and the batch size.
 
-    The trainer's arguments that are listed here have another default, or are checked more closely; all others are
-    accepted as well, with the trainer's default.
+    The trainer's arguments listed here have another default, or are checked more closely; all others are accepted,
+    too, with the trainer's default.
 
     Attributes:
-        batch_size: Rows of a step, over all processes.
+        batch_size: Rows per step, over all processes.
         num_train_epochs: Passes over the data.
-        max_steps: Number of steps, in place of the epochs; -1: as many as the epochs have.
+        max_steps: Number of steps, in place of the epochs; -1: determined by the epochs.
         learning_rate: Peak learning rate.
         weight_decay: Weight decay of AdamW.
         optim: Optimizer.
-        warmup_steps: Steps in which the learning rate rises; below 1 a fraction of all steps.
+        warmup_steps: Steps over which the learning rate rises; below 1, a fraction of all steps.
         bf16: Mixed precision in bfloat16; weights stay in float32.
         fp16: Mixed precision in float16; weights stay in float32.
         gradient_checkpointing: Whether activations are recomputed in the backward pass.
         seed: Seed of the order of the data, new weights, and dropout.
-        save_steps: Steps between checkpoints; below 1 a fraction of all steps.
-        save_total_limit: Checkpoints to keep, at least two: the last one must stay until the next is complete.
-        logging_steps: Steps between lines of the log; below 1 a fraction of all steps.
-        eval_steps: Steps between validations; below 1 a fraction of all steps. Default: only before and after.
+        save_steps: Steps between checkpoints; below 1, a fraction of all steps.
+        save_total_limit: Checkpoints to keep, at least two: the last one must be kept until the next is complete.
+        logging_steps: Steps between lines of the log; below 1, a fraction of all steps.
+        eval_steps: Steps between validations; below 1, a fraction of all steps. Default: only before and after.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -338,7 +338,7 @@ class TrainerSettings(Settings):
         "data_seed": "set training.seed",
         "output_dir": "set output",
     }
-    """Arguments of the trainer that the rest of the recipe decides → what to set instead."""
+    """Arguments of the trainer that the rest of the recipe determines → what to set instead."""
 
     @model_validator(mode="before")
     @classmethod
@@ -357,7 +357,7 @@ class TrainerSettings(Settings):
                 nearest = difflib.get_close_matches(str(key), [*cls.model_fields, *known], n=1)
                 hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
                 raise ValueError(
-                    f"unknown key {key!r}.{hint} Known are {', '.join(cls.OURS)}, and the arguments of "
+                    f"unknown key {key!r}.{hint} Known keys: {', '.join(cls.OURS)}, and the arguments of "
                     f"{cls.ARGUMENTS.rpartition('.')[2]}"
                 )
             try:
@@ -380,25 +380,26 @@ class TrainerSettings(Settings):
     def trainer_arguments(self) -> dict[str, Any]:
         """Return the settings that are passed to the trainer.
 
-        Without `gradient_checkpointing`, which the trainer knows by two names in turn: a run enables it on the model.
+        They exclude `gradient_checkpointing`, which the trainer has under changing names: a run enables it on the
+        model.
         """
         return {key: value for key, value in self if key not in (*self.OURS, "gradient_checkpointing")}
 
 
 class PeftSettings(Settings):
-    """Adapters that are trained in place of the model's own weights, by the library PEFT.
+    """Adapters of the library PEFT, trained in place of the model's own weights.
 
     Attributes:
         method: Method, as PEFT names it.
         r: Rank of LoRA.
-        alpha: LoRA's differences are multiplied with alpha / r.
+        alpha: LoRA's differences are multiplied by alpha / r.
         dropout: Dropout of LoRA's inputs.
-        targets: What gets adapters: `all-linear` layers; of a MoTE, those that the experts share (`shared`), or those
-            of each expert (`experts`); or PEFT's `target_modules`: a list of ends of names, or a pattern.
-        in_full: Modules that are trained in full beside the adapters, as PEFT's `modules_to_save`: ends of names.
-        arguments: Further arguments of PEFT's config of the method (`use_dora`, `use_rslora` …).
-        base_dtype: Type of the frozen linear layers; `bfloat16` goes with `training.bf16`, which rounds them anyway.
-        merge: Whether adapters are merged into the weights at the end. If not, `model/` holds them alone.
+        targets: What gets adapters: `all-linear` layers; in a MoTE, only those that the experts share (`shared`), or
+            those of each expert (`experts`); or PEFT's `target_modules`: a list of name suffixes, or a pattern.
+        in_full: Modules that are trained in full beside the adapters, as PEFT's `modules_to_save`: name suffixes.
+        arguments: Other arguments of PEFT's config of the method (`use_dora`, `use_rslora` …).
+        base_dtype: Dtype of the frozen linear layers; `bfloat16` needs `training.bf16`, which rounds them anyway.
+        merge: Whether adapters are merged into the weights at the end. If not, `model/` holds only the adapters.
     """
 
     method: Literal["lora", "loha", "lokr", "ia3", "oft", "hra"] = "lora"
@@ -415,7 +416,7 @@ class PeftSettings(Settings):
     def _of_lora(self) -> "PeftSettings":
         given = sorted(self.model_fields_set & {"r", "alpha", "dropout"})
         if self.method != "lora" and given:
-            raise ValueError(f"{', '.join(given)}: settings of LoRA; those of {self.method} go into `arguments`")
+            raise ValueError(f"{', '.join(given)}: settings of LoRA; put those of {self.method} into `arguments`")
         return self
 
 
@@ -423,11 +424,11 @@ class TrainingSettings(TrainerSettings):
     """`SentenceTransformerTrainingArguments`, by their own names, and six settings of ours: `batch_size`, and these.
 
     Attributes:
-        mini_batch_size: Rows of a forward pass, with gradient caching. Default: no caching.
+        mini_batch_size: Rows per forward pass, with gradient caching. Default: no caching.
         only_experts: Experts to train; everything else is frozen. Default: the whole model.
-        peft: Adapters to train, with all else frozen. Default: none.
-        cross_device_negatives: Whether the rows of all processes are negatives of one another.
-        matryoshka: Dimensions to which embeddings can be truncated, or `halves`: the model's own, its half, and so on
+        peft: Adapters to train, with everything else frozen. Default: none.
+        cross_device_negatives: Whether the rows of all processes are negatives of each other.
+        matryoshka: Dimensions to which embeddings can be truncated, or `halves`: the model's own, half of it, and so on
             down to 64.
     """
 
@@ -519,7 +520,7 @@ class Recipe(Settings):
             if dataset.instruction is not None and dataset.definition is not None:
                 raise ValueError(f"{dataset.path} has an instruction and a definition: give one of the two")
             if self.instruction_of(dataset) and not self.model.instructions:
-                raise ValueError(f"{dataset.path} has an instruction, and model.instructions is false")
+                raise ValueError(f"{dataset.path} has an instruction, but model.instructions is false")
         return self
 
     def instruction_of(self, dataset: DatasetSettings) -> str | None:
@@ -532,21 +533,21 @@ class Recipe(Settings):
     def _fits_retrieval(self) -> "Recipe":
         if self.retrieval.kind != "dense" and self.model.kind == "dense":
             raise ValueError(
-                f"retrieval.kind={self.retrieval.kind} needs a MoTE: with one expert (model.experts) it computes as a "
-                "dense model"
+                f"retrieval.kind={self.retrieval.kind} needs a MoTE: with one expert (model.experts) it computes the "
+                "same as a dense model"
             )
         if self.retrieval.kind != "hybrid" and self.retrieval.weight is not None:
-            raise ValueError(f"retrieval.weight is that of hybrid scores, and retrieval.kind={self.retrieval.kind}")
+            raise ValueError(f"retrieval.weight is for hybrid scores, got retrieval.kind={self.retrieval.kind}")
         if self.retrieval.weight == "tuned" and not self.validation.share:
             raise ValueError("retrieval.weight=tuned needs held-out pairs: set validation.share")
         if self.retrieval.kind != "dense" and self.training.matryoshka:
-            raise ValueError(f"training.matryoshka truncates dense vectors, and retrieval.kind={self.retrieval.kind}")
+            raise ValueError(f"training.matryoshka is for dense vectors, got retrieval.kind={self.retrieval.kind}")
         return self
 
     @model_validator(mode="after")
     def _fits_blended(self) -> "Recipe":
         if self.retrieval.kind != "dense" and any(task.batches == "blended" for task in self.tasks.values()):
-            raise ValueError(f"blended batches are for dense vectors, and retrieval.kind={self.retrieval.kind}")
+            raise ValueError(f"blended batches are for dense vectors, got retrieval.kind={self.retrieval.kind}")
         return self
 
     @model_validator(mode="after")
@@ -559,7 +560,7 @@ class Recipe(Settings):
         if self.model.kind == "dense" and peft.targets in ("shared", "experts"):
             raise ValueError(f"training.peft.targets={peft.targets}: a dense model has no experts; try all-linear")
         if peft.base_dtype == "bfloat16" and not self.training.bf16:
-            raise ValueError("training.peft.base_dtype=bfloat16 goes with mixed precision: set training.bf16=true")
+            raise ValueError("training.peft.base_dtype=bfloat16 needs mixed precision: set training.bf16=true")
         return self
 
     @model_validator(mode="after")

@@ -1,6 +1,6 @@
-"""Recipe files: found, read over those that they extend, changed by overrides, and checked.
+"""Recipe files: finds them, reads them with those that they extend, applies overrides, and checks the result.
 
-What they may hold is a class of settings, `Recipe` of training unless another is given.
+A class of settings defines what they may hold: `Recipe` of training, unless another is given.
 """
 
 import copy
@@ -20,7 +20,7 @@ MAX_DEPTH = 30
 
 
 def shipped_recipes(place: Any = SHIPPED) -> list[str]:
-    """List the recipes that come with the package, of training or of another kind."""
+    """List the recipes shipped with the package, for training or of another kind."""
     return sorted(entry.name.removesuffix(".yaml") for entry in place.iterdir() if entry.name.endswith(".yaml"))
 
 
@@ -37,9 +37,9 @@ def load_recipe(
 
     Args:
         recipe: File, or name of a shipped recipe.
-        overrides: `key=value`, with a dotted key and a value in YAML.
-        kind: What it is a recipe of.
-        changes: Settings over those of the recipe, as by recipes that extend it.
+        overrides: `key=value` pairs, with a dotted key and a value in YAML.
+        kind: Class of its settings.
+        changes: Settings that override the recipe, as a recipe that extends it would.
 
     Returns:
         The complete recipe.
@@ -92,7 +92,7 @@ def parse_recipe(
 
 
 def _read(recipe: str, place: Any, base: Path | None = None, extended_by: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Read a recipe's settings over those that it extends; that one is looked up next to it first."""
+    """Read a recipe's settings, merged into the recipe that it extends, which is first looked up next to it."""
     path = Path(recipe) if base is None else base / recipe
     found = next((candidate for candidate in (path, path.with_name(path.name + ".yaml")) if candidate.is_file()), None)
     if found is not None:
@@ -123,7 +123,7 @@ def _parse_yaml(text: str, what: str) -> Any:
 
 
 def _check_size(root: yaml.Node | None, what: str) -> None:
-    """Refuse YAML that aliases make enormous or infinite, before it is built."""
+    """Refuse YAML whose aliases make it enormous or infinite, before it is constructed."""
     count, pending = 0, [(root, 0)]
     while pending:
         node, depth = pending.pop()

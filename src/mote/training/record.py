@@ -31,11 +31,11 @@ def build_record(
     Args:
         recipe: The recipe.
         names: Tasks and instructions of the model.
-        data: Its data.
-        tracker: What it has seen.
+        data: Data of the run.
+        tracker: Counts of the run.
         log: Lines of its log.
-        parameters: Numbers of parameters in the run: `trained` ones, and `all`, those that experts share counted once.
-        resumed_from_step: Step of the checkpoint from which it was resumed last.
+        parameters: Numbers of parameters in the run: `trained`, and `all` (shared ones counted once).
+        resumed_from_step: Step of the checkpoint from which it was last resumed.
         validation: Validation scores, `before` and `after`.
     """
     rates = [line["pairs_per_second"] for line in log if "pairs_per_second" in line]

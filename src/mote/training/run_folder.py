@@ -19,7 +19,7 @@ from mote.training.progress import CHECKPOINT_FILE
 
 try:
     import fcntl
-except ImportError:  # Windows: a second run in a folder is not noticed there
+except ImportError:  # Windows: a second run in a folder is not detected there
     fcntl = None  # type: ignore[assignment]
 
 RECIPE_FILE = "recipe.yaml"
@@ -78,7 +78,7 @@ class RunFolder:
                 "another `output`"
             )
         present = [path.name for path in self.path.iterdir()] if self.path.exists() else []
-        foreign = [name for name in present if START_FOLDER not in name and name != LOCK_FILE]  # left by a killed run
+        foreign = [name for name in present if START_FOLDER not in name and name != LOCK_FILE]  # left by killed runs
         if foreign and (RECIPE_FILE not in present or "modules.json" in present):  # a model, which holds its recipe
             raise FileExistsError(f"{self.path} holds something other than a run: choose another `output`")
         existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
@@ -86,11 +86,11 @@ class RunFolder:
             pass
 
     def open(self, recipe: AnyRecipe, overwrite: bool) -> Path | None:
-        """Return the checkpoint from which a run of the recipe resumes here, if there is one. Changes nothing.
+        """Return the checkpoint from which a run of the recipe would resume here, if any. Changes nothing.
 
         Args:
             recipe: The recipe.
-            overwrite: Start again, whatever is here.
+            overwrite: Start over, discarding any earlier run here.
 
         Raises:
             FileExistsError: If a run has finished here, or the folder holds something other than a run.
@@ -105,7 +105,7 @@ class RunFolder:
             if self.model.exists():
                 raise FileExistsError(
                     f"{self.path} holds a finished run: its model is in {self.model}. Choose another `output`, or "
-                    "start again with `--overwrite`"
+                    "start over with `--overwrite`"
                 )
             return None
         theirs = json.loads((checkpoint / CHECKPOINT_FILE).read_text(encoding="utf-8"))["recipe"]
@@ -113,7 +113,7 @@ class RunFolder:
         if differing:
             raise ValueError(
                 f"{checkpoint} belongs to another recipe, which differs in {', '.join(differing)}. Resume with that "
-                "recipe, choose another `output`, or start again with `--overwrite`"
+                "recipe, choose another `output`, or start over with `--overwrite`"
             )
         return checkpoint
 
@@ -140,11 +140,11 @@ class RunFolder:
                     path.rmdir()
 
     def clean(self) -> None:
-        """Remove a start model that a killed run has left."""
+        """Remove a start model that a killed run has left behind."""
         shutil.rmtree(self.path / START_FOLDER, ignore_errors=True)
 
     def begin(self, recipe: AnyRecipe, checkpoint: Path | None) -> None:
-        """Make this the folder of the recipe's run: remove checkpoints other than those it resumes from."""
+        """Make this the folder of the recipe's run: remove checkpoints other than the one that it resumes from."""
         self.path.mkdir(parents=True, exist_ok=True)
         for folder in self.checkpoints.glob("checkpoint-*"):
             if checkpoint is None or step_of(folder) > step_of(checkpoint):
@@ -188,7 +188,7 @@ def _release(descriptor: int) -> None:
 
 
 def _release_in_child() -> None:
-    for descriptor in [*_held]:  # a worker that outlives its killed parent must not keep the lock
+    for descriptor in [*_held]:  # a worker that outlives its killed parent must not hold the lock
         _release(descriptor)
 
 
@@ -211,7 +211,7 @@ def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """Name the settings that differ, with both values where they are short."""
+    """Name the settings that differ, with both values if they are short."""
     keys = [key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)]
     shown = [f"{key} ({theirs.get(key)!r} there, {ours.get(key)!r} here)" for key in keys]
     return [text if len(text) < 120 else key for key, text in zip(keys, shown, strict=True)]

@@ -1,4 +1,4 @@
-"""What runs of training and of pre-training share: training to the end, resuming, writing the model."""
+"""What training and pre-training runs share: training to the end, resuming, writing the model."""
 
 import errno
 import json
@@ -55,7 +55,7 @@ class Run:
             raise KeyboardInterrupt(self.folder.how_to_resume()) from None
         except NonFiniteError as error:
             raise NonFiniteError(
-                f"{error}. Nothing of it was kept. {self.folder.how_to_resume()} Try a lower training.learning_rate "
+                f"{error}. This step was not saved. {self.folder.how_to_resume()} Try a lower training.learning_rate "
                 "first."
             ) from error
         except (OSError, SafetensorError, RuntimeError) as error:
@@ -75,11 +75,11 @@ class Run:
         write_card: Callable[[Path, dict[str, Any]], None],
         **others: Any,
     ) -> None:
-        """Write the model's repository in place of an earlier one, and remove the checkpoints.
+        """Write the model's repository, replacing an earlier one, and remove the checkpoints.
 
         Args:
             verb: The command, `train` or `pretrain`.
-            record: What `mote.json` says of the run.
+            record: Record of the run for `mote.json`.
             made: How the model was made, for the cards: "trained from".
             write_card: As in `write_repository`.
             **others: As in `write_repository`.
@@ -134,7 +134,7 @@ def restore(checkpoint: Path, metadata: dict[str, Any], tracker: Tracker) -> Non
 
 
 def _is_write_error(error: Exception) -> bool:
-    """Recognize a full disk: torch and safetensors raise errors of their own, without a number."""
+    """Recognize a full disk: torch and safetensors raise errors of their own, without an errno."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
     return "inline_container" in str(error) or "os error" in str(error).lower() or "I/O error" in str(error)

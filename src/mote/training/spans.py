@@ -1,4 +1,4 @@
-"""Spans of a document, each the context of another one, for CoT-MAE."""
+"""Spans of a document, which are each other's contexts, for CoT-MAE."""
 
 import random
 import re
@@ -17,14 +17,14 @@ _SENTENCE_END = re.compile(r"(?<=[.!?…])[\"'”’)\]]*\s+|\s*\n\s*|(?<=[。�
 
 @dataclass(frozen=True)
 class Document:
-    """A text that was cut into sentences, and these into spans.
+    """A text that was split into sentences, grouped into spans.
 
     Attributes:
         text: The text.
         sentences: Start and end of each sentence in the text.
         lengths: Tokens of each sentence.
         spans: First sentence of each span, and the one after its last.
-        longest: Tokens that a span has about.
+        longest: Approximate number of tokens in a span.
     """
 
     text: str
@@ -42,7 +42,7 @@ class Document:
         return self.text[self.sentences[first][0] : self.sentences[end - 1][1]]
 
     def draw(self, kind: str, drawn: random.Random) -> tuple[str, str]:
-        """Draw a span and a context of it.
+        """Draw a span and a context for it.
 
         Args:
             kind: `nearby`, `random`, `overlap`, or `mixed`, one of these.
@@ -74,11 +74,11 @@ class Document:
 
 
 def cut(text: str, tokenizer: PreTrainedTokenizerBase, settings: SpanSettings, seed: object) -> Document | None:
-    """Cut a text into sentences, and these into spans: each is gathered until it is as long as it should be.
+    """Split a text into sentences, and group these into spans: sentences are added until a span is long enough.
 
     Args:
         text: The text.
-        tokenizer: The model's, for lengths.
+        tokenizer: Tokenizer of the model, for lengths.
         settings: How long spans are.
         seed: Seed of the shorter spans.
 

@@ -1,8 +1,8 @@
-"""Embeddings of a teacher, cached on disk, so that a killed run resumes where it was.
+"""Embeddings of a teacher, cached on disk, so that an interrupted run resumes where it was.
 
-The folder of a list of texts is named by a hash of the teacher, the prompt and the texts. It holds a file for each
-chunk of texts until all are embedded, then one file. Each file is written next to its place and renamed, and has the
-hash of its content in its name, which reveals damage.
+The folder for a list of texts is named by a hash of the teacher, the prompt and the texts. It holds one file per chunk
+of texts until all are embedded, then a single file. Each file is written under a temporary name and renamed, and has
+the hash of its content in its name, which reveals damage.
 """
 
 import logging
@@ -39,10 +39,10 @@ def teacher_embeddings(
         texts: The texts.
         teacher: Settings of the recipe.
         prompt: The teacher's prompt. Default: its own default prompt, or none.
-        cache: Folder of the embeddings. Default: in huggingface_hub's cache of assets.
+        cache: Folder of the embeddings. Default: in huggingface_hub's assets cache.
 
     Returns:
-        Embeddings (texts, dimension), float32, mapped from the disk.
+        Embeddings (texts, dimension), float32, memory-mapped.
 
     Raises:
         ValueError: If the teacher's embeddings are non-finite.
@@ -51,11 +51,11 @@ def teacher_embeddings(
 
 
 class Teacher:
-    """A teacher, which is loaded when an embedding is missing from the cache.
+    """A teacher, which is only loaded if an embedding is missing from the cache.
 
     Args:
         settings: Settings of the recipe.
-        cache: Folder of the embeddings. Default: in huggingface_hub's cache of assets.
+        cache: Folder of the embeddings. Default: in huggingface_hub's assets cache.
     """
 
     def __init__(self, settings: TeacherSettings, cache: Path | None = None) -> None:
@@ -68,7 +68,7 @@ class Teacher:
         """Embed the text columns of a dataset, each with the recipe's prompt for it.
 
         Returns:
-            For each row the embedding or, with several columns, a list of one embedding for each column.
+            For each row the embedding or, with several columns, a list of one embedding per column.
         """
         embeddings = [self.embed(texts, self.settings.prompts.get(name)) for name, texts in columns.items()]
         dimension = embeddings[0].shape[1]
@@ -116,7 +116,7 @@ class Teacher:
         for path in sorted(folder.glob(f"{name}-*.npy")):
             if path.stem == f"{name}-{_hash_of_file(path)}":
                 return path
-            logger.info("%s is damaged, and is computed again", path)
+            logger.info("%s is damaged, and will be recomputed", path)
             path.unlink()
         return None
 

@@ -1,7 +1,7 @@
-"""Texts of pre-training: read, cleaned, and made into masked batches.
+"""Texts of pre-training: read, cleaned, and turned into masked batches.
 
-What is masked in a text follows from the seed, the epoch and the text's place alone, so a run that is resumed masks
-what it would have masked.
+The masks of a text depend only on the seed, the epoch and the index of the text, so that a resumed run draws the same
+masks as an uninterrupted one.
 """
 
 import itertools
@@ -27,7 +27,7 @@ TEXT_FILES = (".txt", ".txt.gz")
 
 @dataclass
 class TextData:
-    """Task → texts to train on, and held-out ones; and a report for each dataset.
+    """Task → texts to train on, task → held-out texts, and a report for each dataset.
 
     With `cot-mae`, a text is a pair of a text and its context, or a `Document`.
     """
@@ -53,11 +53,12 @@ class TextData:
 def load_texts(recipe: PretrainingRecipe, tokenizer: PreTrainedTokenizerBase) -> TextData:
     """Read everything that a recipe of pre-training trains on.
 
-    A text counts once for each task. A share of all texts is held out, by a hash of the text: the same for all tasks.
+    Repeated texts of a task are dropped. A share of all texts is held out, by a hash of the text: the same for all
+    tasks.
 
     Args:
         recipe: The recipe.
-        tokenizer: The model's, for the lengths of spans.
+        tokenizer: Tokenizer of the model, for the lengths of spans.
 
     Raises:
         FileNotFoundError: If a dataset does not exist.
@@ -157,25 +158,25 @@ def _read(
     report.read, report.invalid, report.errors = len(rows), len(errors), errors[:SHOWN_ERRORS]
     if len(errors) > max_invalid_fraction * len(rows) or not texts:
         raise ValueError(
-            f"{location.name}: {len(errors):,} of {len(rows):,} rows are invalid; allowed is a fraction of "
+            f"{location.name}: {len(errors):,} of {len(rows):,} rows are invalid; the allowed fraction is "
             f"{max_invalid_fraction:g} (data.max_invalid_fraction). The first ones:\n  " + "\n  ".join(report.errors)
         )
     return texts
 
 
 class TextRows(Dataset):
-    """Tokenized texts of several tasks, each with what its masks are drawn from.
+    """Tokenized texts of several tasks, each with the seed of its masks.
 
     Args:
         texts: Task → its texts.
-        prefixes: Task → text in front of each, for tasks that have one.
+        prefixes: Task → text in front of each text, for tasks that have one.
         task_ids: Task → its index in the config; None: a text's task makes no difference.
-        tokenizer: The model's, which truncates to its `model_max_length`.
+        tokenizer: Tokenizer of the model, which truncates to its `model_max_length`.
         seed: Seed of the masks.
-        offsets: Whether to return the places of tokens, for whole words.
+        offsets: Whether to return the offsets of tokens, for whole words.
 
     Attributes:
-        epoch: The epoch, for other masks in each.
+        epoch: The epoch, so that masks differ between epochs.
     """
 
     def __init__(
@@ -207,7 +208,7 @@ class TextRows(Dataset):
 
 
 class NewMasks(TrainerCallback):
-    """Tells the rows the epoch: accelerate does not, where an epoch is resumed or several processes share it."""
+    """Tells the rows the epoch: accelerate does not if an epoch is resumed or shared by several processes."""
 
     def __init__(self, rows: TextRows) -> None:
         self.rows = rows
@@ -218,14 +219,14 @@ class NewMasks(TrainerCallback):
 
 
 class Masking(DataCollatorForLanguageModeling):
-    """Transformers' collator, which draws the masks of a batch from what its rows say.
+    """Transformers' collator, drawing the masks of a batch from the seeds in its rows.
 
     Args:
-        tokenizer: The model's.
+        tokenizer: Tokenizer of the model.
         settings: Which tokens are masked.
 
     Raises:
-        ValueError: If the tokenizer has no mask, or does not show where words end.
+        ValueError: If the tokenizer has no mask token, or does not show where words end.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: MaskingSettings) -> None:

@@ -1,4 +1,4 @@
-"""Training by a recipe: data, model, losses and Sentence-Transformers' trainer; killed runs are resumed."""
+"""Training from a recipe: data, model, losses and Sentence-Transformers' trainer; interrupted runs are resumed."""
 
 import contextlib
 import logging
@@ -59,15 +59,15 @@ logger = logging.getLogger(__name__)
 
 
 def train(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, overwrite: bool = False) -> Path:
-    """Train a model by a recipe.
+    """Train a model from a recipe.
 
-    The same call resumes a killed run from its last checkpoint, with the same result. Under `accelerate launch`, all
-    processes call this together. Progress goes to the logger `mote.training`.
+    The same call resumes an interrupted run from its last checkpoint, with the same result. Under `accelerate launch`,
+    all processes call this together. Progress goes to the logger `mote.training`.
 
     Args:
         recipe: A recipe, a recipe file, or the name of a shipped recipe.
-        overrides: `key=value`, over the settings of the recipe.
-        overwrite: Start again where a run has finished or was interrupted; its model stays until the new one replaces
+        overrides: `key=value` pairs that override settings of the recipe.
+        overwrite: Discard a finished or interrupted run and start over; its model is kept until the new one replaces
             it.
 
     Returns:
@@ -98,7 +98,7 @@ def train(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, overwri
 
 
 def plan(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> str:
-    """Describe the run of a recipe: settings, data and steps. Raises what `train` would raise; writes nothing."""
+    """Describe the run of a recipe: settings, data and steps. Raises the errors of `train`; writes nothing."""
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     folder = RunFolder(Path(recipe.output))
     check_recipe(recipe)
@@ -143,9 +143,9 @@ class TrainingRun(Run):
         return self.validation(self.model) if self.validation is not None else None
 
     def gather(self) -> None:
-        """Load what was trained into a new model, where the one at hand is not that to write; all processes call this.
+        """Load the trained weights into a new model if the current one cannot be written; all processes call this.
 
-        So it is where FSDP shards the weights, and where adapters that are to be merged were trained on rounded ones.
+        This is needed if FSDP shards the weights, or if adapters to be merged were trained on rounded weights.
         """
         training = self.recipe.training
         rounded = training.peft is not None and training.peft.merge and training.peft.base_dtype != "float32"
@@ -167,7 +167,7 @@ class TrainingRun(Run):
         self.model = model
 
     def finish(self, before: dict[str, float] | None) -> None:
-        """Score the model, write its repository in place of an earlier one, and remove the checkpoints."""
+        """Score the model, write its repository, replacing an earlier one, and remove the checkpoints."""
         logger.info("Scoring, and writing the model …")
         weights = [*self.model.parameters()]
         trained = sum(weight.numel() for weight in weights if weight.requires_grad)
@@ -230,11 +230,11 @@ class _Sharded:
 
 
 class _ShardedTrainer(_Sharded, SentenceTransformerTrainer):
-    """Of dense vectors."""
+    """For dense vectors."""
 
 
 class _ShardedSparseTrainer(_Sharded, SparseEncoderTrainer):
-    """Of sparse vectors."""
+    """For sparse vectors."""
 
 
 class _AdapterTrainer(AdapterCheckpoints, SentenceTransformerTrainer):
@@ -242,7 +242,7 @@ class _AdapterTrainer(AdapterCheckpoints, SentenceTransformerTrainer):
 
 
 class _SparseAdapterTrainer(AdapterCheckpoints, SparseEncoderTrainer):
-    """Of adapters of sparse encoders."""
+    """For adapters of sparse encoders."""
 
 
 def _trainer_class(recipe: Recipe) -> Any:
@@ -254,7 +254,7 @@ def _trainer_class(recipe: Recipe) -> Any:
 
 
 def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> TrainingRun:
-    """Load everything that a run needs; only then does it change its folder. Raises what `train` raises for it."""
+    """Load everything that a run needs, and only then change its folder. Raises the errors of `train`."""
     state = processes()
     check_recipe(recipe)
     require_sharded_checkpoints()
@@ -273,7 +273,7 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
         arguments.eval_strategy = IntervalStrategy.NO
     logger.info(describe(schedule, arguments, data.sets))
     tracker = Tracker()
-    torch.manual_seed(recipe.training.seed)  # for the weights that a loss may have
+    torch.manual_seed(recipe.training.seed)  # for a loss's own weights
     losses = {name: _loss(recipe, model, names, training_set, tracker) for name, training_set in data.sets.items()}
     validation = _validation(recipe, data, names)
     metadata = {
@@ -332,7 +332,7 @@ def _loss(
     training_set: TrainingSet,
     tracker: Tracker,
 ) -> TrackedLoss:
-    """Build the loss of a training set, for the number of processes at hand."""
+    """Build the loss of a training set, for the current processes."""
     task = training_set.settings
     label_dim = training_set.teacher_dimension if training_set.label_type == "embeddings" else None
     count = processes().num_processes
@@ -341,14 +341,14 @@ def _loss(
     is_cached = uses_gradient_cache(loss.loss if isinstance(loss, MatryoshkaLoss) else loss)
     if with_deepspeed() and deepspeed_stage() >= 2 and is_cached:
         raise ValueError(
-            "DeepSpeed's stages from 2 take one backward pass per step, and gradient caching does several: set "
+            "DeepSpeed's stages from 2 allow one backward pass per step, but gradient caching needs several: set "
             "training.mini_batch_size=null, or use stage 1, DDP or FSDP2"
         )
     if recipe.model.kind == "mote":
         experts = {names.expert_of(name) for name in training_set.tasks}
         if parts and with_fsdp() and len(experts) > 1:
             raise ValueError(
-                "Blended batches: under FSDP all processes must run the same expert at the same time, and their rows "
+                "Blended batches: under FSDP all processes must run the same expert at the same time, but their rows "
                 "differ. Use DDP, a dense model (model.kind=dense), or batches of one task"
             )
         if replicated() and len(experts) > 1 and not is_cached:
@@ -372,7 +372,7 @@ def _validation(recipe: Recipe, data: TrainingData, names: MoTEConfig) -> Valida
 def _collator(
     recipe: Recipe, model: Any, names: MoTEConfig, arguments: Any, sets: dict[str, TrainingSet]
 ) -> BlendedCollator | None:
-    """Build the collator of blended batches; without any, the trainer has its own."""
+    """Build the collator of blended batches; without any, the trainer uses its own."""
     with_instructions, routed = recipe.model.instructions, recipe.model.kind == "mote"
     parts = {
         name: [
@@ -390,10 +390,10 @@ def _collator(
     knows_instructions = hasattr(model[0], "instruction_pooling")
     if not knows_instructions and any(getattr(module, "include_prompt", True) is False for module in model):
         raise ValueError(
-            "Blended batches: `include_prompt=False` of Sentence-Transformers' Pooling knows one instruction of a "
-            "batch. Leave instructions out of the pooling by `mote set`, which knows that of each row"
+            "Blended batches: `include_prompt=False` of Sentence-Transformers' Pooling supports only one instruction "
+            "per batch. Leave instructions out of the pooling with `mote set`, which supports one per row"
         )
-    for columns in parts.values():  # a short text in place of a negative is that of the positives' task
+    for columns in parts.values():  # the placeholder of a negative belongs to the positives' task
         widest = max(columns, key=len)
         for part in columns:
             part |= {column: part["positive"] for column in widest if column not in part}

@@ -16,7 +16,7 @@ from sklearn.metrics.pairwise import cosine_similarity
 from mote.training.data import ValidationSet
 
 WEIGHTS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-"""Weights of the sparse score that are tried; 0 is the dense score alone."""
+"""Weights of the sparse score to try; 0 is the dense score alone."""
 
 
 class Validation(BaseEvaluator):
@@ -24,15 +24,15 @@ class Validation(BaseEvaluator):
 
     - pairs: nDCG@10 of the anchor's positive among all held-out positives of the dataset;
     - labelled texts: how often the nearest other text has the same label;
-    - scored pairs: Spearman's correlation of the similarity with the score.
+    - scored pairs: Spearman correlation of the similarity with the score.
 
-    All are multiplied by 100. The similarity is the cosine, of sparse vectors their dot product.
+    All are multiplied by 100. The similarity is the cosine, or the dot product of sparse vectors.
 
     Args:
         sets: Held-out texts.
         encodings: Task of the model → arguments of `encode` for its texts (`prompt`, `task`).
         batch_size: Batch size of `encode`.
-        mixed: Whether the model runs in mixed precision, in bfloat16; needed where only some of its weights are.
+        mixed: Whether the model runs in mixed precision (bfloat16); needed if only some of its weights are bfloat16.
     """
 
     primary_metric = "validation_mean"
@@ -58,12 +58,12 @@ class Validation(BaseEvaluator):
         """Score a model.
 
         Returns:
-            `validation_mean`, and `validation_<task>`, `validation_<task>/<dataset>` for each of them.
+            `validation_mean`, and `validation_<task>` and `validation_<task>/<dataset>` for each task and dataset.
         """
         by_task: dict[str, dict[str, float]] = defaultdict(dict)
         for held_out in self.sets:
             score = 100 * getattr(self, f"_score_{held_out.row_type}")(model, held_out)
-            if math.isfinite(score):  # scores that are all equal correlate with nothing
+            if math.isfinite(score):  # if all scores are equal, there is no correlation
                 by_task[held_out.task][held_out.name] = score
         scores = {task: float(np.mean(list(of_task.values()))) for task, of_task in by_task.items()}
         metrics = {"validation_mean": float(np.mean(list(scores.values())))} if scores else {}
@@ -81,7 +81,7 @@ class Validation(BaseEvaluator):
     def embedded_pairs(
         self, model: SentenceTransformer | SparseEncoder, held_out: ValidationSet
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Embed anchors [N, H] and positives, each once [P, H]; which positive is whose is 1 in a matrix [N, P]."""
+        """Embed anchors [N, H] and positives, each once [P, H]; a matrix [N, P] has 1 for each anchor's positives."""
         positives = list(dict.fromkeys(held_out.rows["positive"]))
         column = {text: index for index, text in enumerate(positives)}
         anchors = self._embed(model, held_out.rows["anchor"], held_out, held_out.anchor)
