@@ -519,7 +519,7 @@ def test_names_and_settings_of_a_token_routed_source(dense: Path, token_routed: 
     assert (config.instruction_of("mail"), config.pooling) == ("Mail: ", "cls")
     assert plan_upcycling(str(source), experts=["one"], layers=[1]).config.tasks == {"one": "one"}
     for option in ({"routing": "token"}, {"num_experts": 4}, {"preset": "nomic-v2"}, {"layer_path": "layers"}):
-        with pytest.raises(ValueError, match=r"is token-routed already, whose .* cannot be chosen: leave it out"):
+        with pytest.raises(ValueError, match=r"is already token-routed, so .* cannot be chosen: leave it out"):
             plan_upcycling(str(token_routed), **option)
 
 

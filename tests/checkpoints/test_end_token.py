@@ -63,10 +63,12 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 def test_upcycling_and_set(decoder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     asked = trusted(mote.upcycle(decoder, tmp_path / "asked", pooling="last_token"))
-    assert "puts none behind it" not in caplog.text
+    assert "appends no end token" not in caplog.text
     edit_json(decoder / "tokenizer_config.json", add_eos_token=None)
     without = mote.upcycle(decoder, tmp_path / "without", pooling="last_token")
-    assert "puts none behind it: long texts end where they are truncated. `--end-token eos` adds one" in caplog.text
+    assert (
+        "appends no end token: long texts end where they are truncated. Add one with `--end-token eos`" in caplog.text
+    )
     told = trusted(mote.upcycle(decoder, tmp_path / "told", pooling="last_token", end_token="</s>"))
     set_later = trusted(mote.configure(without, tmp_path / "set", end_token="eos"))
     edit_json(decoder / "tokenizer_config.json", add_eos_token=True)

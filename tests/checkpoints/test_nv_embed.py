@@ -222,7 +222,7 @@ def test_settings_that_cannot_be_expressed(changes: dict[str, Any], message: str
     "option", [{"pooling": "mean"}, {"pooling_heads": 3}, {"routing": "token"}, {"preset": "nomic-v2"}]
 )
 def test_what_cannot_be_chosen(option: dict[str, Any], published: Path) -> None:
-    with pytest.raises(ValueError, match=r"whose weights are in its files: \w+ cannot be chosen"):
+    with pytest.raises(ValueError, match=r"whose weights are in its files, so \w+ cannot be chosen"):
         plan_upcycling(str(published), **option)
 
 

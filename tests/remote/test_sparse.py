@@ -215,7 +215,7 @@ def test_settings_that_do_not_fit(source: Path, splade: Path, tmp_path: Path) ->
     with pytest.raises(ValueError, match="headless has no head for masked language modelling"):
         upcycle(headless, tmp_path / "out", retrieval="sparse")
     SparseEncoder(str(source)).save(str(tmp_path / "dense"))
-    with pytest.raises(ValueError, match="dense gives sparse vectors, and says no pooling"):
+    with pytest.raises(ValueError, match="dense gives sparse vectors, and has no pooling"):
         upcycle(tmp_path / "dense", tmp_path / "out", retrieval="dense")
     edit_json(tmp_path / "dense" / "config_sentence_transformers.json", model_type="SparseEncoder")
     modules = read_json(tmp_path / "dense" / "modules.json")

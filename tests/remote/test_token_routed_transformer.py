@@ -188,7 +188,7 @@ def test_the_plan(tmp_path: Path) -> None:
 
     assert "each token through 2 of 4 experts, with weights that sum to 1; load balancing 0.005" in plan()
     assert "with the router's probabilities as weights" in plan(norm_topk_prob=False, num_experts_per_tok=1)
-    assert "these are all 1, and the router learns to balance alone" in plan(num_experts_per_tok=1)
+    assert "these are all 1, and the router only learns to balance" in plan(num_experts_per_tok=1)
     counts = plan_upcycling(str(SMALL_ENCODER), routing="token", num_experts_per_tok=3).counts
     assert counts["active"] == counts["shared"] + 3 * counts["experts"]["0"]
 

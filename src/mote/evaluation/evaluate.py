@@ -296,7 +296,7 @@ def _instructions(definitions: Mapping[str, str], template: str | None, names: S
         if name not in names:
             raise ValueError(f"A definition for the dataset {name!r}, which is not scored." + alternatives(name, names))
     if template is not None and not definitions:
-        raise ValueError("A template goes around definitions, and there are none: add `--definition DATASET=TEXT`")
+        raise ValueError("A template is for definitions, but there are none: add `--definition DATASET=TEXT`")
     return {name: instruction_with(text, template) for name, text in definitions.items()}
 
 

@@ -1,4 +1,4 @@
-"""The config, the pooling and the vectors of an upcycling's result: those of the options, else of the source."""
+"""Config, pooling and vectors of the result of upcycling: from the options, else from the source."""
 
 from dataclasses import replace
 from typing import Any, get_args
@@ -16,15 +16,15 @@ _FIXED_AS_PUBLISHED = ("experts", "layers", "layer_path", "shared_modules", *TOK
 
 
 def as_published(options: UpcyclingOptions, source: Checkpoint) -> UpcyclingOptions:
-    """Complete the options by what NV-Embed is, and unless they name experts, by one: the model as published.
+    """Complete the options for NV-Embed; unless they name experts, with a single expert: the model as published.
 
     Raises:
-        ValueError: If they choose what is in its files.
+        ValueError: If the options choose something that the files determine.
     """
     fixed = [name for name in ("pooling", *POOLING_SIZES, "routing") if name in options.changed()]
     if fixed:
         raise ValueError(
-            f"{source.name} pools by latent attention, whose weights are in its files: {fixed[0]} cannot be chosen, "
+            f"{source.name} pools by latent attention, whose weights are in its files, so {fixed[0]} cannot be chosen: "
             "leave it out"
         )
     one, tasks = nv_embed.EXPERT, options.tasks or {}
@@ -38,25 +38,25 @@ def as_published(options: UpcyclingOptions, source: Checkpoint) -> UpcyclingOpti
 
 
 def pooling_of(options: UpcyclingOptions, source: Checkpoint, retrieval: Retrieval) -> str:
-    """Return the pooling of the result: that of the options, else of the source.
+    """Return the pooling of the result: from the options, else from the source.
 
     Raises:
-        ValueError: If there is no such pooling, or its vectors are of another kind.
+        ValueError: If the pooling is unknown, or makes another kind of vectors.
     """
     own: Any = source.config.pooling if is_mote(source.config) else "mean"
     pooling = options.pooling or st.source_pooling(source) or own
     if pooling not in (known := (*MoTEConfig.pooling_modes, *POOLING_BY_ATTENTION)):
         raise ValueError(f"Unknown pooling {pooling!r}." + alternatives(pooling, known))
     if pooling in POOLING_BY_ATTENTION and retrieval.kind != "dense":
-        raise ValueError(f"Pooling by {pooling!r} makes dense vectors, and these are {retrieval.kind}")
+        raise ValueError(f"Pooling by {pooling!r} makes dense vectors, but the retrieval is {retrieval.kind}")
     return str(pooling)
 
 
 def retrieval_of(options: UpcyclingOptions, source: Checkpoint) -> Retrieval:
-    """Return the vectors of the result: those of the options, else of the source.
+    """Return the vectors of the result: from the options, else from the source.
 
     Raises:
-        ValueError: If there are no such vectors, or the source has none of them.
+        ValueError: If the kind of vectors is unknown, or the source cannot give them.
     """
     own = retrieval_in(source.folder)
     kind: Any = options.retrieval or own.kind
@@ -70,7 +70,7 @@ def retrieval_of(options: UpcyclingOptions, source: Checkpoint) -> Retrieval:
         if options.sparse_from or kept is not None:
             raise ValueError("sparse_from and max_active_dims are settings of sparse vectors: add `--retrieval sparse`")
         if own.kind != "dense":
-            raise ValueError(f"{source.name} gives {own.kind} vectors, and says no pooling for dense ones")
+            raise ValueError(f"{source.name} gives {own.kind} vectors, and has no pooling for dense ones")
         return own
     if kept is not None and kept < 1:
         raise ValueError(f"max_active_dims must be at least 1, got {kept}")
@@ -78,10 +78,10 @@ def retrieval_of(options: UpcyclingOptions, source: Checkpoint) -> Retrieval:
 
 
 def config_of(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTEConfig:
-    """Return the config of the result, which is not validated, and without the instructions.
+    """Return the config of the result, not validated, and without instructions.
 
     Raises:
-        ValueError: If options do not go together, or the source leaves no choice.
+        ValueError: If options contradict each other or the source.
     """
     if source.format == "nomic_moe":
         return _published_config(options, source, pooling)
@@ -104,7 +104,7 @@ def _config(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTE
     model_type = "mote" if options.routing == "task" else TOKEN_ROUTED
     if pooling in POOLING_BY_ATTENTION:
         if options.routing == "token":
-            raise ValueError(f"Pooling by {pooling!r} is for task experts: leave out `--routing token`")
+            raise ValueError(f"Pooling by {pooling!r} needs task experts: leave out `--routing token`")
         model_type = ATTENTION_POOLING
     for name in POOLING_SIZES:
         if (size := getattr(options, name)) is not None:
@@ -128,12 +128,12 @@ def _config(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTE
 
 
 def _hierarchical_config(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTEConfig:
-    """Return the config of task experts that are token-routed as their source is."""
+    """Return the config of task experts that are token-routed like their source."""
     fixed = [name for name in _FIXED_IN_TOKEN_ROUTED if name in options.changed()]
     if fixed:
         raise ValueError(
-            f"{source.name} is token-routed already, whose {fixed[0]} cannot be chosen: leave it out, and upcycle to "
-            "task experts, each of which is token-routed like the source"
+            f"{source.name} is already token-routed, so {fixed[0]} cannot be chosen: leave it out, and upcycle to task "
+            "experts, each of which is token-routed like the source"
         )
     routed: Any = source.config
     inherited = routed.tasks if options.experts is None else {}
@@ -151,11 +151,11 @@ def _hierarchical_config(options: UpcyclingOptions, source: Checkpoint, pooling:
 
 
 def _published_config(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTEConfig:
-    """Return the config of a mixture of experts as published, with the tasks of the options."""
+    """Return the config of a published mixture of experts, with the tasks of the options."""
     fixed = [name for name in _FIXED_AS_PUBLISHED if name in options.changed()]
     if fixed:
         raise ValueError(
-            f"{source.name} is a mixture of token-routed experts already, whose {fixed[0]} cannot be chosen: leave it "
+            f"{source.name} is already a mixture of token-routed experts, so {fixed[0]} cannot be chosen: leave it "
             "out. For task experts, convert it first, and upcycle the result: `mote upcycle --src DIR --expert …`"
         )
     tasks = with_unseen_tasks(options.tasks)
@@ -164,6 +164,6 @@ def _published_config(options: UpcyclingOptions, source: Checkpoint, pooling: st
 
 
 def with_unseen_tasks(tasks: dict[str, str] | None) -> dict[str, str]:
-    """Add to task → expert the tasks that nothing is trained on, each to the expert of the task that it follows."""
+    """Add the tasks that no expert is trained on to a mapping task → expert, each with the expert that serves it."""
     tasks = tasks or {}
     return {**{task: tasks[like] for task, like in UNSEEN_TASKS.items() if like in tasks}, **tasks}

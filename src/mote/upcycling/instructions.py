@@ -1,4 +1,4 @@
-"""The instructions of an upcycling's result: those of the options, of the source, and of the paper."""
+"""Instructions of the result of upcycling: from the options, the source, and the paper."""
 
 from configuration_mote import PAPER_INSTRUCTIONS, UNSEEN_TASKS, MoTEConfig
 from mote.checkpoints import sentence_transformers as st
@@ -7,19 +7,19 @@ from mote.upcycling.options import UpcyclingOptions
 
 
 def instructions_of(options: UpcyclingOptions, config: MoTEConfig, of_source: dict[str, str]) -> dict[str, str]:
-    """Return the instructions of a result: those of the options, of the source, and of the config, the first that is.
+    """Return the instructions of a result: for each task from the options, else from the source, else from the config.
 
-    Those of the paper do not go together with definitions. A task that follows another one, as `query` follows
-    `search_query`, has the instruction of that one.
+    The paper's instructions are not used together with definitions. A task that follows another one, as `query` follows
+    `search_query`, has the instruction of that task.
 
     Raises:
-        ValueError: If a task has both, or the template is not one.
+        ValueError: If a task has both an instruction and a definition, or the template is invalid.
     """
     given, definitions = options.instructions or {}, options.definitions or {}
     if both := sorted(given.keys() & definitions.keys()):
         raise ValueError(f"The task {both[0]!r} has an instruction and a definition: give one of the two")
     if options.template is not None and not definitions:
-        raise ValueError("A template goes around definitions, and there are none: add `--definition TASK=TEXT`")
+        raise ValueError("A template is for definitions, but there are none: add `--definition TASK=TEXT`")
     made = {task: instruction_with(definition, options.template) for task, definition in definitions.items()}
     papers = PAPER_INSTRUCTIONS if made else {}
     own = {task: text for task, text in config.instructions.items() if text != papers.get(task)}
@@ -34,8 +34,8 @@ def instructions_of(options: UpcyclingOptions, config: MoTEConfig, of_source: di
 def instructions_from(prompts: dict[str, str], config: MoTEConfig) -> dict[str, str]:
     """Take over the prompts of a source, which was trained with them, as instructions.
 
-    A prompt under MTEB's name of a task counts as the task's. A prompt for the role `query` is also that of the expert
-    that serves it, unless the expert has one of its own; an empty one only if no other prompt is.
+    A prompt under MTEB's name of a task counts as the task's. A prompt for the role `query` also becomes that of the
+    expert that serves the role, unless the expert has its own; an empty prompt does so only if no other prompt does.
     """
     under_mteb_names = {st.MTEB_PROMPTS[name]: prompts[name] for name in st.MTEB_PROMPTS if name in prompts}
     texts = {task: text for task, text in {**under_mteb_names, **prompts}.items() if task in config.tasks}

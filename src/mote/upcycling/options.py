@@ -1,4 +1,4 @@
-"""Settings of an upcycling."""
+"""Settings of upcycling."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -9,48 +9,48 @@ from mote.checkpoints.writing import WriteOptions
 
 @dataclass(kw_only=True)
 class UpcyclingOptions(WriteOptions):
-    """Settings of an upcycling, and how its result is written.
+    """Settings of upcycling, and how its result is written.
 
     Attributes:
-        experts: Expert names. Default: the paper's four; of a token-routed source, its own names and tasks.
+        experts: Expert names. Default: the paper's four; for a token-routed source, its own names and tasks.
         layers: Blocks that get experts: `"every"`, `"every_other"`, or indices from 0. None, here and below: as in
             `preset`, or else in `DEFAULTS`.
         tasks: Task → expert, in addition to the defaults of `MoTEConfig`.
         instructions: Task → instruction. They override the source's prompts, which override the paper's.
-        definitions: Task → definition, which the template makes an instruction of. Then the paper's instructions are
-            not used: without a definition or an instruction of its own, as for documents, a task has none.
+        definitions: Task → definition, which the template turns into an instruction. The paper's instructions are then
+            not used: a task without its own definition or instruction, such as documents, has none.
         template: The instruction around a definition, `Instruct: {definition}` and `Query: ` in two lines by default.
-        instruction_pooling: `included`: embeddings are made of the instruction, too. `excluded`: it is read, and left
-            out of the pooling; `excluded_by_count`, by NV-Embed's own count of its tokens. Default: as in the source.
+        instruction_pooling: `included`: instruction tokens are pooled, too. `excluded`: they are read, but left out of
+            the pooling; `excluded_by_count`: the same, by NV-Embed's own token count. Default: as in the source.
         default_task: Task of texts without one.
-        pooling: `mean`, `cls`, `last_token`, or, with weights of its own, `latent_attention` or `self_attention` (see
+        pooling: `mean`, `cls`, `last_token`, or, with their own weights, `latent_attention` or `self_attention` (see
             `AttentionPoolingConfig`). Default: the source's, or `mean`.
         pooling_latents: Number of latents, for `latent_attention`. Default: 512.
         pooling_heads: Number of heads, for these two. Default: 8.
         pooling_head_dim: Width of a head, for these two. Default: the hidden size.
         bidirectional: Let every token of a decoder attend to every other: no causal mask, no sliding window, no cache.
-            Default: as the source says.
+            Default: as in the source.
         layer_path: Path of the list of layers, for an architecture that is not in MoTE's table.
-        shared_modules: Paths of the submodules of a layer that the experts share: its attention, for such an
-            architecture. For one in the table, others than these, or `[]` for none.
+        shared_modules: Paths of the submodules of a layer that the experts share. With `layer_path`: the attention. For
+            an architecture in the table: other modules than the table's, or `[]` for none.
         routing: What picks the expert: the `"task"` of a text, or a learned router for each `"token"`.
-        num_experts: Experts in a block. Default: as many as there are names. Token routing only, as are the next four.
+        num_experts: Experts per block. Default: the number of names. Token routing only, as are the next four.
         num_experts_per_tok: Experts per token.
-        norm_topk_prob: Scale their weights to sum to 1, which keeps the dense model's output.
+        norm_topk_prob: Scale the weights of a token's experts to sum to 1, which keeps the dense model's output.
         router_aux_loss_coef: Factor of the load-balancing loss in training.
-        router_aux_loss_type: Its formula, `equation_1` or `megablocks`, see `TokenRoutedConfig`.
-        preset: Key of `PRESETS`, whose settings hold where none is given.
+        router_aux_loss_type: Formula of this loss, `equation_1` or `megablocks`, see `TokenRoutedConfig`.
+        preset: Key of `PRESETS`, a set of defaults for settings that are not given.
         with_head: Keep the source's head for masked language modelling: the result is a `MoTEForMaskedLM`.
-        retrieval: Vectors of the result: `dense`, `sparse`, as of a Sentence-Transformers `SparseEncoder`, or `hybrid`,
-            both from one pass. Default: the source's.
-        sparse_from: What sparse vectors are made of: the logits of the `head` (SPLADE), which is then kept, or the
-            hidden states times the token `embeddings` (CoT-MoTE, Equation 4). Default: the source's, or `head`, or for
-            hybrid vectors `embeddings`.
-        max_active_dims: Number of a sparse vector's weights that are kept, the largest. Default: all.
+        retrieval: Vectors of the result: `dense`, `sparse` (a Sentence-Transformers `SparseEncoder`), or `hybrid`, both
+            from one pass. Default: the source's.
+        sparse_from: Source of sparse weights: the logits of the `head` (SPLADE), which is then kept, or the hidden
+            states times the token `embeddings` (CoT-MoTE, Equation 4). Default: the source's, else `head`, or
+            `embeddings` for hybrid vectors.
+        max_active_dims: Number of weights to keep in a sparse vector, the largest. Default: all.
         tokenizer: Folder or Hub id of a tokenizer. Default: the source's own.
-        end_token: Token that the tokenizer puts behind each text, after truncation; `eos`: its end-of-sequence token.
-            Default: as the source's settings say, also where transformers ignores their `add_eos_token`.
-        dtype: Type of the weights: `float32`, `float16`, `bfloat16`, or `auto` for the source's.
+        end_token: Token that the tokenizer appends to each text, after truncation; `eos`: its end-of-sequence token.
+            Default: as in the source's settings, even if transformers ignores their `add_eos_token`.
+        dtype: Dtype of the weights: `float32`, `float16`, `bfloat16`, or `auto` for the source's.
         revision: Branch, tag or commit of a source on the Hub.
     """
 
@@ -91,7 +91,7 @@ class UpcyclingOptions(WriteOptions):
         return {name: value for name, (value, default) in values.items() if value not in (default, None)}
 
     def complete(self) -> "UpcyclingOptions":
-        """Return the same settings, with those of the preset, then the defaults, where none is given.
+        """Return the settings, completed from the preset, then from the defaults.
 
         Raises:
             ValueError: If there is no such preset.
@@ -110,8 +110,8 @@ DEFAULTS: dict[str, Any] = {
     "router_aux_loss_coef": 0.005,
     "router_aux_loss_type": "equation_1",
 }
-# Nomic Embed v2 as it was trained (arXiv:2502.07972, section 4.3), but for its upcycling, which drops biases and does
-# not scale the experts' weights, so that it does not begin as the dense model: here it does. A step there adds the
+# Nomic Embed v2 as it was trained (arXiv:2502.07972, section 4.3), except for its upcycling, which drops biases and
+# does not scale the experts' weights, so that it does not start as the dense model; here it does. A step there adds the
 # load-balancing losses of queries and documents, each times 1; here it has their mean, times 2.
 PRESETS: dict[str, dict[str, Any]] = {
     "nomic-v2": {

@@ -1,4 +1,4 @@
-"""What an upcycling will write, worked out without reading weights."""
+"""What upcycling will write, determined without reading weights."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,16 +25,16 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 @dataclass(repr=False)
 class UpcyclingPlan(Report):
-    """Plan of an upcycling.
+    """Plan of upcycling.
 
     Attributes:
         source: The dense checkpoint.
         config: Config of the MoTE.
         out: Folder of the result.
         counts: Parameters, as from `parameter_counts`.
-        file_sizes: Bytes of each file with weights.
-        retrieval: The vectors that it gives.
-        with_head: Whether it has a head for masked language modelling.
+        file_sizes: Bytes of each weight file.
+        retrieval: The vectors that the result gives.
+        with_head: Whether the result has a head for masked language modelling.
         notes: Remarks for the user.
     """
 
@@ -48,7 +48,7 @@ class UpcyclingPlan(Report):
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """Lay the plan out in lines."""
+        """Lay out the plan in lines."""
         lines = [
             f"{name + ':' if index == 0 else '':<18} {text}"
             for name, texts in self._lines().items()
@@ -99,7 +99,7 @@ def _router(config: Any) -> str:
     role = "each task expert has its own" if config.routes_by_task else "a task decides on the instruction alone"
     weights = "weights that sum to 1" if routing.norm_topk_prob else "the router's probabilities as weights"
     learns = routing.num_experts_per_tok > 1 or not routing.norm_topk_prob
-    warning = "" if learns else "; with one expert per token these are all 1, and the router learns to balance alone"
+    warning = "" if learns else "; with one expert per token these are all 1, and the router only learns to balance"
     return (
         f"each token through {routing.num_experts_per_tok} of {routing.num_experts} experts, with {weights}{warning}; "
         f"load balancing {routing.router_aux_loss_coef:g} ({routing.router_aux_loss_type}); {role}"
@@ -112,9 +112,9 @@ def plan_upcycling(
     options: UpcyclingOptions | None = None,
     **settings: Any,
 ) -> UpcyclingPlan:
-    """Plan an upcycling, without reading weights or writing anything.
+    """Plan upcycling, without reading weights or writing anything.
 
-    Takes the arguments of `upcycle`, and raises its errors about source and settings.
+    Takes the arguments of `upcycle`, and raises its errors about the source and settings.
     """
     options = replace(options or UpcyclingOptions(), **settings).complete()
     require_shard_size(options.max_shard_size)
@@ -137,7 +137,7 @@ def plan_upcycling(
         if not of_source:
             raise
         raise ValueError(
-            f"{error}. Prompts of {source.name} count as instructions: write others with `--instruction TASK=TEXT`, or "
+            f"{error}. Prompts of {source.name} count as instructions: set others with `--instruction TASK=TEXT`, or "
             "choose the experts with `--expert NAME`"
         ) from error
     if options.dtype not in DTYPES:
@@ -148,7 +148,7 @@ def plan_upcycling(
             kind: Any = "masked_lm" if with_head else "model"
             model = mote_class(config.model_type, kind)(config).to(dtype=config.dtype)
     except KeyError as error:
-        raise ValueError(f"The config of {source.name} asks for {error}, which transformers does not have") from error
+        raise ValueError(f"The config of {source.name} names {error}, which transformers does not have") from error
     weights = {name: weight for name, weight in model.state_dict().items() if name not in model.all_tied_weights_keys}
     shards = split_torch_state_dict_into_shards(weights, max_shard_size=options.max_shard_size).filename_to_tensors
     return UpcyclingPlan(
@@ -164,7 +164,7 @@ def plan_upcycling(
 
 
 def _opened(src: str | Path | Checkpoint, options: UpcyclingOptions) -> tuple[Checkpoint, UpcyclingOptions]:
-    """Open the source, in both directions if asked for; return it with the options, completed by what it is."""
+    """Open the source, bidirectional if requested; return it with the options, completed for this source."""
     source = src if isinstance(src, Checkpoint) else open_dense(str(src), options.revision)
     if options.bidirectional or asks_for_both_directions(source.config):
         source = replace(source, config=with_both_directions(source.config, source.name))
@@ -172,7 +172,7 @@ def _opened(src: str | Path | Checkpoint, options: UpcyclingOptions) -> tuple[Ch
 
 
 def _notes(prompts: list[str]) -> list[str]:
-    """Say which prompts of the source belong to no task."""
+    """Return a note on prompts of the source that belong to no task."""
     if len(prompts) > 5:
         return [f"note: {len(prompts)} of the source's prompts, such as {prompts[0]!r}, belong to no task and are kept"]
     note = "note: the source's prompt {0!r} belongs to no task; route it with `--task {0}=EXPERT`"

@@ -42,8 +42,8 @@ def upcycle(
 
     Args:
         src: A folder or an id on the Hub, with safetensors or `.bin` files, or an opened checkpoint: a dense model, or
-            a token-routed one in our form, whose task experts are then token-routed themselves. Nomic Embed v2
-            (`nomic-ai/nomic-embed-text-v2-moe`), token-routed as published, is converted with every one of its weights.
+            a token-routed one in our format, whose task experts are then token-routed themselves. Nomic Embed v2
+            (`nomic-ai/nomic-embed-text-v2-moe`), token-routed as published, is converted with all of its weights.
         out: Folder to write. Default: the source's name with `-mote`, in the current folder.
         options: Settings.
         **settings: The same as keyword arguments: `upcycle(src, experts=["a", "b"], overwrite=True)`.
@@ -73,8 +73,8 @@ def upcycle(
         tokenizer = end_as_asked(tokenizer, source, end_token)
     if config.pooling == "last_token" and not ends_texts(tokenizer):
         logger.warning(
-            "The last token of a text is pooled, and the tokenizer puts none behind it: long texts end where they are "
-            "truncated. `--end-token eos` adds one"
+            "The last token of a text is pooled, but the tokenizer appends no end token: long texts end where they are "
+            "truncated. Add one with `--end-token eos`"
         )
     model, dropped, write = _model_and_its_writer(plan, options.max_shard_size)
     changed = options.changed()
@@ -122,8 +122,8 @@ def _model_and_its_writer(
     """Make sure that the source's weights fit, and build the MoTE.
 
     Returns:
-        The model; the keys of heads that are dropped; and, if the weights can be streamed from the source's files so
-        that the model has none, the function that writes them into a folder.
+        The model; the keys of heads that are dropped; and, if the weights can be streamed from the source's files, so
+        that the model holds none, the function that writes them into a folder.
     """
     dtype = plan.config.dtype or "auto"
     if plan.source.format == "nomic_moe":
@@ -156,7 +156,7 @@ def _model_and_its_writer(
 
 
 def _new_weights(model: MoTEModel) -> dict[str, torch.Tensor]:
-    """Give pooling by attention the type of the other weights, and return its random ones by their names."""
+    """Give pooling by attention the dtype of the other weights, and return its random weights by name."""
     pooling: Any = getattr(model, "pooling", None)
     if pooling is None:
         return {}
