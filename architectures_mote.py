@@ -6,7 +6,7 @@ from transformers import MPNetModel
 from transformers.masking_utils import create_bidirectional_mask
 
 if TYPE_CHECKING or not __package__:  # installed, as a top-level module
-    try:  # transformers would take an import outside of `try` for a package that must be installed
+    try:  # transformers takes an import outside of a `try` for a package that must be installed
         from configuration_mote import MoTEConfig, alternatives
     finally:
         pass
@@ -18,7 +18,7 @@ class Architecture(NamedTuple):
     """What differs between model families."""
 
     layer_path: str  # of the list of layers in the model
-    shared_modules: tuple[str, ...]  # paths, in a layer, of what all experts share: attention and its norms
+    shared_modules: tuple[str, ...]  # paths, in a layer, of the modules that all experts share: attention and its norms
 
 
 _BERT = Architecture("encoder.layer", ("attention.self", "attention.output.dense"))
@@ -43,7 +43,7 @@ REFUSED_ARCHITECTURES = {
 
 
 def architecture_of(config: MoTEConfig) -> Architecture:
-    """Look up the row of the config's backbone; raise `ValueError`, which explains what to do, if there is none."""
+    """Look up the row of the config's backbone; raise a `ValueError` that says what to do if there is none."""
     if config.layer_path is not None:
         return Architecture(config.layer_path, tuple(config.shared_modules or ()))
     model_type = config.backbone_config.model_type
@@ -60,7 +60,7 @@ def architecture_of(config: MoTEConfig) -> Architecture:
 
 
 class MPNetBackbone(MPNetModel):
-    """MPNet, whose own forward drops the keyword arguments that its encoder would hand to the layers."""
+    """MPNet with a forward that passes keyword arguments on to the encoder; the original drops them."""
 
     def forward(self, input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
         """Embed, mask and encode, as in the base class."""

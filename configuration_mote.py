@@ -27,7 +27,7 @@ logger: Any = logging.get_logger(__name__)
 _PAPER_EXPERTS = ("classification", "clustering", "search_query", "search_document")
 PAPER_INSTRUCTIONS = {expert: f"{expert}: " for expert in _PAPER_EXPERTS}
 
-# Tasks that no expert is trained on, and the task whose expert serves each, if there is such a task. `query` and
+# Tasks that no expert is trained on → the task whose expert serves each, if the model has that task. `query` and
 # `document` are Sentence-Transformers' names for the two sides of search and reranking.
 UNSEEN_TASKS = {
     "query": "search_query",
@@ -42,7 +42,7 @@ ROLE_HINTS = ("query", "document")
 
 EXPERT_NAME = re.compile(r"[\w-]+")
 
-# Beyond these a config is damaged or hostile, and building its model would take forever.
+# A config with larger sizes is damaged or hostile, and building its model would take forever.
 MAX_EXPERTS = 1024
 MAX_SIZES = {
     "num_hidden_layers": 1024,
@@ -54,14 +54,14 @@ MAX_SIZES = {
 
 
 def alternatives(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message about an unknown `name`: the nearest known one, then all of them."""
+    """Return the end of an error message about an unknown `name`: the nearest known name, then all known names."""
     known = list(known)
     nearest = [f" Did you mean {match!r}?" for match in difflib.get_close_matches(str(name), known, n=1)]
     return f"{''.join(nearest)} Available: {', '.join(map(repr, known)) or 'none'}."
 
 
 def _of_backbone(name: str, doc: str) -> property:
-    """Make a property that reads and writes a setting of the backbone."""
+    """Make a property that reads and writes a setting of the backbone's config."""
     get = attrgetter(f"backbone_config.{name}")
     return property(get, lambda config, value: setattr(config.backbone_config, name, value), doc=doc)
 
@@ -73,13 +73,13 @@ def _refuse_misspelled(names: Iterable[str]) -> None:
 
 
 class NoHead:
-    """What `AutoModelForMaskedLM`, and `AutoModelForSequenceClassification` (`CrossEncoder`), find for a MoTE."""
+    """What `AutoModelForMaskedLM` and `AutoModelForSequenceClassification` (`CrossEncoder`) find for a MoTE."""
 
-    __module__ = "transformers.none"  # other registered classes come before those that a folder's `auto_map` names
+    __module__ = "transformers.none"  # from any other module, it would take precedence over a folder's `auto_map`
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> None:
-        """Raise `ValueError`, which says what to do instead."""
+        """Raise a `ValueError` that says what to do instead."""
         raise ValueError(
             "A MoTE is an embedding model, and has no head for scores or classes. Train one on an exported expert, "
             "which is a dense model: `mote export MODEL --expert NAME --out DIR`. A head for masked language modelling "
@@ -97,17 +97,17 @@ class MoTEConfig(PreTrainedConfig):
             Default: the paper's backbone, `NomicBertConfig()`.
         experts: Names of the experts, in order. Default: the paper's four.
         tasks: Task name → expert name. Every expert is also a task of its own name, and the tasks that the paper
-            never trains on (`query`, `document`, `sts` …) are added where their expert exists.
-        instructions: Task → text put in front of its inputs (Sentence-Transformers' prompt). A task without one has
-            that of its expert's own task. Default: the paper's, for the experts that are the paper's.
-        mote_layers: `"every"` block has experts, `"every_other"` (the 2nd, 4th, …), or a list of indices from 0.
+            never trains on (`query`, `document`, `sts` …) are added if their expert exists.
+        instructions: Task → text put in front of its inputs (Sentence-Transformers' prompt). A task without one uses
+            that of its expert's own task. Default: the paper's instructions, for the paper's experts.
+        mote_layers: Blocks with experts: `"every"`, `"every_other"` (the 2nd, 4th, …), or a list of indices from 0.
         pooling: How `pooler_output` is computed: `"mean"`, `"cls"` (first token) or `"last_token"`.
-        default_task: Task of texts for which none is given. Default: none, which makes that an error.
-        route_by_text: Whether an instruction that a text begins with picks its expert. False where texts come from
-            strangers: then only prompts, `task=` and the default task do.
+        default_task: Task of texts for which none is given. Default: none, so that such texts are an error.
+        route_by_text: Whether an instruction that a text begins with picks its expert. Set False if texts come from
+            strangers: then only prompts, `task=` and the default task pick it.
         loaded_experts: The experts whose weights are present; the others are known by name only. Default: all.
             Set by `from_pretrained(path, experts=[…])`.
-        layer_path: Path of the backbone's list of layers, as in `"encoder.layer"`. Needed only for architectures that
+        layer_path: Path of the backbone's list of layers, as in `"encoder.layer"`. Only needed for architectures that
             are not in the table of `architectures_mote.py`.
         shared_modules: The submodules of each layer that all experts share. Needed together with `layer_path`.
 
@@ -118,7 +118,7 @@ class MoTEConfig(PreTrainedConfig):
     model_type = "mote"
     routes_by_task: ClassVar[bool] = True
     pooling_modes: ClassVar[tuple[str, ...]] = ("mean", "cls", "last_token")
-    compression: ClassVar[str | property | None] = None  # of the experts, in words; see `compression_mote.py`
+    compression: ClassVar[str | property | None] = None  # how experts are compressed; see `compression_mote.py`
     sub_configs: ClassVar[dict[str, Any]] = {"backbone_config": AutoConfig}
 
     # None stands for the defaults, which `__post_init__` fills in.
@@ -142,7 +142,7 @@ class MoTEConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Fill in the defaults and validate."""
-        backbone: Any = copy.deepcopy(self.backbone_config or {"model_type": "nomic_bert"})  # ours to change
+        backbone: Any = copy.deepcopy(self.backbone_config or {"model_type": "nomic_bert"})  # it may be changed
         if isinstance(backbone, dict):
             model_type = backbone.pop("model_type", None)
             if model_type not in CONFIG_MAPPING:
@@ -155,12 +155,12 @@ class MoTEConfig(PreTrainedConfig):
         own_names = {expert: expert for expert in self.experts}
         unseen = {task: like for task, like in UNSEEN_TASKS.items() if like in own_names}
         others = {**unseen, **(self.tasks or {})}
-        # Sorted, because JSON sorts them as well, and `task_ids` are indices into this order.
+        # Sorted, because JSON sorts keys, and `task_ids` are indices into this order.
         self.tasks = {**own_names, **{task: others[task] for task in sorted(others, key=str)}}
         if self.instructions is None:
             self.instructions = {task: text for task, text in PAPER_INSTRUCTIONS.items() if task in own_names}
-        kwargs.pop("model_type", None)  # the class has it: a subclass may be built of another one's dict
-        _refuse_misspelled(kwargs)  # the base class keeps whatever it is given
+        kwargs.pop("model_type", None)  # set by the class: a subclass may be built from another class's dict
+        _refuse_misspelled(kwargs)  # the base class would keep them
         super().__post_init__(**kwargs)
         self.validate()
 
@@ -168,7 +168,7 @@ class MoTEConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Build from a dict; `experts=[…]` among the keyword arguments selects the experts to load."""
         selected = kwargs.pop("experts", None)
-        _refuse_misspelled(kwargs)  # the base class drops them
+        _refuse_misspelled(kwargs)  # the base class would drop them
         result = super().from_dict(config_dict, **kwargs)
         config = result[0] if isinstance(result, tuple) else result
         config.validate() if selected is None else config.load_only(selected)
@@ -178,7 +178,7 @@ class MoTEConfig(PreTrainedConfig):
         """Choose the experts whose weights a model of this config has, or will load.
 
         Raises:
-            ValueError: If one is not among those present.
+            ValueError: If an expert is not among those present.
         """
         selected = [experts] if isinstance(experts, str) else list(experts)
         present = self.available_experts
@@ -190,13 +190,13 @@ class MoTEConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """As in the base class; and let `NoHead` answer for models with a head."""
+        """As in the base class; also registers `NoHead` for the classes of models with a head."""
         super().register_for_auto_class(auto_class)
         for with_head in (transformers.AutoModelForMaskedLM, transformers.AutoModelForSequenceClassification):
             with_head.register(cls, NoHead, exist_ok=True)
 
     def validate(self) -> None:
-        """Check names, references between them, sizes and layer indices; raise `ValueError` at the first problem."""
+        """Check names, references between them, sizes and layer indices; raise `ValueError` on the first problem."""
         self._validate_experts()
         for task, expert in self.tasks.items():
             if not isinstance(task, str) or not task:
@@ -300,16 +300,16 @@ class MoTEConfig(PreTrainedConfig):
         return self.instructions.get(task, self.instructions.get(self.tasks[task], ""))
 
     def task_of(self, inputs: Sequence[Any], task: str | None = None, prompt: str | None = None) -> str | list[str]:
-        """Decide which task some inputs are for. The only place that does; the first rule that applies wins.
+        """Decide which task the inputs are for: the only place that does. The first rule that applies wins.
 
         1. An explicit `task`, unless it is only a role hint.
-        2. The `prompt`, when its text is an instruction of the config.
+        2. The `prompt`, if its text is an instruction of the config.
         3. The role hints `query` and `document`.
         4. The instruction that a text itself begins with, text by text; not if `route_by_text` is False.
         5. The config's `default_task`.
 
         Args:
-            inputs: Texts, before the prompt is put in front of them; also `{"text": …}`, and pairs of texts, of which
+            inputs: Texts, before the prompt is put in front of them; also `{"text": …}`, or pairs of texts, of which
                 the first counts.
             task: A task's name, or a role hint.
             prompt: The text that will be put in front of each input.
@@ -318,8 +318,8 @@ class MoTEConfig(PreTrainedConfig):
             The task, if it is the same for all inputs, otherwise one task per input.
 
         Raises:
-            ValueError: If the task is unknown, no rule applies (there is never a silent default), or rules 4 and 5
-                meet an input without a text.
+            ValueError: If the task is unknown, no rule applies (there is never a silent default), or rule 4 or 5
+                meets an input without a text.
         """
         if task is not None and not isinstance(task, str):
             raise ValueError(
@@ -345,11 +345,11 @@ class MoTEConfig(PreTrainedConfig):
 
     def _tasks_of_instructions(self) -> dict[str, str]:
         """Return instruction → task, the longest instructions first."""
-        found = {self.instruction_of(task): task for task in reversed(self.tasks)}  # of the same text, the first counts
+        found = {self.instruction_of(task): task for task in reversed(self.tasks)}  # for equal texts, the first task
         return {text: found[text] for text in sorted(found, key=len, reverse=True) if text}
 
     def _no_task(self, text: str, prompt: str | None) -> str:
-        """Explain what to write for a text that no rule gives a task."""
+        """Return the error message for a text without a task, which says what to do."""
         off = "its own instruction does not count (route_by_text=False)"
         reason = "it begins with no known instruction" if self.route_by_text else off
         start, task = "".join(text.split()).casefold(), self.available_experts[0]
@@ -367,7 +367,7 @@ class MoTEConfig(PreTrainedConfig):
         )
 
     def warn_of_instructions(self, inputs: Sequence[Any], prompt: str | None) -> None:
-        """Warn, once, of a prompt in front of a text that begins with an instruction itself."""
+        """Warn, once, about a prompt in front of a text that itself begins with an instruction."""
         known = self._tasks_of_instructions() if prompt else {}
         twice = (start for text in inputs for start in known if isinstance(text, str) and text.startswith(start))
         if (found := next(twice, None)) is not None:

@@ -1,7 +1,7 @@
-"""Batches of several tasks: split into groups of rows that run together, and put together again.
+"""Batches of several tasks: split into groups of rows that run together, and merged again.
 
-A group has one expert and rows of about the same length. It ends with its longest row, so less padding is computed than
-in the dense model. Rows that follow each other are views, and a group's results are written into those of the batch.
+A group has one expert and rows of similar length. It is cut to its longest row, so less padding is computed than in the
+dense model. Consecutive rows are views, and a group's results are written into the results of the batch.
 This file is copied into every saved model and loaded from there. It depends on torch alone.
 """
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 # Tokens of padding that a group may hold before it is split: the cost of another pass through the model, in tokens. A
-# GPU computes thousands in the time that Python takes to start a pass.
+# GPU processes thousands of tokens in the time that Python takes to start a pass.
 PADDING_PER_GROUP = {"cpu": 64}
 PADDING_PER_GROUP_ELSEWHERE = 8192
 
@@ -18,12 +18,12 @@ PADDING_PER_GROUP_ELSEWHERE = 8192
 class Group(NamedTuple):
     """Rows of a batch that run together."""
 
-    expert: str  # their expert's name
-    rows: slice | torch.Tensor  # their positions in the batch: a slice if they follow each other, otherwise indices [b]
+    expert: str  # name of the rows' expert
+    rows: slice | torch.Tensor  # positions in the batch: a slice if they are consecutive, otherwise indices [b]
     length: int  # of the longest row; the columns past it hold only padding
 
     def select(self, value: Any, batch_size: int) -> Any:
-        """Return the group's rows of a tensor that has one per sequence; return other values unchanged."""
+        """Return the group's rows of a tensor with one row per sequence; return other values unchanged."""
         has_rows = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == batch_size
         return value[self.rows] if has_rows else value
 
@@ -64,7 +64,7 @@ def groups_of(
         device: The batch's device.
 
     Returns:
-        The groups; those of one expert follow each other.
+        The groups; groups of one expert are consecutive.
     """
     lengths = [length] * len(experts)
     if attention_mask is not None and attention_mask.dim() == 2:
@@ -84,7 +84,7 @@ def groups_of(
 
 
 def _split(rows: list[int], lengths: list[int], padding: int) -> list[list[int]]:
-    """Split rows, from the shortest to the longest, into parts that hold at most `padding` tokens of padding."""
+    """Split rows, from the shortest to the longest, into parts with at most `padding` tokens of padding each."""
     parts: list[list[int]] = [[]]
     in_part = 0
     for row in sorted(rows, key=lengths.__getitem__):

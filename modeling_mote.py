@@ -1,10 +1,10 @@
-"""MoTE: Mixture of Task Experts, for any encoder that transformers has.
+"""MoTE: Mixture of Task Experts, for any encoder in transformers.
 
 What is unusual here, compared with the dense model:
 
-- Every block has one expert per task and one attention for all of them. An expert is the backbone's own layer, with
-  the attention taken out: its norms, its feed-forward network, and nothing that we wrote.
-- The task of a text picks the expert for its whole sequence. Nothing about that is learned.
+- Every block has one expert per task, and one attention for all experts. An expert is the backbone's own layer without
+  the attention: its norms, its feed-forward network, and no code of ours.
+- The task of a text picks the expert for its whole sequence. The routing is not learned.
 - The expert's name is an ordinary argument of the block, never stored as state, so gradient checkpointing recomputes
   with the same expert, and threads that serve different tasks on one model cannot interfere.
 
@@ -46,8 +46,8 @@ SEQUENCE_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "token_type_i
 class SharedModule:
     """Stands in an expert for a submodule of the dense layer that all experts of the block share.
 
-    It looks the submodule up as `container.<name>` at every call, so replacing it there (PEFT, quantisation) reaches
-    every expert. Not an `nn.Module` itself, so that the shared weights are registered once, in the block.
+    It looks up the submodule as `container.<name>` at every call, so replacing it there (PEFT, quantisation) affects
+    every expert. It is not an `nn.Module` itself, so that the shared weights are registered once, in the block.
     """
 
     def __init__(self, container: nn.Module, name: str) -> None:
@@ -89,7 +89,7 @@ class MoTEBlock(nn.Module):
             self.attention_type = layer.attention_type
 
     def share(self, path: str, module: nn.Module) -> SharedModule:
-        """Register a module for all experts, under its path in the dense layer; return what stands for it in each."""
+        """Register a module for all experts, under its path in the dense layer; return its stand-in for the experts."""
         container = self.shared
         *parents, name = path.split(".")
         for parent in parents:
@@ -122,24 +122,24 @@ class MoTEModel(PreTrainedModel):
     Args:
         config: Backbone, experts, tasks.
         backbone: A dense model to take over ("upcycle"): its layers become the experts, each a copy, so that every
-            expert gives the dense model's output. It must not be used on its own afterwards. Default: a new one,
+            expert gives the dense model's output. It must not be used on its own afterwards. Default: a new model
             with random weights.
     """
 
     config: MoTEConfig
     config_class = MoTEConfig
     output_class = BaseModelOutputWithPooling
-    outputs: tuple[str, ...] = ("last_hidden_state", "hidden_states", "attentions")  # of the backbone's, beside pooling
+    outputs: tuple[str, ...] = ("last_hidden_state", "hidden_states", "attentions")  # taken from the backbone's output
     model_tags = ["mote", "mixture-of-experts", "custom_code"]  # of its card on the Hub
-    weight_files: tuple[str, ...] = ()  # that the weights were loaded from
-    record: str | None = None  # path of the `mote.json` next to them, which says how the model was made
-    unwanted_weights = ""  # a pattern of the names of those that are in the files, but not loaded
+    weight_files: tuple[str, ...] = ()  # files that the weights were loaded from
+    record: str | None = None  # path of the `mote.json` next to the weights, which says how the model was made
+    unwanted_weights = ""  # pattern of the names of weights that are in the files, but not loaded
     offloading: Any = None  # set by `mote.load(path, offload=…)`: brings an expert to the device for a call
     routing_argument = "expert"  # of the blocks; layers that stay dense (`mote_layers`) do not get it
     base_model_prefix = ""
     supports_gradient_checkpointing = True
     _no_split_modules = ["MoTEBlock"]
-    # A backbone that lacks one of these refuses it on its own.
+    # A backbone that lacks support for one of these raises its own error.
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -212,7 +212,7 @@ class MoTEModel(PreTrainedModel):
         Args:
             input_ids: Tokens, [B, L].
             attention_mask: 1 for tokens, 0 for padding, [B, L].
-            token_type_ids: Segments, [B, L], where the backbone has them.
+            token_type_ids: Segments, [B, L], if the backbone has them.
             position_ids: Positions, [B, L] or [1, L].
             inputs_embeds: Token embeddings instead of `input_ids`, [B, L, H].
             task: One task for the batch, or a list with the task of each row. Default: the config's `default_task`.
@@ -225,7 +225,7 @@ class MoTEModel(PreTrainedModel):
             of a row hold zeros or the output for padding.
 
         Raises:
-            ValueError: If the task is unknown, missing, ambiguous, not one per row, or its expert is not loaded.
+            ValueError: If a task is unknown, missing or ambiguous, not one per row, or its expert is not loaded.
         """
         sequences = present_inputs(input_ids, inputs_embeds, attention_mask, token_type_ids, position_ids)
         if task_ids is None and (task is None or isinstance(task, str)):
@@ -233,9 +233,9 @@ class MoTEModel(PreTrainedModel):
         return self._run_groups(task, task_ids, sequences, kwargs)
 
     def _run(self, sequences: dict[str, torch.Tensor], kwargs: dict) -> BaseModelOutputWithPooling:
-        """Run rows with the same routing: the dense model's compute, and pooling."""
+        """Run rows with the same routing: the computation of the dense model, and pooling."""
         to_pool = kwargs.pop("pooling_mask", None)
-        for flag in ("output_hidden_states", "output_attentions"):  # which the backbone reads off its own config
+        for flag in ("output_hidden_states", "output_attentions"):  # which the backbone reads from its own config
             if kwargs.get(flag) is None and getattr(self.config, flag):
                 kwargs[flag] = getattr(self.config, flag)
         run = self.backbone if self.offloading is None else partial(self.offloading.run, self.backbone)
@@ -247,7 +247,7 @@ class MoTEModel(PreTrainedModel):
         pooled = pool(out.last_hidden_state, mask, self.config.pooling)
         return self.output_class(pooler_output=pooled, **{name: out.get(name) for name in self.outputs})
 
-    @torch.compiler.disable  # a graph would fit one combination of tasks and lengths only
+    @torch.compiler.disable  # a graph would only fit one combination of tasks and lengths
     def _run_groups(
         self, task: list[str] | None, task_ids: torch.Tensor | None, sequences: dict[str, torch.Tensor], kwargs: dict
     ) -> BaseModelOutputWithPooling:
@@ -288,10 +288,10 @@ class MoTEModel(PreTrainedModel):
         return [self.config.expert_of(name) for name in task]
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the layers in place, rather than the model: all experts of all layers share one graph.
+        """Compile the layers in place, not the whole model: all experts of all layers share one graph.
 
         Takes the arguments of `torch.compile`; `dynamic` is True by default. Experts that are added later are not
-        compiled until the next call. See `docs/serving.md`.
+        compiled until `compile` is called again. See `docs/serving.md`.
         """
         layers: Any = self.backbone.get_submodule(architecture_of(self.config).layer_path)
         for layer in layers:
@@ -300,17 +300,17 @@ class MoTEModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """Load, and fail where config and weights do not match: the base class only prints a report.
+        """Load, and fail if config and weights do not match; the base class only prints a report.
 
         Takes what `PreTrainedModel.from_pretrained` takes, and `experts=[…]` to load only these experts.
 
         Raises:
-            ValueError: If weights are missing, left over, of another shape, or unreadable; if an expert is unknown.
+            ValueError: If weights are missing, left over, of another shape or unreadable, or an expert is unknown.
         """
         if isinstance(kwargs.get("config"), PreTrainedConfig) and kwargs.get("experts") is not None:
             kwargs["config"] = copy.deepcopy(kwargs["config"])
             kwargs["config"].load_only(kwargs.pop("experts"))
-        kwargs["ignore_mismatched_sizes"] = True  # an error below, which names them
+        kwargs["ignore_mismatched_sizes"] = True  # reported by the error below, which names them
         try:
             loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
@@ -326,7 +326,7 @@ class MoTEModel(PreTrainedModel):
                 f"The weights of {model.name_or_path!r} do not match its config (a {model.config.model_type!r} with "
                 f"the experts {model.config.available_experts}): {'; '.join(problems)}"
             )
-        with suppress(OSError):  # there is none, or no connection
+        with suppress(OSError):  # there is no such file, or no connection
             hub = {key: kwargs.get(key) for key in ("revision", "token", "cache_dir", "local_files_only")}
             model.record = cached_file(model.name_or_path, "mote.json", **hub)
         return (model, info) if output_loading_info else model
@@ -335,7 +335,7 @@ class MoTEModel(PreTrainedModel):
     def _load_pretrained_model(
         model: Any, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Remember the files, and look only at the weights of the experts that are wanted: there may be hundreds."""
+        """Remember the files, and only look at the weights of the wanted experts: there may be hundreds."""
         model.weight_files = files = tuple(checkpoint_files or ())
         unwanted, load = model.unwanted_weights, PreTrainedModel._load_pretrained_model
         mapped = not load_config.disable_mmap and all(file.endswith(".safetensors") for file in files)
@@ -347,24 +347,24 @@ class MoTEModel(PreTrainedModel):
             return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
-        """Save under the names of the modules, not under those of the hub file the backbone came from."""
+        """Save under the names of the modules, not under those of the checkpoint that the backbone came from."""
         if self.offloading is not None:
             self.offloading.before_saving(save_directory)
-        (getattr(self.config, "auto_map", None) or {}).pop("AutoModelForMaskedLM", None)  # unless the class is that
+        (getattr(self.config, "auto_map", None) or {}).pop("AutoModelForMaskedLM", None)  # a class with a head adds it
         super().save_pretrained(save_directory, *args, **{"save_original_format": False, **kwargs})
-        with suppress(OSError):  # it is there already, or was removed
+        with suppress(OSError):  # it is already there, or was removed
             shutil.copy(self.record or "", save_directory)
 
 
 def present_inputs(*inputs: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Name the inputs that are given, of the five in `SEQUENCE_INPUTS`; the tokens come first."""
+    """Map the names in `SEQUENCE_INPUTS` to those of the five inputs that are given; the tokens come first."""
     if inputs[0] is None and inputs[1] is None:
         raise ValueError("Pass input_ids or inputs_embeds")
     return {name: value for name, value in zip(SEQUENCE_INPUTS, inputs, strict=True) if value is not None}
 
 
 def pool(hidden: torch.Tensor, attention_mask: torch.Tensor | None, mode: str) -> torch.Tensor:
-    """Make one vector of each sequence.
+    """Pool each sequence into one vector.
 
     Args:
         hidden: Hidden states, [B, L, H].
@@ -377,18 +377,18 @@ def pool(hidden: torch.Tensor, attention_mask: torch.Tensor | None, mode: str) -
     if attention_mask is None or attention_mask.dim() != 2:
         attention_mask = torch.ones(hidden.shape[:2], device=hidden.device, dtype=torch.long)
     if mode == "mean":
-        # Divided before the sum, which may overflow in float16 for a long text.
+        # Divided before summing, since the sum over a long text may overflow in float16.
         count = attention_mask.sum(dim=1, keepdim=True).clamp_(min=1)
         shares = attention_mask.to(torch.promote_types(hidden.dtype, torch.float32)) / count
         return (shares.to(hidden.dtype).unsqueeze(1) @ hidden).squeeze(1)  # [B, 1, L] @ [B, L, H]
-    if mode == "last_token":  # the last 1 becomes the largest value; the first one is that already
+    if mode == "last_token":  # makes the last 1 the largest value; argmax finds the first 1 otherwise
         attention_mask = attention_mask * torch.arange(hidden.shape[1], device=hidden.device)
     token = attention_mask.long().argmax(dim=1)
     return hidden[torch.arange(hidden.shape[0], device=hidden.device), token]
 
 
 def _adapt(backbone: PreTrainedModel) -> PreTrainedModel:
-    """Remove what an embedding model does not need, and fix what would not work."""
+    """Remove modules that an embedding model does not need, and fix what would not work."""
     if type(backbone) is MPNetModel:
         backbone.__class__ = MPNetBackbone
     if getattr(backbone, "pooler", None) is not None:

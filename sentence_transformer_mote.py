@@ -19,7 +19,7 @@ from sentence_transformers.base.modules import Transformer  # noqa: E402  # a na
 
 
 class MoTECardData(SentenceTransformerModelCardData):
-    """The card that Sentence-Transformers writes of a model that it has trained, with what a MoTE needs."""
+    """The card that Sentence-Transformers writes for a model that it has trained, with what a MoTE needs."""
 
     def generate_usage_snippet(self) -> str:
         """Add `trust_remote_code`, a task, and the table of tasks."""
@@ -30,7 +30,7 @@ class MoTECardData(SentenceTransformerModelCardData):
         return "\n".join([snippet, "", "| task | expert | instruction |", "| --- | --- | --- |", *rows, ""])
 
     def compute_dataset_metrics(self, *args: Any, **kwargs: Any) -> Any:
-        """Count tokens; where there is no task, for documents say, as for the first expert."""
+        """Count tokens; columns without a task (documents, for example) are counted as for the first expert."""
         config: Any = self.model[0].config  # type: ignore[index]
         default, config.default_task = config.default_task, config.default_task or config.available_experts[0]
         try:
@@ -51,7 +51,7 @@ class MoTETransformer(Transformer):
     mini-batches cut along with the rest.
     """
 
-    forward_kwargs = {"task"}  # otherwise `encode(task=…)` is silently dropped
+    forward_kwargs = {"task"}  # otherwise `encode(task=…)` would be silently ignored
 
     def __init__(self, *args: Any, backend: str = "torch", **kwargs: Any) -> None:
         if backend != "torch":
@@ -79,7 +79,7 @@ class MoTETransformer(Transformer):
 
         Args:
             inputs: Texts.
-            prompt: Put in front of each text; an instruction of the config decides the task.
+            prompt: Text to put in front of each text; if it is an instruction of the config, it decides the task.
             processing_kwargs: See the base class.
             task: A task of the config, or the hints "query" and "document".
             **kwargs: See the base class.
@@ -102,7 +102,7 @@ class MoTETransformer(Transformer):
         return features
 
     def _should_flatten_inputs(self, *args: Any, mixed_tasks: bool = False, **kwargs: Any) -> bool:
-        """Keep rows of several tasks apart: flash attention without padding would join them into one sequence."""
+        """Keep rows of several tasks apart: flash attention without padding would concatenate them."""
         return not mixed_tasks and super()._should_flatten_inputs(*args, **kwargs)
 
     def forward(self, features: dict[str, Any], task: str | None = None, **kwargs: Any) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class MoTETransformer(Transformer):
         return out
 
     def on_model_ready(self, model: Any) -> None:
-        """Let the card that is saved with the model be that of a MoTE, and not say "Not trained yet" forever."""
+        """Make the card that is saved with the model a MoTE's, and remove its note "Not trained yet"."""
         card, text = model.model_card_data, model._model_card_text or ""
         card.__class__ = MoTECardData if type(card) is SentenceTransformerModelCardData else type(card)
         card.add_tags(self.model.model_tags)
