@@ -2,10 +2,10 @@
 
 Both are one layer over the encoder's last hidden states: multi-head attention and a gated feed-forward network, each
 with a norm before it and a residual around it, then the mean over the tokens to pool. Method: Lee et al., "NV-Embed:
-Improved Techniques for Training LLMs as Generalist Embedding Models", section 3.2 (arXiv:2405.17428); where its code
-differs from the paper (norms, projections, the gate, wide heads), this follows the code.
+Improved Techniques for Training LLMs as Generalist Embedding Models", section 3.2 (arXiv:2405.17428). Where NV-Embed's
+code differs from the paper (norms, projections, the gate, wide heads), this file follows the code.
 
-This file is copied into saved models that pool in this way, and into no others; their `auto_map` names it.
+This file is only copied into saved models that pool in this way; their `auto_map` names it.
 """
 
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,7 +18,7 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 if TYPE_CHECKING or not __package__:  # installed, as a top-level module
-    try:  # transformers would take an import outside of `try` for a package that must be installed
+    try:  # transformers takes an import outside of a `try` for a package that must be installed
         from configuration_mote import MoTEConfig
         from modeling_mote import MoTEModel, pool
     finally:
@@ -29,7 +29,7 @@ else:  # remote code
 
 
 class AttentionPoolingConfig(MoTEConfig):
-    """Configuration of a [`AttentionPoolingModel`]: that of a MoTE, and the sizes of its pooling.
+    """Configuration of an [`AttentionPoolingModel`]: that of a MoTE, and the sizes of its pooling.
 
     Args:
         pooling: `latent_attention` or `self_attention`.
@@ -51,19 +51,19 @@ class AttentionPoolingConfig(MoTEConfig):
     pooling_head_dim: int | None = None
 
     def validate(self) -> None:
-        """Check the settings; raise `ValueError` at the first that is invalid."""
+        """Check the settings; raise `ValueError` on the first invalid one."""
         super().validate()
         self.pooling_head_dim = self.hidden_size if self.pooling_head_dim is None else self.pooling_head_dim
         for name in ("pooling_latents", "pooling_heads", "pooling_head_dim"):
             size = getattr(self, name)
-            if type(size) is not int or not 1 <= size <= 2**17:  # beyond, building the model would take forever
+            if type(size) is not int or not 1 <= size <= 2**17:  # larger, building the model would take forever
                 raise ValueError(f"{name} must be an integer from 1 to {2**17:,}, got {size!r}")
 
 
 class AttentionLayer(nn.Module):
     """Multi-head attention to latents, or among the tokens, and a feed-forward network.
 
-    Matrices multiply in the type of their weights; norms, residuals and all that follows are in float32 at least.
+    Matrix products use the dtype of the weights; norms, residuals and everything after them use at least float32.
 
     Args:
         width: H.
@@ -85,7 +85,7 @@ class AttentionLayer(nn.Module):
         self.feed_forward_out = nn.Linear(4 * width, width)
 
     def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """[B, L, H] → [B, L, H], in float32 at least."""
+        """[B, L, H] → [B, L, H], in at least float32."""
         hidden = self.attend(hidden, attention_mask)
         values, gates = self._linear(self.feed_forward_in, _normed(self.feed_forward_norm, hidden)).chunk(2, dim=-1)
         return hidden + self._linear(self.feed_forward_out, values * F.gelu(gates))
@@ -98,7 +98,7 @@ class AttentionLayer(nn.Module):
             attention_mask: 1 for tokens, 0 for padding, [B, L]. Latents have no padding.
 
         Returns:
-            [B, L, H], in float32 at least.
+            [B, L, H], in at least float32.
         """
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         context = hidden if self.latents is None else self.latents.to(hidden.dtype)[None]
@@ -117,7 +117,7 @@ class AttentionLayer(nn.Module):
 
     @staticmethod
     def _linear(linear: Any, inputs: torch.Tensor) -> torch.Tensor:
-        dtype = linear.weight.dtype  # an integer one is quantized, and looks after the type itself
+        dtype = linear.weight.dtype  # an integer dtype means quantized weights, which handle the input's dtype
         return linear(inputs.to(dtype) if dtype.is_floating_point else inputs)
 
 
@@ -136,7 +136,7 @@ class AttentionPoolingModel(MoTEModel):
 
     config: AttentionPoolingConfig
     config_class = AttentionPoolingConfig
-    pools = True  # False in a pipeline of Sentence-Transformers, whose own module pools by the same layer
+    pools = True  # False in Sentence-Transformers, whose own module pools with the same layer
 
     def __init__(self, config: AttentionPoolingConfig, backbone: PreTrainedModel | None = None) -> None:
         super().__init__(config, backbone)
@@ -156,7 +156,7 @@ class AttentionPoolingModel(MoTEModel):
 
     def _run(self, sequences: dict[str, torch.Tensor], kwargs: dict) -> BaseModelOutputWithPooling:
         chosen = kwargs.pop("pooling_mask", None)
-        out = super()._run(sequences, kwargs)  # its `pooler_output` is one token's state, which is replaced
+        out = super()._run(sequences, kwargs)  # its `pooler_output`, one token's state, is replaced below
         hidden: Any = out.last_hidden_state
         attention_mask = sequences.get("attention_mask")
         mask: Any = attention_mask if chosen is None else chosen[:, : hidden.shape[1]]

@@ -1,6 +1,6 @@
 """The Sentence-Transformers module of a MoTE that pools by attention: see `attention_pooling_mote.py`.
 
-This file is copied into saved models that pool in this way, and into no others; `modules.json` names its class.
+This file is only copied into saved models that pool in this way; `modules.json` names its class.
 """
 
 from itertools import pairwise
@@ -15,17 +15,17 @@ from transformers.dynamic_module_utils import custom_object_save
 class AttentionPooling(Pooling):
     """A `Pooling` of the states of the network's pooling layer, whose weights are saved and trained with the network.
 
-    As in the base class, `include_prompt=False` leaves the prompt out of the mean; where the features have a
-    `pooling_mask` [B, L], which says so for each row, it decides.
+    As in the base class, `include_prompt=False` leaves the prompt out of the mean. If the features have a
+    `pooling_mask` [B, L], it determines which tokens of each row are pooled.
     """
 
     def on_model_ready(self, model: Any) -> None:
-        """Find the network, without registering it a second time, and spare it pooling as well."""
+        """Find the network, without registering it a second time, and tell it not to pool as well."""
         object.__setattr__(self, "network", model[0].model)
         self.network.pools = False
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Add `sentence_embedding` [B, H] to the features; the mask for the mean is not seen by the attention.
+        """Add `sentence_embedding` [B, H] to the features; the mask for the mean does not affect the attention.
 
         Raises:
             RuntimeError: If the module is not part of a model.
@@ -35,7 +35,7 @@ class AttentionPooling(Pooling):
             raise RuntimeError("AttentionPooling is not part of a model: call `on_model_ready(model)`")
         hidden, mask = features["token_embeddings"], features.get("attention_mask")
         layer = self.network.pooling
-        if "cu_seq_lens_q" in features:  # flash attention: texts follow each other in one row
+        if "cu_seq_lens_q" in features:  # flash attention: texts are concatenated in one row
             ends = features["cu_seq_lens_q"].tolist()
             states = torch.cat([layer(hidden[:, start:end]) for start, end in pairwise(ends)], dim=1)
         else:

@@ -1,10 +1,10 @@
 """Experts that take less memory: as low-rank differences from their mean, or in 8 bits.
 
-Compressed are the matrices of the experts, the weights of their `nn.Linear`s; norms and biases stay as they are.
-Building a model from a `CompressedConfig` compresses the weights that it is built with. On the device `meta`, where
+The matrices of the experts are compressed, the weights of their `nn.Linear`s; norms and biases are unchanged. Building
+a model from a `CompressedConfig` compresses the weights that it is built with. On the device `meta`, where
 `from_pretrained` builds, that costs nothing.
 
-This file is copied into saved models whose `auto_map` names it, and into no others.
+This file is only copied into saved models whose `auto_map` names it.
 """
 
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import PreTrainedModel
 
 if TYPE_CHECKING or not __package__:  # installed, as a top-level module
-    try:  # transformers would take an import outside of `try` for a package that must be installed
+    try:  # transformers takes an import outside of a `try` for a package that must be installed
         from configuration_mote import MoTEConfig
         from modeling_mote import MoTEBlock, MoTEModel, SharedModule
     finally:
@@ -37,7 +37,7 @@ class CompressedConfig(MoTEConfig):
     """
 
     model_type = "mote_compressed"
-    has_no_defaults_at_init: ClassVar[bool] = True  # the library would make one without settings, to print another
+    has_no_defaults_at_init: ClassVar[bool] = True  # to print a config, the library would build one without settings
 
     expert_rank: int | None = None
     expert_bits: int | None = None
@@ -50,7 +50,7 @@ class CompressedConfig(MoTEConfig):
         )
 
     def validate(self) -> None:
-        """Check the settings; raise `ValueError` at the first that is invalid."""
+        """Check the settings; raise `ValueError` on the first invalid one."""
         super().validate()
         if (self.expert_rank is None) == (self.expert_bits is None):
             raise ValueError("Experts are compressed either by expert_rank or by expert_bits: set one of them")
@@ -61,15 +61,15 @@ class CompressedConfig(MoTEConfig):
 
 
 class LowRankLinear(nn.Module):
-    """W x + b with W = M + U V, where M belongs to all experts of the block, and U and V to one.
+    """W x + b with W = M + U V, where M is shared by all experts of the block, and U and V belong to one expert.
 
-    U and V are the truncated singular value decomposition of W - M, the nearest matrix of that rank (Eckart-Young).
-    Each takes the square roots of the singular values, so that both can be trained further.
+    U V is the truncated singular value decomposition of W - M, the nearest matrix of that rank (Eckart-Young).
+    Each factor takes the square roots of the singular values, so that both can be trained further.
 
     Args:
         linear: The full-rank layer.
         mean: The shared `nn.Linear` with M, [out, in].
-        rank: Rank of U V. A smaller matrix keeps its full rank.
+        rank: Rank of U V; capped at the full rank of the matrix.
     """
 
     def __init__(self, linear: nn.Linear, mean: SharedModule, rank: int) -> None:
@@ -93,7 +93,7 @@ class LowRankLinear(nn.Module):
 
 
 class Int8Linear(nn.Module):
-    """W x + b with W as integers from -127 to 127, and a scale for each row.
+    """W x + b with W stored as integers from -127 to 127, and a scale for each row.
 
     Args:
         linear: The layer in floating point.
@@ -104,7 +104,7 @@ class Int8Linear(nn.Module):
         largest = linear.weight.abs().amax(dim=1)
         scale = torch.where(largest > 0, largest / 127, 1.0).to(largest)
         steps = (linear.weight.float() / scale[:, None]).round().clamp(-127, 127)
-        self.weight = nn.Parameter(steps.to(torch.int8), requires_grad=False)  # `.half()` and its like skip integers
+        self.weight = nn.Parameter(steps.to(torch.int8), requires_grad=False)  # `.half()` and the like skip integers
         self.scale = nn.Parameter(scale)
         self.bias = linear.bias
 
@@ -169,7 +169,7 @@ def compress_block(block: MoTEBlock, rank: int | None) -> None:
 
 
 def _linear(weight: torch.Tensor, bias: nn.Parameter | None = None) -> nn.Linear:
-    """Make an `nn.Linear` of its weights, without drawing random numbers first."""
+    """Make an `nn.Linear` from its weights, without initialising random ones first."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight.contiguous())
     linear.bias = bias  # type: ignore[assignment]

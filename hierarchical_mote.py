@@ -1,12 +1,12 @@
 """Task experts that are token-routed themselves: a hierarchical mixture of experts.
 
-The task of a text picks the expert of a block, as in every MoTE. Where the source routed tokens, that expert has a
-router and feed-forward networks of its own, and the router picks those of each token. The source's other blocks give
-ordinary task experts.
+The task of a text picks the expert of a block, as in every MoTE. In blocks where the source routed tokens, each expert
+has its own router and feed-forward networks, and the router picks the networks of each token. The source's other blocks
+become ordinary task experts.
 
-This file is copied into saved models whose `auto_map` names it, and into no others. Method: Jordan and Jacobs,
-"Hierarchical Mixtures of Experts and the EM Algorithm", Neural Computation 6, 1994, for routing at two levels; the
-upper level is MoTE's, the lower one that of `token_routing_mote.py`.
+This file is only copied into saved models whose `auto_map` names it. Method: Jordan and Jacobs, "Hierarchical Mixtures
+of Experts and the EM Algorithm", Neural Computation 6, 1994, for routing at two levels; the upper level is MoTE's, the
+lower one is that of `token_routing_mote.py`.
 """
 
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 if TYPE_CHECKING or not __package__:  # installed, as a top-level module
-    try:  # transformers would take an import outside of `try` for a package that must be installed
+    try:  # transformers takes an import outside of a `try` for a package that must be installed
         from architectures_mote import architecture_of
         from configuration_mote import MoTEConfig
         from modeling_mote import MoTEModel
@@ -46,12 +46,12 @@ else:  # remote code
 class HierarchicalMoTEConfig(MoTEConfig):
     """Configuration of a [`HierarchicalMoTEModel`]: that of a MoTE, over the config of a token-routed model.
 
-    `backbone_config` is a [`TokenRoutedConfig`], or its dict; it has the settings of the routers. Where the layers are,
-    and what experts share (`layer_path`, `shared_modules`), follows from it.
+    `backbone_config` is a [`TokenRoutedConfig`], or its dict; it has the settings of the routers. It also determines
+    where the layers are, and what experts share (`layer_path`, `shared_modules`).
 
     Raises:
-        ValueError: As in `MoTEConfig`; or if `backbone_config` is not that of a token-routed model, or a description
-            of the layers does not fit it.
+        ValueError: As in `MoTEConfig`; or if `backbone_config` is not that of a token-routed model, or `layer_path` or
+            `shared_modules` contradict it.
     """
 
     model_type = "mote_hierarchical"
@@ -86,11 +86,11 @@ class HierarchicalMoTEConfig(MoTEConfig):
 
 
 class HierarchicalMoTEModel(MoTEModel):
-    """A token-routed encoder in which whole sequences go through the expert of their task, and tokens through its own.
+    """An encoder in which sequences go through the expert of their task, which routes each of their tokens.
 
     Args:
         config: Backbone, experts, tasks.
-        backbone: A token-routed model to take over, as a dense one in `MoTEModel`.
+        backbone: A token-routed model to take over, like a dense one in `MoTEModel`.
     """
 
     config: HierarchicalMoTEConfig
@@ -112,7 +112,7 @@ class HierarchicalMoTEModel(MoTEModel):
         return True  # as in `TokenRoutedModel`
 
     def set_experts_implementation(self, experts_implementation: str | dict) -> None:
-        """As in the base class; a copy of an expert, which has a copy of the config, follows."""
+        """As in the base class; also updates copies of an expert, which have a copy of the config."""
         super().set_experts_implementation(experts_implementation)
         for module in self.modules():
             if isinstance(module, FeedForwardExperts):

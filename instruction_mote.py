@@ -1,10 +1,10 @@
-"""Instructions that a model reads and does not pool: an embedding is made of the tokens of the text alone.
+"""Instructions that a model reads but does not pool: only the tokens of the text itself are pooled.
 
-Sentence-Transformers' `include_prompt=False` takes the number of tokens that an instruction has by itself for all rows
-of a batch. Here each row has its own instruction, and the boundary is the tokenizer's: the first pooled token is the
-first one that holds a character of the text. Instructions are left out as in NV-Embed (arXiv:2405.17428, section 4).
+Sentence-Transformers' `include_prompt=False` tokenizes the instruction alone, and skips this number of tokens in all
+rows of a batch. Here each row has its own instruction, and the boundary is the tokenizer's: the first pooled token is
+the first that holds a character of the text. Instructions are left out as in NV-Embed (arXiv:2405.17428, section 4).
 
-This file is copied into saved models that leave instructions out, and into no others; `modules.json` names its classes.
+This file is only copied into saved models that leave instructions out; `modules.json` names its classes.
 """
 
 from collections.abc import Sequence
@@ -25,15 +25,15 @@ EXCLUDED = ("excluded", "excluded_by_count")
 class InstructedTransformer(Transformer):
     """A `Transformer` module that says which tokens are pooled: those of the text, without its instruction.
 
-    The instruction of a text is the prompt, or, if there is none, the longest of the model's that the text itself
-    begins with. All tokens are attended to. What the tokenizer puts behind a text is pooled with it; what it puts in
-    front is not, unless there is no instruction.
+    The instruction of a text is the prompt, or, if there is none, the longest of the model's instructions that the text
+    itself begins with. All tokens are attended to. Special tokens after a text are pooled with it; those before it are
+    not, unless there is no instruction.
 
     Args:
         *args: See the base class.
         instruction_pooling: `excluded`: the first pooled token is the first that holds a character of the text.
-            `excluded_by_count`: as many tokens are left out, from the first of the row, as the instruction has by
-            itself, without special ones; so does NV-Embed's own code.
+            `excluded_by_count`: as many tokens are left out, from the start of the row, as the instruction alone has
+            without special tokens, as in NV-Embed's own code.
         **kwargs: See the base class.
 
     Raises:
@@ -71,7 +71,7 @@ class InstructedTransformer(Transformer):
 
         Args:
             inputs: Texts.
-            prompt: The instruction, put in front of each text; or a list with that of each.
+            prompt: The instruction to put in front of each text; or a list with one for each text.
             processing_kwargs: See the base class.
             task: See the base class.
             **kwargs: See the base class.
@@ -80,7 +80,7 @@ class InstructedTransformer(Transformer):
             The features of the base class, and `pooling_mask` [B, L]: 1 for tokens that are pooled.
 
         Raises:
-            ValueError: If a row has no token to pool, as where its instruction fills the maximum length.
+            ValueError: If a row has no token to pool, for example because its instruction fills the maximum length.
         """
         if not inputs:
             return {}
@@ -121,7 +121,7 @@ class InstructedTransformer(Transformer):
         return max((start for start in known if text.startswith(start)), key=len, default="")
 
     def _first_pooled(self, encoding: Any, instruction: str) -> int:
-        """Return the position of the first pooled token of a row; past its end, if there is none."""
+        """Return the position of the first pooled token of a row; past its end if there is none."""
         if self.instruction_pooling == "excluded_by_count":
             tokenizer: Any = self.tokenizer
             count = len(tokenizer(instruction, add_special_tokens=False)["input_ids"])
@@ -132,13 +132,13 @@ class InstructedTransformer(Transformer):
                 if sequence or end > len(instruction):
                     return index
                 last = index
-        return len(encoding) if encoding.overflowing else last + 1  # an empty text: what is put behind it
+        return len(encoding) if encoding.overflowing else last + 1  # an empty text: the special tokens after it
 
     def _get_prompt_length(self, *args: Any, **kwargs: Any) -> None:
-        """Do not count the tokens of the prompt: the mask says more."""
+        """Skip counting the tokens of the prompt: the mask is more precise."""
 
     def _should_flatten_inputs(self, *args: Any, **kwargs: Any) -> bool:
-        """Keep rows apart: without padding, flash attention would join them into one sequence."""
+        """Keep rows apart: flash attention without padding would concatenate them."""
         return False
 
     def forward(self, features: dict[str, Any], task: str | None = None, **kwargs: Any) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class InstructedTransformer(Transformer):
 class TextPooling(Pooling):
     """A `Pooling` of the tokens of the text: those in `pooling_mask`, see `InstructedTransformer`.
 
-    The attention mask stays as it is, for whoever uses the features once more: losses that cache gradients do.
+    The attention mask is not modified, because losses that cache gradients use the features again.
 
     Args:
         *args: See the base class.
@@ -183,7 +183,7 @@ class TextPooling(Pooling):
         """Add `sentence_embedding` [B, H] to the features.
 
         Raises:
-            ValueError: If they do not say which tokens are pooled.
+            ValueError: If the features have no `pooling_mask`.
         """
         if self.include_prompt:
             return super().forward(features, **kwargs)

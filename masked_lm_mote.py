@@ -1,11 +1,11 @@
 """MoTE with a head for masked language modelling: `AutoModelForMaskedLM.from_pretrained(path, trust_remote_code=True)`.
 
-The head is that of the backbone's family. Transformers' own class for the family, say `BertForMaskedLM`, is built
-whole; its encoder becomes the MoTE's backbone, and a stand-in takes its place. So the head's modules, its forward and
-its loss are the library's, and hidden states of several experts meet in it.
+The head is that of the backbone's family. Transformers' own class for the family, such as `BertForMaskedLM`, is built
+whole; its encoder becomes the MoTE's backbone, and a stand-in takes its place. So the head's modules, forward and loss
+are the library's, and all experts share the head.
 
-This file is copied into saved models that have a head, and into no others. There, `AutoModel` loads the same weights
-without the head.
+This file is only copied into saved models that have a head. For these, `AutoModel` loads the same weights without the
+head.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPo
 from transformers.utils import can_return_tuple
 
 if TYPE_CHECKING or not __package__:  # installed, as a top-level module
-    try:  # transformers would take an import outside of `try` for a package that must be installed
+    try:  # transformers takes an import outside of a `try` for a package that must be installed
         from architectures_mote import ARCHITECTURES
         from configuration_mote import MoTEConfig, NoHead
         from modeling_mote import MoTEModel
@@ -36,14 +36,14 @@ else:  # remote code
 
 
 class HiddenStates(nn.Module):
-    """Stands in a native model for its encoder: returns the hidden states that it is given as `inputs_embeds`."""
+    """Replaces the encoder of a native model: returns the hidden states that it is given as `inputs_embeds`."""
 
     def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> BaseModelOutput:
         """[B, L, H] → the same as `last_hidden_state`."""
         return BaseModelOutput(last_hidden_state=inputs_embeds)
 
     def get_input_embeddings(self) -> None:
-        """Return None: the native model asks, before it returns its output embeddings."""
+        """Return None: the native model calls this before it returns its output embeddings."""
 
 
 class MoTEForMaskedLM(MoTEModel):
@@ -58,14 +58,14 @@ class MoTEForMaskedLM(MoTEModel):
         ValueError: As in `MoTEModel`, or if transformers has no such head for the family.
     """
 
-    accepts_loss_kwargs = False  # most families' losses are means over a batch, which a Trainer has to know
+    accepts_loss_kwargs = False  # most families' losses are means over a batch, which a Trainer must know
     _tied_with_head: dict[str, str] = {}  # none until there is a head
 
     def __init__(self, config: MoTEConfig, dense: PreTrainedModel | None = None) -> None:
         native: Any = native_with_head(config.backbone_config) if dense is None else dense
         prefix, encoder, tied = native.base_model_prefix, native.base_model, native.all_tied_weights_keys
         setattr(native, prefix, HiddenStates())
-        native.all_tied_weights_keys = {}  # they are this model's now
+        native.all_tied_weights_keys = {}  # this model ties them now
         super().__init__(config, encoder)
         self.head = native
         self._tied_with_head = {f"head.{name}": _name_here(source, prefix) for name, source in tied.items()}
@@ -99,14 +99,14 @@ class MoTEForMaskedLM(MoTEModel):
         """Predict the tokens of a batch, each sequence through the expert of its task.
 
         Args:
-            input_ids: As in `MoTEModel.forward`, as are the next six.
+            input_ids: As in `MoTEModel.forward`, like the next six.
             attention_mask: See there.
             token_type_ids: See there.
             position_ids: See there.
             inputs_embeds: See there.
             task: See there.
             task_ids: See there.
-            labels: The tokens to predict, and -100 where none is, [B, L].
+            labels: The tokens to predict, and -100 elsewhere, [B, L].
             **kwargs: Arguments of the backbone, and of the family's loss.
 
         Returns:
@@ -133,20 +133,20 @@ class MoTEForMaskedLM(MoTEModel):
         task: str | list[str] | None = None,
         task_ids: torch.Tensor | None = None,
     ) -> BaseModelOutputWithPooling:
-        """Run the encoder alone, as `MoTEModel.forward`: what hybrid encoders pool, before they call the head."""
+        """Run only the encoder, as in `MoTEModel.forward`: hybrid encoders pool its output before calling the head."""
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, task, task_ids)
         return super().forward(*inputs, return_dict=True)
 
     @staticmethod
     def _load_pretrained_model(model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Say what to do where a folder was saved without a head: the library would make a random one."""
+        """Raise an error if a folder was saved without a head: the library would initialise a random one."""
         saved_as = model.config.architectures
         if saved_as and not any(name.endswith("ForMaskedLM") for name in saved_as):
             NoHead.from_pretrained()
         return MoTEModel._load_pretrained_model(model, *args, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """As in the base class; `AutoModel` finds the model without its head."""
+        """As in the base class; also lets `AutoModel` find the model without its head."""
         headless = next(each for each in type(self).__mro__ if vars(each).get("_auto_class") == "AutoModel")
         where = f"{headless.__module__.rpartition('.')[2]}.{headless.__name__}"
         self.config.auto_map = {**(getattr(self.config, "auto_map", None) or {}), "AutoModel": where}

@@ -29,7 +29,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import cached_file, can_return_tuple
 
 if TYPE_CHECKING or not __package__:  # installed, as a top-level module
-    try:  # transformers would take an import outside of `try` for a package that must be installed
+    try:  # transformers takes an import outside of a `try` for a package that must be installed
         from architectures_mote import MPNetBackbone, architecture_of
         from configuration_mote import MoTEConfig
         from mixed_batch_mote import groups_of

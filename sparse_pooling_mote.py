@@ -1,10 +1,10 @@
 """Sparse vectors with a weight for each token of the vocabulary, and hybrid ones: sparse and dense from one pass.
 
-A sparse encoder with a head for masked language modelling needs none of this: there Sentence-Transformers'
-`SpladePooling` does it. `SparsePooling` also takes the token embeddings in place of a head, as CoT-MoTE does in its
-Equation 4, without the head's transform, its bias, and the special tokens (Ma et al. 2023, arXiv:2304.10195).
+A sparse encoder with a head for masked language modelling needs none of this: it uses Sentence-Transformers'
+`SpladePooling`. `SparsePooling` can use the token embeddings in place of a head, as CoT-MoTE does in its Equation 4,
+without the head's transform, its bias, and the special tokens (Ma et al. 2023, arXiv:2304.10195).
 
-This file is copied into saved models that need it, and into no others; `modules.json` names its classes.
+This file is only copied into saved models that need it; `modules.json` names its classes.
 """
 
 import math
@@ -26,7 +26,7 @@ class HighestLogits(torch.autograd.Function):
     whole vocabulary.
     """
 
-    LOGITS = 2**25  # at a time
+    LOGITS = 2**25  # computed at a time
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, embeddings: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -69,11 +69,11 @@ def _sums(
 
 
 class SparsePooling(Module):
-    """Pools hidden states into a sparse vector: weight v is max_i log(1 + ReLU(l_iv)), l the logits of the tokens.
+    """Pools hidden states into a sparse vector: weight v is max_i log(1 + ReLU(l_iv)), with l the logits of the tokens.
 
     Args:
-        sparse_from: `embeddings`: the logits are hidden states times token embeddings, at all tokens but the special
-            ones (Equation 4). `head`: those of the model's head for masked language modelling, at all tokens (SPLADE).
+        sparse_from: `embeddings`: the logits are hidden states times token embeddings, at all tokens but special ones
+            (Equation 4). `head`: the logits of the model's head for masked language modelling, at all tokens (SPLADE).
     """
 
     config_keys = ["sparse_from"]
@@ -85,12 +85,12 @@ class SparsePooling(Module):
         self.sparse_from = sparse_from
 
     def on_model_ready(self, model: Any) -> None:
-        """Find the first module, whose network has the logits' weights, without registering it a second time."""
+        """Find the first module, whose network has the weights for the logits, without registering it a second time."""
         object.__setattr__(self, "transformer", model[0])
 
     @property
     def network(self) -> Any:
-        """The network of the first module."""
+        """Network of the first module."""
         if not hasattr(self, "transformer"):
             raise RuntimeError(f"{type(self).__name__} is not part of a model: call `on_model_ready(model)`")
         return self.transformer.model
@@ -105,12 +105,12 @@ class SparsePooling(Module):
             names = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "pad_token_id")
             special = [number for name in names if (number := getattr(tokenizer, name, None)) is not None]
             states, kept = hidden, ~torch.isin(tokens, torch.tensor(special, device=tokens.device))
-        if "cu_seq_lens_q" in features:  # flash attention: texts follow each other in one row
+        if "cu_seq_lens_q" in features:  # flash attention: texts are concatenated in one row
             bounds = pairwise(features["cu_seq_lens_q"].tolist())
             highest = torch.cat([self._highest(states[:, a:b], kept[:, a:b]) for a, b in bounds])
         else:
             highest = self._highest(states, kept & features["attention_mask"].bool())
-        return highest.relu().log1p()  # both keep the order, so the maximum comes first
+        return highest.relu().log1p()  # both preserve the order, so the maximum can be taken first
 
     def _highest(self, states: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         """Return the highest logits of kept tokens, [B, V], from the head's logits or the hidden states."""
@@ -143,8 +143,8 @@ class HybridPooling(SparsePooling):
     Args:
         sparse_from: As in `SparsePooling`.
         weight: Weight w of the sparse score.
-        max_active_dims: Sparse weights of a text that are kept outside of training, the largest. Default: all.
-        retrieval: What a vector holds unless a call says otherwise: `hybrid`, `dense` or `sparse`.
+        max_active_dims: Number of sparse weights to keep per text outside of training, the largest. Default: all.
+        retrieval: Default kind of vectors: `hybrid`, `dense` or `sparse`.
     """
 
     config_keys = ["sparse_from", "weight", "max_active_dims", "retrieval"]
@@ -174,9 +174,9 @@ class HybridPooling(SparsePooling):
         """Replace the dense `sentence_embedding` [B, H] in the features.
 
         Args:
-            features: Those of `Pooling`.
-            retrieval: What the vector holds. Default: as this module says, as of the next.
-            weight: Weight of the sparse score.
+            features: Output of `Pooling`.
+            retrieval: Kind of vectors. Default: the module's.
+            weight: Weight of the sparse score. Default: the module's.
             **kwargs: Ignored.
 
         Returns:

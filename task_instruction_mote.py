@@ -1,9 +1,9 @@
-"""The Sentence-Transformers module of a MoTE that leaves instructions out of its pooling, and only of such a one."""
+"""The Sentence-Transformers module of a MoTE that leaves instructions out of its pooling."""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING or not __package__:  # installed, as a top-level module
-    try:  # transformers would take an import outside of `try` for a package that must be installed
+    try:  # transformers takes an import outside of a `try` for a package that must be installed
         from instruction_mote import InstructedTransformer
         from sentence_transformer_mote import MoTETransformer
     finally:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING or not __package__:  # installed, as a top-level module
-    try:  # transformers would take an import outside of `try` for a package that must be installed
+    try:  # transformers takes an import outside of a `try` for a package that must be installed
         from instruction_mote import InstructedTransformer
         from token_routed_transformer_mote import TokenRoutedTransformer
     finally:

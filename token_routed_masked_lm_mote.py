@@ -1,6 +1,6 @@
 """A token-routed model with a head for masked language modelling: see `masked_lm_mote.py`.
 
-This file is copied into saved models of that kind, and into no others.
+This file is only copied into saved models of this kind.
 """
 
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from transformers import AutoModelForMaskedLM, PreTrainedModel
 
 if TYPE_CHECKING or not __package__:  # installed, as a top-level module
-    try:  # transformers would take an import outside of `try` for a package that must be installed
+    try:  # transformers takes an import outside of a `try` for a package that must be installed
         from masked_lm_mote import MoTEForMaskedLM
         from token_routing_mote import TokenRoutedConfig, TokenRoutedModel
     finally:

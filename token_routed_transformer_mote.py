@@ -1,6 +1,6 @@
 """The Sentence-Transformers module of a token-routed model, which needs no task.
 
-`modules.json` of a saved token-routed model names `TokenRoutedTransformer`, and only such a model carries this file.
+This file is only copied into saved token-routed models, whose `modules.json` names `TokenRoutedTransformer`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sentence_transformers.base.modules import Transformer
 
 if TYPE_CHECKING or not __package__:  # installed, as a top-level module
-    try:  # transformers would take an import outside of `try` for a package that must be installed
+    try:  # transformers takes an import outside of a `try` for a package that must be installed
         from configuration_mote import ROLE_HINTS
         from sentence_transformer_mote import MoTETransformer
     finally:
@@ -21,8 +21,8 @@ else:  # remote code
 class TokenRoutedTransformer(MoTETransformer):
     """A `Transformer` module whose model routes tokens.
 
-    An instruction is a prompt as in any dense model, and a text need not reveal its task. An optional feature
-    `balance_share`, a number, is passed to the model (see `TokenRoutedModel.forward`).
+    An instruction is a prompt as in any dense model, and a text needs no task. The optional feature `balance_share`, a
+    number, is passed to the model (see `TokenRoutedModel.forward`).
     """
 
     def preprocess(
@@ -37,7 +37,7 @@ class TokenRoutedTransformer(MoTETransformer):
 
         Args:
             inputs: Texts.
-            prompt: Put in front of each text.
+            prompt: Text to put in front of each text.
             processing_kwargs: See the base class.
             task: Checked, then ignored: a task of the config, or the hints "query" and "document".
             **kwargs: See the base class.

@@ -1,7 +1,7 @@
 """Token-level routing: the classic mixture of experts, the baseline that task experts are compared with.
 
-In a routed block the dense layer keeps its attention and its norms; its feed-forward network is replaced by experts,
-each at first a copy of it, and a linear router that sends each token to the best few of them.
+In a routed block, the dense layer keeps its attention and norms. Its feed-forward network is replaced by experts, which
+start as copies of it, and a linear router that sends each token to the best few of them.
 
 - Routing is an argument of the block (`TokenRouting`), never stored as state.
 - The load-balancing loss is not added to the training loss; its gradient is injected in the block's backward pass, so
@@ -9,7 +9,7 @@ each at first a copy of it, and a linear router that sends each token to the bes
 - The experts are computed by transformers (`experts_implementation="grouped_mm"`, `"batched_mm"`); `"eager"` is the
   loop below, the reference.
 
-This file is copied into saved models whose `auto_map` names it, and into no others. Methods: Fedus et al., "Switch
+This file is only copied into saved models whose `auto_map` names it. Methods: Fedus et al., "Switch
 Transformers", 2021 (arXiv:2101.03961), section 2.2, for router and loss; Komatsuzaki et al., "Sparse Upcycling", 2022
 (arXiv:2212.05055), for copies of a dense network as experts and for normalised weights; Nussbaum and Duderstadt,
 "Training Sparse Mixture Of Experts Text Embedding Models", 2025 (arXiv:2502.07972), Nomic Embed v2, for both in a text
@@ -31,7 +31,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
 
 if TYPE_CHECKING or not __package__:  # installed, as a top-level module
-    try:  # transformers would take an import outside of `try` for a package that must be installed
+    try:  # transformers takes an import outside of a `try` for a package that must be installed
         from configuration_mote import MAX_EXPERTS, PAPER_INSTRUCTIONS, MoTEConfig, alternatives
         from modeling_mote import MoTEModel, present_inputs
     finally:
@@ -44,8 +44,8 @@ else:  # remote code
 class FeedForward(NamedTuple):
     """Paths of the feed-forward network in a dense layer.
 
-    `module` holds the network. `up` are its projections from the hidden size (of a gated network the gate's first, or
-    both in one), `down` is the one back, possibly outside of `module`.
+    `module` holds the network. `up` are the projections from the hidden size (in a gated network, first the gate's, or
+    both in one), `down` is the projection back, possibly outside of `module`.
     """
 
     module: str
@@ -78,22 +78,22 @@ _ALL_EXPERTS_NEEDED = (
 class TokenRoutedConfig(MoTEConfig):
     """Configuration of a [`TokenRoutedModel`]: that of a MoTE, and settings named as in transformers.
 
-    `experts` names groups of tasks, and no feed-forward network here: a task decides on the instruction alone.
+    Here `experts` names groups of tasks, not feed-forward networks: a task only determines the instruction.
 
     Args:
-        num_experts: Number of experts in a block. Default: as many as `experts` has names.
+        num_experts: Number of experts in a block. Default: the number of names in `experts`.
         num_experts_per_tok: Number of experts that each token goes through.
         norm_topk_prob: Scale the weights of a token's experts to sum to 1, so that a freshly upcycled model gives the
-            dense model's output. With one expert per token that weight is then always 1, and only the load-balancing
-            loss trains the router. False: the router's probabilities as they are.
+            dense model's output. With one expert per token, this weight is then always 1, and only the load-balancing
+            loss trains the router. False: use the router's probabilities unscaled.
         router_aux_loss_coef: Factor of the load-balancing loss in training. 0: no such loss.
-        router_aux_loss_type: Formula of that loss, a key of `LOSS_FACTORS`.
-        shared_expert_bias: The experts of a block have no biases of their own, but one for all, [H], added once to
-            the weighted sum of their outputs: Nomic Embed v2 as published.
+        router_aux_loss_type: Formula of this loss, a key of `LOSS_FACTORS`.
+        shared_expert_bias: Whether the experts of a block share a single bias, [H], added once to the weighted sum of
+            their outputs, as in Nomic Embed v2 as published.
 
     Raises:
-        ValueError: As in `MoTEConfig`; or if one of these is out of range, the config describes an architecture of
-            its own, or leaves experts out.
+        ValueError: As in `MoTEConfig`; or if one of these settings is out of range, `layer_path` is set, or
+            experts are left out.
     """
 
     model_type = "mote_token_routed"
@@ -113,7 +113,7 @@ class TokenRoutedConfig(MoTEConfig):
         super().__post_init__(**kwargs)
 
     def validate(self) -> None:
-        """Check the settings; raise `ValueError` at the first that is invalid."""
+        """Check the settings; raise `ValueError` on the first invalid one."""
         super().validate()
         if self.loaded_experts is not None:
             raise ValueError(_ALL_EXPERTS_NEEDED)
@@ -149,7 +149,7 @@ class TokenRouting(NamedTuple):
     """The routing settings of one forward pass, an argument of each routed block.
 
     Attributes:
-        token_mask: True for tokens, False for padding, which the loss leaves out, [B, L]. None: no padding.
+        token_mask: True for tokens, False for padding, which the loss ignores, [B, L]. None: no padding.
         loss_weight: Factor of the load-balancing loss in this pass. 0: no such loss.
         record: Called by each block, in order, with its router's logits, [B, L, E].
     """
@@ -181,17 +181,17 @@ def load_balancing_loss(
     - `"equation_1"`: its sum over the blocks (Nussbaum and Duderstadt, 2025, Equation 1, which is Switch Transformers'
       loss, section 2.2, without the factor E).
     - `"megablocks"`: its mean over the blocks, times E/K, so that it is 1 when balanced: how Nomic Embed v2 was trained
-      (databricks/megablocks, `batched_load_balancing_loss`), but for padding, which is left out here.
+      (databricks/megablocks, `batched_load_balancing_loss`), except that padding is ignored here.
 
     Args:
         router_logits: The router's logits in each block, [B, L, E] each.
         token_mask: 1 or True for the tokens that count, [B, L]. None: all.
         num_experts_per_tok: Number of experts that each token goes through.
         formula: A key of `LOSS_FACTORS`.
-        num_blocks: Number of blocks in the model, if these are only some of them. Default: as many as these.
+        num_blocks: Number of blocks in the model, if these are only some of them. Default: the number of these blocks.
 
     Returns:
-        A scalar in float32. Its gradient goes through the probabilities alone: choices have none.
+        A scalar in float32. Its gradient flows through the probabilities only: the choice of experts has none.
     """
     factor = LOSS_FACTORS[formula](router_logits[0].shape[-1], num_experts_per_tok, num_blocks or len(router_logits))
     losses = []
@@ -208,7 +208,7 @@ def load_balancing_loss(
 
 
 class _AttachLoss(torch.autograd.Function):
-    """The identity on `hidden`, whose backward pass adds the gradient of `loss` to that of any training loss."""
+    """The identity on `hidden`, whose backward pass adds the gradient of `loss` to that of the training loss."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -226,8 +226,8 @@ class FeedForwardExperts(nn.Module):
     """The experts of a block, their weights stacked: [E, out, in], biases [E, out].
 
     The attributes follow transformers' convention for experts: `gate_up_proj` (the gate's rows first) in a gated
-    network, otherwise `up_proj`; `down_proj`; the same with `_bias`, both or neither. The decorator replaces `forward`
-    by the implementation that `config._experts_implementation` names, unless that is `"eager"`.
+    network, otherwise `up_proj`; `down_proj`; and both or neither of these with `_bias`. The decorator replaces
+    `forward` by the implementation that `config._experts_implementation` names, unless that is `"eager"`.
     """
 
     has_gate: bool
@@ -236,7 +236,7 @@ class FeedForwardExperts(nn.Module):
     dropout: nn.Module
 
     def __init__(self, config: TokenRoutedConfig) -> None:
-        """Leave the rest to `copies_of`: the decorator overwrites `has_gate` and `has_bias` after `__init__`."""
+        """Set only the number of experts: the decorator overwrites `has_gate` and `has_bias` after `__init__`."""
         super().__init__()
         self.num_experts = config.num_experts
 
@@ -244,7 +244,7 @@ class FeedForwardExperts(nn.Module):
     def copies_of(cls, layer: nn.Module, network: FeedForward, config: TokenRoutedConfig) -> "FeedForwardExperts":
         """Make as many copies of a layer's feed-forward network as the config has experts.
 
-        Where only one of the two projections has a bias (`gte`), the other gets one that begins as zeros.
+        If only one of the two projections has a bias (`gte`), the other gets one of zeros.
         """
         experts = cls(config)
         up: list[Any] = [layer.get_submodule(path) for path in network.up]
@@ -271,14 +271,14 @@ class FeedForwardExperts(nn.Module):
         return nn.functional.linear(hidden, getattr(self, name)[expert], bias)
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Multiply the two halves, the first through the activation: [S, 2 I] → [S, I]. Called by transformers too."""
+        """Multiply the two halves, the first activated: [S, 2 I] → [S, I]. Also called by transformers."""
         gate, up = gate_up.chunk(2, dim=-1)
         return self.dropout(self.act_fn(gate) * up)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Run one expert after another, each on its tokens.
+        """Run one expert after another, each on the tokens routed to it.
 
         Args:
             hidden_states: [N, H].
@@ -304,7 +304,7 @@ class TokenRoutedFeedForward(nn.Module):
 
     Args:
         layer: The dense layer.
-        network: Its feed-forward network, of which the experts are copies.
+        network: Paths of its feed-forward network, which the experts are copies of.
         config: The model's config.
     """
 
@@ -356,7 +356,7 @@ class TokenRoutedBlock(nn.Module):
 
     Args:
         layer: The dense layer of the backbone, taken over.
-        network: Where that layer has its feed-forward network.
+        network: Paths of its feed-forward network.
         config: The model's config.
     """
 
@@ -378,9 +378,9 @@ class TokenRoutedBlock(nn.Module):
     ) -> Any:
         """Run the layer.
 
-        The layer calls its feed-forward network with hidden states alone, so each call has a layer of its own: a
-        shallow copy whose feed-forward network has the routing of this call bound to it. Gradient checkpointing
-        calls the same copy again, and threads cannot interfere.
+        The layer calls its feed-forward network with hidden states only, so each call gets its own layer: a shallow
+        copy whose feed-forward network has the routing of this call bound to it. Gradient checkpointing calls the same
+        copy again, and threads cannot interfere.
 
         Args:
             hidden_states: [B, L, H].
@@ -393,7 +393,7 @@ class TokenRoutedBlock(nn.Module):
         """
         if routing is None:
             raise RuntimeError("The block was not told its routing: the backbone does not hand keyword arguments down")
-        layer = object.__new__(type(self.shared))  # copy.copy in steps that torch.compile can follow
+        layer = object.__new__(type(self.shared))  # as copy.copy, in steps that torch.compile can trace
         layer.__dict__.update(self.shared.__dict__)
         layer.__dict__.pop("forward", None)  # set by accelerate, bound to the original
         layer.__dict__[self.replaced] = partial(self.feed_forward, routing=routing)
@@ -425,7 +425,7 @@ class TokenRoutedModel(MoTEModel):
     _no_split_modules = ["TokenRoutedBlock"]
 
     def __init__(self, config: TokenRoutedConfig, backbone: PreTrainedModel | None = None) -> None:
-        if backbone is None:  # `experts_implementation=` has set it there as well, where a dense model refuses it
+        if backbone is None:  # `experts_implementation=` also sets it here, but a dense model refuses it
             config.backbone_config._experts_implementation = None
         elif config.shared_expert_bias:
             raise ValueError("shared_expert_bias would lose the biases of the dense model's feed-forward networks")
@@ -433,7 +433,7 @@ class TokenRoutedModel(MoTEModel):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        return True  # the base class would look it up for each class, but finds what it has cached for `MoTEModel`
+        return True  # the base class would look this up, but caches its result for `MoTEModel` for subclasses, too
 
     def _make_block(self, layer: nn.Module) -> nn.Module:
         return TokenRoutedBlock(layer, FEED_FORWARDS[self.config.backbone_config.model_type], self.config)
@@ -457,15 +457,15 @@ class TokenRoutedModel(MoTEModel):
         Args:
             input_ids: Tokens, [B, L].
             attention_mask: 1 for tokens, 0 for padding, [B, L].
-            token_type_ids: Segments, [B, L], where the backbone has them.
+            token_type_ids: Segments, [B, L], if the backbone has them.
             position_ids: Positions, [B, L] or [1, L].
             inputs_embeds: Token embeddings instead of `input_ids`, [B, L, H].
-            task: Not needed; an unknown task is an error all the same.
+            task: Not needed; an unknown task is still an error.
             task_ids: Not needed; checked like `task`.
             output_router_logits: Return the logits of each block's router.
-            balance_share: In training, the share of one row in a training step, 1 / all its rows, so that the
-                load-balancing losses of the step's forward passes add up to one. None: this pass counts as a whole
-                step.
+            balance_share: In training, the share of one row in a training step, 1 / number of rows, so that the
+                load-balancing losses of the step's forward passes add up to one loss. None: this pass counts as a
+                whole step.
             **kwargs: Arguments of the backbone (`output_hidden_states`, `output_attentions` …).
 
         Returns:
@@ -478,7 +478,7 @@ class TokenRoutedModel(MoTEModel):
         rows = next(iter(sequences.values())).shape[0]
         if task is not None or task_ids is not None:
             self._experts_of_rows(task, task_ids, rows)
-        if "cu_seq_lens_q" in kwargs:  # sequences without padding, laid end to end in one row
+        if "cu_seq_lens_q" in kwargs:  # sequences without padding, concatenated in one row
             rows = len(kwargs["cu_seq_lens_q"]) - 1
         mask = sequences.get("attention_mask")
         logits: list[torch.Tensor] = []
