@@ -45,7 +45,7 @@ def test_each_text_ends_with_it(name: str, tmp_path: Path) -> None:
 
 
 def test_what_is_refused(dense: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no token 'eos' to put"):
+    with pytest.raises(ValueError, match=r"has no token 'eos' to append"):
         with_end_token(AutoTokenizer.from_pretrained(dense))
     with pytest.raises(ValueError, match=r"already appends '\[SEP\]' to texts"):
         with_end_token(AutoTokenizer.from_pretrained(dense), "[MASK]")
