@@ -167,8 +167,7 @@ def chain(recipe: Chain | str | Path, overrides: Sequence[str] = (), *, overwrit
     """
     if processes().num_processes > 1:
         raise ValueError(
-            "A chain runs in one process: for several GPUs, run `mote mine` and `accelerate launch -m mote train` by "
-            "turns"
+            "A chain runs in one process: for several GPUs, alternate `mote mine` and `accelerate launch -m mote train`"
         )
     settings = recipe if isinstance(recipe, Chain) else load_recipe(recipe, overrides, Chain)
     stages = prepare(settings)

@@ -298,7 +298,7 @@ def read_reranking(dataset: EvaluationDataset) -> Rows:
 def read_summaries(dataset: EvaluationDataset) -> Rows:
     """Read `text`, `machine_summaries`, `human_summaries`, and the human scores as `relevance`.
 
-    Where there are no human summaries, machine summaries are compared with the text itself.
+    If there are no human summaries, machine summaries are compared with the text itself.
 
     Raises:
         ValueError: If rows are invalid, or the scores of each text are all equal.

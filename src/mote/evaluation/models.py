@@ -96,7 +96,7 @@ class EvaluatedModel:
             if type(model[-1]).__name__ == "HybridPooling":
                 model[-1].retrieval = self.retrieval
             elif self.retrieval != (own := "sparse" if sparse else "dense"):
-                raise ValueError(f"{self.path} gives {own} vectors alone: there are no {self.retrieval} ones to score")
+                raise ValueError(f"{self.path} only gives {own} vectors: there are no {self.retrieval} ones to score")
         return model
 
     def release(self) -> None:

@@ -96,7 +96,7 @@ class UpcyclingPlan(Report):
 def _router(config: Any) -> str:
     """Describe token routing."""
     routing: Any = token_routing(config)
-    role = "each task expert has its own" if config.routes_by_task else "a task decides on the instruction alone"
+    role = "each task expert has its own" if config.routes_by_task else "a task only determines the instruction"
     weights = "weights that sum to 1" if routing.norm_topk_prob else "the router's probabilities as weights"
     learns = routing.num_experts_per_tok > 1 or not routing.norm_topk_prob
     warning = "" if learns else "; with one expert per token these are all 1, and the router only learns to balance"
