@@ -9,7 +9,7 @@ all-MiniLM-L6-v2 and random weights.
 
 The benchmark only uses what every version has: `mote.upcycle(source, folder)`, `AutoModel.from_pretrained(folder,
 trust_remote_code=True)`, and `mote train`. Put recipe keys that only one checkout knows into `--train-before` and
-`--train-after`.
+`--train-after`. The same interpreter on both sides measures the noise.
 """
 
 import argparse
