@@ -88,6 +88,7 @@ LENGTHS = "{anchor: 16, positive: 40, negative: 40}"  # short: most of a step is
 CHAIN = (
     "stages.stage1.mining.negatives=4",
     "stages.stage2.mining.negatives=4",
+    "stages.stage2.teacher.max_length=48",
     "stages.stage2.train.data.limit=3000",  # per dataset: about half of the rows
     f"train.tasks.retrieval.datasets=[{{path: retrieval/*, negatives: 1, max_length: {LENGTHS}}}]",
     "train.training.num_train_epochs=1",

@@ -96,6 +96,18 @@ def test_settings_of_encode(settings: Any, arguments: Any, model: Path, corpus: 
     ] == next(iter(settings.values()))
 
 
+def test_fewer_tokens(model: Path, corpus: Path) -> None:
+    encoder = SentenceTransformer(str(model), device="cpu")
+    whole = encoder.encode(TEXTS)
+    encoder.max_seq_length = 4
+    found = embeddings_in(embed(model, corpus, max_length=4))
+    assert np.allclose(found, encoder.encode(TEXTS), atol=1e-5)
+    assert not np.allclose(found, whole, atol=1e-2)
+    assert read_json(corpus.parent / "out/manifest.json")["model"]["max_length"] == 4
+    with pytest.raises(ValueError, match="holds other embeddings"):
+        embed(model, corpus)
+
+
 def test_experts(trained_folder: Path, corpus: Path) -> None:
     encoder = trusted(trained_folder)
     found = embeddings_in(embed(trained_folder, corpus, task="clustering", trust_remote_code=True))
@@ -334,6 +346,8 @@ def test_an_embedding_that_is_not_finite(model: Path, corpus: Path, monkeypatch:
         ({"engine": "spark"}, "Unknown engine 'spark'"),
         ({"dimensions": 17}, "dimensions is 17, but the model's embeddings have only 16"),
         ({"shard_size": 0}, "shard_size must be at least 1, got 0"),
+        ({"max_length": 0}, "max_length must be at least 1, got 0"),
+        ({"max_length": 999}, "max_length 999: the model reads at most "),
         ({"device": "cuda:9"}, "There is no device 'cuda:9' here"),
         ({"device": ["cpu"], "processes": 2}, "device and processes exclude each other"),
         ({"address": "auto"}, "address is for the engine ray"),

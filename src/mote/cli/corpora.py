@@ -17,6 +17,9 @@ Address = Annotated[
     str | None, typer.Option(metavar="ADDRESS", help="Ray cluster to join. Default: start a local one.")
 ]
 Backend = Annotated[Literal["torch", "onnx", "openvino"], typer.Option(help="Runtime of a model from `mote export`.")]
+MaxLength = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Maximum length of a text in tokens. Default: the model's.")
+]
 Dimensions = Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of dimensions to keep. Default: all.")]
 
 
@@ -50,6 +53,7 @@ def embed(
     ] = "float32",
     dimensions: Dimensions = None,
     batch_size: options.BatchSize = 32,
+    max_length: MaxLength = None,
     shard_size: Annotated[int, typer.Option(metavar="N", min=1, help="Texts per file; bounds the memory.")] = 50_000,
     index: Annotated[
         str | None, typer.Option(metavar="FACTORY", help="Also write a FAISS index: Flat, HNSW32, IVF1024,Flat …")
@@ -127,6 +131,7 @@ def mine(
     query_task: QueryTask = "query",
     document_task: DocumentTask = "document",
     batch_size: options.BatchSize = 32,
+    max_length: MaxLength = None,
     dimensions: Dimensions = None,
     device: Device = None,
     processes: Processes = None,
@@ -175,6 +180,7 @@ def filter_pairs(
     query_task: QueryTask = "query",
     document_task: DocumentTask = "document",
     batch_size: options.BatchSize = 32,
+    max_length: MaxLength = None,
     dimensions: Dimensions = None,
     device: Device = None,
     processes: Processes = None,

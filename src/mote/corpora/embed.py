@@ -37,6 +37,7 @@ def embed_corpus(
     dtype: str = "float32",
     dimensions: int | None = None,
     batch_size: int = 32,
+    max_length: int | None = None,
     shard_size: int = 50_000,
     index: str | None = None,
     device: str | Sequence[str] | None = None,
@@ -69,6 +70,7 @@ def embed_corpus(
         dtype: `"float32"`, `"float16"`, or `"int8"`, scaled by the ranges of the first shard's embeddings.
         dimensions: Number of dimensions to keep. Default: all.
         batch_size: Batch size.
+        max_length: Maximum length of a text in tokens. Default: the model's.
         shard_size: Texts per shard.
         index: FAISS index of this factory string, such as `"Flat"`, `"HNSW32"` or `"IVF1024,Flat"`; inner product of
             normalised embeddings. Row i is the i-th text.
@@ -89,7 +91,13 @@ def embed_corpus(
         OSError: If a package is not installed, another process writes to the folder, or its disk is full.
         ValueError: If a setting, a row or an embedding is invalid, or the folder holds something else.
     """
-    numbers = {"batch_size": batch_size, "shard_size": shard_size, "dimensions": dimensions, "processes": processes}
+    numbers = {
+        "batch_size": batch_size,
+        "max_length": max_length,
+        "shard_size": shard_size,
+        "dimensions": dimensions,
+        "processes": processes,
+    }
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}")
@@ -113,6 +121,7 @@ def embed_corpus(
         backend=backend,
         trust_remote_code=trust_remote_code,
         batch_size=batch_size,
+        max_length=max_length,
         dimensions=dimensions,
         prompt=prompt,
         task=task,

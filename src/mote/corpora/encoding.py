@@ -22,7 +22,7 @@ from mote.hub import commit_of
 from mote.inference.loading import load_encoder
 
 if TYPE_CHECKING:
-    from sentence_transformers import SentenceTransformer
+    from sentence_transformers import SentenceTransformer, SparseEncoder
 
 WINDOW = 2048
 """Number of texts sorted by length together. Windows do not depend on the number of devices, so neither do batches."""
@@ -39,6 +39,7 @@ class Model:
         revision: Commit on the Hub; None for a folder.
         content: Hash of a folder; None for a model on the Hub.
         batch_size: Texts in a batch.
+        max_length: Maximum length of a text in tokens. Default: the model's.
         dimensions: Number of dimensions to keep. Default: all.
         prompt: Prompt of all texts.
         task: Task of all texts.
@@ -50,13 +51,15 @@ class Model:
     revision: str | None = None
     content: str | None = None
     batch_size: int = 32
+    max_length: int | None = None
     dimensions: int | None = None
     prompt: str | None = None
     task: str | None = None
 
-    def identity(self) -> dict[str, str | None]:
+    def identity(self) -> dict[str, Any]:
         """Describe the model for the manifest: by its commit on the Hub, or a hash of the folder."""
-        return {"name": self.source, "revision": self.revision or self.content, "backend": self.backend}
+        cut = {} if self.max_length is None else {"max_length": self.max_length}
+        return {"name": self.source, "revision": self.revision or self.content, "backend": self.backend, **cut}
 
     def load(self, device: str | None = None) -> "SentenceTransformer":
         """Load the model.
@@ -64,15 +67,33 @@ class Model:
         Raises:
             FileNotFoundError: If the runtime's file is missing.
             OSError: If the runtime is not installed.
-            ValueError: If it does not load.
+            ValueError: If it does not load, or reads fewer tokens than asked for.
         """
         if self.backend == "torch" or device == "meta":
-            return load_encoder(
+            encoder = load_encoder(
                 self.source, revision=self.revision, device=device, trust_remote_code=self.trust_remote_code
             )
-        from mote.inference.runtimes import load_exported
+        else:
+            from mote.inference.runtimes import load_exported
 
-        return load_exported(self.source, self.backend)
+            encoder = load_exported(self.source, self.backend)
+        self.shorten(encoder)
+        return encoder
+
+    def shorten(self, encoder: "SentenceTransformer | SparseEncoder") -> None:
+        """Have the loaded model read at most `max_length` tokens.
+
+        Raises:
+            ValueError: If it reads fewer, or `max_length` is below 1.
+        """
+        if self.max_length is None:
+            return
+        if self.max_length < 1:
+            raise ValueError(f"max_length must be at least 1, got {self.max_length}")
+        limit = encoder.max_seq_length
+        if limit is not None and self.max_length > limit:
+            raise ValueError(f"max_length {self.max_length}: the model reads at most {limit} tokens")
+        encoder.max_seq_length = self.max_length
 
     def arguments(self, encoder: "SentenceTransformer", task: str | None = None) -> dict[str, Any]:
         """Return the arguments of `encode` for the texts of a task. Default: the task of all texts.

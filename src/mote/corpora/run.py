@@ -59,6 +59,7 @@ class Teacher:
             models are dot products, scores of others cosines.
         query_task: Task of the queries: the name of a prompt of the model, or a task of a MoTE.
         document_task: Task of the documents.
+        max_length: Maximum length of a text in tokens. Default: the model's.
         batch_size: Batch size for embedding.
         dimensions: Number of dimensions of the embeddings to keep. Default: all.
         device: Device, or several.
@@ -75,6 +76,7 @@ class Teacher:
     query_task: str = "query"
     document_task: str = "document"
     batch_size: int = 32
+    max_length: int | None = None
     dimensions: int | None = None
     device: str | Sequence[str] | None = None
     processes: int | None = None
@@ -102,6 +104,7 @@ class Teacher:
             self.model,
             revision=self.revision,
             batch_size=self.batch_size,
+            max_length=self.max_length,
             dimensions=self.dimensions,
             backend=self.backend,
             trust_remote_code=self.trust_remote_code,

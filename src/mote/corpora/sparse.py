@@ -48,12 +48,13 @@ class SparseTeacher:
         """The model.
 
         Raises:
-            ValueError: If it does not load, or knows no such task.
+            ValueError: If it does not load, reads fewer tokens than asked for, or knows no such task.
         """
         model = self.of_queries
         encoder = load_sparse_encoder(
             model.source, revision=model.revision, device=self.device, trust_remote_code=model.trust_remote_code
         )
+        model.shorten(encoder)
         for each in (self.of_queries, self.of_documents):
             each.arguments(encoder)  # type: ignore[arg-type]  # prompts and tasks are found alike
         return encoder
