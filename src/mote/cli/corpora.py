@@ -100,7 +100,7 @@ def mine(
     datasets: Datasets,
     out: OutOfRun,
     model: Annotated[
-        str, typer.Option(metavar="MODEL", help=f"Teacher: bm25, or any Sentence-Transformers model, a {options.SRC}.")
+        str, typer.Option(metavar="MODEL", help=f"Teacher: bm25, or any Sentence-Transformers model: {options.SRC}.")
     ],
     data: Data = ".",
     split: Split = "train",
@@ -111,7 +111,7 @@ def mine(
     ] = None,
     negatives: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of negatives per row.")] = 5,
     skip: Annotated[int, typer.Option(metavar="N", min=0, help="Number of top-ranked candidates to skip.")] = 0,
-    depth: Annotated[int, typer.Option(metavar="N", min=1, help="Lowest rank of a candidate to consider.")] = 100,
+    depth: Annotated[int, typer.Option(metavar="N", min=1, help="Consider candidates up to this rank.")] = 100,
     relative_margin: Annotated[
         float | None,
         typer.Option(
@@ -166,7 +166,7 @@ def filter_pairs(
     datasets: Datasets,
     out: OutOfRun,
     model: Annotated[
-        str, typer.Option(metavar="MODEL", help=f"bm25, or any Sentence-Transformers model, a {options.SRC}.")
+        str, typer.Option(metavar="MODEL", help=f"bm25, or any Sentence-Transformers model: {options.SRC}.")
     ],
     data: Data = ".",
     split: Split = "train",

@@ -65,7 +65,7 @@ def _progress_to_stderr(wanted: bool) -> bool:
     return wanted
 
 
-SRC = "folder, or Hub id (user/name)"
+SRC = "folder or Hub id (user/name)"
 Mote = Annotated[str, typer.Argument(metavar="SRC", help=f"MoTE: {SRC}.")]
 Expert = Annotated[str, typer.Argument(metavar="NAME", help="Expert name.")]
 Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help=f"Models, each a {SRC}, or LABEL=MODEL.")]

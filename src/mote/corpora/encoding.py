@@ -310,7 +310,7 @@ class _InWorker:
 
 
 def _set_up_worker(parent: int, threads: int | None) -> _InWorker:
-    """Share the cores among the processes, and end with the parent: if killed, it leaves its workers waiting."""
+    """Share the cores among the processes, and exit with the parent: a killed one would leave its workers waiting."""
     import torch
 
     def watch() -> None:

@@ -21,7 +21,7 @@ class MiningSettings:
     Attributes:
         negatives: Maximum number of negatives per row.
         skip: Number of top-ranked candidates to skip.
-        depth: Lowest rank of a candidate to consider, known positives not counted.
+        depth: Rank up to which candidates are considered, known positives not counted.
         relative_margin: Minimum gap between positive and negative, as a fraction of the positive's score: 0.05 is the
             papers' 0.95. None: no such condition.
         absolute_margin: Minimum gap between the scores of positive and negative. None: no such condition.
