@@ -255,7 +255,7 @@ def test_renaming_keeps_the_order_and_what_belongs_to_it(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("clustering",), "There is an expert 'clustering' already .* choose another name"),
+        (("clustering",), "There already is an expert 'clustering' .* choose another name"),
         (("a.b",), "must be one word"),
         (("items",), "taken by torch's ModuleDict"),
         ((7,), "must be one word"),

@@ -91,7 +91,7 @@ def test_the_list(with_legal: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["add", "{}", "clusterin", "--name", "x"], "Unknown expert 'clusterin'. Did you mean 'clustering'?"),
         (["add", "{}", "clustering"], "needs a name of its own: give it one with `--name`"),
-        (["add", "{}", "clustering", "--name", "clustering"], "There is an expert 'clustering' already"),
+        (["add", "{}", "clustering", "--name", "clustering"], "There already is an expert 'clustering'"),
         (["add", "{}", "mean", "--name", "a.b"], "must be one word"),
         (["add", "{}", "{}"], "is a whole model, it has no expert.json"),
         (["add", "nobody/nothing", "mean", "--name", "x"], "nobody/nothing is not a folder"),
