@@ -145,7 +145,7 @@ def test_each_stage_trains_on_what_is_mined_for_it(
         chain(file)
     trained: list[str] = []
     monkeypatch.setattr(chains, "train", lambda recipe: (trained.append(recipe.name), done(recipe)))
-    model = chain(file, ["description=resumed"])
+    model = chain(file, ["description=resumed", "stages.stage2.teacher.max_length=20"])
     assert model == out / "stage2/train/model"
     assert trained == ["cot-stage1", "cot-stage2"]
     bm25, mined = (negatives_in(out / stage) for stage in ("stage1", "stage2"))
@@ -154,6 +154,7 @@ def test_each_stage_trains_on_what_is_mined_for_it(
     )
     assert mined != bm25
     first = SparseEncoder(str(out / "stage1/train/model"), trust_remote_code=True)
+    first.max_seq_length = 20  # of up to 22
     queries, documents = (first.encode_query([row["query"] for row in ROWS]), [row["positive"] for row in ROWS])
     scores = queries.to_dense() @ first.encode_document(documents).to_dense().T
     ranked = scores.argsort(dim=1, descending=True).tolist()
