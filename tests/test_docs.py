@@ -1,5 +1,6 @@
 """What the documentation says is so: commands, options, settings, architectures, pages."""
 
+import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -92,8 +93,15 @@ def settings_in(annotation: Any) -> type[BaseModel] | None:
     return next(filter(None, map(settings_in, get_args(annotation))), None)
 
 
-def all_settings(settings: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Name every key of a recipe, with its default."""
+def description(settings: type[BaseModel], name: str) -> str:
+    """A setting's description in the docstring of its class, or of the class that it is inherited from."""
+    pattern = re.compile(rf"^    {name}: (.*?)(?=^    \w+: |^\S|\Z)", re.DOTALL | re.MULTILINE)
+    found = (pattern.search(inspect.cleandoc(each.__doc__ or "")) for each in settings.__mro__)
+    return " ".join(next(match[1] for match in found if match).split())
+
+
+def all_settings(settings: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """Name every key of a recipe, with its default and its description."""
     refused = getattr(settings, "WITHOUT_EFFECT", ())
     for name, field in settings.model_fields.items():
         if name in refused:
@@ -102,23 +110,30 @@ def all_settings(settings: type[BaseModel], prefix: str = "") -> Iterator[tuple[
         if inside is not None:
             inner = {"tasks": ".TASK", "datasets": "[]", "stages": ".STAGE"}.get(name, "")
             yield from all_settings(inside, f"{prefix}{name}{inner}.")
-        elif field.is_required():
-            yield prefix + name, "required"
+            continue
+        if field.is_required():
+            default = "required"
         elif field.default == "":
-            yield prefix + name, "empty"
+            default = "empty"
         elif is_dataclass(field.default):
-            yield prefix + name, "the options' defaults"
+            default = "the options' defaults"
         else:
-            default = field.default if isinstance(field.default, str) else json.dumps(field.default)
-            yield prefix + name, f"`{default}`".replace("e-06", "e-6")
+            value = field.default if isinstance(field.default, str) else json.dumps(field.default)
+            default = f"`{value}`".replace("e-06", "e-6")
+        yield prefix + name, default, description(settings, name)
 
 
 @pytest.mark.parametrize(
     ("page", "settings"), [("training", Recipe), ("pretraining", PretrainingRecipe), ("chains", Chain)]
 )
-def test_every_setting_is_in_the_table_with_its_default(page: str, settings: type[BaseModel]) -> None:
+def test_every_setting_is_in_the_table(page: str, settings: type[BaseModel]) -> None:
     table = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split("## All settings", 1)[1]
-    assert re.findall(r"^\| `([^`]+)` \| ([^|]+) \| .*\w.* \|$", table, re.MULTILINE) == list(all_settings(settings))
+    found = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| (.*) \|$", table, re.MULTILINE)
+    expected = {key: rest for key, *rest in all_settings(settings)}
+    for key in expected:
+        if key.startswith("tasks.TASK.datasets[].teacher."):
+            expected[key][1] = "As in `tasks.TASK.teacher`."
+    assert [(key, *rest) for key, rest in expected.items()] == found
 
 
 def test_every_shipped_recipe_is_listed() -> None:

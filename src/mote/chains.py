@@ -64,7 +64,7 @@ class Chain(Settings):
         data: Settings of all datasets, for all stages.
         train: Settings that override the recipes of all stages.
         stages: Name → stage, in order.
-        output: Folder of the chain.
+        output: Folder of the chain. Default: `runs/NAME`.
     """
 
     name: str = "custom"

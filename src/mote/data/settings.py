@@ -30,9 +30,10 @@ class DatasetSettings(Settings):
         split: Split to read: `train` reads `train.jsonl.gz` and similar files.
         subset: Configuration of a dataset on the Hub.
         revision: Branch, tag or commit of a dataset on the Hub.
-        columns: Our name of a column → the file's. Ours are `anchor`, `positive`, `negative` (one name or a list),
-            or `text` and `label`, or `sentence1`, `sentence2` and `score`. Default: found by their usual names.
-        exclude: Names of datasets to leave out although the pattern matches them.
+        columns: Our name of a column → its name in the file. Ours are `anchor`, `positive`, `negative` (one name or a
+            list), or `text` and `label`, or `sentence1`, `sentence2` and `score`. Default: recognised by their usual
+            names.
+        exclude: Names of datasets to skip among those that a pattern matches.
     """
 
     path: str

@@ -61,10 +61,10 @@ class TextTaskSettings(Settings):
 
     Attributes:
         datasets: Datasets with its texts.
-        texts: Which texts of a row to use: `all`, or, for pairs, the `anchors` or the `positives`.
-        context: What is rebuilt from a text, for `cot-mae`: the other side of a `pair`, or a span of the same text:
+        texts: Texts to use from each row: `all`, or, for pairs, the `anchors` or the `positives`.
+        context: Context to rebuild from a text, for `cot-mae`: the other side of a `pair`, or a span of the same text:
             `nearby`, `random`, `overlap`, or `mixed`, one of the three at random.
-        context_task: Task of the contexts. Default: the task of the texts.
+        context_task: Task of the contexts. Default: the same as the texts'.
     """
 
     datasets: list[TextDatasetSettings] = Field(min_length=1)
@@ -83,7 +83,7 @@ class MaskingSettings(Settings):
     """Which tokens are to be predicted.
 
     Attributes:
-        rate: Fraction of the tokens, or words.
+        rate: Fraction of the tokens, or words, to mask.
         whole_words: Whether all tokens of a word are masked together, where words are separated by spaces. All are
             then replaced by the mask token. Otherwise 80 % are, 10 % become random tokens, and 10 % stay unchanged.
     """
@@ -114,9 +114,9 @@ class DecoderSettings(Settings):
     Attributes:
         kind: `bidirectional` (predicts masked tokens) or `autoregressive` (predicts each next token).
         layers: Number of layers.
-        masking_rate: Fraction of the context's tokens, or words, that are masked, if bidirectional.
-        attention_window: Number of tokens that a position sees besides the vector, itself included, if autoregressive.
-            Default: all tokens before it.
+        masking_rate: Fraction of the context's tokens, or words, to mask, if `bidirectional`.
+        attention_window: Number of tokens that a position attends to besides the vector, itself included, if
+            `autoregressive`. Default: all before it.
         vector: Vector that the decoder reads: `dense` (the pooled one) or `sparse` (SPLADE's, over the vocabulary).
         both_sides: Whether contexts are encoded, too, and texts rebuilt from them.
         weight: Weight of the decoder's loss.
@@ -145,7 +145,7 @@ class PretrainingRecipe(Settings):
     Attributes:
         name: Recipe name.
         description: Purpose of the recipe.
-        objective: `mlm` (masked language modelling), or `cot-mae` (a decoder rebuilds contexts, too).
+        objective: `mlm` (masked language modelling), or `cot-mae` (which adds a decoder that rebuilds contexts).
         model: The model.
         tasks: Task of the model → its texts.
         masking: Which tokens are to be predicted.

@@ -33,21 +33,23 @@ class ModelSettings(Settings):
         revision: Branch, tag or commit of a source on the Hub.
         instructions: Whether texts are prefixed with the instruction of their task.
         instruction_texts: Task → instruction, overriding the paper's.
-        definitions: Task → definition, which the template turns into an instruction; the paper's are then not used.
-        template: Instruction around a definition. Default: `Instruct: {definition}`, and `Query: ` in a second line.
-        instruction_pooling: `included`: instruction tokens are pooled, too; `excluded`: they are read, but left out of
-            the pooling; `excluded_by_count`: the same, by NV-Embed's count of the tokens. Default: as in the source.
+        definitions: Task → definition, which the template turns into an instruction. The paper's instructions are then
+            not used.
+        template: Template that turns a definition into an instruction. Default: `Instruct: {definition}`, and `Query: `
+            on a second line.
+        instruction_pooling: `included`: the instruction's tokens are pooled, too; `excluded`: they are attended to, but
+            not pooled; `excluded_by_count`: as `excluded`, by NV-Embed's count of the tokens. Default: the source's.
         layers: Blocks with experts (`every`, `every_other`, or a list of indices), for `mote` and `token_routed`.
-        shared_modules: Paths of the submodules of a block that its experts share; `[]`: none. Default: the attention.
-        bidirectional: Whether a decoder attends in both directions, for any `kind`. Default: as in the source.
-        pooling: `mean`, `cls`, `last_token`, or, for `mote`, `latent_attention` or `self_attention`, which have weights
-            to train. Default: the source's.
+        shared_modules: Paths of the submodules of a block that all experts share; `[]`: none. Default: the attention.
+        bidirectional: Whether a decoder attends in both directions; for every `kind`. Default: the source's setting.
+        pooling: `mean`, `cls`, `last_token`, or, for `mote`, `latent_attention` or `self_attention`, which are trained.
+            Default: the source's.
         pooling_latents: Number of latents, for `latent_attention`. Default: 512.
-        pooling_heads: Number of heads, for these two. Default: 8.
-        pooling_head_dim: Width of a head, for these two. Default: the hidden size.
+        pooling_heads: Number of heads, for attention pooling. Default: 8.
+        pooling_head_dim: Dimension of a head, for attention pooling. Default: the hidden size.
         experts: Expert names. Default: the paper's four.
-        tasks: Additional tasks → the expert that serves each.
-        num_experts: Experts per block, for `token_routed`. Default: the number of `experts`.
+        tasks: Further task → the expert that serves it.
+        num_experts: Experts per block, for `token_routed`. Default: as many as `experts`.
         num_experts_per_tok: Experts per token, for `token_routed`.
         norm_topk_prob: Whether the weights of a token's experts are scaled to sum to 1, for `token_routed`.
         router_aux_loss_coef: Weight of the load-balancing loss, for `token_routed`.
@@ -56,7 +58,7 @@ class ModelSettings(Settings):
         max_length: Maximum length of a text in tokens. Default: the source's.
         end_token: Token that the tokenizer appends to each text, after truncation; `eos`: its end-of-sequence token.
             Default: as in the source's settings.
-        attention: Attention implementation, as transformers names it. Default: its own choice.
+        attention: Attention implementation, by its name in transformers. Default: transformers' choice.
         dropout: Dropout probability of hidden states and of attention in training. Default: the source's.
     """
 
@@ -100,18 +102,18 @@ class RetrievalSettings(Settings):
     """The model's vectors, and what keeps sparse ones sparse: the arguments of Sentence-Transformers' `SpladeLoss`.
 
     Attributes:
-        kind: `dense`; `sparse`, a weight for each token of the vocabulary; or `hybrid`, both from one pass.
+        kind: `dense`; `sparse`, with a weight for each token of the vocabulary; or `hybrid`, both from one pass.
         sparse_from: Source of sparse weights: the logits of the `head` (SPLADE), or hidden states times token
             `embeddings` (CoT-MoTE, Equation 4). Default: the source's, else `head`, or `embeddings` for hybrid vectors.
-        weight: Weight of the sparse score in a hybrid one; or `tuned`: 1 in training, then the best on held-out pairs.
-            Default: the source's, or 1.
-        max_active_dims: Number of weights that the trained model keeps per vector, the largest. Default: all.
-        query_regularizer_weight: Weight of the FLOPS loss of anchors.
-        document_regularizer_weight: Weight of the FLOPS loss of all other texts.
-        query_regularizer_threshold: Number of weights up to which an anchor is not penalised.
-        document_regularizer_threshold: The same for other texts.
-        scheduler_type: How the weights of these losses rise from 0: `quadratic` or `linear`.
-        warmup_ratio: Fraction of the steps over which they rise.
+        weight: Weight of the sparse score in a hybrid score; `tuned`: 1 in training, then the best weight on held-out
+            pairs. Default: the source's, or 1.
+        max_active_dims: Number of largest weights that the trained model keeps. Default: all.
+        query_regularizer_weight: Weight of the FLOPS loss on anchors.
+        document_regularizer_weight: Weight of the FLOPS loss on all other texts.
+        query_regularizer_threshold: Number of active dimensions up to which an anchor is not regularised.
+        document_regularizer_threshold: The same for all other texts.
+        scheduler_type: How the weights of the FLOPS losses rise from 0: `quadratic` or `linear`.
+        warmup_ratio: Fraction of the steps in which the weights of the FLOPS losses rise.
     """
 
     kind: Literal["dense", "sparse", "hybrid"] = "dense"
@@ -136,9 +138,9 @@ class TeacherSettings(Settings):
 
     Attributes:
         source: Any Sentence-Transformers model: a folder, or an id on the Hub.
-        prompts: Column (`anchor`, `positive`) → the teacher's own prompt for it.
+        prompts: Column (`anchor`, `positive`) → the teacher's prompt for it.
         batch_size: Batch size of the teacher.
-        trust_remote_code: Whether to run the teacher's own code.
+        trust_remote_code: Whether to run code that comes with the teacher.
     """
 
     source: str
@@ -151,20 +153,20 @@ class DatasetSettings(mote.data.settings.DatasetSettings):
     """A dataset of a task, or all that match a pattern, and how it is trained on.
 
     Attributes:
-        anchor: Task of the anchors. Default: that of the recipe's task.
-        positive: Task of the positives and negatives. Default: that of the recipe's task.
-        instruction: Instruction of the anchors, and of all texts of their task, in place of the task's. This and
-            `definition` need homogeneous or blended batches.
-        definition: The same, as a definition that `model.template` turns into an instruction.
+        anchor: Task of the anchors. Default: `tasks.TASK.anchor`.
+        positive: Task of the positives and negatives. Default: `tasks.TASK.positive`.
+        instruction: Instruction of the anchors, and of all other texts with their task, replacing the task's. This and
+            the next setting need homogeneous or blended batches.
+        definition: The same as a definition, which `model.template` turns into an instruction.
         weight: How often each row is seen per epoch: 2 is twice, 0.5 a seeded half of the rows.
         limit: Maximum number of rows, a seeded sample.
-        max_length: Maximum length of texts in tokens, one number or one for each column.
+        max_length: Maximum length of texts in tokens: one number, or one per column.
         negatives: Maximum number of hard negatives per row.
         label_texts: Label → text, for `pairs: label_text`. Default: the labels themselves.
-        min_score: Score from which a scored pair is a positive pair, in both directions, for InfoNCE.
-        temperature: Temperature, in place of the task's. Needs homogeneous or blended batches.
-        loss: Loss, in place of the task's. This, `loss_arguments` and `teacher` need homogeneous batches.
-        loss_arguments: Arguments of the loss, in place of the task's.
+        min_score: Score from which a scored pair becomes a positive pair in both directions, for InfoNCE.
+        temperature: Temperature, replacing the task's. Needs homogeneous or blended batches.
+        loss: Loss, replacing the task's. This and the following settings need homogeneous batches.
+        loss_arguments: Arguments of the loss, replacing the task's.
         teacher: Teacher, in place of the task's.
     """
 
@@ -196,18 +198,18 @@ class TaskSettings(Settings):
 
     Attributes:
         datasets: Datasets of the task.
-        anchor: Task (instruction and expert) of the first column of its pairs.
-        positive: Task of the other columns. Default: that of the anchors.
-        batches: `homogeneous` (each from one dataset), `heterogeneous` (across the task's datasets) or `blended`
+        anchor: Task (instruction and expert) of the first column.
+        positive: Task of the other columns. Default: the same as `anchor`.
+        batches: `homogeneous` (each batch from one dataset), `heterogeneous` (across the task's datasets) or `blended`
             (across all tasks with this setting).
-        pairs: What labelled texts are paired with: another text of the `same_label`, or the `label_text`, with the
+        pairs: What a labelled text is paired with: another text with the `same_label`, or the `label_text`, with the
             texts of other labels as negatives.
         temperature: Temperature of InfoNCE.
-        weight: Weight of all its datasets, multiplied by their own.
-        in_batch_negatives: Whether the other rows of a batch are negatives; if not, only a row's own negatives are.
-        symmetric: Whether positives also have to find their anchors.
-        loss: `InfoNCE`, or the name of a loss of Sentence-Transformers.
-        loss_arguments: Arguments of a loss of Sentence-Transformers.
+        weight: Weight of all datasets of the task, multiplied by their own.
+        in_batch_negatives: Whether the other rows of a batch are negatives. If not, only hard negatives are.
+        symmetric: Whether positives must also find their anchors.
+        loss: `InfoNCE`, or the name of a Sentence-Transformers loss.
+        loss_arguments: Arguments of a Sentence-Transformers loss.
         teacher: Teacher of a distillation loss.
     """
 
@@ -262,8 +264,8 @@ class DataSettings(Settings):
     """Settings of all datasets.
 
     Attributes:
-        folder: Folder in which relative paths of datasets are looked up. `examples/data` is shipped with the package.
-        limit: Maximum number of rows per dataset, a seeded sample; a dataset's own limit takes precedence.
+        folder: Folder that relative paths of datasets refer to. `examples/data` comes with the package.
+        limit: Maximum number of rows of each dataset, a seeded sample; overridden by a dataset's own limit.
         max_invalid_fraction: Fraction of invalid rows (empty, wrong type, missing column) above which a dataset is
             refused.
     """
@@ -293,15 +295,16 @@ class TrainerSettings(Settings):
         learning_rate: Peak learning rate.
         weight_decay: Weight decay of AdamW.
         optim: Optimizer.
-        warmup_steps: Steps over which the learning rate rises; below 1, a fraction of all steps.
+        warmup_steps: Steps in which the learning rate rises; below 1, a fraction of all steps.
         bf16: Mixed precision in bfloat16; weights stay in float32.
         fp16: Mixed precision in float16; weights stay in float32.
         gradient_checkpointing: Whether activations are recomputed in the backward pass.
         seed: Seed of the order of the data, new weights, and dropout.
         save_steps: Steps between checkpoints; below 1, a fraction of all steps.
-        save_total_limit: Checkpoints to keep, at least two: the last one must be kept until the next is complete.
-        logging_steps: Steps between lines of the log; below 1, a fraction of all steps.
-        eval_steps: Steps between validations; below 1, a fraction of all steps. Default: only before and after.
+        save_total_limit: Checkpoints to keep: at least two, because the last one must stay until the next is complete.
+        logging_steps: Steps between log lines; below 1, a fraction of all steps.
+        eval_steps: Steps between validations; below 1, a fraction of all steps. Default: only before and after
+            training.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -390,16 +393,16 @@ class PeftSettings(Settings):
     """Adapters of the library PEFT, trained in place of the model's own weights.
 
     Attributes:
-        method: Method, as PEFT names it.
+        method: Adapter method, by its name in PEFT.
         r: Rank of LoRA.
-        alpha: LoRA's differences are multiplied by alpha / r.
-        dropout: Dropout of LoRA's inputs.
+        alpha: Scaling of LoRA: updates are multiplied by alpha / r.
+        dropout: Dropout on LoRA's inputs.
         targets: What gets adapters: `all-linear` layers; in a MoTE, only those that the experts share (`shared`), or
             those of each expert (`experts`); or PEFT's `target_modules`: a list of name suffixes, or a pattern.
-        in_full: Modules that are trained in full beside the adapters, as PEFT's `modules_to_save`: name suffixes.
-        arguments: Other arguments of PEFT's config of the method (`use_dora`, `use_rslora` …).
-        base_dtype: Dtype of the frozen linear layers; `bfloat16` needs `training.bf16`, which rounds them anyway.
-        merge: Whether adapters are merged into the weights at the end. If not, `model/` holds only the adapters.
+        in_full: Modules that are trained in full beside the adapters, by name endings, as PEFT's `modules_to_save`.
+        arguments: Further arguments of the method's PEFT config (`use_dora`, `use_rslora` …).
+        base_dtype: Dtype of the frozen linear layers; use `bfloat16` with `training.bf16`, which rounds them anyway.
+        merge: Whether adapters are merged into the weights at the end. If not, `model/` contains only the adapters.
     """
 
     method: Literal["lora", "loha", "lokr", "ia3", "oft", "hra"] = "lora"
@@ -427,7 +430,7 @@ class TrainingSettings(TrainerSettings):
         mini_batch_size: Rows per forward pass, with gradient caching. Default: no caching.
         only_experts: Experts to train; everything else is frozen. Default: the whole model.
         peft: Adapters to train, with everything else frozen. Default: none.
-        cross_device_negatives: Whether the rows of all processes are negatives of each other.
+        cross_device_negatives: Whether the rows of all processes are negatives of one another.
         matryoshka: Dimensions to which embeddings can be truncated, or `halves`: the model's own, half of it, and so on
             down to 64.
     """
