@@ -8,6 +8,7 @@ This file is only copied into saved models that need it; `modules.json` names it
 """
 
 import math
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +30,13 @@ class HighestLogits(torch.autograd.Function):
     LOGITS = 2**25  # computed at a time
 
     @staticmethod
+    def logits(hidden: torch.Tensor, embeddings: torch.Tensor, kept: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Compute the logits of a few texts at a time, [b, L, V]; arguments as of `forward`."""
+        size = max(1, HighestLogits.LOGITS // (hidden.shape[1] * len(embeddings)))
+        for states, mask in zip(hidden.split(size), kept.split(size), strict=True):
+            yield (states @ embeddings.T).masked_fill_(~mask[..., None], 0)
+
+    @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, embeddings: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         """Return the highest logits, 0 for texts without a kept token.
 
@@ -38,10 +46,7 @@ class HighestLogits(torch.autograd.Function):
             embeddings: [V, H].
             kept: Tokens that count, [B, L]; the logits of others are 0.
         """
-        size = max(1, HighestLogits.LOGITS // (hidden.shape[1] * len(embeddings)))
-        parts = []
-        for states, mask in zip(hidden.split(size), kept.split(size), strict=True):
-            parts.append((states @ embeddings.T).masked_fill_(~mask[..., None], 0).max(dim=1))
+        parts = [logits.max(dim=1) for logits in HighestLogits.logits(hidden, embeddings, kept)]
         highest, places = (torch.cat(each) for each in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, embeddings, places, kept)
         return highest
@@ -117,7 +122,9 @@ class SparsePooling(Module):
         if self.sparse_from == "head":
             return states.masked_fill(~kept[..., None], 0).amax(dim=1)
         weight = self.network.get_input_embeddings().weight
-        return HighestLogits.apply(states, weight, kept)
+        if torch.is_grad_enabled():
+            return HighestLogits.apply(states, weight, kept)
+        return torch.cat([logits.amax(dim=1) for logits in HighestLogits.logits(states, weight, kept)])
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Add `sentence_embedding` [B, V] to the features."""

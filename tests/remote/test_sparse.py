@@ -248,6 +248,9 @@ def test_reference_vectors(shared: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         vectors = model({**features, "route": "search_query"})["sentence_embedding"]
     assert difference(vectors, expected["eq4_hidden_times_embedding_content_positions"]) < 1e-5
+    in_training = model({**features, "route": "search_query"})["sentence_embedding"]
+    assert in_training.requires_grad
+    assert torch.equal(in_training, vectors)
 
 
 def test_highest_logits_equal_those_of_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
