@@ -89,6 +89,7 @@ CHAIN = (
     "stages.stage1.mining.negatives=4",
     "stages.stage2.mining.negatives=4",
     "stages.stage2.teacher.max_length=48",
+    "stages.stage2.teacher.model_dtype=bfloat16",
     "stages.stage2.train.data.limit=3000",  # per dataset: about half of the rows
     f"train.tasks.retrieval.datasets=[{{path: retrieval/*, negatives: 1, max_length: {LENGTHS}}}]",
     "train.training.num_train_epochs=1",

@@ -108,6 +108,16 @@ def test_fewer_tokens(model: Path, corpus: Path) -> None:
         embed(model, corpus)
 
 
+def test_a_model_in_bfloat16(model: Path, corpus: Path) -> None:
+    found = embeddings_in(embed(model, corpus, model_dtype="bfloat16"))
+    expected = SentenceTransformer(str(model), device="cpu", model_kwargs={"dtype": "bfloat16"}).encode(TEXTS)
+    whole = SentenceTransformer(str(model), device="cpu").encode(TEXTS)
+    assert np.allclose(found, expected, atol=2e-2)
+    assert not np.allclose(found, whole, atol=1e-5)
+    assert np.allclose(found, whole, atol=5e-2)
+    assert read_json(corpus.parent / "out/manifest.json")["model"]["dtype"] == "bfloat16"
+
+
 def test_experts(trained_folder: Path, corpus: Path) -> None:
     encoder = trusted(trained_folder)
     found = embeddings_in(embed(trained_folder, corpus, task="clustering", trust_remote_code=True))
@@ -346,6 +356,8 @@ def test_an_embedding_that_is_not_finite(model: Path, corpus: Path, monkeypatch:
         ({"engine": "spark"}, "Unknown engine 'spark'"),
         ({"dimensions": 17}, "dimensions is 17, but the model's embeddings have only 16"),
         ({"shard_size": 0}, "shard_size must be at least 1, got 0"),
+        ({"model_dtype": "float61"}, "Unknown model_dtype 'float61'. Did you mean 'float16'"),
+        ({"model_dtype": "float16", "backend": "onnx"}, "a model for onnx has the dtype of its export"),
         ({"max_length": 0}, "max_length must be at least 1, got 0"),
         ({"max_length": 999}, "max_length 999: the model reads at most "),
         ({"device": "cuda:9"}, "There is no device 'cuda:9' here"),

@@ -20,6 +20,10 @@ Backend = Annotated[Literal["torch", "onnx", "openvino"], typer.Option(help="Run
 MaxLength = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Maximum length of a text in tokens. Default: the model's.")
 ]
+ModelDtype = Annotated[
+    Literal["float32", "float16", "bfloat16"] | None,
+    typer.Option(help="Dtype of the model, and so of the computation. Default: the stored one."),
+]
 Dimensions = Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of dimensions to keep. Default: all.")]
 
 
@@ -54,6 +58,7 @@ def embed(
     dimensions: Dimensions = None,
     batch_size: options.BatchSize = 32,
     max_length: MaxLength = None,
+    model_dtype: ModelDtype = None,
     shard_size: Annotated[int, typer.Option(metavar="N", min=1, help="Texts per file; bounds the memory.")] = 50_000,
     index: Annotated[
         str | None, typer.Option(metavar="FACTORY", help="Also write a FAISS index: Flat, HNSW32, IVF1024,Flat …")
@@ -132,6 +137,7 @@ def mine(
     document_task: DocumentTask = "document",
     batch_size: options.BatchSize = 32,
     max_length: MaxLength = None,
+    model_dtype: ModelDtype = None,
     dimensions: Dimensions = None,
     device: Device = None,
     processes: Processes = None,
@@ -181,6 +187,7 @@ def filter_pairs(
     document_task: DocumentTask = "document",
     batch_size: options.BatchSize = 32,
     max_length: MaxLength = None,
+    model_dtype: ModelDtype = None,
     dimensions: Dimensions = None,
     device: Device = None,
     processes: Processes = None,

@@ -38,6 +38,7 @@ def embed_corpus(
     dimensions: int | None = None,
     batch_size: int = 32,
     max_length: int | None = None,
+    model_dtype: str | None = None,
     shard_size: int = 50_000,
     index: str | None = None,
     device: str | Sequence[str] | None = None,
@@ -71,6 +72,7 @@ def embed_corpus(
         dimensions: Number of dimensions to keep. Default: all.
         batch_size: Batch size.
         max_length: Maximum length of a text in tokens. Default: the model's.
+        model_dtype: Dtype of the weights, and so of the computation. Default: the stored one.
         shard_size: Texts per shard.
         index: FAISS index of this factory string, such as `"Flat"`, `"HNSW32"` or `"IVF1024,Flat"`; inner product of
             normalised embeddings. Row i is the i-th text.
@@ -122,6 +124,7 @@ def embed_corpus(
         trust_remote_code=trust_remote_code,
         batch_size=batch_size,
         max_length=max_length,
+        model_dtype=model_dtype,
         dimensions=dimensions,
         prompt=prompt,
         task=task,

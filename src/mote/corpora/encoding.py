@@ -19,7 +19,7 @@ from configuration_mote import ROLE_HINTS, alternatives
 from mote.checkpoints.hashing import folder_hash
 from mote.corpora.source import Document
 from mote.hub import commit_of
-from mote.inference.loading import load_encoder
+from mote.inference.loading import DTYPES, load_encoder
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer, SparseEncoder
@@ -40,6 +40,7 @@ class Model:
         content: Hash of a folder; None for a model on the Hub.
         batch_size: Texts in a batch.
         max_length: Maximum length of a text in tokens. Default: the model's.
+        model_dtype: Dtype of the weights, and so of the computation. Default: the stored one.
         dimensions: Number of dimensions to keep. Default: all.
         prompt: Prompt of all texts.
         task: Task of all texts.
@@ -52,14 +53,16 @@ class Model:
     content: str | None = None
     batch_size: int = 32
     max_length: int | None = None
+    model_dtype: str | None = None
     dimensions: int | None = None
     prompt: str | None = None
     task: str | None = None
 
     def identity(self) -> dict[str, Any]:
         """Describe the model for the manifest: by its commit on the Hub, or a hash of the folder."""
-        cut = {} if self.max_length is None else {"max_length": self.max_length}
-        return {"name": self.source, "revision": self.revision or self.content, "backend": self.backend, **cut}
+        settings = {"max_length": self.max_length, "dtype": self.model_dtype}
+        given = {name: value for name, value in settings.items() if value is not None}
+        return {"name": self.source, "revision": self.revision or self.content, "backend": self.backend, **given}
 
     def load(self, device: str | None = None) -> "SentenceTransformer":
         """Load the model.
@@ -71,7 +74,11 @@ class Model:
         """
         if self.backend == "torch" or device == "meta":
             encoder = load_encoder(
-                self.source, revision=self.revision, device=device, trust_remote_code=self.trust_remote_code
+                self.source,
+                revision=self.revision,
+                device=device,
+                dtype=self.model_dtype,
+                trust_remote_code=self.trust_remote_code,
             )
         else:
             from mote.inference.runtimes import load_exported
@@ -147,7 +154,13 @@ def find_model(source: str, *, revision: str | None = None, **settings: Any) -> 
 
     Raises:
         FileNotFoundError: If it is neither a folder with a model nor on the Hub.
+        ValueError: If its dtype is unknown, or set for another runtime than PyTorch.
     """
+    dtype, backend = settings.get("model_dtype"), settings.get("backend", "torch")
+    if dtype not in (None, *DTYPES):
+        raise ValueError(f"Unknown model_dtype {dtype!r}." + alternatives(str(dtype), DTYPES))
+    if dtype is not None and backend != "torch":
+        raise ValueError(f"model_dtype is a setting of PyTorch: a model for {backend} has the dtype of its export")
     commit = commit_of(source, revision)
     content = folder_hash(Path(source)) if commit is None else None
     return Model(source, revision=commit, content=content, **settings)

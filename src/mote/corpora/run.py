@@ -60,6 +60,7 @@ class Teacher:
         query_task: Task of the queries: the name of a prompt of the model, or a task of a MoTE.
         document_task: Task of the documents.
         max_length: Maximum length of a text in tokens. Default: the model's.
+        model_dtype: Dtype of the weights, and so of the computation. Default: the stored one.
         batch_size: Batch size for embedding.
         dimensions: Number of dimensions of the embeddings to keep. Default: all.
         device: Device, or several.
@@ -77,6 +78,7 @@ class Teacher:
     document_task: str = "document"
     batch_size: int = 32
     max_length: int | None = None
+    model_dtype: str | None = None
     dimensions: int | None = None
     device: str | Sequence[str] | None = None
     processes: int | None = None
@@ -105,6 +107,7 @@ class Teacher:
             revision=self.revision,
             batch_size=self.batch_size,
             max_length=self.max_length,
+            model_dtype=self.model_dtype,
             dimensions=self.dimensions,
             backend=self.backend,
             trust_remote_code=self.trust_remote_code,

@@ -52,7 +52,11 @@ class SparseTeacher:
         """
         model = self.of_queries
         encoder = load_sparse_encoder(
-            model.source, revision=model.revision, device=self.device, trust_remote_code=model.trust_remote_code
+            model.source,
+            revision=model.revision,
+            device=self.device,
+            dtype=model.model_dtype,
+            trust_remote_code=model.trust_remote_code,
         )
         model.shorten(encoder)
         for each in (self.of_queries, self.of_documents):

@@ -29,10 +29,10 @@ from mote.checkpoints.reading import is_mote
 from mote.checkpoints.sentence_transformers import MTEB_PROMPTS
 from mote.evaluation.cache import Cache, CacheError, with_subtasks
 from mote.evaluation.charts import draw_gains
-from mote.evaluation.models import DTYPES, EvaluatedModel, find_models
+from mote.evaluation.models import EvaluatedModel, find_models
 from mote.evaluation.scores import Evaluation
 from mote.evaluation.tasks import choose_tasks
-from mote.inference.loading import check_device, first_line
+from mote.inference.loading import DTYPES, check_device, first_line
 
 logger = logging.getLogger(__name__)
 

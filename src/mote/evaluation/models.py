@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from mteb.models import ModelMeta
     from sentence_transformers import SentenceTransformer, SparseEncoder
 
-DTYPES = ("float32", "float16", "bfloat16")
-
 
 @dataclass
 class EvaluatedModel:
