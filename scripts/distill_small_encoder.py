@@ -88,11 +88,11 @@ class TextSet:
 TEXT_SETS = (
     TextSet("retrieval/advisories", "CC BY 4.0; CC0", "golang/vulndb; RustSec/advisory-db"),
     TextSet("retrieval/debian", "each package's, all free software", "Debian bookworm main, package descriptions"),
-    TextSet("retrieval/gsm8k", "MIT", "openai/grade-school-math, train part"),
+    TextSet("retrieval/gsm8k", "MIT", "openai/grade-school-math, train split"),
     TextSet("retrieval/medquad", "CC BY 4.0", "abachaa/MedQuAD"),
     TextSet("retrieval/python_docs", "each package's, mostly BSD, MIT, Apache-2.0", "docstrings of 101 PyPI packages"),
     TextSet("retrieval/reddit", "ODC PDDL 1.0", "umbrae/reddit-top-2.5-million"),
-    TextSet("retrieval/scitldr", "Apache-2.0", "allenai/scitldr, train and dev part"),
+    TextSet("retrieval/scitldr", "Apache-2.0", "allenai/scitldr, train and dev splits"),
     TextSet("retrieval/stackexchange_qa", "CC BY-SA 3.0/4.0", "Stack Exchange, small sites"),
     TextSet("retrieval/stackexchange_title_body", "CC BY-SA 3.0/4.0", "Stack Exchange, small sites"),
     TextSet("retrieval/tldr_pages", "CC BY 4.0", "tldr-pages/tldr"),
@@ -487,9 +487,9 @@ tags:
 
 # A small sentence encoder
 
-A dense English sentence encoder of {megabytes:.1f} MB, small enough to come with the repository's code:
+A dense English sentence encoder of {megabytes:.1f} MB, small enough to ship with the repository's code:
 {parameters:.2f} M parameters, {layers} BERT layers of width {dimensions} ({heads} heads, feed-forward {feed_forward}),
-{vocabulary:,} word pieces, texts up to {tokens} tokens. It is distilled from `all-MiniLM-L6-v2`, and is there to try
+{vocabulary:,} word pieces, texts up to {tokens} tokens. It is distilled from `all-MiniLM-L6-v2` and meant for trying
 things out: when quality matters, use the teacher.
 
 ```python
@@ -506,9 +506,9 @@ print(model.similarity(model.encode("how do I cook noodles"), model.encode(docum
 | --- | --- | --- | --- |
 {figures}
 
-Measured by sentence-transformers' evaluators with the fp16 file as it lies here. Relevance is taken as yes or no in
-NFCorpus, so its figures are not to be compared with published ones. The last column is the bound that distillation
-into {dimensions} dimensions has. Neither set was trained on, and nothing was chosen by a test part.
+Measured with the evaluators of sentence-transformers on the fp16 file in this folder. Relevance in NFCorpus is treated
+as binary, so its figures cannot be compared with published ones. The last column is the upper bound for distillation
+into {dimensions} dimensions. Neither dataset was trained on, and nothing was chosen on a test split.
 
 ## How it was made
 
@@ -516,17 +516,17 @@ into {dimensions} dimensions has. Neither set was trained on, and nothing was ch
 {command}
 ```
 
-- **Texts**: {texts:,} distinct texts{limited}: all columns of the sets below, train parts only, and runs of one to
-  three sentences of the long ones. No label was used.
-- **Targets**: the teacher's embeddings on their {dimensions} principal directions, which hold {kept:.1%} of the squared
-  length, scaled to length 1 again.
-- **Student**: word, position and segment embeddings start as the teacher's, projected by a PCA; the layers start at
-  random. The word pieces are the teacher's most useful {vocabulary:,}; upper and lower case are the same to it.
+- **Texts**: {texts:,} distinct texts{limited}: all columns of the datasets below, train splits only, and runs of one to
+  three sentences from the long texts. No labels were used.
+- **Targets**: the teacher's embeddings projected onto their {dimensions} principal directions, which hold {kept:.1%} of the
+  squared length, and scaled to length 1 again.
+- **Student**: word, position and segment embeddings are initialised with the teacher's, projected by a PCA; the layers
+  are initialised at random. The word pieces are the teacher's most useful {vocabulary:,}; the model is uncased.
 - **Training**: `EmbedDistillLoss` (cosine), AdamW, {epochs} epochs, batches of {batch_size} texts of similar length,
   learning rate {learning_rate} with 5% warm-up and cosine decay, weight decay 0.01, no dropout, seed {seed}.
-  {minutes:.1f} minutes on {device}, teacher's part included. transformers {transformers}, sentence-transformers
-  {sentence_transformers}, torch {torch}.
-- **Format**: weights in fp16, loaded into fp32 (the config says so). BERT's pooler is not in the file, and not used.
+  {minutes:.1f} minutes on {device}, including the teacher's embeddings. transformers {transformers},
+  sentence-transformers {sentence_transformers}, torch {torch}.
+- **Format**: weights in fp16, loaded into fp32 (set in the config). BERT's pooler is not in the file, and not used.
 
 ## Texts and their licences
 
