@@ -103,8 +103,8 @@ class MoTEConfig(PreTrainedConfig):
         mote_layers: Blocks with experts: `"every"`, `"every_other"` (the 2nd, 4th, …), or a list of indices from 0.
         pooling: How `pooler_output` is computed: `"mean"`, `"cls"` (first token) or `"last_token"`.
         default_task: Task of texts for which none is given. Default: none, so that such texts are an error.
-        route_by_text: Whether an instruction that a text begins with picks its expert. Set False if texts come from
-            strangers: then only prompts, `task=` and the default task pick it.
+        route_by_text: Whether an instruction that a text begins with picks its expert. Set False for
+            untrusted texts: then only prompts, `task=` and the default task pick it.
         loaded_experts: The experts whose weights are present; the others are known by name only. Default: all.
             Set by `from_pretrained(path, experts=[…])`.
         layer_path: Path of the backbone's list of layers, as in `"encoder.layer"`. Only needed for architectures that

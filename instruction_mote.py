@@ -114,7 +114,7 @@ class InstructedTransformer(Transformer):
 
     def _instruction_in(self, text: str) -> str:
         """Return the instruction that a text begins with, possibly empty."""
-        if not getattr(self.config, "route_by_text", True):  # texts come from strangers
+        if not getattr(self.config, "route_by_text", True):  # for untrusted texts
             return ""
         prompts = getattr(getattr(self, "owner", None), "prompts", {})
         known = {*prompts.values(), *getattr(self.config, "instructions", {}).values()} - {None}

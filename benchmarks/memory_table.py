@@ -36,6 +36,8 @@ SETTINGS = {
     128: [(48, "ddp", False), (48, "fsdp2", False)],
 }
 
+SIZES = ("persistent", "activations", "embeddings and loss", "total")  # columns of `_sizes`
+
 
 def rows() -> Iterator[tuple[str, ...]]:
     """Estimate each combination."""
@@ -85,15 +87,15 @@ def rows_with_adapters() -> Iterator[tuple[str, ...]]:
 
 
 def _sizes(estimate: MemoryEstimate) -> Iterator[str]:
-    lasting = estimate.weights + estimate.gradients + estimate.optimizer + estimate.communication
-    for size in (lasting, estimate.activations, estimate.embeddings + estimate.loss, estimate.total):
+    persistent = estimate.weights + estimate.gradients + estimate.optimizer + estimate.communication
+    for size in (persistent, estimate.activations, estimate.embeddings + estimate.loss, estimate.total):
         yield f"{size / GIB:.2f}"
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["adapters"]:
-        heads = ["model", "GPUs", "how", "frozen layers", "weights", "lasting", "activations", "embeddings and loss"]
-        print(markdown_table([*heads, "total"], rows_with_adapters(), align="lrllrrrrr"))
+        heads = ["model", "GPUs", "how", "frozen layers", "weights", *SIZES]
+        print(markdown_table(heads, rows_with_adapters(), align="lrllrrrrr"))
         sys.exit()
-    heads = ["model", "tokens", "GPUs", "how", "mini-batch", "lasting", "activations", "embeddings and loss", "total"]
+    heads = ["model", "tokens", "GPUs", "how", "mini-batch", *SIZES]
     print(markdown_table(heads, rows(), align="lrrlrrrrr"))

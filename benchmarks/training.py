@@ -60,8 +60,8 @@ def speed(options: argparse.Namespace) -> None:
         with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):  # progress bars
             run.trainer.train()
 
-    print(f"{Path(options.model).name}, {options.steps} steps by turns, medians")
-    print("| | pairs per second | MoTE, pairs per second | MoTE / it |")
+    print(f"{Path(options.model).name}, medians of alternating runs of {options.steps} steps")
+    print("| model | pairs per second | MoTE, pairs per second | MoTE / model |")
     print("| --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
         runs = {name: ready(name, folder) for name in ("mote", *LABELS)}

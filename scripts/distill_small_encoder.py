@@ -518,8 +518,8 @@ into {dimensions} dimensions. Neither dataset was trained on, and nothing was ch
 
 - **Texts**: {texts:,} distinct texts{limited}: all columns of the datasets below, train splits only, and runs of one to
   three sentences from the long texts. No labels were used.
-- **Targets**: the teacher's embeddings projected onto their {dimensions} principal directions, which hold {kept:.1%} of the
-  squared length, and scaled to length 1 again.
+- **Targets**: the teacher's embeddings projected onto their {dimensions} principal directions, which hold {kept:.1%} of
+  the squared length, and scaled to length 1 again.
 - **Student**: word, position and segment embeddings are initialised with the teacher's, projected by a PCA; the layers
   are initialised at random. The word pieces are the teacher's most useful {vocabulary:,}; the model is uncased.
 - **Training**: `EmbedDistillLoss` (cosine), AdamW, {epochs} epochs, batches of {batch_size} texts of similar length,

@@ -45,6 +45,6 @@ def measure(options: Options) -> Benchmark:
     columns = ["batch size", "padded tokens / tokens", "texts per second", "speed-up over 32"]
     notes = [
         f"{len(texts):,} real texts of four tasks, {min(lengths)} to {max(lengths)} tokens, median "
-        f"{int(np.median(lengths))}. `encode` sorts the texts by length before it cuts batches."
+        f"{int(np.median(lengths))}. `encode` sorts texts by length before it forms batches."
     ]
     return Benchmark("batch_size", "Batch size of `encode`", columns, rows, [], notes)

@@ -41,7 +41,10 @@ def measure(options: Options) -> Benchmark:
                 times = [milliseconds(found.baseline), milliseconds(found.candidate)]
                 rows.append([name, str(graphs), f"{first:.0f}", f"{batch} x 96", *times, f"{1 / found.ratio:.3f}"])
     columns = ["compiled", "graphs", "first calls, s", "rows x length", "not compiled, ms", "compiled, ms", "speed-up"]
-    notes = [f"Graphs after {len(TASKS)} tasks x {len(LENGTHS)} lengths x rows {', '.join(map(str, ROWS))}."]
+    notes = [
+        f"Graphs and first calls: {len(TASKS)} tasks x {len(LENGTHS)} lengths x batches of {', '.join(map(str, ROWS))} "
+        "rows, each combination called once."
+    ]
     return Benchmark("compiled", "torch.compile", columns, rows, [], notes)
 
 

@@ -54,15 +54,15 @@ def measure(options: Options) -> Benchmark:
         trained = mote == options.checkpoint
     return Benchmark(
         "compression",
-        "compressed experts: memory, speed, and quality",
+        "Compressed experts: memory, speed and quality",
         ["experts", "experts, MB", "of whole", "model, MB", "encode / whole", "cosine", *types, "mean"],
         rows,
         notes=[
             "MoTE: "
-            + ("the checkpoint." if trained else "trained from the checkpoint for a moment, for this benchmark."),
-            f"quality: main scores of MTEB on {', '.join(sets)}, at most about {limit} texts of each; mean over types.",
-            "cosine: to the embeddings of the uncompressed model, mean over the bundled 128 texts under each expert.",
-            "encode: 64 of these texts for one task, ratio of medians of paired runs.",
+            + ("the checkpoint." if trained else "trained from the checkpoint for a few steps, for this benchmark."),
+            f"Quality: MTEB's main scores on {', '.join(sets)}, at most about {limit} texts of each; mean over types.",
+            "Cosine: with the embeddings of the uncompressed model, mean over the 128 bundled texts and all experts.",
+            "Encode / whole: 64 of these texts for one task, median ratio of paired runs.",
         ],
     )
 

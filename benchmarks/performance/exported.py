@@ -24,8 +24,8 @@ from mote.data.texts import read_texts
 from mote.inference.runtimes import FILES, convert
 
 EXPERT = "search_query"
-LEAST_COSINE = 0.99
-COLUMNS = ["path", "texts/s", "times default", "mean cosine", "least cosine", "MB on disk"]
+LOWEST_MEAN = 0.99
+COLUMNS = ["runtime", "texts/s", "speed-up over the default", "mean cosine", "lowest cosine", "MB on disk"]
 
 Way = tuple[str, Callable[[], SentenceTransformer], Path]
 
@@ -41,7 +41,7 @@ def measure(options: Options) -> Benchmark:
     with TemporaryDirectory() as folder:
         for name, load, weights in _paths(options, Path(folder), notes):
             model = load()
-            mean, least = _cosines(expected, model.encode(texts, prompt=""))
+            mean, lowest = _cosines(expected, model.encode(texts, prompt=""))
             result = compare(
                 lambda: default.encode(texts),
                 lambda model=model: model.encode(texts, prompt=""),  # type: ignore[misc]
@@ -49,14 +49,16 @@ def measure(options: Options) -> Benchmark:
             )
             faster, rate = 1 / result.ratio, len(texts) / result.candidate
             rows.append(
-                [name, f"{rate:.0f}", f"{faster:.2f}", f"{mean:.5f}", f"{least:.5f}", f"{_megabytes(weights):.1f}"]
+                [name, f"{rate:.0f}", f"{faster:.2f}", f"{mean:.5f}", f"{lowest:.5f}", f"{_megabytes(weights):.1f}"]
             )
-            if mean >= LEAST_COSINE:
-                best = max(best, (faster, name, mean, least))
-    faster, name, mean, least = best
-    notes.append(f"fastest with a mean cosine of {LEAST_COSINE} or more: {name}, mean {mean:.5f}, least {least:.5f}")
-    target = Target(f"encode by {name}, times the speed of the default", faster, 2.0, at_least=True)
-    return Benchmark("exported", "Encoding by an exported expert, on a CPU", COLUMNS, rows, [target], notes)
+            if mean >= LOWEST_MEAN:
+                best = max(best, (faster, name, mean, lowest))
+    faster, name, mean, lowest = best
+    notes.append(
+        f"Fastest runtime with a mean cosine of at least {LOWEST_MEAN}: {name} (mean {mean:.5f}, lowest {lowest:.5f})."
+    )
+    target = Target(f"encode with {name}, speed-up over the default", faster, 2.0, at_least=True)
+    return Benchmark("exported", "Encoding with an exported expert, on a CPU", COLUMNS, rows, [target], notes)
 
 
 def _paths(options: Options, folder: Path, notes: list[str]) -> Iterator[Way]:
@@ -93,7 +95,7 @@ def _precisions(backend: str) -> list[tuple[str, dict[str, str] | None]]:
     """Return names and settings of the dtypes for computations that are not in int8."""
     if backend == "onnx":
         return [("float32", None)]
-    return [("float32", {"INFERENCE_PRECISION_HINT": "f32"}), ("the CPU's own precision", None)]
+    return [("float32", {"INFERENCE_PRECISION_HINT": "f32"}), ("the CPU's preferred precision", None)]
 
 
 def _in_torch(folder: Path, dtype: torch.dtype) -> SentenceTransformer:
@@ -115,6 +117,7 @@ def _megabytes(place: Path) -> float:
 def _describe(texts: list[str], model: SentenceTransformer) -> str:
     lengths = sorted(len(ids) for ids in model.tokenizer(texts, truncation=True)["input_ids"])
     return (
-        f"{len(texts)} texts of {lengths[0]} to {lengths[-1]} tokens (median {lengths[len(lengths) // 2]}), batches of "
-        f"32, {torch.get_num_threads()} threads"
+        f"{len(texts)} texts of {lengths[0]} to {lengths[-1]} tokens (median {lengths[len(lengths) // 2]}), batch size "
+        f"32, threads: {torch.get_num_threads()}. The default is the dense model in torch, float32; cosines compare "
+        "with its embeddings."
     )

@@ -48,10 +48,10 @@ def measure(options: Options) -> Benchmark:
     columns = ["rows x length", "dense, ms", "dense and pooling, ms", "MoTE, ms", "MoTE / dense"]
     columns += ["MoTE / dense and pooling", "dense / dense"]
     notes = [
-        "Both as loaded by `AutoModel`: the MoTE's time includes pooling over the tokens, the dense model's its "
-        "pooler, if any. `dense and pooling` replaces that pooler by the MoTE's pooling.",
-        "`dense / dense` compares the dense model with a copy of itself: the noise of a ratio.",
-        f"{options.device}, {str(options.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads.",
+        "Both models are loaded with `AutoModel`. The MoTE's time includes pooling over the tokens; the dense model's "
+        "time includes its pooler, if it has one. In `dense and pooling`, the MoTE's pooling replaces that pooler.",
+        "`dense / dense` compares the dense model with a copy of itself, which shows the noise of a ratio.",
+        f"{options.device}, {str(options.dtype).removeprefix('torch.')}, threads: {torch.get_num_threads()}.",
     ]
     return Benchmark(
         "forward", "Forward pass of one task compared with the native dense model", columns, rows, targets, notes

@@ -45,13 +45,15 @@ def measure(options: Options) -> Benchmark:
         rows,
         targets,
         [
-            "Time: `from_pretrained` of the installed classes, in one process, after the imports, files in the page "
-            "cache. With `trust_remote_code=True`, transformers also compares and imports the model's code.",
-            "Memory: the highest resident memory of a process of its own, beyond that after loading and using a small "
-            "model of both kinds; the weights are read once, as transformers maps files without reading them. In "
-            "brackets with all the libraries.",
-            "With the first text: loading maps the file, so weights are read when 16 tokens go through the model.",
-            "With 64 experts, the header of the file has many times the keys of one: the library reads it as a whole.",
+            "Time: `from_pretrained` of the installed classes, all in one process, after the imports, with the files "
+            "in the page cache. By remote code (`trust_remote_code=True`), transformers also checks and imports the "
+            "model's code.",
+            "Memory: each model is loaded in a separate process. The value is its peak resident memory minus its "
+            "resident memory after loading and using a small dense model and a small MoTE. Every weight is read once, "
+            "because loading only maps the file. In parentheses: the peak including the libraries.",
+            "With the first text: as loading only maps the file, the weights are read in the first forward pass; this "
+            "time includes one of 16 tokens.",
+            "With 64 experts, the file header is many times as long as with one, and safetensors parses all of it.",
         ],
     )
 

@@ -28,5 +28,5 @@ def measure(options: Options) -> Benchmark:
             if count == 64:
                 targets.append(Target(f"64 experts / 1, {batch} x {length}", found.ratio, 1.02))
     columns = ["experts", "rows x length", "one expert, ms", "all experts, ms", "all / one"]
-    notes = ["All batches are of one task, served by the last expert."]
+    notes = ["Each batch belongs to one task, whose expert is the last of the list."]
     return Benchmark("many_experts", "Forward pass with 1 to 64 experts", columns, rows, targets, notes)

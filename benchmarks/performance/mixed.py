@@ -57,10 +57,12 @@ def measure(options: Options) -> Benchmark:
             targets.append(Target(f"64 rows of four tasks, {name}", found.ratio, 1.05))
     columns = ["batch", "tokens, without padding", "dense, ms", "MoTE, ms", "MoTE / dense"]
     notes = [
-        f"{SHORT.capitalize()} have no target: four passes through a small model are mostly Python overhead then.",
-        "The dense model computes the batch with its padding; the MoTE's time includes its pooling.",
-        "Real texts: 16 of each task, alternating; those of one length are 64 neighbours of 1,024 texts sorted by "
-        "length, as `SentenceTransformer.encode` batches them.",
+        f"{SHORT.capitalize()} have no target, because four passes of such short rows through a small model are mostly "
+        "Python overhead.",
+        "The dense model computes all padding of the batch; MoTE groups rows by expert and length and trims each group "
+        "to its longest row. The MoTE's time includes its pooling.",
+        "Real texts: 16 per task, with alternating tasks. `real texts of one length` are 64 consecutive texts out of "
+        "1,024 sorted by length, as `SentenceTransformer.encode` batches them.",
     ]
     return Benchmark(
         "mixed", "64 rows of four tasks, compared with the dense model on the same rows", columns, rows, targets, notes

@@ -58,8 +58,8 @@ def measure(options: Options) -> Benchmark:
             for i, what in enumerate(columns)
         ],
         [
-            "After one call for each of the four tasks. Process: resident memory minus that of a process with a small "
-            "model."
+            "Weights: bytes on the device after one call for each of the four tasks. Process: resident memory of a "
+            "separate process after using the model, minus its resident memory after loading and using small models."
         ],
     )
 

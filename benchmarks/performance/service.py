@@ -50,10 +50,11 @@ def measure(options: Options) -> Benchmark:
         columns=["client", "texts/s", "speed-up over `encode`", "median, ms", "95th percentile, ms"],
         rows=table,
         notes=[
-            f"Requests of one text: {len(requests)} real texts of four tasks, alternating. Each client keeps its "
-            "connection and sends its next request when it has an answer.",
-            "Clients and service share the machine. The service waits 5 ms for more texts, in vain with a single "
-            f"client. With {CLIENTS} clients a batch held {batch:.1f} texts on average.",
+            f"{len(requests)} requests, each with one real text; the four tasks alternate. Each client keeps its "
+            "connection open and sends its next request as soon as it has an answer.",
+            "Clients and service share the machine. The service waits up to 5 ms for more texts to fill a batch, "
+            f"which only adds latency with a single client. With {CLIENTS} clients, a batch held {batch:.1f} texts on "
+            "average.",
         ],
     )
 

@@ -47,9 +47,9 @@ def measure(options: Options) -> Benchmark:
         rows,
         [],
         [
-            f"Medians of {repeats} switches, every time to another of four experts, keep=1. The bytes alone: as many, "
-            "copied in one piece from (on a GPU, pinned) memory, or read from the same file.",
-            "Not cached: after `posix_fadvise(DONTNEED)`, which a file system may ignore.",
+            f"Medians of {repeats} switches, each to another of four experts, with keep=1. Bytes alone: the same "
+            "number of bytes, copied in one piece from memory (pinned memory on a GPU) or read from the same file.",
+            "Not cached: each run follows `posix_fadvise(DONTNEED)`, which a file system may ignore.",
         ],
     )
 

@@ -58,10 +58,10 @@ def measure(options: Options) -> Benchmark:
             rows.append([f"rank {rank}", name, *times, f"{found.ratio:.3f}"])
     columns = ["adapters", "64 real texts in", "task LoRA, ms", "MoTE, ms", "task LoRA / MoTE"]
     notes = [
-        "Tokenization, forward pass and mean pooling of both. The adapters have random weights and are on all linear "
-        "layers; a mixed batch passes the adapter of each row to peft (`adapter_names`), a batch of one task activates "
-        "its adapter.",
-        "In a mixed batch MoTE also computes less padding, because each group of rows is trimmed to its longest.",
+        "Times include tokenization, the forward pass and mean pooling. The adapters have random weights and are on "
+        "all linear layers. For a mixed batch, peft is given the adapter of each row (`adapter_names`); for a batch of "
+        "one task, the task's adapter is activated.",
+        "In a mixed batch, MoTE also computes less padding, because it trims each group of rows to its longest row.",
     ]
     return Benchmark("task_lora", "Encoding compared with one LoRA adapter per task", columns, rows, [], notes)
 

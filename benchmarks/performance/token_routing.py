@@ -39,8 +39,9 @@ def measure(options: Options) -> Benchmark:
             targets.append(Target(f"{implementation}, {batch} x {length}", found.ratio, 1.3, True))
     columns = ["implementation", "rows x length", "token routing, ms", "MoTE, ms", "token routing / MoTE"]
     notes = [
-        f"Both have {len(TASKS)} experts per block; the router picks one per token, so a token passes as many weights "
-        "as in MoTE. The router is random and uses all experts."
+        f"Both have {len(TASKS)} experts per block. The router picks one expert per token, so that, apart from the "
+        "router, a token passes through as many weights as in MoTE. The router's weights are random; all experts are "
+        "used."
     ]
     return Benchmark(
         "token_routing", "Token routing of the same size, top-1 of 4, compared with MoTE", columns, rows, targets, notes

@@ -79,10 +79,11 @@ def measure(options: Options) -> Benchmark:
         rows,
         targets,
         [
-            "`mote upcycle` and `cp -r` of its result alternate, each in a process of its own; sources are in the page "
-            "cache, and dirty pages are written to disk between runs, outside the measured time; medians of paired "
-            "ratios",
-            "peak: resident memory including pages of mapped files; imports: torch and transformers",
+            "`mote upcycle` and `cp -r` of its result alternate, each in a separate process, with the sources in the "
+            "page cache. Dirty pages are written to disk between runs, outside the measured time. Times are medians, "
+            "and ratios are medians of paired ratios.",
+            "Peak: the highest resident memory of all runs, including pages of mapped files. Imports: mainly torch and "
+            "transformers.",
         ],
     )
 

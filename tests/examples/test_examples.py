@@ -67,7 +67,7 @@ def test_add_a_task(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     pytest.importorskip("datasets")
     shown = run("04_add_a_task", capsys, monkeypatch, "--steps", "2", "--out", str(tmp_path))
     assert re.search(r"weights changed: [1-9]\d*, outside the new expert: 0$", shown, re.MULTILINE)
-    sizes = re.search(r"file of its own: (\d\.\d) MB, the whole model: (\d+\.\d) MB", shown)
+    sizes = re.search(r"the extracted expert: (\d\.\d) MB, the whole model: (\d+\.\d) MB", shown)
     assert sizes is not None
     assert float(sizes[1]) < float(sizes[2]) / 5
     assert "added to the finished model: largest difference 0.0e+00" in shown

@@ -137,7 +137,7 @@ def test_an_instruction_once_is_right(model: Any, warned: Any, arguments: dict[s
     assert warned.messages == []
 
 
-# Strangers' texts ------------------------------------------------------------------------------------------------
+# Untrusted texts ------------------------------------------------------------------------------------------------
 
 
 def test_a_text_does_not_pick_its_expert_where_that_is_off(trained_folder: Path, model: Any, tmp_path: Path) -> None:

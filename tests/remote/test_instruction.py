@@ -130,7 +130,7 @@ def test_instructions_in_the_texts_themselves(model: SentenceTransformer) -> Non
     listed, told = model[0].preprocess(TEXTS, prompt=in_front), model[0].preprocess(texts)
     assert torch.equal(listed["pooling_mask"], told["pooling_mask"])
     assert torch.equal(listed["route"], told["route"])
-    model[0].config.route_by_text = False  # texts of strangers
+    model[0].config.route_by_text = False  # for untrusted texts
     strange = model[0].preprocess(texts, task="clustering")
     assert torch.equal(strange["pooling_mask"], strange["attention_mask"])
     model[0].config.route_by_text = True
