@@ -167,7 +167,7 @@ def test_a_truncated_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", [{"experts": ["a"]}, {"layers": "every_other"}, {"norm_topk_prob": False}])
 def test_its_routing_cannot_be_chosen(option: dict[str, Any], published: Path) -> None:
-    told = f"whose {next(iter(option))} cannot be chosen: .* For task experts, convert it first, and upcycle the result"
+    told = f"so {next(iter(option))} cannot be chosen: .* For task experts, convert it first, and upcycle the result"
     with pytest.raises(ValueError, match=told):
         plan_upcycling(str(published), **option)
 
