@@ -42,8 +42,7 @@ class Table:
         types: Task types of the rows; empty: all.
         claims: Conclusions of the paper.
         paper: Column → the paper's scores, by task type (`SEEN` in Table 2, `UNSEEN` in Table 3, both in the other
-        tables,
-            in this order), then over all datasets.
+            tables, in this order), then over all datasets.
     """
 
     title: str

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from modeling_mote import MoTEModel
     from token_routing_mote import TokenRoutedConfig
 
+DTYPES = ("float32", "float16", "bfloat16")  # in which models are loaded and written
 NOT_ONLY_TENSORS = "it is damaged, or holds more than tensors, such as code, which is not run"
 
 

@@ -95,7 +95,6 @@ def embed_corpus(
     """
     numbers = {
         "batch_size": batch_size,
-        "max_length": max_length,
         "shard_size": shard_size,
         "dimensions": dimensions,
         "processes": processes,

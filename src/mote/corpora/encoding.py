@@ -17,9 +17,10 @@ import numpy as np
 
 from configuration_mote import ROLE_HINTS, alternatives
 from mote.checkpoints.hashing import folder_hash
+from mote.checkpoints.tensors import DTYPES
 from mote.corpora.source import Document
 from mote.hub import commit_of
-from mote.inference.loading import DTYPES, load_encoder
+from mote.inference.loading import load_encoder
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer, SparseEncoder
@@ -91,12 +92,10 @@ class Model:
         """Have the loaded model read at most `max_length` tokens.
 
         Raises:
-            ValueError: If it reads fewer, or `max_length` is below 1.
+            ValueError: If it reads fewer.
         """
         if self.max_length is None:
             return
-        if self.max_length < 1:
-            raise ValueError(f"max_length must be at least 1, got {self.max_length}")
         limit = encoder.max_seq_length
         if limit is not None and self.max_length > limit:
             raise ValueError(f"max_length {self.max_length}: the model reads at most {limit} tokens")
@@ -154,8 +153,11 @@ def find_model(source: str, *, revision: str | None = None, **settings: Any) -> 
 
     Raises:
         FileNotFoundError: If it is neither a folder with a model nor on the Hub.
-        ValueError: If its dtype is unknown, or set for another runtime than PyTorch.
+        ValueError: If the maximum length is below 1, or the dtype is unknown or set for another runtime than PyTorch.
     """
+    max_length = settings.get("max_length")
+    if max_length is not None and max_length < 1:
+        raise ValueError(f"max_length must be at least 1, got {max_length}")
     dtype, backend = settings.get("model_dtype"), settings.get("backend", "torch")
     if dtype not in (None, *DTYPES):
         raise ValueError(f"Unknown model_dtype {dtype!r}." + alternatives(str(dtype), DTYPES))

@@ -27,12 +27,13 @@ from configuration_mote import alternatives
 from mote.checkpoints.definitions import instruction_with
 from mote.checkpoints.reading import is_mote
 from mote.checkpoints.sentence_transformers import MTEB_PROMPTS
+from mote.checkpoints.tensors import DTYPES
 from mote.evaluation.cache import Cache, CacheError, with_subtasks
 from mote.evaluation.charts import draw_gains
 from mote.evaluation.models import EvaluatedModel, find_models
 from mote.evaluation.scores import Evaluation
 from mote.evaluation.tasks import choose_tasks
-from mote.inference.loading import DTYPES, check_device, first_line
+from mote.inference.loading import check_device, first_line
 
 logger = logging.getLogger(__name__)
 

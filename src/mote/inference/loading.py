@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from configuration_mote import MoTEConfig
     from modeling_mote import MoTEModel
 
-DTYPES = ("float32", "float16", "bfloat16")
-
 
 def require_all_weights(encoder: "SentenceTransformer | SparseEncoder", path: str, revision: str | None = None) -> None:
     """Check that a checkpoint has all weights of the model that was loaded from it.

@@ -343,7 +343,7 @@ def set_dropout(model: nn.Module, probability: float) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = probability
-        if isinstance(getattr(module, "attention_dropout", None), float):
+        if isinstance(getattr(module, "attention_dropout", None), int | float):
             module.attention_dropout = probability  # type: ignore[assignment]
 
 

@@ -14,13 +14,11 @@ from mote.checkpoints.instructions import check_instruction_pooling
 from mote.checkpoints.reading import Checkpoint, mote_class, open_dense, stored_dtype
 from mote.checkpoints.retrieval import Retrieval
 from mote.checkpoints.staging import require_shard_size
-from mote.checkpoints.tensors import parameter_counts, token_routing
+from mote.checkpoints.tensors import DTYPES, parameter_counts, token_routing
 from mote.reporting import Report, markdown_table, megabytes, millions
 from mote.upcycling.configs import as_published, config_of, pooling_of, retrieval_of
 from mote.upcycling.instructions import instructions_from, instructions_of
 from mote.upcycling.options import UpcyclingOptions
-
-DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 @dataclass(repr=False)
@@ -140,8 +138,8 @@ def plan_upcycling(
             f"{error}. Prompts of {source.name} count as instructions: set others with `--instruction TASK=TEXT`, or "
             "choose the experts with `--expert NAME`"
         ) from error
-    if options.dtype not in DTYPES:
-        raise ValueError(f"Unknown dtype {options.dtype!r}." + alternatives(options.dtype, DTYPES))
+    if options.dtype not in (known := ("auto", *DTYPES)):
+        raise ValueError(f"Unknown dtype {options.dtype!r}." + alternatives(options.dtype, known))
     config.dtype = stored_dtype(source) if options.dtype == "auto" else getattr(torch, options.dtype)
     try:
         with torch.device("meta"):
