@@ -27,14 +27,16 @@ class HighestLogits(torch.autograd.Function):
     whole vocabulary.
     """
 
-    LOGITS = 2**25  # computed at a time
+    LOGITS = 2**22  # computed at a time: what a processor's cache holds
+    COLUMNS = 512  # at least: narrower products are slow
 
     @staticmethod
     def logits(hidden: torch.Tensor, embeddings: torch.Tensor, kept: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Compute the logits of a few texts at a time, [b, L, V]; arguments as of `forward`."""
-        size = max(1, HighestLogits.LOGITS // (hidden.shape[1] * len(embeddings)))
-        for states, mask in zip(hidden.split(size), kept.split(size), strict=True):
-            yield (states @ embeddings.T).masked_fill_(~mask[..., None], 0)
+        """Compute the logits of a part of the vocabulary at a time, [B, L, v]; arguments as of `forward`."""
+        states = hidden.masked_fill(~kept[..., None], 0)  # gives logits of 0
+        size = max(HighestLogits.COLUMNS, HighestLogits.LOGITS // max(1, kept.numel()))
+        for part in embeddings.split(size):
+            yield states @ part.T
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, embeddings: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -47,7 +49,7 @@ class HighestLogits(torch.autograd.Function):
             kept: Tokens that count, [B, L]; the logits of others are 0.
         """
         parts = [logits.max(dim=1) for logits in HighestLogits.logits(hidden, embeddings, kept)]
-        highest, places = (torch.cat(each) for each in zip(*parts, strict=True))
+        highest, places = (torch.cat(each, dim=1) for each in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, embeddings, places, kept)
         return highest
 
@@ -124,7 +126,7 @@ class SparsePooling(Module):
         weight = self.network.get_input_embeddings().weight
         if torch.is_grad_enabled():
             return HighestLogits.apply(states, weight, kept)
-        return torch.cat([logits.amax(dim=1) for logits in HighestLogits.logits(states, weight, kept)])
+        return torch.cat([logits.amax(dim=1) for logits in HighestLogits.logits(states, weight, kept)], dim=1)
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Add `sentence_embedding` [B, V] to the features."""
