@@ -79,9 +79,9 @@ ROWS = {
 FINE_TUNING = 1.1  # times as many rows of the larger datasets: about 52,000
 FAST = ("model.dropout=0", "model.attention=eager")  # PyTorch's fused attention is slow in bf16 on a CPU
 PRETRAINING = (
-    "model.max_length=48",
+    "model.max_length=32",
     "training.batch_size=128",
-    "training.max_steps=100",
+    "training.max_steps=80",
     "training.warmup_steps=0.1",
     "training.bf16=true",
     *FAST,

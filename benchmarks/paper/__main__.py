@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--source", help="dense checkpoint that all variants start from (default: the scale's)")
     parser.add_argument("--data", help="data folder (default: the scale's, if it has one)")
     parser.add_argument("--out", type=Path, required=True, help="folder for models and scores")
+    parser.add_argument("--kept", type=Path, help="folder with SCALE/runs, stored scores of single models")
     parser.add_argument("--teacher", default=Runs.teacher, help="model to distill, which also mines negatives")
     parser.add_argument("--pretrained", type=Path, help="folder of benchmarks.cot, with models pre-trained by CoT-MAE")
     arguments = parser.parse_intermixed_args()
@@ -39,7 +40,17 @@ def main() -> None:
     out = arguments.out / arguments.scale
     out.mkdir(parents=True, exist_ok=True)
     source = arguments.source or scale.source
-    runs = Runs(scale, source, data, out, tuple(arguments.changes), _say, arguments.teacher, arguments.pretrained)
+    runs = Runs(
+        scale,
+        source,
+        data,
+        out,
+        tuple(arguments.changes),
+        _say,
+        arguments.teacher,
+        arguments.pretrained,
+        kept=arguments.kept and arguments.kept / arguments.scale,
+    )
     parts = []
     for name in NAMES if arguments.name == "all" else (arguments.name,):
         begin = time.monotonic()

@@ -1,10 +1,13 @@
-"""Train and evaluate the variants; existing models and scores are reused."""
+"""Train and evaluate the variants; existing models and scores are reused, scores also without their models."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import yaml
 
@@ -13,6 +16,7 @@ from benchmarks.locking import alone
 from benchmarks.paper.data import prepare, with_mined_negatives
 from benchmarks.paper.experiments import ALL_DATASETS, SCALES, SWEPT, Scale, Variant, recipe_of
 from benchmarks.paper.improvements import parts_of, variant_of
+from benchmarks.paper.kept import KeptScores, ScoresOfTypes
 from benchmarks.paper.starts import distilled, pretrained
 from mote import Evaluation
 from mote.checkpoints.hashing import folder_hash
@@ -41,6 +45,7 @@ class Runs:
         teacher: Model that is distilled and that mines negatives.
         pretrained: Folder of `benchmarks.cot`, with models pre-trained with CoT-MAE.
         trial_rate: Learning rate of trials, which use one seed and part of the pairs. Default: the runs are not trials.
+        kept: Folder of the stored scores of single models, which need no model. Default: `out`.
     """
 
     scale: Scale
@@ -52,6 +57,7 @@ class Runs:
     teacher: str = "sentence-transformers/all-MiniLM-L6-v2"
     pretrained: Path | None = None
     trial_rate: float | None = None
+    kept: Path | None = None
 
     @property
     def kind(self) -> str:
@@ -160,31 +166,14 @@ class Runs:
         """Scores of trials at all rates on validation sets: variant → rate → mean over the task types."""
         if self.scale.rates_of is not None:
             other = self.scale.rates_of
-            return replace(self, scale=SCALES[other], out=self.out.with_name(other)).sweep
+            kept = None if self.kept is None else self.kept.with_name(other)
+            return replace(self, scale=SCALES[other], out=self.out.with_name(other), kept=kept).sweep
         found: dict[str, dict[float, float]] = {name: {} for name in SWEPT}
         for rate in self.scale.sweep:
             swept = replace(self, trial_rate=rate)
             for name in SWEPT:
                 found[name][rate] = mean(swept.validated(name).values())
         return found
-
-    def on_validation(self, label: str, path: Path, datasets: tuple[str, ...] = ALL_DATASETS) -> dict[str, float]:
-        """Score a model on the validation sets: task type → mean over its validation sets."""
-        folder, out = self.prepared() / "validation", self.out / f"validation-{self.kind}" / label
-        with alone(out):
-            found = mote.evaluate(
-                {label: str(path)},
-                data=folder,
-                tasks=[pattern for pattern in datasets if (folder / pattern).parent.is_dir()],
-                limit=VALIDATION_LIMIT,
-                dtype=self.scale.dtype,
-                out=out,
-                trust_remote_code=True,
-            )
-        of_type: dict[str, list[float]] = {}
-        for dataset, score in found.scores[label].items():
-            of_type.setdefault(found.types[dataset], []).append(score)
-        return {kind: mean(scores) for kind, scores in of_type.items()}
 
     def validated(self, name: str) -> dict[str, float]:
         """Score the first seed of a variant on the validation sets: task type → mean over its validation sets.
@@ -193,9 +182,21 @@ class Runs:
         """
         scores: dict[str, float] = {}
         for part in parts_of(name):
-            path = self.model(part, self.scale.seeds[0])
-            scores |= self.on_validation(self.trained_as(part), path, variant_of(part).datasets)
+            of_types = self._on_validation(part, self.scale.seeds[0])
+            scores |= {kind: mean(of_type.values()) for kind, of_type in of_types.items()}
         return scores
+
+    def _on_validation(self, name: str, seed: int) -> ScoresOfTypes:
+        label = self.trained_as(name)
+
+        def evaluate() -> Iterator[Evaluation]:
+            folder, out = self.prepared() / "validation", self.out / f"validation-{self.kind}" / label
+            present = [pattern for pattern in variant_of(name).datasets if (folder / pattern).parent.is_dir()]
+            with alone(out):
+                yield self._evaluate(label, self.model(name, seed), folder, present, VALIDATION_LIMIT, out)
+
+        settings = {**self.settings_of_scores(name, seed), "limit": VALIDATION_LIMIT}
+        return self.kept_scores.get(f"validation-{self.kind}/{label}", settings, evaluate)
 
     def seeds_of(self, name: str) -> tuple[int, ...]:
         """Return the seeds of a variant."""
@@ -219,41 +220,66 @@ class Runs:
         every: dict[str, dict[str, list[float]]] = {}
         types: dict[str, str] = {}
         for name in names:
-            of_seeds = [self._score(name, seed, types) for seed in self.seeds_of(name)]
+            of_seeds = []
+            for seed in self.seeds_of(name):
+                of_types = self._on_tests(name, seed)
+                types |= {dataset: kind for kind, of_type in of_types.items() for dataset in of_type}
+                of_seeds.append({dataset: score for of_type in of_types.values() for dataset, score in of_type.items()})
             complete = [dataset for dataset in of_seeds[0] if all(dataset in scores for scores in of_seeds)]
             every[name] = {dataset: [scores[dataset] for scores in of_seeds] for dataset in complete}
         return Scores(every, types)
 
-    def _score(self, name: str, seed: int, types: dict[str, str]) -> dict[str, float]:
-        """Return the score on each dataset; add the task types to `types`."""
+    def _on_tests(self, name: str, seed: int) -> ScoresOfTypes:
         label = START if name == START else f"{self.trained_as(name)}-seed{seed}"
-        path = self.start() if name == START else self.model(name, seed)
-        scores: dict[str, float] = {}
-        for evaluation in self._evaluations(
-            label, str(path), ALL_DATASETS if name == START else variant_of(name).datasets
-        ):
-            types |= evaluation.types
-            scores |= evaluation.scores[label]
-            for failure in evaluation.failed():
-                self.report(f"FAILED, excluded from all means of {name}: {failure}")
-        return scores
+        datasets = ALL_DATASETS if name == START else variant_of(name).datasets
+        kind = "" if self.trial_rate is None else f"-{self.kind}"
 
-    def _evaluations(self, label: str, path: str, datasets: tuple[str, ...]) -> Iterator[Evaluation]:
+        def evaluate() -> Iterator[Evaluation]:
+            path, out = self.start() if name == START else self.model(name, seed), self.out / f"scores{kind}" / label
+            for patterns, limit in self.scale.limits.items():
+                chosen = [pattern for pattern in patterns if pattern in datasets]
+                with alone(out):
+                    if chosen:
+                        yield self._evaluate(label, path, Path(self.data), chosen, limit, out / f"limit-{limit}")
+
+        limits = {f"limit of {' '.join(patterns)}": limit for patterns, limit in self.scale.limits.items()}
+        return self.kept_scores.get(f"test{kind}/{label}", self.settings_of_scores(name, seed) | limits, evaluate)
+
+    def _evaluate(
+        self, label: str, path: Path, data: Path, patterns: list[str], limit: int | None, out: Path
+    ) -> Evaluation:
         """Evaluate one model; cached scores are reused."""
-        out = self.out / ("scores" if self.trial_rate is None else f"scores-{self.kind}") / label
-        for patterns, limit in self.scale.limits.items():
-            chosen = [pattern for pattern in patterns if pattern in datasets]
-            with alone(out):
-                if chosen:
-                    yield mote.evaluate(
-                        {label: path},
-                        data=self.data,
-                        tasks=chosen,
-                        limit=limit,
-                        dtype=self.scale.dtype,
-                        out=out / f"limit-{limit}",
-                        trust_remote_code=True,
-                    )
+        return mote.evaluate(
+            {label: str(path)},
+            data=data,
+            tasks=patterns,
+            limit=limit,
+            dtype=self.scale.dtype,
+            out=out,
+            trust_remote_code=True,
+        )
+
+    @property
+    def kept_scores(self) -> KeptScores:
+        """Stored scores of single models."""
+        return KeptScores((self.kept or self.out) / "runs", self.report)
+
+    def settings_of_scores(self, name: str, seed: int) -> dict[str, Any]:
+        """Return what the scores of a model depend on, without paths: the start's weights, and its settings."""
+        found = {"start": self.hash_of_source, "dtype": self.scale.dtype}
+        if name == START:
+            return found
+        variant = variant_of(name)
+        recipe = recipe_of(variant, self.scale, "SOURCE", "DATA", seed, self.settings_of(name), name)
+        shipped = fixed_settings(load_recipe(variant.recipe))
+        own = {key: value for key, value in fixed_settings(recipe).items() if shipped.get(key) != value}
+        digest = blake2b(json.dumps(shipped, sort_keys=True).encode(), digest_size=8).hexdigest()
+        return {**found, "variant": self.trained_as(name), "recipe": f"{variant.recipe} {digest}", **own}
+
+    @cached_property
+    def hash_of_source(self) -> str:
+        """SHA-256 of the source's weights, the first 16 digits of each file."""
+        return " ".join(digest[:16] for digest in open_checkpoint(self.source).sha256_of_weights().values())
 
 
 def best_rate(sweep: dict[str, dict[float, float]], variant: str | None = None) -> float:

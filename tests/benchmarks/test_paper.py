@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from helpers.paths import ROOT
 import mote
 from benchmarks.paper import best, claims, data, experiments, improvements, runs, tables, unseen
 from benchmarks.paper.data import PAIRS, prepare
+from benchmarks.paper.kept import KeptScores
 from benchmarks.paper.reports import make
 from benchmarks.results import known_tables
 from mote.data.rows import read_files
@@ -217,6 +219,45 @@ def test_a_model_trained_with_other_settings_is_refused(tmp_path: Path) -> None:
         as_yaml(experiments.recipe_of(experiments.VARIANTS["mote"], scale, "SOURCE", "DATA", 42))
     )
     assert models.model("mote", 42) == folder / "model"
+
+
+def test_stored_scores_need_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = str(ROOT / "examples" / "small-encoder")
+    given = runs.Runs(experiments.SCALES["smoke"], source, "DATA", tmp_path / "out", kept=tmp_path / "kept" / "smoke")
+    evaluated: list[str] = []
+
+    def evaluate(models: dict[str, str], **settings: Any) -> mote.Evaluation:
+        (label,) = models
+        evaluated.append(label)
+        number = 40.00001 + len(evaluated)
+        return mote.Evaluation({label: {settings["tasks"][0]: number}}, {settings["tasks"][0]: "STS"})
+
+    monkeypatch.setattr(mote, "evaluate", evaluate)
+    monkeypatch.setattr(runs.Runs, "model", lambda self, name, seed: tmp_path / name)
+    first = given.scores(["start", "mote"])
+    assert first.every["mote"] == {"beir/*": [43.0], "classification/*": [44.0]}
+    monkeypatch.delattr(runs.Runs, "model")
+    elsewhere = replace(given, data="ELSEWHERE", out=tmp_path / "other")
+    assert elsewhere.scores(["start", "mote"]) == first
+    assert evaluated == ["start", "start", "mote-seed42", "mote-seed42"]
+    with pytest.raises(
+        ValueError, match=r"mote-seed42.json has .* differ in training.weight_decay \(None .* 0.5 here\)"
+    ):
+        replace(given, changes=("training.weight_decay=0.5",)).scores(["mote"])
+    (tmp_path / "copy").symlink_to(ROOT / "examples" / "small-encoder")
+    assert replace(given, source=str(tmp_path / "copy")).scores(["start", "mote"]) == first
+
+
+def test_scores_with_a_failure_are_not_stored(tmp_path: Path) -> None:
+    reported: list[str] = []
+    kept = KeptScores(tmp_path, reported.append)
+    failing = mote.Evaluation({"mote": {"b": 1.0}}, {"b": "STS"}, failures={"mote": {"c": "no memory"}})
+    assert kept.get("mote", {}, lambda: [failing]) == {"STS": {"b": 1.0}}
+    assert reported == ["FAILED, excluded from all means of mote: mote on c: no memory"]
+    whole = mote.Evaluation({"mote": {"b": 1.0, "c": 2.0}}, {"b": "STS", "c": "Retrieval"})
+    for evaluations in ([whole], []):
+        found = kept.get("mote", {}, partial(list, evaluations))
+        assert found == {"STS": {"b": 1.0}, "Retrieval": {"c": 2.0}}
 
 
 @pytest.mark.slow

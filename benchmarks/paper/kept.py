@@ -1,0 +1,64 @@
+"""Scores of single models, stored without the models: many runs can be spread over machines, and over months."""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mote import Evaluation
+from mote.corpora.folder import write_whole
+from mote.training.run_folder import differences
+
+DECIMALS = 4  # of scores x 100
+
+ScoresOfTypes = dict[str, dict[str, float]]
+"""Task type → dataset → score, x 100."""
+
+
+@dataclass(frozen=True)
+class KeptScores:
+    """A folder with a small file for each model and part of the data.
+
+    Attributes:
+        folder: The folder.
+        report: Function called with each dataset that failed.
+    """
+
+    folder: Path
+    report: Callable[[str], None] = print
+
+    def get(self, label: str, settings: dict[str, Any], evaluate: Callable[[], Iterable[Evaluation]]) -> ScoresOfTypes:
+        """Return the scores of a model; if they are not stored, evaluate it, and store them unless a dataset failed.
+
+        Args:
+            label: Name of the file.
+            settings: All that the scores depend on, JSON.
+            evaluate: Evaluates this one model, if needed in several parts.
+
+        Raises:
+            ValueError: If the stored scores are those of other settings.
+        """
+        file = self.folder / f"{label}.json"
+        if file.is_file():
+            stored = json.loads(file.read_text(encoding="utf-8"))
+            if differing := differences(stored["settings"], settings):
+                raise ValueError(
+                    f"{file} has the scores of other settings; they differ in {', '.join(differing)}. Remove the file, "
+                    "or choose another folder"
+                )
+            return stored["scores"]  # type: ignore[no-any-return]
+        scores: ScoresOfTypes = {}
+        failures = []
+        for evaluation in evaluate():
+            (of_model,) = evaluation.scores.values()
+            for dataset, score in of_model.items():
+                scores.setdefault(evaluation.types[dataset], {})[dataset] = round(score, DECIMALS)
+            failures += evaluation.failed()
+        for failure in failures:
+            self.report(f"FAILED, excluded from all means of {label}: {failure}")
+        if not failures:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            content = json.dumps({"settings": settings, "scores": scores}, indent=1) + "\n"
+            write_whole(file, lambda unfinished: unfinished.write_text(content, encoding="utf-8"))
+        return scores
