@@ -31,11 +31,15 @@ class HighestLogits(torch.autograd.Function):
     COLUMNS = 512  # at least: narrower products are slow
 
     @staticmethod
+    def columns(kept: torch.Tensor) -> int:
+        """Return the number of token embeddings to use at a time."""
+        return max(HighestLogits.COLUMNS, HighestLogits.LOGITS // max(1, kept.numel()))
+
+    @staticmethod
     def logits(hidden: torch.Tensor, embeddings: torch.Tensor, kept: torch.Tensor) -> Iterator[torch.Tensor]:
         """Compute the logits of a part of the vocabulary at a time, [B, L, v]; arguments as of `forward`."""
         states = hidden.masked_fill(~kept[..., None], 0)  # gives logits of 0
-        size = max(HighestLogits.COLUMNS, HighestLogits.LOGITS // max(1, kept.numel()))
-        for part in embeddings.split(size):
+        for part in embeddings.split(HighestLogits.columns(kept)):
             yield states @ part.T
 
     @staticmethod
@@ -57,22 +61,27 @@ class HighestLogits(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         """Return the gradients of hidden states and embeddings, from those of the highest logits [B, V]."""
         hidden, embeddings, places, kept = ctx.saved_tensors
-        gradient = gradient * kept.gather(1, places)
-        texts, tokens = gradient.nonzero(as_tuple=True)
-        factors = gradient[texts, tokens].to(embeddings.dtype)
-        states = texts * hidden.shape[1] + places[texts, tokens]
         flat = hidden.reshape(-1, hidden.shape[2]).to(embeddings.dtype)
-        of_hidden = _sums(embeddings, tokens, factors, states, len(flat))
-        return of_hidden.view_as(hidden).to(hidden.dtype), _sums(flat, states, factors, tokens, len(embeddings)), None
+        of_hidden, of_embeddings = torch.zeros_like(flat), []
+        gradient = gradient.to(embeddings.dtype) * kept.gather(1, places)
+        size = HighestLogits.columns(kept)
+        for part, of_part, place in zip(
+            embeddings.split(size), gradient.T.split(size), places.T.split(size), strict=True
+        ):
+            tokens, texts = of_part.nonzero(as_tuple=True)  # in the order of the tokens
+            factors, states = of_part[tokens, texts], texts * hidden.shape[1] + place[tokens, texts]
+            of_embeddings.append(_sums(flat, states, factors, tokens, len(part)))
+            order = states.argsort(stable=True)
+            of_hidden += _sums(part, tokens[order], factors[order], states[order], len(flat))
+        return of_hidden.view_as(hidden).to(hidden.dtype), torch.cat(of_embeddings), None
 
 
 def _sums(
     rows: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor, targets: torch.Tensor, count: int
 ) -> torch.Tensor:
-    """Add factors[n] · rows[chosen[n]] to result[targets[n]]; the result has `count` rows."""
-    order = targets.argsort(stable=True)
-    starts = torch.searchsorted(targets[order], torch.arange(count, device=rows.device))
-    return torch.nn.functional.embedding_bag(chosen[order], rows, starts, mode="sum", per_sample_weights=factors[order])
+    """Add factors[n] · rows[chosen[n]] to result[targets[n]], with targets in order; the result has `count` rows."""
+    starts = torch.searchsorted(targets, torch.arange(count, device=rows.device))
+    return torch.nn.functional.embedding_bag(chosen, rows, starts, mode="sum", per_sample_weights=factors)
 
 
 class SparsePooling(Module):

@@ -12,17 +12,16 @@ work. Prints the tables; writes `scores.json`.
 
 import argparse
 import json
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import mean
 
 import numpy as np
-from filelock import Timeout
 
 import mote
-from benchmarks.locking import alone
+from benchmarks.locking import alone, share
 from mote.chains import chain
 from mote.corpora.pairs import write_rows
 from mote.data.rows import find_datasets, read_rows
@@ -196,12 +195,8 @@ class Comparison:
 
     def share(self) -> None:
         """Train and score models that no other command is working on."""
-        for name in VARIANTS:
-            with suppress(Timeout):
-                self.pretrained(name, timeout=0)
-        for name, seed in self.runs():
-            with suppress(Timeout):
-                self.scores(name, seed, timeout=0)
+        share(partial(self.pretrained, name) for name in VARIANTS)
+        share(partial(self.scores, name, seed) for name, seed in self.runs())
 
     def collected(self) -> dict[str, dict[str, dict[str, list[float]]]]:
         """Collect the scores of all models: variant → stage and kind → dataset → score with each seed."""

@@ -34,16 +34,20 @@ class Step(TypedDict):
     kept: bool
 
 
-def improve(runs: Runs, base: str) -> list[Step]:
-    """Try each improvement that applies to the base, and keep it if the validation score rises."""
-    steps = [Step(name=base, score=mean(runs.validated(base).values()), kept=True)]
+def improve(runs: Runs, base: str, timeout: float = -1) -> list[Step]:
+    """Try each improvement that applies to the base, and keep it if the validation score rises.
+
+    Raises:
+        filelock.Timeout: If another command works on a trial for longer than `timeout`, in seconds.
+    """
+    steps = [Step(name=base, score=mean(runs.validated(base, timeout).values()), kept=True)]
     for alternatives in ORDER:
         before = best_of(steps)
         able = [name for name in alternatives if base == "mote" or name in FOR_ALL]
         if "pretrained" in able and runs.pretrained is None:
             runs.report(f"{base}: not pre-trained, as --pretrained is not given")
             continue
-        scores = {name: mean(runs.validated(f"{before['name']}+{name}").values()) for name in able}
+        scores = {name: mean(runs.validated(f"{before['name']}+{name}", timeout).values()) for name in able}
         best = max(scores, key=scores.__getitem__, default=None)
         for name, score in scores.items():
             kept = name == best and score > before["score"]

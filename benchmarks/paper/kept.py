@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.locking import alone
 from mote import Evaluation
 from mote.corpora.folder import write_whole
 from mote.training.run_folder import differences
@@ -22,23 +23,37 @@ class KeptScores:
 
     Attributes:
         folder: The folder.
+        locks: Folder for locks.
         report: Function called with each dataset that failed.
     """
 
     folder: Path
+    locks: Path
     report: Callable[[str], None] = print
 
-    def get(self, label: str, settings: dict[str, Any], evaluate: Callable[[], Iterable[Evaluation]]) -> ScoresOfTypes:
+    def get(
+        self,
+        label: str,
+        settings: dict[str, Any],
+        evaluate: Callable[[], Iterable[Evaluation]],
+        timeout: float = -1,
+    ) -> ScoresOfTypes:
         """Return the scores of a model; if they are not stored, evaluate it, and store them unless a dataset failed.
 
         Args:
             label: Name of the file.
             settings: All that the scores depend on, JSON.
-            evaluate: Evaluates this one model, if needed in several parts.
+            evaluate: Makes this one model, and evaluates it, if needed in several parts.
+            timeout: Seconds to wait for another command that is working on the same scores; -1: no limit.
 
         Raises:
             ValueError: If the stored scores are those of other settings.
+            filelock.Timeout: If the other command takes longer.
         """
+        with alone(self.locks / label, timeout):
+            return self._get(label, settings, evaluate)
+
+    def _get(self, label: str, settings: dict[str, Any], evaluate: Callable[[], Iterable[Evaluation]]) -> ScoresOfTypes:
         file = self.folder / f"{label}.json"
         if file.is_file():
             stored = json.loads(file.read_text(encoding="utf-8"))

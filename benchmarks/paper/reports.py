@@ -4,8 +4,10 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 import mote
+from benchmarks.locking import share
 from benchmarks.paper.best import BASES, best_of, improve, steps_table
 from benchmarks.paper.beyond import INTERPOLATED, TRAINED, validation_scores, validation_table
 from benchmarks.paper.claims import OWN_RATES, RATES, TABLES, Claim, Table
@@ -134,6 +136,7 @@ def _best(runs: Runs) -> str:
     title = "### best: the best recipe with experts, and the best dense ones"
     if not runs.scale.sweep:
         return f"{title}: this scale has no validation sets"
+    share(partial(improve, runs.trials, base) for base in BASES)
     steps = {base: improve(runs.trials, base) for base in BASES}
     names = {base: best_of(of_base)["name"] for base, of_base in steps.items()}
     scores = runs.scores([START, *(part for name in names.values() for part in parts_of(name))])

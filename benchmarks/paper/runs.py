@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
 from statistics import mean
@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 import mote
-from benchmarks.locking import alone
+from benchmarks.locking import alone, share
 from benchmarks.paper.data import prepare, with_mined_negatives
 from benchmarks.paper.experiments import ALL_DATASETS, SCALES, SWEPT, Scale, Variant, recipe_of
 from benchmarks.paper.improvements import parts_of, variant_of
@@ -168,25 +168,25 @@ class Runs:
             other = self.scale.rates_of
             kept = None if self.kept is None else self.kept.with_name(other)
             return replace(self, scale=SCALES[other], out=self.out.with_name(other), kept=kept).sweep
-        found: dict[str, dict[float, float]] = {name: {} for name in SWEPT}
-        for rate in self.scale.sweep:
-            swept = replace(self, trial_rate=rate)
-            for name in SWEPT:
-                found[name][rate] = mean(swept.validated(name).values())
-        return found
+        trials = {rate: replace(self, trial_rate=rate) for rate in self.scale.sweep}
+        share(partial(trial.validated, name) for trial in trials.values() for name in SWEPT)
+        return {name: {rate: mean(trial.validated(name).values()) for rate, trial in trials.items()} for name in SWEPT}
 
-    def validated(self, name: str) -> dict[str, float]:
+    def validated(self, name: str, timeout: float = -1) -> dict[str, float]:
         """Score the first seed of a variant on the validation sets: task type → mean over its validation sets.
 
         For `separate`, each model is scored on the types that it serves.
+
+        Raises:
+            filelock.Timeout: If another command works on it for longer than `timeout`.
         """
         scores: dict[str, float] = {}
         for part in parts_of(name):
-            of_types = self._on_validation(part, self.scale.seeds[0])
+            of_types = self._on_validation(part, self.scale.seeds[0], timeout)
             scores |= {kind: mean(of_type.values()) for kind, of_type in of_types.items()}
         return scores
 
-    def _on_validation(self, name: str, seed: int) -> ScoresOfTypes:
+    def _on_validation(self, name: str, seed: int, timeout: float) -> ScoresOfTypes:
         label = self.trained_as(name)
 
         def evaluate() -> Iterator[Evaluation]:
@@ -196,7 +196,7 @@ class Runs:
                 yield self._evaluate(label, self.model(name, seed), folder, present, VALIDATION_LIMIT, out)
 
         settings = {**self.settings_of_scores(name, seed), "limit": VALIDATION_LIMIT}
-        return self.kept_scores.get(f"validation-{self.kind}/{label}", settings, evaluate)
+        return self.kept_scores.get(f"validation-{self.kind}/{label}", settings, evaluate, timeout)
 
     def seeds_of(self, name: str) -> tuple[int, ...]:
         """Return the seeds of a variant."""
@@ -217,6 +217,8 @@ class Runs:
 
         A dataset on which a variant failed with any seed is dropped from its scores and reported.
         """
+        names = list(names)
+        share(partial(self._on_tests, name, seed) for name in names for seed in self.seeds_of(name))
         every: dict[str, dict[str, list[float]]] = {}
         types: dict[str, str] = {}
         for name in names:
@@ -229,7 +231,7 @@ class Runs:
             every[name] = {dataset: [scores[dataset] for scores in of_seeds] for dataset in complete}
         return Scores(every, types)
 
-    def _on_tests(self, name: str, seed: int) -> ScoresOfTypes:
+    def _on_tests(self, name: str, seed: int, timeout: float = -1) -> ScoresOfTypes:
         label = START if name == START else f"{self.trained_as(name)}-seed{seed}"
         datasets = ALL_DATASETS if name == START else variant_of(name).datasets
         kind = "" if self.trial_rate is None else f"-{self.kind}"
@@ -243,7 +245,8 @@ class Runs:
                         yield self._evaluate(label, path, Path(self.data), chosen, limit, out / f"limit-{limit}")
 
         limits = {f"limit of {' '.join(patterns)}": limit for patterns, limit in self.scale.limits.items()}
-        return self.kept_scores.get(f"test{kind}/{label}", self.settings_of_scores(name, seed) | limits, evaluate)
+        settings = self.settings_of_scores(name, seed) | limits
+        return self.kept_scores.get(f"test{kind}/{label}", settings, evaluate, timeout)
 
     def _evaluate(
         self, label: str, path: Path, data: Path, patterns: list[str], limit: int | None, out: Path
@@ -262,7 +265,7 @@ class Runs:
     @property
     def kept_scores(self) -> KeptScores:
         """Stored scores of single models."""
-        return KeptScores((self.kept or self.out) / "runs", self.report)
+        return KeptScores((self.kept or self.out) / "runs", self.out / "runs", self.report)
 
     def settings_of_scores(self, name: str, seed: int) -> dict[str, Any]:
         """Return what the scores of a model depend on, without paths: the start's weights, and its settings."""

@@ -1,7 +1,9 @@
 """Tasks that no expert is trained on: which expert should serve them, by validation sets."""
 
+from functools import partial
 from statistics import mean
 
+from benchmarks.locking import share
 from benchmarks.paper.improvements import WAYS_FOR_UNSEEN
 from benchmarks.paper.runs import Runs
 from mote.reporting import markdown_table
@@ -13,7 +15,9 @@ LOSS = 0.5  # largest acceptable loss of a seen type
 
 def ways(runs: Runs) -> dict[str, dict[str, float]]:
     """Score each way on validation sets, where `mote` is the paper's: way → task type → mean over validation sets."""
-    return {name: runs.validated(name) for name in ("mote", *(f"mote+{way}" for way in WAYS_FOR_UNSEEN))}
+    names = ("mote", *(f"mote+{way}" for way in WAYS_FOR_UNSEEN))
+    share(partial(runs.validated, name) for name in names)
+    return {name: runs.validated(name) for name in names}
 
 
 def best_way(scores: dict[str, dict[str, float]]) -> str:

@@ -107,7 +107,7 @@ class Validated:
         self.scores = {name.replace("_", "-").replace("--", "+"): score for name, score in scores.items()}
         self.reported: list[str] = []
 
-    def validated(self, name: str) -> dict[str, float]:
+    def validated(self, name: str, timeout: float = -1) -> dict[str, float]:
         return {"STS": self.scores.get(name, 50.0)}
 
     def report(self, line: str) -> None:
@@ -250,7 +250,7 @@ def test_stored_scores_need_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_scores_with_a_failure_are_not_stored(tmp_path: Path) -> None:
     reported: list[str] = []
-    kept = KeptScores(tmp_path, reported.append)
+    kept = KeptScores(tmp_path, tmp_path / "locks", reported.append)
     failing = mote.Evaluation({"mote": {"b": 1.0}}, {"b": "STS"}, failures={"mote": {"c": "no memory"}})
     assert kept.get("mote", {}, lambda: [failing]) == {"STS": {"b": 1.0}}
     assert reported == ["FAILED, excluded from all means of mote: mote on c: no memory"]
