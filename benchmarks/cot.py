@@ -1,13 +1,14 @@
 """Experts for queries and passages, pre-trained and fine-tuned: CoT-MoTE's Tables 3 to 5 (arXiv:2304.10195), small.
 
     python -m benchmarks.cot --source MODEL --data DATA --out RUNS [--seeds 42 43]
+    python -m benchmarks.cot --source MODEL --data DATA --out RUNS --only siamese mote --kept docs/results/cot.json
     python -m benchmarks.cot --source MODEL --data DATA --out RUNS --quick          # minutes: only checks that it runs
 
 MODEL is a language model with its head, such as one from `mote pretrain mlm-dense`. Each variant is pre-trained with
 CoT-MAE, then fine-tuned as a hybrid retriever with the chain `cot` (on BM25 negatives and on negatives mined by the
 first-stage model), and scored with its dense, sparse and hybrid vectors. Further seeds repeat the second stage, on the
 same mined negatives. Existing results are reused, and an interrupted command resumes; several commands can share the
-work. Prints the tables; writes `scores.json`.
+work, and with `--only` and `--kept`, other machines. Prints the tables; writes `scores.json`.
 """
 
 import argparse
@@ -107,6 +108,10 @@ QUICK = ("training.max_steps=2", "training.batch_size=8")
 LIMIT = 60  # queries per test dataset, with about ten documents for each
 
 
+EveryScore = dict[str, dict[str, dict[str, list[float]]]]
+"""Variant → stage and kind of vectors, such as `stage1 dense` → dataset → nDCG@10 with each seed, x 100."""
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Models of the comparison, and their scores.
@@ -117,6 +122,8 @@ class Comparison:
         out: Folder for rows, models and scores.
         seeds: Seeds of the fine-tuning.
         quick: Whether to use only a few rows and steps.
+        only: Variants to train and score.
+        kept: Scores of earlier runs, whose models are not needed.
     """
 
     source: str
@@ -124,6 +131,8 @@ class Comparison:
     out: Path
     seeds: list[int]
     quick: bool
+    only: list[str]
+    kept: EveryScore
 
     def rows(self, name: str, factor: float = 1.0) -> Path:
         """Return a folder with the first pairs of each dataset; write it first if it does not exist."""
@@ -168,10 +177,10 @@ class Comparison:
         return first / stage / "train" / "model"
 
     def runs(self) -> list[tuple[str, int]]:
-        """Return variants and seeds; the first seed of every variant comes first."""
-        return [
-            (name, seed) for seed in self.seeds for name, one in VARIANTS.items() if one.main or seed == self.seeds[0]
-        ]
+        """Return the variants and seeds without kept scores; the first seed of every variant comes first."""
+        wanted = [(name, seed) for seed in self.seeds for name in self.only]
+        of_main = [(name, seed) for name, seed in wanted if VARIANTS[name].main or seed == self.seeds[0]]
+        return [(name, seed) for name, seed in of_main if name not in self.kept]
 
     def scores(self, name: str, seed: int, timeout: float = -1) -> dict[str, dict[str, float]]:
         """Score the models of a chain: stage and kind of vectors, such as `stage1 dense` → dataset → nDCG@10."""
@@ -195,23 +204,24 @@ class Comparison:
 
     def share(self) -> None:
         """Train and score models that no other command is working on."""
-        share(partial(self.pretrained, name) for name in VARIANTS)
-        share(partial(self.scores, name, seed) for name, seed in self.runs())
+        runs = self.runs()
+        share(partial(self.pretrained, name) for name in dict.fromkeys(name for name, _ in runs))
+        share(partial(self.scores, name, seed) for name, seed in runs)
 
-    def collected(self) -> dict[str, dict[str, dict[str, list[float]]]]:
-        """Collect the scores of all models: variant → stage and kind → dataset → score with each seed."""
-        every: dict[str, dict[str, dict[str, list[float]]]] = {}
+    def collected(self) -> EveryScore:
+        """Collect the scores of all models, in the order of `VARIANTS`."""
+        every = dict(self.kept)
         for name, seed in self.runs():
             for which, of_model in self.scores(name, seed).items():
                 for dataset, score in of_model.items():
                     every.setdefault(name, {}).setdefault(which, {}).setdefault(dataset, []).append(score)
-        return every
+        return {name: every[name] for name in VARIANTS if name in every}
 
 
-def report(every: dict[str, dict[str, dict[str, list[float]]]]) -> str:
+def report(every: EveryScore) -> str:
     """Format our scores next to the paper's, with paired tests over the datasets."""
     rows = []
-    for name, variant in VARIANTS.items():
+    for name, variant in ((name, VARIANTS[name]) for name in every):
         for stage, published in variant.paper.items():
             of_seeds = [np.mean([*every[name][f"{stage} {kind}"].values()], axis=0) for kind in KINDS]
             cells = [f"{of.mean():.2f}" + (f" ± {of.std(ddof=1):.2f}" if len(of) > 1 else "") for of in of_seeds]
@@ -220,12 +230,13 @@ def report(every: dict[str, dict[str, dict[str, list[float]]]]) -> str:
     columns = ["", "negatives", *(f"{kind}, nDCG@10" for kind in KINDS), *(f"{kind}, paper: MRR@10" for kind in KINDS)]
     pairs = [
         (("mote", f"stage2 {kind}"), (other, f"stage2 {kind}"))
-        for other in VARIANTS
-        if other != "mote"
+        for other in every
+        if other != "mote" and "mote" in every
         for kind in KINDS
     ]
-    pairs += [(("mote", f"stage2 {kind}"), ("mote", f"stage1 {kind}")) for kind in KINDS]
-    pairs += [(("mote", "stage2 hybrid"), ("mote", f"stage2 {kind}")) for kind in KINDS[:2]]
+    if "mote" in every:
+        pairs += [(("mote", f"stage2 {kind}"), ("mote", f"stage1 {kind}")) for kind in KINDS]
+        pairs += [(("mote", "stage2 hybrid"), ("mote", f"stage2 {kind}")) for kind in KINDS[:2]]
     lines = [markdown_table(columns, rows), ""]
     for better, other in pairs:
         datasets = [dataset for dataset in every[better[0]][better[1]] if dataset in every[other[0]][other[1]]]
@@ -245,11 +256,14 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43])
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT")
+    parser.add_argument("--kept", type=Path, help="scores.json of earlier runs, whose variants are not trained again")
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
     console_logging()
     out = given.out / "quick" if given.quick else given.out
-    comparison = Comparison(given.source, given.data, out, given.seeds, given.quick)
+    kept = json.loads(given.kept.read_text(encoding="utf-8")) if given.kept else {}
+    comparison = Comparison(given.source, given.data, out, given.seeds, given.quick, given.only, kept)
     comparison.share()
     every = comparison.collected()
     (out / "scores.json").write_text(json.dumps(every, indent=1) + "\n")
