@@ -133,6 +133,7 @@ class Scale:
         text_length: Maximum length of a text in training, in tokens. Default: the model's.
         seeds: Seeds of most variants.
         few_seeds: Seeds of variants with `few_seeds`.
+        few_seeds_of: Further variants that are trained only with `few_seeds`.
         limits: Patterns of datasets → number of test rows or queries per dataset; None: all. Retrieval costs most,
             because all documents are embedded.
         dtype: Dtype for evaluation.
@@ -148,6 +149,7 @@ class Scale:
     text_length: int | None = None
     seeds: tuple[int, ...] = (42,)
     few_seeds: tuple[int, ...] = (42,)
+    few_seeds_of: tuple[str, ...] = ()
     limits: dict[tuple[str, ...], int | None] = field(default_factory=lambda: {SEARCH: None, OTHERS: None})
     dtype: str | None = None
 
@@ -165,10 +167,11 @@ MEDIUM = Scale(
         "validation.share=0.005",
         "validation.limit=20",
     ),
-    sweep=(1e-4, 2e-4, 4e-4, 8e-4),
+    sweep=(2e-4, 4e-4, 8e-4),
     trained_on="pairs",
     text_length=64,
     seeds=(42, 43, 44),
+    few_seeds_of=("sem-retrieval", "sem-classification", "sem-clustering", "mote-static"),
     limits={SEARCH: 100, OTHERS: 500},
     dtype="bfloat16",
 )

@@ -204,7 +204,8 @@ class Runs:
             return self.scale.seeds[:1]
         if self.trial_rate is not None:
             return self.scale.few_seeds[:1]
-        return self.scale.few_seeds if variant_of(name).few_seeds else self.scale.seeds
+        few = variant_of(name).few_seeds or name in self.scale.few_seeds_of
+        return self.scale.few_seeds if few else self.scale.seeds
 
     def start(self) -> Path:
         """Return the dense checkpoint that all variants start from, in Transformers' format."""

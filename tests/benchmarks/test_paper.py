@@ -57,6 +57,16 @@ def test_texts_are_cut_in_training_alone() -> None:
     assert recipe.model.max_length == 128
 
 
+def test_seeds_of_a_variant(tmp_path: Path) -> None:
+    medium = runs.Runs(experiments.SCALES["medium"], "S", "D", tmp_path)
+    for name in ("em", "ic", "mote", "mote-average", "mote+homogeneous", "sem-retrieval+homogeneous"):
+        assert medium.seeds_of(name) == (42, 43, 44)
+    for name in ("start", "tlr", "mote-static", "sem-retrieval", "mote-every-other", "mote-own-rate"):
+        assert medium.seeds_of(name) == (42,)
+    assert replace(medium, scale=experiments.SCALES["small"]).seeds_of("sem-retrieval") == (42, 43)
+    assert replace(medium, trial_rate=4e-4).seeds_of("mote") == (42,)
+
+
 def test_improvements_of_a_variant() -> None:
     medium = experiments.SCALES["medium"]
     for name in improvements.IMPROVEMENTS:
