@@ -160,6 +160,7 @@ MEDIUM = Scale(
     changes=(
         "training.batch_size=256",
         "training.mini_batch_size=32",
+        "training.gradient_caching=false",  # a third less time; the batch fits in memory
         "training.bf16=true",
         "model.max_length=128",
         "model.dropout=0",  # as the paper's start

@@ -67,3 +67,17 @@ def test_a_token_router_in_fp16_is_refused() -> None:
 def test_check_recipe_needs_no_model() -> None:
     with pytest.raises(ValueError, match="no argument 'scal'"):
         check_recipe(load_recipe("mote-objectives", ["tasks.text_matching.loss_arguments={scal: 1}"]))
+
+
+def test_losses_that_always_cache_gradients_are_refused_without() -> None:
+    without = "training.gradient_caching=false"
+    for name in ("mote", "mote-objectives"):  # CoSENTLoss never caches
+        check_recipe(load_recipe(name, [without]))
+    check_recipe(load_recipe("sparse", [without, "training.mini_batch_size=null"]))
+    sparse = load_recipe("sparse", [without])
+    with pytest.raises(ValueError, match=r"Task 'retrieval': .*CachedSpladeLoss always .*mini_batch_size=null"):
+        check_recipe(sparse)
+    gist = ["tasks.retrieval.loss=CachedGISTEmbedLoss", "tasks.retrieval.loss_arguments={guide: MODEL}"]
+    cached = load_recipe("mote", [without, *gist])
+    with pytest.raises(ValueError, match="and CachedGISTEmbedLoss always caches gradients"):
+        check_recipe(cached)

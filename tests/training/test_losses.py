@@ -178,6 +178,21 @@ def test_gradient_caching_equals_the_whole_batch(model: SentenceTransformer, siz
     plain = gradients(model, InfoNCELoss(model, 0.05, symmetric=True), labels)
     cached = gradients(model, InfoNCELoss(model, 0.05, symmetric=True, mini_batch_size=size), labels)
     assert_same(plain, cached)
+    kept = InfoNCELoss(model, 0.05, symmetric=True, mini_batch_size=size, gradient_caching=False)
+    assert not kept.uses_gradient_cache
+    assert_same(plain, gradients(model, kept, labels))
+
+
+def test_without_gradient_caching_a_text_is_embedded_once(model: SentenceTransformer) -> None:
+    rows: list[int] = []
+    handle = model.register_forward_pre_hook(lambda module, inputs: rows.append(len(inputs[0]["input_ids"])))
+    gradients(model, InfoNCELoss(model, 0.05, mini_batch_size=2), None)
+    cached = list(rows)
+    rows.clear()
+    gradients(model, InfoNCELoss(model, 0.05, mini_batch_size=2, gradient_caching=False), None)
+    handle.remove()
+    assert rows == [2, 2, 1] * 3
+    assert cached == rows * 2
 
 
 def test_it_equals_the_librarys_loss_without_false_negatives(model: SentenceTransformer) -> None:
@@ -186,10 +201,10 @@ def test_it_equals_the_librarys_loss_without_false_negatives(model: SentenceTran
     assert_same(theirs, ours)
 
 
-@pytest.mark.parametrize("size", [None, 2])
-def test_matryoshka_is_the_sum_over_dimensions(model: SentenceTransformer, size: int | None) -> None:
+@pytest.mark.parametrize(("size", "caching"), [(None, True), (2, True), (2, False)])
+def test_matryoshka_is_the_sum_over_dimensions(model: SentenceTransformer, size: int | None, caching: bool) -> None:
     task = TaskSettings(datasets=[{"path": "x"}], anchor="search_query", batches="homogeneous", temperature=0.05)
-    training = TrainingSettings(mini_batch_size=size, matryoshka=[256, 64])
+    training = TrainingSettings(mini_batch_size=size, gradient_caching=caching, matryoshka=[256, 64])
     value = gradients(model, build_loss(model, task, training), None)["loss"].item()
     with torch.no_grad():
         columns = [model(column)["sentence_embedding"] for column in features_of(model)]
@@ -229,6 +244,11 @@ def test_replicas_always_cache(model: SentenceTransformer) -> None:
     loss = build_loss(model, settings(), training, processes=2, replicated=True)
     assert loss.uses_gradient_cache
     assert loss.mini_batch_size == 32
+    training = TrainingSettings(batch_size=64, mini_batch_size=8, gradient_caching=False)
+    assert not build_loss(model, settings(), training).uses_gradient_cache
+    loss = build_loss(model, settings(), training, processes=2, replicated=True)
+    assert loss.uses_gradient_cache
+    assert loss.mini_batch_size == 8
 
 
 def test_any_loss_of_the_library_by_name(model: SentenceTransformer) -> None:

@@ -58,8 +58,9 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
         in_batch_negatives: Whether the texts of other rows are candidates.
         similarity: `cosine`, or `dot` (for sparse vectors).
         gather_across_devices: Whether other rows include those of the other processes.
-        mini_batch_size: Rows per forward pass; the gradients of embeddings are cached in between (GradCache, Gao et
-            al. 2021). None: one forward pass per column, no caching.
+        mini_batch_size: Rows per forward pass, sorted by length. None: one forward pass per column, in order.
+        gradient_caching: Whether mini-batches are embedded a second time for the backward pass, with the gradients of
+            embeddings cached in between (GradCache, Gao et al. 2021), so that only one is in memory.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
         similarity: str = "cosine",
         gather_across_devices: bool = False,
         mini_batch_size: int | None = None,
+        gradient_caching: bool = True,
     ) -> None:
         super().__init__()
         self.model = model
@@ -80,7 +82,7 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
         self.in_batch_negatives = in_batch_negatives
         self.similarity = similarity
         self.gather_across_devices = gather_across_devices
-        self.uses_gradient_cache = mini_batch_size is not None
+        self.uses_gradient_cache = gradient_caching and mini_batch_size is not None
         self.mini_batch_size = mini_batch_size or 0
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None) -> Tensor:
@@ -94,11 +96,14 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
         Returns:
             A scalar.
         """
-        sentence_features = list(sentence_features)
+        features = list(sentence_features)
+        if not self.mini_batch_size:
+            return self.calculate_loss([[column] for column in embed_columns(self.model, features)], labels)
+        features, labels = _sorted_by_length(features, labels)
         if self.uses_gradient_cache:
-            return self.forward_cached(*_sorted_by_length(sentence_features, labels))
-        embeddings = embed_columns(self.model, sentence_features)
-        return self.calculate_loss([[column] for column in embeddings], labels)
+            return self.forward_cached(features, labels)
+        passes = [self.embed_minibatch_iter(column, with_grad=True, copy_random_state=False) for column in features]
+        return self.calculate_loss([[embeddings for embeddings, _ in column] for column in passes], labels)
 
     def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
         """Compute the loss from the embeddings of each column, as `SpladeLoss` requires."""
@@ -172,7 +177,7 @@ class BlendedLoss(InfoNCELoss):
         model: Embedding model.
         parts: Settings of each dataset, in the order of their numbers, and the number of its columns: further columns
             of a batch are placeholders for negatives that its rows lack.
-        **settings: `similarity`, `gather_across_devices` and `mini_batch_size` of `InfoNCELoss`.
+        **settings: `similarity`, `gather_across_devices`, `mini_batch_size` and `gradient_caching` of `InfoNCELoss`.
     """
 
     def __init__(
@@ -355,6 +360,22 @@ def check_loss(task: str, settings: TaskSettings, *, sparse: bool = False) -> No
             )
 
 
+def check_caching(task: str, settings: TaskSettings, training: TrainingSettings, *, sparse: bool = False) -> None:
+    """Check that the loss of a task can do without gradient caching, if the recipe says so; arguments as above.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    if training.gradient_caching or training.mini_batch_size is None:
+        return
+    if sparse or (settings.loss != INFO_NCE and "mini_batch_size" in _parameters(settings.loss)):
+        name = "CachedSpladeLoss" if sparse else settings.loss
+        raise ValueError(
+            f"Task {task!r}: training.gradient_caching=false is for {INFO_NCE} of dense vectors, and {name} always "
+            "caches gradients: set training.mini_batch_size=null"
+        )
+
+
 def _parameters(loss: str) -> dict[str, inspect.Parameter]:
     """Return the parameters of a library loss after the model; deprecated classes hide them behind `__new__`."""
     return dict(list(inspect.signature(_library_class(loss).__init__).parameters.items())[2:])
@@ -387,15 +408,17 @@ def build_loss(
         parts: If the set is blended, settings and number of columns of each dataset.
     """
     sparse = retrieval is not None and retrieval.kind != "dense"
-    if replicated and training.mini_batch_size is None:
+    if replicated:
         # With two experts in a step, DDP fails on two forward passes before one backward pass. Gradient caching runs
         # them one after the other, and gives the same gradients.
-        training = training.model_copy(update={"mini_batch_size": training.batch_size // processes})
+        size = training.mini_batch_size or training.batch_size // processes
+        training = training.model_copy(update={"mini_batch_size": size, "gradient_caching": True})
     if task.loss == INFO_NCE:
         settings: dict[str, Any] = {
             "similarity": "dot" if sparse else "cosine",
             "gather_across_devices": training.cross_device_negatives and processes > 1,
             "mini_batch_size": None if sparse else training.mini_batch_size,
+            "gradient_caching": training.gradient_caching,
         }
         own: dict[str, Any] = {"symmetric": task.symmetric, "in_batch_negatives": task.in_batch_negatives}
         loss: nn.Module = (

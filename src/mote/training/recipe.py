@@ -424,10 +424,12 @@ class PeftSettings(Settings):
 
 
 class TrainingSettings(TrainerSettings):
-    """`SentenceTransformerTrainingArguments`, by their own names, and six settings of ours: `batch_size`, and these.
+    """`SentenceTransformerTrainingArguments`, by their own names, and seven settings of ours: `batch_size`, and these.
 
     Attributes:
-        mini_batch_size: Rows per forward pass, with gradient caching. Default: no caching.
+        mini_batch_size: Rows per forward pass. Default: the whole batch.
+        gradient_caching: Whether mini-batches are embedded twice (GradCache), so that only one at a time is in memory.
+            Without it, a step of InfoNCE is faster, in the memory of the whole batch.
         only_experts: Experts to train; everything else is frozen. Default: the whole model.
         peft: Adapters to train, with everything else frozen. Default: none.
         cross_device_negatives: Whether the rows of all processes are negatives of one another.
@@ -436,6 +438,7 @@ class TrainingSettings(TrainerSettings):
     """
 
     mini_batch_size: int | None = Field(default=None, ge=1)
+    gradient_caching: bool = True
     only_experts: list[str] | None = Field(default=None, min_length=1)
     peft: PeftSettings | None = None
     cross_device_negatives: bool = True
@@ -445,6 +448,7 @@ class TrainingSettings(TrainerSettings):
     OURS: ClassVar[tuple[str, ...]] = (
         "batch_size",
         "mini_batch_size",
+        "gradient_caching",
         "only_experts",
         "peft",
         "cross_device_negatives",
@@ -493,7 +497,7 @@ class Recipe(Settings):
         tasks: Task → its data and settings.
         retrieval: The model's vectors.
         data: Settings of all datasets.
-        training: `SentenceTransformerTrainingArguments`, and six settings of ours.
+        training: `SentenceTransformerTrainingArguments`, and seven settings of ours.
         validation: Held-out texts.
         output: Folder of the run.
     """

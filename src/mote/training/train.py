@@ -28,7 +28,7 @@ from mote.training.adapters import AdapterCheckpoints, merge_adapters, network_o
 from mote.training.arguments import Schedule, describe, plan_schedule, trainer_arguments
 from mote.training.blending import BlendedCollator
 from mote.training.data import TrainingData, TrainingSet, load_data
-from mote.training.losses import INFO_NCE, LoadBalancedLoss, build_loss, check_loss
+from mote.training.losses import INFO_NCE, LoadBalancedLoss, build_loss, check_caching, check_loss
 from mote.training.model import NO_FP16, build_model, encodings, names_of
 from mote.training.processes import (
     deepspeed_stage,
@@ -120,6 +120,7 @@ def check_recipe(recipe: Recipe) -> None:
     for name, task in recipe.tasks.items():
         for dataset in task.datasets:
             check_loss(name, task.of(dataset), sparse=recipe.retrieval.kind != "dense")
+            check_caching(name, task.of(dataset), recipe.training, sparse=recipe.retrieval.kind != "dense")
     if recipe.model.kind == "token_routed" and recipe.training.fp16 and recipe.model.router_aux_loss_coef:
         raise ValueError(NO_FP16)
 
@@ -342,7 +343,7 @@ def _loss(
     if with_deepspeed() and deepspeed_stage() >= 2 and is_cached:
         raise ValueError(
             "DeepSpeed's stages from 2 allow one backward pass per step, but gradient caching needs several: set "
-            "training.mini_batch_size=null, or use stage 1, DDP or FSDP2"
+            "training.gradient_caching=false, or use stage 1, DDP or FSDP2"
         )
     if recipe.model.kind == "mote":
         experts = {names.expert_of(name) for name in training_set.tasks}
