@@ -343,7 +343,7 @@ def _loss(
     if with_deepspeed() and deepspeed_stage() >= 2 and is_cached:
         raise ValueError(
             "DeepSpeed's stages from 2 allow one backward pass per step, but gradient caching needs several: set "
-            "training.gradient_caching=false, or use stage 1, DDP or FSDP2"
+            "training.mini_batch_size=null, or use stage 1, DDP or FSDP2"
         )
     if recipe.model.kind == "mote":
         experts = {names.expert_of(name) for name in training_set.tasks}
