@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from scipy.spatial.distance import jensenshannon
 from scipy.special import rel_entr, softmax
 from scipy.stats import ttest_ind
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Router
 from transformers import PreTrainedConfig
 
@@ -454,6 +454,34 @@ def test_errors_of_the_command_are_one_line(
         error = capsys.readouterr().err
         assert error.startswith(message)
         assert error.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("retrieval", ["dense", "sparse", "hybrid", None])
+def test_each_kind_of_vectors_of_a_hybrid_model(retrieval: str | None, tmp_path: Path) -> None:
+    hybrid = upcycle(dense_checkpoint(tmp_path / "tiny", head="mlm"), tmp_path / "model", retrieval="hybrid")
+    result = analyze({"hybrid": hybrid}, texts=TEXTS, retrieval=retrieval)
+    model = SparseEncoder(str(hybrid), trust_remote_code=True)
+    kind = retrieval or "hybrid"
+    sides = [
+        side(TEXTS, retrieval=kind, convert_to_sparse_tensor=False).double().numpy()
+        for side in (model.encode_query, model.encode_document)
+    ]
+    config: Any = model[0].config
+    widths = {"dense": config.hidden_size, "sparse": config.vocab_size}
+    assert sides[0].shape[1] == widths.get(kind, sum(widths.values()))
+    (found,) = result.models
+    assert found.divergence is not None
+    assert found.divergence.cosine.mean == pytest.approx(analysis.similarity.cosines(*sides).mean())
+    assert analysis.Analysis.from_dict(result.to_dict()).retrieval == retrieval
+    assert (f"Vectors: {retrieval}." in result.to_markdown()) == (retrieval is not None)
+
+
+def test_vectors_that_a_model_does_not_give(fresh_folder: Path) -> None:
+    with pytest.raises(ValueError, match="small-mote only gives dense vectors: it has no sparse ones"):
+        analyze([fresh_folder], texts=TEXTS, retrieval="sparse")
+    with pytest.raises(ValueError, match="Unknown retrieval 'lexical': expected dense, sparse or hybrid"):
+        analyze([fresh_folder], texts=TEXTS, retrieval="lexical")
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

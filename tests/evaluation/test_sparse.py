@@ -69,5 +69,5 @@ def test_each_kind_of_vectors_of_a_hybrid_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Unknown retrieval 'lexical': expected dense, sparse or hybrid"):
         evaluate({"model": str(folder)}, retrieval=["lexical"], **settings)
     dense = upcycle(source, tmp_path / "dense")
-    with pytest.raises(ValueError, match="only gives dense vectors: there are no sparse ones to score"):
+    with pytest.raises(ValueError, match="only gives dense vectors: it has no sparse ones"):
         evaluate({"dense": str(dense)}, retrieval=["sparse"], **settings)

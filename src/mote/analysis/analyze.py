@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sentence_transformers import SentenceTransformer
 
 from mote.analysis import plots
 from mote.analysis.divergence import Divergence, Spread, divergence_of, tsne
 from mote.analysis.similarity import (
     ROLES,
+    Encoder,
     Similarity,
     WelchTest,
     check_tasks,
@@ -32,7 +32,7 @@ from mote.analysis.similarity import (
 from mote.analysis.weight_change import WeightChange, find_start, weight_change_of
 from mote.data.texts import Pairs, Texts, find_pairs, find_texts
 from mote.hub import commit_of
-from mote.inference.loading import check_device, load_encoder
+from mote.inference.loading import check_device, check_retrieval, load_any_encoder
 from mote.reporting import Report, markdown_table, name_models, table
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,7 @@ class Analysis(Report):
         texts: Texts that were embedded under each task.
         pairs: Queries and documents; None if the same texts took both roles.
         seed: Random seed of samples and t-SNE.
+        retrieval: Kind of vectors that was analyzed. Default: the models' own.
     """
 
     models: tuple[ModelAnalysis, ...]
@@ -83,6 +84,7 @@ class Analysis(Report):
     texts: Texts
     pairs: Pairs | None
     seed: int
+    retrieval: str | None = None
 
     def __str__(self) -> str:
         """Format as plain text."""
@@ -100,6 +102,7 @@ class Analysis(Report):
         about = [
             f"Texts: {len(self.texts.texts)}, {self.texts.source}.",
             f"Pairs: {pairs}.",
+            *([f"Vectors: {self.retrieval}."] if self.retrieval else []),
             *(f"Tasks of {model.label}: {_tasks_of(model)}." for model in self.models),
         ]
         blocks = ["# How far the experts have specialised", "  \n".join(about)]
@@ -115,6 +118,7 @@ class Analysis(Report):
             "texts": {"source": self.texts.source, "count": len(self.texts.texts), "texts": list(self.texts.texts)},
             "pairs": pairs,
             "seed": self.seed,
+            "retrieval": self.retrieval,
             "models": [_as_json(model) for model in self.models],
             "tests": [_as_json(test) for test in self.tests],
         }
@@ -131,6 +135,7 @@ class Analysis(Report):
             Texts(tuple(texts["texts"]), texts["source"]),
             Pairs(no_texts, no_texts, pairs["source"]) if pairs else None,
             content["seed"],
+            content.get("retrieval"),
         )
 
     def save(self, folder: str | Path) -> Path:
@@ -167,6 +172,7 @@ def analyze(
     pairs: str | Path | None = None,
     tasks: Sequence[str] | None = None,
     start: str | None = None,
+    retrieval: str | None = None,
     limit: int = 128,
     batch_size: int = 32,
     device: str | None = None,
@@ -187,6 +193,8 @@ def analyze(
         tasks: Tasks to compare. Default: the first model's experts, or else its prompts, if all models know them. If a
             model distinguishes no tasks (a dense model without prompts), only pairs are compared.
         start: Model that the models were trained from. Default: the one recorded in their folders.
+        retrieval: Kind of vectors to analyze, `dense`, `sparse` or `hybrid`; a hybrid model gives all of them.
+            Default: the models' own.
         limit: Number of texts, and of pairs.
         batch_size: Batch size of `encode`.
         device: Device of the models. Default: a GPU if there is one.
@@ -197,7 +205,7 @@ def analyze(
         FileNotFoundError: If a model, file or folder does not exist.
         OSError: If `out` is not writable.
         ValueError: If a file is damaged, a task is unknown, a model has fewer than two tasks, brings code that is not
-            trusted, or does not match `start`.
+            trusted, lacks the kind of vectors, or does not match `start`.
     """
     if texts is None or isinstance(texts, str | Path):
         found = find_texts(texts, data, limit, seed)
@@ -210,11 +218,14 @@ def analyze(
         raise ValueError("No models given: name one or more")
     logger.info("Texts: %d (%s)", len(found.texts), found.source)
     check_device(device)
+    if retrieval is not None:
+        check_retrieval(retrieval)
     commits = {label: commit_of(name) for label, name in named.items()}  # all exist, before any is loaded
     loaded = {}
     for label, name in named.items():
         logger.info("%s: loading …", label)
-        loaded[label] = load_encoder(name, revision=commits[label], device=device, trust_remote_code=trust_remote_code)
+        settings = {"device": device, "trust_remote_code": trust_remote_code}
+        loaded[label] = load_any_encoder(name, retrieval=retrieval, revision=commits[label], **settings)
     chosen = _tasks(loaded, tasks, only_pairs=found_pairs is not None)
     if out is not None:
         _prepare(Path(out))
@@ -234,7 +245,7 @@ def analyze(
             *_divergence_tests(first, other),
         )
     ]
-    result = Analysis(tuple(analyses), tuple(tests), found, found_pairs, seed)
+    result = Analysis(tuple(analyses), tuple(tests), found, found_pairs, seed, retrieval)
     if out is not None:
         logger.info("Wrote %s", result.save(out))
     return result
@@ -250,7 +261,7 @@ def _prepare(out: Path) -> None:
         raise OSError(f"The analysis cannot be written to {out}: {error}") from error
 
 
-def _tasks(models: Mapping[str, SentenceTransformer], tasks: Sequence[str] | None, only_pairs: bool) -> list[str]:
+def _tasks(models: Mapping[str, Encoder], tasks: Sequence[str] | None, only_pairs: bool) -> list[str]:
     """Choose the tasks to compare, and check that every model knows them; none if `only_pairs` is allowed."""
     if tasks is None:
         first = next(iter(models.values()))
@@ -281,7 +292,7 @@ def _divergence_tests(first: ModelAnalysis, other: ModelAnalysis) -> list[WelchT
 
 def _of_embeddings(
     label: str,
-    model: SentenceTransformer,
+    model: Encoder,
     tasks: list[str],
     texts: Texts,
     pairs: Pairs | None,

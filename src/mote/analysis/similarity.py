@@ -9,25 +9,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import ttest_ind
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import SentenceTransformer, SparseEncoder
 
 from configuration_mote import PAPER_INSTRUCTIONS, alternatives
 from mote.hub import commit_of
-from mote.inference.loading import check_device, load_encoder
+from mote.inference.loading import check_device, load_any_encoder
 
+Encoder = SentenceTransformer | SparseEncoder
 Similarity = dict[tuple[str, str], NDArray[np.float64]]
 
 # Names of the two roles of search, the paper's first; those that Sentence-Transformers adds on its own come last.
 ROLES = (("search_query", "search_document"), ("query", "passage"), ("query", "document"))
 
 
-def mote_config(model: SentenceTransformer) -> Any | None:
+def mote_config(model: Encoder) -> Any | None:
     """Return the config of a MoTE, None for any other model."""
     config: Any = getattr(model[0], "config", None)
     return config if getattr(config, "model_type", "").startswith("mote") else None
 
 
-def instructions_of(model: SentenceTransformer) -> dict[str, str]:
+def instructions_of(model: Encoder) -> dict[str, str]:
     """Return the tasks that a model knows, each with its prompt."""
     config = mote_config(model)
     if config is None:
@@ -35,7 +36,7 @@ def instructions_of(model: SentenceTransformer) -> dict[str, str]:
     return {task: config.instruction_of(task) for task in config.tasks}
 
 
-def default_tasks(model: SentenceTransformer) -> list[str]:
+def default_tasks(model: Encoder) -> list[str]:
     """Choose the tasks to compare: a MoTE's experts; for another model the paper's four tasks, else all its prompts."""
     config = mote_config(model)
     if config is not None:
@@ -49,7 +50,7 @@ def default_tasks(model: SentenceTransformer) -> list[str]:
     return with_text if len(with_text) > 1 else [task for task in instructions if task in first_of.values()]
 
 
-def check_tasks(model: SentenceTransformer, tasks: Sequence[str], name: str = "The model") -> None:
+def check_tasks(model: Encoder, tasks: Sequence[str], name: str = "The model") -> None:
     """Check that a model knows all tasks and distinguishes at least two of them.
 
     Raises:
@@ -71,9 +72,7 @@ def check_tasks(model: SentenceTransformer, tasks: Sequence[str], name: str = "T
         )
 
 
-def embed(
-    model: SentenceTransformer, texts: Sequence[str], task: str, batch_size: int = 32
-) -> NDArray[np.float64]:  # [N, H]
+def embed(model: Encoder, texts: Sequence[str], task: str, batch_size: int = 32) -> NDArray[np.float64]:  # [N, H]
     """Embed texts for a task: with its instruction in front, in a MoTE by its expert, in a `Router` by its model.
 
     Raises:
@@ -81,15 +80,17 @@ def embed(
     """
     routed = mote_config(model) is not None or task in getattr(model[0], "sub_modules", ())  # a MoTE, a Router
     options: dict[str, Any] = {"task": task} if routed else {}
-    embeddings = model.encode(
+    if isinstance(model, SparseEncoder):
+        options["convert_to_sparse_tensor"] = False
+    embeddings: Any = model.encode(
         list(texts),
         prompt=instructions_of(model)[task],
         batch_size=batch_size,
         show_progress_bar=False,
-        convert_to_numpy=True,
+        convert_to_tensor=True,
         **options,
     )
-    result = np.asarray(embeddings, dtype=np.float64)
+    result = embeddings.double().cpu().numpy()
     if not np.isfinite(result).all():
         raise ValueError(f"The model's embeddings for the task {task!r} are not finite: it is damaged")
     return result
@@ -111,7 +112,7 @@ def similarity_of(embeddings: Mapping[str, NDArray[np.float64]]) -> Similarity:
 
 
 def inter_task_similarity(
-    model: SentenceTransformer | str | Path,
+    model: Encoder | str | Path,
     texts: Sequence[str],
     tasks: Sequence[str] | None = None,
     *,
@@ -135,10 +136,10 @@ def inter_task_similarity(
     Raises:
         ValueError: If the model does not know a task, or distinguishes fewer than two.
     """
-    if not isinstance(model, SentenceTransformer):
+    if isinstance(model, str | Path):
         check_device(device)
         commit = commit_of(str(model))
-        model = load_encoder(model, revision=commit, device=device, trust_remote_code=trust_remote_code)
+        model = load_any_encoder(model, revision=commit, device=device, trust_remote_code=trust_remote_code)
     tasks = default_tasks(model) if tasks is None else list(tasks)
     check_tasks(model, tasks)
     return similarity_of({task: embed(model, texts, task, batch_size) for task in tasks})

@@ -359,6 +359,10 @@ def analyze(
         str | None,
         typer.Option(metavar="MODEL", help="Model before training. Default: what the model's folder records."),
     ] = None,
+    retrieval: Annotated[
+        Literal["dense", "sparse", "hybrid"] | None,
+        typer.Option(help="Kind of vectors; hybrid models have all. Default: the models' own."),
+    ] = None,
     limit: Annotated[int, typer.Option(metavar="N", help="Number of texts, and of pairs.")] = 128,
     batch_size: options.BatchSize = 32,
     device: options.Device = None,

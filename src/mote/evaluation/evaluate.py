@@ -33,7 +33,7 @@ from mote.evaluation.charts import draw_gains
 from mote.evaluation.models import EvaluatedModel, find_models
 from mote.evaluation.scores import Evaluation
 from mote.evaluation.tasks import choose_tasks
-from mote.inference.loading import check_device, first_line
+from mote.inference.loading import check_device, check_retrieval, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +96,8 @@ def evaluate(
         raise ValueError(f"Unknown dtype {dtype!r}: expected {', '.join(DTYPES)}")
     check_device(device)
     found = find_models(models, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    if wrong := sorted(set(retrieval) - {"dense", "sparse", "hybrid"}):
-        raise ValueError(f"Unknown retrieval {wrong[0]!r}: expected dense, sparse or hybrid")
+    for kind in retrieval:
+        check_retrieval(kind)
     if retrieval:
         kinds = [*dict.fromkeys(retrieval)]
         labels = {kind: f" ({kind})" if len(kinds) > 1 else "" for kind in kinds}
@@ -222,7 +222,7 @@ class _Run:
         encoder = _FiniteSparse(found) if isinstance(found, SparseEncoder) else _FiniteEncoder(found)
         meta = self._meta(model, task)
         key = {name: getattr(meta, name) for name in ("name", "revision", "experiment_kwargs")}
-        encoder.mteb_model_meta = encoder.mteb_model_meta.model_copy(update={**model.described(), **key})
+        encoder.mteb_model_meta = encoder.mteb_model_meta.model_copy(update={**model.described, **key})
         options: Any = {"batch_size": self.batch_size, "show_progress_bar": False}
         for part in with_subtasks([task]):  # otherwise each model would get different samples
             part.rng_state, part.np_rng = random.Random(part.seed), np.random.default_rng(part.seed)

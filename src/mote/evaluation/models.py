@@ -3,12 +3,13 @@
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mote.checkpoints.hashing import folder_hash
 from mote.hub import commit_of
-from mote.inference.loading import is_sparse_encoder, load_encoder, load_sparse_encoder
+from mote.inference.loading import load_any_encoder
 from mote.reporting import name_models
 
 if TYPE_CHECKING:
@@ -55,8 +56,12 @@ class EvaluatedModel:
             overwrites={"name": name, "revision": self.revision, "experiment_kwargs": experiment or None}
         )
 
+    @cached_property
     def described(self) -> dict[str, Any]:
-        """Other metadata that mteb records: dimension, parameters, licence …; empty for files of an unknown kind."""
+        """Other metadata that mteb records: dimension, parameters, licence …; empty for files of an unknown kind.
+
+        Found once for all datasets, as it reads the whole of the weights for their hash.
+        """
         from mote.evaluation.metadata import model_meta
 
         try:
@@ -85,17 +90,8 @@ class EvaluatedModel:
 
     def _load(self, device: str | None) -> "SentenceTransformer | SparseEncoder":
         revision = None if Path(self.path).is_dir() else self.revision
-        sparse = is_sparse_encoder(self.path, revision)
-        load: Any = load_sparse_encoder if sparse else load_encoder
-        model = load(
-            self.path, revision=revision, device=device, dtype=self.dtype, trust_remote_code=self.trust_remote_code
-        )
-        if self.retrieval is not None:
-            if type(model[-1]).__name__ == "HybridPooling":
-                model[-1].retrieval = self.retrieval
-            elif self.retrieval != (own := "sparse" if sparse else "dense"):
-                raise ValueError(f"{self.path} only gives {own} vectors: there are no {self.retrieval} ones to score")
-        return model
+        settings = {"device": device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
+        return load_any_encoder(self.path, retrieval=self.retrieval, revision=revision, **settings)
 
     def release(self) -> None:
         """Free its memory."""

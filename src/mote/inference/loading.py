@@ -189,6 +189,41 @@ def _load_checked(
     return encoder
 
 
+def check_retrieval(retrieval: str) -> None:
+    """Check that a kind of vectors exists.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if retrieval not in (kinds := ("dense", "sparse", "hybrid")):
+        raise ValueError(f"Unknown retrieval {retrieval!r}: expected {', '.join(kinds[:-1])} or {kinds[-1]}")
+
+
+def load_any_encoder(
+    path: str | os.PathLike, *, retrieval: str | None = None, revision: str | None = None, **settings: Any
+) -> "SentenceTransformer | SparseEncoder":
+    """Load any model of dense, sparse or hybrid vectors, with all its weights.
+
+    Args:
+        path: A folder, or an id on the Hub.
+        retrieval: Kind of vectors: `dense`, `sparse` or `hybrid`; a hybrid model gives all of them. Default: its own.
+        revision: Branch, tag or commit on the Hub. Default: the newest.
+        **settings: `device`, `dtype` and `trust_remote_code`, as in `load_encoder`.
+
+    Raises:
+        ValueError: As in `load_encoder`; or if it has no vectors of this kind.
+    """
+    sparse = is_sparse_encoder(os.fspath(path), revision)
+    load: Any = load_sparse_encoder if sparse else load_encoder
+    encoder = load(path, revision=revision, **settings)
+    if retrieval is not None:
+        if type(encoder[-1]).__name__ == "HybridPooling":
+            encoder[-1].retrieval = retrieval
+        elif retrieval != (own := "sparse" if sparse else "dense"):
+            raise ValueError(f"{path} only gives {own} vectors: it has no {retrieval} ones")
+    return encoder
+
+
 def is_sparse_encoder(path: str, revision: str | None = None) -> bool:
     """Whether a model's folder or repository says that it is a `SparseEncoder`."""
     from transformers.utils import cached_file
