@@ -9,8 +9,9 @@ import numpy as np
 from sentence_transformers import SentenceTransformer
 
 from benchmarks.paper.runs import Runs
+from mote.checkpoints.models import load_tokenizer
 from mote.checkpoints.provenance import read_steps
-from mote.checkpoints.reading import is_mote, load_tokenizer, open_checkpoint, open_mote
+from mote.checkpoints.reading import is_mote, open_checkpoint, open_mote
 from mote.training.data import ValidationSet, load_data
 from mote.training.model import encodings
 from mote.training.recipe_files import load_recipe

@@ -14,7 +14,8 @@ from benchmarks.performance.benchmark import Benchmark, Options
 from mote import evaluate, experts, train, transform
 from mote.analysis.similarity import cosines, embed
 from mote.analysis.weight_change import find_start
-from mote.checkpoints.reading import load_mote, open_checkpoint, open_mote
+from mote.checkpoints.models import load_mote
+from mote.checkpoints.reading import open_checkpoint, open_mote
 from mote.data.test_sets import find_evaluation_datasets
 from mote.data.texts import find_texts
 from mote.evaluation.scores import Evaluation

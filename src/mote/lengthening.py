@@ -14,18 +14,10 @@ from transformers import (
 
 from mote.checkpoints import cards
 from mote.checkpoints import sentence_transformers as st
+from mote.checkpoints.models import dense_without_weights, load_dense, load_tokenizer, quiet_transformers
 from mote.checkpoints.plain import longest_sequence
 from mote.checkpoints.provenance import command_line, new_step
-from mote.checkpoints.reading import (
-    Checkpoint,
-    dense_without_weights,
-    is_mote,
-    load_dense,
-    load_tokenizer,
-    open_checkpoint,
-    quiet_transformers,
-    read_json,
-)
+from mote.checkpoints.reading import Checkpoint, is_mote, open_checkpoint, read_json
 from mote.checkpoints.tensors import read_shapes
 from mote.checkpoints.writing import WriteOptions, how_to_load, require_writable, write_repository
 

@@ -24,7 +24,8 @@ from transformers import AutoModel
 from modeling_mote import MoTEModel
 from mote import transform, upcycle
 from mote.checkpoints import nomic
-from mote.checkpoints.reading import load_dense, load_tokenizer, open_dense, stored_dtype
+from mote.checkpoints.models import load_dense, load_tokenizer
+from mote.checkpoints.reading import open_dense, stored_dtype
 from mote.experts import export
 
 EXPERTS = ["classification", "clustering", "search_query", "search_document"]

@@ -20,7 +20,8 @@ from helpers.families import EAGER_ONLY, batch, dense_model
 from safetensors.torch import load_file, save_file
 
 from mote import upcycle
-from mote.checkpoints.reading import HEADS, load_dense, load_tokenizer, open_dense, stored_dtype
+from mote.checkpoints.models import HEADS, load_dense, load_tokenizer
+from mote.checkpoints.reading import open_dense, stored_dtype
 from mote.checkpoints.tensors import read_shapes
 from mote.cli import main
 

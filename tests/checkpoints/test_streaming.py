@@ -27,7 +27,8 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from modeling_mote import MoTEModel
 from mote import plan_upcycling, upcycle
 from mote.checkpoints import streaming
-from mote.checkpoints.reading import load_dense, open_dense
+from mote.checkpoints.models import load_dense
+from mote.checkpoints.reading import open_dense
 from mote.checkpoints.sentence_transformers import (
     OUR_TRANSFORMER,
     POOLING,

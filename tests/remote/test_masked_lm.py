@@ -42,7 +42,8 @@ from masked_lm_mote import MoTEForMaskedLM
 from modeling_mote import MoTEModel
 from mote import experts as verbs
 from mote import plan_upcycling, transform, upcycle
-from mote.checkpoints.reading import load_mote, open_mote
+from mote.checkpoints.models import load_mote
+from mote.checkpoints.reading import open_mote
 
 EXPERTS = ["alpha", "beta"]
 WITH_HEAD = {

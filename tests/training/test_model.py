@@ -9,7 +9,8 @@ from helpers.checkpoints import published_nomic, trusted
 from helpers.runs import overrides
 from safetensors.torch import load_file, save_file
 
-from mote.checkpoints.reading import load_dense, open_checkpoint, open_dense
+from mote.checkpoints.models import load_dense
+from mote.checkpoints.reading import open_checkpoint, open_dense
 from mote.training.losses import LoadBalancedLoss
 from mote.training.model import build_model
 from mote.training.recipe import Recipe

@@ -247,7 +247,7 @@ def try_lock(work: Path, ours: bool = False) -> int | None:
 
     Args:
         work: The folder.
-        ours: Whether the folder is our own; then a file system without locks is no problem.
+        ours: Whether the folder is our own; then a file system without locks is fine.
 
     Returns:
         The file descriptor; None if another writer has the lock, or, unless the folder is `ours`, may have it.

@@ -12,16 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from mote.checkpoints import cards
+from mote.checkpoints.models import load_mote, load_tokenizer
 from mote.checkpoints.provenance import command_line, new_step, plain, read_steps, write_steps
-from mote.checkpoints.reading import (
-    MoTECheckpoint,
-    has_head,
-    is_mote,
-    load_mote,
-    load_tokenizer,
-    open_mote,
-    require_expert,
-)
+from mote.checkpoints.reading import MoTECheckpoint, has_head, is_mote, open_mote, require_expert
 from mote.checkpoints.retrieval import retrieval_in
 from mote.checkpoints.rewriting import rewritten_card
 from mote.checkpoints.sentence_transformers import normalizes

@@ -12,9 +12,10 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 
 from configuration_mote import MoTEConfig
 from mote import hub
+from mote.checkpoints.models import quiet_transformers
 from mote.checkpoints.plain import write_plainly
 from mote.checkpoints.provenance import Described, read_steps, write_steps
-from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, has_head, is_mote, quiet_transformers
+from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, has_head, is_mote
 from mote.checkpoints.retrieval import Retrieval, retrieval_in, write_retrieval
 from mote.checkpoints.sentence_transformers import max_seq_length, write_sentence_transformer
 from mote.checkpoints.staging import Staging, refuse_occupied, refuse_source, require_shard_size, require_space

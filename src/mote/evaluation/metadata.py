@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from configuration_mote import ROLE_HINTS
 from mote.checkpoints.cards import front_matter
 from mote.checkpoints.hashing import folder_hash
-from mote.checkpoints.reading import Checkpoint, dense_without_weights, is_mote, mote_class, open_checkpoint
+from mote.checkpoints.models import dense_without_weights
+from mote.checkpoints.reading import Checkpoint, is_mote, mote_class, open_checkpoint
 from mote.checkpoints.retrieval import retrieval_in
 from mote.checkpoints.sentence_transformers import MTEB_PROMPTS, max_seq_length, source_modules, source_prompts
 from mote.checkpoints.tensors import parameter_counts

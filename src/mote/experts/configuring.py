@@ -14,7 +14,8 @@ from mote.checkpoints.instructions import (
     check_instruction_pooling,
     write_instruction_pooling,
 )
-from mote.checkpoints.reading import load_tokenizer, open_mote
+from mote.checkpoints.models import load_tokenizer
+from mote.checkpoints.reading import open_mote
 from mote.checkpoints.transform import transform, verb
 from mote.checkpoints.writing import WriteOptions
 

@@ -52,7 +52,7 @@ def _missing_weights(
     model_class: Any, path: str, revision: str | None, subfolder: str = "", **kwargs: Any
 ) -> list[str]:
     """Return the keys of weights that a checkpoint lacks or has in another shape."""
-    from mote.checkpoints.reading import quiet_transformers
+    from mote.checkpoints.models import quiet_transformers
 
     with quiet_transformers():
         _, info = model_class.from_pretrained(

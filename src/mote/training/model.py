@@ -23,15 +23,8 @@ from mote.checkpoints.instructions import (
     instruction_pooling_in,
     write_instruction_pooling,
 )
-from mote.checkpoints.reading import (
-    TOKEN_ROUTED,
-    Checkpoint,
-    has_head,
-    is_mote,
-    load_dense,
-    load_tokenizer,
-    open_checkpoint,
-)
+from mote.checkpoints.models import load_dense, load_tokenizer
+from mote.checkpoints.reading import TOKEN_ROUTED, Checkpoint, has_head, is_mote, open_checkpoint
 from mote.checkpoints.retrieval import Retrieval, retrieval_in, wanted_retrieval, write_retrieval
 from mote.checkpoints.rewriting import experts_are_copies
 from mote.checkpoints.staging import Staging

@@ -17,18 +17,9 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallb
 
 from masked_lm_mote import MoTEForMaskedLM, native_with_head
 from mote.checkpoints.cards import write_dense_card, write_mote_card
+from mote.checkpoints.models import dense_without_weights, load_dense, load_mote, load_tokenizer
 from mote.checkpoints.provenance import command_line
-from mote.checkpoints.reading import (
-    Checkpoint,
-    dense_without_weights,
-    has_head,
-    is_mote,
-    load_dense,
-    load_mote,
-    load_tokenizer,
-    mote_class,
-    open_checkpoint,
-)
+from mote.checkpoints.reading import Checkpoint, has_head, is_mote, mote_class, open_checkpoint
 from mote.checkpoints.sentence_transformers import max_seq_length, normalizes
 from mote.checkpoints.tensors import parameter_counts
 from mote.experts.exporting import export

@@ -22,7 +22,8 @@ from transformers.trainer_utils import IntervalStrategy
 
 from configuration_mote import MoTEConfig
 from mote.checkpoints.cards import write_trained_card
-from mote.checkpoints.reading import Checkpoint, load_tokenizer, open_checkpoint
+from mote.checkpoints.models import load_tokenizer
+from mote.checkpoints.reading import Checkpoint, open_checkpoint
 from mote.checkpoints.tensors import token_routing
 from mote.training.adapters import AdapterCheckpoints, merge_adapters, network_of, trained_weights
 from mote.training.arguments import Schedule, describe, plan_schedule, trainer_arguments

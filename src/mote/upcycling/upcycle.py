@@ -15,15 +15,9 @@ from mote.checkpoints import cards, nomic_moe, nv_embed
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.end_token import EOS, end_as_asked, ends_texts
 from mote.checkpoints.instructions import write_instruction_pooling
+from mote.checkpoints.models import dense_without_weights, load_dense, load_tokenizer, quiet_transformers
 from mote.checkpoints.provenance import RECORD_FILE, command_line, new_step
-from mote.checkpoints.reading import (
-    Checkpoint,
-    dense_without_weights,
-    load_dense,
-    load_tokenizer,
-    mote_class,
-    quiet_transformers,
-)
+from mote.checkpoints.reading import Checkpoint, mote_class
 from mote.checkpoints.streaming import DenseWeights, MappedFiles, can_stream, write_weights
 from mote.checkpoints.writing import how_to_load, require_writable, write_repository
 from mote.upcycling.options import UpcyclingOptions

@@ -1,0 +1,226 @@
+"""Load the models and tokenizers of checkpoints.
+
+A dense model always uses transformers' own class for the architecture, so that the library converts published key
+names. What the library would only report (weights that stay random) is an error here.
+"""
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from modeling_mote import MoTEModel
+from mote.checkpoints import nomic
+from mote.checkpoints.reading import Checkpoint, has_head, is_mote, mote_class
+from mote.checkpoints.tensors import HEAD, NOT_ONLY_TENSORS, read_on_meta, read_shapes
+
+_LOADING = RLock()
+
+# Heads of pre-training and fine-tuning, which a checkpoint may hold beside the encoder. They are dropped; any other
+# key that the encoder does not have is an error.
+HEADS = (
+    "cls",
+    "classifier",
+    "decoder",
+    "discriminator_predictions",
+    "generator_lm_head",
+    "generator_predictions",
+    "head",
+    "lm_head",
+    "pooler",
+    "pre_classifier",
+    "qa_outputs",
+    "score",
+    "vocab_layer_norm",
+    "vocab_projector",
+    "vocab_transform",
+)
+
+
+def load_mote(checkpoint: Checkpoint, experts: list[str] | None = None, *, with_head: bool = False) -> MoTEModel:
+    """Load a MoTE in its stored dtype.
+
+    Args:
+        checkpoint: From `open_mote`.
+        experts: Load only the weights of these experts. Default: all.
+        with_head: Load its head, too, if it has one.
+
+    Raises:
+        ValueError: If config and weights do not match.
+    """
+    with quiet_transformers():
+        kind: Any = "masked_lm" if with_head and has_head(checkpoint.config) else "model"
+        model = mote_class(checkpoint.config.model_type, kind).from_pretrained(
+            checkpoint.folder, dtype="auto", experts=experts
+        )
+    model.config._name_or_path = checkpoint.public_name  # no local path
+    return model.eval()
+
+
+def load_dense(
+    checkpoint: Checkpoint, dtype: str | torch.dtype = "auto", *, with_head: bool = False
+) -> tuple[PreTrainedModel, list[str]]:
+    """Load the native dense model, or a token-routed one, with every weight from the checkpoint.
+
+    Args:
+        checkpoint: From `open_dense`.
+        dtype: As in `AutoModel.from_pretrained`.
+        with_head: Load the model with its head for masked language modelling.
+
+    Returns:
+        The model, and the keys of heads that were dropped.
+
+    Raises:
+        ValueError: If the files are damaged, lack keys, or hold unknown ones.
+    """
+    with _reading(checkpoint):
+        native = _native_class(checkpoint, with_head)
+        loaded = native.from_pretrained(checkpoint.folder, dtype=dtype, **_loading_arguments(checkpoint))
+    return _checked(checkpoint, *loaded)
+
+
+def dense_without_weights(
+    checkpoint: Checkpoint, dtype: str | torch.dtype = "auto", *, with_head: bool = False
+) -> tuple[PreTrainedModel, list[str]]:
+    """Build the native dense model on the meta device, after the checks of `load_dense`.
+
+    Args:
+        checkpoint: From `open_dense`.
+        dtype: As in `AutoModel.from_pretrained`.
+        with_head: As in `load_dense`.
+
+    Returns:
+        The model without data, and the keys of heads that would be dropped.
+
+    Raises:
+        ValueError: As from `load_dense`.
+    """
+    weights = read_on_meta(checkpoint.weights)
+    with _reading(checkpoint):
+        native = _native_class(checkpoint, with_head)
+        settings = {**_loading_arguments(checkpoint), "state_dict": weights, "device_map": "meta"}
+        loaded = native.from_pretrained(None, dtype=dtype, **settings)
+    return _checked(checkpoint, *loaded)
+
+
+def _native_class(checkpoint: Checkpoint, with_head: bool) -> Any:
+    if is_mote(checkpoint.config):
+        return mote_class(checkpoint.config.model_type, "model")
+    with torch.device("meta"):
+        return type((AutoModelForMaskedLM if with_head else AutoModel).from_config(checkpoint.config))
+
+
+def _loading_arguments(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "config": checkpoint.config,
+        "key_mapping": checkpoint.key_mapping or None,
+        "ignore_mismatched_sizes": True,
+        "output_loading_info": True,
+    }
+
+
+@contextmanager
+def _reading(checkpoint: Checkpoint) -> Iterator[None]:
+    """Explain errors while reading; `_checked` checks the library's own report."""
+    try:
+        with quiet_transformers():
+            yield
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"The weights of {checkpoint.name} were not opened: {NOT_ONLY_TENSORS}") from error
+    except (SafetensorError, RuntimeError, EOFError, OSError) as error:
+        files = ", ".join(path.name for path in checkpoint.weights)
+        raise ValueError(
+            f"The weights of {checkpoint.name} ({files}) cannot be read, are they truncated? {error}"
+        ) from error
+    except (KeyError, ArithmeticError) as error:
+        raise ValueError(f"The config of {checkpoint.name} is invalid: {type(error).__name__}: {error}") from error
+
+
+def _checked(checkpoint: Checkpoint, model: PreTrainedModel, info: dict[str, Any]) -> tuple[PreTrainedModel, list[str]]:
+    """Return the model, and the keys of heads that it lacks; raise `ValueError` unless all weights fit."""
+    prefix = f"{model.base_model_prefix}."
+    missing = [key for key in info["missing_keys"] if not key.startswith("pooler.")]  # a MoTE pools by itself
+    if model.base_model is not model:
+        lost = sorted(key for key in missing if not key.startswith(prefix))
+        if checkpoint.format == "nomic" and all(key.endswith("bias") for key in lost):
+            missing = [key for key in missing if key not in lost]  # not published: the native head's start as zeros
+        elif lost:
+            raise ValueError(
+                f"{checkpoint.name} has no head for masked language modelling (missing: {', '.join(lost[:3])} …): "
+                "leave out `--with-head`, or start from the checkpoint as it was pre-trained"
+            )
+    dropped = sorted(key for key in info["unexpected_keys"] if key.removeprefix(prefix).split(".")[0] in HEADS)
+    unexpected = sorted(set(info["unexpected_keys"]) - {*dropped, *checkpoint.pooling_weights.values()})
+    if is_mote(checkpoint.config):  # its class drops the head silently
+        dropped = sorted(key for key in read_shapes(checkpoint.weights) if key.startswith(HEAD))
+    for problem, keys in (("lack", missing), ("hold unknown", unexpected), ("misshape", info["mismatched_keys"])):
+        if keys:
+            shown = ", ".join(sorted(map(str, keys))[:5]) + (" …" if len(keys) > 5 else "")
+            raise ValueError(
+                f"The weights of {checkpoint.name} {problem} {len(keys)} keys of {type(model).__name__}: "
+                f"{shown}. Known heads are dropped ({', '.join(HEADS)}); anything else must match."
+            )
+    model.config._name_or_path = checkpoint.public_name  # no local path
+    return model.eval(), dropped
+
+
+def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Any:
+    """Load the tokenizer of a checkpoint, or another one for it.
+
+    Raises:
+        ValueError: If there is no tokenizer, it is damaged, or it has more tokens than the model.
+    """
+    files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
+    has_own = any((checkpoint.folder / name).is_file() for name in files) or any(checkpoint.folder.glob("*.model"))
+    name: str | Path
+    if tokenizer is not None:
+        name = tokenizer
+    elif has_own:
+        name = checkpoint.folder
+    elif checkpoint.format == "nomic":
+        name = nomic.TOKENIZER
+    else:
+        raise ValueError(
+            f"{checkpoint.name} has no tokenizer: name one with `--tokenizer`, a folder or an id on the Hub"
+        )
+    # with the config given, the library does not ask whether to run the code of a MoTE or NV-Embed
+    own = name == checkpoint.folder and checkpoint.format in ("mote", "nv_embed")
+    given = {"config": checkpoint.config} if own else {}
+    try:
+        loaded = AutoTokenizer.from_pretrained(name, **given)
+        size = len(loaded)
+    except Exception as error:  # damaged files raise any kind of error, also tokenizers' own
+        message = f"{type(error).__name__}: {error}" if not isinstance(error, OSError | ValueError) else error
+        raise ValueError(f"The tokenizer {name} for {checkpoint.name} cannot be loaded: {message}") from error
+    if size > checkpoint.config.vocab_size:
+        raise ValueError(
+            f"The tokenizer {name} has {size} tokens, but {checkpoint.name} has embeddings for "
+            f"{checkpoint.config.vocab_size} only"
+        )
+    return loaded
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence the library while it loads (only errors are logged, no progress bars), and load in one thread at a time.
+
+    Both these settings and the library's loading change state of the whole process. Two threads that load at once can
+    leave `PreTrainedModel.tie_weights` replaced by a function that does nothing (5.23), for all later models.
+    """
+    with _LOADING:
+        verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(verbosity)
+            if bars:
+                logging.enable_progress_bar()
