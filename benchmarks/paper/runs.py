@@ -219,7 +219,8 @@ class Runs:
         A dataset on which a variant failed with any seed is dropped from its scores and reported.
         """
         names = list(names)
-        share(partial(self._on_tests, name, seed) for name in names for seed in self.seeds_of(name))
+        jobs = sorted((seed, name) for name in names for seed in self.seeds_of(name))
+        share(partial(self._on_tests, name, seed) for seed, name in jobs)  # all variants with one seed first
         every: dict[str, dict[str, list[float]]] = {}
         types: dict[str, str] = {}
         for name in names:
