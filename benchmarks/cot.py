@@ -197,6 +197,8 @@ class Comparison:
                     out=self.out / _file(name) / f"scores-seed{seed}" / stage,
                     trust_remote_code=True,
                 )
+                if found.failed():
+                    raise RuntimeError("; ".join(found.failed()))
                 scores |= {
                     f"{stage} {kind}": of_model for kind, of_model in zip(KINDS, found.scores.values(), strict=True)
                 }
@@ -264,6 +266,7 @@ def main() -> None:
     comparison = Comparison(given.source, given.data, out, given.seeds, given.quick, given.only, kept)
     comparison.share()
     every = comparison.collected()
+    out.mkdir(parents=True, exist_ok=True)
     (out / "scores.json").write_text(json.dumps(every, indent=1) + "\n")
     print(report(every))
 

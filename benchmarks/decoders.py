@@ -13,15 +13,14 @@ import argparse
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from statistics import mean
 
 import torch
 from datasets import Dataset
-from filelock import Timeout
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -34,10 +33,9 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
 import mote
-from benchmarks.locking import alone
+from benchmarks.locking import alone, share
 from benchmarks.paper.runs import Scores
 from benchmarks.paper.tables import cell, datasets_of
 from mote.corpora import MiningSettings, Teacher
@@ -47,6 +45,7 @@ from mote.data.settings import DatasetSettings
 from mote.evaluation.statistics import compare_scores
 from mote.reporting import console_logging, markdown_table
 from mote.training.recipe_files import load_recipe
+from mote.training.run_folder import step_of
 
 logger = logging.getLogger("mote.benchmarks")
 
@@ -162,8 +161,9 @@ class Comparison:
         trainer = Trainer(
             model, arguments, train_dataset=blocks["train"], eval_dataset=blocks["test"], data_collator=collator
         )
-        checkpoints = Path(arguments.output_dir)
-        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(checkpoints)) if checkpoints.exists() else None)
+        complete = [file.parent for file in Path(arguments.output_dir).glob("*/trainer_state.json")]  # written last
+        last = max(complete, key=step_of, default=None)
+        trainer.train(resume_from_checkpoint=None if last is None else str(last))
         trainer.state.save_to_json(str(folder / "trainer_state.json"))
         logger.info("loss on held-out texts: %.3f", trainer.evaluate()["eval_loss"])
         model.model.save_pretrained(folder / "backbone")
@@ -224,13 +224,13 @@ class Comparison:
 
     def scores(self) -> Scores:
         """Score all models, starting with those that no other command is working on."""
-        for run in self.runs():
-            with suppress(Timeout):
-                self.evaluations(run, timeout=0)
+        share(partial(self.evaluations, run) for run in self.runs())
         every: dict[str, dict[str, list[float]]] = {}
         types: dict[str, str] = {}
         for direction, pooling, seed in self.runs():
             for evaluation in self.evaluations((direction, pooling, seed)):
+                if evaluation.failed():
+                    raise RuntimeError("; ".join(evaluation.failed()))
                 types |= evaluation.types
                 for dataset, score in evaluation.scores[_name(direction, pooling, seed)].items():
                     every.setdefault(f"{direction}, {pooling}", {}).setdefault(dataset, []).append(score)

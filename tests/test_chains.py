@@ -145,7 +145,8 @@ def test_each_stage_trains_on_what_is_mined_for_it(
         chain(file)
     trained: list[str] = []
     monkeypatch.setattr(chains, "train", lambda recipe: (trained.append(recipe.name), done(recipe)))
-    model = chain(file, ["description=resumed", "stages.stage2.teacher.max_length=20"])
+    changes = ["description=resumed", "stages.stage2.teacher.max_length=20"]
+    model = chain(file, changes)
     assert model == out / "stage2/train/model"
     assert trained == ["cot-stage1", "cot-stage2"]
     bm25, mined = (negatives_in(out / stage) for stage in ("stage1", "stage2"))
@@ -172,6 +173,10 @@ def test_each_stage_trains_on_what_is_mined_for_it(
     assert caplog.messages[-1].splitlines()[-1].split()[:5] == ["stage2", "stage1", "20", "60", "3"]
     with pytest.raises(FileExistsError, match=r"holds a finished chain: its model is in .*stage2/train/model"):
         chain(file)
+    (out / "chain.json").write_text(json.dumps({"stage1": record["stage1"]}))  # killed before the last record
+    assert chain(file, changes) == model
+    assert json.loads((out / "chain.json").read_text()) == record
+    assert trained == ["cot-stage1", "cot-stage2"]
     with pytest.raises(ValueError, match=r"was trained by another recipe, which differs in training\.max_steps"):
         chain(file, ["train.training.max_steps=2"])
     assert "yes" in plan_chain(file)

@@ -3,7 +3,7 @@
 The paper trains only on pairs of texts: its `classification` data is paraphrases, duplicate questions, and headline and
 story; its `clustering` data is title and abstract, and title and body. Here, the datasets of the data folder are
 assigned to tasks in the same way. Validation sets have the layout of test sets, so that `mote.evaluate` can score them;
-no variant trains on their texts.
+no variant trains on their texts, except on those of classification and clustering where it trains on labels.
 """
 
 import shutil

@@ -279,6 +279,8 @@ class Runs:
         shipped = fixed_settings(load_recipe(variant.recipe))
         own = {key: value for key, value in fixed_settings(recipe).items() if shipped.get(key) != value}
         digest = blake2b(json.dumps(shipped, sort_keys=True).encode(), digest_size=8).hexdigest()
+        if variant.start == "distilled" or variant.mined:
+            found["teacher"] = Path(self.teacher).name
         return {**found, "variant": self.trained_as(name), "recipe": f"{variant.recipe} {digest}", **own}
 
     @cached_property

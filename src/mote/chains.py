@@ -173,7 +173,7 @@ def chain(recipe: Chain | str | Path, overrides: Sequence[str] = (), *, overwrit
     stages = prepare(settings)
     _refuse_other(settings.folder)
     trained = [] if overwrite else [stage.is_trained() for stage in stages]
-    if trained and all(trained):
+    if trained and all(trained) and stages[-1].name in _records(settings.folder):
         raise FileExistsError(
             f"{settings.folder} holds a finished chain: its model is in {stages[-1].run.model}. Choose another "
             "`output`, or start over with `--overwrite`"
@@ -269,7 +269,7 @@ def _check(stage: Stage, settings: Chain, mined: set[str], models: dict[str, Pat
 
 def _check_teacher(stage: Stage, given: Teacher, tasks: dict[str, Any]) -> None:
     """Check that the teacher exists, or will by then, and has the tasks that it is to mine with."""
-    if given.model not in tasks or given.model == stage.name:
+    if given.model not in tasks:
         stage.teacher.find()
         return
     known = tasks[given.model]
@@ -285,12 +285,16 @@ def _refuse_other(folder: Path) -> None:
         raise FileExistsError(f"{folder} holds something other than a chain: choose another `output`")
 
 
+def _records(folder: Path) -> dict[str, Any]:
+    """Read the chain's record: the finished stages; empty before the first is."""
+    with suppress(FileNotFoundError):
+        return json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+    return {}
+
+
 def _record(folder: Path, stage: Stage) -> None:
     """Add a finished stage to the chain's record."""
-    path = folder / RECORD_FILE
-    content: dict[str, Any] = {}
-    with suppress(FileNotFoundError):
-        content = json.loads(path.read_text(encoding="utf-8"))
+    content = _records(folder)
     mined = json.loads((stage.mined / "record.json").read_text(encoding="utf-8"))["datasets"]
     step = read_steps(stage.run.model)[-1]
     content[stage.name] = {
@@ -300,12 +304,12 @@ def _record(folder: Path, stage: Stage) -> None:
         **{key: step[key] for key in ("recipe", "steps", "seconds", "validation")},
     }
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))
+    write_whole(folder / RECORD_FILE, lambda file: file.write_text(text, encoding="utf-8"))
 
 
 def _summary(folder: Path) -> str:
     rows = []
-    for name, stage in json.loads((folder / RECORD_FILE).read_text(encoding="utf-8")).items():
+    for name, stage in _records(folder).items():
         scores = [stage["validation"][when] or {} for when in ("before", "after")]
         means = [f"{score['validation_mean']:.4f}" if "validation_mean" in score else "-" for score in scores]
         counts = (f"{stage[key]:,}" for key in ("rows", "negatives", "steps"))

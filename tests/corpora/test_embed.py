@@ -246,6 +246,21 @@ def test_an_interrupted_run_resumes(
     assert counts == [6, 2]
 
 
+def test_an_interrupt_after_the_last_shard(model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = store.Store.record
+
+    def interrupted(self: store.Store, **changes: Any) -> None:
+        if changes.get("complete"):
+            raise KeyboardInterrupt
+        record(self, **changes)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.Store, "record", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            embed(model, corpus)
+    assert np.allclose(embeddings_in(embed(model, corpus)), expected(model), atol=1e-6)
+
+
 def test_a_smaller_batch_resumes(model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         interrupt_at(patched, 2, RuntimeError("out of memory"))

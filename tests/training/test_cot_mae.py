@@ -203,6 +203,17 @@ def test_the_decoder_trains_the_encoder_through_the_vector(vector: Any, source: 
     assert out.loss.item() == pytest.approx(out.encoder_loss.item() + out.decoder_loss.item())
 
 
+def test_a_batch_without_masked_tokens() -> None:
+    """As the last batch of an epoch, of a single short text, may be: its loss is 0, not the mean over nothing."""
+    native = native_with_head(dense_model("bert").config)
+    model = Pretraining(MoTEForMaskedLM(MoTEConfig(backbone_config=native.config, experts=["a", "b"]), native))
+    ids = torch.randint(5, 50, (2, 4))
+    output = model(ids, torch.ones_like(ids), torch.full_like(ids, -100), None, torch.tensor([0, 1]))
+    output.loss.backward()
+    assert output.loss.item() == 0
+    assert not any(weight.grad.any() for weight in model.parameters() if weight.grad is not None)
+
+
 def test_the_same_passes_give_the_same_losses_and_gradients() -> None:
     """Through every expert, also `b`, which has no text here, and whose weights get a gradient of zeros."""
     torch.manual_seed(0)

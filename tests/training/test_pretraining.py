@@ -338,6 +338,11 @@ def test_a_loss_that_is_not_finite(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "model").exists()
 
 
+def test_arguments_that_would_repeat_masks(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'dataloader_persistent_workers' cannot be set here: workers draw new masks"):
+        recipe(*settings(source, tmp_path, "training.dataloader_persistent_workers=true"))
+
+
 def test_the_documented_recipe(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "pretraining.md").read_text(encoding="utf-8")
     (tmp_path / "my.yaml").write_text(page.split("```yaml\n", 1)[1].split("```", 1)[0])

@@ -49,6 +49,18 @@ def hold(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     raise AssertionError(process.wait())
 
 
+def test_a_kill_while_checkpoints_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFolder(tmp_path)
+    for step in (4, 8):
+        checkpoint = run.checkpoints / f"checkpoint-{step}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "checkpoint.json").write_text("{}")
+    assert run.last_checkpoint() == run.checkpoints / "checkpoint-8"
+    monkeypatch.setattr("mote.training.run_folder.shutil.rmtree", lambda *_, **__: None)  # killed before
+    run.remove_checkpoints()
+    assert run.last_checkpoint() is None
+
+
 @pytest.mark.processes
 def test_a_second_run_is_refused_until_the_first_one_dies(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")

@@ -126,6 +126,20 @@ def test_a_killed_run_resumes_from_the_finished_chunks(teacher: Path, tmp_path: 
     assert len(files(tmp_path / "killed")) == 1
 
 
+def test_a_run_whose_chunks_another_one_removes(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs share the cache; the first to finish removes the chunks that the other one has read."""
+    whole = embed(teacher, tmp_path / "whole")
+    encode = Teacher._encode
+
+    def removing(self: Teacher, texts: Sequence[str], prompt: str | None) -> np.ndarray:
+        for chunk in (tmp_path / "shared").glob("*/chunk*"):
+            chunk.unlink()
+        return encode(self, texts, prompt)
+
+    monkeypatch.setattr(Teacher, "_encode", removing)
+    np.testing.assert_array_equal(embed(teacher, tmp_path / "shared"), whole)
+
+
 def test_an_interrupt_while_writing_leaves_nothing_half(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoded: list[int]
 ) -> None:

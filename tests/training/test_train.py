@@ -391,17 +391,20 @@ def test_the_record_of_a_resumed_run(tiny: Path, data: Path, tmp_path: Path, mon
     assert record["pairs_per_second"] > 0
 
 
+@pytest.mark.parametrize(
+    ("loss", "column", "other"), [("InfoNCE", "positive", "another answer"), ("CoSENTLoss", "score", 0.5)]
+)
 def test_other_data_are_refused_on_resuming(
-    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loss: str, column: str, other: Any, tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = tmp_path / "data" / "retrieval" / "made"
     copy.mkdir(parents=True)
-    rows = [{"query": f"question {i}", "positive": f"answer {i}"} for i in range(64)]
+    rows = [{"query": f"question {i}", "positive": f"answer {i}", "score": i % 2} for i in range(64)]
     (copy / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = "tasks={retrieval: {anchor: search_query, batches: homogeneous, datasets: [retrieval/*]}}"
+    task = f"tasks={{retrieval: {{anchor: search_query, batches: homogeneous, loss: {loss}, datasets: [retrieval/*]}}}}"
     settings = overrides(tiny, tmp_path / "data", tmp_path / "run", task, "data.limit=null", "validation.share=0")
     break_off(settings, monkeypatch, at=2)
-    rows[7]["positive"] = "another answer"
+    rows[7][column] = other
     (copy / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ValueError, match=r"data differ from those .*: retrieval/made changed"):
         train("mote", settings)

@@ -169,6 +169,8 @@ def _embed(job: Job, store: Store, embedder: Embedder) -> None:
             "The int8 ranges come from %d texts, the first shard: a larger shard would clip less", job.shard_size
         )
     if not shards:
+        if not store.manifest["complete"]:  # interrupted after the last shard
+            store.record(complete=True)
         logger.info("All %s texts are embedded in %s", f"{rows:,}", store.folder)
         return
     left = sum(len(range(*job.rows_of(number))) for number in shards)

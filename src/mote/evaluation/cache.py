@@ -4,6 +4,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ class Cache(mteb.ResultCache):
         except OSError as error:
             raise CacheError(f"Results cannot be written to {folder}: {error}") from error
         for leftover in folder.glob(f"{_ASIDE}*"):  # of a killed writer: writing takes no time
-            if time.time() - leftover.stat().st_mtime > 60:
-                shutil.rmtree(leftover, ignore_errors=True)
+            with suppress(FileNotFoundError):  # its writer is alive, and has finished
+                if time.time() - leftover.stat().st_mtime > 60:
+                    shutil.rmtree(leftover, ignore_errors=True)
         self.revisions = {task.metadata.name: task.metadata.revision for task in with_subtasks(tasks)}
 
     def load_task_result(self, task_name: str, *args: Any, **kwargs: Any) -> Any:

@@ -265,7 +265,8 @@ class _Finite:
         if isinstance(embeddings, torch.Tensor):
             embeddings = embeddings.float()  # as Sentence-Transformers does where it gives arrays
         sparse = isinstance(embeddings, torch.Tensor) and embeddings.is_sparse
-        if not np.isfinite(np.asarray(embeddings.coalesce().values() if sparse else embeddings)).all():
+        values = torch.as_tensor(embeddings.coalesce().values() if sparse else embeddings)  # on any device
+        if not values.isfinite().all():
             raise ValueError("the model gives embeddings that are not finite (NaN or infinite)")
         return embeddings
 

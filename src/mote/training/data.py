@@ -84,9 +84,10 @@ class TrainingSet:
         return {c: self.instruction if self.column_tasks[c] == instructed else text for c, text in of_tasks.items()}
 
     def rows_hash(self) -> str:
-        """Return a content hash of the rows."""
+        """Return a content hash of the rows: of their texts, and of labels that the data give."""
         digest = blake2b(digest_size=8)
-        for name in [column for column in self.rows.column_names if column not in ("label", "dataset_name")]:
+        left_out = ("dataset_name",) if self.label_type in ("scored", "labelled") else ("label", "dataset_name")
+        for name in [column for column in self.rows.column_names if column not in left_out]:
             for text in self.rows[name]:
                 digest.update(f"{text}\0".encode())
         return digest.hexdigest()

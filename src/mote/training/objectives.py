@@ -152,8 +152,10 @@ class Pretraining(nn.Module):
         return states, vectors
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Return the head's loss, a mean over the labelled tokens."""
+        """Return the head's loss, a mean over the labelled tokens; 0 if a batch of short texts has none."""
         labelled = labels != IGNORED
+        if not labelled.any():
+            return 0 * hidden.sum()
         return self.model.head(inputs_embeds=hidden[labelled][None], labels=labels[labelled][None]).loss
 
 

@@ -440,10 +440,10 @@ def _trainer_arguments(recipe: PretrainingRecipe, folder: RunFolder) -> Training
         "use_cpu": not torch.accelerator.is_available(),
         "dataloader_pin_memory": torch.cuda.is_available(),
         "ddp_find_unused_parameters": True,  # experts of other tasks get no gradient
+        "per_device_eval_batch_size": training.batch_size // count,
         **training.trainer_arguments(),
         "output_dir": str(folder.checkpoints),
         "per_device_train_batch_size": training.batch_size // count,
-        "per_device_eval_batch_size": training.batch_size // count,
         "eval_strategy": "no" if training.eval_steps is None else "steps",
         "logging_nan_inf_filter": False,
         "label_names": ["labels"],

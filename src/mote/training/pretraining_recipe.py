@@ -134,6 +134,11 @@ class DecoderSettings(Settings):
 class PretrainingSettings(TrainerSettings):
     """`transformers.TrainingArguments`, by their own names, and `batch_size`."""
 
+    RESERVED: ClassVar[dict[str, str]] = {
+        **TrainerSettings.RESERVED,
+        "dataloader_persistent_workers": "workers draw new masks only if they start anew in each epoch",
+    }
+
     batch_size: int = Field(default=256, ge=2)
     learning_rate: float = Field(default=1e-4, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)

@@ -339,9 +339,9 @@ def check_finite(model: nn.Module | None, step: int) -> None:
     state = processes()
     names = [] if model is None else [name for name, weight in model.named_parameters() if not _is_finite(weight)]
     count = torch.tensor(float(len(names)), device=state.device)
-    if (reduce(count, "sum") if state.num_processes > 1 else count).item():
+    if total := int((reduce(count, "sum") if state.num_processes > 1 else count).item()):
         shown = ", ".join(names[:3]) or "in another process"
-        raise NonFiniteError(f"{len(names)} weights are non-finite at step {step} ({shown})")
+        raise NonFiniteError(f"{total} weights are non-finite at step {step} ({shown})")
 
 
 def _is_finite(weight: Tensor) -> bool:
@@ -394,9 +394,9 @@ def draw_curves(log: list[dict[str, Any]], path: Path, title: str) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _smoothed(values: Iterable[float], keep: float = 0.9) -> list[float]:
+def _smoothed(values: Iterable[float]) -> list[float]:
     """Smooth exponentially, without bias towards the first value."""
-    total, weight, result = 0.0, 0.0, []
+    keep, total, weight, result = 0.9, 0.0, 0.0, []
     for value in values:
         total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
         result.append(total / weight)

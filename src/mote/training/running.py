@@ -2,7 +2,6 @@
 
 import errno
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +104,7 @@ class Run:
             options=WriteOptions(overwrite=True),
             **others,
         )
-        shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
+        self.folder.remove_checkpoints()
 
 
 def restore(checkpoint: Path, metadata: dict[str, Any], tracker: Tracker) -> None:

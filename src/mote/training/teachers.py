@@ -89,20 +89,21 @@ class Teacher:
         if whole is None:
             starts = tqdm(range(0, len(texts), CHUNK), desc=f"Embedding with {self.settings.source}", disable=None)
             chunks = [self._chunk(folder, start, texts[start : start + CHUNK], prompt) for start in starts]
-            whole = _store(folder, "embeddings", [np.load(chunk, mmap_mode="r") for chunk in chunks])
+            whole = _store(folder, "embeddings", chunks)
             for chunk in folder.glob("chunk*"):
                 chunk.unlink(missing_ok=True)
         return np.load(whole, mmap_mode="r")
 
-    def _chunk(self, folder: Path, start: int, texts: Sequence[str], prompt: str | None) -> Path:
+    def _chunk(self, folder: Path, start: int, texts: Sequence[str], prompt: str | None) -> np.ndarray:
+        """Return some texts' embeddings, memory-mapped: open files outlive their removal by another run."""
         name = f"chunk{start // CHUNK:06}"
         found = self._find(folder, name)
-        if found is not None:
-            return found
-        embeddings = np.asarray(self._encode(texts, prompt), dtype=np.float32)
-        if not np.isfinite(embeddings).all():
-            raise ValueError(f"The embeddings of the teacher {self.settings.source} are non-finite")
-        return _store(folder, name, [embeddings])
+        if found is None:
+            embeddings = np.asarray(self._encode(texts, prompt), dtype=np.float32)
+            if not np.isfinite(embeddings).all():
+                raise ValueError(f"The embeddings of the teacher {self.settings.source} are non-finite")
+            found = _store(folder, name, [embeddings])
+        return np.load(found, mmap_mode="r")
 
     def _encode(self, texts: Sequence[str], prompt: str | None) -> np.ndarray:
         if self._model is None:
@@ -117,7 +118,7 @@ class Teacher:
             if path.stem == f"{name}-{_hash_of_file(path)}":
                 return path
             logger.info("%s is damaged, and will be recomputed", path)
-            path.unlink()
+            path.unlink(missing_ok=True)
         return None
 
 

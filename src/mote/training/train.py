@@ -231,28 +231,11 @@ class _Sharded:
         Trainer._load_from_checkpoint(self, *args)  # type: ignore[arg-type]  # the other base class is one
 
 
-class _ShardedTrainer(_Sharded, SentenceTransformerTrainer):
-    """For dense vectors."""
-
-
-class _ShardedSparseTrainer(_Sharded, SparseEncoderTrainer):
-    """For sparse vectors."""
-
-
-class _AdapterTrainer(AdapterCheckpoints, SentenceTransformerTrainer):
-    """Of adapters."""
-
-
-class _SparseAdapterTrainer(AdapterCheckpoints, SparseEncoderTrainer):
-    """For adapters of sparse encoders."""
-
-
 def _trainer_class(recipe: Recipe) -> Any:
-    if recipe.training.peft is not None and not with_fsdp():
-        return _AdapterTrainer if recipe.retrieval.kind == "dense" else _SparseAdapterTrainer
-    if recipe.retrieval.kind == "dense":
-        return _ShardedTrainer if with_fsdp() else SentenceTransformerTrainer
-    return _ShardedSparseTrainer if with_fsdp() else SparseEncoderTrainer
+    base: type = SentenceTransformerTrainer if recipe.retrieval.kind == "dense" else SparseEncoderTrainer
+    if with_fsdp():
+        return type("ShardedTrainer", (_Sharded, base), {})
+    return base if recipe.training.peft is None else type("AdapterTrainer", (AdapterCheckpoints, base), {})
 
 
 def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> TrainingRun:
