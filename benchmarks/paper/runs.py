@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from hashlib import blake2b
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -219,8 +220,9 @@ class Runs:
         A dataset on which a variant failed with any seed is dropped from its scores and reported.
         """
         names = list(names)
-        jobs = sorted((seed, name) for name in names for seed in self.seeds_of(name))
-        share(partial(self._on_tests, name, seed) for seed, name in jobs)  # all variants with one seed first
+        jobs = ((name, seed) for name in names for seed in self.seeds_of(name))
+        by_seed = sorted(jobs, key=itemgetter(1))  # all variants with one seed before the next seed
+        share(partial(self._on_tests, name, seed) for name, seed in by_seed)
         every: dict[str, dict[str, list[float]]] = {}
         types: dict[str, str] = {}
         for name in names:

@@ -148,13 +148,14 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         for folder in self.checkpoints.glob("checkpoint-*"):
             if checkpoint is None or step_of(folder) > step_of(checkpoint):
-                _remove_checkpoint(folder)
+                (folder / CHECKPOINT_FILE).unlink(missing_ok=True)  # first: without it, a checkpoint is never used
+                shutil.rmtree(folder)
         (self.path / RECIPE_FILE).write_text(as_yaml(recipe), encoding="utf-8")
 
     def remove_checkpoints(self) -> None:
         """Remove the checkpoints of a run whose model is written."""
-        for folder in self.checkpoints.glob("checkpoint-*"):
-            _remove_checkpoint(folder)
+        for file in self.checkpoints.glob(f"*/{CHECKPOINT_FILE}"):
+            file.unlink()  # first, in case of a kill
         shutil.rmtree(self.checkpoints, ignore_errors=True)
 
     def how_to_resume(self) -> str:
@@ -163,12 +164,6 @@ class RunFolder:
         if checkpoint is None:
             return "There is no checkpoint yet."
         return f"The last good checkpoint is {checkpoint}; the same command resumes from it."
-
-
-def _remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint; the file that marks it as complete goes first, in case of a kill."""
-    (folder / CHECKPOINT_FILE).unlink(missing_ok=True)
-    shutil.rmtree(folder)
 
 
 _held: set[int] = set()
