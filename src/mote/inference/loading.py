@@ -195,8 +195,8 @@ def check_retrieval(retrieval: str) -> None:
     Raises:
         ValueError: If it does not.
     """
-    if retrieval not in (kinds := ("dense", "sparse", "hybrid")):
-        raise ValueError(f"Unknown retrieval {retrieval!r}: expected {', '.join(kinds[:-1])} or {kinds[-1]}")
+    if retrieval not in ("dense", "sparse", "hybrid"):
+        raise ValueError(f"Unknown retrieval {retrieval!r}: expected dense, sparse or hybrid")
 
 
 def load_any_encoder(

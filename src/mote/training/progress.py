@@ -396,7 +396,8 @@ def draw_curves(log: list[dict[str, Any]], path: Path, title: str) -> None:
 
 def _smoothed(values: Iterable[float]) -> list[float]:
     """Smooth exponentially, without bias towards the first value."""
-    keep, total, weight, result = 0.9, 0.0, 0.0, []
+    keep = 0.9
+    total, weight, result = 0.0, 0.0, []
     for value in values:
         total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
         result.append(total / weight)
