@@ -44,7 +44,7 @@ WAYS_FOR_UNSEEN: dict[str, Improvement] = {
 """Ways for a MoTE to serve tasks that no expert is trained on; the paper uses the classification expert."""
 
 ON_LABELS = "five-tasks"
-"""The way that trains on texts of the validation sets of classification and clustering: its scores there mean nothing."""
+"""The way that trains on texts of the validation sets of classification and clustering; scores there mean nothing."""
 
 FOR_ALL: dict[str, Improvement] = {
     "homogeneous": _homogeneous,

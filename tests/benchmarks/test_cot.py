@@ -1,10 +1,12 @@
 """benchmarks.cot: which models are trained, and how scores become a table."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import mote
 from benchmarks import cot
 from benchmarks.cot import KINDS, VARIANTS, Comparison, report
 
@@ -43,6 +45,24 @@ def test_kept_scores_are_joined_with_new_ones(monkeypatch: pytest.MonkeyPatch) -
     assert list(every) == ["siamese", "separate"]
     assert every["separate"] == kept["separate"]
     assert every["siamese"]["stage2 hybrid"] == {"a": [42.0, 43.0]}
+
+
+def test_a_failed_dataset_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = mote.Evaluation({"stage2": {}}, {"a": "Retrieval"}, failures={"stage2": {"a": "out of memory"}})
+    monkeypatch.setattr(Comparison, "model", lambda *_: tmp_path)
+    monkeypatch.setattr(mote, "evaluate", lambda *_, **__: failed)
+    with pytest.raises(RuntimeError, match="a: out of memory"):
+        replace(ALL, out=tmp_path).scores("siamese", 42)
+
+
+def test_kept_scores_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = tmp_path / "cot.json"
+    kept.write_text(json.dumps({"siamese": scores_of("siamese", 40.0)}))
+    command = ["cot", "--source", "MODEL", "--data", "DATA", "--out", str(tmp_path / "new"), "--kept", str(kept)]
+    monkeypatch.setattr("sys.argv", [*command, "--only", "siamese"])
+    cot.main()
+    assert "| siamese | mined | 42.00" in capsys.readouterr().out
+    assert json.loads((tmp_path / "new" / "scores.json").read_text()) == json.loads(kept.read_text())
 
 
 def test_table_shows_the_variants_that_have_scores() -> None:

@@ -150,6 +150,17 @@ def test_unseen_tasks_are_served_at_no_cost_to_seen_ones() -> None:
     ways = {"mote": scores(60, 50), "dear": scores(59.4, 70), "cheap": scores(59.6, 55)}
     assert unseen.best_way(ways) == "cheap"
     assert "| **cheap** | 55.00 | 55.00 | 55.00 | 55.00 | 59.60 |" in unseen.ways_table(ways)
+    on_labels = {**ways["mote"], "STS": 99.0, "Classification": 0.0}  # which means nothing, unlike its retrieval
+    assert unseen.best_way({**ways, "mote+five-tasks": on_labels}) == "mote+five-tasks"
+    assert unseen.best_way({**ways, "mote+five-tasks": {**on_labels, "Retrieval": 0.0}}) == "cheap"
+
+
+def test_scores_depend_on_the_teacher(tmp_path: Path) -> None:
+    given = runs.Runs(experiments.SCALES["smoke"], str(ROOT / "examples" / "small-encoder"), "DATA", tmp_path)
+    for name in ("mote+distilled", "mote+mined"):
+        assert given.settings_of_scores(name, 42)["teacher"] == "all-MiniLM-L6-v2"
+        assert replace(given, teacher="A/B").settings_of_scores(name, 42)["teacher"] == "B"
+    assert "teacher" not in given.settings_of_scores("mote", 42)
 
 
 def test_a_rate_for_all_or_for_one() -> None:

@@ -154,7 +154,8 @@ def _checked(checkpoint: Checkpoint, model: PreTrainedModel, info: dict[str, Any
         elif lost:
             raise ValueError(
                 f"{checkpoint.name} has no head for masked language modelling (missing: {', '.join(lost[:3])} …): "
-                "leave out `--with-head`, or start from the checkpoint as it was pre-trained"
+                "leave out `--with-head` (in pre-training, set model.new_head=true), or start from the checkpoint "
+                "as it was pre-trained"
             )
     dropped = sorted(key for key in info["unexpected_keys"] if key.removeprefix(prefix).split(".")[0] in HEADS)
     unexpected = sorted(set(info["unexpected_keys"]) - {*dropped, *checkpoint.pooling_weights.values()})
