@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cot, decoders, mining, task_loras
-from benchmarks.paper.best import steps_table
+from benchmarks.paper.best import validation_tables
 from benchmarks.paper.beyond import validation_table
 from benchmarks.paper.claims import TABLES, Claim, Table
 from benchmarks.paper.experiments import SCALES
@@ -78,7 +78,11 @@ PAPER: dict[str, Callable[[Any], str]] = {
 }
 """Output of `benchmarks.paper` that is not a table with claims → function that formats it."""
 
-VALIDATION: dict[str, Callable[[Any], str]] = {"beyond": validation_table, "unseen": ways_table, "best": steps_table}
+VALIDATION: dict[str, Callable[[Any], str]] = {
+    "beyond": validation_table,
+    "unseen": ways_table,
+    "best": validation_tables,
+}
 """Table of `benchmarks.paper` → function that formats its scores on validation texts."""
 
 

@@ -1,20 +1,25 @@
 """The best recipe with experts and the best dense recipes, all improved by the same rule on validation sets."""
 
+from functools import partial
 from statistics import mean
 from typing import TypedDict
 
-from benchmarks.paper.improvements import FOR_ALL, ON_LABELS, SEPARATE, WAYS_FOR_UNSEEN
+from benchmarks.locking import share
+from benchmarks.paper.experiments import SWEPT
+from benchmarks.paper.improvements import DATA, FOR_ALL, SEPARATE, WAYS_FOR_UNSEEN
 from benchmarks.paper.runs import Runs
 from mote.reporting import markdown_table
 
 BASES = ("em", "ic", "task-lora", SEPARATE, "mote")
 ORDER = (
-    ("homogeneous",),
+    ("search-expert",),
+    ("late",),
     ("expert-rates",),
+    ("homogeneous",),
     ("distilled",),
     ("mined",),
     ("pretrained",),
-    tuple(way for way in WAYS_FOR_UNSEEN if way != ON_LABELS),
+    tuple(way for way in WAYS_FOR_UNSEEN if way not in DATA),
     ("to-mean-0.25", "to-mean-0.5"),
 )
 """Improvements in the order of the trials, alternatives grouped together."""
@@ -34,6 +39,30 @@ class Step(TypedDict):
     kept: bool
 
 
+class Validation(TypedDict):
+    """All that was tried.
+
+    Attributes:
+        data: Kind of data, as a suffix of a variant's name → variant → mean over the task types.
+        steps: Base → its trials.
+    """
+
+    data: dict[str, dict[str, float]]
+    steps: dict[str, list[Step]]
+
+
+def scores_of_data(runs: Runs) -> dict[str, dict[str, float]]:
+    """Score each kind of data that all bases may train on, as in `Validation`."""
+    suffixes = ("", *(f"+{data}" for data in DATA))
+    share(partial(runs.validated, name + suffix) for suffix in suffixes for name in SWEPT)
+    return {suffix: {name: mean(runs.validated(name + suffix).values()) for name in SWEPT} for suffix in suffixes}
+
+
+def best_data(scores: dict[str, dict[str, float]]) -> str:
+    """Return the suffix of the data with the best mean over the variants: one choice for all, as for the rate."""
+    return max(scores, key=lambda suffix: mean(scores[suffix].values()))
+
+
 def improve(runs: Runs, base: str, timeout: float = -1) -> list[Step]:
     """Try each improvement that applies to the base, and keep it if the validation score rises.
 
@@ -43,7 +72,7 @@ def improve(runs: Runs, base: str, timeout: float = -1) -> list[Step]:
     steps = [Step(name=base, score=mean(runs.validated(base, timeout).values()), kept=True)]
     for alternatives in ORDER:
         before = best_of(steps)
-        able = [name for name in alternatives if base == "mote" or name in FOR_ALL]
+        able = [name for name in alternatives if base.startswith("mote") or name in FOR_ALL]
         if "pretrained" in able and runs.pretrained is None:
             runs.report(f"{base}: not pre-trained, as --pretrained is not given")
             continue
@@ -60,8 +89,22 @@ def best_of(steps: list[Step]) -> Step:
     return [step for step in steps if step["kept"]][-1]
 
 
-def steps_table(every: dict[str, list[Step]]) -> str:
-    """Format all trials."""
+def validation_tables(validation: Validation) -> str:
+    """Format the scores of all kinds of data, and all trials."""
+    return "\n\n".join([_data_table(validation["data"]), _steps_table(validation["steps"])])
+
+
+def _data_table(scores: dict[str, dict[str, float]]) -> str:
+    chosen = best_data(scores)
+    rows = []
+    for suffix, of_data in scores.items():
+        name = suffix.removeprefix("+") or "pairs"
+        cells = [f"{score:.2f}" for score in (*of_data.values(), mean(of_data.values()))]
+        rows.append([f"**{name}**" if suffix == chosen else name, *cells])
+    return markdown_table(["trained on", *scores[""], "mean"], rows)
+
+
+def _steps_table(every: dict[str, list[Step]]) -> str:
     every_step = [step for steps in every.values() for step in steps]
     rows = [[step["name"], f"{step['score']:.2f}", "yes" if step["kept"] else "no"] for step in every_step]
     return markdown_table(["", "mean over the types of validation sets", "kept"], rows)

@@ -3,7 +3,7 @@
 The paper trains only on pairs of texts: its `classification` data is paraphrases, duplicate questions, and headline and
 story; its `clustering` data is title and abstract, and title and body. Here, the datasets of the data folder are
 assigned to tasks in the same way. Validation sets have the layout of test sets, so that `mote.evaluate` can score them;
-no variant trains on their texts, except on those of classification and clustering where it trains on labels.
+no variant trains on their texts, except on those of classification and clustering in `labels`.
 """
 
 import shutil
@@ -47,6 +47,8 @@ PAIRS = {
 """Task → dataset → maximum number of rows: about 65,000 in total. Of `pair/*`, only pairs with the same meaning."""
 LABELLED = {"classification": 950, "clustering": 1900}
 """Task → maximum number of rows of each of its labelled datasets, so that there are as many rows as pairs."""
+IN_FIVE_TASKS = {"classification": 500, "clustering": 1600, "paraphrases": 3000}
+"""The same where both labelled texts and pairs are trained on: about as many rows in all."""
 HELD_OUT = 0.05  # share of the rows of each dataset of pairs, by a hash of the first text
 HELD_OUT_OF_PAIRS = 0.2  # of `pair/*`, which are also validation sets of pair classification
 CORPUS = 1000  # documents of a retrieval validation set
@@ -65,8 +67,9 @@ def prepare(data: Path, out: Path) -> Path:
     Args:
         data: Data folder, with the datasets above.
         out: Folder for `pairs`, `labels` (the same retrieval, with labelled texts for the other tasks), `five_tasks`
-            (both: labelled texts, and the pairs of classification as paraphrases) and `validation`, each a data folder.
-            The training folders also have scored pairs, which few variants use.
+            (both: labelled texts, other than those of the validation sets, and the pairs of classification as
+            paraphrases) and `validation`, each a data folder. `pairs` and `five_tasks` also have scored pairs, which
+            few variants use.
 
     Returns:
         `out`.
@@ -76,8 +79,9 @@ def prepare(data: Path, out: Path) -> Path:
         shutil.rmtree(unfinished, ignore_errors=True)
         held_out = _write_pairs(data, unfinished)
         _write_validation(data, unfinished / "validation", held_out)
-        _write_labelled(data, unfinished)
-        _write_five_tasks(unfinished)
+        shutil.copytree(unfinished / "pairs" / "retrieval", unfinished / "labels" / "retrieval")
+        _write_labelled(data, unfinished / "labels", LABELLED)
+        _write_five_tasks(data, unfinished)
         unfinished.replace(out)
     return out
 
@@ -138,24 +142,25 @@ def _write_validation(data: Path, out: Path, held_out: dict[str, Rows]) -> None:
             _write(out / "classification" / name / split, part)
 
 
-def _write_labelled(data: Path, out: Path) -> None:
-    shutil.copytree(out / "pairs" / "retrieval", out / "labels" / "retrieval")
-    for task, limit in LABELLED.items():
+def _write_labelled(data: Path, out: Path, limits: dict[str, int], left_out: frozenset[str] = frozenset()) -> None:
+    for task in LABELLED:
         for folder in sorted((data / task).iterdir()):
             rows = sorted(_read(folder), key=_place)  # files may be sorted by label
-            _write(out / "labels" / task / folder.name / "train", rows[:limit])
+            kept = [row for row in rows if left_out.isdisjoint(_texts(row))][: limits[task]]
+            if kept:
+                _write(out / task / folder.name / "train", kept)
 
 
-def _write_five_tasks(out: Path) -> None:
+def _write_five_tasks(data: Path, out: Path) -> None:
     """Combine labelled texts and pairs: the tasks of jina-embeddings-v3 (arXiv:2409.10173, section 4)."""
-    parts = {
-        "retrieval": "pairs/retrieval",
-        "paraphrases": "pairs/classification",
-        "text_matching": "pairs/text_matching",
-    }
-    parts |= {task: f"labels/{task}" for task in LABELLED}
-    for name, source in parts.items():
-        shutil.copytree(out / source, out / "five_tasks" / name)
+    tests = [folder for task in LABELLED for folder in (out / "validation" / task).iterdir()]
+    validated = frozenset(text for folder in tests for row in _read(folder, "test") for text in _texts(row))
+    _write_labelled(data, out / "five_tasks", IN_FIVE_TASKS, validated)
+    for task in ("retrieval", "text_matching"):
+        shutil.copytree(out / "pairs" / task, out / "five_tasks" / task)
+    for folder in (out / "pairs" / "classification").iterdir():
+        pairs = [row for row in _read(folder) if validated.isdisjoint(_texts(row))]
+        _write(out / "five_tasks" / "paraphrases" / folder.name / "train", pairs[: IN_FIVE_TASKS["paraphrases"]])
 
 
 def _write_retrieval(folder: Path, rows: Rows) -> None:

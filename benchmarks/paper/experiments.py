@@ -47,6 +47,8 @@ class Variant:
         start: Model that it starts from: as given, after learning a teacher's embeddings, or pre-trained with CoT-MAE.
         trained_on: Folder of `benchmarks.paper.data` that it is trained on, in place of the scale's.
         mined: Whether its retrieval pairs have mined negatives.
+        late: Whether it is dense in the first half of its training, and gets its experts then.
+        trial_changes: Further overrides in trials.
     """
 
     recipe: str
@@ -61,6 +63,8 @@ class Variant:
     start: Literal["given", "distilled", "pretrained"] = "given"
     trained_on: str | None = None
     mined: bool = False
+    late: bool = False
+    trial_changes: tuple[str, ...] = ()
 
 
 def made_by(function: Callable[..., Any], *arguments: Any, **settings: Any) -> Callable[[Path, Path], Path]:

@@ -4,26 +4,78 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import mote
-from benchmarks.paper.experiments import SHARED_EXPERT, TASKS, VARIANTS, Variant, made_by
+from benchmarks.paper.experiments import TASKS, VARIANTS, Variant, made_by
+from configuration_mote import PAPER_INSTRUCTIONS
+from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
 
 SEPARATE = "separate"  # a dense model for each task
 UNSEEN = ("sts", "pair_classification", "summarization")
 """Tasks without training data, other than search."""
+MATCHING = "text_matching"  # the expert of these tasks, where scored pairs are trained on
 EXPERTS = ("clustering", "search_query", "search_document")
+LABELS_IN_TRIALS = {"classification": 0.25, "clustering": 0.4}
+"""Share of the labelled rows in trials of five tasks: its many datasets are too small for the limit of a trial."""
 
 Improvement = Callable[[Variant, str], Variant]
 """Function that takes a variant and its name, and returns the improved variant."""
 
 
+def _changed(variant: Variant, *changes: str) -> Variant:
+    return replace(variant, changes=(*variant.changes, *changes))
+
+
+def _recipe(variant: Variant) -> Recipe:
+    return load_recipe(variant.recipe, variant.changes)
+
+
 def _homogeneous(variant: Variant, name: str) -> Variant:
-    tasks = load_recipe(variant.recipe, variant.changes).tasks
-    return replace(variant, changes=(*variant.changes, *(f"tasks.{task}.batches=homogeneous" for task in tasks)))
+    return _changed(variant, *(f"tasks.{task}.batches=homogeneous" for task in _recipe(variant).tasks))
+
+
+def _served_together(expert: str, tasks: tuple[str, ...]) -> Improvement:
+    """Give tasks one expert in place of their own, and let them keep their instructions.
+
+    Args:
+        expert: The expert, or a task whose expert it is.
+        tasks: The tasks.
+    """
+
+    def improve(variant: Variant, name: str) -> Variant:
+        model = _recipe(variant).model
+        shared = model.tasks.get(expert, expert)
+        others = [one for one in model.experts or PAPER_INSTRUCTIONS if one not in (shared, *tasks)]
+        routes = [f"model.tasks.{task}={shared}" for task in tasks]
+        texts = [f"model.instruction_texts.{task}='{PAPER_INSTRUCTIONS[task]}'" for task in tasks]
+        return _changed(variant, f"model.experts=[{', '.join([*others, shared])}]", *routes, *texts)
+
+    return improve
+
+
+def _text_matching(variant: Variant, name: str) -> Variant:
+    """Train on scored pairs, too, in a MoTE with a further expert; of separate models, only the one for these tasks."""
+    recipe = _recipe(variant)
+    pairs = f"tasks.{MATCHING}={{anchor: {MATCHING}, batches: heterogeneous, loss: CoSENTLoss, datasets: [sts/*]}}"
+    return _changed(
+        variant,
+        f"model.experts=[{', '.join([*(recipe.model.experts or PAPER_INSTRUCTIONS), MATCHING])}]",
+        *(f"model.tasks.{task}={MATCHING}" for task in UNSEEN),
+        f"model.instruction_texts.{MATCHING}='{MATCHING}: '",
+        *([pairs] if "classification" in recipe.tasks else []),
+    )
 
 
 def _five_tasks(variant: Variant, name: str) -> Variant:
-    paraphrases = "tasks.paraphrases={anchor: text_matching, batches: heterogeneous, datasets: [paraphrases/*]}"
-    return replace(variant, recipe="mote-objectives", trained_on="five_tasks", changes=(*variant.changes, paraphrases))
+    """Train on class labels, with the paper's pairs of `classification` for text matching."""
+    tasks = _recipe(variant).tasks
+    paraphrases = f"tasks.paraphrases={{anchor: {MATCHING}, batches: heterogeneous, datasets: [paraphrases/*]}}"
+    return replace(
+        _changed(_text_matching(variant, name), *([paraphrases] if "classification" in tasks else [])),
+        trained_on="five_tasks",
+        trial_changes=tuple(
+            f"tasks.{task}.weight={share}" for task, share in LABELS_IN_TRIALS.items() if task in tasks
+        ),
+    )
 
 
 def _of(making: Callable) -> Improvement:
@@ -34,25 +86,27 @@ def _served_by(expert: str) -> Improvement:
     return _of(lambda source, out: mote.configure(source, out, tasks=dict.fromkeys(UNSEEN, expert)))
 
 
+DATA: dict[str, Improvement] = {"text-matching": _text_matching, "five-tasks": _five_tasks}
+"""Other data than the paper's kind of pairs, for models of any kind."""
+
 WAYS_FOR_UNSEEN: dict[str, Improvement] = {
     **{f"unseen-by-{expert}": _served_by(expert) for expert in EXPERTS},
     "unseen-by-mean": _of(made_by(mote.experts.add, "mean", "mean", tasks=UNSEEN)),
-    "text-matching": lambda variant, name: replace(variant, recipe="mote-objectives"),
-    "five-tasks": _five_tasks,
-    "shared": lambda variant, name: replace(variant, changes=(*variant.changes, *SHARED_EXPERT)),
+    **DATA,
+    "shared": _served_together("search_document", ("clustering",)),
 }
 """Ways for a MoTE to serve tasks that no expert is trained on; the paper uses the classification expert."""
 
-ON_LABELS = "five-tasks"
-"""The way that trains on texts of the validation sets of classification and clustering; scores there mean nothing."""
-
 FOR_ALL: dict[str, Improvement] = {
+    **DATA,
     "homogeneous": _homogeneous,
     "distilled": lambda variant, name: replace(variant, start="distilled"),
     "mined": lambda variant, name: replace(variant, mined=True),
     "pretrained": lambda variant, name: replace(variant, start="pretrained"),
 }
 FOR_EXPERTS: dict[str, Improvement] = {
+    "search-expert": _served_together("search", ("search_query", "search_document")),
+    "late": lambda variant, name: replace(_changed(variant, "training.num_train_epochs=0.5"), late=True),
     "expert-rates": lambda variant, name: replace(variant, expert_rate_factor=3.0),
     **{f"to-mean-{part:g}": _of(made_by(mote.experts.interpolate, part)) for part in (0.25, 0.5)},
     **WAYS_FOR_UNSEEN,

@@ -85,9 +85,18 @@ class Runs:
             folder = folder.with_name(f"{folder.name}-{made_of}")
             with alone(folder):
                 return folder if folder.exists() else variant.made_by(trained, folder)
-        changes = [*self.settings_of(name), f"output={folder}"]
-        source, data = self.source_of(variant), self.training_data(variant)
-        return self.trained(recipe_of(variant, self.scale, source, data, seed, changes, name))
+        return self._trained_as_variant(name, variant, folder, seed)
+
+    def _trained_as_variant(self, name: str, variant: Variant, folder: Path, seed: int) -> Path:
+        source = self._half_trained(name, variant, folder, seed) if variant.late else self.source_of(variant)
+        changes = [*self.settings_of(variant), f"output={folder}"]
+        return self.trained(recipe_of(variant, self.scale, source, self.training_data(variant), seed, changes, name))
+
+    def _half_trained(self, name: str, variant: Variant, folder: Path, seed: int) -> str:
+        changes = (*variant.changes, "model.kind=dense")
+        dense = replace(variant, late=False, expert_rate_factor=None, changes=changes)
+        other_rows = seed + 1000
+        return str(self._trained_as_variant(name, dense, folder.with_name(f"{folder.name}-dense"), other_rows))
 
     def trained(self, recipe: Recipe) -> Path:
         """Return the model of a recipe; train it first if its folder has none.
@@ -110,10 +119,10 @@ class Runs:
                 mote.train(recipe)
         return folder / "model"
 
-    def settings_of(self, name: str) -> list[str]:
+    def settings_of(self, variant: Variant) -> list[str]:
         """Return a variant's settings that its scale lacks: learning rates, if there is a sweep, and `changes`."""
-        variant, rate = variant_of(name), self.rate(name)
-        settings = [] if self.trial_rate is None else [TRIAL_LIMIT]
+        rate = self.rate(variant)
+        settings = [] if self.trial_rate is None else [TRIAL_LIMIT, *variant.trial_changes]
         settings += [] if rate is None else [f"training.learning_rate={rate * variant.rate_factor:g}"]
         if variant.expert_rate_factor is not None and rate is not None:
             higher = rate * variant.rate_factor * variant.expert_rate_factor
@@ -149,18 +158,19 @@ class Runs:
         with alone(out):
             return str(with_mined_negatives(folder, out, self.teacher))
 
-    def rate(self, name: str) -> float | None:
+    def rate(self, variant: Variant) -> float | None:
         """Return a variant's learning rate: the best for all on validation sets, or its own best; None: the scale's."""
         if self.trial_rate is not None:
             return self.trial_rate
         if self.scale.learning_rates or not self.scale.sweep:
             return None
-        return best_rate(self.sweep, variant_of(name).recipe if variant_of(name).own_rate else None)
+        return best_rate(self.sweep, variant.recipe if variant.own_rate else None)
 
     def trained_as(self, name: str) -> str:
         """Return the variant that is trained for this one: its recipe if it has the shared rate, otherwise itself."""
-        same = variant_of(name).own_rate and self.rate(name) == self.rate(variant_of(name).recipe)
-        return variant_of(name).recipe if same else name
+        variant = variant_of(name)
+        shared = variant.own_rate and self.rate(variant) == self.rate(variant_of(variant.recipe))
+        return variant.recipe if shared else name
 
     @cached_property
     def sweep(self) -> dict[str, dict[float, float]]:
@@ -277,7 +287,7 @@ class Runs:
         if name == START:
             return found
         variant = variant_of(name)
-        recipe = recipe_of(variant, self.scale, "SOURCE", "DATA", seed, self.settings_of(name), name)
+        recipe = recipe_of(variant, self.scale, "SOURCE", "DATA", seed, self.settings_of(variant), name)
         shipped = fixed_settings(load_recipe(variant.recipe))
         own = {key: value for key, value in fixed_settings(recipe).items() if shipped.get(key) != value}
         digest = blake2b(json.dumps(shipped, sort_keys=True).encode(), digest_size=8).hexdigest()

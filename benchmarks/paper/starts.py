@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def distilled(runs: "Runs") -> Path:
     """Return the start after it has learned a teacher's embeddings of all training texts; train it first if missing."""
-    changes = [*runs.settings_of("em"), f"output={runs.out / runs.kind / 'distilled'}"]
+    changes = [*runs.settings_of(VARIANTS["em"]), f"output={runs.out / runs.kind / 'distilled'}"]
     for task in TASKS:
         changes += [f"tasks.{task}.loss=EmbedDistillLoss", f"tasks.{task}.teacher.source={runs.teacher}"]
     seed = runs.scale.seeds[0]
