@@ -12,6 +12,7 @@ from benchmarks.paper.runs import Runs
 from mote.checkpoints.models import load_tokenizer
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import is_mote, open_checkpoint, open_mote
+from mote.reporting import markdown_table
 from mote.training.data import ValidationSet, load_data
 from mote.training.model import encodings
 from mote.training.recipe_files import load_recipe
@@ -55,8 +56,8 @@ def validation_table(scores: dict[str, dict[str, float]]) -> str:
     keys = list(next(iter(scores.values())))
     best = max(scores, key=lambda name: scores[name]["validation_mean"])
     header = ["on validation texts", *(key.removeprefix("validation_") for key in keys)]
-    lines = ["| " + " | ".join(header) + " |", "| --- " * len(header) + "|"]
-    for name, of_name in scores.items():
-        label = f"**{name}**" if name == best else name
-        lines.append(f"| {label} | " + " | ".join(f"{of_name[key]:.2f}" for key in keys) + " |")
-    return "\n".join(lines)
+    rows = [
+        [f"**{name}**" if name == best else name, *(f"{of_name[key]:.2f}" for key in keys)]
+        for name, of_name in scores.items()
+    ]
+    return markdown_table(header, rows)

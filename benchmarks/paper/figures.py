@@ -10,7 +10,7 @@ from benchmarks.paper.experiments import BATCHES, OF_THE_RECIPE, TASKS, TEMPERAT
 from benchmarks.paper.runs import START, Scores
 from benchmarks.paper.tables import cell
 from mote import Analysis
-from mote.reporting import COLORS
+from mote.reporting import COLORS, markdown_table
 
 TITLES = {
     "claims": "the paper's claims in short",
@@ -45,18 +45,16 @@ def analysis_tables(kept: dict[str, Any]) -> str:
 
 def ablation_table(scores: Scores) -> str:
     """Format the scores, with the best of each task in bold."""
-    lines = [
-        "| task | batches | " + " | ".join(f"temperature {step:g}" for step in TEMPERATURES) + " |",
-        "| --- " * (len(TEMPERATURES) + 2) + "|",
-    ]
+    rows = []
     for task in TASKS:
         cells = {pair: cell(scores, name, list(scores.every[name])) for name, pair in ablations(task).items()}
         best = max(cells, key=lambda pair: cells[pair].mean)
         for batches in BATCHES:
             row = [(batches, step) for step in TEMPERATURES]
-            shown = [f"**{cells[pair]}**" if pair == best else str(cells.get(pair, "")) for pair in row]
-            lines.append(f"| {task} | {batches} | " + " | ".join(shown) + " |")
-    return "\n".join(lines)
+            shown = [f"**{cells[pair]}**" if pair == best else cells.get(pair, "") for pair in row]
+            rows.append([task, batches, *shown])
+    header = ["task", "batches", *(f"temperature {step:g}" for step in TEMPERATURES)]
+    return markdown_table(header, rows, align="ll" + "r" * len(TEMPERATURES))
 
 
 def draw_ablations(scores: Scores, start: Scores, path: Path) -> None:

@@ -50,19 +50,21 @@ class KeptScores:
             ValueError: If the stored scores are those of other settings.
             filelock.Timeout: If the other command takes longer.
         """
-        with alone(self.locks / label, timeout):
-            return self._get(label, settings, evaluate)
-
-    def _get(self, label: str, settings: dict[str, Any], evaluate: Callable[[], Iterable[Evaluation]]) -> ScoresOfTypes:
         file = self.folder / f"{label}.json"
-        if file.is_file():
-            stored = json.loads(file.read_text(encoding="utf-8"))
-            if differing := differences(stored["settings"], settings):
-                raise ValueError(
-                    f"{file} has the scores of other settings; they differ in {', '.join(differing)}. Remove the file, "
-                    "or choose another folder"
-                )
-            return stored["scores"]  # type: ignore[no-any-return]
+        with alone(self.locks / label, timeout):
+            if not file.is_file():
+                return self._evaluated(file, label, settings, evaluate)
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        if differing := differences(stored["settings"], settings):
+            raise ValueError(
+                f"{file} has the scores of other settings; they differ in {', '.join(differing)}. Remove the file, or "
+                "choose another folder"
+            )
+        return stored["scores"]  # type: ignore[no-any-return]
+
+    def _evaluated(
+        self, file: Path, label: str, settings: dict[str, Any], evaluate: Callable[[], Iterable[Evaluation]]
+    ) -> ScoresOfTypes:
         scores: ScoresOfTypes = {}
         failures = []
         for evaluation in evaluate():

@@ -18,7 +18,7 @@ from mote.training import teachers
 from mote.training.data import load_data
 from mote.training.recipe import TeacherSettings
 from mote.training.recipe_files import parse_recipe
-from mote.training.teachers import Teacher, teacher_embeddings
+from mote.training.teachers import Teacher
 
 TEXTS = [f"text {'abcde'[i % 5] * (i % 7 + 1)} number {i}" for i in range(10)]
 CHUNK = 4
@@ -51,7 +51,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def embed(folder: Path, cache: Path, texts: Sequence[str] = TEXTS, prompt: str | None = None) -> np.ndarray:
-    return teacher_embeddings(texts, TeacherSettings(source=str(folder)), prompt, cache)
+    return Teacher(TeacherSettings(source=str(folder)), cache).embed(texts, prompt)
 
 
 def files(cache: Path) -> list[Path]:
@@ -111,7 +111,7 @@ def encode(self, texts, prompt):
     return original(self, texts, prompt)
 
 teachers.Teacher._encode = encode
-teachers.teacher_embeddings({TEXTS!r}, TeacherSettings(source=sys.argv[1]), None, Path(sys.argv[2]))
+teachers.Teacher(TeacherSettings(source=sys.argv[1]), Path(sys.argv[2])).embed({TEXTS!r})
 """
 
 
@@ -183,7 +183,7 @@ def test_a_damaged_file_is_computed_again(
     flipped = content[:-1] + bytes([content[-1] ^ 1])
     path.write_bytes({"flipped": flipped, "short": content[:-1], "empty": b""}[damage])
     caplog.set_level("INFO", "mote")
-    mended = teacher_embeddings(TEXTS, TeacherSettings(source=str(teacher)), None, tmp_path)
+    mended = embed(teacher, tmp_path)
     assert f"{path} is damaged, and will be recomputed" in caplog.text
     assert encoded == ([4, 2] if file == "chunk000001" else [4, 4, 2])
     assert np.array_equal(mended, embed(teacher, tmp_path / "whole"))
@@ -215,12 +215,12 @@ import sys
 from pathlib import Path
 from mote.reporting import console_logging
 from mote.training.recipe import TeacherSettings
-from mote.training.teachers import teacher_embeddings
+from mote.training.teachers import Teacher
 
 console_logging()
 for name in ("user/teacher", "user/missing"):
     try:
-        print(teacher_embeddings(["a", "b"], TeacherSettings(source=name), None, Path(sys.argv[1])).sum())
+        print(Teacher(TeacherSettings(source=name), Path(sys.argv[1])).embed(["a", "b"]).sum())
     except FileNotFoundError as error:
         print(error)
 """

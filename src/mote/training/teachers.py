@@ -27,29 +27,6 @@ CHUNK = 2048  # texts
 logger = logging.getLogger(__name__)
 
 
-def teacher_embeddings(
-    texts: Sequence[str],
-    teacher: TeacherSettings,
-    prompt: str | None = None,
-    cache: Path | None = None,
-) -> np.ndarray:
-    """Embed texts with a teacher, or read its embeddings from the cache.
-
-    Args:
-        texts: The texts.
-        teacher: Settings of the recipe.
-        prompt: The teacher's prompt. Default: its own default prompt, or none.
-        cache: Folder of the embeddings. Default: in huggingface_hub's assets cache.
-
-    Returns:
-        Embeddings (texts, dimension), float32, memory-mapped.
-
-    Raises:
-        ValueError: If the teacher's embeddings are non-finite.
-    """
-    return Teacher(teacher, cache).embed(texts, prompt)
-
-
 class Teacher:
     """A teacher, which is only loaded if an embedding is missing from the cache.
 
@@ -78,7 +55,18 @@ class Teacher:
         return pyarrow.FixedSizeListArray.from_arrays(rows, len(embeddings))
 
     def embed(self, texts: Sequence[str], prompt: str | None = None) -> np.ndarray:
-        """Embed texts; see `teacher_embeddings`."""
+        """Embed texts, or read their embeddings from the cache.
+
+        Args:
+            texts: The texts.
+            prompt: The teacher's prompt. Default: its own default prompt, or none.
+
+        Returns:
+            Embeddings (texts, dimension), float32, memory-mapped.
+
+        Raises:
+            ValueError: If the embeddings are non-finite.
+        """
         cache = self.cache or cached_assets_path("mote", "teachers")
         digest = blake2b(digest_size=16)
         for text in (self.identity, repr(prompt), str(CHUNK), *texts):
