@@ -10,7 +10,7 @@ from benchmarks.paper.improvements import DATA, FOR_ALL, SEPARATE, WAYS_FOR_UNSE
 from benchmarks.paper.runs import Runs
 from mote.reporting import markdown_table
 
-BASES = ("em", "ic", "task-lora", SEPARATE, "mote")
+BASES = (SEPARATE, "task-lora", "em", "ic", "mote")
 ORDER = (
     ("search-expert",),
     ("late",),

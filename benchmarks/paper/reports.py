@@ -138,7 +138,7 @@ def _best(runs: Runs) -> str:
         return f"{title}: this scale has no validation sets"
     of_data = scores_of_data(runs.trials)
     bases = {base: base + best_data(of_data) for base in BASES}
-    share(partial(improve, runs.trials, name) for name in bases.values())
+    share(partial(improve, runs.trials, name) for name in reversed(bases.values()))  # what matters most comes first
     steps = {base: improve(runs.trials, name) for base, name in bases.items()}
     names = {base: best_of(of_base)["name"] for base, of_base in steps.items()}
     scores = runs.scores([START, *(part for name in names.values() for part in parts_of(name))])
