@@ -2,12 +2,17 @@
 
 The paper trains only on pairs of texts: its `classification` data is paraphrases, duplicate questions, and headline and
 story; its `clustering` data is title and abstract, and title and body. Here, the datasets of the data folder are
-assigned to tasks in the same way. Validation sets have the layout of test sets, so that `mote.evaluate` can score them;
-no variant trains on their texts, except on those of classification and clustering in `labels`.
+assigned to tasks in the same way. Validation sets have the layout of test sets, so that `mote.evaluate` can score them.
+
+Rows that share a text with any test split are left out of everything, and rows that share one with a validation set are
+left out of the training data. Nothing then remains of STS-B's training pairs: most are in the test splits of STS12 to
+STS16.
 """
 
+import gzip
 import shutil
 from collections.abc import Iterator
+from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -44,19 +49,20 @@ PAIRS = {
         "retrieval/stackexchange_title_body": 4500,
     },
 }
-"""Task → dataset → maximum number of rows: about 65,000 in total. Of `pair/*`, only pairs with the same meaning."""
+"""Task → dataset → maximum number of rows: about 70,000 in total. Of `pair/*`, only pairs with the same meaning."""
 LABELLED = {"classification": 950, "clustering": 1900}
 """Task → maximum number of rows of each of its labelled datasets, so that there are as many rows as pairs."""
 IN_FIVE_TASKS = {"classification": 500, "clustering": 1600, "paraphrases": 3000}
-"""The same where both labelled texts and pairs are trained on: about as many rows in all."""
-HELD_OUT = 0.05  # share of the rows of each dataset of pairs, by a hash of the first text
-HELD_OUT_OF_PAIRS = 0.2  # of `pair/*`, which are also validation sets of pair classification
+"""Maximum number of rows of each dataset in `five_tasks`: about as many rows in all."""
+HELD_OUT = {"retrieval": 0.05, "pair": 0.2, "classification": 0.5, "clustering": 0.5}
+"""Kind of dataset → share of its rows that are a validation set, by a hash of the first text."""
 CORPUS = 1000  # documents of a retrieval validation set
 CLASSIFICATION = ("banking77", "ag_news_small", "sst2", "tweet_emotion4", "amazon_counterfactual", "trec6")
 CLUSTERING = ("bbc_news", "arxiv_titles", "twenty_newsgroups_subjects", "open_trivia")
 STS = {"stsbenchmark": "dev", "sts12": "train"}
-SCORED = ("stsbenchmark",)  # their training splits are not used for validation
 RERANKING = ("trecqa", "wikiqa")
+PAIR = ("pair/mrpc", "pair/rte")
+DIGEST = "digest.txt"
 
 Rows = list[dict[str, Any]]
 
@@ -67,9 +73,7 @@ def prepare(data: Path, out: Path) -> Path:
     Args:
         data: Data folder, with the datasets above.
         out: Folder for `pairs`, `labels` (the same retrieval, with labelled texts for the other tasks), `five_tasks`
-            (both: labelled texts, other than those of the validation sets, and the pairs of classification as
-            paraphrases) and `validation`, each a data folder. `pairs` and `five_tasks` also have scored pairs, which
-            few variants use.
+            (labelled texts, and the pairs of classification as paraphrases) and `validation`, each a data folder.
 
     Returns:
         `out`.
@@ -77,13 +81,21 @@ def prepare(data: Path, out: Path) -> Path:
     if not out.exists():
         unfinished = out.with_name(f"{out.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
-        held_out = _write_pairs(data, unfinished)
-        _write_validation(data, unfinished / "validation", held_out)
+        tests = _texts_in(data)
+        _write_validation(data, unfinished / "validation", tests)
+        left_out = tests | _texts_in(unfinished / "validation")
+        _write_pairs(data, unfinished / "pairs", left_out)
         shutil.copytree(unfinished / "pairs" / "retrieval", unfinished / "labels" / "retrieval")
-        _write_labelled(data, unfinished / "labels", LABELLED)
-        _write_five_tasks(data, unfinished)
+        _write_labelled(data, unfinished / "labels", LABELLED, left_out)
+        _write_five_tasks(data, unfinished, left_out)
+        (unfinished / DIGEST).write_text(_digest(unfinished) + "\n", encoding="utf-8")
         unfinished.replace(out)
     return out
+
+
+def digest_of(folder: Path) -> str:
+    """Return a hash of all that `prepare` wrote."""
+    return (folder / DIGEST).read_text(encoding="utf-8").strip()
 
 
 def with_mined_negatives(folder: Path, out: Path, teacher: str) -> Path:
@@ -101,66 +113,51 @@ def with_mined_negatives(folder: Path, out: Path, teacher: str) -> Path:
     return out
 
 
-def _write_pairs(data: Path, out: Path) -> dict[str, Rows]:
-    """Write the training pairs; return the rows that are held out, by dataset."""
-    rows = {name: _read(data / name) for datasets in PAIRS.values() for name in datasets}
-    held_out = {name: [row for row in of_set if _place(row) < _share(name)] for name, of_set in rows.items()}
-    unseen = {text for of_set in held_out.values() for row in of_set for text in _texts(row)}
-    unseen |= {text for name, split in STS.items() for row in _read(data / "sts" / name, split) for text in _texts(row)}
+def _write_pairs(data: Path, out: Path, left_out: set[str]) -> None:
     for task, datasets in PAIRS.items():
         for name, limit in datasets.items():
-            kept = (row for row in rows[name] if unseen.isdisjoint(_texts(row)) and row.get("label", 1) == 1)
+            kept = (row for row in _read(data / name) if left_out.isdisjoint(_texts(row)) and row.get("label", 1) == 1)
             pairs = ({key: value for key, value in row.items() if key != "label"} for row in islice(kept, limit))
-            _write(out / "pairs" / task / Path(name).name / "train", pairs)
-    for name in SCORED:
-        scored = (row for row in _read(data / "sts" / name) if unseen.isdisjoint(_texts(row)))
-        _write(out / "pairs" / "text_matching" / name / "train", scored)
-    return held_out
+            _write(out / task / Path(name).name / "train", pairs)
 
 
-def _write_validation(data: Path, out: Path, held_out: dict[str, Rows]) -> None:
-    for name, rows in held_out.items():
-        if name.startswith("pair/"):
-            _write(out / name / "test", rows)
-        elif name in PAIRS["retrieval"]:
-            _write_retrieval(out / "beir" / Path(name).name, rows)
+def _write_validation(data: Path, out: Path, tests: set[str]) -> None:
+    def rows(name: str, split: str = "train") -> Rows:
+        return [row for row in _read(data / name, split) if tests.isdisjoint(_texts(row))]
+
+    for name in PAIRS["retrieval"]:
+        _write_retrieval(out / "beir" / Path(name).name, [row for row in rows(name) if _is_held_out(name, row)])
     nfcorpus = out / "beir" / "nfcorpus"
     (nfcorpus / "qrels").mkdir(parents=True)
     for file in ("corpus.jsonl.gz", "queries.jsonl.gz"):
         shutil.copyfile(data / "beir" / "nfcorpus" / file, nfcorpus / file)
     shutil.copyfile(data / "beir" / "nfcorpus" / "qrels" / "dev.tsv", nfcorpus / "qrels" / "test.tsv")
     for name, split in STS.items():
-        _write(out / "sts" / name / "test", _read(data / "sts" / name, split))
+        _write(out / "sts" / name / "test", rows(f"sts/{name}", split))
     for name in RERANKING:
-        _write(out / "reranking" / name / "test", _read(data / "reranking" / name))
-    for name in CLUSTERING:
-        _write(out / "clustering" / name / "test", _read(data / "clustering" / name))
-    for name in CLASSIFICATION:
-        rows = _read(data / "classification" / name)
-        for split, inside in (("train", False), ("test", True)):
-            part = [row for row in rows if (_place(row) < 0.5) == inside]
-            _write(out / "classification" / name / split, part)
+        _write(out / "reranking" / name / "test", rows(f"reranking/{name}"))
+    for name in (*PAIR, *(f"clustering/{name}" for name in CLUSTERING)):
+        _write(out / name / "test", [row for row in rows(name) if _is_held_out(name, row)])
+    for name in (f"classification/{name}" for name in CLASSIFICATION):
+        for split, held_out in (("train", False), ("test", True)):
+            _write(out / name / split, [row for row in rows(name) if _is_held_out(name, row) == held_out])
 
 
-def _write_labelled(data: Path, out: Path, limits: dict[str, int], left_out: frozenset[str] = frozenset()) -> None:
+def _write_labelled(data: Path, out: Path, limits: dict[str, int], left_out: set[str]) -> None:
     for task in LABELLED:
         for folder in sorted((data / task).iterdir()):
             rows = sorted(_read(folder), key=_place)  # files may be sorted by label
-            kept = [row for row in rows if left_out.isdisjoint(_texts(row))][: limits[task]]
-            if kept:
-                _write(out / task / folder.name / "train", kept)
+            kept = [row for row in rows if left_out.isdisjoint(_texts(row))]
+            _write(out / task / folder.name / "train", kept[: limits[task]])
 
 
-def _write_five_tasks(data: Path, out: Path) -> None:
+def _write_five_tasks(data: Path, out: Path, left_out: set[str]) -> None:
     """Combine labelled texts and pairs: the tasks of jina-embeddings-v3 (arXiv:2409.10173, section 4)."""
-    tests = [folder for task in LABELLED for folder in (out / "validation" / task).iterdir()]
-    validated = frozenset(text for folder in tests for row in _read(folder, "test") for text in _texts(row))
-    _write_labelled(data, out / "five_tasks", IN_FIVE_TASKS, validated)
-    for task in ("retrieval", "text_matching"):
-        shutil.copytree(out / "pairs" / task, out / "five_tasks" / task)
+    _write_labelled(data, out / "five_tasks", IN_FIVE_TASKS, left_out)
+    shutil.copytree(out / "pairs" / "retrieval", out / "five_tasks" / "retrieval")
     for folder in (out / "pairs" / "classification").iterdir():
-        pairs = [row for row in _read(folder) if validated.isdisjoint(_texts(row))]
-        _write(out / "five_tasks" / "paraphrases" / folder.name / "train", pairs[: IN_FIVE_TASKS["paraphrases"]])
+        pairs = _read(folder)[: IN_FIVE_TASKS["paraphrases"]]
+        _write(out / "five_tasks" / "paraphrases" / folder.name / "train", pairs)
 
 
 def _write_retrieval(folder: Path, rows: Rows) -> None:
@@ -191,7 +188,22 @@ def _write(path: Path, rows: Iterator[dict[str, Any]] | Rows) -> None:
 
 
 def _texts(row: dict[str, Any]) -> list[str]:
-    return [value.strip() for key, value in row.items() if key != "label" and isinstance(value, str)]
+    values = [value for key, value in row.items() if key not in ("label", "_id")]
+    texts = [text for value in values for text in (value if isinstance(value, list) else [value])]
+    return [text.strip() for text in texts if isinstance(text, str) and text.strip()]
+
+
+def _texts_in(folder: Path) -> set[str]:
+    """Return the texts of all test splits of a data folder, with the documents that are searched."""
+    files = [file for name in ("test", "queries", "corpus") for file in folder.glob(f"*/*/{name}.jsonl.gz")]
+    return {text for row in read_files(sorted(files)) for text in _texts(row.content)}
+
+
+def _digest(folder: Path) -> str:
+    digest = blake2b(digest_size=8)
+    for file in sorted(folder.rglob("*.jsonl.gz")):
+        digest.update(file.relative_to(folder).as_posix().encode() + gzip.decompress(file.read_bytes()))
+    return digest.hexdigest()
 
 
 def _place(row: dict[str, Any]) -> float:
@@ -199,5 +211,5 @@ def _place(row: dict[str, Any]) -> float:
     return (text_id(_texts(row)[0]) + 2**63) / 2**64
 
 
-def _share(name: str) -> float:
-    return HELD_OUT_OF_PAIRS if name.startswith("pair/") else HELD_OUT
+def _is_held_out(name: str, row: dict[str, Any]) -> bool:
+    return _place(row) < HELD_OUT[name.split("/")[0]]

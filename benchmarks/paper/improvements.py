@@ -12,9 +12,10 @@ from mote.training.recipe_files import load_recipe
 SEPARATE = "separate"  # a dense model for each task
 UNSEEN = ("sts", "pair_classification", "summarization")
 """Tasks without training data, other than search."""
-MATCHING = "text_matching"  # the expert of these tasks, where scored pairs are trained on
+MATCHING = "text_matching"
+"""Expert of these tasks where `classification` is trained on labels."""
 EXPERTS = ("clustering", "search_query", "search_document")
-LABELS_IN_TRIALS = {"classification": 0.25, "clustering": 0.4}
+LABELS_IN_TRIALS = 0.25
 """Share of the labelled rows in trials of five tasks: its many datasets are too small for the limit of a trial."""
 
 Improvement = Callable[[Variant, str], Variant]
@@ -52,30 +53,23 @@ def _served_together(expert: str, tasks: tuple[str, ...]) -> Improvement:
     return improve
 
 
-def _text_matching(variant: Variant, name: str) -> Variant:
-    """Train on scored pairs, too, in a MoTE with a further expert; of separate models, only the one for these tasks."""
+def _five_tasks(variant: Variant, name: str) -> Variant:
+    """Train on class labels, and on the paper's pairs of `classification` for text matching, with an expert of its own.
+
+    Of separate models, the one for classification also gets these pairs.
+    """
     recipe = _recipe(variant)
-    pairs = f"tasks.{MATCHING}={{anchor: {MATCHING}, batches: heterogeneous, loss: CoSENTLoss, datasets: [sts/*]}}"
-    return _changed(
+    paraphrases = f"tasks.paraphrases={{anchor: {MATCHING}, batches: heterogeneous, datasets: [paraphrases/*]}}"
+    changed = _changed(
         variant,
         f"model.experts=[{', '.join([*(recipe.model.experts or PAPER_INSTRUCTIONS), MATCHING])}]",
         *(f"model.tasks.{task}={MATCHING}" for task in UNSEEN),
         f"model.instruction_texts.{MATCHING}='{MATCHING}: '",
-        *([pairs] if "classification" in recipe.tasks else []),
+        *([paraphrases] if "classification" in recipe.tasks else []),
     )
-
-
-def _five_tasks(variant: Variant, name: str) -> Variant:
-    """Train on class labels, with the paper's pairs of `classification` for text matching."""
-    tasks = _recipe(variant).tasks
-    paraphrases = f"tasks.paraphrases={{anchor: {MATCHING}, batches: heterogeneous, datasets: [paraphrases/*]}}"
-    return replace(
-        _changed(_text_matching(variant, name), *([paraphrases] if "classification" in tasks else [])),
-        trained_on="five_tasks",
-        trial_changes=tuple(
-            f"tasks.{task}.weight={share}" for task, share in LABELS_IN_TRIALS.items() if task in tasks
-        ),
-    )
+    labelled = [task for task in ("classification", "clustering") if task in recipe.tasks]
+    weights = tuple(f"tasks.{task}.weight={LABELS_IN_TRIALS}" for task in labelled)
+    return replace(changed, trained_on="five_tasks", trial_changes=weights)
 
 
 def _of(making: Callable) -> Improvement:
@@ -86,7 +80,7 @@ def _served_by(expert: str) -> Improvement:
     return _of(lambda source, out: mote.configure(source, out, tasks=dict.fromkeys(UNSEEN, expert)))
 
 
-DATA: dict[str, Improvement] = {"text-matching": _text_matching, "five-tasks": _five_tasks}
+DATA: dict[str, Improvement] = {"five-tasks": _five_tasks}
 """Other data than the paper's kind of pairs, for models of any kind."""
 
 WAYS_FOR_UNSEEN: dict[str, Improvement] = {
@@ -100,13 +94,13 @@ WAYS_FOR_UNSEEN: dict[str, Improvement] = {
 FOR_ALL: dict[str, Improvement] = {
     **DATA,
     "homogeneous": _homogeneous,
+    "late": lambda variant, name: replace(_changed(variant, "training.num_train_epochs=0.5"), late=True),
     "distilled": lambda variant, name: replace(variant, start="distilled"),
     "mined": lambda variant, name: replace(variant, mined=True),
     "pretrained": lambda variant, name: replace(variant, start="pretrained"),
 }
 FOR_EXPERTS: dict[str, Improvement] = {
     "search-expert": _served_together("search", ("search_query", "search_document")),
-    "late": lambda variant, name: replace(_changed(variant, "training.num_train_epochs=0.5"), late=True),
     "expert-rates": lambda variant, name: replace(variant, expert_rate_factor=3.0),
     **{f"to-mean-{part:g}": _of(made_by(mote.experts.interpolate, part)) for part in (0.25, 0.5)},
     **WAYS_FOR_UNSEEN,

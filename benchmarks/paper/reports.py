@@ -8,7 +8,16 @@ from functools import partial
 
 import mote
 from benchmarks.locking import share
-from benchmarks.paper.best import BASES, Validation, best_data, best_of, improve, scores_of_data, validation_tables
+from benchmarks.paper.best import (
+    BASES,
+    LIKE_IC,
+    Validation,
+    best_data,
+    best_of,
+    improve,
+    scores_of_data,
+    validation_tables,
+)
 from benchmarks.paper.beyond import INTERPOLATED, TRAINED, validation_scores, validation_table
 from benchmarks.paper.claims import OWN_RATES, RATES, TABLES, Claim, Table
 from benchmarks.paper.experiments import TASKS, ablations
@@ -137,14 +146,16 @@ def _best(runs: Runs) -> str:
     if not runs.scale.sweep:
         return f"{title}: this scale has no validation sets"
     of_data = scores_of_data(runs.trials)
-    bases = {base: base + best_data(of_data) for base in BASES}
-    share(partial(improve, runs.trials, name) for name in reversed(bases.values()))  # what matters most comes first
-    steps = {base: improve(runs.trials, name) for base, name in bases.items()}
+    data = best_data(of_data)
+    share(partial(improve, runs.trials, base + data) for base in BASES)
+    steps = {base: improve(runs.trials, base + data) for base in BASES}
     names = {base: best_of(of_base)["name"] for base, of_base in steps.items()}
+    names |= {base: base + names["ic"].removeprefix("ic") for base in LIKE_IC}
     scores = runs.scores([START, *(part for name in names.values() for part in parts_of(name))])
     scores = scores.joined(names[SEPARATE], parts_of(names[SEPARATE]))
-    claims = tuple(Claim(names["mote"], name) for base, name in names.items() if base != "mote")
-    claims += tuple(Claim(names["mote"], other, "Retrieval") for other in (names["ic"], START))
+    others = [name for base, name in names.items() if base != "mote"]
+    claims = tuple(Claim(names["mote"], name) for name in others)
+    claims += tuple(Claim(names["mote"], name, "Retrieval") for name in (*others, START))
     table = Table("The best of each", (START, *names.values()), names["ic"], claims=claims)
     on_validation = Validation(data=of_data, steps=steps)
     kept = _kept("best", table, scores, runs, validation=on_validation)

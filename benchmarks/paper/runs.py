@@ -14,7 +14,7 @@ import yaml
 
 import mote
 from benchmarks.locking import alone, share
-from benchmarks.paper.data import prepare, with_mined_negatives
+from benchmarks.paper.data import digest_of, prepare, with_mined_negatives
 from benchmarks.paper.experiments import ALL_DATASETS, SCALES, SWEPT, Scale, Variant, recipe_of
 from benchmarks.paper.improvements import parts_of, variant_of
 from benchmarks.paper.kept import KeptScores, ScoresOfTypes
@@ -85,18 +85,18 @@ class Runs:
             folder = folder.with_name(f"{folder.name}-{made_of}")
             with alone(folder):
                 return folder if folder.exists() else variant.made_by(trained, folder)
-        return self._trained_as_variant(name, variant, folder, seed)
+        return self._trained_variant(name, variant, folder, seed)
 
-    def _trained_as_variant(self, name: str, variant: Variant, folder: Path, seed: int) -> Path:
+    def _trained_variant(self, name: str, variant: Variant, folder: Path, seed: int) -> Path:
         source = self._half_trained(name, variant, folder, seed) if variant.late else self.source_of(variant)
         changes = [*self.settings_of(variant), f"output={folder}"]
         return self.trained(recipe_of(variant, self.scale, source, self.training_data(variant), seed, changes, name))
 
     def _half_trained(self, name: str, variant: Variant, folder: Path, seed: int) -> str:
-        changes = (*variant.changes, "model.kind=dense")
-        dense = replace(variant, late=False, expert_rate_factor=None, changes=changes)
-        other_rows = seed + 1000
-        return str(self._trained_as_variant(name, dense, folder.with_name(f"{folder.name}-dense"), other_rows))
+        changes = (*variant.changes, "model.kind=dense", "training.peft=null")
+        dense = replace(variant, late=False, rate_factor=1.0, expert_rate_factor=None, changes=changes)
+        other_seed = seed + 1000  # for another half of the rows
+        return str(self._trained_variant(name, dense, folder.with_name(f"{folder.name}-dense"), other_seed))
 
     def trained(self, recipe: Recipe) -> Path:
         """Return the model of a recipe; train it first if its folder has none.
@@ -138,7 +138,7 @@ class Runs:
         if variant.start == "given":
             return self.source
         if variant.start == "distilled":
-            return str(distilled(self))
+            return str(distilled(self, variant.trained_on))
         if self.pretrained is None:
             raise ValueError("Variants that start from CoT-MAE need --pretrained, the folder of benchmarks.cot")
         return str(pretrained(self.pretrained, self.out / "models", load_recipe(variant.recipe, variant.changes)))
@@ -291,8 +291,12 @@ class Runs:
         shipped = fixed_settings(load_recipe(variant.recipe))
         own = {key: value for key, value in fixed_settings(recipe).items() if shipped.get(key) != value}
         digest = blake2b(json.dumps(shipped, sort_keys=True).encode(), digest_size=8).hexdigest()
+        if self.scale.trained_on != "folder":
+            found["data"] = digest_of(self.prepared())
         if variant.start == "distilled" or variant.mined:
             found["teacher"] = Path(self.teacher).name
+        if variant.start == "pretrained":
+            found["pretrained"] = folder_hash(Path(self.source_of(variant)))[:16]
         return {**found, "variant": self.trained_as(name), "recipe": f"{variant.recipe} {digest}", **own}
 
     @cached_property

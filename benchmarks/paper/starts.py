@@ -5,34 +5,39 @@ from typing import TYPE_CHECKING
 
 import mote
 from benchmarks.locking import alone
-from benchmarks.paper.experiments import TASKS, VARIANTS, recipe_of
+from benchmarks.paper.experiments import recipe_of
+from benchmarks.paper.improvements import variant_of
 from configuration_mote import PAPER_INSTRUCTIONS
 from mote.checkpoints.reading import open_mote
 from mote.training.recipe import Recipe
+from mote.training.recipe_files import load_recipe
 
 if TYPE_CHECKING:
     from benchmarks.paper.runs import Runs
 
 
-def distilled(runs: "Runs") -> Path:
+def distilled(runs: "Runs", trained_on: str | None) -> Path:
     """Return the start after it has learned a teacher's embeddings of all training texts; train it first if missing."""
-    changes = [*runs.settings_of(VARIANTS["em"]), f"output={runs.out / runs.kind / 'distilled'}"]
-    for task in TASKS:
+    name = f"em+{trained_on.replace('_', '-')}" if trained_on else "em"
+    variant = variant_of(name)
+    changes = [*runs.settings_of(variant), f"output={runs.out / runs.kind / f'distilled-{name}'}"]
+    for task in load_recipe(variant.recipe, variant.changes).tasks:
         changes += [f"tasks.{task}.loss=EmbedDistillLoss", f"tasks.{task}.teacher.source={runs.teacher}"]
     seed = runs.scale.seeds[0]
-    return runs.trained(recipe_of(VARIANTS["em"], runs.scale, runs.source, runs.training_data(), seed, changes))
+    return runs.trained(recipe_of(variant, runs.scale, runs.source, runs.training_data(variant), seed, changes))
 
 
 def pretrained(folder: Path, out: Path, recipe: Recipe) -> Path:
     """Return a model that `benchmarks.cot` has pre-trained: one encoder for both sides, or experts.
 
     A MoTE gets the experts, tasks and instructions that the recipe requires; new experts are copies of the document
-    expert.
+    expert. One encoder is the start of LoRAs, too, and of a MoTE with one expert for both sides.
     """
     model = recipe.model
-    if model.kind == "dense" or recipe.training.peft is not None:  # LoRAs are trained on one dense model
-        return folder / "siamese" / "pretrained" / "model"
     experts = model.experts or list(PAPER_INSTRUCTIONS)
+    one_encoder = model.kind == "dense" or recipe.training.peft is not None
+    if one_encoder or not {"search_query", "search_document"} <= {*experts}:
+        return folder / "siamese" / "pretrained" / "model"
     made = out / "-".join(["pretrained", *experts])
     with alone(made):
         if not made.exists():
@@ -43,6 +48,6 @@ def pretrained(folder: Path, out: Path, recipe: Recipe) -> Path:
                     mote.transform(source, more, mote.experts.add, name, "search_document")
                 source = more
             texts = {**PAPER_INSTRUCTIONS, **model.instruction_texts}
-            own = {task: text for task, text in texts.items() if task in experts}
+            own = {task: text for task, text in texts.items() if task in experts or task in model.tasks}
             mote.configure(source, made, tasks=model.tasks, instructions=own)
     return made
