@@ -38,6 +38,7 @@ import mote
 from benchmarks.locking import alone, share
 from benchmarks.paper.runs import Scores
 from benchmarks.paper.tables import cell, datasets_of
+from benchmarks.trained import trained
 from mote.corpora import MiningSettings, Teacher
 from mote.data.columns import check_row, find_columns
 from mote.data.rows import find_datasets, read_rows
@@ -193,12 +194,10 @@ class Comparison:
     def model(self, direction: str, pooling: str, seed: int) -> Path:
         """Return a trained model; train it first if it does not exist."""
         folder = self.out / _name(direction, pooling, seed)
-        if not (folder / "model").exists():
-            own = [f"model.source={self.decoder()}", f"model.bidirectional={DIRECTIONS[direction]}"]
-            own += [f"model.pooling={pooling.replace(' ', '_')}", *POOLINGS[pooling]]
-            own += [f"data.folder={self.mined()}", f"data.limit={ROWS}", f"output={folder}", f"training.seed={seed}"]
-            mote.train(load_recipe("nv-stage1", [*TRAINING, *own, *(QUICK if self.quick else ())]))
-        return folder / "model"
+        own = [f"model.source={self.decoder()}", f"model.bidirectional={DIRECTIONS[direction]}"]
+        own += [f"model.pooling={pooling.replace(' ', '_')}", *POOLINGS[pooling]]
+        own += [f"data.folder={self.mined()}", f"data.limit={ROWS}", f"output={folder}", f"training.seed={seed}"]
+        return trained(load_recipe("nv-stage1", [*TRAINING, *own, *(QUICK if self.quick else ())]))
 
     def runs(self) -> list[tuple[str, str, int]]:
         """Return variants and seeds; the first seed of every variant comes first."""

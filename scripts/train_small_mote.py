@@ -1,6 +1,6 @@
 """Train the MoTE of `examples/small-mote`, and compare it with dense models that get the same training.
 
-    python scripts/train_small_mote.py --data DATA --out examples/small-mote --work-dir RUNS
+    python -m scripts.train_small_mote --data DATA --out examples/small-mote --work-dir RUNS
 
 The recipe is `scripts/small_mote.yaml`; DATA must also have the test splits. An interrupted command resumes when it is
 run again. The model is stored with 8-bit experts and all other weights in float16; its card gets the scores of every
@@ -12,14 +12,15 @@ import logging
 from pathlib import Path
 
 import torch
-from distill_small_encoder import TEXT_SETS, TextSet
 from safetensors.torch import load_file, save_file
 
 import mote
+from benchmarks.paper.experiments import SCALES
+from benchmarks.trained import trained
 from mote.reporting import console_logging, markdown_table
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
-from mote.training.run_folder import differences, fixed_settings
+from scripts.distill_small_encoder import TEXT_SETS, TextSet
 
 logger = logging.getLogger("train_small_mote")
 
@@ -31,11 +32,7 @@ MODELS = {
 }
 """Trained model → its changes of the recipe."""
 NOT_TRAINED = "not trained"
-LIMITS = {
-    ("beir/*", "reranking/*"): 100,
-    ("classification/*", "clustering/*", "pair/*", "sts/*", "summarization/*"): 500,
-}
-"""Patterns of test splits → number of queries or rows, as in `benchmarks.paper`."""
+LIMITS = SCALES["medium"].limits  # patterns of test splits → number of queries or rows
 MAX_BYTES = 10_000_000
 MORE_TEXT_SETS = (  # a dense encoder that is to be compared on MTEB does without banking77; this model need not
     TextSet("classification/banking77", "CC BY 4.0", "PolyAI-LDN/task-specific-datasets"),
@@ -53,7 +50,7 @@ Means x 100 over the test splits of {count} datasets: nDCG@10 (retrieval), MAP (
 precision (pair classification) and Spearman correlation (STS, summarization); of each dataset at most 100 queries, or
 500 rows. "Not trained" is [small-encoder](../small-encoder), which all start from; the others had the same texts in the
 same number of steps, with one seed. MoTE is the model as it is stored here. No test split had a part in any choice.
-`scripts/train_small_mote.py` repeats all of this.
+`python -m scripts.train_small_mote` repeats all of this.
 
 ## Texts and their licences
 
@@ -63,19 +60,10 @@ Training splits alone. The texts themselves are not in this folder.
 """
 
 
-def train(name: str, changes: tuple[str, ...], data: str, work: Path) -> Path:
-    """Train a model, unless that is done; return its folder.
-
-    Raises:
-        ValueError: If the folder holds a model trained with other settings.
-    """
+def model(name: str, data: str, work: Path) -> Path:
+    """Return the folder of a trained model; train it first if it does not exist."""
     output = work / name.replace(", ", "-").lower()
-    recipe = load_recipe(RECIPE, [f"data.folder={data}", f"output={output}", *changes])
-    if not (output / "model").exists():
-        mote.train(recipe)
-    elif differing := differences(fixed_settings(load_recipe(output / "recipe.yaml")), fixed_settings(recipe)):
-        raise ValueError(f"{output} was trained with other settings; it differs in {', '.join(differing)}. Remove it")
-    return output / "model"
+    return trained(load_recipe(RECIPE, [f"data.folder={data}", f"output={output}", *MODELS[name]]))
 
 
 def store(model: Path, out: Path) -> None:
@@ -141,7 +129,7 @@ def main() -> None:
     console_logging()
     recipe = load_recipe(RECIPE)
     models = {NOT_TRAINED: recipe.model.source}
-    models |= {name: str(train(name, changes, options.data, options.work_dir)) for name, changes in MODELS.items()}
+    models |= {name: str(model(name, options.data, options.work_dir)) for name in MODELS}
     store(Path(models["MoTE"]), options.out)
     models["MoTE"] = str(options.out)
     evaluation = evaluate(models, options.data, options.work_dir / "scores")

@@ -10,8 +10,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import yaml
-
 import mote
 from benchmarks.locking import alone, share
 from benchmarks.paper.data import digest_of, prepare, with_mined_negatives
@@ -19,13 +17,13 @@ from benchmarks.paper.experiments import ALL_DATASETS, SCALES, SWEPT, Scale, Var
 from benchmarks.paper.improvements import parts_of, variant_of
 from benchmarks.paper.kept import KeptScores, ScoresOfTypes
 from benchmarks.paper.starts import distilled, pretrained
+from benchmarks.trained import trained
 from mote import Evaluation
 from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.reading import open_checkpoint
 from mote.training.model import native_folder
-from mote.training.recipe import Recipe
-from mote.training.recipe_files import load_recipe, parse_recipe
-from mote.training.run_folder import differences, fixed_settings
+from mote.training.recipe_files import load_recipe
+from mote.training.run_folder import fixed_settings
 
 START = "start"  # the dense checkpoint, before any training
 TRIAL_LIMIT = "data.limit=1000"  # rows per dataset: about a quarter of the pairs
@@ -90,34 +88,14 @@ class Runs:
     def _trained_variant(self, name: str, variant: Variant, folder: Path, seed: int) -> Path:
         source = self._half_trained(name, variant, folder, seed) if variant.late else self.source_of(variant)
         changes = [*self.settings_of(variant), f"output={folder}"]
-        return self.trained(recipe_of(variant, self.scale, source, self.training_data(variant), seed, changes, name))
+        data = self.training_data(variant)
+        return trained(recipe_of(variant, self.scale, source, data, seed, changes, name), self.report)
 
     def _half_trained(self, name: str, variant: Variant, folder: Path, seed: int) -> str:
         changes = (*variant.changes, "model.kind=dense", "training.peft=null")
         dense = replace(variant, late=False, rate_factor=1.0, expert_rate_factor=None, changes=changes)
         other_seed = seed + 1000  # for another half of the rows
         return str(self._trained_variant(name, dense, folder.with_name(f"{folder.name}-dense"), other_seed))
-
-    def trained(self, recipe: Recipe) -> Path:
-        """Return the model of a recipe; train it first if its folder has none.
-
-        Raises:
-            ValueError: If the folder holds a model trained with other settings.
-        """
-        folder = Path(recipe.output)
-        with alone(folder):
-            if (folder / "model").exists():
-                saved = parse_recipe(yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8")))
-                differing = differences(fixed_settings(saved), fixed_settings(recipe))
-                if differing:
-                    raise ValueError(
-                        f"{folder} was trained with other settings; it differs in {', '.join(differing)}. Choose "
-                        "another --out, or remove it"
-                    )
-            else:
-                self.report(f"== training {folder.name}")
-                mote.train(recipe)
-        return folder / "model"
 
     def settings_of(self, variant: Variant) -> list[str]:
         """Return a variant's settings that its scale lacks: learning rates, if there is a sweep, and `changes`."""

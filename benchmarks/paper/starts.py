@@ -7,6 +7,7 @@ import mote
 from benchmarks.locking import alone
 from benchmarks.paper.experiments import recipe_of
 from benchmarks.paper.improvements import variant_of
+from benchmarks.trained import trained
 from configuration_mote import PAPER_INSTRUCTIONS
 from mote.checkpoints.reading import open_mote
 from mote.training.recipe import Recipe
@@ -24,7 +25,8 @@ def distilled(runs: "Runs", trained_on: str | None) -> Path:
     for task in load_recipe(variant.recipe, variant.changes).tasks:
         changes += [f"tasks.{task}.loss=EmbedDistillLoss", f"tasks.{task}.teacher.source={runs.teacher}"]
     seed = runs.scale.seeds[0]
-    return runs.trained(recipe_of(variant, runs.scale, runs.source, runs.training_data(variant), seed, changes))
+    data = runs.training_data(variant)
+    return trained(recipe_of(variant, runs.scale, runs.source, data, seed, changes), runs.report)
 
 
 def pretrained(folder: Path, out: Path, recipe: Recipe) -> Path:

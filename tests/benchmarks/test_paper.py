@@ -164,7 +164,7 @@ def test_one_kind_of_data_for_all() -> None:
 
 def test_a_late_mote_is_dense_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[Recipe] = []
-    monkeypatch.setattr(runs.Runs, "trained", lambda _, recipe: trained.append(recipe) or Path(recipe.output, "model"))
+    monkeypatch.setattr(runs, "trained", lambda recipe, _: trained.append(recipe) or Path(recipe.output, "model"))
     given = runs.Runs(experiments.SCALES["smoke"], "SOURCE", "DATA", tmp_path)
     given.model("mote+expert-rates+late", 42)
     dense, experts = trained
@@ -320,7 +320,7 @@ def test_no_text_of_a_test_or_validation_set_is_trained_on(shared: Path, tmp_pat
             value for row in read_files(files) for key, value in row.content.items() if key not in ("_id", "label")
         ]
         lists = [value if isinstance(value, list) else [value] for value in values]
-        return {text.strip() for texts in lists for text in texts if isinstance(text, str) and text.strip()}
+        return {one.strip() for values in lists for one in values if isinstance(one, str) and one.strip()}
 
     of_tests = ("*/*/test.jsonl.gz", "*/*/queries.jsonl.gz", "*/*/corpus.jsonl.gz")
     tests, held_out = texts(shared / "data", *of_tests), texts(folder / "validation", *of_tests)
