@@ -13,7 +13,7 @@ from benchmarks.paper.tables import cell, datasets_of
 from mote.reporting import COLORS, markdown_table
 
 NAMES = {START: "not trained", "em": "dense", "ic": "dense, instructions", "mote": "MoTE"}
-"""Variant → its name in README."""
+"""Variant, with or without improvements → its name in README."""
 
 ROWS: dict[str, tuple[str, ...]] = {
     **{kind.lower(): (kind,) for kind in SEEN},
@@ -26,12 +26,18 @@ Gains = dict[str, dict[str, list[float]]]
 """Name → group of datasets → gains over the dense model without instructions, one per seed."""
 
 
+def _columns(scores: Scores) -> dict[str, str]:
+    """Return the variants that are shown: label → name."""
+    return {label: next(name for name in scores.every if name.split("+")[0] == base) for base, label in NAMES.items()}
+
+
 def readme_table(scores: Scores) -> str:
     """Format means over datasets and seeds, with the best of each row in bold."""
+    names = tuple(_columns(scores).values())
     rows = []
     for label, types in ROWS.items():
-        datasets = datasets_of(scores, types, tuple(NAMES))
-        means = [cell(scores, name, datasets).mean for name in NAMES]
+        datasets = datasets_of(scores, types, names)
+        means = [cell(scores, name, datasets).mean for name in names]
         shown = [f"**{mean:.2f}**" if mean == max(means) else f"{mean:.2f}" for mean in means]
         rows.append([f"{label} ({len(datasets)})", *shown])
     return markdown_table(["test sets", *NAMES.values()], rows, align="l" * (1 + len(NAMES)))
@@ -39,11 +45,15 @@ def readme_table(scores: Scores) -> str:
 
 def gains_of(scores: Scores) -> Gains:
     """Compute the gains over `em` on each task type and on all datasets, seed by seed; `start` has no seeds."""
-    groups = {kind: datasets_of(scores, (kind,), tuple(NAMES)) for kind in (*SEEN, *UNSEEN)}
-    groups["all"] = datasets_of(scores, (), tuple(NAMES))
+    columns = _columns(scores)
+    names = tuple(columns.values())
+    groups = {kind: datasets_of(scores, (kind,), names) for kind in (*SEEN, *UNSEEN)}
+    groups["all"] = datasets_of(scores, (), names)
     gains: Gains = {label: {} for name, label in NAMES.items() if name != "em"}
     for kind, datasets in groups.items():
-        means = {label: np.mean([scores.every[name][one] for one in datasets], axis=0) for name, label in NAMES.items()}
+        means = {
+            label: np.mean([scores.every[name][one] for one in datasets], axis=0) for label, name in columns.items()
+        }
         for label, of_label in gains.items():
             differences = means[label] - means[NAMES["em"]]
             of_label[f"{kind} ({len(datasets)})"] = [round(gain, 2) for gain in differences.tolist()]

@@ -151,7 +151,7 @@ def _best(runs: Runs) -> str:
     steps = {base: improve(runs.trials, base + data) for base in BASES}
     names = {base: best_of(of_base)["name"] for base, of_base in steps.items()}
     names |= {base: base + names["ic"].removeprefix("ic") for base in LIKE_IC}
-    scores = runs.scores([START, *(part for name in names.values() for part in parts_of(name))])
+    scores = runs.scores([START, *(part for name in names.values() for part in parts_of(name))], runs.scale.seeds)
     scores = scores.joined(names[SEPARATE], parts_of(names[SEPARATE]))
     others = [name for base, name in names.items() if base != "mote"]
     claims = tuple(Claim(names["mote"], name) for name in others)

@@ -202,20 +202,21 @@ class Runs:
         with alone(folder):
             return native_folder(open_checkpoint(self.source), folder)
 
-    def scores(self, names: Iterable[str]) -> "Scores":
-        """Evaluate variants with all their seeds; `start` is the dense checkpoint before training.
+    def scores(self, names: Iterable[str], seeds: tuple[int, ...] = ()) -> "Scores":
+        """Evaluate variants with their own seeds, or with those given; `start` is the dense checkpoint before training.
 
         A dataset on which a variant failed with any seed is dropped from its scores and reported.
         """
         names = list(names)
-        jobs = ((name, seed) for name in names for seed in self.seeds_of(name))
+        seeds_of = {name: seeds if seeds and name != START else self.seeds_of(name) for name in names}
+        jobs = ((name, seed) for name in names for seed in seeds_of[name])
         by_seed = sorted(jobs, key=itemgetter(1))  # all variants with one seed before the next seed
         share(partial(self._on_tests, name, seed) for name, seed in by_seed)
         every: dict[str, dict[str, list[float]]] = {}
         types: dict[str, str] = {}
         for name in names:
             of_seeds = []
-            for seed in self.seeds_of(name):
+            for seed in seeds_of[name]:
                 of_types = self._on_tests(name, seed)
                 types |= {dataset: kind for kind, of_type in of_types.items() for dataset in of_type}
                 of_seeds.append({dataset: score for of_type in of_types.values() for dataset, score in of_type.items()})

@@ -10,7 +10,18 @@ from mote.evaluation.scores import TASK_TYPES
 from mote.evaluation.statistics import Comparison, compare_scores
 from mote.reporting import markdown_table
 
-COLUMNS = ("claim", "over", "paper", "here", "one-sided p: Welch", "paired t", "Wilcoxon", "higher on", "verdict")
+COLUMNS = (
+    "claim",
+    "over",
+    "paper",
+    "here",
+    "with each seed",
+    "one-sided p: Welch",
+    "paired t",
+    "Wilcoxon",
+    "higher on",
+    "verdict",
+)
 """Columns of a table of claims."""
 
 
@@ -77,47 +88,85 @@ def paper_of(table: Table) -> str:
     return markdown_table(["the paper's", *table.paper], lines)
 
 
-def compared(claim: Claim, table: Table, scores: Scores) -> tuple[Comparison, float | None]:
-    """Measure a claim on our scores, each averaged over the seeds.
+@dataclass(frozen=True)
+class Measured:
+    """A claim, measured on our scores.
 
-    Returns:
-        Tests over the datasets, and the relative gain: the gain of `better` over that of `other`, minus 1 (None if
-        `other` has no gain or the claim states no relative gain).
+    Attributes:
+        tests: Tests over the datasets, with each score averaged over the seeds.
+        with_seeds: Gain with each seed; empty if both have one, or other numbers of them.
+        relative: Gain of `better` over that of `other`, minus 1; None if `other` has no gain, or if no relative gain is
+            claimed.
     """
+
+    tests: Comparison
+    with_seeds: tuple[float, ...]
+    relative: float | None
+
+    @property
+    def verdict(self) -> str:
+        """Whether the direction agrees with the paper, by the paired t-test at 5 % and each seed; sizes are ignored."""
+        tests = self.tests
+        if tests.paired_t is None:
+            return "not tested"
+        if tests.gain > 0:
+            found = tests.paired_t < 0.05 and all(gain > 0 for gain in self.with_seeds)
+            return "same direction" if found else "same direction, not significant"
+        found = tests.paired_t > 0.95 and all(gain < 0 for gain in self.with_seeds)
+        return "**disagrees**" if found else "other direction, not significant"
+
+
+def compared(claim: Claim, table: Table, scores: Scores) -> Measured:
+    """Measure a claim on our scores."""
     names = (claim.better, claim.other, *([claim.relative_to] if claim.relative_to else []))
     datasets = datasets_of(scores, table.types if claim.over == ALL else (claim.over,), names)
     means = {name: [float(np.mean(scores.every[name][dataset])) for dataset in datasets] for name in names}
-    comparison = compare_scores(claim.better, claim.other, means[claim.better], means[claim.other])
+    tests = compare_scores(claim.better, claim.other, means[claim.better], means[claim.other])
+    with_seeds = _gains_with_seeds(*([scores.every[name][one] for one in datasets] for name in names[:2]))
     if claim.relative_to is None:
-        return comparison, None
+        return Measured(tests, with_seeds, None)
     better, other, below = (np.mean(means[name]) for name in names)
-    return comparison, float((better - below) / (other - below) - 1) if other > below else None
+    return Measured(tests, with_seeds, float((better - below) / (other - below) - 1) if other > below else None)
+
+
+def _gains_with_seeds(better: list[list[float]], other: list[list[float]]) -> tuple[float, ...]:
+    counts = {len(seeds) for seeds in (*better, *other)}
+    if len(counts - {1}) != 1:  # a model with one seed, as the start, is compared with each seed of the other
+        return ()
+    means = (
+        [np.mean([seeds[index % len(seeds)] for seeds in of_model]) for index in range(max(counts))]
+        for of_model in (better, other)
+    )
+    return tuple(float(gain) for gain in np.subtract(*means))
 
 
 def measured(claim: Claim, table: Table, scores: Scores) -> dict[str, str]:
     """Format a claim next to our measurement: one of `COLUMNS` → cell."""
-    tests, relative = compared(claim, table, scores)
+    found = compared(claim, table, scores)
+    tests = found.tests
     paper = [] if claim.gain is None else [f"{claim.gain:+.2f}"]
     here = [f"{tests.gain:+.2f}"]
     if claim.relative is not None:
         paper.append(f"gain over {claim.relative_to} {claim.relative:+.0%}")
-        here.append("no gain to compare with" if relative is None else f"gain {relative:+.0%}")
+        here.append("no gain to compare with" if found.relative is None else f"gain {found.relative:+.0%}")
     cells = (
         f"{claim.better} over {claim.other}",
         "all rows" if claim.over == ALL else claim.over,
         ", ".join(paper) or "better",
         ", ".join(here),
+        ", ".join(f"{gain:+.2f}" for gain in found.with_seeds),
         *map(p_value, (tests.welch, tests.paired_t, tests.wilcoxon)),
         f"{tests.higher} of {tests.datasets}",
-        verdict(tests),
+        found.verdict,
     )
     return dict(zip(COLUMNS, cells, strict=True))
 
 
 def claims_of(table: Table, scores: Scores) -> str:
     """Format the claims next to our measurements; claims that are not the paper's have no verdict."""
-    columns = [column for column in COLUMNS if table.paper or column not in ("paper", "verdict")]
     rows = [measured(claim, table, scores) for claim in table.claims]
+    columns = [column for column in COLUMNS if table.paper or column not in ("paper", "verdict")]
+    columns = [column for column in columns if any(row[column] for row in rows)]
     return markdown_table(columns, [[row[name] for name in columns] for row in rows], align="l" * len(columns))
 
 
@@ -128,7 +177,7 @@ def report(table: Table, scores: Scores) -> str:
 
 def summary_of(tables: dict[str, tuple[Table, Scores]]) -> str:
     """Format the paper's claims of all tables in one short table."""
-    columns = [column for column in COLUMNS if column not in ("one-sided p: Welch", "Wilcoxon")]
+    columns = [column for column in COLUMNS if column not in ("with each seed", "one-sided p: Welch", "Wilcoxon")]
     rows = [
         [name, *(row[column] for column in columns)]
         for name, (table, scores) in tables.items()
@@ -152,12 +201,3 @@ def sweep_table(sweep: dict[str, dict[float, float]]) -> str:
 def p_value(value: float | None) -> str:
     """Format a p-value; "none" if the test is undefined."""
     return "none" if value is None else f"{value:.2g}"
-
-
-def verdict(tests: Comparison) -> str:
-    """Say whether the direction agrees with the paper, by a paired t-test over datasets at 5 %; sizes are ignored."""
-    if tests.paired_t is None:
-        return "not tested"
-    if tests.gain > 0:
-        return "same direction" if tests.paired_t < 0.05 else "same direction, not significant"
-    return "**disagrees**" if tests.paired_t > 0.95 else "other direction, not significant"

@@ -235,14 +235,36 @@ def test_a_relative_gain_and_its_verdict() -> None:
     scores = scores_of(em=model(0, 0, 0, 0), ic=model(2, 2.2, 1.8, 2), mote=model(3, 3.3, 2.7, 3))
     table = claims.Table("", ("em", "ic", "mote"), "em")
     claim = claims.Claim("mote", "ic", relative_to="em", relative=0.59)
-    tests, relative = tables.compared(claim, table, scores)
-    assert tests.gain == pytest.approx(1.0)
-    assert relative == pytest.approx(0.5)
-    assert tables.verdict(tests) == "same direction"
-    against, relative = tables.compared(claims.Claim("ic", "mote", relative_to="mote", relative=1.0), table, scores)
-    assert (tables.verdict(against), relative) == ("**disagrees**", None)
-    unsure, _ = tables.compared(claims.Claim("a", "b"), table, scores_of(a=model(5, -4, 3, -3), b=model(0, 0, 0, 0)))
-    assert tables.verdict(unsure) == "same direction, not significant"
+    found = tables.compared(claim, table, scores)
+    assert (found.tests.gain, found.relative) == (pytest.approx(1.0), pytest.approx(0.5))
+    assert found.verdict == "same direction"
+    against = tables.compared(claims.Claim("ic", "mote", relative_to="mote", relative=1.0), table, scores)
+    assert (against.verdict, against.relative) == ("**disagrees**", None)
+    unsure = tables.compared(claims.Claim("a", "b"), table, scores_of(a=model(5, -4, 3, -3), b=model(0, 0, 0, 0)))
+    assert unsure.verdict == "same direction, not significant"
+
+
+def test_a_verdict_needs_each_seed() -> None:
+    datasets = {f"r{number}": 40.0 + number for number in range(4)}
+
+    def model(*gains: float) -> dict[str, list[float]]:
+        return {name: [score + gain for gain in gains] for name, score in datasets.items()}
+
+    mote = model(3.0, 2.0, 1.0)
+    mote["r1"][0] += 0.1  # a paired test needs some spread
+    scores = scores_of(
+        start=model(0.5), ic=model(0.0, 0.0, 1.5), em=model(0.0, 0.0, 0.0), two=model(0.0, 0.0), mote=mote
+    )
+    of = {
+        name: tables.compared(claims.Claim("mote", name), claims.Table("", (), "em"), scores) for name in scores.every
+    }
+    assert of["em"].with_seeds == pytest.approx((3.025, 2.0, 1.0))
+    assert of["start"].with_seeds == pytest.approx((2.525, 1.5, 0.5))
+    assert of["two"].with_seeds == ()
+    assert of["ic"].with_seeds == pytest.approx((3.025, 2.0, -0.5))
+    assert of["ic"].tests.paired_t < 0.05
+    assert of["em"].verdict == "same direction"
+    assert of["ic"].verdict == "same direction, not significant"
 
 
 def test_models_of_one_task_each_form_one_column() -> None:
