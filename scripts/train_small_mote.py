@@ -2,9 +2,9 @@
 
     python -m scripts.train_small_mote --data DATA --out examples/small-mote --work-dir RUNS
 
-The recipe is `scripts/small_mote.yaml`; DATA must also have the test splits. An interrupted command resumes when it is
-run again. The model is stored with 8-bit experts and all other weights in float16; its card gets the scores of every
-model on all test splits, and the sources and licences of the training texts.
+The recipe is `scripts/small_mote.yaml`. Rows that share a text with a test split of DATA are left out. An interrupted
+command resumes when it is run again. The model is stored with 8-bit experts and all other weights in float16; its card
+gets the scores of every model on all test splits, and the sources and licences of the training texts.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mote
+from benchmarks.paper.data import copy_without_tests
 from benchmarks.paper.experiments import SCALES
 from benchmarks.trained import trained
 from mote.reporting import console_logging, markdown_table
@@ -54,13 +55,19 @@ same number of steps, with one seed. MoTE is the model as it is stored here. No 
 
 ## Texts and their licences
 
-Training splits alone. The texts themselves are not in this folder.
+Training splits alone, without the rows that share a text with any of the test splits above. The texts themselves are
+not in this folder.
 
 {texts}
 """
 
 
-def model(name: str, data: str, work: Path) -> Path:
+def datasets_of(recipe: Recipe) -> list[str]:
+    """Return the names of the recipe's datasets, each once."""
+    return sorted({dataset.path for task in recipe.tasks.values() for dataset in task.datasets})
+
+
+def model(name: str, data: Path, work: Path) -> Path:
     """Return the folder of a trained model; train it first if it does not exist."""
     output = work / name.replace(", ", "-").lower()
     return trained(load_recipe(RECIPE, [f"data.folder={data}", f"output={output}", *MODELS[name]]))
@@ -114,8 +121,7 @@ def evaluate(models: dict[str, str], data: str, out: Path) -> mote.Evaluation:
 def licences(recipe: Recipe) -> str:
     """Format the sources and licences of the recipe's datasets."""
     sets = {one.path: one for one in (*TEXT_SETS, *MORE_TEXT_SETS)}
-    names = sorted({dataset.path for task in recipe.tasks.values() for dataset in task.datasets})
-    rows = [[name, sets[name].source, sets[name].licence] for name in names]
+    rows = [[name, sets[name].source, sets[name].licence] for name in datasets_of(recipe)]
     return markdown_table(["texts", "from", "licence"], rows, align="lll")
 
 
@@ -128,8 +134,9 @@ def main() -> None:
     options = parser.parse_args()
     console_logging()
     recipe = load_recipe(RECIPE)
+    texts = copy_without_tests(Path(options.data), datasets_of(recipe), options.work_dir / "data")
     models = {NOT_TRAINED: recipe.model.source}
-    models |= {name: str(model(name, options.data, options.work_dir)) for name in MODELS}
+    models |= {name: str(model(name, texts, options.work_dir)) for name in MODELS}
     store(Path(models["MoTE"]), options.out)
     models["MoTE"] = str(options.out)
     evaluation = evaluate(models, options.data, options.work_dir / "scores")

@@ -11,7 +11,7 @@ STS16.
 
 import gzip
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -89,6 +89,21 @@ def prepare(data: Path, out: Path) -> Path:
         _write_labelled(data, unfinished / "labels", LABELLED, left_out)
         _write_five_tasks(data, unfinished, left_out)
         (unfinished / DIGEST).write_text(_digest(unfinished) + "\n", encoding="utf-8")
+        unfinished.replace(out)
+    return out
+
+
+def copy_without_tests(data: Path, datasets: Iterable[str], out: Path) -> Path:
+    """Copy the training splits of datasets, without rows that share a text with any test split, unless that is done.
+
+    Returns:
+        `out`.
+    """
+    if not out.exists():
+        unfinished = out.with_name(f"{out.name}.unfinished")
+        tests = _texts_in(data)
+        for name in datasets:
+            _write(unfinished / name / "train", (row for row in _read(data / name) if tests.isdisjoint(_texts(row))))
         unfinished.replace(out)
     return out
 
@@ -182,7 +197,7 @@ def _read(folder: Path, split: str = "train") -> Rows:
     return [row.content for row in read_files(files)]
 
 
-def _write(path: Path, rows: Iterator[dict[str, Any]] | Rows) -> None:
+def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_rows(path.with_name(f"{path.name}.jsonl.gz"), rows)
 

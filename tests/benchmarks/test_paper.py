@@ -13,11 +13,12 @@ from helpers.paths import ROOT
 
 import mote
 from benchmarks.paper import best, claims, data, experiments, improvements, runs, tables, unseen
-from benchmarks.paper.data import prepare
+from benchmarks.paper.data import copy_without_tests, prepare
 from benchmarks.paper.kept import KeptScores
 from benchmarks.paper.reports import make
 from benchmarks.results import known_tables
-from mote.data.rows import read_files
+from mote.corpora.pairs import write_rows
+from mote.data.rows import read_files, split_files
 from mote.training.recipe import Recipe
 
 
@@ -311,6 +312,7 @@ def test_stored_scores_need_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
     elsewhere = replace(given, data="ELSEWHERE", out=tmp_path / "other")
     assert elsewhere.scores(["start", "mote"]) == first
     assert evaluated == ["start", "start", "mote-seed42", "mote-seed42"]
+    assert elsewhere.scores(["start"], seeds=(42, 43)).every["start"] == first.every["start"]
     with pytest.raises(
         ValueError, match=r"mote-seed42.json has .* differ in training.weight_decay \(None .* 0.5 here\)"
     ):
@@ -329,6 +331,34 @@ def test_scores_with_a_failure_are_not_stored(tmp_path: Path) -> None:
     for evaluations in ([whole], []):
         found = kept.get("mote", {}, partial(list, evaluations))
         assert found == {"STS": {"b": 1.0}, "Retrieval": {"c": 2.0}}
+
+
+def test_rows_with_texts_of_tests_are_not_copied(tmp_path: Path) -> None:
+    def rows(folder: Path) -> list[dict[str, Any]]:
+        return [row.content for row in read_files(split_files(folder, "train"))]
+
+    data = tmp_path / "data"
+    for name in ("beir/bank", "sts/bank", "retrieval/bank", "classification/bank"):
+        (data / name).mkdir(parents=True)
+    write_rows(data / "beir" / "bank" / "corpus.jsonl.gz", [{"_id": "d1", "title": "", "text": "Cards arrive soon."}])
+    write_rows(data / "sts" / "bank" / "test.jsonl.gz", [{"sentence1": "a card", "sentence2": "a bank", "label": 1}])
+    pairs = [
+        {"query": "where is it", "positive": " Cards arrive soon."},
+        {"query": "a bank", "positive": "yes"},
+        {"query": "1", "positive": "no"},
+    ]
+    write_rows(data / "retrieval" / "bank" / "train.jsonl.gz", pairs)
+    labelled = [{"text": "a card", "label": "card"}, {"text": "card", "label": "card"}]
+    write_rows(data / "classification" / "bank" / "train.jsonl.gz", labelled)
+    out = tmp_path / "out"
+    for _ in range(2):
+        assert copy_without_tests(data, ["retrieval/bank", "classification/bank"], out) == out
+        assert rows(out / "retrieval" / "bank") == pairs[2:]
+        assert rows(out / "classification" / "bank") == labelled[1:]
+    (data / "retrieval" / "none").mkdir()
+    with pytest.raises(FileNotFoundError, match="none has no .train. split"):
+        copy_without_tests(data, ["retrieval/none"], tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.slow
