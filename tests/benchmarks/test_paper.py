@@ -356,7 +356,7 @@ def test_rows_with_texts_of_tests_are_not_copied(tmp_path: Path) -> None:
         assert rows(out / "retrieval" / "bank") == pairs[2:]
         assert rows(out / "classification" / "bank") == labelled[1:]
     (data / "retrieval" / "none").mkdir()
-    with pytest.raises(FileNotFoundError, match="none has no .train. split"):
+    with pytest.raises(FileNotFoundError, match=r"none has no .train. split"):
         copy_without_tests(data, ["retrieval/none"], tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
