@@ -15,7 +15,7 @@ LIKE_IC = ("task-lora", SEPARATE)
 """Further dense models with instructions, which get the improvements of IC."""
 ORDER = (
     ("late",),
-    ("search-expert",),
+    ("search-expert", "matching-by-search"),
     ("homogeneous",),
     ("expert-rates",),
     ("distilled",),

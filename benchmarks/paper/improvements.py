@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import mote
 from benchmarks.paper.experiments import TASKS, VARIANTS, Variant, made_by
-from configuration_mote import PAPER_INSTRUCTIONS
+from configuration_mote import PAPER_INSTRUCTIONS, UNSEEN_TASKS
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
 
@@ -14,6 +14,7 @@ UNSEEN = ("sts", "pair_classification", "summarization")
 """Tasks without training data, other than search."""
 MATCHING = "text_matching"
 """Expert of these tasks where `classification` is trained on labels."""
+SEARCH = ("search_query", "search_document")
 EXPERTS = ("clustering", "search_query", "search_document")
 LABELS_IN_TRIALS = 0.25
 """Share of the labelled rows in trials of five tasks: its many datasets are too small for the limit of a trial."""
@@ -39,15 +40,19 @@ def _served_together(expert: str, tasks: tuple[str, ...]) -> Improvement:
 
     Args:
         expert: The expert, or a task whose expert it is.
-        tasks: The tasks.
+        tasks: The tasks; those that the model lacks are left out.
     """
 
     def improve(variant: Variant, name: str) -> Variant:
         model = _recipe(variant).model
-        shared = model.tasks.get(expert, expert)
-        others = [one for one in model.experts or PAPER_INSTRUCTIONS if one not in (shared, *tasks)]
-        routes = [f"model.tasks.{task}={shared}" for task in tasks]
-        texts = [f"model.instruction_texts.{task}='{PAPER_INSTRUCTIONS[task]}'" for task in tasks]
+        experts = model.experts or [*PAPER_INSTRUCTIONS]
+        served = {**UNSEEN_TASKS, **{one: one for one in experts}, **model.tasks}  # task → expert
+        instructions = {**PAPER_INSTRUCTIONS, **model.instruction_texts}
+        own = [task for task in tasks if task in served]
+        shared = served.get(expert, expert)
+        others = [one for one in experts if one not in (shared, *own)]
+        routes = [f"model.tasks.{task}={shared}" for task in own]
+        texts = [f"model.instruction_texts.{task}='{instructions[served[task]]}'" for task in own]
         return _changed(variant, f"model.experts=[{', '.join([*others, shared])}]", *routes, *texts)
 
     return improve
@@ -100,7 +105,8 @@ FOR_ALL: dict[str, Improvement] = {
     "pretrained": lambda variant, name: replace(variant, start="pretrained"),
 }
 FOR_EXPERTS: dict[str, Improvement] = {
-    "search-expert": _served_together("search", ("search_query", "search_document")),
+    "search-expert": _served_together("search", SEARCH),
+    "matching-by-search": _served_together("search", (*SEARCH, MATCHING, *UNSEEN)),
     "expert-rates": lambda variant, name: replace(variant, expert_rate_factor=3.0),
     **{f"to-mean-{part:g}": _of(made_by(mote.experts.interpolate, part)) for part in (0.25, 0.5)},
     **WAYS_FOR_UNSEEN,

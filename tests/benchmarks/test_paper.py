@@ -84,6 +84,14 @@ def test_improvements_of_a_variant() -> None:
     assert model.tasks["search_query"] == model.tasks["search_document"] == model.tasks["clustering"] == "search"
     assert model.tasks["sts"] == model.tasks["summarization"] == "text_matching"
     assert model.instruction_texts["search_query"] == "search_query: "
+    matching = improvements.variant_of("mote+five-tasks+matching-by-search")
+    model = experiments.recipe_of(matching, medium, "S", "D", 42).model
+    assert model.experts == ["classification", "clustering", "search"]
+    assert {model.tasks[task] for task in ("text_matching", "sts", "search_query")} == {"search"}
+    assert model.instruction_texts["sts"] == model.instruction_texts["text_matching"] == "text_matching: "
+    model = experiments.recipe_of(improvements.variant_of("mote+matching-by-search"), medium, "S", "D", 42).model
+    assert "text_matching" not in model.tasks
+    assert model.instruction_texts["sts"] == "classification: "
     both = improvements.variant_of("mote+five-tasks+homogeneous+unseen-by-mean")
     recipe = experiments.recipe_of(both, medium, "S", "D", 42)
     assert set(recipe.tasks) == {"retrieval", "classification", "clustering", "paraphrases"}
