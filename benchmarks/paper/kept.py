@@ -55,7 +55,7 @@ class KeptScores:
             if not file.is_file():
                 return self._evaluated(file, label, settings, evaluate)
         stored = json.loads(file.read_text(encoding="utf-8"))
-        if differing := differences(stored["settings"], settings):
+        if differing := differences(_short(stored["settings"]), _short(settings)):
             raise ValueError(
                 f"{file} has the scores of other settings; they differ in {', '.join(differing)}. Remove the file, or "
                 "choose another folder"
@@ -76,6 +76,19 @@ class KeptScores:
             self.report(f"FAILED, excluded from all means of {label}: {failure}")
         if not failures:
             file.parent.mkdir(parents=True, exist_ok=True)
-            content = json.dumps({"settings": settings, "scores": scores}, indent=1) + "\n"
+            content = json.dumps({"settings": _short(settings), "scores": scores}, indent=1) + "\n"
             write_whole(file, lambda unfinished: unfinished.write_text(content, encoding="utf-8"))
         return scores
+
+
+def _short(settings: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is unset or empty within a setting, as most fields of a dataset are: files stay small."""
+    return {key: _without_empty(value) for key, value in settings.items()}
+
+
+def _without_empty(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_empty(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _without_empty(one) for key, one in value.items() if one not in (None, {}, [])}
+    return value

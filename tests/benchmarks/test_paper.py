@@ -1,5 +1,6 @@
 """benchmarks.paper: the variants, and how scores become tables and verdicts."""
 
+import json
 import re
 import subprocess
 import sys
@@ -336,9 +337,17 @@ def test_scores_with_a_failure_are_not_stored(tmp_path: Path) -> None:
     assert kept.get("mote", {}, lambda: [failing]) == {"STS": {"b": 1.0}}
     assert reported == ["FAILED, excluded from all means of mote: mote on c: no memory"]
     whole = mote.Evaluation({"mote": {"b": 1.0, "c": 2.0}}, {"b": "STS", "c": "Retrieval"})
+    settings = {"datasets": [{"path": "a", "limit": None, "columns": {}}], "empty": {}, "rate": 0.1}
     for evaluations in ([whole], []):
-        found = kept.get("mote", {}, partial(list, evaluations))
+        found = kept.get("mote", settings, partial(list, evaluations))
         assert found == {"STS": {"b": 1.0}, "Retrieval": {"c": 2.0}}
+    file = tmp_path / "mote.json"
+    stored = json.loads(file.read_text())
+    assert stored["settings"] == {"datasets": [{"path": "a"}], "empty": {}, "rate": 0.1}
+    file.write_text(json.dumps({**stored, "settings": settings}))  # as earlier versions stored them
+    assert kept.get("mote", settings, list) == found
+    with pytest.raises(ValueError, match=r"differ in datasets \(\[{'path': 'a'}\] there, \[{'path': 'b'}\] here\)"):
+        kept.get("mote", {**settings, "datasets": [{"path": "b", "limit": None}]}, list)
 
 
 def test_rows_with_texts_of_tests_are_not_copied(tmp_path: Path) -> None:
