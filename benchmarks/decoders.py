@@ -206,7 +206,7 @@ class Comparison:
     def evaluations(self, run: tuple[str, str, int], timeout: float = -1) -> list[mote.Evaluation]:
         """Score a model on the seven task types."""
         label = _name(*run)
-        with alone(self.out / label, timeout):
+        with alone(self.out / "scores" / label, timeout):
             path = str(self.model(*run))
             return [
                 mote.evaluate(
