@@ -88,14 +88,6 @@ def _served_by(expert: str) -> Improvement:
 DATA: dict[str, Improvement] = {"five-tasks": _five_tasks}
 """Other data than the paper's kind of pairs, for models of any kind."""
 
-WAYS_FOR_UNSEEN: dict[str, Improvement] = {
-    **{f"unseen-by-{expert}": _served_by(expert) for expert in EXPERTS},
-    "unseen-by-mean": _of(made_by(mote.experts.add, "mean", "mean", tasks=UNSEEN)),
-    **DATA,
-    "shared": _served_together("search_document", ("clustering",)),
-}
-"""Ways for a MoTE to serve tasks that no expert is trained on; the paper uses the classification expert."""
-
 FOR_ALL: dict[str, Improvement] = {
     **DATA,
     "homogeneous": _homogeneous,
@@ -109,7 +101,9 @@ FOR_EXPERTS: dict[str, Improvement] = {
     "matching-by-search": _served_together("search", (*SEARCH, MATCHING, *UNSEEN)),
     "expert-rates": lambda variant, name: replace(variant, expert_rate_factor=3.0),
     **{f"to-mean-{part:g}": _of(made_by(mote.experts.interpolate, part)) for part in (0.25, 0.5)},
-    **WAYS_FOR_UNSEEN,
+    **{f"unseen-by-{expert}": _served_by(expert) for expert in EXPERTS},
+    "unseen-by-mean": _of(made_by(mote.experts.add, "mean", "mean", tasks=UNSEEN)),
+    "shared": _served_together("search_document", ("clustering",)),
 }
 IMPROVEMENTS = {**FOR_ALL, **FOR_EXPERTS}
 
