@@ -21,6 +21,8 @@ from benchmarks.results import known_tables
 from mote.corpora.pairs import write_rows
 from mote.data.rows import read_files, split_files
 from mote.training.recipe import Recipe
+from mote.training.recipe_files import load_recipe
+from mote.training.run_folder import fixed_settings
 
 
 def scores_of(**every: dict[str, list[float]]) -> object:
@@ -102,6 +104,17 @@ def test_improvements_of_a_variant() -> None:
     assert both.made_of == "mote+five-tasks+homogeneous"
     with pytest.raises(ValueError, match="shared changes the training, and must precede"):
         improvements.variant_of("mote+to-mean-0.5+shared")
+
+
+def test_the_recipe_mote_best_is_that_of_the_trials() -> None:
+    variant = improvements.variant_of("mote+five-tasks+matching-by-search+homogeneous")
+    tried, shipped = (
+        fixed_settings(recipe) for recipe in (load_recipe(variant.recipe, variant.changes), load_recipe("mote-best"))
+    )
+    assert {key for key in tried.keys() | shipped.keys() if tried.get(key) != shipped.get(key)} == {
+        "name",
+        "model.source",
+    }
 
 
 def test_learning_rates_of_a_variant(tmp_path: Path) -> None:

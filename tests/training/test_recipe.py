@@ -11,10 +11,12 @@ from mote.training.run_folder import as_yaml
 ALL = [
     "cot-stage1",
     "cot-stage2",
+    "distill",
     "em",
     "hybrid",
     "ic",
     "mote",
+    "mote-best",
     "mote-every-other",
     "mote-objectives",
     "mote-static",
@@ -94,6 +96,9 @@ def test_recipes_differ_in_what_the_paper_varies() -> None:
         ".training.learning_rate",
         ".training.weight_decay",
     }
+    assert load_recipe("mote-best").model.source == f"{load_recipe('distill').output}/model"
+    assert load_recipe("distill").tasks.keys() == load_recipe("mote-best").tasks.keys()
+    assert all(task.teacher for task in load_recipe("distill").tasks.values())
     fifth = load_recipe("mote-objectives")
     assert [dataset.path for dataset in fifth.tasks["text_matching"].datasets] == ["sts/stsbenchmark", "sts/sts12"]
     assert all(dataset.split == "train" for dataset in fifth.tasks["text_matching"].datasets)
