@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from mote.checkpoints.reading import open_checkpoint
+from mote.training.model import names_of
 from mote.training.recipe_files import load_recipe, shipped_recipes
 from mote.training.run_folder import as_yaml
 
@@ -103,6 +105,17 @@ def test_recipes_differ_in_what_the_paper_varies() -> None:
     assert [dataset.path for dataset in fifth.tasks["text_matching"].datasets] == ["sts/stsbenchmark", "sts/sts12"]
     assert all(dataset.split == "train" for dataset in fifth.tasks["text_matching"].datasets)
     assert fifth.tasks["text_matching"].loss == "CoSENTLoss"
+
+
+def test_the_models_of_recipes_have_their_tasks() -> None:
+    source = open_checkpoint("examples/small-encoder")
+    for name in ALL:
+        for_encoders = ["model.bidirectional=null"] if name.startswith("nv-") else []
+        recipe = load_recipe(name, [f"model.source={source.name}", *for_encoders])
+        tasks = {task for settings in recipe.tasks.values() for task in (settings.anchor, settings.positive) if task}
+        assert tasks <= names_of(recipe, source).tasks.keys()
+    with pytest.raises(ValueError, match=r"tasks\.clustering: the model has no task 'topics'\. Available: "):
+        names_of(load_recipe("mote", ["tasks.clustering.anchor=topics"]), source)
 
 
 def test_overrides() -> None:
