@@ -85,6 +85,12 @@ def _served_by(expert: str) -> Improvement:
     return _of(lambda source, out: mote.configure(source, out, tasks=dict.fromkeys(UNSEEN, expert)))
 
 
+def _unseen_by_mean(variant: Variant, name: str) -> Variant:
+    """Serve unseen tasks by the mean of all experts, and text matching, too, if it shares its instruction with them."""
+    tasks = (*UNSEEN, *(task for task in _recipe(variant).model.tasks if task == MATCHING))
+    return _of(made_by(mote.experts.add, "mean", "mean", tasks=tasks))(variant, name)
+
+
 DATA: dict[str, Improvement] = {"five-tasks": _five_tasks}
 """Other data than the paper's kind of pairs, for models of any kind."""
 
@@ -102,7 +108,7 @@ FOR_EXPERTS: dict[str, Improvement] = {
     "expert-rates": lambda variant, name: replace(variant, expert_rate_factor=3.0),
     **{f"to-mean-{part:g}": _of(made_by(mote.experts.interpolate, part)) for part in (0.25, 0.5)},
     **{f"unseen-by-{expert}": _served_by(expert) for expert in EXPERTS},
-    "unseen-by-mean": _of(made_by(mote.experts.add, "mean", "mean", tasks=UNSEEN)),
+    "unseen-by-mean": _unseen_by_mean,
     "shared": _served_together("search_document", ("clustering",)),
 }
 IMPROVEMENTS = {**FOR_ALL, **FOR_EXPERTS}
