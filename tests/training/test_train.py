@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -47,6 +48,11 @@ def test_each_shipped_recipe(name: str, tiny: Path, data: Path, tmp_path: Path) 
         more = ("model.max_length=96",)
     if name == "nv-stage2":  # the texts for retrieval have no negatives
         more += ("tasks.retrieval.in_batch_negatives=true",)
+    tasks = load_recipe(name).tasks
+    if "paraphrases" in tasks:
+        data = Path(shutil.copytree(data, tmp_path / "data"))
+        shutil.copytree(data / "retrieval", data / "paraphrases")
+    more += tuple(f"tasks.{task}.teacher.source={tiny}" for task, settings in tasks.items() if settings.teacher)
     model = train(name, overrides(tiny, data, tmp_path / "run", *more))
     record = train_step(model)
     assert record["steps"] == 2
