@@ -101,6 +101,7 @@ def copy_without_tests(data: Path, datasets: Iterable[str], out: Path) -> Path:
     """
     if not out.exists():
         unfinished = out.with_name(f"{out.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)  # it may hold other datasets
         tests = _texts_in(data)
         for name in datasets:
             _write(unfinished / name / "train", (row for row in _read(data / name) if tests.isdisjoint(_texts(row))))

@@ -15,7 +15,7 @@ UNSEEN = ("sts", "pair_classification", "summarization")
 MATCHING = "text_matching"
 """Expert of these tasks where `classification` is trained on labels."""
 SEARCH = ("search_query", "search_document")
-EXPERTS = ("clustering", "search_query", "search_document")
+EXPERTS = ("clustering", *SEARCH)
 LABELS_IN_TRIALS = 0.25
 """Share of the labelled rows in trials of five tasks: its many datasets are too small for the limit of a trial."""
 
