@@ -11,6 +11,7 @@ the scores of each table, the plots, and, after `all`, `results.md`.
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.paper.experiments import SCALES
@@ -26,6 +27,9 @@ def main() -> None:
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="settings of every run")
     parser.add_argument("--scale", choices=list(SCALES), required=True)
     parser.add_argument("--source", help="dense checkpoint that all variants start from (default: the scale's)")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", help="seeds of variants with several, e.g. those to train on this machine"
+    )
     parser.add_argument("--data", help="data folder (default: the scale's, if it has one)")
     parser.add_argument("--out", type=Path, required=True, help="folder for models and scores")
     parser.add_argument("--kept", type=Path, help="folder with SCALE/runs, stored scores of single models")
@@ -34,6 +38,8 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     console_logging()
     scale = SCALES[arguments.scale]
+    if arguments.seeds:
+        scale = replace(scale, seeds=tuple(arguments.seeds))
     data = arguments.data or scale.data
     if data is None:
         parser.error(f"--scale {arguments.scale} needs --data")

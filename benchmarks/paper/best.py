@@ -75,7 +75,7 @@ def improve(runs: Runs, base: str, timeout: float = -1) -> list[Step]:
     for alternatives in ORDER:
         before = best_of(steps)
         able = [name for name in alternatives if base.startswith("mote") or name in FOR_ALL]
-        if "pretrained" in able and runs.pretrained is None:
+        if "pretrained" in able and runs.pretrained is None and not runs.is_validated(f"{before['name']}+pretrained"):
             runs.report(f"{base}: not pre-trained, as --pretrained is not given")
             continue
         scores = {name: mean(runs.validated(f"{before['name']}+{name}", timeout).values()) for name in able}

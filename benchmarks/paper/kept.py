@@ -13,6 +13,11 @@ from mote.training.run_folder import differences
 
 DECIMALS = 4  # of scores x 100
 
+SEED = "training.seed"  # not among the settings of a recipe's own seed
+
+Hashes = dict[str, str]
+"""What weights are for → their hash."""
+
 ScoresOfTypes = dict[str, dict[str, float]]
 """Task type → dataset → score, x 100."""
 
@@ -31,30 +36,42 @@ class KeptScores:
     locks: Path
     report: Callable[[str], None] = print
 
+    def file(self, label: str) -> Path:
+        """Return the file of some scores, whether it exists or not."""
+        return self.folder / f"{label}.json"
+
     def get(
         self,
         label: str,
         settings: dict[str, Any],
+        weights: Callable[[], Hashes],
         evaluate: Callable[[], Iterable[Evaluation]],
         timeout: float = -1,
     ) -> ScoresOfTypes:
         """Return the scores of a model; if they are not stored, evaluate it, and store them unless a dataset failed.
 
+        Stored scores need no weights, not even those that the model was trained from: another machine may be unable to
+        make the same ones again. New scores need the same ones as the scores that they will be compared with.
+
         Args:
-            label: Name of the file.
-            settings: All that the scores depend on, JSON.
+            label: Path of the file. The scores in one folder with the same seed are compared.
+            settings: All that the scores depend on except weights, JSON.
+            weights: Finds the weights that the model is trained from. Called only if the scores are not stored.
             evaluate: Makes this one model, and evaluates it, if needed in several parts.
             timeout: Seconds to wait for another command that is working on the same scores; -1: no limit.
 
         Raises:
-            ValueError: If the stored scores are those of other settings.
+            ValueError: If the stored scores are those of other settings; or if there are scores with the same seed that
+                come from other weights.
             filelock.Timeout: If the other command takes longer.
         """
-        file = self.folder / f"{label}.json"
+        file = self.file(label)
         with alone(self.locks / label, timeout):
             if not file.is_file():
-                return self._evaluated(file, label, settings, evaluate)
-        stored = json.loads(file.read_text(encoding="utf-8"))
+                hashes = weights()
+                _check_weights(file.parent, settings.get(SEED), hashes)
+                return self._evaluated(file, label, settings, hashes, evaluate)
+        stored = _read(file)
         if differing := differences(_short(stored["settings"]), _short(settings)):
             raise ValueError(
                 f"{file} has the scores of other settings; they differ in {', '.join(differing)}. Remove the file, or "
@@ -63,7 +80,12 @@ class KeptScores:
         return stored["scores"]  # type: ignore[no-any-return]
 
     def _evaluated(
-        self, file: Path, label: str, settings: dict[str, Any], evaluate: Callable[[], Iterable[Evaluation]]
+        self,
+        file: Path,
+        label: str,
+        settings: dict[str, Any],
+        weights: Hashes,
+        evaluate: Callable[[], Iterable[Evaluation]],
     ) -> ScoresOfTypes:
         scores: ScoresOfTypes = {}
         failures = []
@@ -76,9 +98,28 @@ class KeptScores:
             self.report(f"FAILED, excluded from all means of {label}: {failure}")
         if not failures:
             file.parent.mkdir(parents=True, exist_ok=True)
-            content = json.dumps({"settings": _short(settings), "scores": scores}, indent=1) + "\n"
+            content = json.dumps({"settings": _short(settings), "weights": weights, "scores": scores}, indent=1) + "\n"
             write_whole(file, lambda unfinished: unfinished.write_text(content, encoding="utf-8"))
         return scores
+
+
+def _check_weights(folder: Path, seed: int | None, weights: Hashes) -> None:
+    """Raise an error if models of the same seed were trained from other weights, and could not be compared."""
+    for file in sorted(folder.glob("*.json")):
+        stored = _read(file)
+        if stored["settings"].get(SEED) != seed:
+            continue
+        theirs: Hashes = stored["weights"]
+        if differing := [of for of in weights if of in theirs and theirs[of] != weights[of]]:
+            raise ValueError(
+                f"{file} has scores with the same seed of a model trained from other weights "
+                f"({', '.join(f'{of}: {theirs[of]}, here {weights[of]}' for of in differing)}), so they could not be "
+                "compared. Give those weights, or train other seeds from these (--seeds)"
+            )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
 def _short(settings: dict[str, Any]) -> dict[str, Any]:

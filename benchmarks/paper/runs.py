@@ -15,7 +15,7 @@ from benchmarks.locking import alone, share
 from benchmarks.paper.data import digest_of, prepare, with_mined_negatives
 from benchmarks.paper.experiments import ALL_DATASETS, SCALES, SWEPT, Scale, Variant, recipe_of
 from benchmarks.paper.improvements import parts_of, variant_of
-from benchmarks.paper.kept import KeptScores, ScoresOfTypes
+from benchmarks.paper.kept import Hashes, KeptScores, ScoresOfTypes
 from benchmarks.paper.starts import distilled, pretrained
 from benchmarks.trained import trained
 from mote import Evaluation
@@ -171,9 +171,16 @@ class Runs:
         """
         scores: dict[str, float] = {}
         for part in parts_of(name):
-            of_types = self._on_validation(part, self.scale.seeds[0], timeout)
+            of_types = self._on_validation(part, self.scale.few_seeds[0], timeout)
             scores |= {kind: mean(of_type.values()) for kind, of_type in of_types.items()}
         return scores
+
+    def is_validated(self, name: str) -> bool:
+        """Return whether a variant's scores on the validation sets are stored, other than those of `separate`."""
+        return self.kept_scores.file(self._validation_label(name)).is_file()
+
+    def _validation_label(self, name: str) -> str:
+        return f"validation-{self.kind}/{self.trained_as(name)}"
 
     def _on_validation(self, name: str, seed: int, timeout: float) -> ScoresOfTypes:
         label = self.trained_as(name)
@@ -185,12 +192,13 @@ class Runs:
                 yield self._evaluate(label, self.model(name, seed), folder, present, VALIDATION_LIMIT, out)
 
         settings = {**self.settings_of_scores(name, seed), "limit": VALIDATION_LIMIT}
-        return self.kept_scores.get(f"validation-{self.kind}/{label}", settings, evaluate, timeout)
+        weights = partial(self.weights_before, name)
+        return self.kept_scores.get(self._validation_label(name), settings, weights, evaluate, timeout)
 
     def seeds_of(self, name: str) -> tuple[int, ...]:
         """Return the seeds of a variant."""
         if name == START:
-            return self.scale.seeds[:1]
+            return self.scale.few_seeds[:1]
         if self.trial_rate is not None:
             return self.scale.few_seeds[:1]
         few = variant_of(name).few_seeds or name in self.scale.few_seeds_of
@@ -239,7 +247,8 @@ class Runs:
 
         limits = {f"limit of {' '.join(patterns)}": limit for patterns, limit in self.scale.limits.items()}
         settings = self.settings_of_scores(name, seed) | limits
-        return self.kept_scores.get(f"test{kind}/{label}", settings, evaluate, timeout)
+        weights = partial(self.weights_before, name)
+        return self.kept_scores.get(f"test{kind}/{label}", settings, weights, evaluate, timeout)
 
     def _evaluate(
         self, label: str, path: Path, data: Path, patterns: list[str], limit: int | None, out: Path
@@ -261,8 +270,8 @@ class Runs:
         return KeptScores((self.kept or self.out) / "runs", self.out / "runs", self.report)
 
     def settings_of_scores(self, name: str, seed: int) -> dict[str, Any]:
-        """Return what the scores of a model depend on, without paths: the start's weights, and its settings."""
-        found = {"start": self.hash_of_source, "dtype": self.scale.dtype}
+        """Return what the scores of a model depend on, without paths, other than weights."""
+        found: dict[str, Any] = {"dtype": self.scale.dtype}
         if name == START:
             return found
         variant = variant_of(name)
@@ -274,14 +283,18 @@ class Runs:
             found["data"] = digest_of(self.prepared())
         if variant.start == "distilled" or variant.mined:
             found["teacher"] = Path(self.teacher).name
-        if variant.start == "pretrained":
-            found["pretrained"] = folder_hash(Path(self.source_of(variant)))[:16]
         return {**found, "variant": self.trained_as(name), "recipe": f"{variant.recipe} {digest}", **own}
 
-    @cached_property
-    def hash_of_source(self) -> str:
-        """SHA-256 of the source's weights, the first 16 digits of each file."""
-        return " ".join(digest[:16] for digest in open_checkpoint(self.source).sha256_of_weights().values())
+    def weights_before(self, name: str) -> Hashes:
+        """Return the hashes of the weights that a variant is trained from: the first 16 digits of each file's SHA-256.
+
+        Raises:
+            ValueError: If they are those of a pre-trained model, and no pre-trained models are given.
+        """
+        hashes = {"start": " ".join(one[:16] for one in open_checkpoint(self.source).sha256_of_weights().values())}
+        if name != START and variant_of(name).start == "pretrained":
+            hashes["pretrained"] = folder_hash(Path(self.source_of(variant_of(name))))[:16]
+        return hashes
 
 
 def best_rate(sweep: dict[str, dict[float, float]], variant: str | None = None) -> float:

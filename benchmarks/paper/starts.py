@@ -24,7 +24,7 @@ def distilled(runs: "Runs", trained_on: str | None) -> Path:
     changes = [*runs.settings_of(variant), f"output={runs.out / runs.kind / f'distilled-{name}'}"]
     for task in load_recipe(variant.recipe, variant.changes).tasks:
         changes += [f"tasks.{task}.loss=EmbedDistillLoss", f"tasks.{task}.teacher.source={runs.teacher}"]
-    seed = runs.scale.seeds[0]
+    seed = runs.scale.few_seeds[0]
     data = runs.training_data(variant)
     return trained(recipe_of(variant, runs.scale, runs.source, data, seed, changes), runs.report)
 

@@ -138,6 +138,7 @@ class Validated:
     """Runs whose validation scores are given; unknown variants score 50."""
 
     pretrained = None
+    stored: tuple[str, ...] = ()
 
     def __init__(self, **scores: float) -> None:
         self.scores = {name.replace("_", "-").replace("--", "+"): score for name, score in scores.items()}
@@ -145,6 +146,9 @@ class Validated:
 
     def validated(self, name: str, timeout: float = -1) -> dict[str, float]:
         return {"STS": self.scores.get(name, 50.0)}
+
+    def is_validated(self, name: str) -> bool:
+        return name in self.stored
 
     def report(self, line: str) -> None:
         self.reported.append(line)
@@ -162,6 +166,8 @@ def test_an_improvement_is_kept_if_it_gains() -> None:
     ]
     assert best.best_of(steps)["score"] == 62.0
     assert given.reported == ["ic: not pre-trained, as --pretrained is not given"]
+    given.stored = (f"{best.best_of(steps)['name']}+pretrained",)
+    assert [*steps, best.Step(name=given.stored[0], score=50.0, kept=False)] == best.improve(given, "ic")  # type: ignore[arg-type]
 
 
 def test_of_alternatives_the_best_is_kept() -> None:
@@ -343,21 +349,43 @@ def test_stored_scores_need_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_scores_with_a_failure_are_not_stored(tmp_path: Path) -> None:
     reported: list[str] = []
     kept = KeptScores(tmp_path, tmp_path / "locks", reported.append)
+    start = partial(dict, start="abc")
     failing = mote.Evaluation({"mote": {"b": 1.0}}, {"b": "STS"}, failures={"mote": {"c": "no memory"}})
-    assert kept.get("mote", {}, lambda: [failing]) == {"STS": {"b": 1.0}}
+    assert kept.get("mote", {}, start, lambda: [failing]) == {"STS": {"b": 1.0}}
     assert reported == ["FAILED, excluded from all means of mote: mote on c: no memory"]
     whole = mote.Evaluation({"mote": {"b": 1.0, "c": 2.0}}, {"b": "STS", "c": "Retrieval"})
     settings = {"datasets": [{"path": "a", "limit": None, "columns": {}}], "empty": {}, "rate": 0.1}
     for evaluations in ([whole], []):
-        found = kept.get("mote", settings, partial(list, evaluations))
+        found = kept.get("mote", settings, start, partial(list, evaluations))
         assert found == {"STS": {"b": 1.0}, "Retrieval": {"c": 2.0}}
     file = tmp_path / "mote.json"
     stored = json.loads(file.read_text())
     assert stored["settings"] == {"datasets": [{"path": "a"}], "empty": {}, "rate": 0.1}
+    assert stored["weights"] == {"start": "abc"}
     file.write_text(json.dumps({**stored, "settings": settings}))  # as earlier versions stored them
-    assert kept.get("mote", settings, list) == found
+    assert kept.get("mote", settings, start, list) == found
     with pytest.raises(ValueError, match=r"differ in datasets \(\[{'path': 'a'}\] there, \[{'path': 'b'}\] here\)"):
-        kept.get("mote", {**settings, "datasets": [{"path": "b", "limit": None}]}, list)
+        kept.get("mote", {**settings, "datasets": [{"path": "b", "limit": None}]}, start, list)
+
+
+def test_stored_scores_of_a_seed_are_of_models_from_the_same_weights(tmp_path: Path) -> None:
+    kept = KeptScores(tmp_path, tmp_path / "locks")
+    evaluations = [mote.Evaluation({"any": {"b": 1.0}}, {"b": "STS"})]
+
+    def score(label: str, settings: dict[str, int], **weights: str) -> None:
+        kept.get(label, settings, lambda: weights, lambda: evaluations)
+
+    score("test/em", {}, start="abc")
+    score("test/mote", {}, start="abc", pretrained="123")
+    with pytest.raises(ValueError, match=r"em.json has scores with the same seed .* \(start: abc, here def\).*--seeds"):
+        score("test/ic", {}, start="def")
+    with pytest.raises(ValueError, match=r"pretrained: 123, here 456"):
+        score("test/ic", {}, start="abc", pretrained="456")
+    score("test/em-seed43", {"training.seed": 43}, start="def")
+    score("other/ic", {}, start="def")
+    score("test/em", {}, start="def")  # stored scores need no weights
+    assert json.loads((tmp_path / "test" / "em.json").read_text())["weights"] == {"start": "abc"}
+    assert not (tmp_path / "test" / "ic.json").exists()
 
 
 @pytest.mark.slow

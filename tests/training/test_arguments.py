@@ -4,9 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.runs import overrides
 from sentence_transformers import SentenceTransformerTrainingArguments
 
+from mote.training.arguments import check_launch
 from mote.training.recipe import TrainingSettings
 from mote.training.recipe_files import load_recipe
 from mote.training.train import check_recipe, plan, train
@@ -48,6 +50,27 @@ def test_accelerate_and_the_recipe_agree_on_the_precision(
     with pytest.raises(ValueError, match="launched with mixed precision bf16, but the recipe says no"):
         train("mote", overrides(tiny, data, tmp_path / "run"))
     train("mote", overrides(tiny, data, tmp_path / "run", "training.bf16=true"))
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "warned"),
+    [
+        ({"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": False}, True),
+        ({"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": False}, False),
+        ({"architecture": "aarch64"}, False),
+        ({}, False),
+    ],
+)
+def test_bf16_on_a_cpu_without_it_is_reported(
+    capabilities: dict[str, object], warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    arguments = SentenceTransformerTrainingArguments(use_cpu=True)
+    with caplog.at_level("WARNING", "mote"):
+        check_launch(arguments, "no", "train")
+        assert not caplog.messages
+        check_launch(arguments, "bf16", "train")
+    assert ["training.bf16=false" in message for message in caplog.messages] == [True] * warned
 
 
 def test_reserved_arguments_are_refused_with_what_to_set_instead() -> None:
