@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ BENCHMARKS: dict[str, Callable[[Any], str]] = {
     "cot": cot.report,
     "decoders": lambda kept: decoders.report(_scores(kept)),
     "mining": lambda kept: mining.report(_scores(kept)),
+    "small_mote": partial(_paper_table, "small_mote"),
     "task_loras": lambda kept: task_loras.report(_sweep(kept["validation"]), _scores(kept)),
 }
 """Benchmark → function that formats its scores."""

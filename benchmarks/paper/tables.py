@@ -62,7 +62,7 @@ def table_of(table: Table, scores: Scores) -> str:
     groups = {kind: [dataset for dataset in datasets if scores.types[dataset] == kind] for kind in types}
     rows = {f"{kind} ({len(group)})": group for kind, group in groups.items() if group}
     rows[f"mean over all ({len(datasets)})"] = datasets
-    lines = ["| | " + " | ".join(names) + " |", "| --- " * (len(names) + 1) + "|"]
+    lines = []
     for label, group in rows.items():
         cells = {name: cell(scores, name, group) for name in names}
         best = max(cells, key=lambda name: cells[name].mean)
@@ -71,8 +71,8 @@ def table_of(table: Table, scores: Scores) -> str:
             text = f"**{cells[name]}**" if name == best else str(cells[name])
             gain = cells[name].mean - cells[table.reference].mean
             shown.append(text if name == table.reference else f"{text} ({gain:+.2f})")
-        lines.append(f"| {label} | " + " | ".join(shown) + " |")
-    return "\n".join(lines)
+        lines.append([label, *shown])
+    return markdown_table(["", *names], lines, align="l" * (1 + len(names)))
 
 
 def paper_of(table: Table) -> str:
