@@ -69,14 +69,14 @@ SECTIONS = """
 {tests}
 
 `em` is the dense model, `ic` the one with instructions, `start` the one that is not trained:
-[small-encoder](../small-encoder), from which all others start. They had the same texts in the same number of steps, with one seed. MoTE is the model as it
-is stored here. The tests are over datasets.
+[small-encoder](../small-encoder), from which all others start. They had the same texts in the same number of steps,
+with one seed. MoTE is the model as it is stored here. The tests are over datasets.
 
 Scores are means x 100 over the test splits of {count} datasets: nDCG@10 (retrieval), MAP (reranking), accuracy,
-V-measure, average precision (pair classification) and Spearman correlation (STS, summarization); of each dataset at most
-100 queries, or 500 rows. The learning rate, one for all, was chosen by held-out training texts of MoTE, after an earlier
-version with a lower rate had been too weak on banking77 and arxiv_titles. `python -m scripts.train_small_mote` repeats
-all of this.
+V-measure, average precision (pair classification) and Spearman correlation (STS, summarization); of each dataset at
+most 100 queries, or 500 rows. The learning rate, one for all, was chosen by held-out training texts of MoTE, after an
+earlier version with a lower rate had been too weak on banking77 and arxiv_titles. `python -m
+scripts.train_small_mote` repeats all of this.
 
 ## Texts and their licences
 
