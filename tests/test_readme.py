@@ -18,7 +18,7 @@ def test_the_first_screen_has_two_commands_in_short_lines() -> None:
     assert max(map(len, block[1].splitlines())) <= 100
     commands = re.findall(r"^python3 -m venv .*?(?:&&\n.*?)*$", block[1], re.MULTILINE)
     assert [re.split(r"&&\s+", command)[-1] for command in commands] == [
-        ".venv/bin/python examples/01_encode.py",
+        ".venv/bin/python examples/00_quickstart.py",
         ".venv/bin/python -m pytest -n 2",
     ]
 

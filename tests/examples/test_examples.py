@@ -29,6 +29,16 @@ def test_every_example_is_listed() -> None:
     assert listed == sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 
+@pytest.mark.long
+def test_quickstart(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shown = run("00_quickstart", capsys, monkeypatch, "--out", str(tmp_path / "map.png"))
+    assert re.search(r"^same question( +-?\d\.\d\d){4}$", shown, re.MULTILINE)
+    rows = re.findall(r"^(\w+), [\w@-]+ +(\d\.\d+) +(\d\.\d+)$", shown, re.MULTILINE)
+    assert [name for name, _, _ in rows] == ["search", "classification", "clustering"]
+    assert all(float(after) > float(before) for name, before, after in rows if name != "search")
+    assert (tmp_path / "map.png").stat().st_size > 20_000
+
+
 def test_encode(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     shown = run("01_encode", capsys, monkeypatch)
     assert re.search(r"sts +→ classification +\('classification: '\)", shown)

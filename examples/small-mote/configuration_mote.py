@@ -1,0 +1,390 @@
+"""Configuration of MoTE: the backbone, its experts, and which expert serves which task.
+
+This file is copied into every saved model and loaded from there (`trust_remote_code=True`), so it depends on
+transformers and torch alone.
+"""
+
+import copy
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import Any, ClassVar
+
+from torch import nn
+from transformers.utils import logging
+from transformers.utils.versions import require_version
+
+INSTALL = 'A MoTE needs: pip install -U "transformers>=5.17" "sentence-transformers>=6.0", or `mote export` an expert'
+require_version("transformers>=5.17", INSTALL)
+
+import transformers  # noqa: E402
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig  # noqa: E402
+
+logger: Any = logging.get_logger(__name__)
+
+# The experts and instructions of the paper (Romero et al., arXiv:2506.17781).
+_PAPER_EXPERTS = ("classification", "clustering", "search_query", "search_document")
+PAPER_INSTRUCTIONS = {expert: f"{expert}: " for expert in _PAPER_EXPERTS}
+
+# Tasks that no expert is trained on → the task whose expert serves each, if the model has that task. `query` and
+# `document` are Sentence-Transformers' names for the two sides of search and reranking.
+UNSEEN_TASKS = {
+    "query": "search_query",
+    "document": "search_document",
+    "pair_classification": "classification",
+    "sts": "classification",
+    "summarization": "classification",
+}
+
+# What `encode_query` and `encode_document` pass as the task: weaker than a prompt, see `MoTEConfig.task_of`.
+ROLE_HINTS = ("query", "document")
+
+EXPERT_NAME = re.compile(r"[\w-]+")
+
+# A config with larger sizes is damaged or hostile, and building its model would take forever.
+MAX_EXPERTS = 1024
+MAX_SIZES = {
+    "num_hidden_layers": 1024,
+    "hidden_size": 2**17,
+    "intermediate_size": 2**20,
+    "num_attention_heads": 2**12,
+    "vocab_size": 2**27,
+}
+
+
+def alternatives(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error message about an unknown `name`: the nearest known name, then all known names."""
+    known = list(known)
+    nearest = [f" Did you mean {match!r}?" for match in difflib.get_close_matches(str(name), known, n=1)]
+    return f"{''.join(nearest)} Available: {', '.join(map(repr, known)) or 'none'}."
+
+
+def _of_backbone(name: str, doc: str) -> property:
+    """Make a property that reads and writes a setting of the backbone's config."""
+    get = attrgetter(f"backbone_config.{name}")
+    return property(get, lambda config, value: setattr(config.backbone_config, name, value), doc=doc)
+
+
+def _refuse_misspelled(names: Iterable[str]) -> None:
+    for name in sorted(set(names) - set(MoTEConfig.__annotations__)):
+        if near := difflib.get_close_matches(name, MoTEConfig.__annotations__, n=1, cutoff=0.8):
+            raise ValueError(f"Unknown setting {name!r}. Did you mean {near[0]!r}?")
+
+
+class NoHead:
+    """What `AutoModelForMaskedLM` and `AutoModelForSequenceClassification` (`CrossEncoder`) find for a MoTE."""
+
+    __module__ = "transformers.none"  # from any other module, it would take precedence over a folder's `auto_map`
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> None:
+        """Raise a `ValueError` that says what to do instead."""
+        raise ValueError(
+            "A MoTE is an embedding model, and has no head for scores or classes. Train one on an exported expert, "
+            "which is a dense model: `mote export MODEL --expert NAME --out DIR`. A head for masked language modelling "
+            "is there after `mote upcycle --src SRC --with-head`, which keeps the source's"
+        )
+
+    _from_config = from_pretrained
+
+
+class MoTEConfig(PreTrainedConfig):
+    """Configuration of a [`MoTEModel`].
+
+    Args:
+        backbone_config: Config of the dense model whose blocks became experts, or its dict with a `model_type`.
+            Default: the paper's backbone, `NomicBertConfig()`.
+        experts: Names of the experts, in order. Default: the paper's four.
+        tasks: Task name → expert name. Every expert is also a task of its own name, and the tasks that the paper
+            never trains on (`query`, `document`, `sts` …) are added if their expert exists.
+        instructions: Task → text put in front of its inputs (Sentence-Transformers' prompt). A task without one uses
+            that of its expert's own task. Default: the paper's instructions, for the paper's experts.
+        mote_layers: Blocks with experts: `"every"`, `"every_other"` (the 2nd, 4th, …), or a list of indices from 0.
+        pooling: How `pooler_output` is computed: `"mean"`, `"cls"` (first token) or `"last_token"`.
+        default_task: Task of texts for which none is given. Default: none, so that such texts are an error.
+        route_by_text: Whether an instruction that a text begins with picks its expert. Set False for
+            untrusted texts: then only prompts, `task=` and the default task pick it.
+        loaded_experts: The experts whose weights are present; the others are known by name only. Default: all.
+            Set by `from_pretrained(path, experts=[…])`.
+        layer_path: Path of the backbone's list of layers, as in `"encoder.layer"`. Only needed for architectures that
+            are not in the table of `architectures_mote.py`.
+        shared_modules: The submodules of each layer that all experts share. Needed together with `layer_path`.
+
+    Raises:
+        ValueError: If a name, a reference between names, a size or a layer index is invalid.
+    """
+
+    model_type = "mote"
+    routes_by_task: ClassVar[bool] = True
+    pooling_modes: ClassVar[tuple[str, ...]] = ("mean", "cls", "last_token")
+    compression: ClassVar[str | property | None] = None  # how experts are compressed; see `compression_mote.py`
+    sub_configs: ClassVar[dict[str, Any]] = {"backbone_config": AutoConfig}
+
+    # None stands for the defaults, which `__post_init__` fills in.
+    backbone_config: PreTrainedConfig = None  # type: ignore[assignment]
+    experts: list[str] = None  # type: ignore[assignment]
+    tasks: dict[str, str] = None  # type: ignore[assignment]
+    instructions: dict[str, str] = None  # type: ignore[assignment]
+    mote_layers: str | list[int] = "every"
+    pooling: str = "mean"
+    default_task: str | None = None
+    route_by_text: bool = True
+    loaded_experts: list[str] | None = None
+    layer_path: str | None = None
+    shared_modules: list[str] | None = None
+
+    # What readers of a config expect of any text encoder.
+    hidden_size = _of_backbone("hidden_size", "Width of the embeddings.")
+    num_hidden_layers = _of_backbone("num_hidden_layers", "Number of blocks, with and without experts.")
+    max_position_embeddings = _of_backbone("max_position_embeddings", "Longest sequence, in tokens.")
+    vocab_size = _of_backbone("vocab_size", "Number of token embeddings.")
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Fill in the defaults and validate."""
+        backbone: Any = copy.deepcopy(self.backbone_config or {"model_type": "nomic_bert"})  # it may be changed
+        if isinstance(backbone, dict):
+            model_type = backbone.pop("model_type", None)
+            if model_type not in CONFIG_MAPPING:
+                raise ValueError(f"backbone_config has a model_type that this transformers lacks: {model_type!r}")
+            backbone = CONFIG_MAPPING[model_type](**backbone)
+        self.backbone_config = backbone
+        if isinstance(self.experts, str):
+            raise ValueError(f"experts must be a list of names, got the string {self.experts!r}")  # noqa: TRY004
+        self.experts = list(PAPER_INSTRUCTIONS if self.experts is None else self.experts)
+        own_names = {expert: expert for expert in self.experts}
+        unseen = {task: like for task, like in UNSEEN_TASKS.items() if like in own_names}
+        others = {**unseen, **(self.tasks or {})}
+        # Sorted, because JSON sorts keys, and `task_ids` are indices into this order.
+        self.tasks = {**own_names, **{task: others[task] for task in sorted(others, key=str)}}
+        if self.instructions is None:
+            self.instructions = {task: text for task, text in PAPER_INSTRUCTIONS.items() if task in own_names}
+        kwargs.pop("model_type", None)  # set by the class: a subclass may be built from another class's dict
+        _refuse_misspelled(kwargs)  # the base class would keep them
+        super().__post_init__(**kwargs)
+        self.validate()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Build from a dict; `experts=[…]` among the keyword arguments selects the experts to load."""
+        selected = kwargs.pop("experts", None)
+        _refuse_misspelled(kwargs)  # the base class would drop them
+        result = super().from_dict(config_dict, **kwargs)
+        config = result[0] if isinstance(result, tuple) else result
+        config.validate() if selected is None else config.load_only(selected)
+        return result
+
+    def load_only(self, experts: str | Iterable[str]) -> None:
+        """Choose the experts whose weights a model of this config has, or will load.
+
+        Raises:
+            ValueError: If an expert is not among those present.
+        """
+        selected = [experts] if isinstance(experts, str) else list(experts)
+        present = self.available_experts
+        for name in selected:
+            if name not in present:
+                raise ValueError(f"Expert {name!r} is not in this checkpoint." + alternatives(name, present))
+        self.loaded_experts = [name for name in present if name in selected]
+        self.validate()
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """As in the base class; also registers `NoHead` for the classes of models with a head."""
+        super().register_for_auto_class(auto_class)
+        for with_head in (transformers.AutoModelForMaskedLM, transformers.AutoModelForSequenceClassification):
+            with_head.register(cls, NoHead, exist_ok=True)
+
+    def validate(self) -> None:
+        """Check names, references between them, sizes and layer indices; raise `ValueError` on the first problem."""
+        self._validate_experts()
+        for task, expert in self.tasks.items():
+            if not isinstance(task, str) or not task:
+                raise ValueError(f"A task's name must be a string that is not empty, got {task!r}")
+            if expert not in self.experts:
+                raise ValueError(f"Task {task!r} names the expert {expert!r}." + alternatives(expert, self.experts))
+            if task in self.experts and task != expert:
+                raise ValueError(f"Task {task!r} must go to the expert of its own name, not to {expert!r}")
+        if (default := self.default_task) is not None and default not in self.tasks:
+            raise ValueError(f"default_task {default!r} is not a task." + alternatives(default, self.tasks))
+        if self.pooling not in self.pooling_modes:
+            raise ValueError(f"Unknown pooling {self.pooling!r}." + alternatives(self.pooling, self.pooling_modes))
+        if (self.layer_path is None) != (self.shared_modules is None):
+            raise ValueError("layer_path and shared_modules describe one architecture: set both or neither")
+        for name, largest in MAX_SIZES.items():
+            size = getattr(self.backbone_config, name, None)
+            if isinstance(size, int) and not 1 <= size <= largest:
+                raise ValueError(f"The backbone's {name} must be from 1 to {largest:,}, got {size:,}")
+        self._validate_instructions()
+        _ = self.mote_layer_indices
+
+    def _validate_experts(self) -> None:
+        if not 1 <= len(self.experts) <= MAX_EXPERTS:
+            raise ValueError(f"experts must name at least one expert and at most {MAX_EXPERTS:,}")
+        for name in self.experts:
+            if not isinstance(name, str) or not EXPERT_NAME.fullmatch(name):
+                raise ValueError(f"Expert name {name!r} must be one word of letters, digits, '_' and '-'")
+            if hasattr(nn.ModuleDict(), name):
+                raise ValueError(f"Expert name {name!r} is taken by torch's ModuleDict: choose another")
+        if repeated := sorted({name for name in self.experts if self.experts.count(name) > 1}):
+            raise ValueError(f"Expert names must differ; repeated: {', '.join(map(repr, repeated))}")
+        if self.loaded_experts is not None and not set() < set(self.loaded_experts) <= set(self.experts):
+            raise ValueError(f"loaded_experts {self.loaded_experts!r} must be some of the experts {self.experts!r}")
+
+    def _validate_instructions(self) -> None:
+        for task, text in self.instructions.items():
+            if task not in self.tasks:
+                raise ValueError(f"Instruction for an unknown task {task!r}." + alternatives(task, self.tasks))
+            if not isinstance(text, str):
+                raise ValueError(f"The instruction of task {task!r} must be a string, got {text!r}")  # noqa: TRY004
+        if type(self.route_by_text) is not bool:
+            raise ValueError(f"route_by_text must be True or False, got {self.route_by_text!r}")
+        if not self.routes_by_task:
+            return
+        expert_of_text: dict[str, str] = {}  # a prompt's text picks the expert
+        for task, expert in self.tasks.items():
+            if (text := self.instruction_of(task)) and expert_of_text.setdefault(text, expert) != expert:
+                raise ValueError(
+                    f"The instruction {text!r} of task {task!r} already stands for the expert "
+                    f"{expert_of_text[text]!r}: give the tasks of different experts different instructions"
+                )
+
+    @property
+    def available_experts(self) -> list[str]:
+        """The experts whose weights are present, in the order of `experts`."""
+        return self.experts if self.loaded_experts is None else self.loaded_experts
+
+    @property
+    def mote_layer_indices(self) -> list[int]:
+        """Indices, from 0, of the blocks that have experts."""
+        count = getattr(self.backbone_config, "num_hidden_layers", None)
+        if count is None:
+            model_type = self.backbone_config.model_type
+            raise ValueError(f"MoTE does not know the architecture {model_type!r}: it has no num_hidden_layers")
+        if self.mote_layers == "every":
+            return list(range(count))
+        if self.mote_layers == "every_other" and count > 1:
+            return list(range(1, count, 2))
+        indices = self.mote_layers if isinstance(self.mote_layers, list | tuple) else []
+        valid = all(type(index) is int and 0 <= index < count for index in indices)
+        if not indices or not valid or len(set(indices)) < len(indices):
+            raise ValueError(
+                "mote_layers must be 'every', 'every_other' (of two layers or more) or a list of different indices, "
+                f"got {self.mote_layers!r}: the backbone has {count} layers, from 0 to {count - 1}"
+            )
+        return sorted(indices)
+
+    def expert_of(self, task: str | None) -> str:
+        """Return the name of the expert that serves `task`; None: the `default_task`.
+
+        Raises:
+            ValueError: If the task is unknown, its expert was not loaded, or there is neither a task nor a default.
+        """
+        task = self.default_task if task is None else task
+        if task is None:
+            raise ValueError(
+                "No task, and the model has no default_task. Pass `task=` to the model; or load it with "
+                "from_pretrained(…, default_task=…), in a pipeline with model_kwargs={'default_task': …}; or write it "
+                "into a folder: `mote set DIR default_task=…`." + alternatives("", self.tasks)
+            )
+        if not isinstance(task, str) or (expert := self.tasks.get(task)) is None:
+            raise ValueError(f"Unknown task {task!r}." + alternatives(task, self.tasks))
+        if self.loaded_experts is not None and expert not in self.loaded_experts:
+            raise ValueError(
+                f"Task {task!r} needs the expert {expert!r}, which was not loaded: experts={self.loaded_experts}"
+            )
+        return expert
+
+    def instruction_of(self, task: str) -> str:
+        """Return the text that goes in front of the inputs of `task`, possibly empty."""
+        return self.instructions.get(task, self.instructions.get(self.tasks[task], ""))
+
+    def task_of(self, inputs: Sequence[Any], task: str | None = None, prompt: str | None = None) -> str | list[str]:
+        """Decide which task the inputs are for: the only place that does. The first rule that applies wins.
+
+        1. An explicit `task`, unless it is only a role hint.
+        2. The `prompt`, if its text is an instruction of the config.
+        3. The role hints `query` and `document`.
+        4. The instruction that a text itself begins with, text by text; not if `route_by_text` is False.
+        5. The config's `default_task`.
+
+        Args:
+            inputs: Texts, before the prompt is put in front of them; also `{"text": …}`, or pairs of texts, of which
+                the first counts.
+            task: A task's name, or a role hint.
+            prompt: The text that will be put in front of each input.
+
+        Returns:
+            The task, if it is the same for all inputs, otherwise one task per input.
+
+        Raises:
+            ValueError: If the task is unknown, no rule applies (there is never a silent default), or rule 4 or 5
+                meets an input without a text.
+        """
+        if task is not None and not isinstance(task, str):
+            raise ValueError(
+                f"`task` must be one name for all texts, got {task!r}: encode() sorts texts by length. Call it once "
+                "per task, or put each text's instruction in front of it."
+            )
+        if task is not None and task not in ROLE_HINTS:
+            self.expert_of(task)
+            return task
+        instructions = self._tasks_of_instructions()
+        if prompt in instructions:
+            return instructions[prompt]
+        if task in self.tasks:
+            return task
+        tasks = []
+        for text in ((prompt or "") + _text_of(each) for each in inputs):
+            routing = text if self.route_by_text else prompt or ""
+            found = next((name for start, name in instructions.items() if routing.startswith(start)), self.default_task)
+            if found is None:
+                raise ValueError(self._no_task(text, prompt))
+            tasks.append(found)
+        return tasks[0] if len(set(tasks)) == 1 else tasks
+
+    def _tasks_of_instructions(self) -> dict[str, str]:
+        """Return instruction → task, the longest instructions first."""
+        found = {self.instruction_of(task): task for task in reversed(self.tasks)}  # for equal texts, the first task
+        return {text: found[text] for text in sorted(found, key=len, reverse=True) if text}
+
+    def _no_task(self, text: str, prompt: str | None) -> str:
+        """Return the error message for a text without a task, which says what to do."""
+        off = "its own instruction does not count (route_by_text=False)"
+        reason = "it begins with no known instruction" if self.route_by_text else off
+        start, task = "".join(text.split()).casefold(), self.available_experts[0]
+        nearly = [each for each in self._tasks_of_instructions() if start.startswith("".join(each.split()).casefold())]
+        for name in self.tasks:  # a prompt's name where its text belongs
+            if prompt == name or (name in self.experts and re.match(rf"{name}\w", text)):
+                nearly.append(self.instruction_of(name))
+        hint = f" Did you mean {nearly[0]!r}?" if any(nearly) and self.route_by_text else ""
+        return (
+            f"No task for the text {text[:60]!r}: {reason}, and the model has no default_task.{hint}\n"
+            "Pass `task=`, or the `prompt_name=` of a task that has an instruction (in training: `prompts=`)."
+            f"{alternatives('', self.tasks)}\nWhere nothing can be passed, load with SentenceTransformer(…, "
+            f'default_prompt_name="{task}") for instruction and expert, or config_kwargs={{"default_task": "{task}"}} '
+            f"for the expert alone, also in training; `mote set DIR default_task={task}` writes that into a folder."
+        )
+
+    def warn_of_instructions(self, inputs: Sequence[Any], prompt: str | None) -> None:
+        """Warn, once, about a prompt in front of a text that itself begins with an instruction."""
+        known = self._tasks_of_instructions() if prompt else {}
+        twice = (start for text in inputs for start in known if isinstance(text, str) and text.startswith(start))
+        if (found := next(twice, None)) is not None:
+            logger.warning_once(
+                f"The prompt {prompt!r} is put in front of a text that already begins with the instruction {found!r}: "
+                "the model reads both. Keep one, the prompt (`prompt_name=`, `encode_query`, a default prompt) or the "
+                "instruction in the text (a library's prefix or instruction)."
+            )
+
+
+def _text_of(value: Any) -> str:
+    """Return the text of a string, of Sentence-Transformers' `{"text": …}`, or of the first of a pair of these."""
+    text = value[0] if isinstance(value, list | tuple) and value else value
+    text = text.get("text") if isinstance(text, dict) else text
+    if not isinstance(text, str):
+        raise ValueError(f"No task for the input {str(value)[:60]!r}: it has no text. Pass `task=`.")  # noqa: TRY004
+    return text
+
+
+MoTEConfig.register_for_auto_class()

@@ -1,0 +1,97 @@
+"""Batches of several tasks: split into groups of rows that run together, and merged again.
+
+A group has one expert and rows of similar length. It is cut to its longest row, so less padding is computed than in the
+dense model. Consecutive rows are views, and a group's results are written into the results of the batch.
+This file is copied into every saved model and loaded from there. It depends on torch alone.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+# Tokens of padding that a group may hold before it is split: the cost of another pass through the model, in tokens. A
+# GPU processes thousands of tokens in the time that Python takes to start a pass.
+PADDING_PER_GROUP = {"cpu": 64}
+PADDING_PER_GROUP_ELSEWHERE = 8192
+
+
+class Group(NamedTuple):
+    """Rows of a batch that run together."""
+
+    expert: str  # name of the rows' expert
+    rows: slice | torch.Tensor  # positions in the batch: a slice if they are consecutive, otherwise indices [b]
+    length: int  # of the longest row; the columns past it hold only padding
+
+    def select(self, value: Any, batch_size: int) -> Any:
+        """Return the group's rows of a tensor with one row per sequence; return other values unchanged."""
+        has_rows = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == batch_size
+        return value[self.rows] if has_rows else value
+
+    def write(self, part: Any, whole: Any, batch_size: int, length: int) -> Any:
+        """Write the group's output into the batch's.
+
+        Args:
+            part: [b, H], [b, l, H], attentions [b, heads, l, l], or a tuple of such tensors, one per layer.
+            whole: The batch's output so far; None before the first group.
+            batch_size: B.
+            length: L.
+
+        Returns:
+            `whole`, [B, H], [B, L, H] or [B, heads, L, L]: zeros where a group is shorter.
+        """
+        if isinstance(part, tuple):
+            layers = [None] * len(part) if whole is None else whole
+            return tuple(self.write(one, other, batch_size, length) for one, other in zip(part, layers, strict=True))
+        columns = part.dim() - 2  # number of dimensions that count tokens: 0, 1 or 2
+        if whole is None:
+            size = {0: part.shape[1:], 1: (length, *part.shape[2:]), 2: (part.shape[1], length, length)}[columns]
+            whole = part.new_zeros(batch_size, *size)
+        view = whole[:, : self.length] if columns == 1 else whole
+        view = view[..., : self.length, : self.length] if columns == 2 else view
+        view[self.rows] = part
+        return whole
+
+
+def groups_of(
+    experts: list[str], attention_mask: torch.Tensor | None, length: int, device: torch.device
+) -> list[Group]:
+    """Sort the rows of a batch by expert and length, and split them into groups.
+
+    Args:
+        experts: The expert of each row, [B].
+        attention_mask: 1 for tokens, 0 for padding, [B, L]. None, or of another shape: all rows have full length.
+        length: L.
+        device: The batch's device.
+
+    Returns:
+        The groups; groups of one expert are consecutive.
+    """
+    lengths = [length] * len(experts)
+    if attention_mask is not None and attention_mask.dim() == 2:
+        ends = torch.arange(1, length + 1, device=device)  # padding on the left stays: positions must not move
+        lengths = ((attention_mask != 0) * ends).amax(dim=1).clamp(min=1).tolist()
+    rows_of: dict[str, list[int]] = {}
+    for row, expert in enumerate(experts):
+        rows_of.setdefault(expert, []).append(row)
+    padding = PADDING_PER_GROUP.get(device.type, PADDING_PER_GROUP_ELSEWHERE)
+    groups = []
+    for expert, rows in rows_of.items():
+        for part in _split(rows, lengths, padding):
+            adjacent = part[-1] - part[0] == len(part) - 1
+            positions = slice(part[0], part[-1] + 1) if adjacent else torch.tensor(part, device=device)
+            groups.append(Group(expert, positions, max(lengths[row] for row in part)))
+    return groups
+
+
+def _split(rows: list[int], lengths: list[int], padding: int) -> list[list[int]]:
+    """Split rows, from the shortest to the longest, into parts with at most `padding` tokens of padding each."""
+    parts: list[list[int]] = [[]]
+    in_part = 0
+    for row in sorted(rows, key=lengths.__getitem__):
+        if parts[-1]:
+            in_part += len(parts[-1]) * (lengths[row] - lengths[parts[-1][-1]])
+        if in_part > padding:
+            parts.append([])
+            in_part = 0
+        parts[-1].append(row)
+    return [sorted(part) for part in parts]

@@ -1,0 +1,405 @@
+"""MoTE: Mixture of Task Experts, for any encoder in transformers.
+
+What is unusual here, compared with the dense model:
+
+- Every block has one expert per task, and one attention for all experts. An expert is the backbone's own layer without
+  the attention: its norms, its feed-forward network, and no code of ours.
+- The task of a text picks the expert for its whole sequence. The routing is not learned.
+- The expert's name is an ordinary argument of the block, never stored as state, so gradient checkpointing recomputes
+  with the same expert, and threads that serve different tasks on one model cannot interfere.
+
+This file is copied into every saved model and loaded from there (`trust_remote_code=True`), so it depends on torch,
+transformers and their own dependencies. Method: Romero et al., "MoTE: Mixture of Task Experts for Multi-task Embedding
+Models", Findings of ACL 2025 (arXiv:2506.17781).
+"""
+
+import copy
+import re
+import shutil
+from contextlib import ExitStack, suppress
+from functools import partial
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoModel, MPNetModel, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.utils import cached_file, can_return_tuple
+
+if TYPE_CHECKING or not __package__:  # installed, as a top-level module
+    try:  # transformers takes an import outside of a `try` for a package that must be installed
+        from architectures_mote import MPNetBackbone, architecture_of
+        from configuration_mote import MoTEConfig
+        from mixed_batch_mote import groups_of
+    finally:
+        pass
+else:  # remote code
+    from .architectures_mote import MPNetBackbone, architecture_of
+    from .configuration_mote import MoTEConfig
+    from .mixed_batch_mote import groups_of
+
+SEQUENCE_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids")
+
+
+class SharedModule:
+    """Stands in an expert for a submodule of the dense layer that all experts of the block share.
+
+    It looks up the submodule as `container.<name>` at every call, so replacing it there (PEFT, quantisation) affects
+    every expert. It is not an `nn.Module` itself, so that the shared weights are registered once, in the block.
+    """
+
+    def __init__(self, container: nn.Module, name: str) -> None:
+        self.container, self.name = container, name
+
+    @property
+    def module(self) -> Any:
+        """The shared module."""
+        return self.container._modules[self.name]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the shared module."""
+        return self.module(*args, **kwargs)
+
+
+class MoTEBlock(nn.Module):
+    """One block: a shared attention and one expert per task (Figure 2b of the paper).
+
+    Args:
+        layer: The dense layer of the backbone. It becomes the first expert; the others are copies of it.
+        experts: Names of the experts.
+        shared_modules: Paths of the submodules of `layer` that the experts share.
+    """
+
+    def __init__(self, layer: nn.Module, experts: list[str], shared_modules: tuple[str, ...]) -> None:
+        super().__init__()
+        self.shared = nn.Module()
+        shared = {path: self.share(path, layer.get_submodule(path)) for path in shared_modules}
+        for path in shared_modules:
+            parent, _, name = path.rpartition(".")
+            delattr(layer.get_submodule(parent), name)
+        copies = [layer, *(copy.deepcopy(layer) for _ in experts[1:])]
+        self.experts = nn.ModuleDict(dict(zip(experts, copies, strict=True)))
+        for expert in self.experts.values():
+            for path, module in shared.items():
+                parent, _, name = path.rpartition(".")
+                setattr(expert.get_submodule(parent), name, module)
+        if hasattr(layer, "attention_type"):  # ModernBERT reads it off its layers
+            self.attention_type = layer.attention_type
+
+    def share(self, path: str, module: nn.Module) -> SharedModule:
+        """Register a module for all experts, under its path in the dense layer; return its stand-in for the experts."""
+        container = self.shared
+        *parents, name = path.split(".")
+        for parent in parents:
+            if not hasattr(container, parent):
+                setattr(container, parent, nn.Module())
+            container = container.get_submodule(parent)
+        setattr(container, name, module)
+        return SharedModule(container, name)
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, expert: str | None = None, **kwargs: Any) -> Any:
+        """Run all sequences through one expert.
+
+        Args:
+            hidden_states: [B, L, H].
+            *args: Arguments of the dense layer.
+            expert: The expert's name.
+            **kwargs: Arguments of the dense layer.
+
+        Returns:
+            The dense layer's output: [B, L, H], in some architectures inside a tuple.
+        """
+        if expert is None:
+            raise RuntimeError("The block was not told its expert: the backbone does not pass keyword arguments down")
+        return self.experts[expert](hidden_states, *args, **kwargs)
+
+
+class MoTEModel(PreTrainedModel):
+    """A dense encoder in which whole sequences go through the expert of their task.
+
+    Args:
+        config: Backbone, experts, tasks.
+        backbone: A dense model to take over ("upcycle"): its layers become the experts, each a copy, so that every
+            expert gives the dense model's output. It must not be used on its own afterwards. Default: a new model
+            with random weights.
+    """
+
+    config: MoTEConfig
+    config_class = MoTEConfig
+    output_class = BaseModelOutputWithPooling
+    outputs: tuple[str, ...] = ("last_hidden_state", "hidden_states", "attentions")  # taken from the backbone's output
+    model_tags = ["mote", "mixture-of-experts", "custom_code"]  # of its card on the Hub
+    weight_files: tuple[str, ...] = ()  # files that the weights were loaded from
+    record: str | None = None  # path of the `mote.json` next to the weights, which says how the model was made
+    unwanted_weights = ""  # pattern of the names of weights that are in the files, but not loaded
+    offloading: Any = None  # set by `mote.load(path, offload=…)`: brings an expert to the device for a call
+    routing_argument = "expert"  # of the blocks; layers that stay dense (`mote_layers`) do not get it
+    base_model_prefix = ""
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["MoTEBlock"]
+    # A backbone that lacks support for one of these raises its own error.
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: MoTEConfig, backbone: PreTrainedModel | None = None) -> None:
+        if backbone is not None:
+            config._attn_implementation = backbone.config._attn_implementation
+            config.backbone_config = backbone.config
+        super().__init__(config)
+        self.backbone = _adapt(AutoModel.from_config(config.backbone_config) if backbone is None else backbone)
+        architecture = architecture_of(config)
+        try:
+            layers: Any = self.backbone.get_submodule(architecture.layer_path)
+            for path in self._shared_modules(layers[0]):
+                layers[0].get_submodule(path)
+        except (AttributeError, IndexError) as error:  # no such path, or no layers
+            name = type(self.backbone).__name__
+            raise ValueError(f"{name} is not built as described, {tuple(architecture)}: {error}") from error
+        for index, layer in enumerate(layers):
+            if index in config.mote_layer_indices:
+                layers[index] = self._make_block(layer)
+            else:
+                layer.register_forward_pre_hook(self._without_routing, with_kwargs=True)
+        unwanted = [rf"\.experts\.{name}\." for name in config.experts if name not in config.available_experts]
+        if "ForMaskedLM" in str(config.architectures) and self._auto_class == "AutoModel":  # saved with a head
+            unwanted.append(r"^head\.")
+        self.unwanted_weights = "|".join(unwanted)
+        self._keys_to_ignore_on_load_unexpected = {self.unwanted_weights} if unwanted else set()
+        self.post_init()
+
+    def _shared_modules(self, layer: nn.Module) -> tuple[str, ...]:
+        return architecture_of(self.config).shared_modules
+
+    def _make_block(self, layer: nn.Module) -> nn.Module:
+        return MoTEBlock(layer, self.config.available_experts, self._shared_modules(layer))
+
+    @classmethod
+    def _without_routing(cls, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return args, {name: value for name, value in kwargs.items() if name != cls.routing_argument}
+
+    @property
+    def blocks(self) -> list[MoTEBlock]:
+        """The blocks that have experts, in order."""
+        layers: Any = self.backbone.get_submodule(architecture_of(self.config).layer_path)
+        return [layers[index] for index in self.config.mote_layer_indices]
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the token embeddings, which all experts share."""
+        return self.backbone.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the token embeddings."""
+        self.backbone.set_input_embeddings(value)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        task: str | list[str] | None = None,
+        task_ids: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPooling:
+        """Embed a batch, each sequence through the expert of its task.
+
+        Args:
+            input_ids: Tokens, [B, L].
+            attention_mask: 1 for tokens, 0 for padding, [B, L].
+            token_type_ids: Segments, [B, L], if the backbone has them.
+            position_ids: Positions, [B, L] or [1, L].
+            inputs_embeds: Token embeddings instead of `input_ids`, [B, L, H].
+            task: One task for the batch, or a list with the task of each row. Default: the config's `default_task`.
+            task_ids: Instead of `task`: [B] indices into `list(config.tasks)`.
+            **kwargs: Arguments of the backbone (`output_attentions` …); `pooling_mask`: 1 for tokens to pool, [B, L].
+
+        Returns:
+            `last_hidden_state` [B, L, H]; `pooler_output` [B, H], pooled as the config says, without padding;
+            `hidden_states` and `attentions` if requested. In a batch of several tasks, positions past the last token
+            of a row hold zeros or the output for padding.
+
+        Raises:
+            ValueError: If a task is unknown, missing or ambiguous, not one per row, or its expert is not loaded.
+        """
+        sequences = present_inputs(input_ids, inputs_embeds, attention_mask, token_type_ids, position_ids)
+        if task_ids is None and (task is None or isinstance(task, str)):
+            return self._run(sequences, {**kwargs, "expert": self.config.expert_of(task)})
+        return self._run_groups(task, task_ids, sequences, kwargs)
+
+    def _run(self, sequences: dict[str, torch.Tensor], kwargs: dict) -> BaseModelOutputWithPooling:
+        """Run rows with the same routing: the computation of the dense model, and pooling."""
+        to_pool = kwargs.pop("pooling_mask", None)
+        for flag in ("output_hidden_states", "output_attentions"):  # which the backbone reads from its own config
+            if kwargs.get(flag) is None and getattr(self.config, flag):
+                kwargs[flag] = getattr(self.config, flag)
+        run = self.backbone if self.offloading is None else partial(self.offloading.run, self.backbone)
+        out = run(**sequences, **kwargs)
+        length = out.last_hidden_state.shape[1]  # of the longest row of a group
+        mask: Any = sequences.get("attention_mask") if to_pool is None else to_pool[:, :length]
+        if to_pool is not None and not mask.any(dim=1).all():
+            raise ValueError(f"No token to pool in the rows {(~mask.any(dim=1)).nonzero().flatten().tolist()}")
+        pooled = pool(out.last_hidden_state, mask, self.config.pooling)
+        return self.output_class(pooler_output=pooled, **{name: out.get(name) for name in self.outputs})
+
+    @torch.compiler.disable  # a graph would only fit one combination of tasks and lengths
+    def _run_groups(
+        self, task: list[str] | None, task_ids: torch.Tensor | None, sequences: dict[str, torch.Tensor], kwargs: dict
+    ) -> BaseModelOutputWithPooling:
+        """Run the rows of each expert together: see `mixed_batch_mote.py`."""
+        tokens = next(iter(sequences.values()))
+        batch_size, length = tokens.shape[:2]
+        experts = self._experts_of_rows(task, task_ids, batch_size)
+        if not experts:
+            raise ValueError("The batch has no rows")
+        if len(set(experts)) == 1:
+            return self._run(sequences, {**kwargs, "expert": experts[0]})
+        whole: dict[str, Any] = {}
+        for group in groups_of(experts, sequences.get("attention_mask"), length, tokens.device):
+            rows = {name: group.select(value, batch_size) for name, value in sequences.items()}
+            if group.length < length:
+                rows = {name: value[:, : group.length] for name, value in rows.items()}
+            arguments = {name: group.select(value, batch_size) for name, value in kwargs.items()}
+            out = self._run(rows, {**arguments, "expert": group.expert})
+            for name, part in out.items():
+                whole[name] = group.write(part, whole.get(name), batch_size, length)
+        return self.output_class(**whole)
+
+    def _experts_of_rows(self, task: str | list[str] | None, task_ids: torch.Tensor | None, rows: int) -> list[str]:
+        if task_ids is not None:
+            if task is not None:
+                raise ValueError("Pass either `task` or `task_ids`, not both")
+            if task_ids.dim() != 1 or task_ids.is_floating_point() or task_ids.dtype == torch.bool:
+                shape = list(task_ids.shape)
+                raise ValueError(f"task_ids must be integers of shape [B], got {task_ids.dtype}, {shape}")
+            names, ids = list(self.config.tasks), task_ids.tolist()
+            if wrong := sorted({i for i in ids if not 0 <= i < len(names)}):
+                raise ValueError(f"task_ids {wrong} are out of range. Tasks: {dict(enumerate(names))}")
+            task = [names[i] for i in ids]
+        if task is None or isinstance(task, str):
+            return [self.config.expert_of(task)] * rows
+        if len(task) != rows:
+            raise ValueError(f"{len(task)} tasks for {rows} rows: pass one task, or one for each row")
+        return [self.config.expert_of(name) for name in task]
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the layers in place, not the whole model: all experts of all layers share one graph.
+
+        Takes the arguments of `torch.compile`; `dynamic` is True by default. Experts that are added later are not
+        compiled until `compile` is called again. See `docs/serving.md`.
+        """
+        layers: Any = self.backbone.get_submodule(architecture_of(self.config).layer_path)
+        for layer in layers:
+            for module in layer.experts.values() if isinstance(layer, MoTEBlock) else [layer]:
+                module.compile(*args, **{"dynamic": True, **kwargs})
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """Load, and fail if config and weights do not match; the base class only prints a report.
+
+        Takes what `PreTrainedModel.from_pretrained` takes, and `experts=[…]` to load only these experts.
+
+        Raises:
+            ValueError: If weights are missing, left over, of another shape or unreadable, or an expert is unknown.
+        """
+        if isinstance(kwargs.get("config"), PreTrainedConfig) and kwargs.get("experts") is not None:
+            kwargs["config"] = copy.deepcopy(kwargs["config"])
+            kwargs["config"].load_only(kwargs.pop("experts"))
+        kwargs["ignore_mismatched_sizes"] = True  # reported by the error below, which names them
+        try:
+            loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        except SafetensorError as error:
+            raise ValueError(f"Cannot read the weights in {args[0]}: is a file truncated? {error}") from error
+        model, info = loaded
+        problems = [
+            f"{len(info[kind])} {kind.replace('_', ' ')} ({', '.join(map(str, sorted(info[kind], key=str)[:3]))} …)"
+            for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+            if info.get(kind)
+        ]
+        if problems:
+            raise ValueError(
+                f"The weights of {model.name_or_path!r} do not match its config (a {model.config.model_type!r} with "
+                f"the experts {model.config.available_experts}): {'; '.join(problems)}"
+            )
+        with suppress(OSError):  # there is no such file, or no connection
+            hub = {key: kwargs.get(key) for key in ("revision", "token", "cache_dir", "local_files_only")}
+            model.record = cached_file(model.name_or_path, "mote.json", **hub)
+        return (model, info) if output_loading_info else model
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: Any, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Remember the files, and only look at the weights of the wanted experts: there may be hundreds."""
+        model.weight_files = files = tuple(checkpoint_files or ())
+        unwanted, load = model.unwanted_weights, PreTrainedModel._load_pretrained_model
+        mapped = not load_config.disable_mmap and all(file.endswith(".safetensors") for file in files)
+        with ExitStack() as opened:
+            if unwanted and files and mapped and state_dict is None:
+                handles = [opened.enter_context(safe_open(file, framework="pt")) for file in files]
+                keys = ((file, key) for file in handles for key in file.keys())  # noqa: SIM118  # not a dict
+                state_dict = {key: file.get_slice(key) for file, key in keys if not re.search(unwanted, key)}
+            return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+
+    def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
+        """Save under the names of the modules, not under those of the checkpoint that the backbone came from."""
+        if self.offloading is not None:
+            self.offloading.before_saving(save_directory)
+        (getattr(self.config, "auto_map", None) or {}).pop("AutoModelForMaskedLM", None)  # a class with a head adds it
+        super().save_pretrained(save_directory, *args, **{"save_original_format": False, **kwargs})
+        with suppress(OSError):  # it is already there, or was removed
+            shutil.copy(self.record or "", save_directory)
+
+
+def present_inputs(*inputs: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Map the names in `SEQUENCE_INPUTS` to those of the five inputs that are given; the tokens come first."""
+    if inputs[0] is None and inputs[1] is None:
+        raise ValueError("Pass input_ids or inputs_embeds")
+    return {name: value for name, value in zip(SEQUENCE_INPUTS, inputs, strict=True) if value is not None}
+
+
+def pool(hidden: torch.Tensor, attention_mask: torch.Tensor | None, mode: str) -> torch.Tensor:
+    """Pool each sequence into one vector.
+
+    Args:
+        hidden: Hidden states, [B, L, H].
+        attention_mask: 1 for tokens, 0 for padding on either side, [B, L]. None: no padding.
+        mode: `"mean"`, `"cls"` (the first token) or `"last_token"`.
+
+    Returns:
+        [B, H].
+    """
+    if attention_mask is None or attention_mask.dim() != 2:
+        attention_mask = torch.ones(hidden.shape[:2], device=hidden.device, dtype=torch.long)
+    if mode == "mean":
+        # Divided before summing, since the sum over a long text may overflow in float16.
+        count = attention_mask.sum(dim=1, keepdim=True).clamp_(min=1)
+        shares = attention_mask.to(torch.promote_types(hidden.dtype, torch.float32)) / count
+        return (shares.to(hidden.dtype).unsqueeze(1) @ hidden).squeeze(1)  # [B, 1, L] @ [B, L, H]
+    if mode == "last_token":  # makes the last 1 the largest value; argmax finds the first 1 otherwise
+        attention_mask = attention_mask * torch.arange(hidden.shape[1], device=hidden.device)
+    token = attention_mask.long().argmax(dim=1)
+    return hidden[torch.arange(hidden.shape[0], device=hidden.device), token]
+
+
+def _adapt(backbone: PreTrainedModel) -> PreTrainedModel:
+    """Remove modules that an embedding model does not need, and fix what would not work."""
+    if type(backbone) is MPNetModel:
+        backbone.__class__ = MPNetBackbone
+    if getattr(backbone, "pooler", None) is not None:
+        backbone.pooler = None  # type: ignore[assignment]  # see `pool`
+    if getattr(backbone.config, "use_cache", False):
+        backbone.config.use_cache = False  # nothing is generated
+    if getattr(backbone.config, "is_causal", True) is False:  # sdpa without a mask asks the module, not the config
+        for module in backbone.modules():
+            if hasattr(module, "is_causal"):
+                module.is_causal = False  # type: ignore[assignment]
+    return backbone
+
+
+MoTEModel.register_for_auto_class("AutoModel")

@@ -1,0 +1,73 @@
+"""The trained model in `examples/small-mote`: what its card and README promise."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from helpers.paths import ROOT, SMALL_ENCODER, SMALL_MOTE
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel, AutoTokenizer
+
+import mote
+
+QUESTION = "How do I undo my last git commit?"
+ANSWER = "git reset --soft HEAD~1 moves the branch back by one and keeps the changes."
+SAME_QUESTION = "What is the way to revert the latest commit in git?"
+OTHERS = ["Why are branches in git so cheap to create?", "How do I cancel my last bank transfer?"]
+
+
+@pytest.fixture(scope="module")
+def small_mote() -> SentenceTransformer:
+    return SentenceTransformer(str(SMALL_MOTE), trust_remote_code=True, device="cpu")
+
+
+def test_it_is_small_and_complete() -> None:
+    files = [path for path in SMALL_MOTE.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 10_000_000
+    steps = json.loads((SMALL_MOTE / "mote.json").read_text())["steps"]
+    assert [step["step"] for step in steps] == ["train", "compress"]
+    assert steps[0]["sources"][0]["name"] == "small-encoder"
+    texts = [path.read_text(encoding="utf-8") for path in files if path.suffix in (".json", ".md", ".yaml", ".py")]
+    assert not [text for text in texts if re.search(r"/(work|home|root|tmp)/", text)]
+
+
+def test_its_card_has_scores_and_licences() -> None:
+    card = (SMALL_MOTE / "README.md").read_text(encoding="utf-8")
+    assert "| test sets | not trained | dense | dense, instructions | MoTE |" in card
+    recipe = (ROOT / "scripts" / "small_mote.yaml").read_text(encoding="utf-8")
+    for name in re.findall(r"path: (\S+),", recipe):
+        assert re.search(rf"^\| {name} \| .+ \| .+ \|$", card, re.MULTILINE)
+
+
+def test_each_expert_has_its_own_idea_of_what_is_similar(small_mote: SentenceTransformer) -> None:
+    texts = [ANSWER, SAME_QUESTION, *OTHERS]
+    by_meaning = small_mote.similarity(small_mote.encode(QUESTION, task="sts"), small_mote.encode(texts, task="sts"))
+    assert by_meaning.argmax() == texts.index(SAME_QUESTION)
+    found = small_mote.similarity(small_mote.encode_query(QUESTION), small_mote.encode_document([ANSWER, *OTHERS]))
+    assert found.argmax() == 0
+    experts = ("search_query", "classification", "clustering", "sts")
+    embedded = np.stack([small_mote.encode(QUESTION, task=task) for task in experts])
+    similar = embedded @ embedded.T
+    assert (similar[~np.eye(len(experts), dtype=bool)] < 0.99).all()
+
+
+def test_transformers_and_sentence_transformers_agree(small_mote: SentenceTransformer) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(SMALL_MOTE, trust_remote_code=True)
+    model = AutoModel.from_pretrained(SMALL_MOTE, trust_remote_code=True).eval()
+    tasks = ["search_query", "clustering"]
+    batch = tokenizer(
+        [model.config.instruction_of(task) + QUESTION for task in tasks], return_tensors="pt", padding=True
+    )
+    pooled = model(**batch, task=tasks).pooler_output.detach()
+    expected = [small_mote.encode(QUESTION, prompt_name=task) for task in tasks]
+    assert np.allclose(pooled / pooled.norm(dim=1, keepdim=True), expected, atol=1e-5)
+
+
+def test_training_made_it_better(small_mote: SentenceTransformer) -> None:
+    data, tasks = ROOT / "examples" / "data", ["clustering/*", "classification/*"]
+    models = {"before": str(SMALL_ENCODER), "after": str(SMALL_MOTE)}
+    evaluation = mote.evaluate(models, data=data, tasks=tasks, trust_remote_code=True)
+    before, after = evaluation.means("before"), evaluation.means("after")
+    assert after["Clustering"] > before["Clustering"]
+    assert after["Classification"] > before["Classification"]
