@@ -26,10 +26,15 @@ def test_it_is_small_and_complete() -> None:
     files = [path for path in SMALL_MOTE.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 10_000_000
     steps = json.loads((SMALL_MOTE / "mote.json").read_text())["steps"]
-    assert [step["step"] for step in steps] == ["train", "compress"]
+    assert [step["step"] for step in steps] == ["upcycle", "train", "compress"]
     assert steps[0]["sources"][0]["name"] == "small-encoder"
     texts = [path.read_text(encoding="utf-8") for path in files if path.suffix in (".json", ".md", ".yaml", ".py")]
     assert not [text for text in texts if re.search(r"/(work|home|root|tmp)/", text)]
+
+
+def test_its_code_is_that_of_the_project() -> None:
+    for file in SMALL_MOTE.glob("*.py"):
+        assert file.read_bytes() == (ROOT / file.name).read_bytes(), f"{file}: copy {file.name} from {ROOT}"
 
 
 def test_its_card_has_scores_and_licences() -> None:

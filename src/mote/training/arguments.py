@@ -151,7 +151,7 @@ def check_launch(arguments: TrainingArguments, precision: str, verb: str) -> Non
 
 def has_bf16_arithmetic() -> bool:
     """Return whether the CPU multiplies in bfloat16; True if PyTorch does not tell, as on other CPUs than x86."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in all versions
     if capabilities.get("architecture") != "x86_64":
         return True
     return bool(capabilities["avx512_bf16"] or capabilities["amx_bf16"])
