@@ -1,11 +1,11 @@
-"""One question under each expert of a MoTE; then search, classification and clustering, before and after its training.
+"""One question in each task of a MoTE; then search, classification and clustering, before and after its training.
 
     python examples/00_quickstart.py [--model FOLDER_OR_HUB_ID] [--dense FOLDER_OR_HUB_ID] [--out PICTURE]
 
-Runs in less than a minute on a CPU, without a network: the MoTE, the dense encoder that it is made from, and all texts
-are in this repository. The texts are from test splits; banking77 and arxiv_titles have training splits, which the MoTE
-was trained on (its card also has dense models with the same training). Draws `quickstart.png`, if matplotlib is
-installed: the clustered titles in both models.
+Runs in about a minute on a CPU, without a network: the MoTE, the dense encoder that it is made from, and all texts are
+in this repository. The texts are from test splits. For intents (banking77) and titles (arxiv_titles), the MoTE was
+trained on the training splits; its card also has the scores of dense models with the same training. Draws
+`quickstart.png`, if matplotlib is installed: the clustered titles in both models.
 """
 
 import argparse
@@ -48,16 +48,17 @@ def main() -> None:
     embedded = {"before training": dense.encode(titles), "MoTE": model.encode(titles, prompt_name="clustering")}
     before, after = (v_measure(embeddings, categories) for embeddings in embedded.values())
     print(f"{'clustering, V-measure':<40}{before:>15.3f}{after:>15.3f}")
+    print("The MoTE has learned the bank's intents and the titles' fields from other texts (training splits).")
     draw(embedded, categories, options.out)
 
 
 def ask_each_expert(model: SentenceTransformer) -> None:
-    """Print how similar the question is to each text, under the expert of each task."""
+    """Print how similar the question is to each text, in each task."""
     tasks = ("search", "classification", "clustering", "sts")
-    print(f"{QUESTION}\n\n{'cosine similarity under the expert for':<40}", *(f"{task:>15}" for task in tasks), sep="")
+    print(f"{QUESTION}\n\n{'cosine similarity in the task':<40}", *(f"{task:>15}" for task in tasks), sep="")
     rows = []
     for task in tasks:
-        if task == "search":  # the question goes through the expert for queries, the texts through that for documents
+        if task == "search":  # the question as a query, the texts as documents
             asked, texts = model.encode_query(QUESTION), model.encode_document([*TEXTS.values()])
         else:
             asked, texts = model.encode(QUESTION, prompt_name=task), model.encode([*TEXTS.values()], prompt_name=task)

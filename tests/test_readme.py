@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from helpers.paths import ROOT
+from helpers.printed import assert_same_output
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-NUMBER = re.compile(r"-?\d+\.\d+")
 
 
 def test_the_first_screen_has_two_commands_in_short_lines() -> None:
@@ -31,9 +31,7 @@ def test_the_python_lines_print_what_is_shown(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     with contextlib.redirect_stdout(io.StringIO()) as output:
         exec(compile(code, "README.md", "exec"), {})
-    printed = output.getvalue()
-    assert NUMBER.sub("", printed) == NUMBER.sub("", shown)
-    assert [*map(float, NUMBER.findall(printed))] == pytest.approx([*map(float, NUMBER.findall(shown))], abs=5e-3)
+    assert_same_output(output.getvalue(), shown, tolerance=5e-3)
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#]+)", README))))

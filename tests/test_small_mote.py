@@ -51,10 +51,10 @@ def test_each_expert_has_its_own_idea_of_what_is_similar(small_mote: SentenceTra
     assert by_meaning.argmax() == texts.index(SAME_QUESTION)
     found = small_mote.similarity(small_mote.encode_query(QUESTION), small_mote.encode_document([ANSWER, *OTHERS]))
     assert found.argmax() == 0
-    experts = ("search_query", "classification", "clustering", "sts")
+    experts = ("search", "classification", "clustering")
     embedded = np.stack([small_mote.encode(QUESTION, task=task) for task in experts])
     similar = embedded @ embedded.T
-    assert (similar[~np.eye(len(experts), dtype=bool)] < 0.99).all()
+    assert (similar[~np.eye(len(experts), dtype=bool)] < 0.95).all()
 
 
 def test_transformers_and_sentence_transformers_agree(small_mote: SentenceTransformer) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers.paths import ROOT
+from helpers.printed import assert_same_output
 
 EXAMPLES = ROOT / "examples"
 
@@ -31,9 +32,12 @@ def test_every_example_is_listed() -> None:
 
 @pytest.mark.long
 def test_quickstart(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    shown = run("00_quickstart", capsys, monkeypatch, "--out", str(tmp_path / "map.png"))
-    assert re.search(r"^same question( +-?\d\.\d\d){4}$", shown, re.MULTILINE)
-    rows = re.findall(r"^(\w+), [\w@-]+ +(\d\.\d+) +(\d\.\d+)$", shown, re.MULTILINE)
+    printed = run("00_quickstart", capsys, monkeypatch, "--out", str(tmp_path / "map.png"))
+    in_readme = re.search(r"```\n(How do I .*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert in_readme is not None
+    shown = in_readme[1]
+    assert_same_output("".join(printed.splitlines(keepends=True)[: shown.count("\n")]), shown, tolerance=0.03)
+    rows = re.findall(r"^(\w+), [\w@-]+ +(\d\.\d+) +(\d\.\d+)$", printed, re.MULTILINE)
     assert [name for name, _, _ in rows] == ["search", "classification", "clustering"]
     assert all(float(after) > float(before) for name, before, after in rows if name != "search")
     assert (tmp_path / "map.png").stat().st_size > 20_000
