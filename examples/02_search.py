@@ -1,21 +1,18 @@
 """Search 200 abstracts of scientific papers by their titles.
 
-    python examples/02_search.py [--src FOLDER_OR_HUB_ID]
+    python examples/02_search.py [--model FOLDER_OR_HUB_ID]
 
-Queries and documents go through two experts, which `encode_query` and `encode_document` pick. Runs in seconds on a CPU.
+`encode_query` and `encode_document` pick the instruction and the expert of each side. Runs in seconds on a CPU.
 """
 
 import argparse
 import gzip
 import json
-import tempfile
 from pathlib import Path
 
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.util import semantic_search
 from transformers.utils import logging
-
-import mote
 
 HERE = Path(__file__).parent
 DATA = HERE / "data" / "beir" / "arxiv"
@@ -29,17 +26,14 @@ def read(path: Path) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--src", default=str(HERE / "small-encoder"), help="dense encoder")
-    source = parser.parse_args().src
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = mote.upcycle(source, Path(temporary) / "encoder-mote")
-        search(SentenceTransformer(str(folder), trust_remote_code=True))
+    parser.add_argument("--model", default=str(HERE / "small-mote"), help="MoTE")
+    search(SentenceTransformer(parser.parse_args().model, trust_remote_code=True))
 
 
 def search(model: SentenceTransformer) -> None:
     queries, documents = read(DATA / "queries.jsonl.gz"), read(DATA / "corpus.jsonl.gz")
-    query_embeddings = model.encode_query(list(queries.values()), convert_to_tensor=True)  # expert search_query
-    document_embeddings = model.encode_document(list(documents.values()), convert_to_tensor=True)  # search_document
+    query_embeddings = model.encode_query(list(queries.values()), convert_to_tensor=True)
+    document_embeddings = model.encode_document(list(documents.values()), convert_to_tensor=True)
     found = semantic_search(query_embeddings, document_embeddings, top_k=3)
 
     document_ids = list(documents)

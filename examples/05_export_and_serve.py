@@ -1,7 +1,7 @@
 """Export one expert as a plain dense model, and serve all experts over HTTP.
 
     pip install -e . -r examples/service/requirements.txt
-    python examples/05_export_and_serve.py [--src FOLDER_OR_HUB_ID] [--out FOLDER]
+    python examples/05_export_and_serve.py [--model FOLDER] [--out FOLDER]
 
 The exported expert loads wherever the source model does, without this package. The service speaks OpenAI's protocol
 with one additional field, `task`. Takes less than a minute on a CPU.
@@ -63,22 +63,22 @@ def request(address: str, **fields: Any) -> np.ndarray:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--src", default=str(HERE / "small-encoder"), help="dense encoder")
+    parser.add_argument("--model", type=Path, default=HERE / "small-mote", help="MoTE")
     parser.add_argument("--out", help="folder for the results (default: they are not kept)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(options.out or temporary)
-        folder = mote.upcycle(options.src, out / "encoder-mote")
+        folder = options.model
         model = SentenceTransformer(str(folder), trust_remote_code=True)
-        expected = model.encode(TEXTS, prompt_name="search_query")
+        expected = model.encode(TEXTS, prompt_name="clustering")
 
-        exported = mote.transform(folder, out / "search-query", mote.experts.export, "search_query")
+        exported = mote.transform(folder, out / "exported", mote.experts.export, "clustering")
         dense = SentenceTransformer(str(exported))  # no trust_remote_code; the instruction is the default prompt
         print("exported:", type(dense[0].auto_model).__name__, dense.encode(TEXTS).shape)
         print(f"largest difference from the MoTE: {abs(dense.encode(TEXTS) - expected).max():.1e}")
 
         with service(folder) as address:
-            served = request(address, model=folder.name, input=TEXTS, task="search_query")
+            served = request(address, model=folder.name, input=TEXTS, task="clustering")
         print("\nserved:  ", served.shape)
         print(f"largest difference from the MoTE: {abs(served - expected).max():.1e}")
 

@@ -1,13 +1,12 @@
 """Search with a MoTE in LangChain, LlamaIndex and Chroma.
 
     pip install "mote-embeddings[langchain,llamaindex,chroma]"
-    python examples/06_search_libraries.py [--src FOLDER_OR_HUB_ID]
+    python examples/06_search_libraries.py [--model FOLDER_OR_HUB_ID]
 
-Queries go through the query expert, documents through the document expert. Runs in seconds on a CPU.
+Queries are embedded as queries, documents as documents. Runs in seconds on a CPU.
 """
 
 import argparse
-import tempfile
 from pathlib import Path
 
 import chromadb
@@ -17,12 +16,11 @@ from llama_index.core.schema import TextNode
 from sentence_transformers import SentenceTransformer
 from transformers.utils import logging
 
-import mote
 from mote.integrations.chroma import MoTEEmbeddingFunction
 from mote.integrations.langchain import MoTEEmbeddings
 from mote.integrations.llamaindex import MoTEEmbedding
 
-SMALL_ENCODER = Path(__file__).parent / "small-encoder"
+SMALL_MOTE = Path(__file__).parent / "small-mote"
 DOCUMENTS = [
     "Whales are mammals: they breathe air through a blowhole.",
     "To undo the last commit but keep your changes, run git reset --soft HEAD~1.",
@@ -43,8 +41,8 @@ def with_llamaindex(model: SentenceTransformer) -> None:
     print(f"LlamaIndex: {found.score:.2f}  {found.text}")
 
 
-def with_chroma(folder: Path) -> None:
-    function = MoTEEmbeddingFunction(folder, trust_remote_code=True)  # a path, so that a collection can reload it
+def with_chroma(source: str) -> None:
+    function = MoTEEmbeddingFunction(source, trust_remote_code=True)  # a path, so that a collection can reload it
     collection = chromadb.EphemeralClient().create_collection("documents", embedding_function=function)
     collection.add(ids=["whales", "git", "prices"], documents=DOCUMENTS)
     found = collection.query(query_texts=[QUERY], n_results=1)
@@ -53,15 +51,13 @@ def with_chroma(folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--src", default=str(SMALL_ENCODER), help="dense encoder")
-    source = parser.parse_args().src
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = mote.upcycle(source, Path(temporary) / "encoder-mote")
-        model = SentenceTransformer(str(folder), trust_remote_code=True)
-        print(QUERY)
-        with_langchain(model)
-        with_llamaindex(model)
-        with_chroma(folder)
+    parser.add_argument("--model", default=str(SMALL_MOTE), help="MoTE")
+    source = parser.parse_args().model
+    model = SentenceTransformer(source, trust_remote_code=True)
+    print(QUERY)
+    with_langchain(model)
+    with_llamaindex(model)
+    with_chroma(source)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """An interactive demo of a MoTE: a map of texts under each expert, search, and which expert a text goes to.
 
-    pip install -e ".[train]" -r examples/space/requirements.txt        # in a clone
+    pip install -e . -r examples/space/requirements.txt        # in a clone
     python examples/space/app.py [--model FOLDER_OR_HUB_ID] [--port 7860]
 
-Without a model, it trains one with `recipe.yaml` on its first start, from the repository's small encoder and data (a
-minute or two on two cores), and keeps it in huggingface_hub's assets cache. A MoTE comes with its own code, which the
-demo runs: only show models that you trust.
+Without a model, it shows the one in `examples/small-mote`. A MoTE comes with its own code, which the demo runs: only
+show models that you trust.
 """
 
 import argparse
@@ -14,7 +13,6 @@ import itertools
 import json
 import os
 from collections.abc import Callable
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +21,11 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # before gradio is i
 import gradio as gr
 import pandas as pd
 import views
-from huggingface_hub import cached_assets_path
 from matplotlib.figure import Figure
 from sentence_transformers import SentenceTransformer
 
 HERE = Path(__file__).resolve().parent
+SMALL_MOTE = HERE.parent / "small-mote"
 TEXTS: dict[str, list[tuple[str, str]]] = json.loads((HERE / "texts.json").read_text(encoding="utf-8"))
 *MAPS, COMMANDS = TEXTS
 PAIRS = TEXTS[COMMANDS]  # what a command does, and the command
@@ -49,22 +47,6 @@ CSS = """
 #spread :is(th, td) { padding: 2px 10px; border-bottom: 1px solid var(--border-color-primary) }
 #introduction h1 { margin: 0 }
 """
-
-
-def trained_model() -> Path:
-    """Return the folder of the demo's own model; train it first if it does not exist."""
-    recipe, clone = HERE / "recipe.yaml", HERE.parent
-    if not (clone / "small-encoder").is_dir():
-        raise SystemExit("Name a model: --model FOLDER_OR_HUB_ID, or the variable MODEL. Only a clone can train one.")
-    output = cached_assets_path("mote", "space", blake2b(recipe.read_bytes(), digest_size=4).hexdigest())
-    if not (output / "model").is_dir():
-        from mote import train
-        from mote.reporting import console_logging
-
-        console_logging()
-        print("No model was named. Training a small one first, once: a minute or two on two cores.", flush=True)
-        train(recipe, [f"output={output}", f"model.source={clone / 'small-encoder'}", f"data.folder={clone / 'data'}"])
-    return output / "model"
 
 
 def read_lines(lines: str) -> list[tuple[str, str]]:
@@ -117,8 +99,9 @@ class Demo:
         config = views.config_of(model)
         self.model, self.about = model, views.about(model, source)
         self.experts, self.tasks = list(config.available_experts), list(config.tasks)
-        roles = ("query", "document")
-        self.sides = tuple(config.tasks.get(role, self.experts[0]) for role in roles)
+        self.sides = ("query", "document")  # of MoTEs without them, the first expert
+        if not {*self.sides} <= config.tasks.keys():
+            self.sides = (self.experts[0],) * 2
         self.prompts = [name for name, text in model.prompts.items() if text]
         self.default_task, self.route_by_text = config.default_task or NONE, getattr(config, "route_by_text", True)
         self.views = functools.lru_cache(16)(functools.partial(views.views, model))
@@ -142,7 +125,7 @@ class Demo:
         return plot, heat_map(seen[expert], list(groups), colours), table + " |"
 
     def search(self, query: str, documents: str, *others: str) -> tuple[pd.DataFrame, str]:
-        """Rank documents with the search experts, and with two others for comparison."""
+        """Rank documents as in `encode_query` and `encode_document`, and by two other experts for comparison."""
         texts = [line.strip() for line in documents.splitlines() if line.strip()]
         if not query.strip() or not texts:
             raise ValueError("Write a query, and at least one document.")
@@ -212,8 +195,8 @@ def map_tab(demo: Demo, blocks: gr.Blocks) -> None:
 def search_tab(demo: Demo, blocks: gr.Blocks) -> None:
     with gr.Row():
         with gr.Column(scale=2):
-            query = gr.Textbox(PAIRS[8][0], label="Query", elem_id="query")
-            gr.Examples([[PAIRS[i][0]] for i in (8, 18, 26, 32)], query, label="Example queries")
+            query = gr.Textbox(PAIRS[16][0], label="Query", elem_id="query")
+            gr.Examples([[PAIRS[i][0]] for i in (16, 22, 24, 29)], query, label="Example queries")
             commands = "\n".join(command for _, command in PAIRS)
             documents = gr.Textbox(commands, lines=5, max_lines=5, label="Documents, one per line", elem_id="documents")
             with gr.Row():
@@ -257,7 +240,9 @@ def main() -> None:
     parser.add_argument("--model", default=os.environ.get("MODEL"), help="a MoTE: a folder, or an id on the Hub")
     parser.add_argument("--port", type=int, help="port (default: the first free port from 7860)")
     options = parser.parse_args()
-    source = str(options.model or trained_model())
+    if options.model is None and not SMALL_MOTE.is_dir():
+        parser.error("Name a model: --model FOLDER_OR_HUB_ID, or the variable MODEL. Only a clone has one of its own.")
+    source = options.model or str(SMALL_MOTE)
     try:
         demo = Demo(SentenceTransformer(source, trust_remote_code=True), source)
     except (OSError, ValueError) as error:

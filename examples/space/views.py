@@ -158,11 +158,11 @@ def about(model: SentenceTransformer, source: str) -> str:
     if run is None:
         link = f"[{source}](https://huggingface.co/{source})" if not Path(source).exists() else f"`{name}`"
         return f"Model: **{link}**. Its card says how it was trained."
-    texts = sum(expert["texts"] for expert in run["experts"].values())
+    texts = sum(task["texts"] for task in run["tasks"].values())
     said = (
         f"Model: **{run['sources'][0]['name']}**, upcycled to {len(config.experts)} experts and trained for "
         f"{run['steps']} steps on {texts:,} texts by the recipe `{run['recipe']}`."
     )
-    if run["recipe"] == "space":
-        said += " A small model, trained briefly: enough to see an effect. It was not trained on the texts here."
+    if run["recipe"] == "small-mote":
+        said += " It was not trained on the texts here."
     return said
