@@ -1,18 +1,23 @@
 """Train the MoTE of `examples/small-mote`, and compare it with dense models that get the same training.
 
-    python -m scripts.train_small_mote --data DATA --out examples/small-mote --work-dir RUNS
+    python -m scripts.train_small_mote --data DATA --work-dir RUNS
 
 The recipe is `scripts/small_mote.yaml`. Rows that share a text with a test split of DATA are left out. An interrupted
-command resumes when it is run again; several share the work. The model is stored with 8-bit experts and all other
-weights in float16; its card gets the scores of every model on all test splits, and the sources and licences of the
+command resumes when it is run again; several share the work; models whose scores are in `docs/results/small_mote` are
+not trained again. A MoTE is stored with 8-bit experts and all other weights in float16, the one of the recipe's seed in
+`examples/small-mote`. Its card gets the scores of every model on all test splits, and the sources and licences of the
 training texts. `python -m benchmarks.results` writes tables of the scores.
 """
 
 import argparse
 import json
 import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from hashlib import blake2b
+from itertools import product
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -21,8 +26,9 @@ from safetensors.torch import load_file, save_file
 import mote
 from benchmarks.locking import alone, share
 from benchmarks.paper.claims import Claim, Table
-from benchmarks.paper.data import copy_without_tests
+from benchmarks.paper.data import copy_without_tests, digest_of_rows
 from benchmarks.paper.experiments import SCALES
+from benchmarks.paper.kept import SEED, KeptScores, ScoresOfTypes, hash_of_weights
 from benchmarks.paper.readme import NAMES, readme_table
 from benchmarks.paper.runs import START, Scores
 from benchmarks.paper.tables import claims_of
@@ -30,6 +36,7 @@ from benchmarks.trained import trained
 from mote.reporting import console_logging, markdown_table
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
+from mote.training.run_folder import fixed_settings
 from scripts.distill_small_encoder import TEXT_SETS, TextSet
 
 logger = logging.getLogger("train_small_mote")
@@ -69,8 +76,8 @@ SECTIONS = """
 {tests}
 
 `em` is the dense model, `ic` the one with instructions, `start` the one that is not trained:
-[small-encoder](../small-encoder), from which all others start. They had the same texts in the same number of steps,
-with one seed. MoTE is the model as it is stored here. The tests are over datasets.
+[small-encoder](../small-encoder), from which all others start. They had the same texts in the same number of steps.
+Seeds: {seeds}; the MoTE stored here is that of the first. MoTEs are scored as stored. The tests are over datasets.
 
 Scores are means x 100 over the test splits of {count} datasets: nDCG@10 (retrieval), MAP (reranking), accuracy,
 V-measure, average precision (pair classification) and Spearman correlation (STS, summarization); of each dataset at
@@ -100,59 +107,81 @@ class Comparison:
         data: Data folder.
         texts: The part of it that is trained on.
         work: Folder for trained models and scores.
-        out: Folder of the stored MoTE.
+        out: Folder of the stored MoTE, which is that of the recipe's seed.
+        kept: Folder of the stored scores of single models, which need no model.
     """
 
     data: str
     texts: Path
     work: Path
     out: Path
+    kept: Path
 
-    def model(self, name: str) -> str:
+    def model(self, name: str, seed: int) -> Path:
         """Return the folder of a model; train it first if it does not exist. A MoTE is stored as in the repository."""
         if name == START:
-            return load_recipe(RECIPE).model.source
-        changes = [f"data.folder={self.texts}", f"output={self.work / name}", *VARIANTS[name]]
-        model = trained(load_recipe(RECIPE, changes))
+            return Path(load_recipe(RECIPE).model.source)
+        label = f"{name}-seed{seed}"
+        changes = [f"data.folder={self.texts}", f"output={self.work / label}", f"training.seed={seed}"]
+        model = trained(load_recipe(RECIPE, [*changes, *VARIANTS[name]]))
         if name != "mote":
-            return str(model)
-        store(model, self.out)
-        return str(self.out)
+            return model
+        out = self.out if seed == load_recipe(RECIPE).training.seed else self.work / f"{label}-stored"
+        store(model, out)
+        return out
 
-    def evaluations(self, name: str, timeout: float = -1) -> list[mote.Evaluation]:
+    def evaluations(self, name: str, seed: int) -> Iterator[mote.Evaluation]:
         """Score a model on all test splits; scores that exist are reused.
 
         Raises:
-            filelock.Timeout: If another command works on it for longer than `timeout`, in seconds.
             RuntimeError: If a dataset fails.
         """
-        out = self.work / "scores" / name
-        with alone(out, timeout):
-            models = {name: self.model(name)}
-            parts = [
-                mote.evaluate(
-                    models,
-                    data=self.data,
-                    tasks=list(patterns),
-                    limit=limit,
-                    out=out / f"limit-{limit}",
-                    trust_remote_code=True,
-                )
-                for patterns, limit in LIMITS.items()
-            ]
-        if failed := [failure for part in parts for failure in part.failed()]:
-            raise RuntimeError(f"These scores are missing: {'; '.join(failed)}")
-        return parts
+        model, out = self.model(name, seed), self.work / "scores" / f"{name}-seed{seed}"
+        for patterns, limit in LIMITS.items():
+            evaluation = mote.evaluate(
+                {name: str(model)},
+                data=self.data,
+                tasks=list(patterns),
+                limit=limit,
+                out=out / f"limit-{limit}",
+                trust_remote_code=True,
+            )
+            if failed := evaluation.failed():
+                raise RuntimeError(f"These scores are missing: {'; '.join(failed)}")
+            yield evaluation
 
-    def scores(self) -> Scores:
-        """Score all models, starting with those that no other command is working on."""
-        share(partial(self.evaluations, name) for name in NAMES)
-        parts = {name: self.evaluations(name) for name in NAMES}
-        every = {
-            name: {dataset: [score] for part in of_model for dataset, score in part.scores[name].items()}
-            for name, of_model in parts.items()
-        }
-        return Scores(every, {dataset: kind for part in parts[START] for dataset, kind in part.types.items()})
+    def scores_of(self, name: str, seed: int, timeout: float = -1) -> ScoresOfTypes:
+        """Return the scores of a model; if they are not stored, make the model and score it.
+
+        Raises:
+            filelock.Timeout: If another command works on it for longer than `timeout`, in seconds.
+        """
+        limits = {f"limit of {' '.join(patterns)}": limit for patterns, limit in LIMITS.items()}
+        settings = {SEED: seed, "variant": name, **limits}
+        if name != START:
+            recipe = fixed_settings(load_recipe(RECIPE, VARIANTS[name])) | {SEED: seed}
+            settings["recipe"] = blake2b(json.dumps(recipe, sort_keys=True).encode(), digest_size=8).hexdigest()
+            settings["data"] = digest_of_rows(self.texts)
+        return KeptScores(self.kept, self.work / "locks", logger.warning).get(
+            f"{name}-seed{seed}",
+            settings,
+            lambda: {"start": hash_of_weights(load_recipe(RECIPE).model.source)},
+            partial(self.evaluations, name, seed),
+            timeout,
+        )
+
+    def scores(self, seeds: Sequence[int]) -> Scores:
+        """Score all models, starting with those that no other command is working on; the dense start has no seeds."""
+        runs = [(START, seeds[0]), *product(VARIANTS, seeds)]
+        share(partial(self.scores_of, *run) for run in sorted(runs, key=itemgetter(1)))
+        every: dict[str, dict[str, list[float]]] = {name: {} for name, _ in runs}
+        types: dict[str, str] = {}
+        for name, seed in runs:
+            for kind, of_type in self.scores_of(name, seed).items():
+                types |= dict.fromkeys(of_type, kind)
+                for dataset, score in of_type.items():
+                    every[name].setdefault(dataset, []).append(score)
+        return Scores(every, types)
 
 
 def store(model: Path, out: Path) -> None:
@@ -195,20 +224,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="data folder")
     parser.add_argument("--out", type=Path, default=Path("examples/small-mote"), help="folder of the stored model")
-    parser.add_argument("--scores", type=Path, default=Path("docs/results/small_mote.json"), help="file for the scores")
-    parser.add_argument("--work-dir", type=Path, default=Path("runs/small-mote"), help="folder for models and scores")
+    parser.add_argument("--kept", type=Path, default=Path("docs/results"), help="folder for the scores")
+    parser.add_argument("--work-dir", type=Path, default=Path("runs/small-mote"), help="folder for models")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43], help="seeds (default: 42 43)")
     options = parser.parse_args()
     console_logging()
     recipe = load_recipe(RECIPE)
     with alone(options.work_dir / "data"):
         texts = copy_without_tests(Path(options.data), datasets_of(recipe), options.work_dir / "data")
-    scores = Comparison(options.data, texts, options.work_dir, options.out).scores()
+    comparison = Comparison(options.data, texts, options.work_dir, options.out, options.kept / "small_mote")
+    scores = comparison.scores(options.seeds)
     kept = {"table": asdict(TABLE), **asdict(scores)}
-    options.scores.write_text(json.dumps(kept) + "\n", encoding="utf-8")
+    (options.kept / "small_mote.json").write_text(json.dumps(kept) + "\n", encoding="utf-8")
     sections = SECTIONS.format(
         scores=readme_table(scores),
         tests=claims_of(TABLE, scores),
         count=len(scores.types),
+        seeds=", ".join(map(str, options.seeds)),
         texts=licences(recipe),
     )
     card = options.out / "README.md"

@@ -88,7 +88,7 @@ def prepare(data: Path, out: Path) -> Path:
         shutil.copytree(unfinished / "pairs" / "retrieval", unfinished / "labels" / "retrieval")
         _write_labelled(data, unfinished / "labels", LABELLED, left_out)
         _write_five_tasks(data, unfinished, left_out)
-        (unfinished / DIGEST).write_text(_digest(unfinished) + "\n", encoding="utf-8")
+        (unfinished / DIGEST).write_text(digest_of_rows(unfinished) + "\n", encoding="utf-8")
         unfinished.replace(out)
     return out
 
@@ -112,6 +112,14 @@ def copy_without_tests(data: Path, datasets: Iterable[str], out: Path) -> Path:
 def digest_of(folder: Path) -> str:
     """Return a hash of all that `prepare` wrote."""
     return (folder / DIGEST).read_text(encoding="utf-8").strip()
+
+
+def digest_of_rows(folder: Path) -> str:
+    """Return a hash of all rows in a data folder."""
+    digest = blake2b(digest_size=8)
+    for file in sorted(folder.rglob("*.jsonl.gz")):
+        digest.update(file.relative_to(folder).as_posix().encode() + gzip.decompress(file.read_bytes()))
+    return digest.hexdigest()
 
 
 def with_mined_negatives(folder: Path, out: Path, teacher: str) -> Path:
@@ -213,13 +221,6 @@ def _texts_in(folder: Path) -> set[str]:
     """Return the texts of all test splits of a data folder, with the documents that are searched."""
     files = [file for name in ("test", "queries", "corpus") for file in folder.glob(f"*/*/{name}.jsonl.gz")]
     return {text for row in read_files(sorted(files)) for text in _texts(row.content)}
-
-
-def _digest(folder: Path) -> str:
-    digest = blake2b(digest_size=8)
-    for file in sorted(folder.rglob("*.jsonl.gz")):
-        digest.update(file.relative_to(folder).as_posix().encode() + gzip.decompress(file.read_bytes()))
-    return digest.hexdigest()
 
 
 def _place(row: dict[str, Any]) -> float:

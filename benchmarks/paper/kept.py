@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.locking import alone
 from mote import Evaluation
+from mote.checkpoints.reading import open_checkpoint
 from mote.corpora.folder import write_whole
 from mote.training.run_folder import differences
 
@@ -101,6 +102,11 @@ class KeptScores:
             content = json.dumps({"settings": _short(settings), "weights": weights, "scores": scores}, indent=1) + "\n"
             write_whole(file, lambda unfinished: unfinished.write_text(content, encoding="utf-8"))
         return scores
+
+
+def hash_of_weights(model: str) -> str:
+    """Return the first 16 digits of the SHA-256 of each file with weights."""
+    return " ".join(one[:16] for one in open_checkpoint(model).sha256_of_weights().values())
 
 
 def _check_weights(folder: Path, seed: int | None, weights: Hashes) -> None:

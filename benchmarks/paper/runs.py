@@ -15,7 +15,7 @@ from benchmarks.locking import alone, share
 from benchmarks.paper.data import digest_of, prepare, with_mined_negatives
 from benchmarks.paper.experiments import ALL_DATASETS, SCALES, SWEPT, Scale, Variant, recipe_of
 from benchmarks.paper.improvements import parts_of, variant_of
-from benchmarks.paper.kept import Hashes, KeptScores, ScoresOfTypes
+from benchmarks.paper.kept import Hashes, KeptScores, ScoresOfTypes, hash_of_weights
 from benchmarks.paper.starts import distilled, pretrained
 from benchmarks.trained import trained
 from mote import Evaluation
@@ -286,12 +286,12 @@ class Runs:
         return {**found, "variant": self.trained_as(name), "recipe": f"{variant.recipe} {digest}", **own}
 
     def weights_before(self, name: str) -> Hashes:
-        """Return the hashes of the weights that a variant is trained from: the first 16 digits of each file's SHA-256.
+        """Return the hashes of the weights that a variant is trained from.
 
         Raises:
             ValueError: If they are those of a pre-trained model, and no pre-trained models are given.
         """
-        hashes = {"start": " ".join(one[:16] for one in open_checkpoint(self.source).sha256_of_weights().values())}
+        hashes = {"start": hash_of_weights(self.source)}
         if name != START and variant_of(name).start == "pretrained":
             hashes["pretrained"] = folder_hash(Path(self.source_of(variant_of(name))))[:16]
         return hashes
