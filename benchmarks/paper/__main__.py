@@ -28,7 +28,10 @@ def main() -> None:
     parser.add_argument("--scale", choices=list(SCALES), required=True)
     parser.add_argument("--source", help="dense checkpoint that all variants start from (default: the scale's)")
     parser.add_argument(
-        "--seeds", type=int, nargs="+", help="seeds of variants with several, e.g. those to train on this machine"
+        "--seeds",
+        type=int,
+        nargs="+",
+        help="seeds of the variants that are trained with several, e.g. those to train on this machine",
     )
     parser.add_argument("--data", help="data folder (default: the scale's, if it has one)")
     parser.add_argument("--out", type=Path, required=True, help="folder for models and scores")

@@ -14,7 +14,7 @@ from mote.training.run_folder import differences
 
 DECIMALS = 4  # of scores x 100
 
-SEED = "training.seed"  # not among the settings of a recipe's own seed
+SEED = "training.seed"  # a setting that `benchmarks.paper` omits for the seed of the shipped recipes
 
 Hashes = dict[str, str]
 """What weights are for → their hash."""
@@ -52,7 +52,7 @@ class KeptScores:
         """Return the scores of a model; if they are not stored, evaluate it, and store them unless a dataset failed.
 
         Stored scores need no weights, not even those that the model was trained from: another machine may be unable to
-        make the same ones again. New scores need the same ones as the scores that they will be compared with.
+        make the same ones again. A new model must start from the same weights as the models it is compared with.
 
         Args:
             label: Path of the file. The scores in one folder with the same seed are compared.

@@ -15,7 +15,7 @@ from benchmarks.locking import alone, share
 from benchmarks.paper.data import digest_of, prepare, with_mined_negatives
 from benchmarks.paper.experiments import ALL_DATASETS, SCALES, SWEPT, Scale, Variant, recipe_of
 from benchmarks.paper.improvements import parts_of, variant_of
-from benchmarks.paper.kept import Hashes, KeptScores, ScoresOfTypes, hash_of_weights
+from benchmarks.paper.kept import SEED, Hashes, KeptScores, ScoresOfTypes, hash_of_weights
 from benchmarks.paper.starts import distilled, pretrained
 from benchmarks.trained import trained
 from mote import Evaluation
@@ -198,7 +198,7 @@ class Runs:
     def seeds_of(self, name: str) -> tuple[int, ...]:
         """Return the seeds of a variant."""
         if name == START:
-            return self.scale.few_seeds[:1]
+            return self.scale.seeds[:1]  # other seeds may have another start
         if self.trial_rate is not None:
             return self.scale.few_seeds[:1]
         few = variant_of(name).few_seeds or name in self.scale.few_seeds_of
@@ -215,25 +215,11 @@ class Runs:
 
         A dataset on which a variant failed with any seed is dropped from its scores and reported.
         """
-        names = list(names)
         seeds_of = {name: seeds if seeds and name != START else self.seeds_of(name) for name in names}
-        jobs = ((name, seed) for name in names for seed in seeds_of[name])
-        by_seed = sorted(jobs, key=itemgetter(1))  # all variants with one seed before the next seed
-        share(partial(self._on_tests, name, seed) for name, seed in by_seed)
-        every: dict[str, dict[str, list[float]]] = {}
-        types: dict[str, str] = {}
-        for name in names:
-            of_seeds = []
-            for seed in seeds_of[name]:
-                of_types = self._on_tests(name, seed)
-                types |= {dataset: kind for kind, of_type in of_types.items() for dataset in of_type}
-                of_seeds.append({dataset: score for of_type in of_types.values() for dataset, score in of_type.items()})
-            complete = [dataset for dataset in of_seeds[0] if all(dataset in scores for scores in of_seeds)]
-            every[name] = {dataset: [scores[dataset] for scores in of_seeds] for dataset in complete}
-        return Scores(every, types)
+        return scores_of_runs([(name, seed) for name in seeds_of for seed in seeds_of[name]], self._on_tests)
 
     def _on_tests(self, name: str, seed: int, timeout: float = -1) -> ScoresOfTypes:
-        label = START if name == START else f"{self.trained_as(name)}-seed{seed}"
+        label = f"{START if name == START else self.trained_as(name)}-seed{seed}"
         datasets = ALL_DATASETS if name == START else variant_of(name).datasets
         kind = "" if self.trial_rate is None else f"-{self.kind}"
 
@@ -273,7 +259,7 @@ class Runs:
         """Return what the scores of a model depend on, without paths, other than weights."""
         found: dict[str, Any] = {"dtype": self.scale.dtype}
         if name == START:
-            return found
+            return found if seed == load_recipe("mote").training.seed else {**found, SEED: seed}
         variant = variant_of(name)
         recipe = recipe_of(variant, self.scale, "SOURCE", "DATA", seed, self.settings_of(variant), name)
         shipped = fixed_settings(load_recipe(variant.recipe))
@@ -321,3 +307,25 @@ class Scores:
         whole = {dataset: values for part in parts for dataset, values in self.every[part].items()}
         rest = {other: values for other, values in self.every.items() if other not in parts}
         return Scores({**rest, name: whole}, self.types)
+
+
+def scores_of_runs(runs: Iterable[tuple[str, int]], scores_of: Callable[..., ScoresOfTypes]) -> Scores:
+    """Gather the scores of models, starting with those that no other command is working on, seed by seed.
+
+    Args:
+        runs: Variant and seed of each model.
+        scores_of: Function of a variant, a seed and, optionally, a timeout.
+    """
+    runs = list(runs)
+    share(partial(scores_of, *run) for run in sorted(runs, key=itemgetter(1)))
+    of_seeds: dict[str, list[dict[str, float]]] = {}
+    types: dict[str, str] = {}
+    for name, seed in runs:
+        of_types = scores_of(name, seed)
+        types |= {dataset: kind for kind, of_type in of_types.items() for dataset in of_type}
+        of_seeds.setdefault(name, []).append({one: score for of in of_types.values() for one, score in of.items()})
+    every = {
+        name: {one: [scores[one] for scores in seeds] for one in seeds[0] if all(one in scores for scores in seeds)}
+        for name, seeds in of_seeds.items()
+    }
+    return Scores(every, types)

@@ -57,7 +57,8 @@ def test_accelerate_and_the_recipe_agree_on_the_precision(
     [
         ({"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": False}, True),
         ({"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": False}, False),
-        ({"architecture": "aarch64"}, False),
+        ({"architecture": "aarch64", "bf16": False}, True),
+        ({"architecture": "aarch64", "bf16": True}, False),
         ({}, False),
     ],
 )

@@ -92,6 +92,7 @@ def mote_values(config: MoTEConfig, counts: Mapping[str, Any], fresh: bool, norm
         "default_task": config.default_task,
         "route_by_text": config.route_by_text,
         "example_task": example,
+        "example_expert": config.tasks[example],
         "example_instruction": escaped(config.instruction_of(example)),
         "has_roles": {"query", "document"} <= set(config.tasks),
         "pooling": config.pooling,

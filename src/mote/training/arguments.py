@@ -124,7 +124,7 @@ def trainer_arguments(
 
 
 def check_launch(arguments: TrainingArguments, precision: str, verb: str) -> None:
-    """Make sure that the processes were started for the settings of a recipe.
+    """Make sure that the processes were started for the settings of a recipe; warn if the CPU is slow with them.
 
     Args:
         arguments: The trainer's arguments.
@@ -150,8 +150,7 @@ def check_launch(arguments: TrainingArguments, precision: str, verb: str) -> Non
 
 
 def has_bf16_arithmetic() -> bool:
-    """Return whether the CPU multiplies in bfloat16; True if PyTorch does not tell, as on other CPUs than x86."""
+    """Return whether the CPU multiplies in bfloat16; True if PyTorch does not tell."""
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in all versions
-    if capabilities.get("architecture") != "x86_64":
-        return True
-    return bool(capabilities["avx512_bf16"] or capabilities["amx_bf16"])
+    told = [capabilities[name] for name in ("avx512_bf16", "amx_bf16", "bf16") if name in capabilities]  # x86, ARM
+    return any(told) or not told
