@@ -15,7 +15,6 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from benchmarks.paper.figures import TITLES, ablation_table, analysis_tables
 from benchmarks.paper.readme import draw_gains, drawn_gains, gains_of, readme_table
 from benchmarks.paper.reports import NAMES
 from benchmarks.paper.runs import Scores
-from benchmarks.paper.tables import claims_of, paper_of, report, summary_of, sweep_table
+from benchmarks.paper.tables import claims_of, paper_of, report, summary_of, sweep_table, table_of
 from benchmarks.paper.unseen import ways_table
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -55,6 +54,14 @@ def _paper_table(name: str, kept: Any) -> str:
     return "\n\n".join([*on_validation, report(table, scores)])
 
 
+def _small_mote(kept: Any) -> str:
+    """Format the table of `scripts.train_small_mote`, also split by whether a dataset has rows in the training data."""
+    scores, learned = _scores(kept), set(kept["trained_on"])
+    kinds = {name: "trained on" if name in learned else "not trained on" for name in scores.types}
+    split = replace(_table("small_mote", kept), types=("trained on", "not trained on"), claims=())
+    return f"{_paper_table('small_mote', kept)}\n\n{table_of(split, Scores(scores.every, kinds))}"
+
+
 def _table(name: str, kept: Any) -> Table:
     if name in TABLES:
         return TABLES[name]
@@ -67,7 +74,7 @@ BENCHMARKS: dict[str, Callable[[Any], str]] = {
     "cot": cot.report,
     "decoders": lambda kept: decoders.report(_scores(kept)),
     "mining": lambda kept: mining.report(_scores(kept)),
-    "small_mote": partial(_paper_table, "small_mote"),
+    "small_mote": _small_mote,
     "task_loras": lambda kept: task_loras.report(_sweep(kept["validation"]), _scores(kept)),
 }
 """Benchmark → function that formats its scores."""

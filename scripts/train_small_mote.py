@@ -32,6 +32,7 @@ from benchmarks.paper.readme import NAMES, readme_table
 from benchmarks.paper.runs import START, Scores, scores_of_runs
 from benchmarks.paper.tables import claims_of
 from benchmarks.trained import trained
+from mote.evaluation.tasks import OFFICIAL
 from mote.reporting import console_logging, markdown_table
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
@@ -203,6 +204,15 @@ def halve(folder: Path) -> dict[str, str]:
     return {"other_weights": "float16"}
 
 
+def test_names(recipe: Recipe) -> list[str]:
+    """Return the names that `mote evaluate` gives to the test splits of the recipe's labelled datasets."""
+    return [
+        OFFICIAL[path].name if path in OFFICIAL else path.replace("/", "-")
+        for path in datasets_of(recipe)
+        if path.startswith(("classification/", "clustering/"))
+    ]
+
+
 def licences(recipe: Recipe) -> str:
     """Format the sources and licences of the recipe's datasets."""
     sets = {one.path: one for one in (*TEXT_SETS, *MORE_TEXT_SETS)}
@@ -229,7 +239,7 @@ def main() -> None:
     if not options.out.exists():
         comparison.model("mote", OWN_SEED)
     scores = comparison.scores(options.seeds)
-    kept = {"table": asdict(TABLE), **asdict(scores)}
+    kept = {"table": asdict(TABLE), "trained_on": test_names(recipe), **asdict(scores)}
     (options.kept / "small_mote.json").write_text(json.dumps(kept) + "\n", encoding="utf-8")
     sections = SECTIONS.format(
         scores=readme_table(scores),
