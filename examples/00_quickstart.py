@@ -1,4 +1,4 @@
-"""One question in each task of a MoTE; then search, classification and clustering, before and after its training.
+"""One question in four tasks of a MoTE; then search, classification and clustering, before and after its training.
 
     python examples/00_quickstart.py [--model FOLDER_OR_HUB_ID] [--dense FOLDER_OR_HUB_ID] [--out PICTURE]
 

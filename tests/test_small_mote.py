@@ -2,6 +2,9 @@
 
 import json
 import re
+import shutil
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +13,13 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 
 import mote
+from scripts import train_small_mote
 
 QUESTION = "How do I undo my last git commit?"
 ANSWER = "git reset --soft HEAD~1 moves the branch back by one and keeps the changes."
 SAME_QUESTION = "What is the way to revert the latest commit in git?"
+RECORD = json.loads((SMALL_MOTE / "mote.json").read_text(encoding="utf-8"))
+FILES = RECORD["files"]
 OTHERS = ["Why are branches in git so cheap to create?", "How do I cancel my last bank transfer?"]
 
 
@@ -23,9 +29,10 @@ def small_mote() -> SentenceTransformer:
 
 
 def test_it_is_small_and_complete() -> None:
-    files = [path for path in SMALL_MOTE.rglob("*") if path.is_file()]
+    files = [SMALL_MOTE / name for name in FILES]
+    assert sorted(files) == sorted(path for path in SMALL_MOTE.rglob("*") if path.is_file())
     assert sum(path.stat().st_size for path in files) <= 10_000_000
-    steps = json.loads((SMALL_MOTE / "mote.json").read_text())["steps"]
+    steps = RECORD["steps"]
     assert [step["step"] for step in steps] == ["upcycle", "train", "compress"]
     assert steps[0]["sources"][0]["name"] == "small-encoder"
     texts = [path.read_text(encoding="utf-8") for path in files if path.suffix in (".json", ".md", ".yaml", ".py")]
@@ -33,7 +40,9 @@ def test_it_is_small_and_complete() -> None:
 
 
 def test_its_code_is_that_of_the_project() -> None:
-    for file in SMALL_MOTE.glob("*.py"):
+    copies = [SMALL_MOTE / name for name in FILES if name.endswith(".py")]
+    assert len(copies) == 6
+    for file in copies:
         assert file.read_bytes() == (ROOT / file.name).read_bytes(), f"{file}: copy {file.name} from {ROOT}"
 
 
@@ -45,7 +54,35 @@ def test_its_card_has_scores_and_licences() -> None:
         assert re.search(rf"^\| {name} \| .+ \| .+ \|$", card, re.MULTILINE)
 
 
+def test_its_card_and_table_are_those_of_the_stored_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model is trained or scored."""
+    stored = ROOT / "docs" / "results"
+    shutil.copytree(stored / "small_mote", tmp_path / "kept" / "small_mote")
+    (tmp_path / "card").mkdir()
+    card = (SMALL_MOTE / "README.md").read_text(encoding="utf-8")
+    (tmp_path / "card" / "README.md").write_text(card.partition("\n## Scores\n")[0], encoding="utf-8")
+    data = json.loads((stored / "small_mote" / "mote-seed42.json").read_text(encoding="utf-8"))["settings"]["data"]
+    monkeypatch.setattr(train_small_mote.Comparison, "digest", data)
+    monkeypatch.setattr(train_small_mote, "copy_without_tests", lambda data, datasets, out: out)
+    monkeypatch.chdir(ROOT)
+    seeds = sorted({path.stem.rpartition("seed")[2] for path in stored.glob("small_mote/mote-seed*.json")})
+    options = {"data": "DATA", "out": tmp_path / "card", "kept": tmp_path / "kept", "work-dir": tmp_path / "work"}
+    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    monkeypatch.setattr(sys, "argv", ["train_small_mote", *arguments, "--seeds", *seeds])
+    train_small_mote.main()
+    assert (tmp_path / "card" / "README.md").read_text(encoding="utf-8") == card
+    assert (tmp_path / "kept" / "small_mote.json").read_bytes() == (stored / "small_mote.json").read_bytes()
+
+
 def test_each_expert_has_its_own_idea_of_what_is_similar(small_mote: SentenceTransformer) -> None:
+    """A question on the same subject is closer in clustering, one of the same kind in matching texts."""
+    subject, kind = OTHERS
+    for task, closer, farther in (("clustering", subject, kind), ("sts", kind, subject)):
+        embedded = small_mote.encode([QUESTION, closer, farther], prompt_name=task)
+        assert embedded[0] @ embedded[1] > embedded[0] @ embedded[2]
+
+
+def test_search_and_matching(small_mote: SentenceTransformer) -> None:
     texts = [ANSWER, SAME_QUESTION, *OTHERS]
     by_meaning = small_mote.similarity(small_mote.encode(QUESTION, task="sts"), small_mote.encode(texts, task="sts"))
     assert by_meaning.argmax() == texts.index(SAME_QUESTION)

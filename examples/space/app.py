@@ -125,18 +125,18 @@ class Demo:
         return plot, heat_map(seen[expert], list(groups), colours), table + " |"
 
     def search(self, query: str, documents: str, *others: str) -> tuple[pd.DataFrame, str]:
-        """Rank documents as in `encode_query` and `encode_document`, and by two other experts for comparison."""
+        """Rank documents as in `encode_query` and `encode_document`, and as two other tasks for comparison."""
         texts = [line.strip() for line in documents.splitlines() if line.strip()]
         if not query.strip() or not texts:
             raise ValueError("Write a query, and at least one document.")
         places = {text: rank for rank, _, text in views.search(self.model, query, texts, *others)}
         ranked = views.search(self.model, query, texts, *self.sides)
         rows = [(rank, f"{score:.2f}", text, places[text]) for rank, score, text in ranked]
-        table = pd.DataFrame(rows, columns=["rank", "cosine", "document", "by the others"])
+        table = pd.DataFrame(rows, columns=["rank", "cosine", "document", "as the others"])
         counts = (
             f"With each of the {len(PAIRS)} descriptions of the example commands as the query, its own command comes "
-            f"first **{self.found_first(*self.sides)}** times by `{self.sides[0]}` → `{self.sides[1]}`, "
-            f"**{self.found_first(*others)}** times by `{others[0]}` → `{others[1]}`."
+            f"first **{self.found_first(*self.sides)}** times as `{self.sides[0]}` → `{self.sides[1]}`, "
+            f"**{self.found_first(*others)}** times as `{others[0]}` → `{others[1]}`."
         )
         return table, counts
 
@@ -201,12 +201,12 @@ def search_tab(demo: Demo, blocks: gr.Blocks) -> None:
             documents = gr.Textbox(commands, lines=5, max_lines=5, label="Documents, one per line", elem_id="documents")
             with gr.Row():
                 others = [
-                    gr.Dropdown(demo.experts, value=demo.experts[min(i, len(demo.experts) - 1)], label=label)
-                    for i, label in enumerate(("Compare with: query by", "documents by"))
+                    gr.Dropdown(demo.tasks, value=demo.experts[min(i, len(demo.experts) - 1)], label=label)
+                    for i, label in enumerate(("Compare with: query as", "documents as"))
                 ]
             button = gr.Button("Search", variant="primary")
         with gr.Column(scale=3):
-            label = f"Ranked by {' → '.join(demo.sides)}; last column: rank by the experts to compare with"
+            label = f"Ranked as {' → '.join(demo.sides)}; last column: rank as the tasks to compare with"
             widths = ["9%", "11%", "61%", "19%"]
             ranked = gr.Dataframe(
                 label=label, column_widths=widths, max_height=440, interactive=False, elem_id="ranked"

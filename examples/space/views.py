@@ -14,7 +14,7 @@ from sklearn.decomposition import PCA
 RULES = {
     1: "`task=` names the task. It picks the expert and leaves the text as it is.",
     2: "The prompt is the instruction of a task: it is put in front of the text, and picks the expert.",
-    3: "`encode_query` and `encode_document` pick the experts for the two sides of search.",
+    3: "`encode_query` and `encode_document` pick the instruction and the expert of their side of search.",
     4: "The text itself begins with an instruction (unless `route_by_text` is off).",
     5: "The model has a `default_task`.",
 }
@@ -57,6 +57,12 @@ def embed(model: SentenceTransformer, texts: Sequence[str], task: str) -> np.nda
     return model.encode(list(texts), task=task, prompt=instruction, normalize_embeddings=True, show_progress_bar=False)
 
 
+def task_of(config: Any, expert: str) -> str:
+    """Return an expert's own task, or the first of its tasks with an instruction, if its own has none."""
+    with_instruction = [task for task, of in config.tasks.items() if of == expert and config.instruction_of(task)]
+    return next(iter(with_instruction), expert) if not config.instruction_of(expert) else expert
+
+
 def views(model: SentenceTransformer, texts: Sequence[str], groups: Sequence[str]) -> dict[str, View]:
     """Return how each expert sees the texts.
 
@@ -70,8 +76,9 @@ def views(model: SentenceTransformer, texts: Sequence[str], groups: Sequence[str
     same = of_group[:, None] == of_group[None, :]
     others = ~np.eye(len(texts), dtype=bool)
     seen: dict[str, View] = {}
-    for expert in config_of(model).available_experts:
-        embeddings = embed(model, texts, expert)
+    config = config_of(model)
+    for expert in config.available_experts:
+        embeddings = embed(model, texts, task_of(config, expert))
         points = PCA(2).fit_transform(embeddings)
         if seen:
             points = points @ orthogonal_procrustes(points, next(iter(seen.values())).points)[0]
@@ -158,10 +165,10 @@ def about(model: SentenceTransformer, source: str) -> str:
     if run is None:
         link = f"[{source}](https://huggingface.co/{source})" if not Path(source).exists() else f"`{name}`"
         return f"Model: **{link}**. Its card says how it was trained."
-    texts = sum(task["texts"] for task in run["tasks"].values())
+    rows = sum(dataset["used"] for dataset in run["data"])
     said = (
         f"Model: **{run['sources'][0]['name']}**, upcycled to {len(config.experts)} experts and trained for "
-        f"{run['steps']} steps on {texts:,} texts by the recipe `{run['recipe']}`."
+        f"{run['steps']} steps on {rows:,} rows by the recipe `{run['recipe']}`."
     )
     if run["recipe"] == "small-mote":
         said += " It was not trained on the texts here."

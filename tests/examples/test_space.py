@@ -22,11 +22,6 @@ from helpers.paths import ROOT, SMALL_ENCODER, SMALL_MOTE
 from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
 
-from benchmarks.paper.data import copy_without_tests
-from mote.training.data import load_data
-from mote.training.recipe_files import load_recipe
-from scripts.train_small_mote import RECIPE, datasets_of
-
 FOLDER = ROOT / "examples" / "space"
 TEXTS = json.loads((FOLDER / "texts.json").read_text(encoding="utf-8"))
 QUESTIONS = TEXTS["Banking questions, by intent"]
@@ -141,7 +136,7 @@ def test_the_page_says_which_model_it_shows(
     assert "**small-mote** is **not trained**" in views.about(fresh, str(fresh_folder))
     assert "Its card says" in views.about(model, str(trained_folder))
     said = views.about(SentenceTransformer(str(SMALL_MOTE), trust_remote_code=True), str(SMALL_MOTE))
-    assert "**small-encoder**, upcycled to 3 experts and trained for 558 steps on 277,872 texts" in said
+    assert "**small-encoder**, upcycled to 3 experts and trained for 558 steps on 69,468 rows" in said
     assert said.endswith("by the recipe `small-mote`. It was not trained on the texts here.")
 
 
@@ -169,6 +164,11 @@ def test_texts_are_real() -> None:
 @pytest.mark.slow
 def test_the_small_mote_was_not_trained_on_the_texts(shared: Path, tmp_path: Path) -> None:
     """As the page says."""
+    from benchmarks.paper.data import copy_without_tests
+    from mote.training.data import load_data
+    from mote.training.recipe_files import load_recipe
+    from scripts.train_small_mote import RECIPE, datasets_of
+
     data = copy_without_tests(shared / "data", datasets_of(load_recipe(RECIPE)), tmp_path / "data")
     recipe = load_recipe(RECIPE, [f"data.folder={data}"])
     sets = load_data(recipe, AutoTokenizer.from_pretrained(SMALL_ENCODER)).sets.values()
@@ -295,7 +295,7 @@ def test_a_visit(url: str, browser: Any) -> None:
     page.click("button:not([role])", "Search")
     page.wait(lambda: re.search(r"\b1\n0\.\d\d\ngv2gml", page.text("#ranked")))
     counts = " ".join(page.text("#counts").split())
-    assert re.search(r"first \d+ times by query → document , \d+ times by classification → clus", counts)
+    assert re.search(r"first \d+ times as query → document , \d+ times as classification → clus", counts)
     page.write("#query textarea, #query input", " ")
     page.click("button:not([role])", "Search")
     page.wait(lambda: "Write a query, and at least one document." in page.text(".toast-body"))
