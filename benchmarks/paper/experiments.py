@@ -233,7 +233,7 @@ SCALES = {
         MEDIUM,
         source="sentence-transformers/paraphrase-MiniLM-L3-v2",
         changes=tuple(change for change in MEDIUM.changes if change not in BF16),
-        sweep=(1e-4, 2e-4, 4e-4),  # a finished embedder bears less
+        sweep=(5e-5, 1e-4, 2e-4, 4e-4),  # a finished embedder bears less
         seeds=(42,),
         dtype=None,
     ),
