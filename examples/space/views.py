@@ -58,9 +58,9 @@ def embed(model: SentenceTransformer, texts: Sequence[str], task: str) -> np.nda
 
 
 def task_of(config: Any, expert: str) -> str:
-    """Return an expert's own task, or the first of its tasks with an instruction, if its own has none."""
-    with_instruction = [task for task, of in config.tasks.items() if of == expert and config.instruction_of(task)]
-    return next(iter(with_instruction), expert) if not config.instruction_of(expert) else expert
+    """Return the first of an expert's tasks with an instruction, beginning with its own; its own if none has any."""
+    tasks = [expert, *(task for task, of in config.tasks.items() if of == expert)]
+    return next((task for task in tasks if config.instruction_of(task)), expert)
 
 
 def views(model: SentenceTransformer, texts: Sequence[str], groups: Sequence[str]) -> dict[str, View]:

@@ -346,6 +346,31 @@ def test_stored_scores_need_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert replace(given, source=str(tmp_path / "copy")).scores(["start", "mote"]) == first
 
 
+def test_other_seeds_may_have_another_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scale = replace(experiments.SCALES["smoke"], seeds=(42,), limits={("sts/*",): None})
+    monkeypatch.setattr(experiments, "ALL_DATASETS", ("sts/*",))
+    one = runs.Runs(scale, "SOURCE", "DATA", tmp_path / "out", kept=tmp_path / "kept")
+    other = replace(one, source="OTHER", scale=replace(scale, seeds=(43,)))
+    monkeypatch.setattr(runs, "hash_of_weights", str.lower)
+    monkeypatch.setattr(runs.Runs, "model", lambda self, name, seed: tmp_path / name)
+    monkeypatch.setattr(runs.Runs, "start", lambda self: tmp_path / "start")
+    scored = {"sts": 40.0}
+    monkeypatch.setattr(
+        mote, "evaluate", lambda models, **settings: mote.Evaluation(dict.fromkeys(models, scored), {"sts": "STS"})
+    )
+    for given in (one, other):
+        assert given.scores(["start", "mote"]).every["start"] == {"sts": [40.0]}
+    stored = {path.stem: json.loads(path.read_text())["weights"]["start"] for path in tmp_path.glob("kept/**/*.json")}
+    assert stored == {
+        "start-seed42": "source",
+        "mote-seed42": "source",
+        "start-seed43": "other",
+        "mote-seed43": "other",
+    }
+    with pytest.raises(ValueError, match=r"trained from other weights \(start: source, here other\).*--seeds"):
+        replace(other, scale=scale).scores(["ic"])
+
+
 def test_scores_with_a_failure_are_not_stored(tmp_path: Path) -> None:
     reported: list[str] = []
     kept = KeptScores(tmp_path, tmp_path / "locks", reported.append)

@@ -160,6 +160,9 @@ def test_differences_name_short_values() -> None:
     assert differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": "x" * 200}) == ["b (2 there, 3 here)", "c"]
     recipe = load_recipe("mote", ["training.save_steps=7", "output=x"])
     assert not {"output", "training.save_steps"} & fixed_settings(recipe).keys()
+    given = fixed_settings(load_recipe("mote", ["training.seed=7"]), given_only=True)
+    assert given["training.seed"] == 7  # named, unlike the optimizer
+    assert "training.optim" in fixed_settings(recipe).keys() - given.keys()
     assert "save_steps: 7" in as_yaml(recipe)
 
 

@@ -202,9 +202,15 @@ def _release_in_child() -> None:
 os.register_at_fork(after_in_child=_release_in_child)
 
 
-def fixed_settings(recipe: AnyRecipe) -> dict[str, Any]:
-    """Return the settings that must not change when a run is resumed, as dotted keys."""
-    flat = _flat(recipe.model_dump(mode="json"))
+def fixed_settings(recipe: AnyRecipe, given_only: bool = False) -> dict[str, Any]:
+    """Return the settings that must not change when a run is resumed, as dotted keys.
+
+    Args:
+        recipe: The recipe.
+        given_only: Leave out what neither the recipe nor one that it extends names, so that a later setting with a
+            default changes nothing.
+    """
+    flat = _flat(recipe.model_dump(mode="json", exclude_unset=given_only))
     return {key: value for key, value in flat.items() if key not in FREE_SETTINGS}
 
 
