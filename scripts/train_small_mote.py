@@ -38,7 +38,7 @@ from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import fixed_settings
 from scripts.text_sets import MOTE_SETS
 
-logger = logging.getLogger("train_small_mote")
+logger = logging.getLogger("mote.train_small_mote")  # `console_logging` prints what is logged below `mote`
 
 RECIPE = Path("scripts/small_mote.yaml")
 OWN_SEED = 42  # of the model in the repository
@@ -210,10 +210,43 @@ def licences(recipe: Recipe) -> str:
     return markdown_table(["texts", "from", "licence"], rows, align="lll")
 
 
+def compare(data: Path, out: Path, kept: Path, work: Path, seeds: Sequence[int]) -> None:
+    """Train and score what is missing; write the scores, and the sections of the stored model's card.
+
+    Args:
+        data: Data folder.
+        out: Folder of the stored model.
+        kept: Folder for the scores.
+        work: Folder for models.
+        seeds: Seeds of the trained models, with `OWN_SEED` among them.
+    """
+    recipe = load_recipe(RECIPE)
+    with alone(work / "data"):
+        texts = copy_without_tests(data, datasets_of(recipe), work / "data")
+    comparison = Comparison(str(data), texts, work, out, kept / "small_mote")
+    if not out.exists():
+        comparison.model("mote", OWN_SEED)
+    scores = comparison.scores(seeds)
+    content = {"table": asdict(TABLE), "trained_on": labelled_tests(recipe), **asdict(scores)}
+    (kept / "small_mote.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
+    sections = SECTIONS.format(
+        scores=readme_table(scores),
+        tests=claims_of(TABLE, scores),
+        count=len(scores.types),
+        seeds=", ".join(map(str, seeds)),
+        own_seed=OWN_SEED,
+        texts=licences(recipe),
+    )
+    card = out / "README.md"
+    own, _, _ = card.read_text(encoding="utf-8").partition("\n## Scores\n")
+    card.write_text(own + sections, encoding="utf-8")
+    logger.info("%s", sections)
+
+
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="data folder")
+    parser.add_argument("--data", type=Path, required=True, help="data folder")
     parser.add_argument("--out", type=Path, default=Path("examples/small-mote"), help="folder of the stored model")
     parser.add_argument("--kept", type=Path, default=Path("docs/results"), help="folder for the scores")
     parser.add_argument("--work-dir", type=Path, default=Path("runs/small-mote"), help="folder for models")
@@ -222,27 +255,7 @@ def main() -> None:
     if OWN_SEED not in options.seeds:
         parser.error(f"--seeds must include {OWN_SEED}, the seed of the stored model")
     console_logging()
-    recipe = load_recipe(RECIPE)
-    with alone(options.work_dir / "data"):
-        texts = copy_without_tests(Path(options.data), datasets_of(recipe), options.work_dir / "data")
-    comparison = Comparison(options.data, texts, options.work_dir, options.out, options.kept / "small_mote")
-    if not options.out.exists():
-        comparison.model("mote", OWN_SEED)
-    scores = comparison.scores(options.seeds)
-    kept = {"table": asdict(TABLE), "trained_on": labelled_tests(recipe), **asdict(scores)}
-    (options.kept / "small_mote.json").write_text(json.dumps(kept) + "\n", encoding="utf-8")
-    sections = SECTIONS.format(
-        scores=readme_table(scores),
-        tests=claims_of(TABLE, scores),
-        count=len(scores.types),
-        seeds=", ".join(map(str, options.seeds)),
-        own_seed=OWN_SEED,
-        texts=licences(recipe),
-    )
-    card = options.out / "README.md"
-    own, _, _ = card.read_text(encoding="utf-8").partition("\n## Scores\n")
-    card.write_text(own + sections, encoding="utf-8")
-    logger.info("%s", sections)
+    compare(options.data, options.out, options.kept, options.work_dir, options.seeds)
 
 
 if __name__ == "__main__":

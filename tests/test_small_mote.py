@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -67,11 +66,8 @@ def test_its_card_and_table_are_those_of_the_stored_scores(tmp_path: Path, monke
     monkeypatch.setattr(train_small_mote.Comparison, "digest", data)
     monkeypatch.setattr(train_small_mote, "copy_without_tests", lambda data, datasets, out: out)
     monkeypatch.chdir(ROOT)
-    seeds = sorted({path.stem.rpartition("seed")[2] for path in stored.glob("small_mote/mote-seed*.json")})
-    options = {"data": "DATA", "out": tmp_path / "card", "kept": tmp_path / "kept", "work-dir": tmp_path / "work"}
-    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    monkeypatch.setattr(sys, "argv", ["train_small_mote", *arguments, "--seeds", *seeds])
-    train_small_mote.main()
+    seeds = sorted({int(path.stem.rpartition("seed")[2]) for path in stored.glob("small_mote/mote-seed*.json")})
+    train_small_mote.compare(Path("DATA"), tmp_path / "card", tmp_path / "kept", tmp_path / "work", seeds)
     assert (tmp_path / "card" / "README.md").read_text(encoding="utf-8") == card
     assert (tmp_path / "kept" / "small_mote.json").read_bytes() == (stored / "small_mote.json").read_bytes()
 
