@@ -10,9 +10,9 @@ from benchmarks.paper.improvements import DATA, FOR_ALL, SEPARATE
 from benchmarks.paper.runs import Runs
 from mote.reporting import markdown_table
 
-BASES = ("mote", "ic", "em")
-LIKE_IC = ("task-lora", SEPARATE)
-"""Further dense models with instructions, which get the improvements of IC."""
+BASES = ("mote", "ic")
+LIKE_IC = ("em", "task-lora", SEPARATE)
+"""Further dense models, which get the improvements of IC."""
 ORDER = (
     ("late",),
     ("search-expert", "matching-by-search"),

@@ -132,7 +132,7 @@ class Scale:
         changes: Settings of every run.
         learning_rates: Variant → learning rate; "": all others.
         sweep: Learning rates to choose from on validation sets, if none is given.
-        rates_of: Scale whose sweep is used. Default: its own.
+        chosen_by: Scale whose trials choose the learning rate, the data and the improvements. Default: its own.
         trained_on: Training data: the data folder as it is, or its `pairs` or `labels` by `benchmarks.paper.data`.
         text_length: Maximum length of a text in training, in tokens. Default: the model's.
         seeds: Seeds of most variants.
@@ -148,7 +148,7 @@ class Scale:
     changes: tuple[str, ...]
     learning_rates: dict[str, float] = field(default_factory=dict)
     sweep: tuple[float, ...] = ()
-    rates_of: str | None = None
+    chosen_by: str | None = None
     trained_on: Literal["folder", "pairs", "labels"] = "folder"
     text_length: int | None = None
     seeds: tuple[int, ...] = (42,)
@@ -170,19 +170,18 @@ MEDIUM = Scale(
         "training.batch_size=256",
         "training.mini_batch_size=32",
         "training.gradient_caching=false",  # a third less time; the batch fits in memory
-        *BF16,
         "model.max_length=128",
         "model.dropout=0",  # as the paper's start
         "validation.share=0.005",
         "validation.limit=20",
     ),
     sweep=(2e-4, 4e-4, 8e-4),
+    chosen_by="medium-trials",
     trained_on="pairs",
     text_length=64,
     seeds=(42, 43, 44),
     few_seeds_of=("sem-retrieval", "sem-classification", "sem-clustering", "mote-static"),
     limits={SEARCH: 100, OTHERS: 500},
-    dtype="bfloat16",
 )
 """The paper's regime: from a masked language model, on pairs of texts for all tasks. docs/plan-of-experiments.md."""
 
@@ -228,14 +227,14 @@ SCALES = {
         seeds=(42, 43, 44),
     ),
     "medium": MEDIUM,
-    "medium-labels": replace(MEDIUM, trained_on="labels", rates_of="medium", seeds=(42,)),
+    "medium-trials": replace(MEDIUM, changes=(*MEDIUM.changes, *BF16), chosen_by=None, dtype="bfloat16"),
+    "medium-labels": replace(MEDIUM, trained_on="labels", seeds=(42,)),
     "medium-embedder": replace(
         MEDIUM,
         source="sentence-transformers/paraphrase-MiniLM-L3-v2",
-        changes=tuple(change for change in MEDIUM.changes if change not in BF16),
         sweep=(5e-5, 1e-4, 2e-4, 4e-4),  # a finished embedder bears less
+        chosen_by=None,
         seeds=(42,),
-        dtype=None,
     ),
 }
 

@@ -145,10 +145,11 @@ def _best(runs: Runs) -> str:
     title = "### best: the best recipe with experts, and the best dense ones"
     if not runs.scale.sweep:
         return f"{title}: this scale has no validation sets"
-    of_data = scores_of_data(runs.trials)
+    trials = runs.choosing.trials
+    of_data = scores_of_data(trials)
     data = best_data(of_data)
-    share(partial(improve, runs.trials, base + data) for base in BASES)
-    steps = {base: improve(runs.trials, base + data) for base in BASES}
+    share(partial(improve, trials, base + data) for base in BASES)
+    steps = {base: improve(trials, base + data) for base in BASES}
     names = {base: best_of(of_base)["name"] for base, of_base in steps.items()}
     names |= {base: base + names["ic"].removeprefix("ic") for base in LIKE_IC}
     scores = runs.scores([START, *(part for name in names.values() for part in parts_of(name))], runs.scale.seeds)

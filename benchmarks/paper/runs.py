@@ -63,6 +63,15 @@ class Runs:
         """Name of the folder of the models: `models`, or that of the trials at a learning rate."""
         return "models" if self.trial_rate is None else f"trials-{self.trial_rate:g}"
 
+    @cached_property
+    def choosing(self) -> "Runs":
+        """The runs whose trials choose the rate, the data and the improvements: those of another scale, or these."""
+        other = self.scale.chosen_by
+        if other is None:
+            return self
+        kept = None if self.kept is None else self.kept.with_name(other)
+        return replace(self, scale=SCALES[other], out=self.out.with_name(other), kept=kept)
+
     @property
     def trials(self) -> "Runs":
         """The same as trials, at the learning rate of all variants."""
@@ -153,10 +162,8 @@ class Runs:
     @cached_property
     def sweep(self) -> dict[str, dict[float, float]]:
         """Scores of trials at all rates on validation sets: variant → rate → mean over the task types."""
-        if self.scale.rates_of is not None:
-            other = self.scale.rates_of
-            kept = None if self.kept is None else self.kept.with_name(other)
-            return replace(self, scale=SCALES[other], out=self.out.with_name(other), kept=kept).sweep
+        if self.scale.chosen_by is not None:
+            return self.choosing.sweep
         trials = {rate: replace(self, trial_rate=rate) for rate in self.scale.sweep}
         share(partial(trial.validated, name) for trial in trials.values() for name in SWEPT)
         return {name: {rate: mean(trial.validated(name).values()) for rate, trial in trials.items()} for name in SWEPT}

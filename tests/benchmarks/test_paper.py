@@ -69,6 +69,17 @@ def test_seeds_of_a_variant(tmp_path: Path) -> None:
     assert replace(medium, trial_rate=4e-4).seeds_of("mote") == (42,)
 
 
+def test_a_scale_whose_trials_are_those_of_another(tmp_path: Path) -> None:
+    medium = runs.Runs(experiments.SCALES["medium"], "S", "D", tmp_path / "medium", kept=ROOT / "docs/results/medium")
+    other = runs.Runs(experiments.SCALES["medium-trials"], "S", "D", tmp_path / "medium-trials", kept=None)
+    assert replace(medium.choosing, kept=None) == other
+    assert other.choosing is other
+    vars(medium.choosing)["sweep"] = {"em": {2e-4: 50.0, 4e-4: 51.0}}
+    assert medium.rate(experiments.VARIANTS["ic"]) == 4e-4
+    assert medium.choosing.trials.is_validated("ic+five-tasks+distilled")
+    assert not medium.trials.is_validated("ic+five-tasks+distilled")
+
+
 def test_improvements_of_a_variant() -> None:
     medium = experiments.SCALES["medium"]
     for name in improvements.IMPROVEMENTS:
@@ -429,12 +440,13 @@ def test_the_best_recipes_are_looked_for_and_scored(
     monkeypatch.setattr(data, "CORPUS", 10)
     monkeypatch.setattr(runs, "VALIDATION_LIMIT", 5)
     monkeypatch.setattr(best, "ORDER", (("distilled",), ("mined",), ("unseen-by-mean",)))
-    monkeypatch.setattr("benchmarks.paper.reports.BASES", ("ic", "mote"))
     monkeypatch.setattr("benchmarks.paper.reports.LIKE_IC", ("separate", "task-lora"))
     changes = ("training.batch_size=16", "training.max_steps=1", "model.max_length=32", "validation.limit=5")
     limits: dict[tuple[str, ...], int | None] = {("sts/*",): 5, ("reranking/*",): 5}
     medium = experiments.SCALES["medium"]
-    scale = replace(medium, changes=changes, sweep=(1e-4, 2e-4), text_length=16, seeds=(42,), limits=limits)
+    scale = replace(
+        medium, changes=changes, sweep=(1e-4, 2e-4), chosen_by=None, text_length=16, seeds=(42,), limits=limits
+    )
     teacher = str(checkpoints / "all-MiniLM-L6-v2")
     given = runs.Runs(
         scale, str(dense), str(shared / "data"), tmp_path / "out", teacher=teacher, pretrained=tmp_path / "cot"
