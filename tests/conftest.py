@@ -1,9 +1,11 @@
 """Models that several test files share."""
 
 import gc
+import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests that need a hub start one, for processes of their own
@@ -39,6 +41,16 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["HF_MODULES_CACHE"], ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """Take back what a command that ran in the test's process has set up for the logger `mote`."""
+    logger = logging.getLogger("mote")
+    handlers, level = [*logger.handlers], logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """Tables, sizes and progress lines."""
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,8 @@ from mote.reporting import console_logging, markdown_table, megabytes, millions,
 
 
 @pytest.fixture
-def logger() -> Iterator[logging.Logger]:
-    logger = logging.getLogger("mote.somewhere")
-    yield logger
-    root = logging.getLogger("mote")
-    root.handlers.clear()
-    root.setLevel(logging.NOTSET)
+def logger() -> logging.Logger:
+    return logging.getLogger("mote.somewhere")
 
 
 def test_the_first_column_is_aligned_left_and_the_others_right() -> None:
