@@ -43,6 +43,7 @@ def documented_commands() -> Iterator[tuple[str, str]]:
                 yield page.name, re.sub(r"\s#\s.*", "", command)
 
 
+@pytest.mark.long
 def test_documented_commands_exist_with_their_options() -> None:
     commands = list(documented_commands())
     assert len(commands) > 20

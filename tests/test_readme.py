@@ -19,7 +19,7 @@ def test_the_first_screen_has_two_commands_in_short_lines() -> None:
     commands = re.findall(r"^python3 -m venv .*?(?:&&\n.*?)*$", block[1], re.MULTILINE)
     assert [re.split(r"&&\s+", command)[-1] for command in commands] == [
         ".venv/bin/python examples/00_quickstart.py",
-        ".venv/bin/python -m pytest -n 2",
+        ".venv/bin/python -m pytest -n 2 --dist worksteal",
     ]
 
 

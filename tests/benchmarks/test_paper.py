@@ -28,6 +28,7 @@ def scores_of(**every: dict[str, list[float]]) -> object:
     return runs.Scores(every, types)
 
 
+@pytest.mark.long
 def test_every_variant_is_a_valid_recipe_at_every_scale() -> None:
     for scale in experiments.SCALES.values():
         for name, variant in experiments.VARIANTS.items():

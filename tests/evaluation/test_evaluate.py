@@ -120,6 +120,7 @@ def test_two_runs_into_one_folder_do_not_share_unfinished_files(
     assert not set(parts[0]) & set(parts[1])
 
 
+@pytest.mark.long
 def test_failures_do_not_stop_the_others(
     data: Path, fresh_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,7 +251,11 @@ def test_an_interrupted_run_says_how_to_resume(data: Path, tmp_path: Path, caplo
     [
         ([], "give --data FOLDER, --benchmark NAME, or --task"),
         (["--data", "DATA", "--benchmark", "MTEB(eng, v1)"], "choose --data or --benchmark"),
-        (["--benchmark", "MTEB(english, v1)"], "MTEB: 'MTEB(english, v1)' not found. Did you mean"),
+        pytest.param(
+            ["--benchmark", "MTEB(english, v1)"],
+            "MTEB: 'MTEB(english, v1)' not found. Did you mean",
+            marks=pytest.mark.long,  # mteb makes all its benchmarks
+        ),
         (["--task", "NFCorpuss"], "MTEB: 'NFCorpuss' not found. Did you mean: 'NFCorpus'"),
         (["--benchmark", "MTEB(eng, v1)", "--task", "Bank?"], "No dataset matches 'Bank?'"),
         (["--task", "STS12", "--limit", "5"], "--limit only cuts datasets of --data"),

@@ -50,6 +50,7 @@ def test_a_sparse_encoder_is_scored(tmp_path: Path) -> None:
     assert "not finite" in broken.failures["model"]["beir-words"]
 
 
+@pytest.mark.long
 def test_each_kind_of_vectors_of_a_hybrid_model(tmp_path: Path) -> None:
     data = written(tmp_path)
     source = dense_checkpoint(tmp_path / "tiny", head="mlm")

@@ -175,6 +175,7 @@ WITHOUT_MTEB = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", TYPES)
 def test_each_type_scores_what_is_worked_out_without_mteb(path: str, encoder: SentenceTransformer) -> None:
     (task,) = load_tasks(EXAMPLES, [path])

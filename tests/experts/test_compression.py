@@ -170,6 +170,7 @@ def test_integers_survive_every_change_of_type(dtype: torch.dtype, tmp_path: Pat
     assert {weight.dtype for weight in halved.state_dict().values()} == {dtype, torch.int8}
 
 
+@pytest.mark.long
 @both_ways
 def test_under_autocast_and_compile(way: dict[str, int]) -> None:
     compressed = mote.experts.compress(three_experts(), **way)

@@ -142,6 +142,7 @@ def test_texts_of_ones_own(trained_folder: Path, tmp_path: Path) -> None:
     assert load_exported(out, "onnx").encode(TEXTS).shape[0] == len(TEXTS)
 
 
+@pytest.mark.long
 def test_a_conversion_that_fails_or_goes_wrong(
     trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

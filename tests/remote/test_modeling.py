@@ -194,6 +194,7 @@ def test_eight_threads_serve_four_tasks() -> None:
     assert wrong == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_equals_eager(backend: str) -> None:
     model, inputs = trained_mote("nomic_bert"), batch()
@@ -204,6 +205,7 @@ def test_compiled_equals_eager(backend: str) -> None:
             assert difference(compiled(**inputs, task=task).pooler_output, expected) <= 1e-6
 
 
+@pytest.mark.long
 def test_one_task_compiles_into_one_graph() -> None:
     model, inputs = trained_mote("bert"), batch()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -155,6 +155,7 @@ def test_the_loss_reaches_a_training_that_does_not_know_it(trained_folder: Path,
     assert difference(untold, passes * told) <= 1e-5
 
 
+@pytest.mark.long
 def test_the_trainer_as_it_is(trained_folder: Path, tmp_path: Path) -> None:
     """Real steps of the unmodified trainer: a strong factor balances what a factor of zero leaves as it is."""
     datasets = pytest.importorskip("datasets")

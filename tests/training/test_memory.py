@@ -116,6 +116,7 @@ def test_dropout_within_attention_costs_nothing_on_a_gpu() -> None:
     assert model.config.backbone_config.attention_probs_dropout_prob > 0  # the model is as it was
 
 
+@pytest.mark.long
 def test_activations_grow_with_the_mini_batch_and_not_with_the_batch() -> None:
     model = fresh_mote("nomic_bert")
     one, more, wider = (
@@ -192,6 +193,7 @@ def test_a_config_is_enough() -> None:
     assert 2 * estimate_memory(half, **SMALL).weights == estimate_memory(model, **SMALL).weights
 
 
+@pytest.mark.long
 def test_what_is_cut_among_processes() -> None:
     config = MoTEConfig(
         backbone_config=BertConfig(

@@ -166,6 +166,7 @@ def test_differences_name_short_values() -> None:
     assert "save_steps: 7" in as_yaml(recipe)
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_was_cut_short_is_not_used(
     tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,7 @@ def test_sparse_losses_of_the_library(source: Path, tmp_path: Path) -> None:
             check_loss("retrieval", task(loss=wrong), sparse=True)
 
 
+@pytest.mark.long
 def test_a_run_with_negatives_is_resumed(
     source: Path, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -212,6 +212,7 @@ def by_hand_at(anchors: torch.Tensor, positives: torch.Tensor, allowed: list, te
     return (total / len(allowed)).item()
 
 
+@pytest.mark.long
 def test_experts_without_data_stay_as_they_were(data: Path, tmp_path: Path) -> None:
     others = ["tasks.classification=null", "tasks.clustering=null"]
     recipe = load_recipe("mote", of_encoder(data, tmp_path / "run", *others))
@@ -254,6 +255,7 @@ def two_steps(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "setting", ["training.gradient_checkpointing=true", "training.mini_batch_size=null", "training.mini_batch_size=3"]
 )
@@ -266,6 +268,7 @@ def test_ways_to_save_memory_change_nothing(setting: str, two_steps: Path, data:
     assert different < 0.001 * sum(weight.numel() for weight in one.values())
 
 
+@pytest.mark.long
 def test_bf16(two_steps: Path, data: Path, tmp_path: Path) -> None:
     model = train("mote", of_encoder(data, tmp_path / "other", SLOWLY, "training.bf16=true"))
     assert losses_of(two_steps) != losses_of(tmp_path / "other")
@@ -381,6 +384,7 @@ def test_the_weights_of_a_loss_are_resumed(
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.long
 def test_the_record_of_a_resumed_run(tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = overrides(tiny, data, tmp_path / "run", "training.max_steps=4")
     break_off(settings, monkeypatch, at=4)
