@@ -271,7 +271,8 @@ class Runs:
         recipe = recipe_of(variant, self.scale, "SOURCE", "DATA", seed, self.settings_of(variant), name)
         shipped = fixed_settings(load_recipe(variant.recipe))
         own = {key: value for key, value in fixed_settings(recipe).items() if shipped.get(key) != value}
-        digest = blake2b(json.dumps(shipped, sort_keys=True).encode(), digest_size=8).hexdigest()
+        given = json.dumps(fixed_settings(load_recipe(variant.recipe), given_only=True), sort_keys=True)
+        digest = blake2b(given.encode(), digest_size=8).hexdigest()
         if self.scale.trained_on != "folder":
             found["data"] = digest_of(self.prepared())
         if variant.start == "distilled" or variant.mined:

@@ -299,6 +299,8 @@ def test_two_stages(data: Path, tmp_path: Path) -> None:
         ("training.peft={method: ia3, r: 4}", "r: settings of LoRA"),
         ("training.peft={method: lra}", "training.peft.method"),
         ("training.peft={base_dtype: bfloat16}", "set training.bf16=true"),
+        ("training.start_weight=0.5", "for weaker adapters, lower training.peft.alpha"),
+        ("training.start_weight=1", "training.start_weight"),
         ("training.peft={merge: false}", "Upcycle it first"),
         ("model.kind=token_routed", "stacked weights"),
         ("model.kind=dense", "a dense model has no experts"),

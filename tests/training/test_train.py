@@ -18,6 +18,7 @@ from helpers.paths import SMALL_ENCODER
 from helpers.runs import break_off, command, environment, overrides, train_step, weights
 from sentence_transformers import SentenceTransformer, SparseEncoder
 
+from mote import upcycle
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import open_checkpoint
 from mote.training import teachers
@@ -280,6 +281,23 @@ def test_bf16(two_steps: Path, data: Path, tmp_path: Path) -> None:
 def test_compiled(two_steps: Path, data: Path, tmp_path: Path) -> None:
     train("mote", of_encoder(data, tmp_path / "other", SLOWLY, "training.torch_compile=true"))
     assert losses_of(two_steps) == pytest.approx(losses_of(tmp_path / "other"), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["mote", "ic"])
+def test_the_start_has_a_weight_in_the_final_model(name: str, tiny: Path, data: Path, tmp_path: Path) -> None:
+    fast = "training.learning_rate=1e-2"
+    trained = weights(train(name, overrides(tiny, data, tmp_path / "trained", fast)))
+    model = train(name, overrides(tiny, data, tmp_path / "moved", fast, "training.start_weight=0.25"))
+    moved = weights(model)
+    start = weights(tiny if name == "ic" else upcycle(str(tiny), tmp_path / "upcycled"))
+    of_start = {key: weight for key, weight in start.items() if key in moved}
+    assert len(of_start) > 10
+    for key, initial in of_start.items():
+        torch.testing.assert_close(moved[key], torch.lerp(trained[key], initial, 0.25), atol=1e-7, rtol=0)
+    assert any(not torch.equal(moved[key], trained[key]) for key in moved)
+    scores = [train_step(one)["validation"]["after"] for one in (tmp_path / "trained" / "model", model)]
+    assert scores[0] != scores[1]  # of the weights that are written
+    assert "which have a weight of 0.25" in (model / "README.md").read_text()
 
 
 def test_matryoshka_and_given_negatives(tiny: Path, tmp_path: Path) -> None:

@@ -263,7 +263,7 @@ def write_trained_card(
         config: Its tasks and instructions; those of a MoTE are its own config.
         source: Checkpoint that the training started from.
         kind: A key of `TRAINED_KINDS`.
-        recipe: `name`, `description`, `batch_size`, `learning_rate`, `weight_decay`, `seed`.
+        recipe: `name`, `description`, `batch_size`, `learning_rate`, `weight_decay`, `seed`, `start_weight`.
         run: `steps`, `device`, `processes`, `seconds`, `resumed_from_step`.
         data: Rows of name, batches, loss, temperature, datasets.
         seen: Expert, or task, → `texts` and `tokens`.

@@ -424,13 +424,15 @@ class PeftSettings(Settings):
 
 
 class TrainingSettings(TrainerSettings):
-    """`SentenceTransformerTrainingArguments`, by their own names, and seven settings of ours: `batch_size`, and these.
+    """`SentenceTransformerTrainingArguments`, by their own names, and eight settings of ours: `batch_size`, and these.
 
     Attributes:
         mini_batch_size: Rows per forward pass. Default: the whole batch.
         gradient_caching: Whether mini-batches are embedded twice (GradCache), so that only one at a time is in memory.
             Without it, a step of InfoNCE is faster, in the memory of the whole batch.
         only_experts: Experts to train; everything else is frozen. Default: the whole model.
+        start_weight: Weight of the start in the final model, from 0 (the weights as trained) to below 1: less of what
+            the start could do is lost (Wortsman et al. 2022, "Robust fine-tuning of zero-shot models", Section 3).
         peft: Adapters to train, with everything else frozen. Default: none.
         cross_device_negatives: Whether the rows of all processes are negatives of one another.
         matryoshka: Dimensions to which embeddings can be truncated, or `halves`: the model's own, half of it, and so on
@@ -440,6 +442,7 @@ class TrainingSettings(TrainerSettings):
     mini_batch_size: int | None = Field(default=None, ge=1)
     gradient_caching: bool = True
     only_experts: list[str] | None = Field(default=None, min_length=1)
+    start_weight: float = Field(default=0.0, ge=0, lt=1)
     peft: PeftSettings | None = None
     cross_device_negatives: bool = True
     matryoshka: list[int] | Literal["halves"] | None = None
@@ -450,6 +453,7 @@ class TrainingSettings(TrainerSettings):
         "mini_batch_size",
         "gradient_caching",
         "only_experts",
+        "start_weight",
         "peft",
         "cross_device_negatives",
         "matryoshka",
@@ -497,7 +501,7 @@ class Recipe(Settings):
         tasks: Task → its data and settings.
         retrieval: The model's vectors.
         data: Settings of all datasets.
-        training: `SentenceTransformerTrainingArguments`, and seven settings of ours.
+        training: `SentenceTransformerTrainingArguments`, and eight settings of ours.
         validation: Held-out texts.
         output: Folder of the run.
     """
@@ -566,6 +570,11 @@ class Recipe(Settings):
             raise ValueError("training.peft: token-routed experts are stacked weights, which PEFT does not adapt here")
         if self.model.kind == "dense" and peft.targets in ("shared", "experts"):
             raise ValueError(f"training.peft.targets={peft.targets}: a dense model has no experts; try all-linear")
+        if self.training.start_weight:
+            raise ValueError(
+                "training.start_weight moves the model's own weights, which adapters leave as they are: for weaker "
+                "adapters, lower training.peft.alpha"
+            )
         if peft.base_dtype == "bfloat16" and not self.training.bf16:
             raise ValueError("training.peft.base_dtype=bfloat16 needs mixed precision: set training.bf16=true")
         return self

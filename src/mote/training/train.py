@@ -92,6 +92,7 @@ def train(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, overwri
         state.wait_for_everyone()
         run.train()
         run.gather()
+        run.interpolate()
         if state.is_main_process:
             run.finish(before)
         state.wait_for_everyone()
@@ -168,6 +169,16 @@ class TrainingRun(Run):
             model.load_state_dict(kept, strict=not rounded)
         self.model = model
 
+    def interpolate(self) -> None:
+        """Move the trained weights towards the start by `start_weight`; all processes call this."""
+        weight = self.recipe.training.start_weight
+        if not weight:
+            return
+        start, _ = _load_model(self.recipe, self.source, self.folder)
+        with torch.no_grad():
+            for trained, initial in zip(self.model.parameters(), start.parameters(), strict=True):
+                trained.lerp_(initial.to(trained), weight)
+
     def finish(self, before: dict[str, float] | None) -> None:
         """Score the model, write its repository, replacing an earlier one, and remove the checkpoints."""
         logger.info("Scoring, and writing the model …")
@@ -194,7 +205,7 @@ class TrainingRun(Run):
         logger.info(summary(record))
 
     def _write_card(self, folder: Path, step: dict[str, Any]) -> None:
-        settings = ("batch_size", "learning_rate", "weight_decay", "seed")
+        settings = ("batch_size", "learning_rate", "weight_decay", "seed", "start_weight")
         recipe = {key: getattr(self.recipe.training, key) for key in settings}
         data = [
             (
