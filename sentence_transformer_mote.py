@@ -39,6 +39,12 @@ class MoTECardData(SentenceTransformerModelCardData):
             config.default_task = default
 
 
+class TaskPrompt(str):
+    """An instruction, possibly empty, and its task: of `encode(prompt_name=…)`, only the text reaches a module."""
+
+    task: str
+
+
 class MoTETransformer(Transformer):
     """A `Transformer` module whose model has task experts.
 
@@ -79,7 +85,7 @@ class MoTETransformer(Transformer):
 
         Args:
             inputs: Texts.
-            prompt: Text to put in front of each text; if it is an instruction of the config, it decides the task.
+            prompt: Text to put in front of each text; a `TaskPrompt` or an instruction of the config decides the task.
             processing_kwargs: See the base class.
             task: A task of the config, or the hints "query" and "document".
             **kwargs: See the base class.
@@ -123,7 +129,11 @@ class MoTETransformer(Transformer):
         return out
 
     def on_model_ready(self, model: Any) -> None:
-        """Make the card that is saved with the model a MoTE's, and remove its note "Not trained yet"."""
+        """Let prompts know their tasks, make the card that is saved with the model a MoTE's, and correct its text."""
+        for name, text in model.prompts.items():
+            if task := self.config.task_of_prompt(name, text):
+                model.prompts[name] = TaskPrompt(text)
+                model.prompts[name].task = task
         card, text = model.model_card_data, model._model_card_text or ""
         card.__class__ = MoTECardData if type(card) is SentenceTransformerModelCardData else type(card)
         card.add_tags(self.model.model_tags)

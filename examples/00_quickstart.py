@@ -1,4 +1,4 @@
-"""One question in four tasks of a MoTE; then search, classification and clustering, before and after its training.
+"""One question in three tasks of a MoTE; then search, classification and clustering, before and after its training.
 
     python examples/00_quickstart.py [--model FOLDER_OR_HUB_ID] [--dense FOLDER_OR_HUB_ID] [--out PICTURE]
 
@@ -54,7 +54,7 @@ def main() -> None:
 
 def ask_each_expert(model: SentenceTransformer) -> None:
     """Print how similar the question is to each text, in each task."""
-    tasks = ("search", "classification", "clustering", "sts")
+    tasks = ("search", "classification", "clustering")
     print(f"{QUESTION}\n\n{'cosine similarity in the task':<40}", *(f"{task:>15}" for task in tasks), sep="")
     rows = []
     for task in tasks:

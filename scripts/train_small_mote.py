@@ -70,9 +70,9 @@ SECTIONS = """
 
 `em` is the dense model, `ic` the one with instructions, `start` the one that is not trained:
 [small-encoder](../small-encoder), from which all others start. They had the same texts in the same number of steps, and
-all three end halfway between what was learned and the start (`training.start_weight`). MoTE has no instructions. Both were
-chosen on validation sets (docs/lab.md), after the models without the first and with the second had been scored on these
-test splits: the dense start was better than all three.
+all three end halfway between what was learned and the start (`training.start_weight`). MoTE has no instructions. Both
+were chosen on validation sets (docs/lab.md), after the models without the first and with the second had been scored on
+these test splits: the dense start was better than all three.
 Seeds: {seeds}; the MoTE stored here has seed {own_seed}. MoTEs are scored as stored. The tests are over datasets.
 
 Scores are means x 100 over the test splits of {count} datasets: nDCG@10 (retrieval), MAP (reranking), accuracy,

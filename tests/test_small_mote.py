@@ -89,7 +89,7 @@ def test_search_and_matching(small_mote: SentenceTransformer) -> None:
     experts = ("search", "classification", "clustering")
     embedded = np.stack([small_mote.encode(QUESTION, task=task) for task in experts])
     similar = embedded @ embedded.T
-    assert (similar[~np.eye(len(experts), dtype=bool)] < 0.95).all()
+    assert (similar[~np.eye(len(experts), dtype=bool)] < 0.97).all()
 
 
 def test_transformers_and_sentence_transformers_agree(small_mote: SentenceTransformer) -> None:

@@ -40,6 +40,21 @@ UNSEEN_TASKS = {
 # What `encode_query` and `encode_document` pass as the task: weaker than a prompt, see `MoTEConfig.task_of`.
 ROLE_HINTS = ("query", "document")
 
+# MTEB looks for a prompt under the task's type (with the role, for asymmetric tasks), or under the role alone. These
+# are its names of the seven task types; the roles `query` and `document` already are tasks of ours.
+MTEB_PROMPTS = {
+    "Classification": "classification",
+    "MultilabelClassification": "classification",
+    "Clustering": "clustering",
+    "PairClassification": "pair_classification",
+    "STS": "sts",
+    "Summarization": "summarization",
+    "Retrieval-query": "query",
+    "Retrieval-document": "document",
+    "Reranking-query": "query",
+    "Reranking-document": "document",
+}
+
 EXPERT_NAME = re.compile(r"[\w-]+")
 
 # A config with larger sizes is damaged or hostile, and building its model would take forever.
@@ -299,11 +314,16 @@ class MoTEConfig(PreTrainedConfig):
         """Return the text that goes in front of the inputs of `task`, possibly empty."""
         return self.instructions.get(task, self.instructions.get(self.tasks[task], ""))
 
+    def task_of_prompt(self, name: str, text: str) -> str | None:
+        """Return the task whose prompt this is, under its own name or one of MTEB's; None: another prompt."""
+        task = MTEB_PROMPTS.get(name, name)
+        return task if task in self.tasks and text == self.instruction_of(task) else None
+
     def task_of(self, inputs: Sequence[Any], task: str | None = None, prompt: str | None = None) -> str | list[str]:
         """Decide which task the inputs are for: the only place that does. The first rule that applies wins.
 
         1. An explicit `task`, unless it is only a role hint.
-        2. The `prompt`, if its text is an instruction of the config.
+        2. The `prompt`, if it is a `TaskPrompt`, or its text an instruction of the config.
         3. The role hints `query` and `document`.
         4. The instruction that a text itself begins with, text by text; not if `route_by_text` is False.
         5. The config's `default_task`.
@@ -329,6 +349,8 @@ class MoTEConfig(PreTrainedConfig):
         if task is not None and task not in ROLE_HINTS:
             self.expert_of(task)
             return task
+        if (named := getattr(prompt, "task", None)) in self.tasks:
+            return named
         instructions = self._tasks_of_instructions()
         if prompt in instructions:
             return instructions[prompt]
@@ -360,7 +382,7 @@ class MoTEConfig(PreTrainedConfig):
         hint = f" Did you mean {nearly[0]!r}?" if any(nearly) and self.route_by_text else ""
         return (
             f"No task for the text {text[:60]!r}: {reason}, and the model has no default_task.{hint}\n"
-            "Pass `task=`, or the `prompt_name=` of a task that has an instruction (in training: `prompts=`)."
+            "Pass `task=` or `prompt_name=`; in training, `prompts=` with the tasks' instructions."
             f"{alternatives('', self.tasks)}\nWhere nothing can be passed, load with SentenceTransformer(…, "
             f'default_prompt_name="{task}") for instruction and expert, or config_kwargs={{"default_task": "{task}"}} '
             f"for the expert alone, also in training; `mote set DIR default_task={task}` writes that into a folder."

@@ -12,6 +12,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from configuration_mote import MTEB_PROMPTS
 from mote.checkpoints import cards
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.models import dense_without_weights, load_dense, load_tokenizer, quiet_transformers
@@ -106,7 +107,7 @@ def lengthen(
     count = model.num_parameters()
 
     def write_card(folder: Path, step: dict[str, Any]) -> None:
-        prompts = {name: text for name, text in st.source_prompts(source).items() if name not in st.MTEB_PROMPTS}
+        prompts = {name: text for name, text in st.source_prompts(source).items() if name not in MTEB_PROMPTS}
         cards.write_lengthened_card(
             folder,
             repo_id,

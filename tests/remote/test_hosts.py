@@ -216,7 +216,7 @@ def test_a_prompt_s_name_in_place_of_its_text(trained_folder: Path, tmp_path: Pa
     trainer = SentenceTransformerTrainer(model=model, args=arguments, train_dataset=rows, loss=loss)
     with pytest.raises(ValueError, match=r"'search_query.*Did you mean 'search_query: '") as error:
         trainer.train()
-    assert "(in training: `prompts=`)" in str(error.value)
+    assert "in training, `prompts=` with the tasks' instructions" in str(error.value)
 
 
 # Models as in transformers ---------------------------------------------------------------------------------------

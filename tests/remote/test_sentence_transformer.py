@@ -1,5 +1,8 @@
 """Every way to name a task reaches the right expert, on a model that was saved and loaded again."""
 
+import copy
+import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +95,30 @@ def test_a_prompt_that_goes_on_after_the_instruction(model: SentenceTransformer)
     longer = model.encode(TEXTS, prompt="search_query: about animals: ")
     same = model.encode([f"about animals: {text}" for text in TEXTS], prompt_name="search_query")
     assert np.abs(longer - same).max() <= 1e-6
+
+
+def test_prompt_names_without_instructions(trained_folder: Path, expected: dict, tmp_path: Path) -> None:
+    """All prompts are empty: only their names tell them apart."""
+    config = MoTEModel.config_class.from_pretrained(trained_folder)
+    mote.configure(trained_folder, tmp_path / "silent", instructions=dict.fromkeys(config.tasks, ""))
+    model = SentenceTransformer(str(tmp_path / "silent"), trust_remote_code=True)
+    assert {*model.prompts.values()} == {""}
+    for arguments, expert, prefix in WAYS:
+        if "prompt_name" in arguments and prefix:
+            assert np.abs(model.encode(TEXTS, **arguments) - expected[expert, ""]).max() <= 1e-6
+    assert np.abs(model.encode_query(TEXTS) - expected["search_query", ""]).max() <= 1e-6
+    as_clusters = model.encode_query(TEXTS, prompt_name="clustering")
+    assert np.abs(as_clusters - expected["clustering", ""]).max() <= 1e-6
+    prompt = model.prompts["clustering"]
+    for copied in (copy.deepcopy(prompt), pickle.loads(pickle.dumps(prompt))):  # for processes of their own
+        assert np.abs(model.encode(TEXTS, prompt=copied) - expected["clustering", ""]).max() <= 1e-6
+    with pytest.raises(ValueError, match="Pass `task=` or `prompt_name="):
+        model.encode(TEXTS)
+    with pytest.raises(ValueError, match="it begins with no known instruction"):
+        model.encode(TEXTS, prompt="")
+    model.save(str(tmp_path / "saved"))
+    saved = json.loads((tmp_path / "saved" / "config_sentence_transformers.json").read_text())
+    assert saved["prompts"] == dict.fromkeys(model.prompts, "")
 
 
 def test_a_single_text_and_no_text(model: SentenceTransformer, expected: dict) -> None:

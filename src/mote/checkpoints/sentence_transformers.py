@@ -8,27 +8,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from configuration_mote import ROLE_HINTS, MoTEConfig
+from configuration_mote import MTEB_PROMPTS, ROLE_HINTS, MoTEConfig
 from mote.checkpoints import nv_embed
 from mote.checkpoints.instructions import INSTRUCTED, TEXT_POOLING, copy_instruction_code, first_module
 from mote.checkpoints.plain import longest_sequence
 from mote.checkpoints.reading import ATTENTION_POOLING, Checkpoint, has_head, is_mote
 from mote.checkpoints.retrieval import OUR_POOLINGS, copy_code, name_of, retrieval_in
-
-# MTEB looks for a prompt under the task's type (with the role, for asymmetric tasks), or under the role alone. These
-# are its names of the seven task types; the roles `query` and `document` already are tasks of ours.
-MTEB_PROMPTS = {
-    "Classification": "classification",
-    "MultilabelClassification": "classification",
-    "Clustering": "clustering",
-    "PairClassification": "pair_classification",
-    "STS": "sts",
-    "Summarization": "summarization",
-    "Retrieval-query": "query",
-    "Retrieval-document": "document",
-    "Reranking-query": "query",
-    "Reranking-document": "document",
-}
 
 # Sentence-Transformers' names of the poolings that MoTEConfig knows, and their flags in releases before 5.0.
 POOLING_NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}

@@ -23,10 +23,9 @@ from mteb.results import TaskResult
 from sentence_transformers import SparseEncoder
 from tqdm import tqdm
 
-from configuration_mote import alternatives
+from configuration_mote import MTEB_PROMPTS, alternatives
 from mote.checkpoints.definitions import instruction_with
 from mote.checkpoints.reading import is_mote
-from mote.checkpoints.sentence_transformers import MTEB_PROMPTS
 from mote.checkpoints.tensors import DTYPES
 from mote.evaluation.cache import Cache, CacheError, with_subtasks
 from mote.evaluation.charts import draw_gains

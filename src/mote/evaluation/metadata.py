@@ -12,13 +12,13 @@ from mteb.models.models_protocols import MTEBModels
 from mteb.types import Licenses
 from transformers import PreTrainedModel
 
-from configuration_mote import ROLE_HINTS
+from configuration_mote import MTEB_PROMPTS, ROLE_HINTS
 from mote.checkpoints.cards import front_matter
 from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.models import dense_without_weights
 from mote.checkpoints.reading import Checkpoint, is_mote, mote_class, open_checkpoint
 from mote.checkpoints.retrieval import retrieval_in
-from mote.checkpoints.sentence_transformers import MTEB_PROMPTS, max_seq_length, source_modules, source_prompts
+from mote.checkpoints.sentence_transformers import max_seq_length, source_modules, source_prompts
 from mote.checkpoints.tensors import parameter_counts
 from mote.inference.loading import is_sparse_encoder
 

@@ -1,7 +1,6 @@
 """Instructions of the result of upcycling: from the options, the source, and the paper."""
 
-from configuration_mote import PAPER_INSTRUCTIONS, UNSEEN_TASKS, MoTEConfig
-from mote.checkpoints import sentence_transformers as st
+from configuration_mote import MTEB_PROMPTS, PAPER_INSTRUCTIONS, UNSEEN_TASKS, MoTEConfig
 from mote.checkpoints.definitions import instruction_with
 from mote.upcycling.options import UpcyclingOptions
 
@@ -37,7 +36,7 @@ def instructions_from(prompts: dict[str, str], config: MoTEConfig) -> dict[str, 
     A prompt under MTEB's name of a task counts as the task's. A prompt for the role `query` also becomes that of the
     expert that serves the role, unless the expert has its own; an empty prompt does so only if no other prompt does.
     """
-    under_mteb_names = {st.MTEB_PROMPTS[name]: prompts[name] for name in st.MTEB_PROMPTS if name in prompts}
+    under_mteb_names = {MTEB_PROMPTS[name]: prompts[name] for name in MTEB_PROMPTS if name in prompts}
     texts = {task: text for task, text in {**under_mteb_names, **prompts}.items() if task in config.tasks}
     given = {task: text for task, text in texts.items() if text}
     none = {config.tasks[task]: "" for task in texts.keys() - given.keys()}
