@@ -6,7 +6,7 @@
 A page has a table between `<!-- table: NAME -->` and `<!-- end of table -->`. The scores in docs/results are stored as
 the benchmarks write them: `scores.json` of `benchmarks.NAME` as NAME.json, `SCALE/NAME.json` of `benchmarks.paper`
 under that name. Every stored table must be on a page, as must SCALE/claims, the paper's claims in short, and `readme`,
-a summary of one scale's table3. A table of a scale that is on no page is added to results/SCALE.md.
+a summary of the table `README_TABLE`. A table of a scale that is on no page is added to results/SCALE.md.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from benchmarks.paper.unseen import ways_table
 
 DOCS = Path(__file__).parents[1] / "docs"
 END = "<!-- end of table -->"
-README_TABLE = Path("small/table3.json")  # the scores that README shows
+README_TABLE = Path("small_mote.json")  # the scores that README shows
 CHART = Path("images/gains.png")
 
 

@@ -136,9 +136,9 @@ def way(
     """
     config = copy.deepcopy(config_of(model))  # other threads read the model's config
     config.default_task, config.route_by_text = default_task, route_by_text
-    prompt = (model.prompts[prompt_name] if prompt_name else None) or ""
+    prompt = model.prompts[prompt_name] if prompt_name else ""
     chosen = config.task_of([text], task, prompt)
-    if task or prompt:
+    if task or prompt_name:
         rule = 3 if task in ("query", "document") else 1 if task else 2
     else:
         config.default_task = None

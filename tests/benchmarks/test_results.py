@@ -86,18 +86,17 @@ def test_the_command_compares_or_rewrites(tmp_path: Path, command: Command) -> N
 def test_readme_shows_the_result() -> None:
     """Its numbers with a sign, and its p-value, are those of the claims."""
     page = (ROOT / "README.md").read_text(encoding="utf-8")
-    scale = results.README_TABLE.parent.name
-    scores = kept(results.README_TABLE.stem, scale)
+    scores = kept(results.README_TABLE.stem, ".")
     assert results.rewrite(page, {"readme": readme.readme_table(scores)})[1] == {"readme": False}
     assert readme.drawn_gains(DOCS / results.CHART) == readme.gains_of(scores)
     assert (DOCS / results.CHART).stat().st_size < 40_000
     first_screen = page.split("\n## ", 1)[0]
-    for link in (results.CHART, f"results/{scale}.md", "results.md", "plan-of-experiments.md"):
+    for link in (results.CHART, "results/small.md", "results.md", "plan-of-experiments.md"):
         assert f"](docs/{link})" in first_screen
     numbers = re.findall(r"[+-]\d+\.\d+|(?<=p = )\d\.\d+", first_screen.split(results.END)[1])
     assert len(numbers) >= 8
     known = results.known_tables(DOCS / "results")
-    found = re.findall(r"[+-]?[\d.]+", known[f"{scale}/claims"] + known["small_mote"])
+    found = re.findall(r"[+-]?[\d.]+", known["small/claims"] + known["small_mote"])
     assert set(numbers) <= {*found}
 
 
@@ -130,17 +129,18 @@ def test_the_chart_is_drawn_if_it_lacks_or_differs(tmp_path: Path, command: Comm
     run = partial(command, tmp_path / "docs")
     scores = tmp_path / "docs" / "results" / results.README_TABLE
     scores.parent.mkdir(parents=True)
+    table = results.README_TABLE.stem
     scores.write_bytes((DOCS / "results" / results.README_TABLE).read_bytes())
     (tmp_path / "README.md").write_text(f"<!-- table: readme -->{results.END}")
-    claims_of, table = (f"{scores.parent.name}/{name}" for name in ("claims", "table3"))
     differing = "different from the kept scores: readme, images/gains.png"
-    assert run("--check") == (1, f"{differing}\non no page: {table}, {claims_of}\n")
-    assert run() == (0, f"rewritten: readme, {claims_of}, {table}, images/gains.png\n")
+    assert run("--check") == (1, f"{differing}\non no page: {table}\n")
+    (tmp_path / "docs" / "results.md").write_text(f"<!-- table: {table} -->{results.END}")
+    assert run() == (0, f"rewritten: readme, {table}, images/gains.png\n")
     assert run("--check") == (0, "")
     content = json.loads(scores.read_text())
     content["every"]["mote"] = {name: [score + 1 for score in of] for name, of in content["every"]["mote"].items()}
     scores.write_text(json.dumps(content))
-    assert run("--check") == (1, f"different from the kept scores: readme, {claims_of}, {table}, images/gains.png\n")
+    assert run("--check") == (1, f"different from the kept scores: readme, {table}, images/gains.png\n")
     assert run()[0] == 0
     assert run("--check") == (0, "")
     (tmp_path / "docs" / results.CHART).unlink()

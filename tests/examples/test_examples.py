@@ -39,7 +39,7 @@ def test_quickstart(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     assert_same_output(printed.split("\n\nThe titles in both", 1)[0] + "\n", shown, tolerance=0.03)
     rows = re.findall(r"^(\w+), [\w@-]+ +(\d\.\d+) +(\d\.\d+)$", printed, re.MULTILINE)
     assert [name for name, _, _ in rows] == ["search", "classification", "clustering"]
-    assert all(float(after) > float(before) for name, before, after in rows if name != "search")
+    assert all(float(after) > float(before) for _, before, after in rows)
     assert (tmp_path / "map.png").stat().st_size > 20_000
 
 

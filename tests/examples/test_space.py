@@ -97,7 +97,7 @@ def test_search(views: ModuleType, model: SentenceTransformer) -> None:
         ({"prompt_name": "clustering"}, ("clustering", "clustering", "clustering: whales", 2)),
         (
             {"task": "query", "prompt_name": "query"},
-            ("search_query", "search_query", "search_query: whales", 3),
+            ("query", "search_query", "search_query: whales", 3),
         ),
         ({"default_task": "clustering"}, ("clustering", "clustering", "whales", 5)),
     ],
