@@ -91,6 +91,7 @@ def test_a_dense_model_is_compared_over_its_prompts(prompted: Path) -> None:
     np.testing.assert_allclose(similarity["search_query", "search_document"], expected, atol=1e-6)
 
 
+@pytest.mark.long
 def test_a_fresh_mote_without_instructions_does_not_tell_tasks_apart(tmp_path: Path) -> None:
     folder = upcycle(str(SMALL_ENCODER), tmp_path / "bare", instructions=dict.fromkeys(TASKS, ""))
     found = analyze([folder], texts=TEXTS, start=str(SMALL_ENCODER), out=tmp_path / "out")

@@ -285,6 +285,7 @@ def test_the_revision_tells_data_and_limit(tmp_path: Path) -> None:
 # Splits and limits ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_two_labels_of_many_in_a_limited_test_split_can_be_scored(encoder: SentenceTransformer) -> None:
     (task,) = load_tasks(EXAMPLES, ["banking77"], limit=2)
     assert 0 <= score(encoder, task) <= 1

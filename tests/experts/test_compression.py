@@ -474,6 +474,7 @@ def test_what_is_refused(dense: Path, trained: Path, tmp_path: Path, capsys: pyt
     assert {path.name for path in tmp_path.iterdir()} == {"low", "partial"}
 
 
+@pytest.mark.long
 def test_what_reads_weights_or_trains_them(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     low, small = (str(compress(trained, tmp_path / next(iter(way)), **way)) for way in WAYS)
     with pytest.raises(ValueError, match=r"are compressed .* cannot be compared"):

@@ -151,6 +151,7 @@ def test_output_folders(tiny_mote: Path, with_legal: Path, tmp_path: Path, capsy
     assert open_artefact(str(inside)).name == "legal"
 
 
+@pytest.mark.long
 def test_token_routers_and_compressed_experts(dense: Path, tiny_mote: Path, legal: Path, tmp_path: Path) -> None:
     routed = upcycle(str(dense), tmp_path / "routed", routing="token")
     for call in (

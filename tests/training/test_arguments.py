@@ -43,6 +43,7 @@ def test_invalid_settings(override: str, message: str, tiny: Path, data: Path, t
         assert not (tmp_path / "run").exists()  # a run that could not start leaves nothing
 
 
+@pytest.mark.long
 def test_accelerate_and_the_recipe_agree_on_the_precision(
     tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,6 +184,7 @@ def test_the_command_with_adapters(capsys: pytest.CaptureFixture[str], fresh_fol
     assert totals[0] > 10 * totals[1] > 10 * totals[2] > 0
 
 
+@pytest.mark.long
 def test_a_config_is_enough() -> None:
     model = fresh_mote("nomic_bert")
     assert estimate_memory(model.config, **SMALL) == estimate_memory(model, **SMALL)

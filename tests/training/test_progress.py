@@ -67,6 +67,7 @@ class Constant(torch.nn.Module):
         return torch.ones(())
 
 
+@pytest.mark.long
 def test_a_non_finite_loss_stops_the_run(
     tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

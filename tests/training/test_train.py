@@ -135,6 +135,7 @@ def test_instructions_and_experts_are_those_of_the_task(epoch: tuple[Spy, dict[s
     assert spy.experts == {task: layers * count for task, count in Counter(task for task, _ in spy.seen).items()}
 
 
+@pytest.mark.long
 def test_dense_recipes_have_instructions_or_not(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, begins in (("ic", True), ("em", False)):
         recipe = load_recipe(name, of_encoder(data, tmp_path / name))
@@ -175,6 +176,7 @@ def test_static_batches_go_across_the_datasets(tiny: Path, data: Path, tmp_path:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("task", "temperature"), [("retrieval", 0.03), ("clustering", 0.06)])
 def test_the_first_loss_is_the_closed_form_with_the_tasks_temperature(
     task: str, temperature: float, data: Path, tmp_path: Path
@@ -318,6 +320,7 @@ def test_matryoshka_and_given_negatives(tiny: Path, tmp_path: Path) -> None:
     assert record["tasks"]["search_document"]["texts"] == 2 * record["tasks"]["search_query"]["texts"]
 
 
+@pytest.mark.long
 def test_a_mote_is_trained_further(data: Path, trained_folder: Path, tmp_path: Path) -> None:
     model = train("mote", overrides(trained_folder, data, tmp_path / "run"))
     before, after = weights(trained_folder), weights(model)
@@ -325,6 +328,7 @@ def test_a_mote_is_trained_further(data: Path, trained_folder: Path, tmp_path: P
     assert any(not torch.equal(before[key], after[key]) for key in before)
 
 
+@pytest.mark.long
 def test_a_teacher_is_learned_from(tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teachers, "cached_assets_path", lambda *_: tmp_path / "cache")
     settings = overrides(
