@@ -224,14 +224,14 @@ def wrong_command_lines(verb: list[str], rest: list[str]) -> Iterator[list[str]]
     [
         "upcycle --src SRC",
         "train SRC",
-        "evaluate SRC --data SRC",
-        "embed SRC SRC --out OUT",
         "average SRC --out OUT",
         "card SRC",
-        "experts add SRC mean --name x --out OUT",
         *(
             pytest.param(line, marks=pytest.mark.long)
             for line in (
+                "embed SRC SRC --out OUT",
+                "evaluate SRC --data SRC",
+                "experts add SRC mean --name x --out OUT",
                 "analyze SRC",
                 "mine SRC --model bm25 --out OUT",
                 "filter SRC --model bm25 --out OUT",

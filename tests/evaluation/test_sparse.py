@@ -30,6 +30,7 @@ def written(tmp_path: Path) -> Path:
     return data.parents[1]
 
 
+@pytest.mark.long
 def test_a_sparse_encoder_is_scored(tmp_path: Path) -> None:
     """The score is that of the dot products of both sides, each through its expert; NaN is a failure."""
     data = written(tmp_path)

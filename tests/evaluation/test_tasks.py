@@ -194,6 +194,7 @@ EXPERTS = {"Clustering": {"clustering"}, "Retrieval": {"search_query", "search_d
 EXPERTS["Reranking"] = EXPERTS["Retrieval"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", TYPES)
 def test_each_type_and_role_reaches_its_expert_with_its_instruction(path: str, trained_folder: Path) -> None:
     model = SentenceTransformer(str(trained_folder), trust_remote_code=True, device="cpu")

@@ -14,9 +14,10 @@ import mote
 from modeling_mote import MoTEModel
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("to", "keep"),
-    [("cpu", 2), *(pytest.param(*each, marks=pytest.mark.long) for each in [("cpu", 1), ("disk", 1), ("disk", 2)])],
+    [("cpu", 1), ("cpu", 2), ("disk", 1), ("disk", 2)],
 )
 def test_eight_threads(to: str, keep: int, tmp_path: Path) -> None:
     expected_of, model = saved(tmp_path), offloaded(tmp_path, to, keep)

@@ -155,6 +155,7 @@ def test_what_lasts_is_exact(name: str, frozen: str) -> None:
     assert told.optimizer == bytes_of(states)
 
 
+@pytest.mark.long
 def test_adapters_of_several_experts_lie_on_one_model() -> None:
     """Four experts take the memory of one, and that of their adapters: r numbers for each input and each output."""
     config = fresh_mote("bert").config
