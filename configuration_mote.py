@@ -316,7 +316,7 @@ class MoTEConfig(PreTrainedConfig):
 
     def task_of_prompt(self, name: str, text: str) -> str | None:
         """Return the task whose prompt this is, under its own name or one of MTEB's; None: another prompt."""
-        task = MTEB_PROMPTS.get(name, name)
+        task = name if name in self.tasks else MTEB_PROMPTS.get(name)
         return task if task in self.tasks and text == self.instruction_of(task) else None
 
     def task_of(self, inputs: Sequence[Any], task: str | None = None, prompt: str | None = None) -> str | list[str]:
