@@ -243,6 +243,7 @@ def compare(data: Path, out: Path, kept: Path, work: Path, seeds: Sequence[int])
     card = out / "README.md"
     own, _, _ = card.read_text(encoding="utf-8").partition("\n## Scores\n")
     card.write_text(own + sections, encoding="utf-8")
+    mote.write_card(out)
     logger.info("%s", sections)
 
 

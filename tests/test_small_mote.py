@@ -59,16 +59,16 @@ def test_its_card_and_table_are_those_of_the_stored_scores(tmp_path: Path, monke
     """No model is trained or scored."""
     stored = ROOT / "docs" / "results"
     shutil.copytree(stored / "small_mote", tmp_path / "kept" / "small_mote")
-    (tmp_path / "card").mkdir()
+    model = shutil.copytree(SMALL_MOTE, tmp_path / "small-mote")
     card = (SMALL_MOTE / "README.md").read_text(encoding="utf-8")
-    (tmp_path / "card" / "README.md").write_text(card.partition("\n## Scores\n")[0], encoding="utf-8")
+    (model / "README.md").write_text(re.sub(r"\n## Scores\n.*", "", card, flags=re.DOTALL), encoding="utf-8")
     data = json.loads((stored / "small_mote" / "mote-seed42.json").read_text(encoding="utf-8"))["settings"]["data"]
     monkeypatch.setattr(train_small_mote.Comparison, "digest", data)
     monkeypatch.setattr(train_small_mote, "copy_without_tests", lambda data, datasets, out: out)
     monkeypatch.chdir(ROOT)
     seeds = sorted({int(path.stem.rpartition("seed")[2]) for path in stored.glob("small_mote/mote-seed*.json")})
-    train_small_mote.compare(Path("DATA"), tmp_path / "card", tmp_path / "kept", tmp_path / "work", seeds)
-    assert (tmp_path / "card" / "README.md").read_text(encoding="utf-8") == card
+    train_small_mote.compare(Path("DATA"), model, tmp_path / "kept", tmp_path / "work", seeds)
+    assert (model / "README.md").read_text(encoding="utf-8") == card
     assert (tmp_path / "kept" / "small_mote.json").read_bytes() == (stored / "small_mote.json").read_bytes()
 
 

@@ -6,14 +6,15 @@ from typing import TypedDict
 
 from benchmarks.locking import share
 from benchmarks.paper.experiments import SWEPT
-from benchmarks.paper.improvements import DATA, FOR_ALL, SEPARATE
+from benchmarks.paper.improvements import DATA, FOR_ALL, SEPARATE, improved
 from benchmarks.paper.runs import Runs
 from mote.reporting import markdown_table
 
 BASES = ("mote", "ic")
 LIKE_IC = ("em", "task-lora", SEPARATE)
 """Further dense models, which get the improvements of IC."""
-ORDER = (
+Order = tuple[tuple[str, ...], ...]
+ORDER: Order = (
     ("late",),
     ("search-expert", "matching-by-search"),
     ("homogeneous",),
@@ -25,6 +26,8 @@ ORDER = (
     ("to-mean-0.25", "to-mean-0.5"),
 )
 """Improvements in the order of the trials, alternatives grouped together."""
+ORDER_IN_FULL: Order = (("no-instructions",), ("to-start-0.25", "to-start-0.5"))
+"""Improvements that are tried in full, after the trials."""
 
 
 class Step(TypedDict):
@@ -47,10 +50,12 @@ class Validation(TypedDict):
     Attributes:
         data: Kind of data, as a suffix of a variant's name → variant → mean over the task types.
         steps: Base → its trials.
+        in_full: Base → what was tried in full.
     """
 
     data: dict[str, dict[str, float]]
     steps: dict[str, list[Step]]
+    in_full: dict[str, list[Step]]
 
 
 def scores_of_data(runs: Runs) -> dict[str, dict[str, float]]:
@@ -65,24 +70,30 @@ def best_data(scores: dict[str, dict[str, float]]) -> str:
     return max(scores, key=lambda suffix: mean(scores[suffix].values()))
 
 
-def improve(runs: Runs, base: str, timeout: float = -1) -> list[Step]:
+def improve(runs: Runs, base: str, order: Order = ORDER, timeout: float = -1) -> list[Step]:
     """Try each improvement that applies to the base, and keep it if the validation score rises.
 
+    Args:
+        runs: The trials, or the full runs.
+        base: Variant to improve.
+        order: Improvements in the order of the trials, alternatives grouped together.
+        timeout: Seconds to wait for another command that works on a trial; -1: no limit.
+
     Raises:
-        filelock.Timeout: If another command works on a trial for longer than `timeout`, in seconds.
+        filelock.Timeout: If the other command takes longer.
     """
     steps = [Step(name=base, score=mean(runs.validated(base, timeout).values()), kept=True)]
-    for alternatives in ORDER:
+    for alternatives in order:
         before = best_of(steps)
         able = [name for name in alternatives if base.startswith("mote") or name in FOR_ALL]
-        if "pretrained" in able and runs.pretrained is None and not runs.is_validated(f"{before['name']}+pretrained"):
+        names = {name: improved(before["name"], name) for name in able}
+        if "pretrained" in able and runs.pretrained is None and not runs.is_validated(names["pretrained"]):
             runs.report(f"{base}: not pre-trained, as --pretrained is not given")
             continue
-        scores = {name: mean(runs.validated(f"{before['name']}+{name}", timeout).values()) for name in able}
+        scores = {name: mean(runs.validated(name, timeout).values()) for name in names.values()}
         best = max(scores, key=scores.__getitem__, default=None)
         for name, score in scores.items():
-            kept = name == best and score > before["score"]
-            steps.append(Step(name=f"{before['name']}+{name}", score=score, kept=kept))
+            steps.append(Step(name=name, score=score, kept=name == best and score > before["score"]))
     return steps
 
 
@@ -93,7 +104,12 @@ def best_of(steps: list[Step]) -> Step:
 
 def validation_tables(validation: Validation) -> str:
     """Format the scores of all kinds of data, and all trials."""
-    return "\n\n".join([_data_table(validation["data"]), _steps_table(validation["steps"])])
+    parts = [
+        _data_table(validation["data"]),
+        _steps_table(validation["steps"], "trial"),
+        _steps_table(validation["in_full"], "in full"),
+    ]
+    return "\n\n".join(parts)
 
 
 def _data_table(scores: dict[str, dict[str, float]]) -> str:
@@ -106,7 +122,7 @@ def _data_table(scores: dict[str, dict[str, float]]) -> str:
     return markdown_table(["trained on", *scores[""], "mean"], rows)
 
 
-def _steps_table(every: dict[str, list[Step]]) -> str:
+def _steps_table(every: dict[str, list[Step]], tried: str) -> str:
     every_step = [step for steps in every.values() for step in steps]
     rows = [[step["name"], f"{step['score']:.2f}", "yes" if step["kept"] else "no"] for step in every_step]
-    return markdown_table(["", "mean over the types of validation sets", "kept"], rows)
+    return markdown_table([tried, "mean over the types of validation sets", "kept"], rows)

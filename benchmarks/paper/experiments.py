@@ -30,6 +30,10 @@ OF_THE_RECIPE = {
 """Batches and temperature of each task in the paper's recipe."""
 
 
+Making = Callable[[Path, Path, Path], Path]
+"""Function of a trained model, a folder for what is made of it, and the dense model that the training started from."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """A model of the comparison: a shipped recipe with changes.
@@ -40,7 +44,7 @@ class Variant:
         datasets: Patterns of the datasets that it is evaluated on.
         few_seeds: Whether it is trained only with the scale's `few_seeds`.
         made_of: Variant that it is made from, if it is not trained itself.
-        made_by: Function that makes it, called with the folder of `made_of` and its own folder.
+        made_by: Function that makes it.
         own_rate: Whether it uses its own best learning rate, where the other variants of the scale share one.
         rate_factor: Its learning rate as a multiple of the shared one, if the scale has a sweep.
         expert_rate_factor: Learning rate of its experts, as a multiple of its own learning rate.
@@ -56,7 +60,7 @@ class Variant:
     datasets: tuple[str, ...] = ALL_DATASETS
     few_seeds: bool = False
     made_of: str | None = None
-    made_by: Callable[[Path, Path], Path] | None = None
+    made_by: Making | None = None
     own_rate: bool = False
     rate_factor: float = 1.0
     expert_rate_factor: float | None = None
@@ -67,9 +71,9 @@ class Variant:
     trial_changes: tuple[str, ...] = ()
 
 
-def made_by(function: Callable[..., Any], *arguments: Any, **settings: Any) -> Callable[[Path, Path], Path]:
+def made_by(function: Callable[..., Any], *arguments: Any, **settings: Any) -> Making:
     """Return a function that makes a variant with one of `mote.experts`."""
-    return lambda source, out: mote.transform(source, out, function, *arguments, **settings)
+    return lambda source, out, start: mote.transform(source, out, function, *arguments, **settings)
 
 
 def ablations(task: str) -> dict[str, tuple[str, float]]:

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import mote
-from benchmarks.paper.experiments import TASKS, VARIANTS, Variant, made_by
+from benchmarks.paper.experiments import TASKS, VARIANTS, Making, Variant, made_by
+from benchmarks.paper.interpolation import towards_start
 from configuration_mote import PAPER_INSTRUCTIONS, UNSEEN_TASKS
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
@@ -77,12 +78,16 @@ def _five_tasks(variant: Variant, name: str) -> Variant:
     return replace(changed, trained_on="five_tasks", trial_changes=weights)
 
 
-def _of(making: Callable) -> Improvement:
+def _of(making: Making) -> Improvement:
     return lambda variant, name: replace(variant, made_of=name, made_by=making)
 
 
 def _served_by(expert: str) -> Improvement:
-    return _of(lambda source, out: mote.configure(source, out, tasks=dict.fromkeys(UNSEEN, expert)))
+    return _of(lambda source, out, start: mote.configure(source, out, tasks=dict.fromkeys(UNSEEN, expert)))
+
+
+def _to_start(weight: float) -> Improvement:
+    return _of(lambda source, out, start: towards_start(source, out, start, weight))
 
 
 def _unseen_by_mean(variant: Variant, name: str) -> Variant:
@@ -101,10 +106,12 @@ FOR_ALL: dict[str, Improvement] = {
     "distilled": lambda variant, name: replace(variant, start="distilled"),
     "mined": lambda variant, name: replace(variant, mined=True),
     "pretrained": lambda variant, name: replace(variant, start="pretrained"),
+    **{f"to-start-{weight:g}": _to_start(weight) for weight in (0.25, 0.5)},
 }
 FOR_EXPERTS: dict[str, Improvement] = {
     "search-expert": _served_together("search", SEARCH),
     "matching-by-search": _served_together("search", (*SEARCH, MATCHING, *UNSEEN)),
+    "no-instructions": lambda variant, name: _changed(variant, "model.instructions=false"),
     "expert-rates": lambda variant, name: replace(variant, expert_rate_factor=3.0),
     **{f"to-mean-{part:g}": _of(made_by(mote.experts.interpolate, part)) for part in (0.25, 0.5)},
     **{f"unseen-by-{expert}": _served_by(expert) for expert in EXPERTS},
@@ -129,6 +136,16 @@ def variant_of(name: str) -> Variant:
             raise ValueError(f"{name}: {improvement} changes the training, and must precede what is made after it")
         base = f"{base}+{improvement}"
     return variant
+
+
+def improved(name: str, improvement: str) -> str:
+    """Add an improvement to a variant's name: a change of the training before all that is made after training."""
+    parts = [*name.split("+"), improvement]
+    return "+".join(sorted(parts, key=_is_made_after_training))
+
+
+def _is_made_after_training(improvement: str) -> bool:
+    return improvement in IMPROVEMENTS and variant_of(f"mote+{improvement}").made_of is not None
 
 
 def parts_of(name: str) -> list[str]:

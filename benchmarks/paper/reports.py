@@ -11,6 +11,8 @@ from benchmarks.locking import share
 from benchmarks.paper.best import (
     BASES,
     LIKE_IC,
+    ORDER,
+    ORDER_IN_FULL,
     Validation,
     best_data,
     best_of,
@@ -148,9 +150,12 @@ def _best(runs: Runs) -> str:
     trials = runs.choosing.trials
     of_data = scores_of_data(trials)
     data = best_data(of_data)
-    share(partial(improve, trials, base + data) for base in BASES)
+    share(partial(improve, trials, base + data, ORDER) for base in BASES)
     steps = {base: improve(trials, base + data) for base in BASES}
-    names = {base: best_of(of_base)["name"] for base, of_base in steps.items()}
+    best = {base: best_of(of_base)["name"] for base, of_base in steps.items()}
+    share(partial(improve, runs, name, ORDER_IN_FULL) for name in best.values())
+    in_full = {base: improve(runs, name, ORDER_IN_FULL) for base, name in best.items()}
+    names = {base: best_of(of_base)["name"] for base, of_base in in_full.items()}
     names |= {base: base + names["ic"].removeprefix("ic") for base in LIKE_IC}
     scores = runs.scores([START, *(part for name in names.values() for part in parts_of(name))], runs.scale.seeds)
     scores = scores.joined(names[SEPARATE], parts_of(names[SEPARATE]))
@@ -158,6 +163,6 @@ def _best(runs: Runs) -> str:
     claims = tuple(Claim(names["mote"], name) for name in others)
     claims += tuple(Claim(names["mote"], name, "Retrieval") for name in (*others, START))
     table = Table("The best of each", (START, *names.values()), names["ic"], claims=claims)
-    on_validation = Validation(data=of_data, steps=steps)
+    on_validation = Validation(data=of_data, steps=steps, in_full=in_full)
     kept = _kept("best", table, scores, runs, validation=on_validation)
     return "\n\n".join([title, validation_tables(on_validation), "On the test splits:", kept])

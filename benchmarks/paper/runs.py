@@ -91,7 +91,7 @@ class Runs:
             made_of = folder_hash(trained)[:8]  # a retrained source gives another folder
             folder = folder.with_name(f"{folder.name}-{made_of}")
             with alone(folder):
-                return folder if folder.exists() else variant.made_by(trained, folder)
+                return folder if folder.exists() else variant.made_by(trained, folder, Path(self.source_of(variant)))
         return self._trained_variant(name, variant, folder, seed)
 
     def _trained_variant(self, name: str, variant: Variant, folder: Path, seed: int) -> Path:

@@ -9,11 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from helpers.paths import ROOT
+from helpers.checkpoints import trusted
+from helpers.paths import ROOT, SMALL_ENCODER
 
 import mote
 from benchmarks.paper import best, claims, data, experiments, improvements, runs, tables, unseen
+from benchmarks.paper.interpolation import towards_start
 from benchmarks.paper.kept import KeptScores
 from benchmarks.paper.reports import make
 from benchmarks.results import known_tables
@@ -195,9 +198,39 @@ def test_one_kind_of_data_for_all() -> None:
     assert best.best_data(found) == "+five-tasks"
     steps = best.improve(given, "mote+five-tasks")  # type: ignore[arg-type]
     assert best.best_of(steps)["name"] == "mote+five-tasks"
-    table = best.validation_tables({"data": found, "steps": {"mote": steps}})
+    in_full = [best.Step(name="mote+five-tasks+to-start-0.5", score=64.0, kept=True)]
+    table = best.validation_tables({"data": found, "steps": {"mote": steps}, "in_full": {"mote": in_full}})
     assert "| **five-tasks** | 63.00 | 60.00 | 60.00 | 61.00 |" in table
     assert "| mote+five-tasks+late | 50.00 | no |" in table
+    assert "| mote+five-tasks+to-start-0.5 | 64.00 | yes |" in table
+
+
+def test_changes_of_the_training_come_before_what_is_made_after_it() -> None:
+    given = Validated(mote__unseen_by_mean=60.0, mote__no_instructions__unseen_by_mean=61.0)
+    steps = best.improve(given, "mote+unseen-by-mean", best.ORDER_IN_FULL)  # type: ignore[arg-type]
+    assert [step["name"] for step in steps] == [
+        "mote+unseen-by-mean",
+        "mote+no-instructions+unseen-by-mean",
+        "mote+no-instructions+unseen-by-mean+to-start-0.25",
+        "mote+no-instructions+unseen-by-mean+to-start-0.5",
+    ]
+    assert best.best_of(steps) == steps[1]
+    for step in steps:
+        assert improvements.variant_of(step["name"]).made_of is not None
+
+
+@pytest.mark.parametrize("kind", ["mote", "dense"])
+def test_a_model_moved_to_its_start(kind: str, trained_folder: Path, tmp_path: Path) -> None:
+    texts = ["whales breathe air", "bread"]
+    trained = trained_folder
+    if kind == "dense":
+        trained = mote.transform(trained_folder, tmp_path / "dense", mote.experts.average)
+    arguments: dict[str, Any] = {"task": "clustering"} if kind == "mote" else {}
+    expected = {0.0: trusted(trained).encode(texts, **arguments), 1.0: trusted(SMALL_ENCODER).encode(texts)}
+    assert not np.allclose(expected[0.0], expected[1.0], atol=1e-3)
+    for weight, embeddings in expected.items():
+        moved = towards_start(trained, tmp_path / f"{weight}", SMALL_ENCODER, weight)
+        assert np.allclose(trusted(moved).encode(texts, **arguments), embeddings, atol=1e-6)
 
 
 def test_a_late_mote_is_dense_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

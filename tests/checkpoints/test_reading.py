@@ -400,6 +400,13 @@ def test_an_empty_folder(tmp_path: Path) -> None:
         open_dense(str(tmp_path))
 
 
+def test_a_trained_model_has_the_name_of_its_run(tmp_path: Path) -> None:
+    source = open_dense(str(dense_checkpoint(tmp_path / "my-run" / "model")))
+    assert source.short_name == "model"
+    (tmp_path / "my-run" / "recipe.yaml").touch()
+    assert source.short_name == "my-run"
+
+
 def test_a_folder_has_no_revision(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a folder: it has no revision 'v2'"):
         open_dense(str(dense_checkpoint(tmp_path)), revision="v2")

@@ -77,6 +77,13 @@ def test_texts_that_may_not_pick_their_expert(place: Path) -> None:
     assert (trusted(place).encode(text) == closed.encode(text, task="clustering")).all()
 
 
+def test_the_card_of_a_model_without_instructions(place: Path) -> None:
+    mote.configure(place, instructions=dict.fromkeys(read_json(place / "config.json")["instructions"], ""))
+    card = (place / "README.md").read_text()
+    assert "`prompt_name` picks the expert:" in card
+    assert "begins with an instruction" not in card
+
+
 def test_what_others_wrote_into_the_card_stays(fresh_folder: Path, tmp_path: Path) -> None:
     place = shutil.copytree(fresh_folder, tmp_path / "small-mote")
     card = (place / "README.md").read_text()

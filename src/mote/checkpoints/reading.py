@@ -88,8 +88,15 @@ class Checkpoint:
 
     @property
     def short_name(self) -> str:
-        """Last part of the name; models made from the checkpoint are named after it."""
-        return Path(self.name).resolve().name if self.is_local else self.name.rsplit("/", 1)[-1]
+        """Last part of the name; models made from the checkpoint are named after it.
+
+        A trained model, the folder `model` of a run, has the name of the run.
+        """
+        if not self.is_local:
+            return self.name.rsplit("/", 1)[-1]
+        folder = Path(self.name).resolve()
+        of_run = folder.name == "model" and (folder.parent / "recipe.yaml").is_file()
+        return folder.parent.name if of_run else folder.name
 
     @property
     def is_local(self) -> bool:

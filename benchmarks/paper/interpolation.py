@@ -1,0 +1,35 @@
+"""Trained models moved towards the model that they started from."""
+
+import shutil
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from mote.checkpoints.reading import is_mote, open_checkpoint
+from mote.checkpoints.tensors import weight_name
+
+WEIGHTS = "model.safetensors"
+
+
+def towards_start(trained: Path, out: Path, start: Path, weight: float) -> Path:
+    """Copy a model, and interpolate its weights with those that it started from, as `training.start_weight` does.
+
+    Args:
+        trained: A dense model, or a MoTE, also one with experts made of others, such as their mean: each expert starts
+            as a copy of the dense blocks.
+        out: Folder for the result.
+        start: The dense model that it was trained from.
+        weight: Interpolation weight of the start, from 0 (as trained) to 1 (as the start).
+
+    Returns:
+        `out`.
+    """
+    config, initial = open_checkpoint(str(trained)).config, load_file(start / WEIGHTS)
+    moved = {
+        name: one.lerp(initial[weight_name(name, config).dense if is_mote(config) else name].to(one), weight)
+        for name, one in load_file(trained / WEIGHTS).items()
+    }
+    unfinished = out.with_name(f"{out.name}.unfinished")
+    shutil.copytree(trained, unfinished, dirs_exist_ok=True)
+    save_file(moved, unfinished / WEIGHTS, metadata={"format": "pt"})
+    return unfinished.replace(out)
