@@ -182,7 +182,7 @@ def test_each_stage_trains_on_what_is_mined_for_it(
     assert "yes" in plan_chain(file)
     before = weights(out / "stage1/train/model")
     chain(file, ["train.training.max_steps=1", "stages.stage2.train.model.source=stage1"], overwrite=True)
-    assert train_step(model)["sources"][0]["name"] == "model"
+    assert train_step(model)["sources"][0]["name"] == "train"
     assert any(not tensor.equal(before[name]) for name, tensor in weights(out / "stage1/train/model").items())
 
 
