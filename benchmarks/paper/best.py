@@ -70,13 +70,13 @@ def best_data(scores: dict[str, dict[str, float]]) -> str:
     return max(scores, key=lambda suffix: mean(scores[suffix].values()))
 
 
-def improve(runs: Runs, base: str, order: Order = ORDER, timeout: float = -1) -> list[Step]:
+def improve(runs: Runs, order: Order, base: str, timeout: float = -1) -> list[Step]:
     """Try each improvement that applies to the base, and keep it if the validation score rises.
 
     Args:
         runs: The trials, or the full runs.
-        base: Variant to improve.
         order: Improvements in the order of the trials, alternatives grouped together.
+        base: Variant to improve.
         timeout: Seconds to wait for another command that works on a trial; -1: no limit.
 
     Raises:

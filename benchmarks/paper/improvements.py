@@ -99,6 +99,14 @@ def _unseen_by_mean(variant: Variant, name: str) -> Variant:
 DATA: dict[str, Improvement] = {"five-tasks": _five_tasks}
 """Other data than the paper's kind of pairs, for models of any kind."""
 
+_MADE_FOR_ALL = {f"to-start-{weight:g}": _to_start(weight) for weight in (0.25, 0.5)}
+_MADE_FOR_EXPERTS = {
+    **{f"to-mean-{part:g}": _of(made_by(mote.experts.interpolate, part)) for part in (0.25, 0.5)},
+    **{f"unseen-by-{expert}": _served_by(expert) for expert in EXPERTS},
+    "unseen-by-mean": _unseen_by_mean,
+}
+MADE_AFTER_TRAINING = {**_MADE_FOR_ALL, **_MADE_FOR_EXPERTS}
+
 FOR_ALL: dict[str, Improvement] = {
     **DATA,
     "homogeneous": _homogeneous,
@@ -106,17 +114,15 @@ FOR_ALL: dict[str, Improvement] = {
     "distilled": lambda variant, name: replace(variant, start="distilled"),
     "mined": lambda variant, name: replace(variant, mined=True),
     "pretrained": lambda variant, name: replace(variant, start="pretrained"),
-    **{f"to-start-{weight:g}": _to_start(weight) for weight in (0.25, 0.5)},
+    **_MADE_FOR_ALL,
 }
 FOR_EXPERTS: dict[str, Improvement] = {
     "search-expert": _served_together("search", SEARCH),
     "matching-by-search": _served_together("search", (*SEARCH, MATCHING, *UNSEEN)),
     "no-instructions": lambda variant, name: _changed(variant, "model.instructions=false"),
     "expert-rates": lambda variant, name: replace(variant, expert_rate_factor=3.0),
-    **{f"to-mean-{part:g}": _of(made_by(mote.experts.interpolate, part)) for part in (0.25, 0.5)},
-    **{f"unseen-by-{expert}": _served_by(expert) for expert in EXPERTS},
-    "unseen-by-mean": _unseen_by_mean,
     "shared": _served_together("search_document", ("clustering",)),
+    **_MADE_FOR_EXPERTS,
 }
 IMPROVEMENTS = {**FOR_ALL, **FOR_EXPERTS}
 
@@ -130,22 +136,16 @@ def variant_of(name: str) -> Variant:
     base, *improvements = name.split("+")
     variant = VARIANTS[base]
     for improvement in improvements:
-        made_of = variant.made_of
-        variant = IMPROVEMENTS[improvement](variant, base)
-        if made_of is not None and variant.made_of == made_of:
+        if variant.made_of is not None and improvement not in MADE_AFTER_TRAINING:
             raise ValueError(f"{name}: {improvement} changes the training, and must precede what is made after it")
+        variant = IMPROVEMENTS[improvement](variant, base)
         base = f"{base}+{improvement}"
     return variant
 
 
 def improved(name: str, improvement: str) -> str:
     """Add an improvement to a variant's name: a change of the training before all that is made after training."""
-    parts = [*name.split("+"), improvement]
-    return "+".join(sorted(parts, key=_is_made_after_training))
-
-
-def _is_made_after_training(improvement: str) -> bool:
-    return improvement in IMPROVEMENTS and variant_of(f"mote+{improvement}").made_of is not None
+    return "+".join(sorted([*name.split("+"), improvement], key=MADE_AFTER_TRAINING.__contains__))
 
 
 def parts_of(name: str) -> list[str]:

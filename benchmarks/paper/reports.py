@@ -150,11 +150,11 @@ def _best(runs: Runs) -> str:
     trials = runs.choosing.trials
     of_data = scores_of_data(trials)
     data = best_data(of_data)
-    share(partial(improve, trials, base + data, ORDER) for base in BASES)
-    steps = {base: improve(trials, base + data) for base in BASES}
+    share(partial(improve, trials, ORDER, base + data) for base in BASES)
+    steps = {base: improve(trials, ORDER, base + data) for base in BASES}
     best = {base: best_of(of_base)["name"] for base, of_base in steps.items()}
-    share(partial(improve, runs, name, ORDER_IN_FULL) for name in best.values())
-    in_full = {base: improve(runs, name, ORDER_IN_FULL) for base, name in best.items()}
+    share(partial(improve, runs, ORDER_IN_FULL, name) for name in best.values())
+    in_full = {base: improve(runs, ORDER_IN_FULL, name) for base, name in best.items()}
     names = {base: best_of(of_base)["name"] for base, of_base in in_full.items()}
     names |= {base: base + names["ic"].removeprefix("ic") for base in LIKE_IC}
     scores = runs.scores([START, *(part for name in names.values() for part in parts_of(name))], runs.scale.seeds)

@@ -1,0 +1,87 @@
+"""benchmarks.paper: how scores become tables and verdicts."""
+
+import pytest
+
+from benchmarks.paper import claims, experiments, runs, tables
+
+
+def scores_of(**every: dict[str, list[float]]) -> object:
+    kinds = {"r": "Retrieval", "c": "Classification"}
+    types = {name: kinds[name[0]] for of in every.values() for name in of}
+    return runs.Scores(every, types)
+
+
+def test_every_column_of_a_table_is_a_known_variant() -> None:
+    known = {*experiments.VARIANTS, "start", "sem"}
+    for table in (*claims.TABLES.values(), claims.RATES, claims.OWN_RATES):
+        assert known.issuperset(table.variants)
+        assert table.reference in table.variants
+        for claim in table.claims:
+            assert {claim.better, claim.other}.issubset(table.variants)
+
+
+def test_table_shows_means_spread_gains_and_the_best() -> None:
+    scores = scores_of(
+        em={"r1": [50.0], "r2": [60.0], "c1": [70.0]},
+        mote={"r1": [51.0, 53.0], "r2": [62.0, 64.0], "c1": [69.0, 69.0]},
+    )
+    table = claims.Table("", ("em", "mote"), "em")
+    lines = tables.table_of(table, scores).splitlines()[2:]
+    assert lines == [
+        "| Retrieval (2) | 55.00 | **57.50 ± 1.41** (+2.50) |",
+        "| Classification (1) | **70.00** | 69.00 ± 0.00 (-1.00) |",
+        "| mean over all (3) | 60.00 | **61.33 ± 0.94** (+1.33) |",
+    ]
+
+
+def test_a_dataset_without_scores_of_a_variant_is_excluded() -> None:
+    scores = scores_of(em={"r1": [50.0], "r2": [60.0]}, mote={"r1": [52.0]})
+    assert tables.datasets_of(scores, (), ("em", "mote")) == ["r1"]
+
+
+def test_a_relative_gain_and_its_verdict() -> None:
+    base = [40.0, 50.0, 60.0, 70.0]
+    names = ["r1", "r2", "r3", "r4"]
+
+    def model(*gains: float) -> dict[str, list[float]]:
+        return {name: [score + gain] for name, score, gain in zip(names, base, gains, strict=True)}
+
+    scores = scores_of(em=model(0, 0, 0, 0), ic=model(2, 2.2, 1.8, 2), mote=model(3, 3.3, 2.7, 3))
+    table = claims.Table("", ("em", "ic", "mote"), "em")
+    claim = claims.Claim("mote", "ic", relative_to="em", relative=0.59)
+    found = tables.compared(claim, table, scores)
+    assert (found.tests.gain, found.relative) == (pytest.approx(1.0), pytest.approx(0.5))
+    assert found.verdict == "same direction"
+    against = tables.compared(claims.Claim("ic", "mote", relative_to="mote", relative=1.0), table, scores)
+    assert (against.verdict, against.relative) == ("**disagrees**", None)
+    unsure = tables.compared(claims.Claim("a", "b"), table, scores_of(a=model(5, -4, 3, -3), b=model(0, 0, 0, 0)))
+    assert unsure.verdict == "same direction, not significant"
+
+
+def test_a_verdict_needs_each_seed() -> None:
+    datasets = {f"r{number}": 40.0 + number for number in range(4)}
+
+    def model(*gains: float) -> dict[str, list[float]]:
+        return {name: [score + gain for gain in gains] for name, score in datasets.items()}
+
+    mote = model(3.0, 2.0, 1.0)
+    mote["r1"][0] += 0.1  # a paired test needs some spread
+    scores = scores_of(
+        start=model(0.5), ic=model(0.0, 0.0, 1.5), em=model(0.0, 0.0, 0.0), two=model(0.0, 0.0), mote=mote
+    )
+    of = {
+        name: tables.compared(claims.Claim("mote", name), claims.Table("", (), "em"), scores) for name in scores.every
+    }
+    assert of["em"].with_seeds == pytest.approx((3.025, 2.0, 1.0))
+    assert of["start"].with_seeds == pytest.approx((2.525, 1.5, 0.5))
+    assert of["two"].with_seeds == ()
+    assert of["ic"].with_seeds == pytest.approx((3.025, 2.0, -0.5))
+    assert of["ic"].tests.paired_t < 0.05
+    assert of["em"].verdict == "same direction"
+    assert of["ic"].verdict == "same direction, not significant"
+
+
+def test_models_of_one_task_each_form_one_column() -> None:
+    scores = scores_of(a={"r1": [1.0]}, b={"c1": [2.0]}, em={"r1": [0.0], "c1": [0.0]})
+    joined = scores.joined("sem", ["a", "b"])
+    assert joined.every == {"em": {"r1": [0.0], "c1": [0.0]}, "sem": {"r1": [1.0], "c1": [2.0]}}
