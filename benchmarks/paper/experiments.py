@@ -180,7 +180,7 @@ MEDIUM = Scale(
         "validation.limit=20",
     ),
     sweep=(2e-4, 4e-4, 8e-4),
-    chosen_by="medium-trials",
+    chosen_by="medium-bf16",
     trained_on="pairs",
     text_length=64,
     seeds=(42, 43, 44),
@@ -231,7 +231,7 @@ SCALES = {
         seeds=(42, 43, 44),
     ),
     "medium": MEDIUM,
-    "medium-trials": replace(MEDIUM, changes=(*MEDIUM.changes, *BF16), chosen_by=None, dtype="bfloat16"),
+    "medium-bf16": replace(MEDIUM, changes=(*MEDIUM.changes, *BF16), chosen_by=None, dtype="bfloat16"),
     "medium-labels": replace(MEDIUM, trained_on="labels", seeds=(42,)),
     "medium-embedder": replace(
         MEDIUM,

@@ -58,8 +58,8 @@ def test_seeds_of_a_variant(tmp_path: Path) -> None:
 
 def test_a_scale_whose_trials_are_those_of_another(tmp_path: Path) -> None:
     medium = runs.Runs(experiments.SCALES["medium"], "S", "D", tmp_path / "medium", kept=ROOT / "docs/results/medium")
-    kept = ROOT / "docs/results/medium-trials"
-    other = runs.Runs(experiments.SCALES["medium-trials"], "S", "D", tmp_path / "medium-trials", kept=kept)
+    kept = ROOT / "docs/results/medium-bf16"
+    other = runs.Runs(experiments.SCALES["medium-bf16"], "S", "D", tmp_path / "medium-bf16", kept=kept)
     assert medium.choosing == other
     assert other.choosing is other
     vars(medium.choosing)["sweep"] = {"em": {2e-4: 50.0, 4e-4: 51.0}}
