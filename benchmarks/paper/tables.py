@@ -1,5 +1,7 @@
 """Tables of our scores, and the paper's claims compared with them."""
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +56,19 @@ def cell(scores: Scores, name: str, datasets: list[str]) -> Cell:
     return Cell(float(of_seeds.mean()), float(of_seeds.std(ddof=1)) if len(of_seeds) > 1 else None)
 
 
+def labels_of(names: Iterable[str]) -> dict[str, str]:
+    """Return what tables call variants: those with improvements by their base, unless several have the same one."""
+    names = list(dict.fromkeys(names))
+    bases = Counter(name.split("+")[0] for name in names)
+    return {name: name if bases[name.split("+")[0]] > 1 else name.split("+")[0] for name in names}
+
+
+def legend_of(labels: dict[str, str]) -> str:
+    """List the improvements of the variants that are called by their base."""
+    improved = [f"- `{label}`: {', '.join(name.split('+')[1:])}" for name, label in labels.items() if name != label]
+    return "\n".join(improved)
+
+
 def table_of(table: Table, scores: Scores) -> str:
     """Format one of the paper's tables with our scores."""
     names = table.variants
@@ -72,7 +87,7 @@ def table_of(table: Table, scores: Scores) -> str:
             gain = cells[name].mean - cells[table.reference].mean
             shown.append(text if name == table.reference else f"{text} ({gain:+.2f})")
         lines.append([label, *shown])
-    return markdown_table(["", *names], lines, align="l" * (1 + len(names)))
+    return markdown_table(["", *labels_of(names).values()], lines, align="l" * (1 + len(names)))
 
 
 def paper_of(table: Table) -> str:
@@ -144,13 +159,14 @@ def measured(claim: Claim, table: Table, scores: Scores) -> dict[str, str]:
     """Format a claim next to our measurement: one of `COLUMNS` → cell."""
     found = compared(claim, table, scores)
     tests = found.tests
+    labels = labels_of((*table.variants, claim.better, claim.other))
     paper = [] if claim.gain is None else [f"{claim.gain:+.2f}"]
     here = [f"{tests.gain:+.2f}"]
     if claim.relative is not None:
         paper.append(f"gain over {claim.relative_to} {claim.relative:+.0%}")
         here.append("no gain to compare with" if found.relative is None else f"gain {found.relative:+.0%}")
     cells = (
-        f"{claim.better} over {claim.other}",
+        f"{labels[claim.better]} over {labels[claim.other]}",
         "all rows" if claim.over == ALL else claim.over,
         ", ".join(paper) or "better",
         ", ".join(here),
@@ -172,7 +188,8 @@ def claims_of(table: Table, scores: Scores) -> str:
 
 def report(table: Table, scores: Scores) -> str:
     """Format our scores, the paper's, and the claims."""
-    return "\n\n".join(filter(None, [table_of(table, scores), paper_of(table), claims_of(table, scores)]))
+    legend = legend_of(labels_of(table.variants))
+    return "\n\n".join(filter(None, [table_of(table, scores), legend, paper_of(table), claims_of(table, scores)]))
 
 
 def summary_of(tables: dict[str, tuple[Table, Scores]]) -> str:

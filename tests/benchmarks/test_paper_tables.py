@@ -34,6 +34,16 @@ def test_table_shows_means_spread_gains_and_the_best() -> None:
     ]
 
 
+def test_improved_variants_are_called_by_their_base_unless_it_is_ambiguous() -> None:
+    scores = scores_of(**{"ic": {"r1": [50.0]}, "mote+mined+to-mean-0.25": {"r1": [51.0]}})
+    names = tuple(scores.every)
+    text = tables.report(claims.Table("", names, "ic", claims=(claims.Claim(names[1], "ic"),)), scores)
+    assert text.splitlines()[0] == "|  | ic | mote |"
+    assert "- `mote`: mined, to-mean-0.25" in text
+    assert "| mote over ic |" in text
+    assert tables.labels_of(["mote", "mote+mined"]) == {"mote": "mote", "mote+mined": "mote+mined"}
+
+
 def test_a_dataset_without_scores_of_a_variant_is_excluded() -> None:
     scores = scores_of(em={"r1": [50.0], "r2": [60.0]}, mote={"r1": [52.0]})
     assert tables.datasets_of(scores, (), ("em", "mote")) == ["r1"]
