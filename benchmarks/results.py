@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cot, decoders, mining, task_loras
-from benchmarks.paper.best import validation_tables
+from benchmarks.paper.best import goal_table, validation_tables
 from benchmarks.paper.beyond import validation_table
 from benchmarks.paper.claims import TABLES, Claim, Table
 from benchmarks.paper.experiments import SCALES
@@ -50,8 +50,10 @@ def _paper_table(name: str, kept: Any) -> str:
     if missing := set(table.variants) - scores.every.keys():  # scores not stored: only claims without them
         claims = tuple(one for one in table.claims if not {one.better, one.other} & missing)
         return f"{paper_of(table)}\n\n{claims_of(replace(table, claims=claims), scores)}"
-    on_validation = [VALIDATION[name](kept["validation"])] if "validation" in kept else []
-    return "\n\n".join([*on_validation, report(table, scores)])
+    before = [VALIDATION[name](kept["validation"])] if "validation" in kept else []
+    if name == "best":
+        before.append(goal_table(table, scores))
+    return "\n\n".join([*before, report(table, scores)])
 
 
 def _small_mote(kept: Any) -> str:

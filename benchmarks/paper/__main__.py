@@ -37,6 +37,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for models and scores")
     parser.add_argument("--kept", type=Path, help="folder with SCALE/runs, stored scores of single models")
     parser.add_argument("--teacher", default=Runs.teacher, help="model to distill, which also mines negatives")
+    parser.add_argument(
+        "--only-stored", action="store_true", help="for `best`: leave out what has no stored scores, and train nothing"
+    )
     parser.add_argument("--pretrained", type=Path, help="folder of benchmarks.cot, with models pre-trained by CoT-MAE")
     arguments = parser.parse_intermixed_args()
     console_logging()
@@ -59,6 +62,7 @@ def main() -> None:
         arguments.teacher,
         arguments.pretrained,
         kept=arguments.kept and arguments.kept / arguments.scale,
+        only_stored=arguments.only_stored,
     )
     parts = []
     for name in NAMES if arguments.name == "all" else (arguments.name,):

@@ -5,14 +5,19 @@ from statistics import mean
 from typing import TypedDict
 
 from benchmarks.locking import share
+from benchmarks.paper.claims import ALL, Claim, Table
 from benchmarks.paper.experiments import SWEPT
-from benchmarks.paper.improvements import DATA, FOR_ALL, SEPARATE, improved
-from benchmarks.paper.runs import Runs
+from benchmarks.paper.improvements import DATA, FOR_ALL, SEPARATE, improved, training_of
+from benchmarks.paper.runs import START, Runs, Scores
+from benchmarks.paper.tables import cell, compared, datasets_of, p_value
 from mote.reporting import markdown_table
 
 BASES = ("mote", "ic")
-LIKE_IC = ("em", "task-lora", SEPARATE)
-"""Further dense models, which get the improvements of IC."""
+"""Variants with trials of their own."""
+DENSE = ("ic", "em")
+"""Variants that try, in full, the training of IC's trials and that of MoTE's."""
+LIKE_MOTE = ("task-lora", SEPARATE)
+"""Variants that get the training of MoTE's trials."""
 Order = tuple[tuple[str, ...], ...]
 ORDER: Order = (
     ("late",),
@@ -26,7 +31,7 @@ ORDER: Order = (
     ("to-mean-0.25", "to-mean-0.5"),
 )
 """Improvements in the order of the trials, alternatives grouped together."""
-ORDER_IN_FULL: Order = (("no-instructions",), ("to-start-0.25", "to-start-0.5"))
+ORDER_IN_FULL: Order = (("to-start-0.25", "to-start-0.5"),)
 """Improvements that are tried in full, after the trials."""
 
 
@@ -70,27 +75,38 @@ def best_data(scores: dict[str, dict[str, float]]) -> str:
     return max(scores, key=lambda suffix: mean(scores[suffix].values()))
 
 
-def improve(runs: Runs, order: Order, base: str, timeout: float = -1) -> list[Step]:
-    """Try each improvement that applies to the base, and keep it if the validation score rises.
+def candidates(best: dict[str, str]) -> dict[str, tuple[str, ...]]:
+    """Return the variants that are tried in full, by base.
+
+    Args:
+        best: Base → what its trials have made of it.
+    """
+    trainings = (best["ic"].removeprefix("ic"), training_of(best["mote"]))
+    return {"mote": (best["mote"],), **{base: tuple(base + one for one in dict.fromkeys(trainings)) for base in DENSE}}
+
+
+def improve(runs: Runs, order: Order, bases: tuple[str, ...], timeout: float = -1) -> list[Step]:
+    """Try each improvement that applies to the best of some variants, and keep it if the validation score rises.
 
     Args:
         runs: The trials, or the full runs.
         order: Improvements in the order of the trials, alternatives grouped together.
-        base: Variant to improve.
+        bases: Variants of one kind, the best of which is improved.
         timeout: Seconds to wait for another command that works on a trial; -1: no limit.
 
     Raises:
         filelock.Timeout: If the other command takes longer.
     """
-    steps = [Step(name=base, score=mean(runs.validated(base, timeout).values()), kept=True)]
+    scores = {name: mean(runs.validated(name, timeout).values()) for name in bases}
+    base = max(scores, key=scores.__getitem__)
+    steps = [Step(name=name, score=score, kept=name == base) for name, score in scores.items()]
     for alternatives in order:
         before = best_of(steps)
         able = [name for name in alternatives if base.startswith("mote") or name in FOR_ALL]
-        names = {name: improved(before["name"], name) for name in able}
-        if "pretrained" in able and runs.pretrained is None and not runs.is_validated(names["pretrained"]):
-            runs.report(f"{base}: not pre-trained, as --pretrained is not given")
-            continue
-        scores = {name: mean(runs.validated(name, timeout).values()) for name in names.values()}
+        names = [improved(before["name"], name) for name in able]
+        if left_out := [name for name in names if not runs.can_validate(name)]:
+            runs.report(f"not tried: {', '.join(left_out)}")
+        scores = {name: mean(runs.validated(name, timeout).values()) for name in names if name not in left_out}
         best = max(scores, key=scores.__getitem__, default=None)
         for name, score in scores.items():
             steps.append(Step(name=name, score=score, kept=name == best and score > before["score"]))
@@ -100,6 +116,42 @@ def improve(runs: Runs, order: Order, base: str, timeout: float = -1) -> list[St
 def best_of(steps: list[Step]) -> Step:
     """Return the last step that was kept."""
     return [step for step in steps if step["kept"]][-1]
+
+
+def best_table(names: dict[str, str], starts: tuple[str, ...]) -> Table:
+    """Return the table of the best variants, by base, and of what they start from."""
+    mote, *others = names["mote"], *(name for base, name in names.items() if base != "mote")
+    claims = tuple(Claim(mote, name) for name in others)
+    claims += tuple(Claim(mote, name, "Retrieval") for name in (*others, *starts))
+    return Table("The best of each", (*starts, *names.values()), names["ic"], claims=claims)
+
+
+def goal_table(table: Table, scores: Scores) -> str:
+    """Format what question 4 of the plan requires of the best MoTE, and whether it holds."""
+    of = {name.split("+")[0]: name for name in table.variants if not name.startswith(START)}
+    means = {base: cell(scores, name, datasets_of(scores, (), table.variants)).mean for base, name in of.items()}
+    dense = max((base for base in means if base not in ("mote", SEPARATE)), key=means.__getitem__)
+    over = {kind: compared(Claim(of["mote"], of[dense], kind), table, scores) for kind in (ALL, "Retrieval")}
+    gains = over[ALL].with_seeds
+    required: list[tuple[str, str, bool]] = [
+        (
+            f"over {dense}, the best of the others in one model: at least +1.0",
+            f"{over[ALL].tests.gain:+.2f}",
+            over[ALL].tests.gain >= 1,
+        ),
+        ("one-sided paired p below 0.05", p_value(over[ALL].tests.paired_t), (over[ALL].tests.paired_t or 1) < 0.05),
+        ("with each of three seeds", ", ".join(f"{gain:+.2f}" for gain in gains), len(gains) >= 3 and min(gains) > 0),
+        (f"retrieval not below {dense}", f"{over['Retrieval'].tests.gain:+.2f}", over["Retrieval"].tests.gain >= 0),
+    ]
+    for start in (name for name in table.variants if name.startswith(START)):
+        gain = compared(Claim(of["mote"], start, "Retrieval"), table, scores).tests.gain
+        required.append((f"retrieval above {start}", f"{gain:+.2f}", gain > 0))
+    if SEPARATE in means:
+        gain = means["mote"] - means[SEPARATE]
+        required.append(("over three separate models: at least -0.2", f"{gain:+.2f}", gain >= -0.2))
+    return markdown_table(
+        ["mote", "here", "holds"], [[what, here, "yes" if holds else "no"] for what, here, holds in required]
+    )
 
 
 def validation_tables(validation: Validation) -> str:

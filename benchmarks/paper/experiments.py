@@ -14,9 +14,11 @@ KIND_OF_TASK = {"retrieval": "beir/*", "classification": "classification/*", "cl
 SEARCH = ("beir/*", "reranking/*")
 OTHERS = ("classification/*", "clustering/*", "pair/*", "sts/*", "summarization/*")
 ALL_DATASETS = (*SEARCH, *OTHERS)
+MATCHED = ("pair/*", "sts/*", "summarization/*")
+"""Datasets of text matching."""
 SERVED = {
     "retrieval": SEARCH,
-    "classification": ("classification/*", "pair/*", "sts/*", "summarization/*"),
+    "classification": ("classification/*", *MATCHED),
     "clustering": ("clustering/*",),
 }
 """Task → datasets on which its expert, or a model of this task alone, is evaluated."""

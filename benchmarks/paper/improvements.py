@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import mote
-from benchmarks.paper.experiments import TASKS, VARIANTS, Making, Variant, made_by
+from benchmarks.paper.experiments import KIND_OF_TASK, MATCHED, SERVED, TASKS, VARIANTS, Making, Variant, made_by
 from benchmarks.paper.interpolation import towards_start
 from configuration_mote import PAPER_INSTRUCTIONS, UNSEEN_TASKS
 from mote.training.recipe import Recipe
@@ -15,6 +15,8 @@ UNSEEN = ("sts", "pair_classification", "summarization")
 """Tasks without training data, other than search."""
 MATCHING = "text_matching"
 """Expert of these tasks where `classification` is trained on labels."""
+PARAPHRASES = f"tasks.paraphrases={{anchor: {MATCHING}, batches: heterogeneous, datasets: [paraphrases/*]}}"
+"""Training task of this expert."""
 SEARCH = ("search_query", "search_document")
 EXPERTS = ("clustering", *SEARCH)
 LABELS_IN_TRIALS = 0.25
@@ -65,17 +67,26 @@ def _five_tasks(variant: Variant, name: str) -> Variant:
     Of separate models, the one for classification also gets these pairs.
     """
     recipe = _recipe(variant)
-    paraphrases = f"tasks.paraphrases={{anchor: {MATCHING}, batches: heterogeneous, datasets: [paraphrases/*]}}"
     changed = _changed(
         variant,
         f"model.experts=[{', '.join([*(recipe.model.experts or PAPER_INSTRUCTIONS), MATCHING])}]",
         *(f"model.tasks.{task}={MATCHING}" for task in UNSEEN),
         f"model.instruction_texts.{MATCHING}='{MATCHING}: '",
-        *([paraphrases] if "classification" in recipe.tasks else []),
+        *([PARAPHRASES] if "classification" in recipe.tasks else []),
     )
     labelled = [task for task in ("classification", "clustering") if task in recipe.tasks]
     weights = tuple(f"tasks.{task}.weight={LABELS_IN_TRIALS}" for task in labelled)
     return replace(changed, trained_on="five_tasks", trial_changes=weights)
+
+
+def _matching_by_search(variant: Variant, name: str) -> Variant:
+    """Let search and text matching share an expert; of separate models, the one for retrieval does both."""
+    together = _served_together("search", (*SEARCH, MATCHING, *UNSEEN))(variant, name)
+    if name.startswith("sem-retrieval+five-tasks"):
+        return replace(_changed(together, PARAPHRASES), datasets=(*SERVED["retrieval"], *MATCHED))
+    if name.startswith("sem-classification+five-tasks"):
+        return replace(_changed(together, "tasks.paraphrases=null"), datasets=(KIND_OF_TASK["classification"],))
+    return together
 
 
 def _of(making: Making) -> Improvement:
@@ -118,7 +129,7 @@ FOR_ALL: dict[str, Improvement] = {
 }
 FOR_EXPERTS: dict[str, Improvement] = {
     "search-expert": _served_together("search", SEARCH),
-    "matching-by-search": _served_together("search", (*SEARCH, MATCHING, *UNSEEN)),
+    "matching-by-search": _matching_by_search,
     "no-instructions": lambda variant, name: _changed(variant, "model.instructions=false"),
     "expert-rates": lambda variant, name: replace(variant, expert_rate_factor=3.0),
     "shared": _served_together("search_document", ("clustering",)),
@@ -146,6 +157,17 @@ def variant_of(name: str) -> Variant:
 def improved(name: str, improvement: str) -> str:
     """Add an improvement to a variant's name: a change of the training before all that is made after training."""
     return "+".join(sorted([*name.split("+"), improvement], key=MADE_AFTER_TRAINING.__contains__))
+
+
+def training_of(name: str, also: tuple[str, ...] = ()) -> str:
+    """Return those improvements of a variant's training, as a suffix, that suit all kinds of models.
+
+    Args:
+        name: The improved variant.
+        also: Further improvements to return.
+    """
+    kept = (one for one in name.split("+")[1:] if one in FOR_ALL or one in also)
+    return "".join(f"+{one}" for one in kept if one not in MADE_AFTER_TRAINING)
 
 
 def parts_of(name: str) -> list[str]:

@@ -10,12 +10,15 @@ import mote
 from benchmarks.locking import share
 from benchmarks.paper.best import (
     BASES,
-    LIKE_IC,
+    LIKE_MOTE,
     ORDER,
     ORDER_IN_FULL,
     Validation,
     best_data,
     best_of,
+    best_table,
+    candidates,
+    goal_table,
     improve,
     scores_of_data,
     validation_tables,
@@ -24,7 +27,7 @@ from benchmarks.paper.beyond import INTERPOLATED, TRAINED, validation_scores, va
 from benchmarks.paper.claims import OWN_RATES, RATES, TABLES, Claim, Table
 from benchmarks.paper.experiments import TASKS, ablations
 from benchmarks.paper.figures import TITLES, ablation_table, analysis_tables, draw_ablations, kept_analysis
-from benchmarks.paper.improvements import SEPARATE, parts_of
+from benchmarks.paper.improvements import SEPARATE, parts_of, training_of
 from benchmarks.paper.runs import START, Runs, Scores, best_rate
 from benchmarks.paper.tables import report, sweep_table
 from benchmarks.paper.unseen import best_way, ways, ways_table
@@ -150,19 +153,26 @@ def _best(runs: Runs) -> str:
     trials = runs.choosing.trials
     of_data = scores_of_data(trials)
     data = best_data(of_data)
-    share(partial(improve, trials, ORDER, base + data) for base in BASES)
-    steps = {base: improve(trials, ORDER, base + data) for base in BASES}
-    best = {base: best_of(of_base)["name"] for base, of_base in steps.items()}
-    share(partial(improve, runs, ORDER_IN_FULL, name) for name in best.values())
-    in_full = {base: improve(runs, ORDER_IN_FULL, name) for base, name in best.items()}
+    share(partial(improve, trials, ORDER, (base + data,)) for base in BASES)
+    steps = {base: improve(trials, ORDER, (base + data,)) for base in BASES}
+    tried = candidates({base: best_of(of_base)["name"] for base, of_base in steps.items()})
+    possible = {base: tuple(filter(runs.can_validate, names)) for base, names in tried.items()}
+    share(partial(runs.validated, name) for names in possible.values() for name in names)
+    share(partial(improve, runs, ORDER_IN_FULL, names) for names in possible.values() if names)
+    in_full = {base: improve(runs, ORDER_IN_FULL, names) for base, names in possible.items() if names}
     names = {base: best_of(of_base)["name"] for base, of_base in in_full.items()}
-    names |= {base: base + names["ic"].removeprefix("ic") for base in LIKE_IC}
-    scores = runs.scores([START, *(part for name in names.values() for part in parts_of(name))], runs.scale.seeds)
-    scores = scores.joined(names[SEPARATE], parts_of(names[SEPARATE]))
-    others = [name for base, name in names.items() if base != "mote"]
-    claims = tuple(Claim(names["mote"], name) for name in others)
-    claims += tuple(Claim(names["mote"], name, "Retrieval") for name in (*others, START))
-    table = Table("The best of each", (START, *names.values()), names["ic"], claims=claims)
+    names |= {base: base + training_of(tried["mote"][0], also=("matching-by-search",)) for base in LIKE_MOTE}
+    names = {base: name for base, name in names.items() if all(map(runs.can_score, parts_of(name)))}
+    if missing := [base for base in BASES if base not in names]:
+        raise ValueError(f"There are no stored scores of {', '.join(missing)}: run `best` without --only-stored")
+    taught = [f"{START}{data}+distilled"] if any("+distilled" in name for name in names.values()) else []
+    starts = tuple(filter(runs.can_score, (START, *taught)))
+    scores = runs.scores([*starts, *(part for name in names.values() for part in parts_of(name))], runs.scale.seeds)
+    if SEPARATE in names:
+        scores = scores.joined(names[SEPARATE], parts_of(names[SEPARATE]))
+    table = best_table(names, starts)
     on_validation = Validation(data=of_data, steps=steps, in_full=in_full)
     kept = _kept("best", table, scores, runs, validation=on_validation)
-    return "\n\n".join([title, validation_tables(on_validation), "On the test splits:", kept])
+    return "\n\n".join(
+        [title, validation_tables(on_validation), "On the test splits:", goal_table(table, scores), kept]
+    )

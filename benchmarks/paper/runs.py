@@ -25,7 +25,7 @@ from mote.training.model import native_folder
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import fixed_settings
 
-START = "start"  # the dense checkpoint, before any training
+START = "start"  # the dense checkpoint, before any training; `start+distilled`: after it has learned from a teacher
 TRIAL_LIMIT = "data.limit=1000"  # rows per dataset: about a quarter of the pairs
 VALIDATION_LIMIT = 200  # texts or queries per validation set
 
@@ -45,6 +45,7 @@ class Runs:
         pretrained: Folder of `benchmarks.cot`, with models pre-trained with CoT-MAE.
         trial_rate: Learning rate of trials, which use one seed and part of the pairs. Default: the runs are not trials.
         kept: Folder of the stored scores of single models, which need no model. Default: `out`.
+        only_stored: Whether what has no stored scores is left out, not trained. For `best`.
     """
 
     scale: Scale
@@ -57,6 +58,7 @@ class Runs:
     pretrained: Path | None = None
     trial_rate: float | None = None
     kept: Path | None = None
+    only_stored: bool = False
 
     @property
     def kind(self) -> str:
@@ -182,9 +184,18 @@ class Runs:
             scores |= {kind: mean(of_type.values()) for kind, of_type in of_types.items()}
         return scores
 
-    def is_validated(self, name: str) -> bool:
-        """Return whether a variant's scores on the validation sets are stored, other than those of `separate`."""
-        return self.kept_scores.file(self._validation_label(name)).is_file()
+    def can_validate(self, name: str) -> bool:
+        """Return whether a variant other than `separate` has stored scores on the validation sets, or can be made."""
+        if self.kept_scores.file(self._validation_label(name)).is_file():
+            return True
+        return not self.only_stored and (self.pretrained is not None or variant_of(name).start != "pretrained")
+
+    def can_score(self, name: str) -> bool:
+        """Return whether a variant has stored scores on the test sets with each of its seeds, or can be made."""
+        seeds = self.seeds_of(name)
+        return not self.only_stored or all(
+            self.kept_scores.file(self._test_label(name, seed)).is_file() for seed in seeds
+        )
 
     def _validation_label(self, name: str) -> str:
         return f"validation-{self.kind}/{self.trained_as(name)}"
@@ -204,15 +215,17 @@ class Runs:
 
     def seeds_of(self, name: str) -> tuple[int, ...]:
         """Return the seeds of a variant."""
-        if name == START:
+        if is_start(name):
             return self.scale.seeds[:1]  # other seeds may have another start
         if self.trial_rate is not None:
             return self.scale.few_seeds[:1]
         few = variant_of(name).few_seeds or name in self.scale.few_seeds_of
         return self.scale.few_seeds if few else self.scale.seeds
 
-    def start(self) -> Path:
-        """Return the dense checkpoint that all variants start from, in Transformers' format."""
+    def start(self, name: str = START) -> Path:
+        """Return the dense checkpoint that all variants start from, in Transformers' format, or after distillation."""
+        if name != START:
+            return Path(self.source_of(_after(name)))
         folder = self.out / "models" / START
         with alone(folder):
             return native_folder(open_checkpoint(self.source), folder)
@@ -222,16 +235,16 @@ class Runs:
 
         A dataset on which a variant failed with any seed is dropped from its scores and reported.
         """
-        seeds_of = {name: seeds if seeds and name != START else self.seeds_of(name) for name in names}
+        seeds_of = {name: seeds if seeds and not is_start(name) else self.seeds_of(name) for name in names}
         return scores_of_runs([(name, seed) for name in seeds_of for seed in seeds_of[name]], self._on_tests)
 
     def _on_tests(self, name: str, seed: int, timeout: float = -1) -> ScoresOfTypes:
-        label = f"{START if name == START else self.trained_as(name)}-seed{seed}"
-        datasets = ALL_DATASETS if name == START else variant_of(name).datasets
-        kind = "" if self.trial_rate is None else f"-{self.kind}"
+        folder, label = self._test_label(name, seed).split("/")
+        datasets = ALL_DATASETS if is_start(name) else variant_of(name).datasets
 
         def evaluate() -> Iterator[Evaluation]:
-            path, out = self.start() if name == START else self.model(name, seed), self.out / f"scores{kind}" / label
+            path = self.start(name) if is_start(name) else self.model(name, seed)
+            out = self.out / folder.replace("test", "scores") / label
             for patterns, limit in self.scale.limits.items():
                 chosen = [pattern for pattern in patterns if pattern in datasets]
                 with alone(out):
@@ -241,7 +254,11 @@ class Runs:
         limits = {f"limit of {' '.join(patterns)}": limit for patterns, limit in self.scale.limits.items()}
         settings = self.settings_of_scores(name, seed) | limits
         weights = partial(self.weights_before, name)
-        return self.kept_scores.get(f"test{kind}/{label}", settings, weights, evaluate, timeout)
+        return self.kept_scores.get(f"{folder}/{label}", settings, weights, evaluate, timeout)
+
+    def _test_label(self, name: str, seed: int) -> str:
+        kind = "" if self.trial_rate is None else f"-{self.kind}"
+        return f"test{kind}/{name if is_start(name) else self.trained_as(name)}-seed{seed}"
 
     def _evaluate(
         self, label: str, path: Path, data: Path, patterns: list[str], limit: int | None, out: Path
@@ -265,9 +282,11 @@ class Runs:
     def settings_of_scores(self, name: str, seed: int) -> dict[str, Any]:
         """Return what the scores of a model depend on, without paths, other than weights."""
         found: dict[str, Any] = {"dtype": self.scale.dtype}
+        if is_start(name) and seed != load_recipe("mote").training.seed:
+            found[SEED] = seed
         if name == START:
-            return found if seed == load_recipe("mote").training.seed else {**found, SEED: seed}
-        variant = variant_of(name)
+            return found
+        variant = _after(name)
         recipe = recipe_of(variant, self.scale, "SOURCE", "DATA", seed, self.settings_of(variant), name)
         shipped = fixed_settings(load_recipe(variant.recipe))
         own = {key: value for key, value in fixed_settings(recipe).items() if shipped.get(key) != value}
@@ -277,7 +296,8 @@ class Runs:
             found["data"] = digest_of(self.prepared())
         if variant.start == "distilled" or variant.mined:
             found["teacher"] = Path(self.teacher).name
-        return {**found, "variant": self.trained_as(name), "recipe": f"{variant.recipe} {digest}", **own}
+        trained_as = name if is_start(name) else self.trained_as(name)
+        return {**found, "variant": trained_as, "recipe": f"{variant.recipe} {digest}", **own}
 
     def weights_before(self, name: str) -> Hashes:
         """Return the hashes of the weights that a variant is trained from.
@@ -286,9 +306,22 @@ class Runs:
             ValueError: If they are those of a pre-trained model, and no pre-trained models are given.
         """
         hashes = {"start": hash_of_weights(self.source)}
-        if name != START and variant_of(name).start == "pretrained":
-            hashes["pretrained"] = folder_hash(Path(self.source_of(variant_of(name))))[:16]
-        return hashes
+        if name == START or _after(name).start == "given":
+            return hashes
+        variant = _after(name)
+        made = self.source_of(variant)
+        of_made = folder_hash(Path(made))[:16] if variant.start == "pretrained" else hash_of_weights(made)
+        return {**hashes, variant.start: of_made}
+
+
+def is_start(name: str) -> bool:
+    """Return whether this is what variants start from, before or after distillation."""
+    return name.split("+")[0] == START
+
+
+def _after(name: str) -> Variant:
+    """Return a variant, or one that is trained from this start."""
+    return variant_of(name.replace(START, SWEPT[0], 1) if is_start(name) else name)
 
 
 def best_rate(sweep: dict[str, dict[float, float]], variant: str | None = None) -> float:

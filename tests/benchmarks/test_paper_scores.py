@@ -76,7 +76,7 @@ def test_other_seeds_may_have_another_start(tmp_path: Path, monkeypatch: pytest.
     other = replace(one, source="OTHER", scale=replace(scale, seeds=(43,)))
     monkeypatch.setattr(runs, "hash_of_weights", str.lower)
     monkeypatch.setattr(runs.Runs, "model", lambda self, name, seed: tmp_path / name)
-    monkeypatch.setattr(runs.Runs, "start", lambda self: tmp_path / "start")
+    monkeypatch.setattr(runs.Runs, "start", lambda self, name: tmp_path / "start")
     scored = {"sts": 40.0}
     monkeypatch.setattr(
         mote, "evaluate", lambda models, **settings: mote.Evaluation(dict.fromkeys(models, scored), {"sts": "STS"})
