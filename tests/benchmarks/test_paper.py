@@ -64,7 +64,7 @@ def test_a_scale_whose_trials_are_those_of_another(tmp_path: Path) -> None:
     assert other.choosing is other
     vars(medium.choosing)["sweep"] = {"em": {2e-4: 50.0, 4e-4: 51.0}}
     assert medium.rate(experiments.VARIANTS["ic"]) == 4e-4
-    assert medium.choosing.trials.is_validated("ic+five-tasks+distilled")
+    assert medium.choosing.trials.can_validate("ic+five-tasks+distilled+pretrained")
 
 
 def test_learning_rates_of_a_variant(tmp_path: Path) -> None:
