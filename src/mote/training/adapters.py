@@ -92,7 +92,7 @@ def adapt(network: Any, settings: "PeftSettings", only_experts: list[str] | None
     try:
         network.add_adapter(config)
     except ValueError as error:
-        raise ValueError(f"training.peft: PEFT refuses the targets {settings.targets!r}: {error}") from error
+        raise ValueError(f"training.peft: cannot add adapters to {settings.targets!r}: {error}") from error
     embeddings = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
     for module in network.modules():
         if isinstance(module, nn.Linear) and id(module.weight) not in embeddings:  # mixed precision only rounds these
