@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cot, decoders, mining, task_loras
-from benchmarks.paper.best import goal_table, validation_tables
+from benchmarks.paper.best import best_report, validation_tables
 from benchmarks.paper.beyond import validation_table
 from benchmarks.paper.claims import TABLES, Claim, Table
 from benchmarks.paper.experiments import SCALES
@@ -52,7 +52,7 @@ def _paper_table(name: str, kept: Any) -> str:
         return f"{paper_of(table)}\n\n{claims_of(replace(table, claims=claims), scores)}"
     before = [VALIDATION[name](kept["validation"])] if "validation" in kept else []
     if name == "best":
-        before.append(goal_table(table, scores))
+        before.append(best_report(table, scores))
     return "\n\n".join([*before, report(table, scores)])
 
 

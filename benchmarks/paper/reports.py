@@ -16,9 +16,9 @@ from benchmarks.paper.best import (
     Validation,
     best_data,
     best_of,
+    best_report,
     best_table,
     candidates,
-    goal_table,
     improve,
     scores_of_data,
     validation_tables,
@@ -174,5 +174,5 @@ def _best(runs: Runs) -> str:
     on_validation = Validation(data=of_data, steps=steps, in_full=in_full)
     kept = _kept("best", table, scores, runs, validation=on_validation)
     return "\n\n".join(
-        [title, validation_tables(on_validation), "On the test splits:", goal_table(table, scores), kept]
+        [title, validation_tables(on_validation), "On the test splits:", best_report(table, scores), kept]
     )
