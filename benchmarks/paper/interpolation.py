@@ -19,16 +19,17 @@ def towards_start(trained: Path, out: Path, start: Path, weight: float) -> Path:
             as a copy of the dense blocks.
         out: Folder for the result.
         start: The dense model that it was trained from.
-        weight: Interpolation weight of the start, from 0 (as trained) to 1 (as the start).
+        weight: Interpolation weight of the start, from 0 (as trained) to 1 (as the start). Weights that the start lacks,
+            such as those of an unused pooler, stay as trained.
 
     Returns:
         `out`.
     """
     config, initial = open_checkpoint(str(trained)).config, load_file(start / WEIGHTS)
-    moved = {
-        name: one.lerp(initial[weight_name(name, config).dense if is_mote(config) else name].to(one), weight)
-        for name, one in load_file(trained / WEIGHTS).items()
-    }
+    moved = {}
+    for name, one in load_file(trained / WEIGHTS).items():
+        of_start = initial.get(weight_name(name, config).dense if is_mote(config) else name)
+        moved[name] = one if of_start is None else one.lerp(of_start.to(one), weight)
     unfinished = out.with_name(f"{out.name}.unfinished")
     shutil.copytree(trained, unfinished, dirs_exist_ok=True)
     save_file(moved, unfinished / WEIGHTS, metadata={"format": "pt"})

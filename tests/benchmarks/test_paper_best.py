@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers.checkpoints import trusted
 from helpers.paths import SMALL_ENCODER
+from safetensors.torch import load_file, save_file
 
 import mote
 from benchmarks.paper import best, data, experiments, improvements, runs, unseen
@@ -209,6 +210,18 @@ def test_a_model_moved_to_its_start(kind: str, trained_folder: Path, tmp_path: P
     for weight, embeddings in expected.items():
         moved = towards_start(trained, tmp_path / f"{weight}", SMALL_ENCODER, weight)
         assert np.allclose(trusted(moved).encode(texts, **arguments), embeddings, atol=1e-6)
+
+
+def test_weights_that_the_start_lacks_stay_as_trained(trained_folder: Path, tmp_path: Path) -> None:
+    initial = load_file(SMALL_ENCODER / "model.safetensors")
+    lacking = next(name for name in initial if name.endswith("word_embeddings.weight"))
+    tmp_path.joinpath("start").mkdir()
+    save_file({name: one for name, one in initial.items() if name != lacking}, tmp_path / "start" / "model.safetensors")
+    moved = towards_start(trained_folder, tmp_path / "moved", tmp_path / "start", 1.0)
+    before, after = (load_file(folder / "model.safetensors") for folder in (trained_folder, moved))
+    same = {name for name, one in after.items() if one.equal(before[name])}
+    assert any(name.endswith(lacking) for name in same)
+    assert not any("intermediate" in name for name in same)
 
 
 def test_a_late_mote_is_dense_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
