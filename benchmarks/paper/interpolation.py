@@ -19,8 +19,8 @@ def towards_start(trained: Path, out: Path, start: Path, weight: float) -> Path:
             as a copy of the dense blocks.
         out: Folder for the result.
         start: The dense model that it was trained from.
-        weight: Interpolation weight of the start, from 0 (as trained) to 1 (as the start). Weights that the start lacks,
-            such as those of an unused pooler, stay as trained.
+        weight: Interpolation weight of the start, from 0 (as trained) to 1 (as the start). What the start lacks, such
+            as an unused pooler, stays as trained.
 
     Returns:
         `out`.
