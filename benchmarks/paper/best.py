@@ -19,8 +19,6 @@ DENSE = ("ic", "em")
 """Variants that try, in full, the training of IC's trials and that of MoTE's."""
 LIKE_MOTE = ("task-lora", SEPARATE)
 """Variants that get the training of MoTE's trials."""
-LABELLED = ("Classification", "Clustering")
-"""Task types whose labels are learned with five tasks."""
 Order = tuple[tuple[str, ...], ...]
 ORDER: Order = (
     ("late",),
@@ -157,9 +155,12 @@ def goal_table(table: Table, scores: Scores) -> str:
 
 
 def best_report(table: Table, scores: Scores) -> str:
-    """Format the conditions, and the scores by whether a dataset's own labels were learned, as in five tasks."""
-    kinds = {name: "labels learned" if kind in LABELLED else "others" for name, kind in scores.types.items()}
-    split = replace(table, types=("labels learned", "others"), claims=())
+    """Format the conditions, and the scores on datasets of labelled texts (learned in five tasks) and on all others."""
+    kinds = {
+        name: "labelled texts" if kind in ("Classification", "Clustering") else "others"
+        for name, kind in scores.types.items()
+    }
+    split = replace(table, types=("labelled texts", "others"), claims=())
     return f"{goal_table(table, scores)}\n\n{table_of(split, Scores(scores.every, kinds))}"
 
 

@@ -130,7 +130,6 @@ FOR_ALL: dict[str, Improvement] = {
 FOR_EXPERTS: dict[str, Improvement] = {
     "search-expert": _served_together("search", SEARCH),
     "matching-by-search": _matching_by_search,
-    "no-instructions": lambda variant, name: _changed(variant, "model.instructions=false"),
     "expert-rates": lambda variant, name: replace(variant, expert_rate_factor=3.0),
     "shared": _served_together("search_document", ("clustering",)),
     **_MADE_FOR_EXPERTS,

@@ -122,14 +122,14 @@ def test_one_kind_of_data_for_all() -> None:
 
 
 def test_changes_of_the_training_come_before_what_is_made_after_it() -> None:
-    given = Validated(mote__unseen_by_mean=60.0, mote__no_instructions__unseen_by_mean=61.0)
-    order = (("no-instructions",), *best.ORDER_IN_FULL)
+    given = Validated(mote__unseen_by_mean=60.0, mote__expert_rates__unseen_by_mean=61.0)
+    order = (("expert-rates",), *best.ORDER_IN_FULL)
     steps = best.improve(given, order, ("mote+unseen-by-mean",))  # type: ignore[arg-type]
     assert [step["name"] for step in steps] == [
         "mote+unseen-by-mean",
-        "mote+no-instructions+unseen-by-mean",
-        "mote+no-instructions+unseen-by-mean+to-start-0.25",
-        "mote+no-instructions+unseen-by-mean+to-start-0.5",
+        "mote+expert-rates+unseen-by-mean",
+        "mote+expert-rates+unseen-by-mean+to-start-0.25",
+        "mote+expert-rates+unseen-by-mean+to-start-0.5",
     ]
     assert best.best_of(steps) == steps[1]
     for step in steps:
