@@ -41,6 +41,8 @@ def _homogeneous(variant: Variant, name: str) -> Variant:
 def _served_together(expert: str, tasks: tuple[str, ...]) -> Improvement:
     """Give tasks one expert in place of their own, and let them keep their instructions.
 
+    An instruction that stands for an expert which stays is that expert's alone: such a task gets the first task's.
+
     Args:
         expert: The expert, or a task whose expert it is.
         tasks: The tasks; those that the model lacks are left out.
@@ -55,7 +57,8 @@ def _served_together(expert: str, tasks: tuple[str, ...]) -> Improvement:
         shared = served.get(expert, expert)
         others = [one for one in experts if one not in (shared, *own)]
         routes = [f"model.tasks.{task}={shared}" for task in own]
-        texts = [f"model.instruction_texts.{task}='{instructions[served[task]]}'" for task in own]
+        named = {task: served[task] if served[task] not in others else own[0] for task in own}
+        texts = [f"model.instruction_texts.{task}='{instructions[of]}'" for task, of in named.items()]
         return _changed(variant, f"model.experts=[{', '.join([*others, shared])}]", *routes, *texts)
 
     return improve

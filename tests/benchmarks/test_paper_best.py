@@ -16,12 +16,13 @@ import mote
 from benchmarks.paper import best, data, experiments, improvements, runs, unseen
 from benchmarks.paper.interpolation import towards_start
 from benchmarks.paper.reports import make
+from configuration_mote import PAPER_INSTRUCTIONS
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import fixed_settings
 
 
-def test_improvements_of_a_variant() -> None:
+def test_improvements_of_a_variant(tmp_path: Path) -> None:
     medium = experiments.SCALES["medium"]
     for name in improvements.IMPROVEMENTS:
         variant = improvements.variant_of(f"mote+{name}")
@@ -43,7 +44,10 @@ def test_improvements_of_a_variant() -> None:
     assert model.instruction_texts["sts"] == model.instruction_texts["text_matching"] == "text_matching: "
     model = experiments.recipe_of(improvements.variant_of("mote+matching-by-search"), medium, "S", "D", 42).model
     assert "text_matching" not in model.tasks
-    assert model.instruction_texts["sts"] == "classification: "
+    assert model.instruction_texts["sts"] == "search_query: "  # that of classification stands for another expert
+    texts = {**PAPER_INSTRUCTIONS, **model.instruction_texts}
+    config = {"tasks": model.tasks, "instructions": {task: texts[task] for task in (*PAPER_INSTRUCTIONS, *model.tasks)}}
+    mote.upcycle(str(SMALL_ENCODER), tmp_path / "together", experts=model.experts, **config)  # refuses ambiguous ones
     both = improvements.variant_of("mote+five-tasks+homogeneous+unseen-by-mean")
     recipe = experiments.recipe_of(both, medium, "S", "D", 42)
     assert set(recipe.tasks) == {"retrieval", "classification", "clustering", "paraphrases"}
