@@ -38,6 +38,11 @@ def _homogeneous(variant: Variant, name: str) -> Variant:
     return _changed(variant, *(f"tasks.{task}.batches=homogeneous" for task in _recipe(variant).tasks))
 
 
+def _shared_rate(part: float) -> Improvement:
+    """Train what the experts share at a lower rate: it changes less, and a task disturbs the others less."""
+    return lambda variant, name: replace(variant, rate_factor=variant.rate_factor * part, expert_rate_factor=1 / part)
+
+
 def _served_together(expert: str, tasks: tuple[str, ...]) -> Improvement:
     """Give tasks one expert in place of their own, and let them keep their instructions.
 
@@ -127,6 +132,7 @@ FOR_ALL: dict[str, Improvement] = {
     "late": lambda variant, name: replace(_changed(variant, "training.num_train_epochs=0.5"), late=True),
     "distilled": lambda variant, name: replace(variant, start="distilled"),
     "mined": lambda variant, name: replace(variant, mined=True),
+    "rate-0.5": lambda variant, name: replace(variant, rate_factor=variant.rate_factor * 0.5),
     "pretrained": lambda variant, name: replace(variant, start="pretrained"),
     **_MADE_FOR_ALL,
 }
@@ -134,6 +140,7 @@ FOR_EXPERTS: dict[str, Improvement] = {
     "search-expert": _served_together("search", SEARCH),
     "matching-by-search": _matching_by_search,
     "expert-rates": lambda variant, name: replace(variant, expert_rate_factor=3.0),
+    "shared-rate-0.25": _shared_rate(0.25),
     "shared": _served_together("search_document", ("clustering",)),
     **_MADE_FOR_EXPERTS,
 }

@@ -132,12 +132,27 @@ def test_changes_of_the_training_come_before_what_is_made_after_it() -> None:
     assert [step["name"] for step in steps] == [
         "mote+unseen-by-mean",
         "mote+expert-rates+unseen-by-mean",
+        "mote+expert-rates+rate-0.5+unseen-by-mean",
+        "mote+expert-rates+shared-rate-0.25+unseen-by-mean",
         "mote+expert-rates+unseen-by-mean+to-start-0.25",
         "mote+expert-rates+unseen-by-mean+to-start-0.5",
     ]
     assert best.best_of(steps) == steps[1]
     for step in steps:
         assert improvements.variant_of(step["name"]).made_of is not None
+
+
+def test_rates_of_what_is_shared_and_of_experts() -> None:
+    common = 4e-4
+    lower = improvements.variant_of("mote+mined+shared-rate-0.25")
+    assert (lower.rate_factor, lower.expert_rate_factor) == (0.25, 4.0)
+    of_runs = runs.Runs(replace(experiments.SCALES["medium"], sweep=(common,), chosen_by=None), "S", "D", Path("O"))
+    of_runs.__dict__["sweep"] = {"mote": {common: 50.0}}  # what is cached is not computed
+    assert of_runs.settings_of(lower) == [
+        "training.learning_rate=0.0001",
+        "training.learning_rate_mapping={'\\.experts\\.': 0.0004}",
+    ]
+    assert improvements.variant_of("ic+rate-0.5").rate_factor == 0.5
 
 
 def test_dense_models_also_try_the_training_of_mote() -> None:
@@ -153,6 +168,7 @@ def test_dense_models_also_try_the_training_of_mote() -> None:
     assert [(step["name"], step["kept"]) for step in steps] == [
         (tried["em"][0], False),
         (tried["em"][1], True),
+        (f"{tried['em'][1]}+rate-0.5", False),
         (f"{tried['em'][1]}+to-start-0.25", False),
         (f"{tried['em'][1]}+to-start-0.5", False),
     ]
