@@ -32,7 +32,7 @@ ORDER: Order = (
     ("to-mean-0.25", "to-mean-0.5"),
 )
 """Improvements in the order of the trials, alternatives grouped together."""
-ORDER_IN_FULL: Order = (("rate-0.5", "shared-rate-0.25"), ("to-start-0.25", "to-start-0.5"))
+ORDER_IN_FULL: Order = (("shared-rate-0.25",), ("labels-twice",), ("rate-0.5",), ("to-start-0.25", "to-start-0.5"))
 """Improvements that are tried in full, after the trials."""
 
 

@@ -38,6 +38,11 @@ def _homogeneous(variant: Variant, name: str) -> Variant:
     return _changed(variant, *(f"tasks.{task}.batches=homogeneous" for task in _recipe(variant).tasks))
 
 
+def _labels_twice(variant: Variant, name: str) -> Variant:
+    labelled = [task for task in ("classification", "clustering") if task in _recipe(variant).tasks]
+    return _changed(variant, *(f"tasks.{task}.weight=2" for task in labelled))
+
+
 def _shared_rate(part: float) -> Improvement:
     """Train what the experts share at a lower rate: it changes less, and a task disturbs the others less."""
     return lambda variant, name: replace(variant, rate_factor=variant.rate_factor * part, expert_rate_factor=1 / part)
@@ -132,6 +137,7 @@ FOR_ALL: dict[str, Improvement] = {
     "late": lambda variant, name: replace(_changed(variant, "training.num_train_epochs=0.5"), late=True),
     "distilled": lambda variant, name: replace(variant, start="distilled"),
     "mined": lambda variant, name: replace(variant, mined=True),
+    "labels-twice": _labels_twice,
     "rate-0.5": lambda variant, name: replace(variant, rate_factor=variant.rate_factor * 0.5),
     "pretrained": lambda variant, name: replace(variant, start="pretrained"),
     **_MADE_FOR_ALL,

@@ -132,8 +132,9 @@ def test_changes_of_the_training_come_before_what_is_made_after_it() -> None:
     assert [step["name"] for step in steps] == [
         "mote+unseen-by-mean",
         "mote+expert-rates+unseen-by-mean",
-        "mote+expert-rates+rate-0.5+unseen-by-mean",
         "mote+expert-rates+shared-rate-0.25+unseen-by-mean",
+        "mote+expert-rates+labels-twice+unseen-by-mean",
+        "mote+expert-rates+rate-0.5+unseen-by-mean",
         "mote+expert-rates+unseen-by-mean+to-start-0.25",
         "mote+expert-rates+unseen-by-mean+to-start-0.5",
     ]
@@ -168,6 +169,7 @@ def test_dense_models_also_try_the_training_of_mote() -> None:
     assert [(step["name"], step["kept"]) for step in steps] == [
         (tried["em"][0], False),
         (tried["em"][1], True),
+        (f"{tried['em'][1]}+labels-twice", False),
         (f"{tried['em'][1]}+rate-0.5", False),
         (f"{tried['em'][1]}+to-start-0.25", False),
         (f"{tried['em'][1]}+to-start-0.5", False),
