@@ -15,8 +15,8 @@ from pathlib import Path
 
 from benchmarks.paper.beyond import validation_scores
 from benchmarks.paper.claims import Claim, Table
-from benchmarks.paper.experiments import SCALES
-from benchmarks.paper.runs import START, Runs, Scores
+from benchmarks.paper.experiments import SCALES, START
+from benchmarks.paper.runs import Runs, Scores
 from benchmarks.paper.tables import claims_of, sweep_table, table_of
 from mote.reporting import console_logging
 

@@ -25,10 +25,10 @@ import mote
 from benchmarks.locking import alone
 from benchmarks.paper.claims import Claim, Table
 from benchmarks.paper.data import copy_without_tests, digest_of_rows
-from benchmarks.paper.experiments import SCALES
+from benchmarks.paper.experiments import SCALES, START
 from benchmarks.paper.kept import SEED, KeptScores, ScoresOfTypes, hash_of_weights
 from benchmarks.paper.readme import NAMES, readme_table
-from benchmarks.paper.runs import START, Scores, scores_of_runs
+from benchmarks.paper.runs import Scores, scores_of_runs
 from benchmarks.paper.tables import claims_of
 from benchmarks.trained import trained
 from mote.evaluation.tasks import OFFICIAL

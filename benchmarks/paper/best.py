@@ -7,9 +7,9 @@ from typing import TypedDict
 
 from benchmarks.locking import share
 from benchmarks.paper.claims import ALL, Claim, Table
-from benchmarks.paper.experiments import SWEPT
+from benchmarks.paper.experiments import START, SWEPT
 from benchmarks.paper.improvements import DATA, FOR_ALL, SEPARATE, improved, training_of
-from benchmarks.paper.runs import START, Runs, Scores
+from benchmarks.paper.runs import Runs, Scores
 from benchmarks.paper.tables import Measured, cell, compared, datasets_of, p_value, table_of
 from mote.reporting import markdown_table
 

@@ -53,6 +53,7 @@ class Variant:
         start: Model that it starts from: as given, after learning a teacher's embeddings, or pre-trained with CoT-MAE.
         trained_on: Folder of `benchmarks.paper.data` that it is trained on, in place of the scale's.
         mined: Whether its retrieval pairs have mined negatives.
+        trained: Whether it is trained, or is what others start from.
         late: Whether it is dense in the first half of its training, and gets its experts then.
         trial_changes: Further overrides in trials.
     """
@@ -69,6 +70,7 @@ class Variant:
     start: Literal["given", "distilled", "pretrained"] = "given"
     trained_on: str | None = None
     mined: bool = False
+    trained: bool = True
     late: bool = False
     trial_changes: tuple[str, ...] = ()
 
@@ -101,10 +103,13 @@ SHARED_EXPERT = (
 HOMOGENEOUS = ("tasks.classification.batches=homogeneous", "tasks.clustering.batches=homogeneous")
 EXPERT_RATES = "training.learning_rate_mapping={'experts\\.(classification|clustering)\\.': 5.0e-4}"
 
+START = "start"
+"""The dense checkpoint, before any training; `start+distilled`: after it has learned from a teacher."""
 SWEPT = ("em", "ic", "mote")
 """Variants whose validation scores choose the learning rates of a scale with a sweep."""
 
 VARIANTS: dict[str, Variant] = {
+    START: Variant("em", trained=False),
     "em": Variant("em"),
     "ic": Variant("ic"),
     **{f"sem-{task}": Variant(f"sem-{task}", datasets=SERVED[task]) for task in TASKS},

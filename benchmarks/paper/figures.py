@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.paper.experiments import BATCHES, OF_THE_RECIPE, TASKS, TEMPERATURES, ablations
-from benchmarks.paper.runs import START, Scores
+from benchmarks.paper.experiments import BATCHES, OF_THE_RECIPE, START, TASKS, TEMPERATURES, ablations
+from benchmarks.paper.runs import Scores
 from benchmarks.paper.tables import cell
 from mote import Analysis
 from mote.reporting import COLORS, markdown_table

@@ -8,7 +8,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from benchmarks.paper.claims import SEEN, UNSEEN
-from benchmarks.paper.runs import START, Scores
+from benchmarks.paper.experiments import START
+from benchmarks.paper.runs import Scores
 from benchmarks.paper.tables import cell, datasets_of
 from mote.reporting import COLORS, markdown_table
 

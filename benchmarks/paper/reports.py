@@ -25,10 +25,10 @@ from benchmarks.paper.best import (
 )
 from benchmarks.paper.beyond import INTERPOLATED, TRAINED, validation_scores, validation_table
 from benchmarks.paper.claims import OWN_RATES, RATES, TABLES, Claim, Table
-from benchmarks.paper.experiments import TASKS, ablations
+from benchmarks.paper.experiments import START, TASKS, ablations
 from benchmarks.paper.figures import TITLES, ablation_table, analysis_tables, draw_ablations, kept_analysis
 from benchmarks.paper.improvements import SEPARATE, parts_of, training_of
-from benchmarks.paper.runs import START, Runs, Scores, best_rate
+from benchmarks.paper.runs import Runs, Scores, best_rate
 from benchmarks.paper.tables import report, sweep_table
 from benchmarks.paper.unseen import best_way, ways, ways_table
 from mote.analysis.analyze import CHARTS

@@ -13,7 +13,7 @@ from typing import Any
 import mote
 from benchmarks.locking import alone, share
 from benchmarks.paper.data import digest_of, prepare, with_mined_negatives
-from benchmarks.paper.experiments import ALL_DATASETS, SCALES, SWEPT, Scale, Variant, recipe_of
+from benchmarks.paper.experiments import SCALES, START, SWEPT, Scale, Variant, recipe_of
 from benchmarks.paper.improvements import parts_of, variant_of
 from benchmarks.paper.kept import SEED, Hashes, KeptScores, ScoresOfTypes, hash_of_weights
 from benchmarks.paper.starts import distilled, pretrained
@@ -25,7 +25,6 @@ from mote.training.model import native_folder
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import fixed_settings
 
-START = "start"  # the dense checkpoint, before any training; `start+distilled`: after it has learned from a teacher
 TRIAL_LIMIT = "data.limit=1000"  # rows per dataset: about a quarter of the pairs
 VALIDATION_LIMIT = 200  # texts or queries per validation set
 
@@ -80,13 +79,15 @@ class Runs:
         return replace(self, trial_rate=best_rate(self.sweep))
 
     def model(self, name: str, seed: int) -> Path:
-        """Return the folder of a model; train or make it first if it does not exist.
+        """Return the folder of a model, in Transformers' format; train or make it first if it does not exist.
 
         Raises:
             ValueError: If the folder holds a model trained with other settings.
         """
         name = self.trained_as(name)
         variant = variant_of(name)
+        if not variant.trained:
+            return self._start(variant)
         folder = self.out / self.kind / f"{name}-seed{seed}"
         if variant.made_of is not None and variant.made_by is not None:
             trained = self.model(variant.made_of, seed)
@@ -95,6 +96,13 @@ class Runs:
             with alone(folder):
                 return folder if folder.exists() else variant.made_by(trained, folder, Path(self.source_of(variant)))
         return self._trained_variant(name, variant, folder, seed)
+
+    def _start(self, variant: Variant) -> Path:
+        if variant.start != "given":
+            return Path(self.source_of(variant))
+        folder = self.out / "models" / START
+        with alone(folder):
+            return native_folder(open_checkpoint(self.source), folder)
 
     def _trained_variant(self, name: str, variant: Variant, folder: Path, seed: int) -> Path:
         source = self._half_trained(name, variant, folder, seed) if variant.late else self.source_of(variant)
@@ -215,38 +223,30 @@ class Runs:
 
     def seeds_of(self, name: str) -> tuple[int, ...]:
         """Return the seeds of a variant."""
-        if is_start(name):
+        variant = variant_of(name)
+        if not variant.trained:
             return self.scale.seeds[:1]  # other seeds may have another start
         if self.trial_rate is not None:
             return self.scale.few_seeds[:1]
-        few = variant_of(name).few_seeds or name in self.scale.few_seeds_of
+        few = variant.few_seeds or name in self.scale.few_seeds_of
         return self.scale.few_seeds if few else self.scale.seeds
 
-    def start(self, name: str = START) -> Path:
-        """Return the dense checkpoint that all variants start from, in Transformers' format, or after distillation."""
-        if name != START:
-            return Path(self.source_of(_after(name)))
-        folder = self.out / "models" / START
-        with alone(folder):
-            return native_folder(open_checkpoint(self.source), folder)
-
     def scores(self, names: Iterable[str], seeds: tuple[int, ...] = ()) -> "Scores":
-        """Evaluate variants with their own seeds, or with those given; `start` is the dense checkpoint before training.
+        """Evaluate variants with their own seeds, or with those given; what others start from has its own seed.
 
         A dataset on which a variant failed with any seed is dropped from its scores and reported.
         """
-        seeds_of = {name: seeds if seeds and not is_start(name) else self.seeds_of(name) for name in names}
+        seeds_of = {name: seeds if seeds and variant_of(name).trained else self.seeds_of(name) for name in names}
         return scores_of_runs([(name, seed) for name in seeds_of for seed in seeds_of[name]], self._on_tests)
 
     def _on_tests(self, name: str, seed: int, timeout: float = -1) -> ScoresOfTypes:
         folder, label = self._test_label(name, seed).split("/")
-        datasets = ALL_DATASETS if is_start(name) else variant_of(name).datasets
 
         def evaluate() -> Iterator[Evaluation]:
-            path = self.start(name) if is_start(name) else self.model(name, seed)
+            path = self.model(name, seed)
             out = self.out / folder.replace("test", "scores") / label
             for patterns, limit in self.scale.limits.items():
-                chosen = [pattern for pattern in patterns if pattern in datasets]
+                chosen = [pattern for pattern in patterns if pattern in variant_of(name).datasets]
                 with alone(out):
                     if chosen:
                         yield self._evaluate(label, path, Path(self.data), chosen, limit, out / f"limit-{limit}")
@@ -258,7 +258,7 @@ class Runs:
 
     def _test_label(self, name: str, seed: int) -> str:
         kind = "" if self.trial_rate is None else f"-{self.kind}"
-        return f"test{kind}/{name if is_start(name) else self.trained_as(name)}-seed{seed}"
+        return f"test{kind}/{self.trained_as(name)}-seed{seed}"
 
     def _evaluate(
         self, label: str, path: Path, data: Path, patterns: list[str], limit: int | None, out: Path
@@ -282,11 +282,11 @@ class Runs:
     def settings_of_scores(self, name: str, seed: int) -> dict[str, Any]:
         """Return what the scores of a model depend on, without paths, other than weights."""
         found: dict[str, Any] = {"dtype": self.scale.dtype}
-        if is_start(name) and seed != load_recipe("mote").training.seed:
+        variant = variant_of(name)
+        if not variant.trained and seed != load_recipe("mote").training.seed:
             found[SEED] = seed
         if name == START:
             return found
-        variant = _after(name)
         recipe = recipe_of(variant, self.scale, "SOURCE", "DATA", seed, self.settings_of(variant), name)
         shipped = fixed_settings(load_recipe(variant.recipe))
         own = {key: value for key, value in fixed_settings(recipe).items() if shipped.get(key) != value}
@@ -296,8 +296,7 @@ class Runs:
             found["data"] = digest_of(self.prepared())
         if variant.start == "distilled" or variant.mined:
             found["teacher"] = Path(self.teacher).name
-        trained_as = name if is_start(name) else self.trained_as(name)
-        return {**found, "variant": trained_as, "recipe": f"{variant.recipe} {digest}", **own}
+        return {**found, "variant": self.trained_as(name), "recipe": f"{variant.recipe} {digest}", **own}
 
     def weights_before(self, name: str) -> Hashes:
         """Return the hashes of the weights that a variant is trained from.
@@ -306,22 +305,12 @@ class Runs:
             ValueError: If they are those of a pre-trained model, and no pre-trained models are given.
         """
         hashes = {"start": hash_of_weights(self.source)}
-        if name == START or _after(name).start == "given":
+        variant = variant_of(name)
+        if variant.start == "given":
             return hashes
-        variant = _after(name)
         made = self.source_of(variant)
         of_made = folder_hash(Path(made))[:16] if variant.start == "pretrained" else hash_of_weights(made)
         return {**hashes, variant.start: of_made}
-
-
-def is_start(name: str) -> bool:
-    """Return whether this is what variants start from, before or after distillation."""
-    return name.split("+")[0] == START
-
-
-def _after(name: str) -> Variant:
-    """Return a variant, or one that is trained from this start."""
-    return variant_of(name.replace(START, SWEPT[0], 1) if is_start(name) else name)
 
 
 def best_rate(sweep: dict[str, dict[float, float]], variant: str | None = None) -> float:

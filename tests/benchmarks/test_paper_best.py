@@ -148,7 +148,7 @@ def test_rates_of_what_is_shared_and_of_experts() -> None:
     lower = improvements.variant_of("mote+mined+shared-rate-0.25")
     assert (lower.rate_factor, lower.expert_rate_factor) == (0.25, 4.0)
     of_runs = runs.Runs(replace(experiments.SCALES["medium"], sweep=(common,), chosen_by=None), "S", "D", Path("O"))
-    of_runs.__dict__["sweep"] = {"mote": {common: 50.0}}  # what is cached is not computed
+    vars(of_runs)["sweep"] = {"mote": {common: 50.0}}
     assert of_runs.settings_of(lower) == [
         "training.learning_rate=0.0001",
         "training.learning_rate_mapping={'\\.experts\\.': 0.0004}",

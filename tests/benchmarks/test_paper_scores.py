@@ -71,12 +71,10 @@ def test_stored_scores_need_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_other_seeds_may_have_another_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scale = replace(experiments.SCALES["smoke"], seeds=(42,), limits={("sts/*",): None})
-    monkeypatch.setattr(experiments, "ALL_DATASETS", ("sts/*",))
     one = runs.Runs(scale, "SOURCE", "DATA", tmp_path / "out", kept=tmp_path / "kept")
     other = replace(one, source="OTHER", scale=replace(scale, seeds=(43,)))
     monkeypatch.setattr(runs, "hash_of_weights", str.lower)
     monkeypatch.setattr(runs.Runs, "model", lambda self, name, seed: tmp_path / name)
-    monkeypatch.setattr(runs.Runs, "start", lambda self, name: tmp_path / "start")
     scored = {"sts": 40.0}
     monkeypatch.setattr(
         mote, "evaluate", lambda models, **settings: mote.Evaluation(dict.fromkeys(models, scored), {"sts": "STS"})

@@ -12,7 +12,7 @@ def scores_of(**every: dict[str, list[float]]) -> object:
 
 
 def test_every_column_of_a_table_is_a_known_variant() -> None:
-    known = {*experiments.VARIANTS, "start", "sem"}
+    known = {*experiments.VARIANTS, "sem"}
     for table in (*claims.TABLES.values(), claims.RATES, claims.OWN_RATES):
         assert known.issuperset(table.variants)
         assert table.reference in table.variants
