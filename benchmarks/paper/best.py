@@ -10,15 +10,15 @@ from benchmarks.paper.claims import ALL, Claim, Table
 from benchmarks.paper.experiments import START, SWEPT
 from benchmarks.paper.improvements import DATA, FOR_ALL, SEPARATE, improved, training_of
 from benchmarks.paper.runs import Runs, Scores
-from benchmarks.paper.tables import Measured, cell, compared, datasets_of, p_value, table_of
+from benchmarks.paper.tables import Measured, cell, compared, datasets_of, labels_of, p_value, table_of
 from mote.reporting import markdown_table
 
 BASES = ("mote", "ic")
 """Variants with trials of their own."""
 DENSE = ("ic", "em")
 """Variants that try, in full, the training of IC's trials and that of MoTE's."""
-LIKE_MOTE = ("task-lora", SEPARATE)
-"""Variants that get the training of MoTE's trials."""
+LIKE_MOTE = (*DENSE, "task-lora", SEPARATE)
+"""Variants that are scored with the training that MoTE ends with, too."""
 Order = tuple[tuple[str, ...], ...]
 ORDER: Order = (
     ("late",),
@@ -119,23 +119,39 @@ def best_of(steps: list[Step]) -> Step:
     return [step for step in steps if step["kept"]][-1]
 
 
-def best_table(names: dict[str, str], starts: tuple[str, ...]) -> Table:
-    """Return the table of the best variants, by base, and of what they start from."""
-    rivals = (*(name for base, name in names.items() if base != "mote"), *starts)
-    claims = tuple(Claim(names["mote"], name, over) for over in (ALL, "Retrieval") for name in rivals)
-    return Table("The best of each", (*starts, *names.values()), names["ic"], claims=claims)
+def scored(best: dict[str, str]) -> tuple[str, ...]:
+    """Return the variants that are scored on the test sets: the best, and others with the best MoTE's training.
+
+    Args:
+        best: Base → the best variant of it, MoTE first.
+    """
+    like_mote = [
+        base + training_of(best["mote"], () if base in DENSE else ("matching-by-search",)) for base in LIKE_MOTE
+    ]
+    bases = (*best, *LIKE_MOTE)
+    return tuple(sorted(dict.fromkeys([*best.values(), *like_mote]), key=lambda name: bases.index(name.split("+")[0])))
+
+
+def best_table(names: tuple[str, ...], starts: tuple[str, ...]) -> Table:
+    """Return the table of the best MoTE, which is the first variant, of others, and of what they start from."""
+    best, *others = names
+    reference = next(name for name in others if name.startswith("ic"))
+    claims = tuple(Claim(best, name, over) for over in (ALL, "Retrieval") for name in (*others, *starts))
+    return Table("The best of each", (*starts, *names), reference, claims=claims)
 
 
 def goal_table(table: Table, scores: Scores) -> str:
     """Format what question 4 of the plan requires of the best MoTE, and whether it holds."""
-    of = {name.split("+")[0]: name for name in table.variants if not name.startswith(START)}
-    means = {base: cell(scores, name, datasets_of(scores, (), table.variants)).mean for base, name in of.items()}
-    dense = max((base for base in means if base not in ("mote", SEPARATE)), key=means.__getitem__)
+    best, *others = (name for name in table.variants if not name.startswith(START))
+    datasets, labels = datasets_of(scores, (), table.variants), labels_of(table.variants)
+    one_model = [name for name in others if not name.startswith(SEPARATE)]
+    rival = max(one_model, key=lambda name: cell(scores, name, datasets).mean)
+    dense = labels[rival]
 
     def measured(other: str, over: str = ALL) -> Measured:
-        return compared(Claim(of["mote"], other, over), table, scores)
+        return compared(Claim(best, other, over), table, scores)
 
-    overall, retrieval = measured(of[dense]), measured(of[dense], "Retrieval").tests.gain
+    overall, retrieval = measured(rival), measured(rival, "Retrieval").tests.gain
     gain, p, gains = overall.tests.gain, overall.tests.paired_t, overall.with_seeds
     rows = [
         (f"over {dense}, the best of the others in one model: at least +1.0", f"{gain:+.2f}", gain >= 1),
@@ -146,8 +162,8 @@ def goal_table(table: Table, scores: Scores) -> str:
     for start in (name for name in table.variants if name.startswith(START)):
         both = [measured(start, over).tests.gain for over in (ALL, "Retrieval")]
         rows.append((f"above {start}, on all sets and in retrieval", "{:+.2f}, {:+.2f}".format(*both), min(both) > 0))
-    if SEPARATE in means:
-        gain = means["mote"] - means[SEPARATE]
+    for separate in (name for name in others if name.startswith(SEPARATE)):
+        gain = measured(separate).tests.gain
         rows.append(("over three separate models: at least -0.2", f"{gain:+.2f}", gain >= -0.2))
     return markdown_table(
         ["condition", "mote", "holds"], [[what, here, "yes" if holds else "no"] for what, here, holds in rows]

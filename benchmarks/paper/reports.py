@@ -10,7 +10,6 @@ import mote
 from benchmarks.locking import share
 from benchmarks.paper.best import (
     BASES,
-    LIKE_MOTE,
     ORDER,
     ORDER_IN_FULL,
     Validation,
@@ -20,6 +19,7 @@ from benchmarks.paper.best import (
     best_table,
     candidates,
     improve,
+    scored,
     scores_of_data,
     validation_tables,
 )
@@ -27,7 +27,7 @@ from benchmarks.paper.beyond import INTERPOLATED, TRAINED, validation_scores, va
 from benchmarks.paper.claims import OWN_RATES, RATES, TABLES, Claim, Table
 from benchmarks.paper.experiments import START, TASKS, ablations
 from benchmarks.paper.figures import TITLES, ablation_table, analysis_tables, draw_ablations, kept_analysis
-from benchmarks.paper.improvements import SEPARATE, parts_of, training_of
+from benchmarks.paper.improvements import SEPARATE, parts_of
 from benchmarks.paper.runs import Runs, Scores, best_rate
 from benchmarks.paper.tables import report, sweep_table
 from benchmarks.paper.unseen import best_way, ways, ways_table
@@ -160,16 +160,15 @@ def _best(runs: Runs) -> str:
     share(partial(runs.validated, name) for names in possible.values() for name in names)
     share(partial(improve, runs, ORDER_IN_FULL, names) for names in possible.values() if names)
     in_full = {base: improve(runs, ORDER_IN_FULL, names) for base, names in possible.items() if names}
-    names = {base: best_of(of_base)["name"] for base, of_base in in_full.items()}
-    names |= {base: base + training_of(tried["mote"][0], also=("matching-by-search",)) for base in LIKE_MOTE}
-    names = {base: name for base, name in names.items() if all(map(runs.can_score, parts_of(name)))}
-    if missing := [base for base in BASES if base not in names]:
+    best = {base: best_of(of_base)["name"] for base, of_base in in_full.items()}
+    names = tuple(name for name in scored(best) if all(map(runs.can_score, parts_of(name))))
+    if missing := [base for base in BASES if not any(name.startswith(base) for name in names)]:
         raise ValueError(f"There are no stored scores of {', '.join(missing)}: run `best` without --only-stored")
-    taught = [f"{START}{data}+distilled"] if any("+distilled" in name for name in names.values()) else []
+    taught = [f"{START}{data}+distilled"] if any("+distilled" in name for name in names) else []
     starts = tuple(filter(runs.can_score, (START, *taught)))
-    scores = runs.scores([*starts, *(part for name in names.values() for part in parts_of(name))], runs.scale.seeds)
-    if SEPARATE in names:
-        scores = scores.joined(names[SEPARATE], parts_of(names[SEPARATE]))
+    scores = runs.scores([*starts, *(part for name in names for part in parts_of(name))], runs.scale.seeds)
+    for separate in (name for name in names if name.startswith(SEPARATE)):
+        scores = scores.joined(separate, parts_of(separate))
     table = best_table(names, starts)
     on_validation = Validation(data=of_data, steps=steps, in_full=in_full)
     kept = _kept("best", table, scores, runs, validation=on_validation)

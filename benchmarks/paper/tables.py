@@ -1,6 +1,5 @@
 """Tables of our scores, and the paper's claims compared with them."""
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -57,10 +56,14 @@ def cell(scores: Scores, name: str, datasets: list[str]) -> Cell:
 
 
 def labels_of(names: Iterable[str]) -> dict[str, str]:
-    """Return what tables call variants: those with improvements by their base, unless several have the same one."""
-    names = list(dict.fromkeys(names))
-    bases = Counter(name.split("+")[0] for name in names)
-    return {name: name if bases[name.split("+")[0]] > 1 else name.split("+")[0] for name in names}
+    """Return what tables call variants: by their base, with those improvements that not all of this base have."""
+    every = {name: name.split("+") for name in names}
+
+    def label(base: str, improvements: list[str]) -> str:
+        same = [other for other in every.values() if other[0] == base]
+        return "+".join([base, *(one for one in improvements if not all(one in other for other in same))])
+
+    return {name: label(base, improvements) for name, (base, *improvements) in every.items()}
 
 
 def legend_of(labels: dict[str, str]) -> str:

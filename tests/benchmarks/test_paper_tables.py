@@ -42,6 +42,8 @@ def test_improved_variants_are_called_by_their_base_unless_it_is_ambiguous() -> 
     assert "- `mote`: mined, to-mean-0.25" in text
     assert "| mote over ic |" in text
     assert tables.labels_of(["mote", "mote+mined"]) == {"mote": "mote", "mote+mined": "mote+mined"}
+    both = ["ic+mined", "ic+mined+labels-twice"]
+    assert tables.labels_of(both) == {both[0]: "ic", both[1]: "ic+labels-twice"}
 
 
 def test_a_dataset_without_scores_of_a_variant_is_excluded() -> None:
