@@ -51,7 +51,7 @@ def _paper_table(name: str, kept: Any) -> str:
         claims = tuple(one for one in table.claims if not {one.better, one.other} & missing)
         return f"{paper_of(table)}\n\n{claims_of(replace(table, claims=claims), scores)}"
     before = [VALIDATION[name](kept["validation"])] if "validation" in kept else []
-    if name == "best":
+    if name.startswith("best"):
         before.append(best_report(table, scores))
     return "\n\n".join([*before, report(table, scores)])
 
