@@ -45,7 +45,11 @@ def _labels_twice(variant: Variant, name: str) -> Variant:
 
 def _shared_rate(part: float) -> Improvement:
     """Train what the experts share at a lower rate: it changes less, and a task disturbs the others less."""
-    return lambda variant, name: replace(variant, rate_factor=variant.rate_factor * part, expert_rate_factor=1 / part)
+    return lambda variant, name: replace(
+        variant,
+        rate_factor=variant.rate_factor * part,
+        expert_rate_factor=(variant.expert_rate_factor or 1) / part,  # experts keep their rate
+    )
 
 
 def _served_together(expert: str, tasks: tuple[str, ...]) -> Improvement:

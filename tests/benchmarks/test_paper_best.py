@@ -153,6 +153,7 @@ def test_rates_of_what_is_shared_and_of_experts() -> None:
         "training.learning_rate=0.0001",
         "training.learning_rate_mapping={'\\.experts\\.': 0.0004}",
     ]
+    assert improvements.variant_of("mote+expert-rates+shared-rate-0.25").expert_rate_factor == 12.0
     assert improvements.variant_of("ic+rate-0.5").rate_factor == 0.5
 
 
