@@ -38,9 +38,14 @@ def _homogeneous(variant: Variant, name: str) -> Variant:
     return _changed(variant, *(f"tasks.{task}.batches=homogeneous" for task in _recipe(variant).tasks))
 
 
-def _labels_twice(variant: Variant, name: str) -> Variant:
-    labelled = [task for task in ("classification", "clustering") if task in _recipe(variant).tasks]
-    return _changed(variant, *(f"tasks.{task}.weight=2" for task in labelled))
+def _labels(times: int) -> Improvement:
+    """Train on the rows of classification and clustering several times."""
+
+    def improve(variant: Variant, name: str) -> Variant:
+        labelled = [task for task in ("classification", "clustering") if task in _recipe(variant).tasks]
+        return _changed(variant, *(f"tasks.{task}.weight={times}" for task in labelled))
+
+    return improve
 
 
 def _shared_rate(part: float) -> Improvement:
@@ -127,6 +132,9 @@ def _unseen_by_mean(variant: Variant, name: str) -> Variant:
 DATA: dict[str, Improvement] = {"five-tasks": _five_tasks}
 """Other data than the paper's kind of pairs, for models of any kind."""
 
+LABELS: dict[str, Improvement] = {"labels-twice": _labels(2), "labels-four-times": _labels(4)}
+"""More steps on labelled texts, for models of any kind."""
+
 _MADE_FOR_ALL = {f"to-start-{weight:g}": _to_start(weight) for weight in (0.25, 0.5)}
 _MADE_FOR_EXPERTS = {
     **{f"to-mean-{part:g}": _of(made_by(mote.experts.interpolate, part)) for part in (0.25, 0.5)},
@@ -141,7 +149,7 @@ FOR_ALL: dict[str, Improvement] = {
     "late": lambda variant, name: replace(_changed(variant, "training.num_train_epochs=0.5"), late=True),
     "distilled": lambda variant, name: replace(variant, start="distilled"),
     "mined": lambda variant, name: replace(variant, mined=True),
-    "labels-twice": _labels_twice,
+    **LABELS,
     "rate-0.5": lambda variant, name: replace(variant, rate_factor=variant.rate_factor * 0.5),
     "pretrained": lambda variant, name: replace(variant, start="pretrained"),
     **_MADE_FOR_ALL,
@@ -174,8 +182,8 @@ def variant_of(name: str) -> Variant:
 
 
 def improved(name: str, improvement: str) -> str:
-    """Add an improvement to a variant's name: a change of the training before all that is made after training."""
-    return "+".join(sorted([*name.split("+"), improvement], key=MADE_AFTER_TRAINING.__contains__))
+    """Add one or more improvements to a variant's name: changes of the training before all that is made after it."""
+    return "+".join(sorted([*name.split("+"), *improvement.split("+")], key=MADE_AFTER_TRAINING.__contains__))
 
 
 def training_of(name: str, also: tuple[str, ...] = ()) -> str:

@@ -134,6 +134,8 @@ def test_changes_of_the_training_come_before_what_is_made_after_it() -> None:
         "mote+expert-rates+unseen-by-mean",
         "mote+expert-rates+shared-rate-0.25+unseen-by-mean",
         "mote+expert-rates+labels-twice+unseen-by-mean",
+        "mote+expert-rates+labels-four-times+unseen-by-mean",
+        "mote+expert-rates+labels-four-times+shared-rate-0.25+unseen-by-mean",
         "mote+expert-rates+rate-0.5+unseen-by-mean",
         "mote+expert-rates+unseen-by-mean+to-start-0.25",
         "mote+expert-rates+unseen-by-mean+to-start-0.5",
@@ -154,6 +156,11 @@ def test_rates_of_what_is_shared_and_of_experts() -> None:
         "training.learning_rate_mapping={'\\.experts\\.': 0.0004}",
     ]
     assert improvements.variant_of("mote+expert-rates+shared-rate-0.25").expert_rate_factor == 12.0
+    both = improvements.variant_of("mote+labels-four-times+shared-rate-0.25")
+    assert (both.changes[-2:], both.rate_factor) == (
+        ("tasks.classification.weight=4", "tasks.clustering.weight=4"),
+        0.25,
+    )
     assert improvements.variant_of("ic+rate-0.5").rate_factor == 0.5
 
 
@@ -171,6 +178,7 @@ def test_dense_models_also_try_the_training_of_mote() -> None:
         (tried["em"][0], False),
         (tried["em"][1], True),
         (f"{tried['em'][1]}+labels-twice", False),
+        (f"{tried['em'][1]}+labels-four-times", False),
         (f"{tried['em'][1]}+rate-0.5", False),
         (f"{tried['em'][1]}+to-start-0.25", False),
         (f"{tried['em'][1]}+to-start-0.5", False),
@@ -178,16 +186,20 @@ def test_dense_models_also_try_the_training_of_mote() -> None:
 
 
 def test_what_is_scored_beside_the_best() -> None:
-    best_mote = "mote+five-tasks+matching-by-search+mined+labels-twice+to-mean-0.5"
-    training = "+five-tasks+mined+labels-twice"
+    best_mote = "mote+five-tasks+matching-by-search+mined+labels-four-times+shared-rate-0.25+to-mean-0.5"
+    training = "+five-tasks+mined+labels-four-times"
     assert best.scored({"mote": best_mote, "ic": "ic+five-tasks", "em": f"em{training}"}) == (
         best_mote,
         "ic+five-tasks",
         f"ic{training}",
+        "ic+five-tasks+mined+labels-twice",
         f"em{training}",
-        "task-lora+five-tasks+matching-by-search+mined+labels-twice",
-        "separate+five-tasks+matching-by-search+mined+labels-twice",
+        "em+five-tasks+mined+labels-twice",
+        "task-lora+five-tasks+matching-by-search+mined+labels-four-times",
+        "separate+five-tasks+matching-by-search+mined+labels-four-times",
     )
+    without = best.scored({"mote": "mote+mined", "ic": "ic", "em": "em"})
+    assert without == ("mote+mined", "ic", "ic+mined", "em", "em+mined", "task-lora+mined", "separate+mined")
 
 
 def test_separate_models_divide_the_data_as_the_experts_do() -> None:
