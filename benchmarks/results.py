@@ -5,8 +5,9 @@
 
 A page has a table between `<!-- table: NAME -->` and `<!-- end of table -->`. The scores in docs/results are stored as
 the benchmarks write them: `scores.json` of `benchmarks.NAME` as NAME.json, `SCALE/NAME.json` of `benchmarks.paper`
-under that name. Every stored table must be on a page, as must SCALE/claims, the paper's claims in short, and `readme`,
-a summary of the table `README_TABLE`. A table of a scale that is on no page is added to results/SCALE.md.
+under that name. Every stored table must be on a page, as must SCALE/claims, the paper's claims in short, SCALE/models,
+the scores of all models in `SCALE/runs/test`, and `readme`, a summary of the table `README_TABLE`. A table of a scale
+that is on no page is added to results/SCALE.md.
 """
 
 import argparse
@@ -23,12 +24,13 @@ from benchmarks import cot, decoders, mining, task_loras
 from benchmarks.paper.best import best_report, validation_tables
 from benchmarks.paper.beyond import validation_table
 from benchmarks.paper.claims import TABLES, Claim, Table
-from benchmarks.paper.experiments import SCALES
+from benchmarks.paper.experiments import SCALES, START
 from benchmarks.paper.figures import TITLES, ablation_table, analysis_tables
+from benchmarks.paper.kept import ScoresOfTypes
 from benchmarks.paper.readme import draw_gains, drawn_gains, gains_of, readme_table
 from benchmarks.paper.reports import NAMES
 from benchmarks.paper.runs import Scores
-from benchmarks.paper.tables import claims_of, paper_of, report, summary_of, sweep_table, table_of
+from benchmarks.paper.tables import claims_of, models_table, paper_of, report, summary_of, sweep_table, table_of
 from benchmarks.paper.unseen import ways_table
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -106,9 +108,25 @@ def known_tables(results: Path) -> dict[str, str]:
             tables[f"{scale}/{name}"] = PAPER[name](one) if name in PAPER else _paper_table(name, one)
         if of_paper := {name: (table, _scores(kept[name])) for name, table in TABLES.items() if name in kept}:
             tables[f"{scale}/claims"] = summary_of(of_paper)
+        if models := _models(results / scale / "runs" / "test"):
+            tables[f"{scale}/models"] = models_table(models)
     if (results / README_TABLE).is_file():
         tables["readme"] = readme_table(_scores(_read(results / README_TABLE)))
     return tables
+
+
+def _models(folder: Path) -> dict[str, dict[int, ScoresOfTypes]]:
+    """Read the stored scores of single models: variant → seed → scores; the start first, and few improvements first."""
+    found: dict[str, dict[int, ScoresOfTypes]] = {}
+    for path in sorted(folder.glob("*-seed*.json")):
+        name, _, seed = path.stem.rpartition("-seed")
+        found.setdefault(name, {})[int(seed)] = _read(path)["scores"]
+
+    def place(name: str) -> tuple[bool, str, int]:
+        base, *improvements = name.split("+")
+        return base != START, base, len(improvements)
+
+    return {name: found[name] for name in sorted(found, key=place)}
 
 
 def _read(path: Path) -> Any:
@@ -171,7 +189,7 @@ def _pages(docs: Path) -> dict[Path, str]:
 def _add_sections(docs: Path, tables: Mapping[str, str]) -> None:
     """Add each table that is on no page to the page of its scale; create the page if needed."""
     known = "".join(_pages(docs).values())
-    for scale, name in product(SCALES, ("claims", *NAMES)):
+    for scale, name in product(SCALES, ("claims", "models", *NAMES)):
         marker = f"<!-- table: {scale}/{name} -->"
         if f"{scale}/{name}" not in tables or marker in known:
             continue

@@ -1,11 +1,14 @@
 """Tables of our scores, and the paper's claims compared with them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
+from statistics import mean
 
 import numpy as np
 
 from benchmarks.paper.claims import ALL, SEEN, UNSEEN, Claim, Table
+from benchmarks.paper.kept import ScoresOfTypes
 from benchmarks.paper.runs import Scores
 from mote.evaluation.scores import TASK_TYPES
 from mote.evaluation.statistics import Comparison, compare_scores
@@ -205,6 +208,33 @@ def summary_of(tables: dict[str, tuple[Table, Scores]]) -> str:
     ]
     header = ["", *(column.replace("paired", "one-sided p: paired") for column in columns)]
     return markdown_table(header, rows, align="l" * len(header))
+
+
+def models_table(found: Mapping[str, Mapping[int, ScoresOfTypes]]) -> str:
+    """Format all models of a scale: the mean over all datasets for each seed, and over each type for the seeds it has.
+
+    One of three separate models, which serves some of the types, has no mean over all datasets.
+
+    Args:
+        found: Variant → seed → its scores.
+    """
+    seeds = sorted({seed for of_seeds in found.values() for seed in of_seeds})
+    types = [kind for kind in TASK_TYPES if any(kind in one for of in found.values() for one in of.values())]
+    labels = labels_of(found)
+    rows: dict[str, list[float | None]] = {}
+    for name, of_seeds in found.items():
+        whole = {seed: [*chain(*(of.values() for of in one.values()))] for seed, one in of_seeds.items()}
+        every = [mean(whole[seed]) if seed in whole and of_seeds[seed].keys() >= {*types} else None for seed in seeds]
+        of_types = [[mean(one[kind].values()) for one in of_seeds.values() if kind in one] for kind in types]
+        rows[labels[name]] = [*every, *(mean(means) if means else None for means in of_types)]
+    best = [max(filter(None, column), default=None) for column in zip(*rows.values(), strict=True)]
+
+    def shown(value: float | None, best: float | None) -> str:
+        text = "" if value is None else f"{value:.2f}"
+        return f"**{text}**" if value is not None and value == best else text
+
+    lines = [[label, *map(shown, row, best)] for label, row in rows.items()]
+    return markdown_table(["mean over the test sets", *(f"seed {seed}" for seed in seeds), *types], lines)
 
 
 def sweep_table(sweep: dict[str, dict[float, float]]) -> str:

@@ -46,6 +46,24 @@ def test_improved_variants_are_called_by_their_base_unless_it_is_ambiguous() -> 
     assert tables.labels_of(both) == {both[0]: "ic", both[1]: "ic+labels-twice"}
 
 
+def test_all_models_seed_by_seed() -> None:
+    def both(first: float, second: float) -> dict[str, dict[str, float]]:
+        return {"Retrieval": {"r1": first, "r2": first}, "STS": {"s1": second}}
+
+    found = {
+        "ic+mined": {42: both(50.0, 80.0)},
+        "mote+mined": {42: both(51.0, 78.0), 43: both(53.0, 76.0)},
+        "sem-retrieval": {42: {"Retrieval": {"r1": 54.0, "r2": 54.0}}},
+    }
+    assert tables.models_table(found).splitlines() == [
+        "| mean over the test sets | seed 42 | seed 43 | Retrieval | STS |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        "| ic | **60.00** |  | 50.00 | **80.00** |",
+        "| mote | **60.00** | **60.67** | 52.00 | 77.00 |",
+        "| sem-retrieval |  |  | **54.00** |  |",
+    ]
+
+
 def test_a_dataset_without_scores_of_a_variant_is_excluded() -> None:
     scores = scores_of(em={"r1": [50.0], "r2": [60.0]}, mote={"r1": [52.0]})
     assert tables.datasets_of(scores, (), ("em", "mote")) == ["r1"]
