@@ -8,7 +8,7 @@ from typing import TypedDict
 from benchmarks.locking import share
 from benchmarks.paper.claims import ALL, Claim, Table
 from benchmarks.paper.experiments import START, SWEPT
-from benchmarks.paper.improvements import DATA, FOR_ALL, LABELS, SEPARATE, improved, training_of
+from benchmarks.paper.improvements import DATA, FOR_ONE_MODEL, LABELS, SEPARATE, SHARED_RATE, improved, training_of
 from benchmarks.paper.runs import Runs, Scores
 from benchmarks.paper.tables import Measured, cell, compared, datasets_of, labels_of, p_value, table_of
 from mote.reporting import markdown_table
@@ -33,8 +33,8 @@ ORDER: Order = (
 )
 """Improvements in the order of the trials, alternatives grouped together."""
 ORDER_IN_FULL: Order = (
-    ("shared-rate-0.25",),
-    (*LABELS, "labels-four-times+shared-rate-0.25"),
+    (SHARED_RATE,),
+    (*LABELS, f"labels-four-times+{SHARED_RATE}"),
     ("rate-0.5",),
     ("to-start-0.25", "to-start-0.5"),
 )
@@ -108,7 +108,7 @@ def improve(runs: Runs, order: Order, bases: tuple[str, ...], timeout: float = -
     steps = [Step(name=name, score=score, kept=name == base) for name, score in scores.items()]
     for alternatives in order:
         before = best_of(steps)
-        able = [one for one in alternatives if base.startswith("mote") or FOR_ALL.keys() >= {*one.split("+")}]
+        able = [one for one in alternatives if base.startswith("mote") or FOR_ONE_MODEL.keys() >= {*one.split("+")}]
         names = [improved(before["name"], name) for name in able]
         if left_out := [name for name in names if not runs.can_validate(name)]:
             runs.report(f"not tried: {', '.join(left_out)}")
@@ -127,14 +127,18 @@ def best_of(steps: list[Step]) -> Step:
 def scored(best: dict[str, str]) -> tuple[str, ...]:
     """Return the variants that are scored on the test sets: the best, and others with the best MoTE's training.
 
-    Dense models are also scored with fewer or more steps on labelled texts than the best MoTE has: they may bear fewer.
+    Dense models are also scored with fewer or more steps on labelled texts than the best MoTE, at one rate for all
+    weights: they may bear fewer.
 
     Args:
         best: Base → the best variant of it, MoTE first.
     """
     training = training_of(best["mote"])
     labels = next((one for one in LABELS if one in training.split("+")), None)
-    trainings = [training, *(training.replace(labels, other) for other in LABELS if labels and other != labels)]
+    trainings = [
+        training_of(best["mote"], (SHARED_RATE,)),
+        *(training.replace(labels, one) for one in LABELS if labels),
+    ]
     like_mote = [base + one for base in DENSE for one in trainings]
     like_mote += [base + training_of(best["mote"], ("matching-by-search",)) for base in LIKE_MOTE if base not in DENSE]
     bases = (*best, *LIKE_MOTE)

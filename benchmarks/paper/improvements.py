@@ -49,11 +49,14 @@ def _labels(times: int) -> Improvement:
 
 
 def _shared_rate(part: float) -> Improvement:
-    """Train what the experts share at a lower rate: it changes less, and a task disturbs the others less."""
+    """Train all but the experts, or a dense model's feed-forward networks, at a lower rate.
+
+    A task then changes less of what serves the others.
+    """
     return lambda variant, name: replace(
         variant,
         rate_factor=variant.rate_factor * part,
-        expert_rate_factor=(variant.expert_rate_factor or 1) / part,  # experts keep their rate
+        expert_rate_factor=(variant.expert_rate_factor or 1) / part,  # these keep their rate
     )
 
 
@@ -154,15 +157,17 @@ FOR_ALL: dict[str, Improvement] = {
     "pretrained": lambda variant, name: replace(variant, start="pretrained"),
     **_MADE_FOR_ALL,
 }
+SHARED_RATE = "shared-rate-0.25"
+FOR_ONE_MODEL: dict[str, Improvement] = {**FOR_ALL, SHARED_RATE: _shared_rate(0.25)}
+"""For a model that serves all tasks, and trains all of its weights: not for adapters or separate models."""
 FOR_EXPERTS: dict[str, Improvement] = {
     "search-expert": _served_together("search", SEARCH),
     "matching-by-search": _matching_by_search,
     "expert-rates": lambda variant, name: replace(variant, expert_rate_factor=3.0),
-    "shared-rate-0.25": _shared_rate(0.25),
     "shared": _served_together("search_document", ("clustering",)),
     **_MADE_FOR_EXPERTS,
 }
-IMPROVEMENTS = {**FOR_ALL, **FOR_EXPERTS}
+IMPROVEMENTS = {**FOR_ONE_MODEL, **FOR_EXPERTS}
 
 
 def variant_of(name: str) -> Variant:

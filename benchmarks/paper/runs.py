@@ -27,6 +27,8 @@ from mote.training.run_folder import fixed_settings
 
 TRIAL_LIMIT = "data.limit=1000"  # rows per dataset: about a quarter of the pairs
 VALIDATION_LIMIT = 200  # texts or queries per validation set
+EXPERTS = r"\.experts\."
+FEED_FORWARD = r"(?<!attention)\.(intermediate|output)\.dense\."  # of BERT, the start of all scales with a sweep
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ class Runs:
         settings += [] if rate is None else [f"training.learning_rate={rate * variant.rate_factor:g}"]
         if variant.expert_rate_factor is not None and rate is not None:
             higher = rate * variant.rate_factor * variant.expert_rate_factor
-            settings.append(f"training.learning_rate_mapping={{'\\.experts\\.': {higher:g}}}")
+            dense = load_recipe(variant.recipe, variant.changes).model.kind == "dense"
+            settings.append(f"training.learning_rate_mapping={{'{FEED_FORWARD if dense else EXPERTS}': {higher:g}}}")
         return [*settings, *self.changes]
 
     def source_of(self, variant: Variant) -> str:

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from helpers.checkpoints import trusted
 from helpers.paths import SMALL_ENCODER
 from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertModel
 
 import mote
 from benchmarks.paper import best, data, experiments, improvements, runs, unseen
@@ -150,11 +152,16 @@ def test_rates_of_what_is_shared_and_of_experts() -> None:
     lower = improvements.variant_of("mote+mined+shared-rate-0.25")
     assert (lower.rate_factor, lower.expert_rate_factor) == (0.25, 4.0)
     of_runs = runs.Runs(replace(experiments.SCALES["medium"], sweep=(common,), chosen_by=None), "S", "D", Path("O"))
-    vars(of_runs)["sweep"] = {"mote": {common: 50.0}}
+    vars(of_runs)["sweep"] = {"mote": {common: 50.0}, "ic": {common: 50.0}}
     assert of_runs.settings_of(lower) == [
         "training.learning_rate=0.0001",
         "training.learning_rate_mapping={'\\.experts\\.': 0.0004}",
     ]
+    _, mapping = of_runs.settings_of(improvements.variant_of("ic+shared-rate-0.25"))
+    (pattern,) = yaml.safe_load(mapping.partition("=")[2])
+    names = [name for name, _ in BertModel(BertConfig(num_hidden_layers=1)).named_parameters()]
+    feed_forward = ["intermediate.dense.weight", "intermediate.dense.bias", "output.dense.weight", "output.dense.bias"]
+    assert [name for name in names if re.search(pattern, name)] == [f"encoder.layer.0.{one}" for one in feed_forward]
     assert improvements.variant_of("mote+expert-rates+shared-rate-0.25").expert_rate_factor == 12.0
     both = improvements.variant_of("mote+labels-four-times+shared-rate-0.25")
     assert (both.changes[-2:], both.rate_factor) == (
@@ -177,8 +184,10 @@ def test_dense_models_also_try_the_training_of_mote() -> None:
     assert [(step["name"], step["kept"]) for step in steps] == [
         (tried["em"][0], False),
         (tried["em"][1], True),
+        (f"{tried['em'][1]}+shared-rate-0.25", False),
         (f"{tried['em'][1]}+labels-twice", False),
         (f"{tried['em'][1]}+labels-four-times", False),
+        (f"{tried['em'][1]}+labels-four-times+shared-rate-0.25", False),
         (f"{tried['em'][1]}+rate-0.5", False),
         (f"{tried['em'][1]}+to-start-0.25", False),
         (f"{tried['em'][1]}+to-start-0.5", False),
@@ -191,9 +200,11 @@ def test_what_is_scored_beside_the_best() -> None:
     assert best.scored({"mote": best_mote, "ic": "ic+five-tasks", "em": f"em{training}"}) == (
         best_mote,
         "ic+five-tasks",
-        f"ic{training}",
+        f"ic{training}+shared-rate-0.25",
         "ic+five-tasks+mined+labels-twice",
+        f"ic{training}",
         f"em{training}",
+        f"em{training}+shared-rate-0.25",
         "em+five-tasks+mined+labels-twice",
         "task-lora+five-tasks+matching-by-search+mined+labels-four-times",
         "separate+five-tasks+matching-by-search+mined+labels-four-times",
