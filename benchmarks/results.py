@@ -16,7 +16,6 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +115,7 @@ def known_tables(results: Path) -> dict[str, str]:
 
 
 def _models(folder: Path) -> dict[str, dict[int, ScoresOfTypes]]:
-    """Read the stored scores of single models: variant → seed → scores; the start first, and few improvements first."""
+    """Read the stored scores of single models: variant → seed → scores, sorted: the start, then by base and length."""
     found: dict[str, dict[int, ScoresOfTypes]] = {}
     for path in sorted(folder.glob("*-seed*.json")):
         name, _, seed = path.stem.rpartition("-seed")
@@ -189,9 +188,11 @@ def _pages(docs: Path) -> dict[Path, str]:
 def _add_sections(docs: Path, tables: Mapping[str, str]) -> None:
     """Add each table that is on no page to the page of its scale; create the page if needed."""
     known = "".join(_pages(docs).values())
-    for scale, name in product(SCALES, ("claims", "models", *NAMES)):
-        marker = f"<!-- table: {scale}/{name} -->"
-        if f"{scale}/{name}" not in tables or marker in known:
+    order = ("claims", *NAMES, "models")
+    for path in sorted(tables, key=lambda path: order.index(Path(path).name.split("-")[0]) if "/" in path else -1):
+        scale, _, name = path.rpartition("/")
+        marker = f"<!-- table: {path} -->"
+        if scale not in SCALES or marker in known:
             continue
         title = TITLES.get(name) or _table(name, _read(docs / "results" / scale / f"{name}.json")).title
         page = docs / "results" / f"{scale}.md"

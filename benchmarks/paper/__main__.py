@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--kept", type=Path, help="folder with SCALE/runs, stored scores of single models")
     parser.add_argument("--teacher", default=Runs.teacher, help="model to distill, which also mines negatives")
     parser.add_argument(
-        "--only-stored", action="store_true", help="for `best`: leave out what has no stored scores, and train nothing"
+        "--only-stored", action="store_true", help="for `best`: leave out full runs without stored scores"
     )
     parser.add_argument("--pretrained", type=Path, help="folder of benchmarks.cot, with models pre-trained by CoT-MAE")
     arguments = parser.parse_intermixed_args()

@@ -8,7 +8,16 @@ from typing import TypedDict
 from benchmarks.locking import share
 from benchmarks.paper.claims import ALL, Claim, Table
 from benchmarks.paper.experiments import START, SWEPT
-from benchmarks.paper.improvements import DATA, FOR_ONE_MODEL, LABELS, SEPARATE, SHARED_RATE, improved, training_of
+from benchmarks.paper.improvements import (
+    DATA,
+    FOR_ONE_MODEL,
+    IMPROVEMENTS,
+    LABELS,
+    SEPARATE,
+    SHARED_RATE,
+    improved,
+    training_of,
+)
 from benchmarks.paper.runs import Runs, Scores
 from benchmarks.paper.tables import Measured, cell, compared, datasets_of, labels_of, p_value, table_of
 from mote.reporting import markdown_table
@@ -17,8 +26,6 @@ BASES = ("mote", "ic")
 """Variants with trials of their own."""
 DENSE = ("ic", "em")
 """Variants that try, in full, the training of IC's trials and that of MoTE's."""
-LIKE_MOTE = (*DENSE, "task-lora", SEPARATE)
-"""Variants that are scored with the training that MoTE ends with, too."""
 Order = tuple[tuple[str, ...], ...]
 ORDER: Order = (
     ("late",),
@@ -47,7 +54,7 @@ class Step(TypedDict):
     Attributes:
         name: Variant with the improvement.
         score: Mean over the task types of the validation sets.
-        kept: Whether it was better than the variant before.
+        kept: Whether the steps that follow improve it.
     """
 
     name: str
@@ -108,8 +115,9 @@ def improve(runs: Runs, order: Order, bases: tuple[str, ...], timeout: float = -
     steps = [Step(name=name, score=score, kept=name == base) for name, score in scores.items()]
     for alternatives in order:
         before = best_of(steps)
-        able = [one for one in alternatives if base.startswith("mote") or FOR_ONE_MODEL.keys() >= {*one.split("+")}]
-        names = [improved(before["name"], name) for name in able]
+        possible = IMPROVEMENTS if base.startswith("mote") else FOR_ONE_MODEL
+        left = possible.keys() - {*before["name"].split("+")}
+        names = [improved(before["name"], one) for one in alternatives if left >= {*one.split("+")}]
         if left_out := [name for name in names if not runs.can_validate(name)]:
             runs.report(f"not tried: {', '.join(left_out)}")
         scores = {name: mean(runs.validated(name, timeout).values()) for name in names if name not in left_out}
@@ -127,22 +135,21 @@ def best_of(steps: list[Step]) -> Step:
 def scored(best: dict[str, str]) -> tuple[str, ...]:
     """Return the variants that are scored on the test sets: the best, and others with the best MoTE's training.
 
-    Dense models are also scored with fewer or more steps on labelled texts than the best MoTE, at one rate for all
-    weights: they may bear fewer.
+    Dense models are also scored at one rate for all weights, and then with as many steps on labelled texts as each of
+    `LABELS` gives: they may tolerate fewer.
 
     Args:
-        best: Base → the best variant of it, MoTE first.
+        best: Base → the best variant of it.
     """
     training = training_of(best["mote"])
     labels = next((one for one in LABELS if one in training.split("+")), None)
-    trainings = [
-        training_of(best["mote"], (SHARED_RATE,)),
-        *(training.replace(labels, one) for one in LABELS if labels),
-    ]
-    like_mote = [base + one for base in DENSE for one in trainings]
-    like_mote += [base + training_of(best["mote"], ("matching-by-search",)) for base in LIKE_MOTE if base not in DENSE]
-    bases = (*best, *LIKE_MOTE)
-    return tuple(sorted(dict.fromkeys([*best.values(), *like_mote]), key=lambda name: bases.index(name.split("+")[0])))
+    others = [training.replace(labels, one) for one in LABELS if labels]
+    of_dense = [training_of(best["mote"], (SHARED_RATE,)), training, *others]
+    divided = [training_of(best["mote"], ("matching-by-search",))]
+    names = [best["mote"]]
+    for base, trainings in {**dict.fromkeys(DENSE, of_dense), "task-lora": divided, SEPARATE: divided}.items():
+        names += [*([best[base]] if base in best else []), *(base + one for one in trainings)]
+    return tuple(dict.fromkeys(names))
 
 
 def best_table(names: tuple[str, ...], starts: tuple[str, ...]) -> Table:

@@ -49,8 +49,8 @@ class Variant:
         made_by: Function that makes it.
         own_rate: Whether it uses its own best learning rate, where the other variants of the scale share one.
         rate_factor: Its learning rate as a multiple of the shared one, if the scale has a sweep.
-        expert_rate_factor: Learning rate of its experts, or of a dense model's feed-forward networks, as a multiple of
-            its own learning rate.
+        expert_rate_factor: Learning rate of its experts, or of those weights of a dense model that a MoTE has once per
+            expert, as a multiple of its own learning rate.
         start: Model that it starts from: as given, after learning a teacher's embeddings, or pre-trained with CoT-MAE.
         trained_on: Folder of `benchmarks.paper.data` that it is trained on, in place of the scale's.
         mined: Whether its retrieval pairs have mined negatives.

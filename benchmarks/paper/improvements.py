@@ -39,7 +39,7 @@ def _homogeneous(variant: Variant, name: str) -> Variant:
 
 
 def _labels(times: int) -> Improvement:
-    """Train on the rows of classification and clustering several times."""
+    """Weight the rows of classification and clustering: in one epoch, each is used `times` times."""
 
     def improve(variant: Variant, name: str) -> Variant:
         labelled = [task for task in ("classification", "clustering") if task in _recipe(variant).tasks]
@@ -49,14 +49,14 @@ def _labels(times: int) -> Improvement:
 
 
 def _shared_rate(part: float) -> Improvement:
-    """Train all but the experts, or a dense model's feed-forward networks, at a lower rate.
+    """Lower the learning rate of all weights except the experts, so that each task disturbs the others less.
 
-    A task then changes less of what serves the others.
+    In a dense model, the exception is what a MoTE has once per expert.
     """
     return lambda variant, name: replace(
         variant,
         rate_factor=variant.rate_factor * part,
-        expert_rate_factor=(variant.expert_rate_factor or 1) / part,  # these keep their rate
+        expert_rate_factor=(variant.expert_rate_factor or 1) / part,  # experts keep their rate
     )
 
 
@@ -187,8 +187,15 @@ def variant_of(name: str) -> Variant:
 
 
 def improved(name: str, improvement: str) -> str:
-    """Add one or more improvements to a variant's name: changes of the training before all that is made after it."""
-    return "+".join(sorted([*name.split("+"), *improvement.split("+")], key=MADE_AFTER_TRAINING.__contains__))
+    """Add one or more improvements to a variant's name: changes of the training before all that is made after it.
+
+    The shared rate is the last of the changes of the training, so that one model has one name.
+    """
+
+    def place(one: str) -> tuple[bool, bool]:
+        return one in MADE_AFTER_TRAINING, one == SHARED_RATE
+
+    return "+".join(sorted([*name.split("+"), *improvement.split("+")], key=place))
 
 
 def training_of(name: str, also: tuple[str, ...] = ()) -> str:

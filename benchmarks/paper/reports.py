@@ -161,7 +161,8 @@ def _best(runs: Runs) -> str:
     share(partial(improve, runs, ORDER_IN_FULL, names) for names in possible.values() if names)
     in_full = {base: improve(runs, ORDER_IN_FULL, names) for base, names in possible.items() if names}
     best = {base: best_of(of_base)["name"] for base, of_base in in_full.items()}
-    names = tuple(name for name in scored(best) if all(map(runs.can_score, parts_of(name))))
+    names = scored(best) if "mote" in best else ()
+    names = tuple(name for name in names if all(map(runs.can_score, parts_of(name))))
     if missing := [base for base in BASES if not any(name.startswith(base) for name in names)]:
         raise ValueError(f"There are no stored scores of {', '.join(missing)}: run `best` without --only-stored")
     taught = [f"{START}{data}+distilled"] if any("+distilled" in name for name in names) else []
@@ -172,7 +173,7 @@ def _best(runs: Runs) -> str:
     table = best_table(names, starts)
     on_validation = Validation(data=of_data, steps=steps, in_full=in_full)
     seeds = runs.scale.seeds
-    some = "".join(f"-{seed}" for seed in seeds) if 1 < len(seeds) < len(MEDIUM.seeds) else ""  # few variants have them
+    some = "".join(f"-{seed}" for seed in seeds) if 1 < len(seeds) < len(MEDIUM.seeds) else ""  # has a file of its own
     kept = _kept(f"best{some}", table, scores, runs, **({} if some else {"validation": on_validation}))
     return "\n\n".join(
         [title, validation_tables(on_validation), "On the test splits:", best_report(table, scores), kept]

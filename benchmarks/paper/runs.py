@@ -27,8 +27,9 @@ from mote.training.run_folder import fixed_settings
 
 TRIAL_LIMIT = "data.limit=1000"  # rows per dataset: about a quarter of the pairs
 VALIDATION_LIMIT = 200  # texts or queries per validation set
-EXPERTS = r"\.experts\."
-FEED_FORWARD = r"(?<!attention)\.(intermediate|output)\.dense\."  # of BERT, the start of all scales with a sweep
+EXPERT_WEIGHTS = r"\.experts\."
+DENSE_COUNTERPART = r"\.encoder\.layer\.\d+\.(?!attention\.(self|output\.dense)\.)"
+"""Weights of a BERT that a MoTE has once per expert: the feed-forward networks and both norms of each block."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,10 @@ class Runs:
         settings = [] if self.trial_rate is None else [TRIAL_LIMIT, *variant.trial_changes]
         settings += [] if rate is None else [f"training.learning_rate={rate * variant.rate_factor:g}"]
         if variant.expert_rate_factor is not None and rate is not None:
-            higher = rate * variant.rate_factor * variant.expert_rate_factor
+            own_rate = rate * variant.rate_factor * variant.expert_rate_factor
             dense = load_recipe(variant.recipe, variant.changes).model.kind == "dense"
-            settings.append(f"training.learning_rate_mapping={{'{FEED_FORWARD if dense else EXPERTS}': {higher:g}}}")
+            weights = DENSE_COUNTERPART if dense else EXPERT_WEIGHTS
+            settings.append(f"training.learning_rate_mapping={{'{weights}': {own_rate:g}}}")
         return [*settings, *self.changes]
 
     def source_of(self, variant: Variant) -> str:

@@ -221,20 +221,18 @@ def models_table(found: Mapping[str, Mapping[int, ScoresOfTypes]]) -> str:
     seeds = sorted({seed for of_seeds in found.values() for seed in of_seeds})
     types = [kind for kind in TASK_TYPES if any(kind in one for of in found.values() for one in of.values())]
     labels = labels_of(found)
-    rows: dict[str, list[float | None]] = {}
+    rows = []
     for name, of_seeds in found.items():
-        whole = {seed: [*chain(*(of.values() for of in one.values()))] for seed, one in of_seeds.items()}
-        every = [mean(whole[seed]) if seed in whole and of_seeds[seed].keys() >= {*types} else None for seed in seeds]
+        whole = {
+            seed: mean(chain.from_iterable(of_type.values() for of_type in one.values()))
+            for seed, one in of_seeds.items()
+            if one.keys() >= {*types}
+        }
         of_types = [[mean(one[kind].values()) for one in of_seeds.values() if kind in one] for kind in types]
-        rows[labels[name]] = [*every, *(mean(means) if means else None for means in of_types)]
-    best = [max(filter(None, column), default=None) for column in zip(*rows.values(), strict=True)]
-
-    def shown(value: float | None, best: float | None) -> str:
-        text = "" if value is None else f"{value:.2f}"
-        return f"**{text}**" if value is not None and value == best else text
-
-    lines = [[label, *map(shown, row, best)] for label, row in rows.items()]
-    return markdown_table(["mean over the test sets", *(f"seed {seed}" for seed in seeds), *types], lines)
+        means = [*map(whole.get, seeds), *(mean(of_type) if of_type else None for of_type in of_types)]
+        rows.append([labels[name], *("" if one is None else f"{one:.2f}" for one in means)])
+    table = markdown_table(["mean over the test sets", *(f"seed {seed}" for seed in seeds), *types], rows)
+    return "\n\n".join(filter(None, [table, legend_of(labels)]))
 
 
 def sweep_table(sweep: dict[str, dict[float, float]]) -> str:

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import yaml
 from helpers.checkpoints import trusted
-from helpers.paths import SMALL_ENCODER
+from helpers.paths import SMALL_ENCODER, SMALL_MOTE
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertModel
 
 import mote
 from benchmarks.paper import best, data, experiments, improvements, runs, unseen
@@ -159,9 +158,12 @@ def test_rates_of_what_is_shared_and_of_experts() -> None:
     ]
     _, mapping = of_runs.settings_of(improvements.variant_of("ic+shared-rate-0.25"))
     (pattern,) = yaml.safe_load(mapping.partition("=")[2])
-    names = [name for name, _ in BertModel(BertConfig(num_hidden_layers=1)).named_parameters()]
-    feed_forward = ["intermediate.dense.weight", "intermediate.dense.bias", "output.dense.weight", "output.dense.bias"]
-    assert [name for name in names if re.search(pattern, name)] == [f"encoder.layer.0.{one}" for one in feed_forward]
+    of_dense = {name for name in load_file(SMALL_ENCODER / "model.safetensors") if re.search(pattern, f".{name}")}
+    in_mote = (
+        re.fullmatch(r"backbone\.(.*\.)experts\.search\.(.*(weight|bias))", name)
+        for name in load_file(SMALL_MOTE / "model.safetensors")
+    )
+    assert of_dense == {f"{found[1]}{found[2]}" for found in in_mote if found}
     assert improvements.variant_of("mote+expert-rates+shared-rate-0.25").expert_rate_factor == 12.0
     both = improvements.variant_of("mote+labels-four-times+shared-rate-0.25")
     assert (both.changes[-2:], both.rate_factor) == (
@@ -169,6 +171,23 @@ def test_rates_of_what_is_shared_and_of_experts() -> None:
         0.25,
     )
     assert improvements.variant_of("ic+rate-0.5").rate_factor == 0.5
+
+
+def test_an_improvement_is_not_tried_twice_and_one_model_has_one_name() -> None:
+    given = Validated(ic=60.0)
+    given.scores["ic+shared-rate-0.25"] = 61.0
+    steps = best.improve(given, best.ORDER_IN_FULL, ("ic",))  # type: ignore[arg-type]
+    assert [step["name"] for step in steps] == [
+        "ic",
+        "ic+shared-rate-0.25",
+        "ic+labels-twice+shared-rate-0.25",
+        "ic+labels-four-times+shared-rate-0.25",
+        "ic+rate-0.5+shared-rate-0.25",
+        "ic+shared-rate-0.25+to-start-0.25",
+        "ic+shared-rate-0.25+to-start-0.5",
+    ]
+    one, other = map(improvements.variant_of, ("ic+shared-rate-0.25+rate-0.5", "ic+rate-0.5+shared-rate-0.25"))
+    assert one == other
 
 
 def test_dense_models_also_try_the_training_of_mote() -> None:
@@ -201,8 +220,8 @@ def test_what_is_scored_beside_the_best() -> None:
         best_mote,
         "ic+five-tasks",
         f"ic{training}+shared-rate-0.25",
-        "ic+five-tasks+mined+labels-twice",
         f"ic{training}",
+        "ic+five-tasks+mined+labels-twice",
         f"em{training}",
         f"em{training}+shared-rate-0.25",
         "em+five-tasks+mined+labels-twice",
