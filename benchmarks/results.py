@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def _paper_table(name: str, kept: Any) -> str:
         claims = tuple(one for one in table.claims if not {one.better, one.other} & missing)
         return f"{paper_of(table)}\n\n{claims_of(replace(table, claims=claims), scores)}"
     before = [VALIDATION[name](kept["validation"])] if "validation" in kept else []
-    if name.startswith("best"):
+    if name == "best":
         before.append(best_report(table, scores))
     return "\n\n".join([*before, report(table, scores)])
 
@@ -188,11 +189,9 @@ def _pages(docs: Path) -> dict[Path, str]:
 def _add_sections(docs: Path, tables: Mapping[str, str]) -> None:
     """Add each table that is on no page to the page of its scale; create the page if needed."""
     known = "".join(_pages(docs).values())
-    order = ("claims", *NAMES, "models")
-    for path in sorted(tables, key=lambda path: order.index(Path(path).name.split("-")[0]) if "/" in path else -1):
-        scale, _, name = path.rpartition("/")
-        marker = f"<!-- table: {path} -->"
-        if scale not in SCALES or marker in known:
+    for scale, name in product(SCALES, ("claims", *NAMES, "models")):
+        marker = f"<!-- table: {scale}/{name} -->"
+        if f"{scale}/{name}" not in tables or marker in known:
             continue
         title = TITLES.get(name) or _table(name, _read(docs / "results" / scale / f"{name}.json")).title
         page = docs / "results" / f"{scale}.md"

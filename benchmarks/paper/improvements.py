@@ -38,14 +38,14 @@ def _homogeneous(variant: Variant, name: str) -> Variant:
     return _changed(variant, *(f"tasks.{task}.batches=homogeneous" for task in _recipe(variant).tasks))
 
 
+def _label_weights(variant: Variant, times: float) -> tuple[str, ...]:
+    """Use each row of classification and clustering `times` times in one epoch."""
+    labelled = [task for task in ("classification", "clustering") if task in _recipe(variant).tasks]
+    return tuple(f"tasks.{task}.weight={times:g}" for task in labelled)
+
+
 def _labels(times: int) -> Improvement:
-    """Weight the rows of classification and clustering: in one epoch, each is used `times` times."""
-
-    def improve(variant: Variant, name: str) -> Variant:
-        labelled = [task for task in ("classification", "clustering") if task in _recipe(variant).tasks]
-        return _changed(variant, *(f"tasks.{task}.weight={times}" for task in labelled))
-
-    return improve
+    return lambda variant, name: _changed(variant, *_label_weights(variant, times))
 
 
 def _shared_rate(part: float) -> Improvement:
@@ -99,9 +99,7 @@ def _five_tasks(variant: Variant, name: str) -> Variant:
         f"model.instruction_texts.{MATCHING}='{MATCHING}: '",
         *([PARAPHRASES] if "classification" in recipe.tasks else []),
     )
-    labelled = [task for task in ("classification", "clustering") if task in recipe.tasks]
-    weights = tuple(f"tasks.{task}.weight={LABELS_IN_TRIALS}" for task in labelled)
-    return replace(changed, trained_on="five_tasks", trial_changes=weights)
+    return replace(changed, trained_on="five_tasks", trial_changes=_label_weights(variant, LABELS_IN_TRIALS))
 
 
 def _matching_by_search(variant: Variant, name: str) -> Variant:

@@ -25,7 +25,7 @@ from benchmarks.paper.best import (
 )
 from benchmarks.paper.beyond import INTERPOLATED, TRAINED, validation_scores, validation_table
 from benchmarks.paper.claims import OWN_RATES, RATES, TABLES, Claim, Table
-from benchmarks.paper.experiments import MEDIUM, START, TASKS, ablations
+from benchmarks.paper.experiments import START, TASKS, ablations
 from benchmarks.paper.figures import TITLES, ablation_table, analysis_tables, draw_ablations, kept_analysis
 from benchmarks.paper.improvements import SEPARATE, parts_of
 from benchmarks.paper.runs import Runs, Scores, best_rate
@@ -172,9 +172,7 @@ def _best(runs: Runs) -> str:
         scores = scores.joined(separate, parts_of(separate))
     table = best_table(names, starts)
     on_validation = Validation(data=of_data, steps=steps, in_full=in_full)
-    seeds = runs.scale.seeds
-    some = "".join(f"-{seed}" for seed in seeds) if 1 < len(seeds) < len(MEDIUM.seeds) else ""  # has a file of its own
-    kept = _kept(f"best{some}", table, scores, runs, **({} if some else {"validation": on_validation}))
+    kept = _kept("best", table, scores, runs, validation=on_validation)
     return "\n\n".join(
         [title, validation_tables(on_validation), "On the test splits:", best_report(table, scores), kept]
     )
