@@ -43,6 +43,7 @@ ORDER_IN_FULL: Order = (
     (SHARED_RATE,),
     (*LABELS, f"labels-four-times+{SHARED_RATE}"),
     ("rate-0.5",),
+    ("unseen-near-start",),
     ("to-start-0.25", "to-start-0.5"),
 )
 """Improvements that are tried in full, after the trials."""

@@ -1,7 +1,9 @@
 """Possible improvements of a variant, one change at a time: `mote+distilled+mined` is `mote` with two of them."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import mote
 from benchmarks.paper.experiments import KIND_OF_TASK, MATCHED, SERVED, TASKS, VARIANTS, Making, Variant, made_by
@@ -124,10 +126,29 @@ def _to_start(weight: float) -> Improvement:
     return _of(lambda source, out, start: towards_start(source, out, start, weight))
 
 
+def _unseen_tasks(variant: Variant) -> tuple[str, ...]:
+    """Return the unseen tasks, and text matching, too, if it shares its instruction with them."""
+    return (*UNSEEN, *(task for task in _recipe(variant).model.tasks if task == MATCHING))
+
+
 def _unseen_by_mean(variant: Variant, name: str) -> Variant:
-    """Serve unseen tasks by the mean of all experts, and text matching, too, if it shares its instruction with them."""
-    tasks = (*UNSEEN, *(task for task in _recipe(variant).model.tasks if task == MATCHING))
-    return _of(made_by(mote.experts.add, "mean", "mean", tasks=tasks))(variant, name)
+    """Serve unseen tasks by the mean of all experts."""
+    return _of(made_by(mote.experts.add, "mean", "mean", tasks=_unseen_tasks(variant)))(variant, name)
+
+
+def _unseen_near_start(variant: Variant, name: str) -> Variant:
+    """Serve unseen tasks by an expert halfway between the one that was trained for them and the start."""
+    trained_for_them = _recipe(variant).model.tasks.get("sts", UNSEEN_TASKS["sts"])
+    tasks = _unseen_tasks(variant)
+
+    def make(source: Path, out: Path, start: Path) -> Path:
+        copied = out.with_name(f"{out.name}.copied")
+        mote.transform(source, copied, mote.experts.add, "near_start", trained_for_them, tasks=tasks)
+        made = towards_start(copied, out, start, 0.5, r"\.experts\.near_start\.")
+        shutil.rmtree(copied)
+        return made
+
+    return _of(make)(variant, name)
 
 
 DATA: dict[str, Improvement] = {"five-tasks": _five_tasks}
@@ -137,10 +158,14 @@ LABELS: dict[str, Improvement] = {"labels-twice": _labels(2), "labels-four-times
 """More steps on labelled texts, for models of any kind."""
 
 _MADE_FOR_ALL = {f"to-start-{weight:g}": _to_start(weight) for weight in (0.25, 0.5)}
-_MADE_FOR_EXPERTS = {
-    **{f"to-mean-{part:g}": _of(made_by(mote.experts.interpolate, part)) for part in (0.25, 0.5)},
+_SERVED_UNSEEN = {
     **{f"unseen-by-{expert}": _served_by(expert) for expert in EXPERTS},
     "unseen-by-mean": _unseen_by_mean,
+    "unseen-near-start": _unseen_near_start,
+}
+_MADE_FOR_EXPERTS = {
+    **{f"to-mean-{part:g}": _of(made_by(mote.experts.interpolate, part)) for part in (0.25, 0.5)},
+    **_SERVED_UNSEEN,
 }
 MADE_AFTER_TRAINING = {**_MADE_FOR_ALL, **_MADE_FOR_EXPERTS}
 
@@ -187,13 +212,18 @@ def variant_of(name: str) -> Variant:
 def improved(name: str, improvement: str) -> str:
     """Add one or more improvements to a variant's name: changes of the training before all that is made after it.
 
-    The shared rate is the last of the changes of the training, so that one model has one name.
+    The shared rate is the last of the changes of the training, so that one model has one name. What serves unseen tasks
+    replaces what served them before.
     """
+    added = improvement.split("+")
+    kept = name.split("+")
+    if _SERVED_UNSEEN.keys() & {*added}:
+        kept = [one for one in kept if one not in _SERVED_UNSEEN]
 
     def place(one: str) -> tuple[bool, bool]:
         return one in MADE_AFTER_TRAINING, one == SHARED_RATE
 
-    return "+".join(sorted([*name.split("+"), *improvement.split("+")], key=place))
+    return "+".join(sorted([*kept, *added], key=place))
 
 
 def training_of(name: str, also: tuple[str, ...] = ()) -> str:

@@ -1,5 +1,6 @@
 """Trained models moved towards the model that they started from."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from mote.checkpoints.tensors import weight_name
 WEIGHTS = "model.safetensors"
 
 
-def towards_start(trained: Path, out: Path, start: Path, weight: float) -> Path:
+def towards_start(trained: Path, out: Path, start: Path, weight: float, pattern: str = "") -> Path:
     """Copy a model, and interpolate its weights with those that it started from, as `training.start_weight` does.
 
     Args:
@@ -21,6 +22,7 @@ def towards_start(trained: Path, out: Path, start: Path, weight: float) -> Path:
         start: The dense model that it was trained from.
         weight: Interpolation weight of the start, from 0 (as trained) to 1 (as the start). What the start lacks, such
             as an unused pooler, stays as trained.
+        pattern: Regular expression that is found in the names of the weights to interpolate. Default: all.
 
     Returns:
         `out`.
@@ -29,7 +31,8 @@ def towards_start(trained: Path, out: Path, start: Path, weight: float) -> Path:
     moved = {}
     for name, one in load_file(trained / WEIGHTS).items():
         of_start = initial.get(weight_name(name, config).dense if is_mote(config) else name)
-        moved[name] = one if of_start is None else one.lerp(of_start.to(one), weight)
+        stays = of_start is None or re.search(pattern, name) is None
+        moved[name] = one if stays else one.lerp(of_start.to(one), weight)
     unfinished = out.with_name(f"{out.name}.unfinished")
     shutil.copytree(trained, unfinished, dirs_exist_ok=True)
     save_file(moved, unfinished / WEIGHTS, metadata={"format": "pt"})

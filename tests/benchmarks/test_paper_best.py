@@ -18,6 +18,7 @@ from benchmarks.paper import best, data, experiments, improvements, runs, unseen
 from benchmarks.paper.interpolation import towards_start
 from benchmarks.paper.reports import make
 from configuration_mote import PAPER_INSTRUCTIONS
+from mote.checkpoints.reading import open_mote
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import fixed_settings
@@ -138,6 +139,7 @@ def test_changes_of_the_training_come_before_what_is_made_after_it() -> None:
         "mote+expert-rates+labels-four-times+unseen-by-mean",
         "mote+expert-rates+labels-four-times+shared-rate-0.25+unseen-by-mean",
         "mote+expert-rates+rate-0.5+unseen-by-mean",
+        "mote+expert-rates+unseen-near-start",
         "mote+expert-rates+unseen-by-mean+to-start-0.25",
         "mote+expert-rates+unseen-by-mean+to-start-0.5",
     ]
@@ -299,6 +301,23 @@ def test_weights_that_the_start_lacks_stay_as_trained(trained_folder: Path, tmp_
     same = {name for name, one in after.items() if one.equal(before[name])}
     assert any(name.endswith(lacking) for name in same)
     assert not any("intermediate" in name for name in same)
+
+
+def test_an_expert_halfway_to_the_start_serves_unseen_tasks(trained_folder: Path, tmp_path: Path) -> None:
+    variant = improvements.variant_of("mote+unseen-near-start")
+    assert (variant.made_of, variant.made_by is None) == ("mote", False)
+    made = variant.made_by(trained_folder, tmp_path / "made", SMALL_ENCODER)  # type: ignore[misc]
+    tasks = open_mote(str(made)).config.tasks
+    assert {task for task, expert in tasks.items() if expert == "near_start"} == {"near_start", *improvements.UNSEEN}
+    before, start, after = (load_file(folder / "model.safetensors") for folder in (trained_folder, SMALL_ENCODER, made))
+    added = {name: one for name, one in after.items() if ".experts.near_start." in name}
+    assert before.keys() == after.keys() - added.keys()
+    assert all(after[name].equal(one) for name, one in before.items())
+    for name, one in added.items():
+        dense = name.removeprefix("backbone.").replace("experts.near_start.", "")
+        trained_for_them = before[name.replace("near_start", "classification")]
+        assert one.allclose((trained_for_them + start[dense]) / 2, atol=1e-7)
+    assert [one.name for one in tmp_path.iterdir()] == ["made"]
 
 
 def test_a_late_mote_is_dense_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
