@@ -39,14 +39,17 @@ ORDER: Order = (
     ("to-mean-0.25", "to-mean-0.5"),
 )
 """Improvements in the order of the trials, alternatives grouped together."""
+TO_START = ("to-start-0.25", "to-start-0.5")
 ORDER_IN_FULL: Order = (
     (SHARED_RATE,),
     (*LABELS, f"labels-four-times+{SHARED_RATE}"),
     ("rate-0.5",),
     ("unseen-near-start",),
-    ("to-start-0.25", "to-start-0.5"),
+    TO_START,
 )
 """Improvements that are tried in full, after the trials."""
+TRAINED_AS_MOTE = ", trained as mote"
+"""Suffix of a dense base with the training of the best MoTE, even where validation sets are against it."""
 
 
 class Step(TypedDict):
@@ -69,7 +72,7 @@ class Validation(TypedDict):
     Attributes:
         data: Kind of data, as a suffix of a variant's name → variant → mean over the task types.
         steps: Base → its trials.
-        in_full: Base → what was tried in full.
+        in_full: Base, or dense base with `TRAINED_AS_MOTE` → what was tried in full.
     """
 
     data: dict[str, dict[str, float]]
@@ -128,6 +131,25 @@ def improve(runs: Runs, order: Order, bases: tuple[str, ...], timeout: float = -
     return steps
 
 
+def try_improvements(runs: Runs) -> Validation:
+    """Try the improvements of all bases: in trials, then in full."""
+    trials = runs.choosing.trials
+    of_data = scores_of_data(trials)
+    data = best_data(of_data)
+    share(partial(improve, trials, ORDER, (base + data,)) for base in BASES)
+    steps = {base: improve(trials, ORDER, (base + data,)) for base in BASES}
+    tried = candidates({base: best_of(of_base)["name"] for base, of_base in steps.items()})
+    possible = {base: tuple(filter(runs.can_validate, names)) for base, names in tried.items()}
+    share(partial(runs.validated, name) for names in possible.values() for name in names)
+    share(partial(improve, runs, ORDER_IN_FULL, names) for names in possible.values() if names)
+    in_full = {base: improve(runs, ORDER_IN_FULL, names) for base, names in possible.items() if names}
+    own = {base: training_of(best_of(of_base)["name"]) for base, of_base in in_full.items()}
+    for base in DENSE:
+        if "mote" in own and own["mote"] != own.get(base) and runs.can_validate(name := base + own["mote"]):
+            in_full[base + TRAINED_AS_MOTE] = improve(runs, (TO_START,), (name,))
+    return Validation(data=of_data, steps=steps, in_full=in_full)
+
+
 def best_of(steps: list[Step]) -> Step:
     """Return the last step that was kept."""
     return [step for step in steps if step["kept"]][-1]
@@ -140,7 +162,7 @@ def scored(best: dict[str, str]) -> tuple[str, ...]:
     `LABELS` gives: they may tolerate fewer.
 
     Args:
-        best: Base → the best variant of it.
+        best: Base, or dense base with `TRAINED_AS_MOTE` → the best variant of it.
     """
     training = training_of(best["mote"])
     labels = next((one for one in LABELS if one in training.split("+")), None)
@@ -149,7 +171,8 @@ def scored(best: dict[str, str]) -> tuple[str, ...]:
     divided = [training_of(best["mote"], ("matching-by-search",))]
     names = [best["mote"]]
     for base, trainings in {**dict.fromkeys(DENSE, of_dense), "task-lora": divided, SEPARATE: divided}.items():
-        names += [*([best[base]] if base in best else []), *(base + one for one in trainings)]
+        names += [best[one] for one in (base, base + TRAINED_AS_MOTE) if one in best]
+        names += [base + one for one in trainings]
     return tuple(dict.fromkeys(names))
 
 

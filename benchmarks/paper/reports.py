@@ -4,23 +4,16 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 
 import mote
-from benchmarks.locking import share
 from benchmarks.paper.best import (
     BASES,
-    ORDER,
-    ORDER_IN_FULL,
-    Validation,
     best_data,
     best_of,
     best_report,
     best_table,
-    candidates,
-    improve,
     scored,
-    scores_of_data,
+    try_improvements,
     validation_tables,
 )
 from benchmarks.paper.beyond import INTERPOLATED, TRAINED, validation_scores, validation_table
@@ -150,29 +143,17 @@ def _best(runs: Runs) -> str:
     title = "### best: the best recipe with experts, and the best dense ones"
     if not runs.scale.sweep:
         return f"{title}: this scale has no validation sets"
-    trials = runs.choosing.trials
-    of_data = scores_of_data(trials)
-    data = best_data(of_data)
-    share(partial(improve, trials, ORDER, (base + data,)) for base in BASES)
-    steps = {base: improve(trials, ORDER, (base + data,)) for base in BASES}
-    tried = candidates({base: best_of(of_base)["name"] for base, of_base in steps.items()})
-    possible = {base: tuple(filter(runs.can_validate, names)) for base, names in tried.items()}
-    share(partial(runs.validated, name) for names in possible.values() for name in names)
-    share(partial(improve, runs, ORDER_IN_FULL, names) for names in possible.values() if names)
-    in_full = {base: improve(runs, ORDER_IN_FULL, names) for base, names in possible.items() if names}
-    best = {base: best_of(of_base)["name"] for base, of_base in in_full.items()}
+    found = try_improvements(runs)
+    best = {base: best_of(steps)["name"] for base, steps in found["in_full"].items()}
     names = scored(best) if "mote" in best else ()
     names = tuple(name for name in names if all(map(runs.can_score, parts_of(name))))
     if missing := [base for base in BASES if not any(name.startswith(base) for name in names)]:
         raise ValueError(f"There are no stored scores of {', '.join(missing)}: run `best` without --only-stored")
-    taught = [f"{START}{data}+distilled"] if any("+distilled" in name for name in names) else []
+    taught = [f"{START}{best_data(found['data'])}+distilled"] if any("+distilled" in name for name in names) else []
     starts = tuple(filter(runs.can_score, (START, *taught)))
     scores = runs.scores([*starts, *(part for name in names for part in parts_of(name))], runs.scale.seeds)
     for separate in (name for name in names if name.startswith(SEPARATE)):
         scores = scores.joined(separate, parts_of(separate))
     table = best_table(names, starts)
-    on_validation = Validation(data=of_data, steps=steps, in_full=in_full)
-    kept = _kept("best", table, scores, runs, validation=on_validation)
-    return "\n\n".join(
-        [title, validation_tables(on_validation), "On the test splits:", best_report(table, scores), kept]
-    )
+    kept = _kept("best", table, scores, runs, validation=found)
+    return "\n\n".join([title, validation_tables(found), "On the test splits:", best_report(table, scores), kept])

@@ -356,7 +356,7 @@ def test_the_best_recipes_are_looked_for_and_scored(
     monkeypatch.setattr(data, "LABELLED", dict.fromkeys(data.LABELLED, 300))
     monkeypatch.setattr(data, "CORPUS", 10)
     monkeypatch.setattr(runs, "VALIDATION_LIMIT", 5)
-    monkeypatch.setattr("benchmarks.paper.reports.ORDER", (("distilled",), ("mined",), ("unseen-by-mean",)))
+    monkeypatch.setattr("benchmarks.paper.best.ORDER", (("distilled",), ("mined",), ("unseen-by-mean",)))
     changes = ("training.batch_size=16", "training.max_steps=1", "model.max_length=32", "validation.limit=5")
     limits: dict[tuple[str, ...], int | None] = {("sts/*",): 5, ("reranking/*",): 5}
     medium = experiments.SCALES["medium"]
