@@ -24,8 +24,9 @@ from benchmarks import cot, decoders, mining, task_loras
 from benchmarks.paper.best import best_report, validation_tables
 from benchmarks.paper.beyond import validation_table
 from benchmarks.paper.claims import TABLES, Claim, Table
-from benchmarks.paper.experiments import SCALES, START
+from benchmarks.paper.experiments import SCALES, START, TASKS
 from benchmarks.paper.figures import TITLES, ablation_table, analysis_tables
+from benchmarks.paper.improvements import SEPARATE, parts_of
 from benchmarks.paper.kept import ScoresOfTypes
 from benchmarks.paper.readme import draw_gains, drawn_gains, gains_of, readme_table
 from benchmarks.paper.reports import NAMES
@@ -116,11 +117,22 @@ def known_tables(results: Path) -> dict[str, str]:
 
 
 def _models(folder: Path) -> dict[str, dict[int, ScoresOfTypes]]:
-    """Read the stored scores of single models: variant → seed → scores, sorted: the start, then by base and length."""
+    """Read the stored scores of models: variant → seed → scores, sorted: the start, then by base and length.
+
+    Three separate models, if all have scores, are one variant.
+    """
     found: dict[str, dict[int, ScoresOfTypes]] = {}
     for path in sorted(folder.glob("*-seed*.json")):
         name, _, seed = path.stem.rpartition("-seed")
         found.setdefault(name, {})[int(seed)] = _read(path)["scores"]
+    first = f"sem-{TASKS[0]}"
+    for whole in [SEPARATE + name.removeprefix(first) for name in found if name.startswith(first)]:
+        parts = [found.get(part, {}) for part in parts_of(whole)]
+        if all(part.keys() == parts[0].keys() for part in parts):
+            found[whole] = {
+                seed: {kind: one for part in parts for kind, one in part[seed].items()} for seed in parts[0]
+            }
+            found = {name: of_seeds for name, of_seeds in found.items() if name not in parts_of(whole)}
 
     def place(name: str) -> tuple[bool, str, int]:
         base, *improvements = name.split("+")

@@ -215,6 +215,19 @@ def test_dense_models_also_try_the_training_of_mote() -> None:
     ]
 
 
+def test_dense_models_trained_as_the_best_mote_may_move_to_the_start() -> None:
+    given = Validated(mote=60.0, mote__labels_twice=61.0)
+    given.scores["ic+labels-twice+to-start-0.25"] = 51.0
+    vars(given)["choosing"] = vars(given)["trials"] = given
+    in_full = best.try_improvements(given)["in_full"]  # type: ignore[arg-type]
+    assert best.best_of(in_full["ic"])["name"] == "ic"
+    assert [(step["name"], step["kept"]) for step in in_full[f"ic{best.TRAINED_AS_MOTE}"]] == [
+        ("ic+labels-twice", True),
+        ("ic+labels-twice+to-start-0.25", True),
+        ("ic+labels-twice+to-start-0.5", False),
+    ]
+
+
 def test_what_is_scored_beside_the_best() -> None:
     best_mote = "mote+five-tasks+matching-by-search+mined+labels-four-times+shared-rate-0.25+to-mean-0.5"
     training = "+five-tasks+mined+labels-four-times"
@@ -229,6 +242,12 @@ def test_what_is_scored_beside_the_best() -> None:
         "em+five-tasks+mined+labels-twice",
         "task-lora+five-tasks+matching-by-search+mined+labels-four-times",
         "separate+five-tasks+matching-by-search+mined+labels-four-times",
+    )
+    as_mote = {f"ic{best.TRAINED_AS_MOTE}": f"ic{training}+to-start-0.25"}
+    assert best.scored({"mote": best_mote, "ic": "ic+five-tasks", **as_mote})[:3] == (
+        best_mote,
+        "ic+five-tasks",
+        f"ic{training}+to-start-0.25",
     )
     without = best.scored({"mote": "mote+mined", "ic": "ic", "em": "em"})
     assert without == ("mote+mined", "ic", "ic+mined", "em", "em+mined", "task-lora+mined", "separate+mined")

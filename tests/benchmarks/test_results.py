@@ -46,6 +46,24 @@ def test_records_and_results_are_small() -> None:
     assert 0 < sum(path.stat().st_size for path in files) < 1_000_000
 
 
+def test_three_separate_models_are_one_variant(tmp_path: Path) -> None:
+    def store(name: str, **scores: dict[str, float]) -> None:
+        (tmp_path / f"{name}-seed42.json").write_text(json.dumps({"scores": scores}), encoding="utf-8")
+
+    store("mote+mined", Retrieval={"r1": 50.0}, Classification={"c1": 60.0}, Clustering={"k1": 40.0})
+    store("sem-retrieval+mined", Retrieval={"r1": 51.0})
+    store("sem-classification+mined", Classification={"c1": 61.0})
+    assert results._models(tmp_path).keys() == {"mote+mined", "sem-retrieval+mined", "sem-classification+mined"}
+    store("sem-clustering+mined", Clustering={"k1": 41.0})
+    found = results._models(tmp_path)
+    assert found.keys() == {"mote+mined", "separate+mined"}
+    assert found["separate+mined"][42] == {
+        "Retrieval": {"r1": 51.0},
+        "Classification": {"c1": 61.0},
+        "Clustering": {"k1": 41.0},
+    }
+
+
 Command = Callable[..., tuple[int, str]]
 
 
