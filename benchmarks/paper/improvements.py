@@ -1,13 +1,12 @@
 """Possible improvements of a variant, one change at a time: `mote+distilled+mined` is `mote` with two of them."""
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import mote
 from benchmarks.paper.experiments import KIND_OF_TASK, MATCHED, SERVED, TASKS, VARIANTS, Making, Variant, made_by
-from benchmarks.paper.interpolation import towards_start
+from benchmarks.paper.interpolation import add_near_start, towards_start
 from configuration_mote import PAPER_INSTRUCTIONS, UNSEEN_TASKS
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
@@ -141,14 +140,10 @@ def _unseen_near_start(variant: Variant, name: str) -> Variant:
     trained_for_them = _recipe(variant).model.tasks.get("sts", UNSEEN_TASKS["sts"])
     tasks = _unseen_tasks(variant)
 
-    def make(source: Path, out: Path, start: Path) -> Path:
-        copied = out.with_name(f"{out.name}.copied")
-        mote.transform(source, copied, mote.experts.add, "near_start", trained_for_them, tasks=tasks)
-        made = towards_start(copied, out, start, 0.5, r"\.experts\.near_start\.")
-        shutil.rmtree(copied)
-        return made
+    def making(source: Path, out: Path, start: Path) -> Path:
+        return mote.transform(source, out, add_near_start, start, trained_for_them, tasks)
 
-    return _of(make)(variant, name)
+    return _of(making)(variant, name)
 
 
 DATA: dict[str, Improvement] = {"five-tasks": _five_tasks}

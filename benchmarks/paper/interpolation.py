@@ -1,18 +1,23 @@
 """Trained models moved towards the model that they started from."""
 
-import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors.torch import load_file, save_file
 
+import mote
 from mote.checkpoints.reading import is_mote, open_checkpoint
 from mote.checkpoints.tensors import weight_name
+
+if TYPE_CHECKING:
+    from modeling_mote import MoTEModel
 
 WEIGHTS = "model.safetensors"
 
 
-def towards_start(trained: Path, out: Path, start: Path, weight: float, pattern: str = "") -> Path:
+def towards_start(trained: Path, out: Path, start: Path, weight: float) -> Path:
     """Copy a model, and interpolate its weights with those that it started from, as `training.start_weight` does.
 
     Args:
@@ -22,7 +27,6 @@ def towards_start(trained: Path, out: Path, start: Path, weight: float, pattern:
         start: The dense model that it was trained from.
         weight: Interpolation weight of the start, from 0 (as trained) to 1 (as the start). What the start lacks, such
             as an unused pooler, stays as trained.
-        pattern: Regular expression that is found in the names of the weights to interpolate. Default: all.
 
     Returns:
         `out`.
@@ -31,9 +35,22 @@ def towards_start(trained: Path, out: Path, start: Path, weight: float, pattern:
     moved = {}
     for name, one in load_file(trained / WEIGHTS).items():
         of_start = initial.get(weight_name(name, config).dense if is_mote(config) else name)
-        stays = of_start is None or re.search(pattern, name) is None
-        moved[name] = one if stays else one.lerp(of_start.to(one), weight)
+        moved[name] = one if of_start is None else one.lerp(of_start.to(one), weight)
     unfinished = out.with_name(f"{out.name}.unfinished")
     shutil.copytree(trained, unfinished, dirs_exist_ok=True)
     save_file(moved, unfinished / WEIGHTS, metadata={"format": "pt"})
     return unfinished.replace(out)
+
+
+def add_near_start(model: "MoTEModel", start: Path, expert: str, tasks: Iterable[str]) -> None:
+    """Add the expert `near_start`: halfway between another expert and the blocks of the model that all started from.
+
+    Args:
+        model: A MoTE; changed in place.
+        start: The dense model that it was trained from.
+        expert: The other expert.
+        tasks: Tasks that the new expert serves.
+    """
+    initial = load_file(start / WEIGHTS)
+    halfway = {name: one.lerp(initial[name].to(one), 0.5) for name, one in mote.experts.weights(model, expert).items()}
+    mote.experts.add(model, "near_start", halfway, tasks=tasks)
