@@ -93,7 +93,7 @@ def test_the_list(with_legal: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["add", "{}", "clustering"], "needs a name of its own: give it one with `--name`"),
         (["add", "{}", "clustering", "--name", "clustering"], "There already is an expert 'clustering'"),
         (["add", "{}", "mean", "--name", "a.b"], "must be one word"),
-        (["add", "{}", "{}"], "is a whole model, it has no expert.json"),
+        (["add", "{}", "{}", "--name", "x"], "is a whole MoTE, not a dense model: `mote experts extract` writes one"),
         (["add", "nobody/nothing", "mean", "--name", "x"], "nobody/nothing is not a folder"),
         (["add", "{}", "nobody/nothing"], "nobody/nothing is not a folder"),
         (

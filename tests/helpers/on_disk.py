@@ -12,21 +12,22 @@ import mote
 from mote import WriteOptions
 from mote.data.texts import read_texts
 from mote.experts import list_experts
-from mote.experts.artefact import artefact_or_name
+from mote.experts.artefact import ExpertArtefact
+from mote.experts.dense import opened
 from mote.inference.runtimes import convert
 
 
 def add(src: Path, start: str | Path, out: Path | None, name: str | None = None, **settings: Any) -> Path:
     """`mote experts add`."""
-    found = artefact_or_name(str(start))
-    name = name or (found if isinstance(found, str) else found.name)
+    found = opened(str(start))
+    name = name or (found.name if isinstance(found, ExpertArtefact) else str(found))
     options = WriteOptions(overwrite=settings.pop("overwrite", False))
     return mote.transform(src, out, mote.experts.add, name, found, options=options, **settings)
 
 
 def merge(src: Path, experts: Mapping[str, float], name: str, out: Path, **settings: Any) -> Path:
     """`mote experts merge`."""
-    found = {artefact_or_name(word): weight for word, weight in experts.items()}
+    found = {opened(word): weight for word, weight in experts.items()}
     return mote.transform(src, out, mote.experts.merge, found, name, **settings)
 
 

@@ -173,7 +173,7 @@ def add_expert(
     src: options.Mote,
     expert: Annotated[
         str,
-        typer.Argument(metavar="EXPERT", help=f"Artefact ({options.SRC}), expert of SRC, or 'mean'."),
+        typer.Argument(metavar="EXPERT", help=f"Expert of SRC, 'mean', or an artefact or dense model ({options.SRC})."),
     ],
     name: Annotated[str | None, typer.Option(help="Name of the new expert. Default: the extracted one's.")] = None,
     instruction: options.Instruction = None,
@@ -184,10 +184,11 @@ def add_expert(
     write: "mote.WriteOptions",
 ) -> None:
     """Write a MoTE with one more expert."""
-    from mote.experts.artefact import artefact_or_name
+    from mote.experts.artefact import ExpertArtefact
+    from mote.experts.dense import opened
 
-    start = artefact_or_name(expert)
-    name = name or (None if isinstance(start, str) else start.name)
+    start = opened(expert)
+    name = name or (start.name if isinstance(start, ExpertArtefact) else None)
     if name is None:
         raise ValueError(f"The new expert, a copy of {expert!r}, needs a name of its own: give it one with `--name`")
     _transform(
@@ -225,7 +226,7 @@ def merge_experts(
         list[str],
         typer.Argument(
             metavar="EXPERT[=WEIGHT]...",
-            help=f"Experts of SRC, or extracted ones ({options.SRC}); weights are scaled to sum to 1.",
+            help=f"Experts of SRC, artefacts or dense models ({options.SRC}); weights are scaled to sum to 1.",
         ),
     ],
     name: Annotated[str, typer.Option(help="Name of the new expert.")],
@@ -237,11 +238,9 @@ def merge_experts(
     write: "mote.WriteOptions",
 ) -> None:
     """Write a MoTE with one more expert, the weighted mean of others."""
-    from mote.experts.artefact import artefact_or_name
+    from mote.experts.dense import opened
 
-    weights = {
-        artefact_or_name(word): w for word, w in options.weights_of(experts, "EXPERT[=WEIGHT]", default=1.0).items()
-    }
+    weights = {opened(word): w for word, w in options.weights_of(experts, "EXPERT[=WEIGHT]", default=1.0).items()}
     _transform(
         src,
         out,

@@ -10,11 +10,13 @@ if TYPE_CHECKING:
     from mote.checkpoints.tensors import parameter_counts
     from mote.experts.artefact import ExpertArtefact, ExpertList, extract, list_experts, open_artefact
     from mote.experts.compression import compress
+    from mote.experts.dense import DenseBlocks, open_dense
     from mote.experts.editing import add, remove, rename, weights
     from mote.experts.exporting import export
     from mote.experts.merging import average, interpolate, merge
 
 __all__ = [
+    "DenseBlocks",
     "ExpertArtefact",
     "ExpertList",
     "add",
@@ -26,6 +28,7 @@ __all__ = [
     "list_experts",
     "merge",
     "open_artefact",
+    "open_dense",
     "parameter_counts",
     "remove",
     "rename",
@@ -37,6 +40,7 @@ _MODULES = {
     **dict.fromkeys(
         ["ExpertArtefact", "ExpertList", "extract", "list_experts", "open_artefact"], "mote.experts.artefact"
     ),
+    **dict.fromkeys(["DenseBlocks", "open_dense"], "mote.experts.dense"),
     **dict.fromkeys(["add", "remove", "rename", "weights"], "mote.experts.editing"),
     **dict.fromkeys(["average", "interpolate", "merge"], "mote.experts.merging"),
     "compress": "mote.experts.compression",

@@ -171,11 +171,6 @@ def open_artefact(src: str | Path, revision: str | None = None) -> ExpertArtefac
     return ExpertArtefact(str(src), folder, commit, settings)
 
 
-def artefact_or_name(word: str) -> str | ExpertArtefact:
-    """Open the artefact that a command-line word names; return any other word, the name of an expert, unchanged."""
-    return open_artefact(word) if "/" in word or (Path(word) / EXPERT_FILE).is_file() else word
-
-
 def _wrong_fields(settings: dict[str, Any]) -> list[str]:
     """Return the fields of expert.json that are missing or of another type."""
     wrong = [name for name, kind in _FIELDS.items() if not isinstance(settings.get(name), kind)]

@@ -18,6 +18,7 @@ from mote.checkpoints.tensors import weight_name
 from mote.checkpoints.transform import verb
 from mote.experts.artefact import ExpertArtefact
 from mote.experts.checks import require_all_experts, require_editable, require_uncompressed
+from mote.experts.dense import DenseBlocks
 from mote.experts.means import mean_of_experts
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ _NAME_FIELDS = ("experts", "tasks", "instructions", "default_task", "loaded_expe
 def add(
     model: "MoTEModel",
     name: str,
-    start: str | ExpertArtefact | Mapping[str, torch.Tensor] = MEAN,
+    start: str | ExpertArtefact | DenseBlocks | Mapping[str, torch.Tensor] = MEAN,
     *,
     instruction: str | Mapping[str, str] | None = None,
     tasks: str | Iterable[str] = (),
@@ -48,7 +49,8 @@ def add(
         model: A MoTE in memory; changed in place.
         name: Name of the expert.
         start: Its initial weights: those of an expert, the `"mean"` of all experts (unless an expert has that name),
-            an artefact (from `open_artefact`), or the weights themselves, as `weights` returns them.
+            an artefact (from `open_artefact`), those of a dense model (from `open_dense`), or the weights themselves,
+            as `weights` returns them.
         instruction: Text in front of its inputs; or task → text, if its tasks differ. Default: the artefact's, else the
             config's for that task, else the paper's, else none, so that only `task=` selects the expert.
         tasks: Additional tasks to assign to it, new ones or other experts'. An artefact brings its tasks, except those
@@ -66,6 +68,8 @@ def add(
         start.require_base(model)
         instruction, tasks = _names_of_artefact(model.config, start, name, instruction, tasks)
         start = start.load_weights()
+    elif isinstance(start, DenseBlocks):
+        start = start.weights_for(model)
     names = _with_expert(model.config, name, instruction, tasks)
     available = model.config.available_experts
     like = start if isinstance(start, str) and start in available else available[0]

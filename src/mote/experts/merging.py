@@ -13,7 +13,8 @@ from mote.checkpoints.tensors import weight_name, without_head
 from mote.checkpoints.transform import verb
 from mote.experts import editing
 from mote.experts.artefact import ExpertArtefact
-from mote.experts.checks import require_editable, require_mergeable
+from mote.experts.checks import require_editable, require_mergeable, require_uncompressed
+from mote.experts.dense import DenseBlocks
 from mote.experts.exporting import native_model
 from mote.experts.means import mean, mean_of_experts
 
@@ -82,7 +83,7 @@ def interpolate(model: "MoTEModel", weight: float | Mapping[str, float]) -> "MoT
 @verb("experts merge", "made by merging {experts} into the expert `{name}`, of", positional=("experts",))
 def merge(
     model: "MoTEModel",
-    experts: Mapping[str | ExpertArtefact, float],
+    experts: Mapping[str | ExpertArtefact | DenseBlocks, float],
     name: str,
     *,
     instruction: str | Mapping[str, str] | None = None,
@@ -92,8 +93,8 @@ def merge(
 
     Args:
         model: A MoTE in memory; changed in place.
-        experts: Expert, or artefact from `open_artefact` → its weight in the mean, above 0. Weights are scaled to sum
-            to 1.
+        experts: Expert, artefact from `open_artefact`, or dense model from `open_dense` → its weight in the mean, above
+            0. Weights are scaled to sum to 1.
         name: Name of the new expert.
         instruction: As in `add`.
         tasks: As in `add`.
@@ -102,9 +103,10 @@ def merge(
         ValueError: As `add`; if there are no experts or a weight is not above 0.
     """
     require_editable(model)
+    require_uncompressed(model.config)
     for expert, weight in experts.items():
         if not 0 < weight < math.inf:
-            name_of = expert.source if isinstance(expert, ExpertArtefact) else expert
+            name_of = expert if isinstance(expert, str) else expert.source
             raise ValueError(f"The weight of {name_of!r} is {weight}: expected a number above 0")
     if sum(experts.values()) == math.inf:
         raise ValueError("The weights are too large for their sum: expected numbers such as 0.7 and 0.3")
@@ -115,6 +117,8 @@ def merge(
         if isinstance(expert, ExpertArtefact):
             expert.require_base(model)
             parts.append(expert.load_weights())
+        elif isinstance(expert, DenseBlocks):
+            parts.append(expert.weights_for(model))
         else:
             parts.append(editing.weights(model, expert))
     merged = mean_of_experts(parts, list(experts.values()))
