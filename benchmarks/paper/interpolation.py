@@ -45,6 +45,8 @@ def towards_start(trained: Path, out: Path, start: Path, weight: float) -> Path:
 def add_near_start(model: "MoTEModel", start: Path, expert: str, tasks: Iterable[str]) -> None:
     """Add the expert `near_start`: halfway between another expert and the blocks of the model that all started from.
 
+    As `mote.experts.merge` with `open_dense(start)`, but for its rounding: stored scores are of models made here.
+
     Args:
         model: A MoTE; changed in place.
         start: The dense model that it was trained from.
