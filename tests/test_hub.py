@@ -100,6 +100,18 @@ def test_from_the_hub_to_the_hub_to_a_stranger(server: HubServer, tmp_path: Path
     assert (outputs["encoded"] - encoded).abs().max() <= 1e-6
 
 
+def test_an_expert_halfway_to_a_dense_model_on_the_hub(server: HubServer, tmp_path: Path) -> None:
+    source = dense_checkpoint(tmp_path / "tiny")
+    commit = server.add_repo("user/tiny", source)
+    assert upcycle(server, tmp_path, "--src", str(source), "--out", str(tmp_path / "mote")).returncode == 0
+    words = ["experts", "merge", str(tmp_path / "mote"), "clustering=0.5", "user/tiny=0.5", "--name", "near_start"]
+    done = run(server, tmp_path / "home", "-m", "mote", *words, "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    record = (tmp_path / "out" / "mote.json").read_text(encoding="utf-8")
+    assert f'"revision": "{commit}"' in record
+    assert "mote experts merge mote clustering=0.5 user/tiny=0.5 --name near_start" in record
+
+
 def test_mteb_loads_it_by_name(server: HubServer, tmp_path: Path) -> None:
     pytest.importorskip("mteb")
     source = dense_checkpoint(tmp_path / "tiny")
