@@ -76,6 +76,8 @@ class Validated:
     """Runs whose validation scores are given; unknown variants score 50."""
 
     stored: tuple[str, ...] = ()
+    choosing: "Validated"
+    trials: "Validated"
 
     def __init__(self, **scores: float) -> None:
         self.scores = {name.replace("_", "-").replace("--", "+"): score for name, score in scores.items()}
@@ -218,7 +220,7 @@ def test_dense_models_also_try_the_training_of_mote() -> None:
 def test_dense_models_trained_as_the_best_mote_may_move_to_the_start() -> None:
     given = Validated(mote=60.0, mote__labels_twice=61.0)
     given.scores["ic+labels-twice+to-start-0.25"] = 51.0
-    vars(given)["choosing"] = vars(given)["trials"] = given
+    given.choosing = given.trials = given
     in_full = best.try_improvements(given)["in_full"]  # type: ignore[arg-type]
     assert best.best_of(in_full["ic"])["name"] == "ic"
     assert [(step["name"], step["kept"]) for step in in_full[f"ic{best.TRAINED_AS_MOTE}"]] == [

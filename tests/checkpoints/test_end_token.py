@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.checkpoints import dense_checkpoint, edit_json, trusted
-from helpers.tokenizers import byte_level, fast, sentence_piece, sentence_piece_bpe
+from helpers.tokenizer_kinds import byte_level, fast, sentence_piece, sentence_piece_bpe
 from transformers import AutoTokenizer
 
 import mote

@@ -414,7 +414,10 @@ def test_to_the_hub_and_back(tiny_mote: Path, with_legal: Path, tmp_path: Path) 
         assert statuses == ["0", "1", "1", "1", "1", "0"], error
         assert hidden(tmp_path / "fresh" / "new", "legal").equal(hidden(with_legal, "legal"))
         assert "user/nothing is neither a folder nor a repository on the Hub" in error
-        assert "user/legal-mote is a whole model, it has no expert.json" in error
+        assert (
+            "user/legal-mote is a whole MoTE, not a dense model: `mote experts extract` writes one of its experts"
+            in error
+        )
         assert "Name the folder to write with `--out`\n" in error
         assert "log in with `hf auth login`" in error
         assert base_hash(with_legal) in out

@@ -11,7 +11,7 @@ import torch
 from helpers import token_routing
 from helpers.checkpoints import dense_checkpoint, trusted
 from helpers.families import FAMILIES, batch, family, make_different, trained_mote
-from helpers.tokenizers import byte_level, fast, sentence_piece, sentence_piece_bpe
+from helpers.tokenizer_kinds import byte_level, fast, sentence_piece, sentence_piece_bpe
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses
 from transformers import AutoTokenizer

@@ -117,6 +117,11 @@ class ExpertArtefact:
             raise ValueError(f"{path} holds weights of {', '.join(sorted(others))}, expected {expected}: {remedy}")
         return weights
 
+    def weights_for(self, model: "MoTEModel") -> dict[str, torch.Tensor]:
+        """Read the weights for a MoTE in memory, which must have the base of this expert; see `require_base`."""
+        self.require_base(model)
+        return self.load_weights()
+
     def require_base(self, model: "MoTEModel") -> None:
         """Check that a MoTE in memory has the base of this expert.
 

@@ -65,10 +65,8 @@ def add(
     require_uncompressed(model.config)
     tasks = [tasks] if isinstance(tasks, str) else list(tasks)
     if isinstance(start, ExpertArtefact):
-        start.require_base(model)
         instruction, tasks = _names_of_artefact(model.config, start, name, instruction, tasks)
-        start = start.load_weights()
-    elif isinstance(start, DenseBlocks):
+    if isinstance(start, ExpertArtefact | DenseBlocks):
         start = start.weights_for(model)
     names = _with_expert(model.config, name, instruction, tasks)
     available = model.config.available_experts

@@ -112,15 +112,7 @@ def merge(
         raise ValueError("The weights are too large for their sum: expected numbers such as 0.7 and 0.3")
     if not experts:
         raise ValueError("Name the experts to merge, as in search_query=0.7 search_document=0.3")
-    parts = []
-    for expert in experts:
-        if isinstance(expert, ExpertArtefact):
-            expert.require_base(model)
-            parts.append(expert.load_weights())
-        elif isinstance(expert, DenseBlocks):
-            parts.append(expert.weights_for(model))
-        else:
-            parts.append(editing.weights(model, expert))
+    parts = [editing.weights(model, one) if isinstance(one, str) else one.weights_for(model) for one in experts]
     merged = mean_of_experts(parts, list(experts.values()))
     editing.add(model, name, merged, instruction=instruction, tasks=tasks)
 
