@@ -39,17 +39,21 @@ ORDER: Order = (
     ("to-mean-0.25", "to-mean-0.5"),
 )
 """Improvements in the order of the trials, alternatives grouped together."""
+HALF_RATE = "rate-0.5"
 TO_START = ("to-start-0.25", "to-start-0.5")
 ORDER_IN_FULL: Order = (
     (SHARED_RATE,),
     (*LABELS, f"labels-four-times+{SHARED_RATE}"),
-    ("rate-0.5",),
+    (HALF_RATE,),
     ("unseen-near-start",),
     TO_START,
 )
 """Improvements that are tried in full, after the trials."""
 TRAINED_AS_MOTE = ", trained as mote"
-"""Suffix of a dense base with the training of the best MoTE, even where validation sets are against it."""
+"""Suffix of a dense base with the training of the best MoTE, even where validation sets are against it.
+
+Its learning rate is the dense model's own choice.
+"""
 
 
 class Step(TypedDict):
@@ -145,9 +149,15 @@ def try_improvements(runs: Runs) -> Validation:
     in_full = {base: improve(runs, ORDER_IN_FULL, names) for base, names in possible.items() if names}
     own = {base: training_of(best_of(of_base)["name"]) for base, of_base in in_full.items()}
     for base in DENSE:
-        if "mote" in own and own["mote"] != own.get(base) and runs.can_validate(name := base + own["mote"]):
-            in_full[base + TRAINED_AS_MOTE] = improve(runs, (TO_START,), (name,))
+        name = base + at_full_rate(own.get("mote", ""))
+        if "mote" in own and own["mote"] != own.get(base) and runs.can_validate(name):
+            in_full[base + TRAINED_AS_MOTE] = improve(runs, ((HALF_RATE,), TO_START), (name,))
     return Validation(data=of_data, steps=steps, in_full=in_full)
+
+
+def at_full_rate(name: str) -> str:
+    """Return the variant, or the suffix, without `HALF_RATE`."""
+    return name.replace(f"+{HALF_RATE}", "")
 
 
 def best_of(steps: list[Step]) -> Step:
@@ -158,16 +168,17 @@ def best_of(steps: list[Step]) -> Step:
 def scored(best: dict[str, str]) -> tuple[str, ...]:
     """Return the variants that are scored on the test sets: the best, and others with the best MoTE's training.
 
-    Dense models are also scored at one rate for all weights, and then with as many steps on labelled texts as each of
-    `LABELS` gives: they may tolerate fewer.
+    Dense models are also scored at one rate for all weights, also the full one, and then with as many steps on labelled
+    texts as each of `LABELS` gives: they may tolerate fewer.
 
     Args:
         best: Base, or dense base with `TRAINED_AS_MOTE` → the best variant of it.
     """
     training = training_of(best["mote"])
+    full_rate = at_full_rate(training)
     labels = next((one for one in LABELS if one in training.split("+")), None)
-    others = [training.replace(labels, one) for one in LABELS if labels]
-    of_dense = [training_of(best["mote"], (SHARED_RATE,)), training, *others]
+    others = [full_rate.replace(labels, one) for one in LABELS if labels]
+    of_dense = [training_of(best["mote"], (SHARED_RATE,)), training, full_rate, *others]
     divided = [training_of(best["mote"], ("matching-by-search",))]
     names = [best["mote"]]
     for base, trainings in {**dict.fromkeys(DENSE, of_dense), "task-lora": divided, SEPARATE: divided}.items():
