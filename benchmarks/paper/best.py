@@ -46,6 +46,7 @@ ORDER_IN_FULL: Order = (
     (*LABELS, f"labels-four-times+{SHARED_RATE}"),
     (HALF_RATE,),
     ("unseen-near-start",),
+    ("search-to-start-0.25", "search-to-start-0.5"),
     TO_START,
 )
 """Improvements that are tried in full, after the trials."""

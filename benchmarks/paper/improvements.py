@@ -6,7 +6,7 @@ from pathlib import Path
 
 import mote
 from benchmarks.paper.experiments import KIND_OF_TASK, MATCHED, SERVED, TASKS, VARIANTS, Making, Variant, made_by
-from benchmarks.paper.interpolation import add_near_start, towards_start
+from benchmarks.paper.interpolation import add_near_start, move_experts_to_start, towards_start
 from configuration_mote import PAPER_INSTRUCTIONS, UNSEEN_TASKS
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
@@ -146,6 +146,11 @@ def _unseen_near_start(variant: Variant, name: str) -> Variant:
     return _of(making)(variant, name)
 
 
+def _search_to_start(weight: float) -> Improvement:
+    """Interpolate the experts of search with the start, as `to-start` does with all weights."""
+    return _of(lambda source, out, start: mote.transform(source, out, move_experts_to_start, start, SEARCH, weight))
+
+
 DATA: dict[str, Improvement] = {"five-tasks": _five_tasks}
 """Other data than the paper's kind of pairs, for models of any kind."""
 
@@ -161,6 +166,7 @@ _SERVED_UNSEEN = {
 _MADE_FOR_EXPERTS = {
     **{f"to-mean-{part:g}": _of(made_by(mote.experts.interpolate, part)) for part in (0.25, 0.5)},
     **_SERVED_UNSEEN,
+    **{f"search-to-start-{weight:g}": _search_to_start(weight) for weight in (0.25, 0.5)},
 }
 MADE_AFTER_TRAINING = {**_MADE_FOR_ALL, **_MADE_FOR_EXPERTS}
 

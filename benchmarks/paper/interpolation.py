@@ -56,3 +56,18 @@ def add_near_start(model: "MoTEModel", start: Path, expert: str, tasks: Iterable
     initial = load_file(start / WEIGHTS)
     halfway = {name: one.lerp(initial[name].to(one), 0.5) for name, one in mote.experts.weights(model, expert).items()}
     mote.experts.add(model, "near_start", halfway, tasks=tasks)
+
+
+def move_experts_to_start(model: "MoTEModel", start: Path, tasks: Iterable[str], weight: float) -> None:
+    """Interpolate the experts of some tasks with the blocks of the model that all started from.
+
+    Args:
+        model: A MoTE; changed in place.
+        start: The dense model that it was trained from.
+        tasks: The tasks.
+        weight: Interpolation weight of the start, from 0 (as trained) to 1 (as the start).
+    """
+    initial = load_file(start / WEIGHTS)
+    for expert in {model.config.tasks[task] for task in tasks}:
+        for name, one in mote.experts.weights(model, expert).items():  # the model's own tensors
+            one.lerp_(initial[name].to(one), weight)

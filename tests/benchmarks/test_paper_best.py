@@ -19,6 +19,7 @@ from benchmarks.paper.interpolation import towards_start
 from benchmarks.paper.reports import make
 from configuration_mote import PAPER_INSTRUCTIONS
 from mote.checkpoints.reading import open_mote
+from mote.checkpoints.tensors import weight_name
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import fixed_settings
@@ -142,6 +143,8 @@ def test_changes_of_the_training_come_before_what_is_made_after_it() -> None:
         "mote+expert-rates+labels-four-times+shared-rate-0.25+unseen-by-mean",
         "mote+expert-rates+rate-0.5+unseen-by-mean",
         "mote+expert-rates+unseen-near-start",
+        "mote+expert-rates+unseen-by-mean+search-to-start-0.25",
+        "mote+expert-rates+unseen-by-mean+search-to-start-0.5",
         "mote+expert-rates+unseen-by-mean+to-start-0.25",
         "mote+expert-rates+unseen-by-mean+to-start-0.5",
     ]
@@ -360,6 +363,17 @@ def test_an_expert_halfway_to_the_start_serves_unseen_tasks(trained_folder: Path
         trained_for_them = before[name.replace("near_start", "classification")]
         assert one.allclose((trained_for_them + start[dense]) / 2, atol=1e-7)
     assert [one.name for one in tmp_path.iterdir()] == ["made"]
+
+
+def test_experts_of_search_move_to_the_start(trained_folder: Path, tmp_path: Path) -> None:
+    variant = improvements.variant_of("mote+search-to-start-0.25")
+    made = variant.made_by(trained_folder, tmp_path / "made", SMALL_ENCODER)  # type: ignore[misc]
+    before, start, after = (load_file(folder / "model.safetensors") for folder in (trained_folder, SMALL_ENCODER, made))
+    moved = {name for name, one in after.items() if not one.equal(before[name])}
+    assert {name.split(".experts.")[1].split(".")[0] for name in moved} == set(improvements.SEARCH)
+    for name in moved:
+        dense = start[weight_name(name, open_mote(str(made)).config).dense]
+        assert after[name].allclose(0.75 * before[name] + 0.25 * dense, atol=1e-7)
 
 
 def test_a_late_mote_is_dense_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
