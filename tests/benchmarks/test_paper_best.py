@@ -376,6 +376,19 @@ def test_experts_of_search_move_to_the_start(trained_folder: Path, tmp_path: Pat
         assert after[name].allclose(0.75 * before[name] + 0.25 * dense, atol=1e-7)
 
 
+def test_made_after_training_in_short_folders(
+    trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "trained", lambda recipe, _: trained_folder)
+    given = runs.Runs(experiments.SCALES["smoke"], str(SMALL_ENCODER), "DATA", tmp_path)
+    names = ("mote+homogeneous+to-mean-0.25", "mote+homogeneous+to-mean-0.25+unseen-by-mean")
+    once, twice = (given.model(name, 42) for name in names)
+    assert re.fullmatch("to-mean-0.25-seed42-[0-9a-f]{8}", once.name)
+    assert re.fullmatch("unseen-by-mean-seed42-[0-9a-f]{8}", twice.name)
+    assert given.model(names[0], 42) == once
+    assert open_mote(str(twice)).config.tasks["sts"] == "mean"
+
+
 def test_a_late_mote_is_dense_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[Recipe] = []
     monkeypatch.setattr(runs, "trained", lambda recipe, _: trained.append(recipe) or Path(recipe.output, "model"))
