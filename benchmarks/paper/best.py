@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from statistics import mean
 from typing import TypedDict
 
@@ -51,10 +52,9 @@ ORDER_IN_FULL: Order = (
 )
 """Improvements that are tried in full, after the trials."""
 TRAINED_AS_MOTE = ", trained as mote"
-"""Suffix of a dense base with the training of the best MoTE, even where validation sets are against it.
-
-Its learning rate is the dense model's own choice.
-"""
+"""Suffix of a dense base with the training of the best MoTE, even where validation sets are against it."""
+AT_HALF_RATE = f"{TRAINED_AS_MOTE}, at half the rate"
+"""Suffix of one with this training at `HALF_RATE`, which may suit a dense model and not MoTE."""
 
 
 class Step(TypedDict):
@@ -77,7 +77,7 @@ class Validation(TypedDict):
     Attributes:
         data: Kind of data, as a suffix of a variant's name → variant → mean over the task types.
         steps: Base → its trials.
-        in_full: Base, or dense base with `TRAINED_AS_MOTE` → what was tried in full.
+        in_full: Base, or dense base with `TRAINED_AS_MOTE` or `AT_HALF_RATE` → what was tried in full.
     """
 
     data: dict[str, dict[str, float]]
@@ -149,10 +149,12 @@ def try_improvements(runs: Runs) -> Validation:
     share(partial(improve, runs, ORDER_IN_FULL, names) for names in possible.values() if names)
     in_full = {base: improve(runs, ORDER_IN_FULL, names) for base, names in possible.items() if names}
     own = {base: training_of(best_of(of_base)["name"]) for base, of_base in in_full.items()}
-    for base in DENSE:
-        name = base + at_full_rate(own.get("mote", ""))
-        if "mote" in own and own["mote"] != own.get(base) and runs.can_validate(name):
-            in_full[base + TRAINED_AS_MOTE] = improve(runs, ((HALF_RATE,), TO_START), (name,))
+    if "mote" in own:
+        training = at_full_rate(own["mote"])
+        as_mote = {TRAINED_AS_MOTE: training, AT_HALF_RATE: f"{training}+{HALF_RATE}"}
+        for base, (suffix, one) in product(DENSE, as_mote.items()):
+            if one != own.get(base) and runs.can_validate(base + one):
+                in_full[base + suffix] = improve(runs, (TO_START,), (base + one,))
     return Validation(data=of_data, steps=steps, in_full=in_full)
 
 
@@ -173,7 +175,7 @@ def scored(best: dict[str, str]) -> tuple[str, ...]:
     texts as each of `LABELS` gives: they may tolerate fewer.
 
     Args:
-        best: Base, or dense base with `TRAINED_AS_MOTE` → the best variant of it.
+        best: Base, or dense base with `TRAINED_AS_MOTE` or `AT_HALF_RATE` → the best variant of it.
     """
     training = training_of(best["mote"])
     full_rate = at_full_rate(training)
@@ -183,7 +185,7 @@ def scored(best: dict[str, str]) -> tuple[str, ...]:
     divided = [training_of(best["mote"], ("matching-by-search",))]
     names = [best["mote"]]
     for base, trainings in {**dict.fromkeys(DENSE, of_dense), "task-lora": divided, SEPARATE: divided}.items():
-        names += [best[one] for one in (base, base + TRAINED_AS_MOTE) if one in best]
+        names += [best[one] for one in (base, base + TRAINED_AS_MOTE, base + AT_HALF_RATE) if one in best]
         names += [base + one for one in trainings]
     return tuple(dict.fromkeys(names))
 
