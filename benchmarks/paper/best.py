@@ -171,8 +171,8 @@ def best_of(steps: list[Step]) -> Step:
 def scored(best: dict[str, str]) -> tuple[str, ...]:
     """Return the variants that are scored on the test sets: the best, and others with the best MoTE's training.
 
-    Dense models are also scored at one rate for all weights, also the full one, and then with as many steps on labelled
-    texts as each of `LABELS` gives: they may tolerate fewer.
+    Dense models are also scored with one rate for all weights, at the full rate, and there with as many steps on
+    labelled texts as each of `LABELS` gives: they may tolerate fewer.
 
     Args:
         best: Base, or dense base with `TRAINED_AS_MOTE` or `AT_HALF_RATE` → the best variant of it.
