@@ -53,9 +53,8 @@ def add_near_start(model: "MoTEModel", start: Path, expert: str, tasks: Iterable
         expert: The other expert.
         tasks: Tasks that the new expert serves.
     """
-    initial = load_file(start / WEIGHTS)
-    halfway = {name: one.lerp(initial[name].to(one), 0.5) for name, one in mote.experts.weights(model, expert).items()}
-    mote.experts.add(model, "near_start", halfway, tasks=tasks)
+    mote.experts.add(model, "near_start", expert, tasks=tasks)
+    _move_to_start(model, start, ["near_start"], 0.5)
 
 
 def move_experts_to_start(model: "MoTEModel", start: Path, tasks: Iterable[str], weight: float) -> None:
@@ -67,7 +66,11 @@ def move_experts_to_start(model: "MoTEModel", start: Path, tasks: Iterable[str],
         tasks: The tasks.
         weight: Interpolation weight of the start, from 0 (as trained) to 1 (as the start).
     """
+    _move_to_start(model, start, {model.config.tasks[task] for task in tasks}, weight)
+
+
+def _move_to_start(model: "MoTEModel", start: Path, experts: Iterable[str], weight: float) -> None:
     initial = load_file(start / WEIGHTS)
-    for expert in {model.config.tasks[task] for task in tasks}:
+    for expert in experts:
         for name, one in mote.experts.weights(model, expert).items():  # the model's own tensors
             one.lerp_(initial[name].to(one), weight)

@@ -94,7 +94,8 @@ class Runs:
         folder = self.out / self.kind / f"{name}-seed{seed}"
         if variant.made_of is not None and variant.made_by is not None:
             trained = self.model(variant.made_of, seed)
-            made_of = folder_hash(trained)[:8]  # in place of its name, as transformers' cache for code needs short ones
+            # A retrained source gives another folder. No longer name: transformers' cache for code needs short ones.
+            made_of = folder_hash(trained)[:8]
             folder = folder.with_name(f"{name.rpartition('+')[2]}-seed{seed}-{made_of}")
             with alone(folder):
                 return folder if folder.exists() else variant.made_by(trained, folder, Path(self.source_of(variant)))
