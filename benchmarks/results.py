@@ -5,9 +5,10 @@
 
 A page has a table between `<!-- table: NAME -->` and `<!-- end of table -->`. The scores in docs/results are stored as
 the benchmarks write them: `scores.json` of `benchmarks.NAME` as NAME.json, `SCALE/NAME.json` of `benchmarks.paper`
-under that name. Every stored table must be on a page, as must SCALE/claims, the paper's claims in short, SCALE/models,
-the scores of all models in `SCALE/runs/test`, and `readme`, a summary of the table `README_TABLE`. A table of a scale
-that is on no page is added to results/SCALE.md.
+under that name, and the scores of its models in `SCALE/runs/test` (or, without their settings, in SCALE/scores.json).
+Every table that can be made of these must be on a page: the stored ones, the paper's, SCALE/claims, the paper's claims
+in short, SCALE/models, all models in `SCALE/runs/test`, and `readme`, a summary of the table `README_TABLE`. A table of
+a scale that is on no page is added to results/SCALE.md.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from benchmarks.paper.improvements import SEPARATE, parts_of
 from benchmarks.paper.kept import ScoresOfTypes
 from benchmarks.paper.readme import draw_gains, drawn_gains, gains_of, readme_table
 from benchmarks.paper.reports import NAMES
-from benchmarks.paper.runs import Scores
+from benchmarks.paper.runs import Scores, scores_of_runs
 from benchmarks.paper.tables import claims_of, models_table, paper_of, report, summary_of, sweep_table, table_of
 from benchmarks.paper.unseen import ways_table
 
@@ -48,29 +49,33 @@ def _sweep(kept: Any) -> dict[str, dict[float, float]]:
     return {name: {float(rate): score for rate, score in of_rates.items()} for name, of_rates in kept.items()}
 
 
-def _paper_table(name: str, kept: Any) -> str:
-    table, scores = _table(name, kept), _scores(kept)
-    if missing := set(table.variants) - scores.every.keys():  # scores not stored: only claims without them
-        claims = tuple(one for one in table.claims if not {one.better, one.other} & missing)
-        return f"{paper_of(table)}\n\n{claims_of(replace(table, claims=claims), scores)}"
-    before = [VALIDATION[name](kept["validation"])] if "validation" in kept else []
+def _paper_table(name: str, table: Table, scores: Scores, validation: Any = None) -> str:
+    """Format a table with claims; without its columns if some have no scores."""
+    if not scores.every.keys() >= {*table.variants}:
+        return f"{paper_of(table)}\n\n{claims_of(table, scores)}"
+    before = [VALIDATION[name](validation)] if validation is not None else []
     if name == "best":
         before.append(best_report(table, scores))
     return "\n\n".join([*before, report(table, scores)])
+
+
+def _measurable(table: Table, scores: Scores) -> Table:
+    """Leave out claims about variants without scores."""
+    known = {*scores.every, None}
+    claims = (one for one in table.claims if {one.better, one.other, one.relative_to} <= known)
+    return replace(table, claims=tuple(claims))
 
 
 def _small_mote(kept: Any) -> str:
     """Format the table of `scripts.train_small_mote`, also split by whether a dataset has rows in the training data."""
     scores, learned = _scores(kept), set(kept["trained_on"])
     kinds = {name: "trained on" if name in learned else "not trained on" for name in scores.types}
-    split = replace(_table("small_mote", kept), types=("trained on", "not trained on"), claims=())
-    return f"{_paper_table('small_mote', kept)}\n\n{table_of(split, Scores(scores.every, kinds))}"
+    table = _table(kept["table"])
+    split = replace(table, types=("trained on", "not trained on"), claims=())
+    return f"{report(table, scores)}\n\n{table_of(split, Scores(scores.every, kinds))}"
 
 
-def _table(name: str, kept: Any) -> Table:
-    if name in TABLES:
-        return TABLES[name]
-    given = kept["table"]
+def _table(given: Any) -> Table:
     claims = tuple(Claim(**claim) for claim in given["claims"])
     return Table(**{**given, "variants": tuple(given["variants"]), "claims": claims})
 
@@ -104,16 +109,38 @@ def known_tables(results: Path) -> dict[str, str]:
     """Format all stored scores: name of the table → Markdown."""
     tables = {path.stem: BENCHMARKS[path.stem](_read(path)) for path in sorted(results.glob("*.json"))}
     for scale in SCALES:
-        kept = {path.stem: _read(path) for path in sorted((results / scale).glob("*.json"))}
-        for name, one in kept.items():
-            tables[f"{scale}/{name}"] = PAPER[name](one) if name in PAPER else _paper_table(name, one)
-        if of_paper := {name: (table, _scores(kept[name])) for name, table in TABLES.items() if name in kept}:
-            tables[f"{scale}/claims"] = summary_of(of_paper)
-        if models := _models(results / scale / "runs" / "test"):
-            tables[f"{scale}/models"] = models_table(models)
+        tables |= {f"{scale}/{name}": text for name, text in _tables_of_scale(results / scale).items()}
     if (results / README_TABLE).is_file():
         tables["readme"] = readme_table(_scores(_read(results / README_TABLE)))
     return tables
+
+
+def _tables_of_scale(folder: Path) -> dict[str, str]:
+    kept = {path.stem: _read(path) for path in sorted(folder.glob("*.json"))}
+    models = _models(folder / "runs" / "test")
+    scores = _scores(kept.pop("scores")) if "scores" in kept else _scores_of_models(models)
+    of_paper = {name: _measurable(table, scores) for name, table in TABLES.items()}
+    of_paper = {name: table for name, table in of_paper.items() if table.claims}
+    tables = {name: _paper_table(name, table, scores) for name, table in of_paper.items()}
+    for name, one in kept.items():
+        if name in PAPER:
+            tables[name] = PAPER[name](one)
+        else:
+            tables[name] = _paper_table(name, _table(one["table"]), scores, one.get("validation"))
+    if of_paper:
+        tables["claims"] = summary_of(of_paper, scores)
+    if models:
+        tables["models"] = models_table(models)
+    return tables
+
+
+def _scores_of_models(models: Mapping[str, Mapping[int, ScoresOfTypes]]) -> Scores:
+    """Gather the scores of models with all of their seeds; three separate models are the paper's `sem`, too."""
+    runs = [(name, seed) for name, of_seeds in models.items() for seed in of_seeds]
+    scores = scores_of_runs(runs, lambda name, seed, timeout=-1: models[name][seed])
+    if SEPARATE in scores.every:
+        scores.every["sem"] = scores.every[SEPARATE]
+    return scores
 
 
 def _models(folder: Path) -> dict[str, dict[int, ScoresOfTypes]]:
@@ -205,10 +232,16 @@ def _add_sections(docs: Path, tables: Mapping[str, str]) -> None:
         marker = f"<!-- table: {scale}/{name} -->"
         if f"{scale}/{name}" not in tables or marker in known:
             continue
-        title = TITLES.get(name) or _table(name, _read(docs / "results" / scale / f"{name}.json")).title
+        title = TITLES.get(name) or _title(docs / "results" / scale / f"{name}.json")
         page = docs / "results" / f"{scale}.md"
         before = page.read_text(encoding="utf-8") if page.is_file() else f"# The paper's tables at scale {scale}\n"
         page.write_text(f"{before}\n## {name}: {title}\n\n{marker}\n{END}\n", encoding="utf-8")
+
+
+def _title(stored: Path) -> str:
+    if stored.stem in TABLES:
+        return TABLES[stored.stem].title
+    return _table(_read(stored)["table"]).title
 
 
 def main() -> None:

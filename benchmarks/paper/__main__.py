@@ -5,8 +5,8 @@
     python -m benchmarks.paper all --scale full --data DATA --out RUNS                       # one GPU, all data
 
 Existing models and scores are reused, and an interrupted command resumes when it is run again. Several commands can
-share RUNS: each model is trained by one of them. RUNS/SCALE gets `NAME.md` for each table or figure, `NAME.json` with
-the scores of each table, the plots, and, after `all`, `results.md`.
+share RUNS: each model is trained by one of them. RUNS/SCALE gets `NAME.md` for each table or figure, the scores of each
+model under `runs`, `NAME.json` with what else `benchmarks.results` needs, the plots, and, after `all`, `results.md`.
 """
 
 import argparse

@@ -99,7 +99,7 @@ class KeptScores:
             self.report(f"FAILED, excluded from all means of {label}: {failure}")
         if not failures:
             file.parent.mkdir(parents=True, exist_ok=True)
-            content = json.dumps({"settings": _short(settings), "weights": weights, "scores": scores}, indent=1) + "\n"
+            content = _formatted({"settings": _short(settings), "weights": weights, "scores": scores})
             write_whole(file, lambda unfinished: unfinished.write_text(content, encoding="utf-8"))
         return scores
 
@@ -126,6 +126,15 @@ def _check_weights(folder: Path, seed: int | None, weights: Hashes) -> None:
 
 def _read(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def _formatted(kept: dict[str, dict[str, Any]]) -> str:
+    """Format stored scores with one line per setting and per task type: small files, and still readable differences."""
+    parts = (
+        f'"{part}": {{\n' + ",\n".join(f"{json.dumps(key)}: {json.dumps(one)}" for key, one in content.items()) + "\n}"
+        for part, content in kept.items()
+    )
+    return "{" + ", ".join(parts) + "}\n"
 
 
 def _short(settings: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ NAMES = ("sweep", *TABLES, "figure1", "figure3", "figures4to7", "rates", "beyond
 
 
 def make(name: str, runs: Runs) -> str:
-    """Train and score the models for one of `NAMES`, write the scores to `runs.out`, and format it as a section."""
+    """Train and score the models for one of `NAMES`, write what it shows to `runs.out`, and format it as a section."""
     if name in TABLES:
         return _table(name, TABLES[name], runs)
     makers: dict[str, Callable[[Runs], str]] = {
@@ -56,8 +56,12 @@ def _table(name: str, table: Table, runs: Runs) -> str:
 
 
 def _kept(name: str, table: Table, scores: Scores, runs: Runs, **others: object) -> str:
-    """Store a table with its scores, from which `benchmarks.results` can format it again, and format it."""
-    _write(name, {"table": asdict(table), **others, **asdict(scores)}, runs)
+    """Format a table, and store what `benchmarks.results` needs for it besides the scores of the models.
+
+    The paper's tables need nothing else.
+    """
+    if name not in TABLES:
+        _write(name, {"table": asdict(table), **others}, runs)
     return report(table, scores)
 
 

@@ -295,7 +295,7 @@ class Runs:
             return found
         recipe = recipe_of(variant, self.scale, "SOURCE", "DATA", seed, self.settings_of(variant), name)
         shipped = fixed_settings(load_recipe(variant.recipe))
-        own = {key: value for key, value in fixed_settings(recipe).items() if shipped.get(key) != value}
+        own = {key: one for key, one in fixed_settings(recipe, given_only=True).items() if shipped.get(key) != one}
         given = json.dumps(fixed_settings(load_recipe(variant.recipe), given_only=True), sort_keys=True)
         digest = blake2b(given.encode(), digest_size=8).hexdigest()
         if self.scale.trained_on != "folder":

@@ -198,12 +198,12 @@ def report(table: Table, scores: Scores) -> str:
     return "\n\n".join(filter(None, [table_of(table, scores), legend, paper_of(table), claims_of(table, scores)]))
 
 
-def summary_of(tables: dict[str, tuple[Table, Scores]]) -> str:
+def summary_of(tables: Mapping[str, Table], scores: Scores) -> str:
     """Format the paper's claims of all tables in one short table."""
     columns = [column for column in COLUMNS if column not in ("with each seed", "one-sided p: Welch", "Wilcoxon")]
     rows = [
         [name, *(row[column] for column in columns)]
-        for name, (table, scores) in tables.items()
+        for name, table in tables.items()
         for row in (measured(claim, table, scores) for claim in table.claims)
     ]
     header = ["", *(column.replace("paired", "one-sided p: paired") for column in columns)]

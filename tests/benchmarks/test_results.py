@@ -32,8 +32,8 @@ def rows_of(page: str, heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
-def kept(name: str, scale: str = "small") -> Scores:
-    of = json.loads((DOCS / "results" / scale / f"{name}.json").read_text(encoding="utf-8"))
+def kept(file: Path) -> Scores:
+    of = json.loads((DOCS / "results" / file).read_text(encoding="utf-8"))
     return Scores(of["every"], of["types"])
 
 
@@ -62,6 +62,32 @@ def test_three_separate_models_are_one_variant(tmp_path: Path) -> None:
         "Classification": {"c1": 61.0},
         "Clustering": {"k1": 41.0},
     }
+
+
+def test_the_paper_s_tables_are_made_of_the_models_of_a_scale(tmp_path: Path) -> None:
+    """With the columns that have scores; what cannot be compared is left out."""
+    folder = tmp_path / "medium" / "runs" / "test"
+    folder.mkdir(parents=True)
+
+    def store(name: str, kind: str, *scores: float) -> None:
+        for seed, score in enumerate(scores, start=42):
+            content = {"scores": {kind: {f"{kind}1": score, f"{kind}2": score + seed}}}
+            (folder / f"{name}-seed{seed}.json").write_text(json.dumps(content), encoding="utf-8")
+
+    store("em", "Retrieval", 50.0, 51.0)
+    store("mote", "Retrieval", 52.0, 54.0)
+    known = results.known_tables(tmp_path)
+    assert known.keys() == {"medium/table2", "medium/table3", "medium/claims", "medium/models"}
+    assert "| mote over em | Retrieval | +5.21 | +2.50 | +2.00, +3.00 |" in known["medium/table2"]
+    assert "ic over em" not in known["medium/claims"]
+    assert known["medium/table2"].startswith("| the paper's |")  # three columns have no scores
+    store("start", "Retrieval", 30.0)
+    store("ic", "Retrieval", 50.0, 52.0)
+    for name, kind in (("retrieval", "Retrieval"), ("classification", "STS"), ("clustering", "Clustering")):
+        store(f"sem-{name}", kind, 49.0)
+    known = results.known_tables(tmp_path)
+    assert known["medium/table2"].startswith("|  | start | em | sem | ic | mote |")
+    assert "mote over ic" in known["medium/claims"]
 
 
 Command = Callable[..., tuple[int, str]]
@@ -104,7 +130,7 @@ def test_the_command_compares_or_rewrites(tmp_path: Path, command: Command) -> N
 def test_readme_shows_the_result() -> None:
     """Its numbers with a sign, and its p-value, are those of the claims."""
     page = (ROOT / "README.md").read_text(encoding="utf-8")
-    scores = kept(results.README_TABLE.stem, ".")
+    scores = kept(results.README_TABLE)
     assert results.rewrite(page, {"readme": readme.readme_table(scores)})[1] == {"readme": False}
     assert readme.drawn_gains(DOCS / results.CHART) == readme.gains_of(scores)
     assert (DOCS / results.CHART).stat().st_size < 40_000
@@ -166,10 +192,13 @@ def test_the_chart_is_drawn_if_it_lacks_or_differs(tmp_path: Path, command: Comm
 
 
 def test_tables_on_no_page_get_the_page_of_their_scale(tmp_path: Path, command: Command) -> None:
-    (tmp_path / "results" / "medium").mkdir(parents=True)
-    for name in ("table2", "table3", "beyond"):
-        scores = (DOCS / "results" / "small" / f"{name}.json").read_text(encoding="utf-8")
-        (tmp_path / "results" / "medium" / f"{name}.json").write_text(scores, encoding="utf-8")
+    folder = tmp_path / "results" / "medium"
+    folder.mkdir(parents=True)
+    scores = kept(Path("small/scores.json"))
+    every = {name: scores.every[name] for name in ("em", "ic", "mote")}
+    (folder / "scores.json").write_text(json.dumps({"every": every, "types": scores.types}), encoding="utf-8")
+    own = claims.Table("Own", ("em", "mote"), "em", claims=(claims.Claim("mote", "em"),))
+    (folder / "beyond.json").write_text(json.dumps({"table": asdict(own)}), encoding="utf-8")
     assert command(tmp_path)[0] == 0
     page = tmp_path / "results" / "medium.md"
     text = page.read_text(encoding="utf-8")
@@ -178,11 +207,11 @@ def test_tables_on_no_page_get_the_page_of_their_scale(tmp_path: Path, command: 
         "## claims: the paper's claims in short",
         f"## table2: {claims.TABLES['table2'].title}",
         f"## table3: {claims.TABLES['table3'].title}",
-        "## beyond: Beyond the paper",
+        "## beyond: Own",
     ]
     assert "| mote over ic | Retrieval |" in text
-    scores = (DOCS / "results" / "small" / "table4.json").read_text(encoding="utf-8")
-    (tmp_path / "results" / "medium" / "table4.json").write_text(scores, encoding="utf-8")
+    every["mote-static"] = scores.every["mote-static"]
+    (folder / "scores.json").write_text(json.dumps({"every": every, "types": scores.types}), encoding="utf-8")
     page.write_text(text.replace("medium\n", "medium\n\nBy hand.\n", 1), encoding="utf-8")
     assert command(tmp_path) == (0, "rewritten: medium/claims, medium/table4\n")
     text = page.read_text(encoding="utf-8")
@@ -220,7 +249,7 @@ def test_a_kept_table_is_laid_out_as_it_was_printed(tmp_path: Path) -> None:
         {"a": {"s1": [1.0], "s2": [2.0]}, "b": {"s1": [3.0, 3.5], "s2": [3.0, 4.0]}}, {"s1": "STS", "s2": "STS"}
     )
     (tmp_path / "medium").mkdir()
-    of_file = {"own": {"table": asdict(table), **asdict(scores)}, "sweep": {"em": {1e-4: 50.0, 2e-4: 51.0}}}
+    of_file = {"own": {"table": asdict(table)}, "scores": asdict(scores), "sweep": {"em": {1e-4: 50.0, 2e-4: 51.0}}}
     for name, content in of_file.items():
         (tmp_path / "medium" / f"{name}.json").write_text(json.dumps(content))
     known = results.known_tables(tmp_path)
@@ -230,13 +259,12 @@ def test_a_kept_table_is_laid_out_as_it_was_printed(tmp_path: Path) -> None:
 
 def test_what_was_kept_of_tables_written_by_hand() -> None:
     """Table 2, of which the scores of `sem` were not kept, and the test splits of the variants beyond the paper."""
-    scores = kept("table2")
+    scores = kept(Path("small/scores.json"))
     table = replace(claims.TABLES["table2"], variants=("start", "em", "ic", "mote"))
     lines = tables.table_of(table, scores).replace("*", "").splitlines()[2:]
     shown = [[row[column] for column in (0, 1, 2, 4, 5)] for row in rows_of("results/small.md", "## table2")]
     assert shown == [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
-    scores = kept("beyond")
     names = ("mote", "mote-to-mean-0.5", "mote-shared", "mote-expert-rates", "mote-homogeneous")
     means = {name: {dataset: sum(of) / len(of) for dataset, of in scores.every[name].items()} for name in names}
     for name, row in zip(names, rows_of("results.md", "## Variants that may beat MoTE"), strict=True):
