@@ -1,5 +1,6 @@
 """The best recipe with experts and the best dense recipes, all improved by the same rule on validation sets."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -188,6 +189,18 @@ def scored(best: dict[str, str]) -> tuple[str, ...]:
         names += [best[one] for one in (base, base + TRAINED_AS_MOTE, base + AT_HALF_RATE) if one in best]
         names += [base + one for one in trainings]
     return tuple(dict.fromkeys(names))
+
+
+def rivals(names: Iterable[str], data: str) -> tuple[str, ...]:
+    """Return those models without experts that train on this kind of data: the goal is over the best of all of them.
+
+    A better choice on validation sets must not remove one that is better on the test sets.
+
+    Args:
+        names: Variants with scores on the test sets.
+        data: Kind of data, as a suffix of a variant's name.
+    """
+    return tuple(name for name in names if name.startswith(tuple(f"{base}{data}" for base in (*DENSE, "task-lora"))))
 
 
 def best_table(names: tuple[str, ...], starts: tuple[str, ...]) -> Table:

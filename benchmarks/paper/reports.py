@@ -12,6 +12,7 @@ from benchmarks.paper.best import (
     best_of,
     best_report,
     best_table,
+    rivals,
     scored,
     try_improvements,
     validation_tables,
@@ -151,6 +152,7 @@ def _best(runs: Runs) -> str:
     best = {base: best_of(steps)["name"] for base, steps in found["in_full"].items()}
     names = scored(best) if "mote" in best else ()
     names = tuple(name for name in names if all(map(runs.can_score, parts_of(name))))
+    names = tuple(dict.fromkeys((*names, *rivals(runs.stored(), best_data(found["data"])))))
     if missing := [base for base in BASES if not any(name.startswith(base) for name in names)]:
         raise ValueError(f"There are no stored scores of {', '.join(missing)}: run `best` without --only-stored")
     taught = [f"{START}{best_data(found['data'])}+distilled"] if any("+distilled" in name for name in names) else []

@@ -206,10 +206,16 @@ class Runs:
 
     def can_score(self, name: str) -> bool:
         """Return whether a variant has stored scores on the test sets with each of its seeds, or can be made."""
-        seeds = self.seeds_of(name)
-        return not self.only_stored or all(
-            self.kept_scores.file(self._test_label(name, seed)).is_file() for seed in seeds
-        )
+        return not self.only_stored or self._is_stored(name)
+
+    def stored(self) -> list[str]:
+        """Return the variants that have stored scores on the test sets with each of their seeds."""
+        folder = self.kept_scores.file(self._test_label(START, self.scale.seeds[0])).parent
+        names = {path.stem.rpartition("-seed")[0] for path in folder.glob("*-seed*.json")}
+        return sorted(filter(self._is_stored, names))
+
+    def _is_stored(self, name: str) -> bool:
+        return all(self.kept_scores.file(self._test_label(name, seed)).is_file() for seed in self.seeds_of(name))
 
     def _validation_label(self, name: str) -> str:
         return f"validation-{self.kind}/{self.trained_as(name)}"

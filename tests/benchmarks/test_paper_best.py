@@ -277,6 +277,19 @@ def test_what_is_scored_beside_the_best() -> None:
     assert without == ("mote+mined", "ic", "ic+mined", "em", "em+mined", "task-lora+mined", "separate+mined")
 
 
+def test_no_dense_model_with_scores_drops_out(tmp_path: Path) -> None:
+    """Also if a better choice on validation sets has replaced it."""
+    scale = replace(experiments.SCALES["smoke"], seeds=(42, 43))
+    given = runs.Runs(scale, "SOURCE", "DATA", tmp_path)
+    test = tmp_path / "runs" / "test"
+    test.mkdir(parents=True)
+    for name in ("ic+five-tasks+mined", "ic", "em+five-tasks", "task-lora+five-tasks", "mote+five-tasks", "tlr"):
+        for seed in scale.seeds if name != "em+five-tasks" else (42,):
+            (test / f"{name}-seed{seed}.json").write_text("{}", encoding="utf-8")
+    assert given.stored() == ["ic", "ic+five-tasks+mined", "mote+five-tasks", "task-lora+five-tasks", "tlr"]
+    assert best.rivals(given.stored(), "+five-tasks") == ("ic+five-tasks+mined", "task-lora+five-tasks")
+
+
 def test_separate_models_divide_the_data_as_the_experts_do() -> None:
     def of(name: str) -> tuple[set[str], tuple[str, ...]]:
         variant = improvements.variant_of(name)
