@@ -50,6 +50,7 @@ ORDER_IN_FULL: Order = (
     ("unseen-near-start",),
     ("search-to-start-0.25", "search-to-start-0.5"),
     TO_START,
+    ("two-epochs",),
 )
 """Improvements that are tried in full, after the trials."""
 TRAINED_AS_MOTE = ", trained as mote"

@@ -49,6 +49,10 @@ def _labels(times: int) -> Improvement:
     return lambda variant, name: _changed(variant, *_label_weights(variant, times))
 
 
+def _two_epochs(variant: Variant, name: str) -> Variant:
+    return _changed(variant, f"training.num_train_epochs={2 * _recipe(variant).training.num_train_epochs:g}")
+
+
 def _shared_rate(part: float) -> Improvement:
     """Lower the learning rate of all weights except the experts, so that each task disturbs the others less.
 
@@ -178,6 +182,7 @@ FOR_ALL: dict[str, Improvement] = {
     "mined": lambda variant, name: replace(variant, mined=True),
     **LABELS,
     "rate-0.5": lambda variant, name: replace(variant, rate_factor=variant.rate_factor * 0.5),
+    "two-epochs": _two_epochs,
     "pretrained": lambda variant, name: replace(variant, start="pretrained"),
     **_MADE_FOR_ALL,
 }

@@ -147,6 +147,7 @@ def test_changes_of_the_training_come_before_what_is_made_after_it() -> None:
         "mote+expert-rates+unseen-by-mean+search-to-start-0.5",
         "mote+expert-rates+unseen-by-mean+to-start-0.25",
         "mote+expert-rates+unseen-by-mean+to-start-0.5",
+        "mote+expert-rates+two-epochs+unseen-by-mean",
     ]
     assert best.best_of(steps) == steps[1]
     for step in steps:
@@ -180,6 +181,12 @@ def test_rates_of_what_is_shared_and_of_experts() -> None:
     assert improvements.variant_of("ic+rate-0.5").rate_factor == 0.5
 
 
+@pytest.mark.parametrize(("name", "epochs"), [("mote+two-epochs", 2), ("ic+late+two-epochs", 1), ("sem-retrieval", 1)])
+def test_two_epochs(name: str, epochs: int) -> None:
+    recipe = experiments.recipe_of(improvements.variant_of(name), experiments.SCALES["medium"], "S", "D", 42)
+    assert recipe.training.num_train_epochs == epochs
+
+
 def test_an_improvement_is_not_tried_twice_and_one_model_has_one_name() -> None:
     given = Validated(ic=60.0)
     given.scores["ic+shared-rate-0.25"] = 61.0
@@ -192,6 +199,7 @@ def test_an_improvement_is_not_tried_twice_and_one_model_has_one_name() -> None:
         "ic+rate-0.5+shared-rate-0.25",
         "ic+shared-rate-0.25+to-start-0.25",
         "ic+shared-rate-0.25+to-start-0.5",
+        "ic+two-epochs+shared-rate-0.25",
     ]
     one, other = map(improvements.variant_of, ("ic+shared-rate-0.25+rate-0.5", "ic+rate-0.5+shared-rate-0.25"))
     assert one == other
@@ -217,6 +225,7 @@ def test_dense_models_also_try_the_training_of_mote() -> None:
         (f"{tried['em'][1]}+rate-0.5", False),
         (f"{tried['em'][1]}+to-start-0.25", False),
         (f"{tried['em'][1]}+to-start-0.5", False),
+        (f"{tried['em'][1]}+two-epochs", False),
     ]
 
 
