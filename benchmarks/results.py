@@ -7,8 +7,8 @@ A page has a table between `<!-- table: NAME -->` and `<!-- end of table -->`. T
 the benchmarks write them: `scores.json` of `benchmarks.NAME` as NAME.json, `SCALE/NAME.json` of `benchmarks.paper`
 under that name, and the scores of its models in `SCALE/runs/test` (or, without their settings, in SCALE/scores.json).
 Every table that can be made of these must be on a page: the stored ones, the paper's, SCALE/claims, the paper's claims
-in short, SCALE/models, all models in `SCALE/runs/test`, and `readme`, a summary of the table `README_TABLE`. A table of
-a scale that is on no page is added to results/SCALE.md.
+in short, SCALE/models and SCALE/improved, all models in `SCALE/runs/test`, and `readme`, a summary of the table
+`README_TABLE`. A table of a scale that is on no page is added to results/SCALE.md.
 """
 
 import argparse
@@ -129,8 +129,10 @@ def _tables_of_scale(folder: Path) -> dict[str, str]:
             tables[name] = _paper_table(name, _table(one["table"]), scores, one.get("validation"))
     if of_paper:
         tables["claims"] = summary_of(of_paper, scores)
-    if models:
-        tables["models"] = models_table(models)
+    improved = {name for name in models if "+" in name}
+    for name, of_table in ("models", models.keys() - improved), ("improved", improved):
+        if of_table:
+            tables[name] = models_table({one: models[one] for one in models if one in of_table or one == START})
     return tables
 
 
@@ -228,7 +230,7 @@ def _pages(docs: Path) -> dict[Path, str]:
 def _add_sections(docs: Path, tables: Mapping[str, str]) -> None:
     """Add each table that is on no page to the page of its scale; create the page if needed."""
     known = "".join(_pages(docs).values())
-    for scale, name in product(SCALES, ("claims", *NAMES, "models")):
+    for scale, name in product(SCALES, ("claims", *NAMES, "models", "improved")):
         marker = f"<!-- table: {scale}/{name} -->"
         if f"{scale}/{name}" not in tables or marker in known:
             continue

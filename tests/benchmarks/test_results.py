@@ -88,6 +88,12 @@ def test_the_paper_s_tables_are_made_of_the_models_of_a_scale(tmp_path: Path) ->
     known = results.known_tables(tmp_path)
     assert known["medium/table2"].startswith("|  | start | em | sem | ic | mote |")
     assert "mote over ic" in known["medium/claims"]
+    store("mote+mined", "Retrieval", 55.0)
+    known = results.known_tables(tmp_path)
+    shown = {
+        name: re.findall(r"^\| ([a-z]+) \|", known[f"medium/{name}"], re.MULTILINE) for name in ("models", "improved")
+    }
+    assert shown == {"models": ["start", "em", "ic", "mote", "separate"], "improved": ["start", "mote"]}
 
 
 Command = Callable[..., tuple[int, str]]
