@@ -7,8 +7,9 @@ A page has a table between `<!-- table: NAME -->` and `<!-- end of table -->`. T
 the benchmarks write them: `scores.json` of `benchmarks.NAME` as NAME.json, `SCALE/NAME.json` of `benchmarks.paper`
 under that name, and the scores of its models in `SCALE/runs/test` (or, without their settings, in SCALE/scores.json).
 Every table that can be made of these must be on a page: the stored ones, the paper's, SCALE/claims, the paper's claims
-in short, SCALE/models and SCALE/improved, all models in `SCALE/runs/test`, and `readme`, a summary of the table
-`README_TABLE`. A table of a scale that is on no page is added to results/SCALE.md.
+in short, SCALE/models, all models in `SCALE/runs/test`, except for those with other data than the scale's, which have a
+table by the name of these data, and `readme`, a summary of the table `README_TABLE`. A table of a scale that is on no
+page is added to results/SCALE.md.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from benchmarks.paper.beyond import validation_table
 from benchmarks.paper.claims import TABLES, Claim, Table
 from benchmarks.paper.experiments import SCALES, START, TASKS
 from benchmarks.paper.figures import TITLES, ablation_table, analysis_tables
-from benchmarks.paper.improvements import SEPARATE, parts_of
+from benchmarks.paper.improvements import DATA, SEPARATE, parts_of
 from benchmarks.paper.kept import ScoresOfTypes
 from benchmarks.paper.readme import draw_gains, drawn_gains, gains_of, readme_table
 from benchmarks.paper.reports import NAMES
@@ -129,10 +130,10 @@ def _tables_of_scale(folder: Path) -> dict[str, str]:
             tables[name] = _paper_table(name, _table(one["table"]), scores, one.get("validation"))
     if of_paper:
         tables["claims"] = summary_of(of_paper, scores)
-    improved = {name for name in models if "+" in name}
-    for name, of_table in ("models", models.keys() - improved), ("improved", improved):
-        if of_table:
-            tables[name] = models_table({one: models[one] for one in models if one in of_table or one == START})
+    for name, data in ("models", set()), *((data, {data}) for data in DATA):
+        of_data = {one for one in models if DATA.keys() & {*one.split("+")} == data}
+        if of_data:
+            tables[name] = models_table({one: models[one] for one in models if one in of_data or one == START})
     return tables
 
 
@@ -230,7 +231,7 @@ def _pages(docs: Path) -> dict[Path, str]:
 def _add_sections(docs: Path, tables: Mapping[str, str]) -> None:
     """Add each table that is on no page to the page of its scale; create the page if needed."""
     known = "".join(_pages(docs).values())
-    for scale, name in product(SCALES, ("claims", *NAMES, "models", "improved")):
+    for scale, name in product(SCALES, ("claims", *NAMES, "models", *DATA)):
         marker = f"<!-- table: {scale}/{name} -->"
         if f"{scale}/{name}" not in tables or marker in known:
             continue

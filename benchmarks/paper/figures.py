@@ -14,8 +14,8 @@ from mote.reporting import COLORS, markdown_table
 
 TITLES = {
     "claims": "the paper's claims in short",
-    "models": "all models of these tables, seed by seed",
-    "improved": "all models with improvements, seed by seed",
+    "models": "all models with the scale's own data, seed by seed",
+    "five-tasks": "all models of five tasks, seed by seed",
     "sweep": "learning rates, by the mean over six task types of validation sets",
     "figure1": "similarity between the tasks of the dense model with instructions",
     "figure3": "similarity between the tasks of MoTE, and of the dense model with instructions",
