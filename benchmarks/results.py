@@ -51,7 +51,7 @@ def _sweep(kept: Any) -> dict[str, dict[float, float]]:
 
 
 def _paper_table(name: str, table: Table, scores: Scores, validation: Any = None) -> str:
-    """Format a table with claims; without its columns if some have no scores."""
+    """Format a table with claims; only the paper's scores and the claims if a column has no scores of ours."""
     if not scores.every.keys() >= {*table.variants}:
         return f"{paper_of(table)}\n\n{claims_of(table, scores)}"
     before = [VALIDATION[name](validation)] if validation is not None else []
@@ -235,16 +235,13 @@ def _add_sections(docs: Path, tables: Mapping[str, str]) -> None:
         marker = f"<!-- table: {scale}/{name} -->"
         if f"{scale}/{name}" not in tables or marker in known:
             continue
-        title = TITLES.get(name) or _title(docs / "results" / scale / f"{name}.json")
+        if name in TABLES:
+            title = TABLES[name].title
+        else:
+            title = TITLES.get(name) or _table(_read(docs / "results" / scale / f"{name}.json")["table"]).title
         page = docs / "results" / f"{scale}.md"
         before = page.read_text(encoding="utf-8") if page.is_file() else f"# The paper's tables at scale {scale}\n"
         page.write_text(f"{before}\n## {name}: {title}\n\n{marker}\n{END}\n", encoding="utf-8")
-
-
-def _title(stored: Path) -> str:
-    if stored.stem in TABLES:
-        return TABLES[stored.stem].title
-    return _table(_read(stored)["table"]).title
 
 
 def main() -> None:

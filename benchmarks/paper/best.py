@@ -201,7 +201,12 @@ def rivals(names: Iterable[str], data: str) -> tuple[str, ...]:
         names: Variants with scores on the test sets.
         data: Kind of data, as a suffix of a variant's name.
     """
-    return tuple(name for name in names if name.startswith(tuple(f"{base}{data}" for base in (*DENSE, "task-lora"))))
+
+    def competes(name: str) -> bool:
+        base, *improvements = name.split("+")
+        return base in (*DENSE, "task-lora") and data == "".join(f"+{one}" for one in improvements if one in DATA)
+
+    return tuple(filter(competes, names))
 
 
 def best_table(names: tuple[str, ...], starts: tuple[str, ...]) -> Table:
