@@ -7,9 +7,9 @@ A page has a table between `<!-- table: NAME -->` and `<!-- end of table -->`. T
 the benchmarks write them: `scores.json` of `benchmarks.NAME` as NAME.json, `SCALE/NAME.json` of `benchmarks.paper`
 under that name, and the scores of its models in `SCALE/runs/test` (or, without their settings, in SCALE/scores.json).
 Every table that can be made of these must be on a page: the stored ones, the paper's, SCALE/claims, the paper's claims
-in short, SCALE/models, all models in `SCALE/runs/test`, except for those with other data than the scale's, which have a
-table by the name of these data, and `readme`, a summary of the table `README_TABLE`. A table of a scale that is on no
-page is added to results/SCALE.md.
+in short, SCALE/figures4to7, made of its trials, SCALE/models, all models in `SCALE/runs/test`, except for those with
+other data than the scale's, which have a table by the name of these data, and `readme`, a summary of the table
+`README_TABLE`. A table of a scale that is on no page is added to results/SCALE.md.
 """
 
 import argparse
@@ -26,13 +26,13 @@ from benchmarks import cot, decoders, mining, task_loras
 from benchmarks.paper.best import best_report, validation_tables
 from benchmarks.paper.beyond import validation_table
 from benchmarks.paper.claims import TABLES, Claim, Table
-from benchmarks.paper.experiments import SCALES, START, TASKS
+from benchmarks.paper.experiments import SCALES, START, TASKS, ablations
 from benchmarks.paper.figures import TITLES, ablation_table, analysis_tables
 from benchmarks.paper.improvements import DATA, SEPARATE, parts_of
 from benchmarks.paper.kept import ScoresOfTypes
 from benchmarks.paper.readme import draw_gains, drawn_gains, gains_of, readme_table
 from benchmarks.paper.reports import NAMES
-from benchmarks.paper.runs import Scores, scores_of_runs
+from benchmarks.paper.runs import Scores, best_rate, scores_of_runs
 from benchmarks.paper.tables import claims_of, models_table, paper_of, report, summary_of, sweep_table, table_of
 from benchmarks.paper.unseen import ways_table
 
@@ -94,9 +94,8 @@ PAPER: dict[str, Callable[[Any], str]] = {
     "sweep": lambda kept: sweep_table(_sweep(kept)),
     "figure1": analysis_tables,
     "figure3": analysis_tables,
-    "figures4to7": lambda kept: ablation_table(_scores(kept)),
 }
-"""Output of `benchmarks.paper` that is not a table with claims → function that formats it."""
+"""Stored output of `benchmarks.paper` that is not a table with claims → function that formats it."""
 
 VALIDATION: dict[str, Callable[[Any], str]] = {
     "beyond": validation_table,
@@ -123,6 +122,9 @@ def _tables_of_scale(folder: Path) -> dict[str, str]:
     of_paper = {name: _measurable(table, scores) for name, table in TABLES.items()}
     of_paper = {name: table for name, table in of_paper.items() if table.claims}
     tables = {name: _paper_table(name, table, scores) for name, table in of_paper.items()}
+    of_one_task = _ablations(folder)
+    if of_one_task.every:
+        tables["figures4to7"] = ablation_table(of_one_task)
     for name, one in kept.items():
         if name in PAPER:
             tables[name] = PAPER[name](one)
@@ -135,6 +137,15 @@ def _tables_of_scale(folder: Path) -> dict[str, str]:
         if of_data:
             tables[name] = models_table({one: models[one] for one in models if one in of_data or one == START})
     return tables
+
+
+def _ablations(folder: Path) -> Scores:
+    """Gather the scores of Figures 4 to 7: of trials, if the scale or the one that chooses for it has a sweep."""
+    sweep = folder.with_name(SCALES[folder.name].chosen_by or folder.name) / "sweep.json"
+    trials = f"-trials-{best_rate(_sweep(_read(sweep))):g}" if sweep.is_file() else ""
+    models = _models(folder / "runs" / f"test{trials}")
+    names = (name for task in TASKS for name in ablations(task))
+    return _scores_of_models({name: models[name] for name in names if name in models})
 
 
 def _scores_of_models(models: Mapping[str, Mapping[int, ScoresOfTypes]]) -> Scores:
@@ -156,7 +167,7 @@ def _models(folder: Path) -> dict[str, dict[int, ScoresOfTypes]]:
         name, _, seed = path.stem.rpartition("-seed")
         found.setdefault(name, {})[int(seed)] = _read(path)["scores"]
     first = f"sem-{TASKS[0]}"
-    for whole in [SEPARATE + name.removeprefix(first) for name in found if name.startswith(first)]:
+    for whole in [SEPARATE + name.removeprefix(first) for name in found if name.split("+")[0] == first]:
         parts = [found.get(part, {}) for part in parts_of(whole)]
         if all(part.keys() == parts[0].keys() for part in parts):
             found[whole] = {

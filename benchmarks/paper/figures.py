@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.paper.experiments import BATCHES, OF_THE_RECIPE, START, TASKS, TEMPERATURES, ablations
 from benchmarks.paper.runs import Scores
-from benchmarks.paper.tables import cell
+from benchmarks.paper.tables import Cell, cell
 from mote import Analysis
 from mote.reporting import COLORS, markdown_table
 
@@ -45,11 +45,19 @@ def analysis_tables(kept: dict[str, Any]) -> str:
     return re.sub(r"^#", "##", Analysis.from_dict(kept).to_markdown().partition("\n")[2].strip(), flags=re.MULTILINE)
 
 
+def _cells(task: str, scores: Scores) -> dict[tuple[str, float], Cell]:
+    """Average the scores of a task's ablations: batches and temperature → mean over its datasets."""
+    known = {name: pair for name, pair in ablations(task).items() if name in scores.every}
+    return {pair: cell(scores, name, list(scores.every[name])) for name, pair in known.items()}
+
+
 def ablation_table(scores: Scores) -> str:
-    """Format the scores, with the best of each task in bold."""
+    """Format the scores, with the best of each task in bold; models without scores have empty cells."""
     rows = []
     for task in TASKS:
-        cells = {pair: cell(scores, name, list(scores.every[name])) for name, pair in ablations(task).items()}
+        cells = _cells(task, scores)
+        if not cells:
+            continue
         best = max(cells, key=lambda pair: cells[pair].mean)
         for batches in BATCHES:
             row = [(batches, step) for step in TEMPERATURES]
@@ -65,7 +73,7 @@ def draw_ablations(scores: Scores, start: Scores, path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, len(TASKS), figsize=(4 * len(TASKS), 3.6), layout="constrained")
     for axis, task in zip(axes, TASKS, strict=True):
-        cells = {pair: cell(scores, name, list(scores.every[name])) for name, pair in ablations(task).items()}
+        cells = _cells(task, scores)
         datasets = scores.every[next(iter(ablations(task)))]
         before = float(np.mean([start.every[START].get(dataset, np.nan) for dataset in datasets]))
         axis.axhline(before, color="0.6", linestyle=":", label="before training")

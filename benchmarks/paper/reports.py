@@ -96,7 +96,6 @@ def _figure3(runs: Runs) -> str:
 def _figures4to7(runs: Runs) -> str:
     trained = runs.trials if runs.scale.sweep else runs
     scores = trained.scores(name for task in TASKS for name in ablations(task))
-    _write("figures4to7", asdict(scores), runs)
     draw_ablations(scores, runs.scores([START]), runs.out / "figures4to7.png")
     title = TITLES["figures4to7"]
     return f"### figures4to7: {title}\n\n{ablation_table(scores)}\n\n![{title}](figures4to7.png)"

@@ -101,6 +101,30 @@ def test_the_paper_s_tables_are_made_of_the_models_of_a_scale(tmp_path: Path) ->
     }
 
 
+def test_figures_4_to_7_are_made_of_the_trials_at_the_best_rate(tmp_path: Path) -> None:
+    """With the models that have scores, which are not taken for three separate models."""
+    scale = tmp_path / "medium-bf16"
+
+    def store(folder: str, name: str, score: float) -> None:
+        path = scale / "runs" / folder / f"{name}-seed42.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"scores": {"Retrieval": {"r1": score}}}), encoding="utf-8")
+
+    store("test-trials-0.0004", "sem-retrieval-homogeneous-0.03", 52.0)
+    store("test-trials-0.0004", "sem-retrieval-heterogeneous-0.03", 51.0)
+    store("test-trials-0.0002", "sem-retrieval-homogeneous-0.03", 99.0)
+    sweep = {name: {"0.0002": 60.0, "0.0004": 61.0} for name in ("em", "mote")}
+    (scale / "sweep.json").write_text(json.dumps(sweep), encoding="utf-8")
+    assert results.known_tables(tmp_path)["medium-bf16/figures4to7"].splitlines()[2:] == [
+        "| retrieval | homogeneous |  | **52.00** |  |",
+        "| retrieval | heterogeneous |  | 51.00 |  |",
+    ]
+    scale.rename(tmp_path / "smoke")  # no sweep, no trials
+    (tmp_path / "smoke" / "sweep.json").unlink()
+    (tmp_path / "smoke" / "runs" / "test-trials-0.0004").rename(tmp_path / "smoke" / "runs" / "test")
+    assert "**52.00**" in results.known_tables(tmp_path)["smoke/figures4to7"]
+
+
 Command = Callable[..., tuple[int, str]]
 
 
