@@ -6,10 +6,14 @@
 A page has a table between `<!-- table: NAME -->` and `<!-- end of table -->`. The scores in docs/results are stored as
 the benchmarks write them: `scores.json` of `benchmarks.NAME` as NAME.json, `SCALE/NAME.json` of `benchmarks.paper`
 under that name, and the scores of its models in `SCALE/runs/test` (or, without their settings, in SCALE/scores.json).
-Every table that can be made of these must be on a page: the stored ones, the paper's, SCALE/claims, the paper's claims
-in short, SCALE/figures4to7, made of its trials, SCALE/models, all models in `SCALE/runs/test`, except for those with
-other data than the scale's, which have a table by the name of these data, and `readme`, a summary of the table
-`README_TABLE`. A table of a scale that is on no page is added to results/SCALE.md.
+Every table that can be made of these must be on a page; one of a scale that is on no page is added to results/SCALE.md:
+
+- the stored tables, and the paper's;
+- SCALE/claims, the paper's claims in short, and SCALE/goal, question 4 of the plan in short;
+- SCALE/figures4to7, of the models in `SCALE/runs/test`, or in the trials at the best rate of the sweep;
+- SCALE/models, all models in `SCALE/runs/test`; those with other data than the scale's have a table by the name of the
+  data;
+- `readme`, a summary of the table `README_TABLE`.
 """
 
 import argparse
@@ -23,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cot, decoders, mining, task_loras
-from benchmarks.paper.best import best_report, validation_tables
+from benchmarks.paper.best import goal_report, labels_report, validation_tables
 from benchmarks.paper.beyond import validation_table
 from benchmarks.paper.claims import TABLES, Claim, Table
 from benchmarks.paper.experiments import SCALES, START, TASKS, ablations
@@ -56,7 +60,7 @@ def _paper_table(name: str, table: Table, scores: Scores, validation: Any = None
         return f"{paper_of(table)}\n\n{claims_of(table, scores)}"
     before = [VALIDATION[name](validation)] if validation is not None else []
     if name == "best":
-        before.append(best_report(table, scores))
+        before.append(labels_report(table, scores))
     return "\n\n".join([*before, report(table, scores)])
 
 
@@ -128,8 +132,11 @@ def _tables_of_scale(folder: Path) -> dict[str, str]:
     for name, one in kept.items():
         if name in PAPER:
             tables[name] = PAPER[name](one)
-        else:
-            tables[name] = _paper_table(name, _table(one["table"]), scores, one.get("validation"))
+            continue
+        table = _table(one["table"])
+        tables[name] = _paper_table(name, table, scores, one.get("validation"))
+        if name == "best":
+            tables["goal"] = goal_report(table, scores)
     if of_paper:
         tables["claims"] = summary_of(of_paper, scores)
     for name, data in ("models", set()), *((data, {data}) for data in DATA):
@@ -242,7 +249,7 @@ def _pages(docs: Path) -> dict[Path, str]:
 def _add_sections(docs: Path, tables: Mapping[str, str]) -> None:
     """Add each table that is on no page to the page of its scale; create the page if needed."""
     known = "".join(_pages(docs).values())
-    for scale, name in product(SCALES, ("claims", *NAMES, "models", *DATA)):
+    for scale, name in product(SCALES, ("claims", "goal", *NAMES, "models", *DATA)):
         marker = f"<!-- table: {scale}/{name} -->"
         if f"{scale}/{name}" not in tables or marker in known:
             continue

@@ -21,7 +21,7 @@ from benchmarks.paper.improvements import (
     training_of,
 )
 from benchmarks.paper.runs import Runs, Scores
-from benchmarks.paper.tables import Measured, cell, compared, datasets_of, labels_of, p_value, table_of
+from benchmarks.paper.tables import Measured, cell, compared, datasets_of, labels_of, legend_of, p_value, table_of
 from mote.reporting import markdown_table
 
 BASES = ("mote", "ic")
@@ -247,14 +247,20 @@ def goal_table(table: Table, scores: Scores) -> str:
     )
 
 
-def best_report(table: Table, scores: Scores) -> str:
-    """Format the conditions, and the scores on datasets of labelled texts (learned in five tasks) and on all others."""
+def goal_report(table: Table, scores: Scores) -> str:
+    """Format the conditions of question 4, and the scores that they are about."""
+    labels = labels_of(table.variants)
+    return "\n\n".join([goal_table(table, scores), table_of(table, scores), legend_of(labels)])
+
+
+def labels_report(table: Table, scores: Scores) -> str:
+    """Format the scores on datasets of labelled texts (learned in five tasks) and on all others."""
     kinds = {
         name: "labelled texts" if kind in ("Classification", "Clustering") else "others"
         for name, kind in scores.types.items()
     }
     split = replace(table, types=("labelled texts", "others"), claims=())
-    return f"{goal_table(table, scores)}\n\n{table_of(split, Scores(scores.every, kinds))}"
+    return table_of(split, Scores(scores.every, kinds))
 
 
 def validation_tables(validation: Validation) -> str:

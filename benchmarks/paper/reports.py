@@ -10,8 +10,9 @@ from benchmarks.paper.best import (
     BASES,
     best_data,
     best_of,
-    best_report,
     best_table,
+    goal_table,
+    labels_report,
     rivals,
     scored,
     try_improvements,
@@ -161,4 +162,5 @@ def _best(runs: Runs) -> str:
         scores = scores.joined(separate, parts_of(separate))
     table = best_table(names, starts)
     kept = _kept("best", table, scores, runs, validation=found)
-    return "\n\n".join([title, validation_tables(found), "On the test splits:", best_report(table, scores), kept])
+    of_tests = [goal_table(table, scores), labels_report(table, scores), kept]
+    return "\n\n".join([title, validation_tables(found), "On the test splits:", *of_tests])
