@@ -30,13 +30,13 @@ from benchmarks import cot, decoders, mining, task_loras
 from benchmarks.paper.best import goal_report, labels_report, validation_tables
 from benchmarks.paper.beyond import validation_table
 from benchmarks.paper.claims import TABLES, Claim, Table
-from benchmarks.paper.experiments import SCALES, START, TASKS, ablations
+from benchmarks.paper.experiments import SCALES, START, TASKS, ablations, base_of
 from benchmarks.paper.figures import TITLES, ablation_table, analysis_tables
 from benchmarks.paper.improvements import DATA, SEPARATE, parts_of
 from benchmarks.paper.kept import ScoresOfTypes
 from benchmarks.paper.readme import draw_gains, drawn_gains, gains_of, readme_table
 from benchmarks.paper.reports import NAMES
-from benchmarks.paper.runs import Scores, best_rate, scores_of_runs
+from benchmarks.paper.runs import Scores, best_rate, gathered
 from benchmarks.paper.tables import claims_of, models_table, paper_of, report, summary_of, sweep_table, table_of
 from benchmarks.paper.unseen import ways_table
 
@@ -77,7 +77,7 @@ def _small_mote(kept: Any) -> str:
     kinds = {name: "trained on" if name in learned else "not trained on" for name in scores.types}
     table = _table(kept["table"])
     split = replace(table, types=("trained on", "not trained on"), claims=())
-    return f"{report(table, scores)}\n\n{table_of(split, Scores(scores.every, kinds))}"
+    return f"{report(table, scores)}\n\n{table_of(split, replace(scores, types=kinds))}"
 
 
 def _table(given: Any) -> Table:
@@ -152,34 +152,28 @@ def _ablations(folder: Path) -> Scores:
     trials = f"-trials-{best_rate(_sweep(_read(sweep))):g}" if sweep.is_file() else ""
     models = _models(folder / "runs" / f"test{trials}")
     names = (name for task in TASKS for name in ablations(task))
-    return _scores_of_models({name: models[name] for name in names if name in models})
+    return gathered({name: models[name] for name in names if name in models})
 
 
 def _scores_of_models(models: Mapping[str, Mapping[int, ScoresOfTypes]]) -> Scores:
     """Gather the scores of models with all of their seeds; three separate models are the paper's `sem`, too."""
-    runs = [(name, seed) for name, of_seeds in models.items() for seed in of_seeds]
-    scores = scores_of_runs(runs, lambda name, seed, timeout=-1: models[name][seed])
-    if SEPARATE in scores.every:
-        scores.every["sem"] = scores.every[SEPARATE]
-    return scores
+    return gathered({**models, **({"sem": models[SEPARATE]} if SEPARATE in models else {})})
 
 
 def _models(folder: Path) -> dict[str, dict[int, ScoresOfTypes]]:
     """Read the stored scores of models: variant → seed → scores, sorted: the start, then by base and length.
 
-    Three separate models, if all have scores, are one variant.
+    Three separate models, with the seeds that all of them have, are one variant.
     """
     found: dict[str, dict[int, ScoresOfTypes]] = {}
     for path in sorted(folder.glob("*-seed*.json")):
         name, _, seed = path.stem.rpartition("-seed")
         found.setdefault(name, {})[int(seed)] = _read(path)["scores"]
     first = f"sem-{TASKS[0]}"
-    for whole in [SEPARATE + name.removeprefix(first) for name in found if name.split("+")[0] == first]:
+    for whole in [SEPARATE + name.removeprefix(first) for name in found if base_of(name) == first]:
         parts = [found.get(part, {}) for part in parts_of(whole)]
-        if all(part.keys() == parts[0].keys() for part in parts):
-            found[whole] = {
-                seed: {kind: one for part in parts for kind, one in part[seed].items()} for seed in parts[0]
-            }
+        if seeds := sorted(set.intersection(*map(set, parts))):
+            found[whole] = {seed: {kind: one for part in parts for kind, one in part[seed].items()} for seed in seeds}
             found = {name: of_seeds for name, of_seeds in found.items() if name not in parts_of(whole)}
 
     def place(name: str) -> tuple[bool, str, int]:

@@ -24,11 +24,7 @@ SERVED = {
 """Task → datasets on which its expert, or a model of this task alone, is evaluated."""
 TEMPERATURES = (0.01, 0.03, 0.06)
 BATCHES = ("homogeneous", "heterogeneous")
-OF_THE_RECIPE = {
-    "retrieval": ("homogeneous", 0.03),
-    "classification": ("heterogeneous", 0.03),
-    "clustering": ("heterogeneous", 0.06),
-}
+OF_THE_RECIPE = {name: (task.batches, task.temperature) for name, task in load_recipe("mote").tasks.items()}
 """Batches and temperature of each task in the paper's recipe."""
 
 
@@ -74,6 +70,11 @@ class Variant:
     trained: bool = True
     late: bool = False
     trial_changes: tuple[str, ...] = ()
+
+
+def base_of(name: str) -> str:
+    """Return a variant's name without its improvements: `mote` of `mote+mined`."""
+    return name.partition("+")[0]
 
 
 def made_by(function: Callable[..., Any], *arguments: Any, **settings: Any) -> Making:

@@ -110,9 +110,9 @@ def _five_tasks(variant: Variant, name: str) -> Variant:
 def _matching_by_search(variant: Variant, name: str) -> Variant:
     """Let search and text matching share an expert; of separate models, the one for retrieval does both."""
     together = _served_together("search", (*SEARCH, MATCHING, *UNSEEN))(variant, name)
-    if name.startswith("sem-retrieval+five-tasks"):
+    if variant.trained_on == "five_tasks" and variant.recipe == "sem-retrieval":
         return replace(_changed(together, PARAPHRASES), datasets=(*SERVED["retrieval"], *MATCHED))
-    if name.startswith("sem-classification+five-tasks"):
+    if variant.trained_on == "five_tasks" and variant.recipe == "sem-classification":
         return replace(_changed(together, "tasks.paraphrases=null"), datasets=(KIND_OF_TASK["classification"],))
     return together
 

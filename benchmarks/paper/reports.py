@@ -20,7 +20,7 @@ from benchmarks.paper.best import (
 )
 from benchmarks.paper.beyond import INTERPOLATED, TRAINED, validation_scores, validation_table
 from benchmarks.paper.claims import OWN_RATES, RATES, TABLES, Claim, Table
-from benchmarks.paper.experiments import START, TASKS, ablations
+from benchmarks.paper.experiments import START, TASKS, ablations, base_of
 from benchmarks.paper.figures import TITLES, ablation_table, analysis_tables, draw_ablations, kept_analysis
 from benchmarks.paper.improvements import SEPARATE, parts_of
 from benchmarks.paper.runs import Runs, Scores, best_rate
@@ -151,14 +151,16 @@ def _best(runs: Runs) -> str:
     found = try_improvements(runs)
     best = {base: best_of(steps)["name"] for base, steps in found["in_full"].items()}
     names = scored(best) if "mote" in best else ()
-    names = tuple(name for name in names if all(map(runs.can_score, parts_of(name))))
+    if left_out := [name for name in names if not all(map(runs.can_score, parts_of(name)))]:
+        runs.report(f"no scores with each seed: {', '.join(left_out)}")
+    names = tuple(name for name in names if name not in left_out)
     names = tuple(dict.fromkeys((*names, *rivals(runs.stored(), best_data(found["data"])))))
-    if missing := [base for base in BASES if not any(name.startswith(base) for name in names)]:
+    if missing := sorted({*BASES} - {*map(base_of, names)}):
         raise ValueError(f"There are no stored scores of {', '.join(missing)}: run `best` without --only-stored")
     taught = [f"{START}{best_data(found['data'])}+distilled"] if any("+distilled" in name for name in names) else []
     starts = tuple(filter(runs.can_score, (START, *taught)))
-    scores = runs.scores([*starts, *(part for name in names for part in parts_of(name))], runs.scale.seeds)
-    for separate in (name for name in names if name.startswith(SEPARATE)):
+    scores = runs.scores([*starts, *(part for name in names for part in parts_of(name))])
+    for separate in (name for name in names if base_of(name) == SEPARATE):
         scores = scores.joined(separate, parts_of(separate))
     table = best_table(names, starts)
     kept = _kept("best", table, scores, runs, validation=found)

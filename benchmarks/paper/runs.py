@@ -1,8 +1,8 @@
 """Train and evaluate the variants; existing models and scores are reused, scores also without their models."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from hashlib import blake2b
 from operator import itemgetter
@@ -13,8 +13,8 @@ from typing import Any
 import mote
 from benchmarks.locking import alone, share
 from benchmarks.paper.data import digest_of, prepare, with_mined_negatives
-from benchmarks.paper.experiments import SCALES, START, SWEPT, Scale, Variant, recipe_of
-from benchmarks.paper.improvements import parts_of, variant_of
+from benchmarks.paper.experiments import SCALES, START, SWEPT, VARIANTS, Scale, Variant, base_of, recipe_of
+from benchmarks.paper.improvements import variant_of
 from benchmarks.paper.kept import SEED, Hashes, KeptScores, ScoresOfTypes, hash_of_weights
 from benchmarks.paper.starts import distilled, pretrained
 from benchmarks.trained import trained
@@ -116,7 +116,8 @@ class Runs:
 
     def _half_trained(self, name: str, variant: Variant, folder: Path, seed: int) -> str:
         changes = (*variant.changes, "model.kind=dense", "training.peft=null")
-        dense = replace(variant, late=False, rate_factor=1.0, expert_rate_factor=None, changes=changes)
+        factor = variant.rate_factor / VARIANTS[base_of(name)].rate_factor  # the base's own is that of adapters
+        dense = replace(variant, late=False, rate_factor=factor, expert_rate_factor=None, changes=changes)
         other_seed = seed + 1000  # for another half of the rows
         return str(self._trained_variant(name, dense, folder.with_name(f"{folder.name}-dense"), other_seed))
 
@@ -187,19 +188,15 @@ class Runs:
     def validated(self, name: str, timeout: float = -1) -> dict[str, float]:
         """Score the first seed of a variant on the validation sets: task type → mean over its validation sets.
 
-        For `separate`, each model is scored on the types that it serves.
-
         Raises:
+            RuntimeError: If it failed on one of them, as means over the others could not be compared.
             filelock.Timeout: If another command works on it for longer than `timeout`.
         """
-        scores: dict[str, float] = {}
-        for part in parts_of(name):
-            of_types = self._on_validation(part, self.scale.few_seeds[0], timeout)
-            scores |= {kind: mean(of_type.values()) for kind, of_type in of_types.items()}
-        return scores
+        of_types = self._on_validation(name, self.scale.few_seeds[0], timeout)
+        return {kind: mean(of_type.values()) for kind, of_type in of_types.items()}
 
     def can_validate(self, name: str) -> bool:
-        """Return whether a variant other than `separate` has stored scores on the validation sets, or can be made."""
+        """Return whether a variant has stored scores on the validation sets, or can be made."""
         if self.kept_scores.file(self._validation_label(name)).is_file():
             return True
         return not self.only_stored and (self.pretrained is not None or variant_of(name).start != "pretrained")
@@ -227,7 +224,10 @@ class Runs:
             folder, out = self.prepared() / "validation", self.out / f"validation-{self.kind}" / label
             present = [pattern for pattern in variant_of(name).datasets if (folder / pattern).parent.is_dir()]
             with alone(out):
-                yield self._evaluate(label, self.model(name, seed), folder, present, VALIDATION_LIMIT, out)
+                evaluation = self._evaluate(label, self.model(name, seed), folder, present, VALIDATION_LIMIT, out)
+            if failed := evaluation.failed():
+                raise RuntimeError(f"No choice can be made without all validation sets: {'; '.join(failed)}")
+            yield evaluation
 
         settings = {**self.settings_of_scores(name, seed), "limit": VALIDATION_LIMIT}
         weights = partial(self.weights_before, name)
@@ -243,13 +243,15 @@ class Runs:
         few = variant.few_seeds or name in self.scale.few_seeds_of
         return self.scale.few_seeds if few else self.scale.seeds
 
-    def scores(self, names: Iterable[str], seeds: tuple[int, ...] = ()) -> "Scores":
-        """Evaluate variants with their own seeds, or with those given; what others start from has its own seed.
+    def scores(self, names: Iterable[str]) -> "Scores":
+        """Evaluate variants with their own seeds, starting with those that no other command is working on.
 
         A dataset on which a variant failed with any seed is dropped from its scores and reported.
         """
-        seeds_of = {name: seeds if seeds and variant_of(name).trained else self.seeds_of(name) for name in names}
-        return scores_of_runs([(name, seed) for name in seeds_of for seed in seeds_of[name]], self._on_tests)
+        seeds = {name: self.seeds_of(name) for name in names}
+        pairs = [(name, seed) for name, of_name in seeds.items() for seed in of_name]
+        share(partial(self._on_tests, *pair) for pair in sorted(pairs, key=itemgetter(1)))  # seed by seed
+        return gathered({name: {seed: self._on_tests(name, seed) for seed in seeds[name]} for name in seeds})
 
     def _on_tests(self, name: str, seed: int, timeout: float = -1) -> ScoresOfTypes:
         folder, label = self._test_label(name, seed).split("/")
@@ -338,36 +340,52 @@ class Scores:
     Attributes:
         every: Variant → dataset → score with each seed, x 100.
         types: Dataset → task type.
+        seeds: Variant → its seeds, in the order of its scores. A variant without an entry has seeds 0, 1 …
     """
 
     every: dict[str, dict[str, list[float]]]
     types: dict[str, str]
+    seeds: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def seeds_of(self, name: str) -> tuple[int, ...]:
+        """Return the seeds of a variant, in the order of its scores."""
+        return self.seeds.get(name) or tuple(range(len(next(iter(self.every[name].values())))))
+
+    def with_common_seeds(self, *names: str) -> "Scores":
+        """Return the scores of some variants with the seeds that all of them have: others cannot be compared.
+
+        What the others start from has one score, which counts for each of their seeds.
+
+        Raises:
+            ValueError: If they have no seed in common.
+        """
+        seeds = {name: self.seeds_of(name) for name in names if base_of(name) != START}
+        common = sorted(set.intersection(*map(set, seeds.values()))) if seeds else [0]
+        if not common:
+            raise ValueError(f"There is no seed that all have: {seeds}")
+        every = {}
+        for name in names:
+            places = [seeds[name].index(seed) if name in seeds else 0 for seed in common]
+            every[name] = {one: [scores[place] for place in places] for one, scores in self.every[name].items()}
+        return Scores(every, self.types, dict.fromkeys(names, tuple(common)))
 
     def joined(self, name: str, parts: Iterable[str]) -> "Scores":
         """Combine models that each serve one task into one column."""
         parts = list(parts)
-        whole = {dataset: values for part in parts for dataset, values in self.every[part].items()}
+        common = self.with_common_seeds(*parts)
+        whole = {dataset: values for part in parts for dataset, values in common.every[part].items()}
         rest = {other: values for other, values in self.every.items() if other not in parts}
-        return Scores({**rest, name: whole}, self.types)
+        return Scores({**rest, name: whole}, self.types, {**self.seeds, name: common.seeds[parts[0]]})
 
 
-def scores_of_runs(runs: Iterable[tuple[str, int]], scores_of: Callable[..., ScoresOfTypes]) -> Scores:
-    """Gather the scores of models, starting with those that no other command is working on, seed by seed.
-
-    Args:
-        runs: Variant and seed of each model.
-        scores_of: Function of a variant, a seed and, optionally, a timeout.
-    """
-    runs = list(runs)
-    share(partial(scores_of, *run) for run in sorted(runs, key=itemgetter(1)))
-    of_seeds: dict[str, list[dict[str, float]]] = {}
+def gathered(found: Mapping[str, Mapping[int, ScoresOfTypes]]) -> Scores:
+    """Gather the scores of models: variant → seed → scores. Datasets that a variant lacks with one seed are dropped."""
+    every: dict[str, dict[str, list[float]]] = {}
     types: dict[str, str] = {}
-    for name, seed in runs:
-        of_types = scores_of(name, seed)
-        types |= {dataset: kind for kind, of_type in of_types.items() for dataset in of_type}
-        of_seeds.setdefault(name, []).append({one: score for of in of_types.values() for one, score in of.items()})
-    every = {
-        name: {one: [scores[one] for scores in seeds] for one in seeds[0] if all(one in scores for scores in seeds)}
-        for name, seeds in of_seeds.items()
-    }
-    return Scores(every, types)
+    for name, of_seeds in found.items():
+        for of_types in of_seeds.values():
+            types |= {dataset: kind for kind, of_type in of_types.items() for dataset in of_type}
+        seeds = [{one: score for of in kinds.values() for one, score in of.items()} for kinds in of_seeds.values()]
+        shared = [one for one in seeds[0] if all(one in scores for scores in seeds)]
+        every[name] = {one: [scores[one] for scores in seeds] for one in shared}
+    return Scores(every, types, {name: tuple(of_seeds) for name, of_seeds in found.items()})

@@ -8,6 +8,7 @@ from statistics import mean
 import numpy as np
 
 from benchmarks.paper.claims import ALL, SEEN, UNSEEN, Claim, Table
+from benchmarks.paper.experiments import START, base_of
 from benchmarks.paper.kept import ScoresOfTypes
 from benchmarks.paper.runs import Scores
 from mote.evaluation.scores import TASK_TYPES
@@ -90,10 +91,14 @@ def table_of(table: Table, scores: Scores) -> str:
         shown = []
         for name in names:
             text = f"**{cells[name]}**" if name == best else str(cells[name])
-            gain = cells[name].mean - cells[table.reference].mean
+            both = scores.with_common_seeds(name, table.reference)
+            gain = cell(both, name, group).mean - cell(both, table.reference, group).mean
             shown.append(text if name == table.reference else f"{text} ({gain:+.2f})")
         lines.append([label, *shown])
-    return markdown_table(["", *labels_of(names).values()], lines, align="l" * (1 + len(names)))
+    parts = [markdown_table(["", *labels_of(names).values()], lines, align="l" * (1 + len(names)))]
+    if len({scores.seeds_of(name) for name in names if base_of(name) != START}) > 1:
+        parts.append("Gains, in brackets, are over the seeds that both have.")
+    return "\n\n".join(parts)
 
 
 def paper_of(table: Table) -> str:
@@ -115,7 +120,7 @@ class Measured:
 
     Attributes:
         tests: Tests over the datasets, with each score averaged over the seeds.
-        with_seeds: Gain with each seed; empty if both have one, or other numbers of them.
+        with_seeds: Gain with each of the seeds that both have; empty if that is one.
         relative: Gain of `better` over that of `other`, minus 1; None if `other` has no gain, or if no relative gain is
             claimed.
     """
@@ -138,27 +143,18 @@ class Measured:
 
 
 def compared(claim: Claim, table: Table, scores: Scores) -> Measured:
-    """Measure a claim on our scores."""
+    """Measure a claim on our scores, with the seeds that all of its variants have."""
     names = (claim.better, claim.other, *([claim.relative_to] if claim.relative_to else []))
+    scores = scores.with_common_seeds(*names)
     datasets = datasets_of(scores, table.types if claim.over == ALL else (claim.over,), names)
     means = {name: [float(np.mean(scores.every[name][dataset])) for dataset in datasets] for name in names}
     tests = compare_scores(claim.better, claim.other, means[claim.better], means[claim.other])
-    with_seeds = _gains_with_seeds(*([scores.every[name][one] for one in datasets] for name in names[:2]))
+    of_better, of_other = (np.mean([scores.every[name][one] for one in datasets], axis=0) for name in names[:2])
+    with_seeds = tuple(map(float, of_better - of_other)) if len(scores.seeds_of(claim.better)) > 1 else ()
     if claim.relative_to is None:
         return Measured(tests, with_seeds, None)
     better, other, below = (np.mean(means[name]) for name in names)
     return Measured(tests, with_seeds, float((better - below) / (other - below) - 1) if other > below else None)
-
-
-def _gains_with_seeds(better: list[list[float]], other: list[list[float]]) -> tuple[float, ...]:
-    counts = {len(seeds) for seeds in (*better, *other)}
-    if len(counts - {1}) != 1:  # a model with one seed, as the start, is compared with each seed of the other
-        return ()
-    means = (
-        [np.mean([seeds[index % len(seeds)] for seeds in of_model]) for index in range(max(counts))]
-        for of_model in (better, other)
-    )
-    return tuple(float(gain) for gain in np.subtract(*means))
 
 
 def measured(claim: Claim, table: Table, scores: Scores) -> dict[str, str]:

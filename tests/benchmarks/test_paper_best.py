@@ -31,7 +31,8 @@ def test_improvements_of_a_variant(tmp_path: Path) -> None:
         variant = improvements.variant_of(f"mote+{name}")
         assert variant != experiments.VARIANTS["mote"]
         experiments.recipe_of(variant, medium, "S", "D", 42)
-    for name, base in ((name, base) for name in improvements.FOR_ALL for base in best.BASES):
+    bases = ("em", "ic", "mote", "task-lora", improvements.SEPARATE)
+    for name, base in ((name, base) for name in improvements.FOR_ALL for base in bases):
         for part in improvements.parts_of(f"{base}+{name}"):
             experiments.recipe_of(improvements.variant_of(part), medium, "S", "D", 42)
     together = improvements.variant_of("mote+five-tasks+search-expert+shared")
@@ -349,8 +350,17 @@ def test_what_question_4_requires() -> None:
     assert [what.split(":")[0] for what, verdict in holds().items() if verdict == "yes"] == [
         "above start, on all sets and in retrieval"
     ]
+    fewer = "over each of 1 others with fewer seeds, with those: at least +1.0"
+    every["task-lora+mined"] = model(1.5)
+    assert holds()[fewer] == "no"
+    every["task-lora+mined"] = model(1.0)
+    assert holds()[fewer] == "yes"
+    separate = "over three separate models, with the seeds that they have: at least -0.2"
+    every["separate+mined"] = model(2.2)
     table = best.best_table(names[:-1], ("start",))
-    assert "over three separate models: at least -0.2" not in holds()
+    assert holds()[separate] == "yes"
+    del every["separate+mined"]
+    assert holds()[separate] == "no"  # without scores, nothing is known
 
 
 @pytest.mark.parametrize("kind", ["mote", "dense"])

@@ -28,9 +28,11 @@ def test_table_shows_means_spread_gains_and_the_best() -> None:
     table = claims.Table("", ("em", "mote"), "em")
     lines = tables.table_of(table, scores).splitlines()[2:]
     assert lines == [
-        "| Retrieval (2) | 55.00 | **57.50 ± 1.41** (+2.50) |",
+        "| Retrieval (2) | 55.00 | **57.50 ± 1.41** (+1.50) |",
         "| Classification (1) | **70.00** | 69.00 ± 0.00 (-1.00) |",
-        "| mean over all (3) | 60.00 | **61.33 ± 0.94** (+1.33) |",
+        "| mean over all (3) | 60.00 | **61.33 ± 0.94** (+0.67) |",
+        "",
+        "Gains, in brackets, are over the seeds that both have.",
     ]
 
 
@@ -107,11 +109,43 @@ def test_a_verdict_needs_each_seed() -> None:
     }
     assert of["em"].with_seeds == pytest.approx((3.025, 2.0, 1.0))
     assert of["start"].with_seeds == pytest.approx((2.525, 1.5, 0.5))
-    assert of["two"].with_seeds == ()
+    assert of["two"].with_seeds == pytest.approx((3.025, 2.0))
+    assert of["two"].tests.gain == pytest.approx(2.5125)
     assert of["ic"].with_seeds == pytest.approx((3.025, 2.0, -0.5))
     assert of["ic"].tests.paired_t < 0.05
     assert of["em"].verdict == "same direction"
     assert of["ic"].verdict == "same direction, not significant"
+
+
+def test_only_the_same_seeds_are_compared() -> None:
+    def of(**models: tuple[dict[int, float], str]) -> runs.Scores:
+        def scored(score: float, kind: str) -> dict[str, dict[str, float]]:
+            return {kind: {f"{kind}{number}": score + number for number in range(3)}}
+
+        of_models = {
+            name: {seed: scored(score, kind) for seed, score in seeds.items()} for name, (seeds, kind) in models.items()
+        }
+        return runs.gathered(of_models)
+
+    scores = of(
+        start=({42: 10.0}, "STS"),
+        ic=({43: 50.0, 44: 40.0}, "STS"),
+        mote=({42: 90.0, 43: 51.0}, "STS"),
+        tlr=({42: 88.0}, "STS"),
+    )
+    table = claims.Table("", ("start", "ic", "mote"), "ic")
+    over = {name: tables.compared(claims.Claim("mote", name), table, scores) for name in scores.every}
+    assert {name: (found.tests.gain, found.with_seeds) for name, found in over.items() if name != "mote"} == {
+        "start": (60.5, (80.0, 41.0)),
+        "ic": (1.0, ()),
+        "tlr": (2.0, ()),
+    }
+    assert "| STS (3) | 11.00 (-35.00) | 46.00 ± 7.07 | **71.50 ± 27.58** (+1.00) |" in tables.table_of(table, scores)
+    with pytest.raises(ValueError, match=r"no seed that all have: {'ic': \(43, 44\), 'tlr': \(42,\)}"):
+        tables.compared(claims.Claim("ic", "tlr"), table, scores)
+    parts = of(a=({42: 1.0, 43: 2.0}, "Retrieval"), b=({43: 3.0}, "STS"))
+    assert parts.joined("sem", ["a", "b"]).seeds == {"a": (42, 43), "b": (43,), "sem": (43,)}
+    assert parts.joined("sem", ["a", "b"]).every["sem"]["Retrieval0"] == [2.0]
 
 
 def test_models_of_one_task_each_form_one_column() -> None:

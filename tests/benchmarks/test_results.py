@@ -55,12 +55,11 @@ def test_three_separate_models_are_one_variant(tmp_path: Path) -> None:
     store("sem-classification+mined", Classification={"c1": 61.0})
     assert results._models(tmp_path).keys() == {"mote+mined", "sem-retrieval+mined", "sem-classification+mined"}
     store("sem-clustering+mined", Clustering={"k1": 41.0})
+    (tmp_path / "sem-retrieval+mined-seed43.json").write_text(json.dumps({"scores": {}}), encoding="utf-8")
     found = results._models(tmp_path)
     assert found.keys() == {"mote+mined", "separate+mined"}
-    assert found["separate+mined"][42] == {
-        "Retrieval": {"r1": 51.0},
-        "Classification": {"c1": 61.0},
-        "Clustering": {"k1": 41.0},
+    assert found["separate+mined"] == {
+        42: {"Retrieval": {"r1": 51.0}, "Classification": {"c1": 61.0}, "Clustering": {"k1": 41.0}}
     }
 
 
