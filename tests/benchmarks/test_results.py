@@ -18,7 +18,6 @@ from benchmarks.paper.runs import Scores
 from mote.analysis.analyze import Analysis, ModelAnalysis
 from mote.analysis.similarity import welch_test
 from mote.data.texts import Texts
-from mote.evaluation.statistics import compare_scores
 
 DOCS = ROOT / "docs"
 
@@ -301,9 +300,8 @@ def test_what_was_kept_of_tables_written_by_hand() -> None:
     assert shown == [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
     names = ("mote", "mote-to-mean-0.5", "mote-shared", "mote-expert-rates", "mote-homogeneous")
-    means = {name: {dataset: sum(of) / len(of) for dataset, of in scores.every[name].items()} for name in names}
     for name, row in zip(names, rows_of("results.md", "## Variants that may beat MoTE"), strict=True):
         groups = [tables.datasets_of(scores, types, names) for types in (claims.SEEN, claims.UNSEEN, ())]
         assert row[2:5] == [f"{tables.cell(scores, name, group).mean:.2f}" for group in groups]
-        tests = compare_scores(name, "mote", [*means[name].values()], [means["mote"][key] for key in means[name]])
-        assert row[5] == ("" if name == "mote" else f"{tests.paired_t:.2f}")
+        tests = tables.compared(claims.Claim(name, "mote"), claims.Table("", names, "mote"), scores).tests
+        assert row[5:] == (["", ""] if name == "mote" else [f"{tests.gain:+.2f}", f"{tests.paired_t:.2f}"])
