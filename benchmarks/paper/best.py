@@ -186,10 +186,9 @@ def scored(best: dict[str, str]) -> tuple[str, ...]:
     others = [full_rate.replace(labels, one) for one in LABELS if labels]
     of_dense = [training_of(best["mote"], (SHARED_RATE,)), training, full_rate, *others]
     divided = [training_of(best["mote"], ("matching-by-search",))]
-    names = [best["mote"]]
-    for base, trainings in {**dict.fromkeys(DENSE, of_dense), "task-lora": divided, SEPARATE: divided}.items():
-        names += [best[one] for one in (base, base + TRAINED_AS_MOTE, base + AT_HALF_RATE) if one in best]
-        names += [base + one for one in trainings]
+    names = [best["mote"], *best.values()]
+    names += [base + one for base in DENSE for one in of_dense]
+    names += [base + one for base in ("task-lora", SEPARATE) for one in divided]
     return tuple(dict.fromkeys(names))
 
 
