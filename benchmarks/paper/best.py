@@ -235,7 +235,7 @@ def goal_table(table: Table, scores: Scores) -> str:
         return measured(other).tests.gain
 
     rival = min((name for name in others if base_of(name) != SEPARATE), key=gain_over)
-    fewer = [name for name in rivals(scores.every, data_of(best)) if name not in table.variants]
+    others_scored = [name for name in rivals(scores.every, data_of(best)) if name not in table.variants]
     separate = [name for name in scores.every if base_of(name) == SEPARATE and data_of(name) == data_of(best)]
     dense = labels[rival]
     overall, retrieval = measured(rival), measured(rival, "Retrieval").tests.gain
@@ -246,9 +246,9 @@ def goal_table(table: Table, scores: Scores) -> str:
         ("with each of three seeds", ", ".join(f"{one:+.2f}" for one in gains), len(gains) >= 3 and min(gains) > 0),
         (f"retrieval not below {dense}", f"{retrieval:+.2f}", retrieval >= 0),
     ]
-    if fewer:
-        gain = min(map(gain_over, fewer))
-        what = f"over each of {len(fewer)} others with fewer seeds, with those: at least +1.0"
+    if others_scored:
+        gain = min(map(gain_over, others_scored))
+        what = f"over each of {len(others_scored)} others, with the seeds that they have: at least +1.0"
         rows.append((what, f"{gain:+.2f} or more", gain >= 1))
     for start in starts:
         both = [measured(start, over).tests.gain for over in (ALL, "Retrieval")]

@@ -344,11 +344,11 @@ def test_what_question_4_requires() -> None:
     assert [what.split(":")[0] for what, verdict in holds().items() if verdict == "yes"] == [
         "above start, on all sets and in retrieval"
     ]
-    fewer = "over each of 1 others with fewer seeds, with those: at least +1.0"
+    another = "over each of 1 others, with the seeds that they have: at least +1.0"
     every["task-lora+mined"] = model(1.5)
-    assert holds()[fewer] == "no"
+    assert holds()[another] == "no"
     every["task-lora+mined"] = model(1.0)
-    assert holds()[fewer] == "yes"
+    assert holds()[another] == "yes"
     separate = "over three separate models, with the seeds that they have: at least -0.2"
     every["separate+mined"] = model(2.2)
     table = best.best_table(names[:-1], ("start",))
