@@ -225,7 +225,7 @@ def goal_table(table: Table, scores: Scores) -> str:
         scores: Scores of these, and of dense models, task LoRAs and separate models with fewer seeds.
     """
     starts = [name for name in table.variants if base_of(name) == START]
-    best, *others = (name for name in table.variants if name not in starts)
+    best, *shown = (name for name in table.variants if name not in starts)
     labels = labels_of(table.variants)
 
     def measured(other: str, over: str = ALL) -> Measured:
@@ -234,8 +234,8 @@ def goal_table(table: Table, scores: Scores) -> str:
     def gain_over(other: str) -> float:
         return measured(other).tests.gain
 
-    rival = min((name for name in others if base_of(name) != SEPARATE), key=gain_over)
-    others_scored = [name for name in rivals(scores.every, data_of(best)) if name not in table.variants]
+    rival = min((name for name in shown if base_of(name) != SEPARATE), key=gain_over)
+    rest = [name for name in rivals(scores.every, data_of(best)) if name not in table.variants]
     separate = [name for name in scores.every if base_of(name) == SEPARATE and data_of(name) == data_of(best)]
     dense = labels[rival]
     overall, retrieval = measured(rival), measured(rival, "Retrieval").tests.gain
@@ -246,9 +246,9 @@ def goal_table(table: Table, scores: Scores) -> str:
         ("with each of three seeds", ", ".join(f"{one:+.2f}" for one in gains), len(gains) >= 3 and min(gains) > 0),
         (f"retrieval not below {dense}", f"{retrieval:+.2f}", retrieval >= 0),
     ]
-    if others_scored:
-        gain = min(map(gain_over, others_scored))
-        what = f"over each of {len(others_scored)} others, with the seeds that they have: at least +1.0"
+    if rest:
+        gain = min(map(gain_over, rest))
+        what = f"over each of {len(rest)} others, with the seeds that they have: at least +1.0"
         rows.append((what, f"{gain:+.2f} or more", gain >= 1))
     for start in starts:
         both = [measured(start, over).tests.gain for over in (ALL, "Retrieval")]
