@@ -122,7 +122,7 @@ def known_tables(results: Path) -> dict[str, str]:
 def _tables_of_scale(folder: Path) -> dict[str, str]:
     kept = {path.stem: _read(path) for path in sorted(folder.glob("*.json"))}
     models = _models(folder / "runs" / "test")
-    scores = _scores(kept.pop("scores")) if "scores" in kept else _scores_of_models(models)
+    scores = _scores(kept.pop("scores")) if "scores" in kept else gathered(models)
     of_paper = {name: _measurable(table, scores) for name, table in TABLES.items()}
     of_paper = {name: table for name, table in of_paper.items() if table.claims}
     tables = {name: _paper_table(name, table, scores) for name, table in of_paper.items()}
@@ -153,11 +153,6 @@ def _ablations(folder: Path) -> Scores:
     models = _models(folder / "runs" / f"test{trials}")
     names = (name for task in TASKS for name in ablations(task))
     return gathered({name: models[name] for name in names if name in models})
-
-
-def _scores_of_models(models: Mapping[str, Mapping[int, ScoresOfTypes]]) -> Scores:
-    """Gather the scores of models with all of their seeds; three separate models are the paper's `sem`, too."""
-    return gathered({**models, **({"sem": models[SEPARATE]} if SEPARATE in models else {})})
 
 
 def _models(folder: Path) -> dict[str, dict[int, ScoresOfTypes]]:

@@ -11,7 +11,7 @@ from configuration_mote import PAPER_INSTRUCTIONS, UNSEEN_TASKS
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
 
-SEPARATE = "separate"  # a dense model for each task
+SEPARATE = "sem"  # a dense model for each task
 UNSEEN = ("sts", "pair_classification", "summarization")
 """Tasks without training data, other than search."""
 MATCHING = "text_matching"
@@ -244,6 +244,6 @@ def training_of(name: str, also: tuple[str, ...] = ()) -> str:
 
 
 def parts_of(name: str) -> list[str]:
-    """Return the names of a variant's models: one, or for `separate` and its improvements one per task."""
+    """Return the names of a variant's models: one, or for `sem` and its improvements one per task."""
     base, *improvements = name.split("+")
     return ["+".join([f"sem-{task}", *improvements]) for task in TASKS] if base == SEPARATE else [name]

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import mote
@@ -49,12 +49,15 @@ def make(name: str, runs: Runs) -> str:
 
 
 def _table(name: str, table: Table, runs: Runs) -> str:
-    models_of_tasks = [f"sem-{task}" for task in TASKS]
-    names = [part for name in table.variants for part in (models_of_tasks if name == "sem" else [name])]
-    scores = runs.scores(names)
-    if "sem" in table.variants:
-        scores = scores.joined("sem", models_of_tasks)
-    return f"### {name}: {table.title}\n\n{_kept(name, table, scores, runs)}"
+    return f"### {name}: {table.title}\n\n{_kept(name, table, _scores(table.variants, runs), runs)}"
+
+
+def _scores(names: Sequence[str], runs: Runs) -> Scores:
+    """Score variants; three separate models are one column."""
+    scores = runs.scores(part for name in names for part in parts_of(name))
+    for whole in (name for name in names if base_of(name) == SEPARATE):
+        scores = scores.joined(whole, parts_of(whole))
+    return scores
 
 
 def _kept(name: str, table: Table, scores: Scores, runs: Runs, **others: object) -> str:
@@ -159,9 +162,7 @@ def _best(runs: Runs) -> str:
         raise ValueError(f"There are no stored scores of {', '.join(missing)}: run `best` without --only-stored")
     taught = [f"{START}{best_data(found['data'])}+distilled"] if any("+distilled" in name for name in names) else []
     starts = tuple(filter(runs.can_score, (START, *taught)))
-    scores = runs.scores([*starts, *(part for name in names for part in parts_of(name))])
-    for separate in (name for name in names if base_of(name) == SEPARATE):
-        scores = scores.joined(separate, parts_of(separate))
+    scores = _scores((*starts, *names), runs)
     table = best_table(names, starts)
     kept = _kept("best", table, scores, runs, validation=found)
     of_tests = [goal_table(table, scores), labels_report(table, scores), kept]

@@ -269,7 +269,7 @@ def test_what_is_scored_beside_the_best() -> None:
         f"em{training}+shared-rate-0.25",
         "em+five-tasks+mined+labels-twice",
         "task-lora+five-tasks+matching-by-search+mined+labels-four-times",
-        "separate+five-tasks+matching-by-search+mined+labels-four-times",
+        "sem+five-tasks+matching-by-search+mined+labels-four-times",
     )
     as_mote = {f"ic{best.TRAINED_AS_MOTE}": f"ic{training}+to-start-0.25"}
     assert best.scored({"mote": best_mote, "ic": "ic+five-tasks", **as_mote})[:3] == (
@@ -278,7 +278,7 @@ def test_what_is_scored_beside_the_best() -> None:
         f"ic{training}+to-start-0.25",
     )
     without = best.scored({"mote": "mote+mined", "ic": "ic", "em": "em"})
-    assert without == ("mote+mined", "ic", "em", "ic+mined", "em+mined", "task-lora+mined", "separate+mined")
+    assert without == ("mote+mined", "ic", "em", "ic+mined", "em+mined", "task-lora+mined", "sem+mined")
 
 
 def test_no_dense_model_with_scores_drops_out(tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_separate_models_divide_the_data_as_the_experts_do() -> None:
         return set(recipe.tasks), variant.datasets
 
     together = "+five-tasks" + improvements.training_of("mote+matching-by-search+to-mean-0.5", ("matching-by-search",))
-    retrieval, classification, clustering = improvements.parts_of(f"separate{together}+homogeneous")
+    retrieval, classification, clustering = improvements.parts_of(f"sem{together}+homogeneous")
     assert of(retrieval) == ({"retrieval", "paraphrases"}, (*experiments.SEARCH, *experiments.MATCHED))
     assert of(classification) == ({"classification"}, ("classification/*",))
     assert of(clustering) == ({"clustering"}, ("clustering/*",))
@@ -326,9 +326,9 @@ def test_what_question_4_requires() -> None:
     def model(*gains: float) -> dict[str, list[float]]:
         return {name: [50.0 + index % 3 + gain for gain in gains] for index, name in enumerate(datasets)}
 
-    names = ("mote+mined", "ic", "em+mined", "separate+mined")
+    names = ("mote+mined", "ic", "em+mined", "sem+mined")
     every = {"start": model(-9.0), "start+distilled": model(-1.0), "mote+mined": model(2.1, 2.0, 2.2)}
-    every |= {"ic": model(0.5, 0.6, 0.7), "em+mined": model(0.8, 0.9, 0.9), "separate+mined": model(2.2, 2.4, 2.2)}
+    every |= {"ic": model(0.5, 0.6, 0.7), "em+mined": model(0.8, 0.9, 0.9), "sem+mined": model(2.2, 2.4, 2.2)}
     every["mote+mined"]["STS1"][0] += 0.1  # a paired test needs some spread
     table = best.best_table(names, ("start", "start+distilled"))
 
@@ -338,7 +338,7 @@ def test_what_question_4_requires() -> None:
 
     assert set(holds().values()) == {"yes"}
     assert "over em, the best of the others in one model: at least +1.0" in holds()
-    every["separate+mined"] = model(2.4, 2.4, 2.4)
+    every["sem+mined"] = model(2.4, 2.4, 2.4)
     every["start+distilled"] |= {"Retrieval0": [60.0], "Retrieval1": [60.0]}
     every["ic"] = {name: [score + 0.3 for score in of_name] for name, of_name in every["mote+mined"].items()}
     assert [what.split(":")[0] for what, verdict in holds().items() if verdict == "yes"] == [
@@ -350,10 +350,10 @@ def test_what_question_4_requires() -> None:
     every["task-lora+mined"] = model(1.0)
     assert holds()[another] == "yes"
     separate = "over three separate models, with the seeds that they have: at least -0.2"
-    every["separate+mined"] = model(2.2)
+    every["sem+mined"] = model(2.2)
     table = best.best_table(names[:-1], ("start",))
     assert holds()[separate] == "yes"
-    del every["separate+mined"]
+    del every["sem+mined"]
     assert holds()[separate] == "no"  # without scores, nothing is known
 
 
@@ -480,7 +480,7 @@ def test_the_best_recipes_are_looked_for_and_scored(
     assert all(re.search(rf"\| {base}(\+five-tasks)?\+distilled \|", found) for base in ("ic", "mote"))
     (header,) = {line for line in found.splitlines() if line.startswith("|  | start |")}
     columns = header.strip("| ").split(" | ")
-    bases = ["start", "mote", "ic", "em", "task-lora", "separate"]
+    bases = ["start", "mote", "ic", "em", "task-lora", "sem"]
     assert [*dict.fromkeys(name.split("+")[0] for name in columns)] == bases
     learned = any("+distilled" in file.stem for file in given.kept_scores.folder.glob("test/[!s]*.json"))
     starts = [name.replace("+five-tasks", "") for name in columns if name.startswith("start")]

@@ -56,8 +56,8 @@ def test_three_separate_models_are_one_variant(tmp_path: Path) -> None:
     store("sem-clustering+mined", Clustering={"k1": 41.0})
     (tmp_path / "sem-retrieval+mined-seed43.json").write_text(json.dumps({"scores": {}}), encoding="utf-8")
     found = results._models(tmp_path)
-    assert found.keys() == {"mote+mined", "separate+mined"}
-    assert found["separate+mined"] == {
+    assert found.keys() == {"mote+mined", "sem+mined"}
+    assert found["sem+mined"] == {
         42: {"Retrieval": {"r1": 51.0}, "Classification": {"c1": 61.0}, "Clustering": {"k1": 41.0}}
     }
 
@@ -94,7 +94,7 @@ def test_the_paper_s_tables_are_made_of_the_models_of_a_scale(tmp_path: Path) ->
         for name in ("models", "five-tasks")
     }
     assert shown == {
-        "models": ["start", "em", "ic", "mote", "mote+unseen-by-mean", "separate"],
+        "models": ["start", "em", "ic", "mote", "mote+unseen-by-mean", "sem"],
         "five-tasks": ["start", "mote"],
     }
 
