@@ -47,7 +47,8 @@ CHART = Path("images/gains.png")
 
 
 def _scores(kept: Any) -> Scores:
-    return Scores(kept["every"], kept["types"])
+    seeds = {name: tuple(of_name) for name, of_name in kept.get("seeds", {}).items()}
+    return Scores(kept["every"], kept["types"], seeds)
 
 
 def _sweep(kept: Any) -> dict[str, dict[float, float]]:

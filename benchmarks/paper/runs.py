@@ -244,14 +244,11 @@ class Runs:
         return self.scale.few_seeds if few else self.scale.seeds
 
     def scores(self, names: Iterable[str]) -> "Scores":
-        """Evaluate variants with their own seeds, starting with those that no other command is working on.
+        """Evaluate variants with their own seeds.
 
         A dataset on which a variant failed with any seed is dropped from its scores and reported.
         """
-        seeds = {name: self.seeds_of(name) for name in names}
-        pairs = [(name, seed) for name, of_name in seeds.items() for seed in of_name]
-        share(partial(self._on_tests, *pair) for pair in sorted(pairs, key=itemgetter(1)))  # seed by seed
-        return gathered({name: {seed: self._on_tests(name, seed) for seed in seeds[name]} for name in seeds})
+        return scores_of_runs([(name, seed) for name in names for seed in self.seeds_of(name)], self._on_tests)
 
     def _on_tests(self, name: str, seed: int, timeout: float = -1) -> ScoresOfTypes:
         folder, label = self._test_label(name, seed).split("/")
@@ -376,6 +373,21 @@ class Scores:
         whole = {dataset: values for part in parts for dataset, values in common.every[part].items()}
         rest = {other: values for other, values in self.every.items() if other not in parts}
         return Scores({**rest, name: whole}, self.types, {**self.seeds, name: common.seeds[parts[0]]})
+
+
+def scores_of_runs(runs: Iterable[tuple[str, int]], scores_of: Callable[..., ScoresOfTypes]) -> Scores:
+    """Gather the scores of models, starting with those that no other command is working on, seed by seed.
+
+    Args:
+        runs: Variant and seed of each model.
+        scores_of: Function of a variant, a seed and, optionally, a timeout.
+    """
+    runs = list(runs)
+    share(partial(scores_of, *run) for run in sorted(runs, key=itemgetter(1)))
+    found: dict[str, dict[int, ScoresOfTypes]] = {}
+    for name, seed in runs:
+        found.setdefault(name, {})[seed] = scores_of(name, seed)
+    return gathered(found)
 
 
 def gathered(found: Mapping[str, Mapping[int, ScoresOfTypes]]) -> Scores:
