@@ -68,6 +68,17 @@ def test_stored_scores_need_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert replace(given, source=str(tmp_path / "copy")).scores(["start", "mote"]) == first
 
 
+def test_nothing_is_chosen_without_all_validation_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = runs.Runs(experiments.SCALES["smoke"], str(ROOT / "examples" / "small-encoder"), "DATA", tmp_path / "out")
+    monkeypatch.setattr(runs.Runs, "model", lambda self, name, seed: tmp_path / name)
+    monkeypatch.setattr(runs.Runs, "prepared", lambda self: tmp_path)
+    failed = mote.Evaluation({"mote": {"b": 40.0}}, {"b": "STS"}, failures={"mote": {"c": "no memory"}})
+    monkeypatch.setattr(mote, "evaluate", lambda models, **settings: failed)
+    with pytest.raises(RuntimeError, match="without all validation sets: mote on c: no memory"):
+        given.validated("mote")
+    assert not list(tmp_path.glob("out/runs/**/*.json"))
+
+
 def test_other_seeds_may_have_another_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scale = replace(experiments.SCALES["smoke"], seeds=(42,), limits={("sts/*",): None})
     one = runs.Runs(scale, "SOURCE", "DATA", tmp_path / "out", kept=tmp_path / "kept")
