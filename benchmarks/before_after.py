@@ -144,7 +144,7 @@ class Worker:
 
     def answer(self) -> str:
         """Read a line."""
-        line = self.process.stdout.readline()
+        line = self.process.stdout.readline() if self.process.stdout is not None else ""
         if not line:
             raise RuntimeError(f"the process ended early:\n{self.errors.read_text()[-3000:]}")
         return line

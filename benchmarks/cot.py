@@ -184,7 +184,7 @@ class Comparison:
 
     def scores(self, name: str, seed: int, timeout: float = -1) -> dict[str, dict[str, float]]:
         """Score the models of a chain: stage and kind of vectors, such as `stage1 dense` → dataset → nDCG@10."""
-        scores = {}
+        scores: dict[str, dict[str, float]] = {}
         with alone(self.out / _file(name) / f"seed{seed}", timeout), alone(self.out / _file(name) / "chain", timeout):
             for stage in VARIANTS[name].paper if seed == self.seeds[0] else STAGES[-1:]:
                 found = mote.evaluate(
@@ -199,9 +199,8 @@ class Comparison:
                 )
                 if found.failed():
                     raise RuntimeError("; ".join(found.failed()))
-                scores |= {
-                    f"{stage} {kind}": of_model for kind, of_model in zip(KINDS, found.scores.values(), strict=True)
-                }
+                of_kinds = zip(KINDS, found.scores.values(), strict=True)
+                scores |= {f"{stage} {kind}": dict(of_model) for kind, of_model in of_kinds}
         return scores
 
     def share(self) -> None:

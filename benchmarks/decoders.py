@@ -18,6 +18,7 @@ from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -51,7 +52,7 @@ from mote.training.run_folder import step_of
 logger = logging.getLogger("mote.benchmarks")
 
 FOLDERS = ("retrieval/*", "classification/*", "clustering/*")
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -62,7 +63,12 @@ SIZES = {
     "tie_word_embeddings": True,
 }
 VOCABULARY, END = 8192, "</s>"
-PRETRAINING = {"max_steps": 1200, "per_device_train_batch_size": 64, "learning_rate": 1e-3, "warmup_steps": 60}
+PRETRAINING: dict[str, Any] = {
+    "max_steps": 1200,
+    "per_device_train_batch_size": 64,
+    "learning_rate": 1e-3,
+    "warmup_steps": 60,
+}
 BLOCK = 128  # tokens of concatenated texts
 DIRECTIONS = {"causal": False, "bidirectional": True}
 POOLINGS = {"mean": (), "latent attention": ("model.pooling_latents=64", "model.pooling_head_dim=64")}
@@ -140,8 +146,8 @@ class Comparison:
             _tokenizer(self._texts()).save_pretrained(folder / "tokenizer")
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
         set_seed(42)
-        tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-        model = MistralForCausalLM(MistralConfig(vocab_size=len(tokenizer), **tokens, **SIZES))
+        ids = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
+        model = MistralForCausalLM(MistralConfig(vocab_size=len(tokenizer), bos_token_id=None, **ids, **SIZES))
         settings = PRETRAINING | ({"max_steps": 2, "warmup_steps": 0} if self.quick else {})
         arguments = TrainingArguments(
             output_dir=str(folder / "checkpoints"),
@@ -162,7 +168,7 @@ class Comparison:
         trainer = Trainer(
             model, arguments, train_dataset=blocks["train"], eval_dataset=blocks["test"], data_collator=collator
         )
-        complete = [file.parent for file in Path(arguments.output_dir).glob("*/trainer_state.json")]  # written last
+        complete = [file.parent for file in (folder / "checkpoints").glob("*/trainer_state.json")]  # written last
         last = max(complete, key=step_of, default=None)
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
         trainer.state.save_to_json(str(folder / "trainer_state.json"))

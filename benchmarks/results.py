@@ -193,7 +193,8 @@ def rewrite(page: str, tables: Mapping[str, str]) -> tuple[str, dict[str, bool]]
         ValueError: If a table is unknown or has no end.
     """
     before, *rest = re.split(r"<!-- table: (\S+) -->", page)
-    parts, found = [before], {}
+    parts = [before]
+    found: dict[str, bool] = {}
     for name, text in zip(rest[::2], rest[1::2], strict=True):
         if name not in tables:
             raise ValueError(f"There are no kept scores for table {name!r}; known: {', '.join(tables)}")

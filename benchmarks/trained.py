@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 import mote
 from benchmarks.locking import alone

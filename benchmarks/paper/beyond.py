@@ -32,7 +32,7 @@ def _of_model(runs: Runs, name: str, seed: int) -> dict[str, float]:
     folder = runs.model(name, seed)
     steps = read_steps(folder)
     if steps and steps[-1]["step"] == "train":  # training ends with these scores
-        return steps[-1]["validation"]["after"]  # type: ignore[no-any-return]
+        return steps[-1]["validation"]["after"]
     kept = runs.out / "validation" / f"{folder.name}.json"  # its name contains the hash of the source
     if not kept.is_file():
         trained = runs.model("mote", seed)
@@ -42,7 +42,7 @@ def _of_model(runs: Runs, name: str, seed: int) -> dict[str, float]:
         scores = Validation(_held_out(trained / "recipe.yaml"), encodings(names, kind))(model)
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
-    return json.loads(kept.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+    return json.loads(kept.read_text(encoding="utf-8"))
 
 
 @lru_cache  # reading the data takes longer than scoring

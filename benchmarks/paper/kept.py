@@ -78,7 +78,7 @@ class KeptScores:
                 f"{file} has the scores of other settings; they differ in {', '.join(differing)}. Remove the file, or "
                 "choose another folder"
             )
-        return stored["scores"]  # type: ignore[no-any-return]
+        return stored["scores"]
 
     def _evaluated(
         self,
@@ -125,7 +125,7 @@ def _check_weights(folder: Path, seed: int | None, weights: Hashes) -> None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def _formatted(kept: dict[str, dict[str, Any]]) -> str:

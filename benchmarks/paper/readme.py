@@ -71,7 +71,8 @@ def draw_gains(gains: Gains, path: Path) -> None:
         places = np.arange(len(groups)) + (number - (len(gains) - 1) / 2) * width
         axes.bar(places, [np.mean(of_label[group]) for group in groups], width, color=color, label=label)
         points = [(place, gain) for place, group in zip(places, groups, strict=True) for gain in of_label[group]]
-        axes.scatter(*zip(*points, strict=True), s=7, color="black", linewidths=0, zorder=3)
+        x, y = zip(*points, strict=True)
+        axes.scatter(x, y, s=7, color="black", linewidths=0, zorder=3)
     axes.axhline(0, color="black", linewidth=0.8)
     for place in (len(SEEN) - 0.5, len(groups) - 1.5):
         axes.axvline(place, color="0.6", linewidth=0.8, linestyle=":")

@@ -1,6 +1,7 @@
 """`SentenceTransformer.encode` with different batch sizes."""
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +34,8 @@ def measure(options: Options) -> Benchmark:
     for size in (8, 128) if options.quick else SIZES:
         np.testing.assert_allclose(encode(size), expected, atol=1e-4)
         found = compare(
-            lambda: encode(DEFAULT),
-            lambda size=size: encode(size),
+            partial(encode, DEFAULT),
+            partial(encode, size),
             seconds=seconds(options),
             synchronize=waiting(options),
         )

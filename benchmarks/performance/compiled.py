@@ -2,6 +2,7 @@
 
 import copy
 import time
+from functools import partial
 
 import torch
 from torch._dynamo.utils import counters
@@ -33,8 +34,8 @@ def measure(options: Options) -> Benchmark:
             for batch in ROWS:
                 inputs = made_up(mote, batch, 96)
                 found = compare(
-                    lambda inputs=inputs: mote(**inputs, task="search_query"),
-                    lambda inputs=inputs, compiled=compiled: compiled(**inputs, task="search_query"),
+                    partial(mote, **inputs, task="search_query"),
+                    partial(compiled, **inputs, task="search_query"),
                     seconds=seconds(options),
                     synchronize=waiting(options),
                 )

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -92,18 +93,19 @@ def _made_of(mote: Path, folder: Path, quick: bool) -> Iterator[tuple[str, str]]
 
 def _rows(models: dict[str, str], scores: Evaluation, options: Options) -> Iterator[list[str]]:
     texts = find_texts().texts
+    mote = load_mote(open_mote(models[WHOLE]))
     whole = load_encoder(models[WHOLE], device=options.device, trust_remote_code=True)
-    names: list[str] = whole[0].config.experts
+    names = mote.config.experts
     expected = {task: embed(whole, texts, task) for task in names}
-    of_whole = expert_bytes(load_mote(open_mote(models[WHOLE])))
+    of_whole = expert_bytes(mote)
     for name, path in models.items():
         model = load_encoder(path, device=options.device, trust_remote_code=True)
         is_dense = name in (AVERAGE, DENSE)
         size = of_whole // len(names) if is_dense else expert_bytes(load_mote(open_mote(path)))
         found = [] if name == DENSE else [cosines(embed(model, texts, task), expected[task]) for task in names]
         ratio = compare(
-            lambda: _encode(whole, texts, names[0]),
-            lambda model=model: _encode(model, texts, names[0]),
+            partial(_encode, whole, texts, names[0]),
+            partial(_encode, model, texts, names[0]),
             seconds=0 if options.quick else options.seconds,
         ).ratio
         yield [

@@ -43,8 +43,8 @@ def measure(options: Options) -> Benchmark:
             model = load()
             mean, lowest = _cosines(expected, model.encode(texts, prompt=""))
             result = compare(
-                lambda: default.encode(texts),
-                lambda model=model: model.encode(texts, prompt=""),  # type: ignore[misc]
+                partial(default.encode, texts),
+                partial(model.encode, texts, prompt=""),
                 seconds=options.seconds,
             )
             faster, rate = 1 / result.ratio, len(texts) / result.candidate
@@ -84,9 +84,7 @@ def _paths(options: Options, folder: Path, notes: list[str]) -> Iterator[Way]:
                 name = ", ".join(filter(None, (title, quantize, precision)))
                 yield (
                     name,
-                    lambda out=out, backend=backend, settings=settings: mote.load_exported(  # type: ignore[misc]
-                        out, backend, ov_config=settings
-                    ),
+                    partial(mote.load_exported, out, backend, ov_config=settings),
                     (out / FILES[backend]).parent,
                 )
 

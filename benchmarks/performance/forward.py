@@ -1,6 +1,8 @@
 """Forward pass of one task compared with the native dense model."""
 
 import copy
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -15,29 +17,23 @@ def measure(options: Options) -> Benchmark:
     dense = load_dense(options)
     mote, twin = make_mote(dense), copy.deepcopy(dense)
     without_pooler = copy.deepcopy(dense)
-    without_pooler.pooler = None
+    without_pooler.register_module("pooler", None)
     mode, rows, targets = mote.config.pooling, [], []
     for batch, length in [(batch, length) for batch in (1, 32) for length in (16, 128, 512)]:
         if length > getattr(dense.config, "max_position_embeddings", length) or (options.quick and length > 128):
             continue
         inputs = made_up(dense, batch, length)
 
-        def run_dense(inputs: dict = inputs) -> object:
-            return dense(**inputs)
+        run_dense, run_twin = partial(dense, **inputs), partial(twin, **inputs)
+        run_mote = partial(mote, **inputs, task="search_query")
 
-        def run_mote(inputs: dict = inputs) -> object:
-            return mote(**inputs, task="search_query")
-
-        def run_pooled(inputs: dict = inputs) -> object:
+        def run_pooled(inputs: dict[str, torch.Tensor] = inputs) -> torch.Tensor:
             return pool(without_pooler(**inputs).last_hidden_state, inputs["attention_mask"], mode)
-
-        def run_twin(inputs: dict = inputs) -> object:
-            return twin(**inputs)
 
         with torch.inference_mode():
             if not torch.equal(run_dense().last_hidden_state, run_mote().last_hidden_state):
                 raise AssertionError(f"MoTE and the dense model differ for {batch} x {length}")
-            arguments = {"seconds": seconds(options), "synchronize": waiting(options)}
+            arguments: dict[str, Any] = {"seconds": seconds(options), "synchronize": waiting(options)}
             found = compare(run_dense, run_mote, **arguments)
             pooled = compare(run_pooled, run_mote, **arguments)
             noise = compare(run_dense, run_twin, **arguments)

@@ -61,7 +61,7 @@ def measure(options: Options) -> Benchmark:
 def _write(options: Options, folder: Path) -> None:
     """Write the dense model, and MoTEs made from it with 1, 4 and 64 experts."""
     dense = load_dense(options).cpu()
-    dense.pooler = None  # a MoTE has none
+    dense.register_module("pooler", None)  # a MoTE has none
     dense.save_pretrained(folder / "dense")
     for count in (1, 4, 8 if options.quick else 64):
         names = [FIRST, *(f"expert{i}" for i in range(1, count))]
@@ -71,7 +71,7 @@ def _write(options: Options, folder: Path) -> None:
 
 
 def _loader(options: Options, path: Path) -> Callable[[], object]:
-    arguments = {"dtype": options.dtype, "device_map": options.device}
+    arguments: dict[str, Any] = {"dtype": options.dtype, "device_map": options.device}
     if path.name == "dense":
         return lambda: AutoModel.from_pretrained(path, add_pooling_layer=False, **arguments)
     return lambda: MoTEModel.from_pretrained(path, experts=[FIRST], **arguments)
@@ -79,7 +79,7 @@ def _loader(options: Options, path: Path) -> Callable[[], object]:
 
 def _times(options: Options, folder: Path) -> tuple[list[list[str]], list[Target]]:
     most = 8 if options.quick else 64
-    arguments = {"dtype": options.dtype, "device_map": options.device}
+    arguments: dict[str, Any] = {"dtype": options.dtype, "device_map": options.device}
     dense, one, four, many = (_loader(options, folder / name) for name in ("dense", "mote1", "mote4", f"mote{most}"))
     pairs = {
         "one of 4 experts / dense": (dense, four, 1.05),

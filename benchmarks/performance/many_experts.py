@@ -1,5 +1,7 @@
 """Forward pass with 1 to 64 experts."""
 
+from functools import partial
+
 import torch
 
 from benchmarks.pairing import compare
@@ -18,8 +20,8 @@ def measure(options: Options) -> Benchmark:
             inputs = made_up(dense, batch, length)
             with torch.inference_mode():
                 found = compare(
-                    lambda inputs=inputs: one(**inputs, task="task0"),
-                    lambda inputs=inputs, many=many, task=f"task{count - 1}": many(**inputs, task=task),
+                    partial(one, **inputs, task="task0"),
+                    partial(many, **inputs, task=f"task{count - 1}"),
                     seconds=seconds(options),
                     synchronize=waiting(options),
                 )

@@ -1,5 +1,7 @@
 """A batch of 64 rows of four tasks, compared with the dense model on the same rows."""
 
+from functools import partial
+
 import torch
 
 from benchmarks.pairing import compare
@@ -38,8 +40,8 @@ def measure(options: Options) -> Benchmark:
         with torch.inference_mode():
             _check(dense, mote, inputs, of_rows)
             found = compare(
-                lambda inputs=inputs: dense(**inputs),
-                lambda inputs=inputs, of_rows=of_rows: mote(**inputs, task=of_rows),
+                partial(dense, **inputs),
+                partial(mote, **inputs, task=of_rows),
                 seconds=seconds(options),
                 synchronize=waiting(options),
             )

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import Any
 
 import torch
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
@@ -27,10 +28,10 @@ def load_dense(options: Options) -> PreTrainedModel:
     return copy.deepcopy(model).to(options.device)
 
 
-def make_mote(dense: PreTrainedModel, experts: Sequence[str] = TASKS, **settings: object) -> MoTEModel:
+def make_mote(dense: PreTrainedModel, experts: Sequence[str] = TASKS, **settings: Any) -> MoTEModel:
     """Build a MoTE from copies of the dense model's layers; the dense model is unchanged."""
     config = MoTEConfig(backbone_config=dense.config, experts=list(experts), **settings)
-    return MoTEModel(config, copy.deepcopy(dense)).to(dense.device).eval()
+    return MoTEModel(config, copy.deepcopy(dense)).to(dense.device).eval()  # type: ignore[arg-type]
 
 
 def made_up(dense: PreTrainedModel, rows: int, length: int) -> dict[str, torch.Tensor]:

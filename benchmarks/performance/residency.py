@@ -22,7 +22,7 @@ def measure(options: Options) -> Benchmark:
     with TemporaryDirectory() as name:
         folder = Path(name)
         dense = load_dense(options).cpu()
-        dense.pooler = None  # a MoTE has none
+        dense.register_module("pooler", None)  # a MoTE has none
         dense.save_pretrained(folder / "dense")
         make_mote(dense).save_pretrained(folder / "mote")
         kinds: dict[str, Callable[[], Any]] = {
@@ -30,7 +30,7 @@ def measure(options: Options) -> Benchmark:
             'MoTE, offload="disk"': lambda: _offloaded(folder / "mote", "disk"),
             "MoTE, all experts": lambda: MoTEModel.from_pretrained(folder / "mote", **arguments),
         }
-        arguments = {"dtype": options.dtype, "device_map": options.device}
+        arguments: dict[str, Any] = {"dtype": options.dtype, "device_map": options.device}
 
         def _offloaded(path: Path, to: str) -> MoTEModel:
             return load(path, offload=to, **arguments)

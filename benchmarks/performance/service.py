@@ -18,7 +18,7 @@ from mote import upcycle
 
 FOLDER = ROOT / "examples" / "service"
 sys.path.append(str(FOLDER))
-import load  # noqa: E402 - a file of the example, which is not a package
+import load  # type: ignore[import-not-found]  # noqa: E402 - a file of the example, which is not a package
 
 CLIENTS = 16
 BATCH = 32
@@ -33,8 +33,9 @@ def measure(options: Options) -> Benchmark:
     ]
     with tempfile.TemporaryDirectory() as temporary:
         folder = upcycle(str(options.checkpoint), Path(temporary) / "mote")
-        settings = {"device": options.device, "model_kwargs": {"dtype": options.dtype}}
-        model = SentenceTransformer(str(folder), trust_remote_code=True, **settings)
+        model = SentenceTransformer(
+            str(folder), trust_remote_code=True, device=options.device, model_kwargs={"dtype": options.dtype}
+        )
         with serving(folder, options, 1) as single, serving(folder, options, BATCH) as batching:
             ways = {
                 "`encode`, sequential calls": lambda: direct(model, requests),
@@ -125,8 +126,8 @@ def _mean_batch(url: str, requests: list[dict]) -> float:
 def serving(model: Path, options: Options, batch: int) -> Iterator[str]:
     """Run the service in a separate process; yield its URL."""
     dtype = str(options.dtype).removeprefix("torch.")
-    command = [sys.executable, FOLDER / "serve.py", model, "--port=0", "--name=mote", f"--max-batch-size={batch}"]
-    command += [f"--device={options.device}", f"--dtype={dtype}"]
+    command = [sys.executable, str(FOLDER / "serve.py"), str(model), "--port=0", "--name=mote"]
+    command += [f"--max-batch-size={batch}", f"--device={options.device}", f"--dtype={dtype}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             line = process.stdout.readline() if process.stdout is not None else ""

@@ -1,6 +1,7 @@
 """Forward and backward pass of a hybrid model in training, compared with keeping all vocabulary logits in memory."""
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ def measure(options: Options) -> Benchmark:
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         found = compare(
-            lambda dtype=dtype: step(whole, dtype),  # type: ignore[misc]
-            lambda dtype=dtype: step(fused, dtype),  # type: ignore[misc]
+            partial(step, whole, dtype),
+            partial(step, fused, dtype),
             seconds=seconds(options),
             synchronize=waiting(options),
         )

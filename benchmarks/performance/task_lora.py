@@ -1,9 +1,8 @@
 """Encoding with MoTE compared with one LoRA adapter per task on the same dense model, as in jina-embeddings-v3."""
 
 import torch
-from peft import LoraConfig, get_peft_model
-from torch import nn
-from transformers import AutoTokenizer
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoTokenizer, PreTrainedModel
 
 from benchmarks.pairing import compare
 from benchmarks.performance.benchmark import Benchmark, Options
@@ -34,11 +33,11 @@ def measure(options: Options) -> Benchmark:
     for rank in (8,) if options.quick else (4, 8):
         lora = with_adapters(load_dense(options), rank)
 
-        def with_lora(tasks: list[str], batch: list[str], lora: nn.Module = lora) -> torch.Tensor:
+        def with_lora(tasks: list[str], batch: list[str], lora: PeftModel = lora) -> torch.Tensor:
             inputs = tokens(batch)
             return pool(lora(**inputs, adapter_names=tasks).last_hidden_state, inputs["attention_mask"], "mean")
 
-        def with_active(task: str, batch: list[str], lora: nn.Module = lora) -> torch.Tensor:
+        def with_active(task: str, batch: list[str], lora: PeftModel = lora) -> torch.Tensor:
             lora.set_adapter(task)
             inputs = tokens(batch)
             return pool(lora(**inputs).last_hidden_state, inputs["attention_mask"], "mean")
@@ -66,9 +65,9 @@ def measure(options: Options) -> Benchmark:
     return Benchmark("task_lora", "Encoding compared with one LoRA adapter per task", columns, rows, [], notes)
 
 
-def with_adapters(dense: nn.Module, rank: int) -> nn.Module:
+def with_adapters(dense: PreTrainedModel, rank: int) -> PeftModel:
     """Put one adapter per task on all linear layers of a dense model."""
-    dense.pooler = None
+    dense.register_module("pooler", None)
     settings = LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False)
     lora = get_peft_model(dense, settings, adapter_name=TASKS[0])
     for task in TASKS[1:]:

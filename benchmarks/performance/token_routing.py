@@ -1,6 +1,7 @@
 """Forward pass of one task compared with a token-routed model of the same size, top-1 of four experts."""
 
 import copy
+from functools import partial
 
 import torch
 
@@ -17,7 +18,7 @@ def measure(options: Options) -> Benchmark:
     dense = load_dense(options)
     mote = make_mote(dense)
     config = TokenRoutedConfig(backbone_config=dense.config, experts=TASKS, num_experts_per_tok=1)
-    routed = TokenRoutedModel(config, copy.deepcopy(dense)).to(dense.device).eval()
+    routed = TokenRoutedModel(config, copy.deepcopy(dense)).to(dense.device).eval()  # type: ignore[arg-type]
     with torch.no_grad():  # a fresh router hardly distinguishes tokens; this one uses all experts
         for name, parameter in routed.named_parameters():
             if name.endswith("router.weight"):
@@ -29,8 +30,8 @@ def measure(options: Options) -> Benchmark:
             inputs = made_up(dense, batch, length)
             with torch.inference_mode():
                 found = compare(
-                    lambda inputs=inputs: mote(**inputs, task="search_query"),
-                    lambda inputs=inputs: routed(**inputs),
+                    partial(mote, **inputs, task="search_query"),
+                    partial(routed, **inputs),
                     seconds=seconds(options),
                     synchronize=waiting(options),
                 )

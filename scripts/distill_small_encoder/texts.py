@@ -78,8 +78,8 @@ def length_groups(texts: Sequence[str], targets: np.ndarray) -> datasets.Dataset
     groups = {}
     shortest = 0
     for name, longest in LENGTH_GROUPS:
-        rows = np.flatnonzero((lengths > shortest) & (lengths <= longest))
-        if len(rows):
+        rows = np.flatnonzero((lengths > shortest) & (lengths <= longest)).tolist()
+        if rows:
             groups[name] = datasets.Dataset.from_dict({"text": [texts[row] for row in rows], "label": targets[rows]})
         shortest = longest
     return datasets.DatasetDict(groups)

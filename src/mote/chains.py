@@ -134,7 +134,7 @@ class Stage:
         """
         if not self.run.model.is_dir() or self.run.last_checkpoint() is not None:
             return False
-        theirs: Recipe = parse_recipe(yaml.safe_load((self.run.path / RECIPE_FILE).read_text(encoding="utf-8")))
+        theirs = parse_recipe(yaml.safe_load((self.run.path / RECIPE_FILE).read_text(encoding="utf-8")))
         if differing := differences(fixed_settings(theirs), fixed_settings(self.recipe)):
             raise ValueError(
                 f"{self.run.model} was trained by another recipe, which differs in {', '.join(differing)}: choose "
@@ -240,7 +240,7 @@ def _stage(settings: Chain, name: str, given: StageSettings, models: dict[str, P
     place = settings.folder / name
     common = {key: getattr(settings.data, key) for key in settings.data.model_fields_set}
     fixed = {"data": {**common, "folder": str(place / "mined")}, "output": str(place / "train")}
-    recipe: Recipe = load_recipe(given.recipe, changes=(settings.train, given.train, fixed))
+    recipe = load_recipe(given.recipe, changes=(settings.train, given.train, fixed))
     if recipe.model.source in models:
         recipe.model.source, recipe.model.trust_remote_code = str(models[recipe.model.source]), True
     teacher = given.teacher

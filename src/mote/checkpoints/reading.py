@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -206,7 +206,7 @@ def _model_type(src: str, revision: str | None) -> Any:
     return read_json(_locate(src, revision)[0] / "config.json").get("model_type")
 
 
-def is_mote(config: PreTrainedConfig) -> bool:
+def is_mote(config: PreTrainedConfig) -> TypeGuard[MoTEConfig]:
     """Whether a config is that of a MoTE of any kind, even if it was loaded as remote code."""
     return config.model_type in MOTE_CLASSES
 

@@ -317,7 +317,7 @@ def instructed(encoder: Any, task: AbsTask, instruction: str | None) -> Iterator
     config: Any = getattr(encoder.model[0], "config", None)  # a static model has none
     own = None
     if config is not None and is_mote(config) and config.routes_by_task:
-        served = MTEB_PROMPTS.get(f"{kind}{role}")
+        served = MTEB_PROMPTS.get(f"{kind}{role}", "")
         own = (config.tasks, config.instructions, config.default_task)
         if instruction is not None and served not in config.tasks:
             raise ValueError(f"The model has no task for datasets of the type {kind!r}")

@@ -382,7 +382,7 @@ def _config_of(recipe: PretrainingRecipe, source: Checkpoint) -> Any:
             f"{source.name} is a MoTE and {have}: a new head has to be added to its dense source (model.new_head=true)"
         )
     else:
-        check_mote(settings, config, source.is_local)  # type: ignore[arg-type]  # a MoTE's
+        check_mote(settings, config, source.is_local)
     for name, task in recipe.tasks.items():
         config.expert_of(name)
         config.expert_of(task.context_task or name)

@@ -6,10 +6,11 @@ A class of settings defines what they may hold: `Recipe` of training, unless ano
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 from pydantic import ValidationError
+from typing_extensions import TypeVar
 
 from configuration_mote import alternatives
 from mote.data.settings import Settings
@@ -24,7 +25,7 @@ def shipped_recipes(place: Any = SHIPPED) -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in place.iterdir() if entry.name.endswith(".yaml"))
 
 
-AnyRecipe = TypeVar("AnyRecipe", bound=Settings)
+AnyRecipe = TypeVar("AnyRecipe", bound=Settings, default=Recipe)
 
 
 def load_recipe(
