@@ -24,6 +24,7 @@ COLUMNS = (
     "one-sided p: Welch",
     "paired t",
     "Wilcoxon",
+    "over seeds",
     "higher on",
     "verdict",
 )
@@ -121,12 +122,14 @@ class Measured:
     Attributes:
         tests: Tests over the datasets, with each score averaged over the seeds.
         with_seeds: Gain with each of the seeds that both have; empty if that is one.
+        over_seeds: One-sided p of a paired t-test over these seeds; None if there are fewer than three.
         relative: Gain of `better` over that of `other`, minus 1; None if `other` has no gain, or if no relative gain is
             claimed.
     """
 
     tests: Comparison
     with_seeds: tuple[float, ...]
+    over_seeds: float | None
     relative: float | None
 
     @property
@@ -150,11 +153,14 @@ def compared(claim: Claim, table: Table, scores: Scores) -> Measured:
     means = {name: [float(np.mean(scores.every[name][dataset])) for dataset in datasets] for name in names}
     tests = compare_scores(claim.better, claim.other, means[claim.better], means[claim.other])
     of_better, of_other = (np.mean([scores.every[name][one] for one in datasets], axis=0) for name in names[:2])
-    with_seeds = tuple(map(float, of_better - of_other)) if len(scores.seeds_of(claim.better)) > 1 else ()
+    with_seeds = tuple(map(float, of_better - of_other)) if len(of_better) > 1 else ()
+    by_seed = compare_scores(claim.better, claim.other, of_better.tolist(), of_other.tolist())
+    over_seeds = by_seed.paired_t if len(with_seeds) > 2 else None
     if claim.relative_to is None:
-        return Measured(tests, with_seeds, None)
+        return Measured(tests, with_seeds, over_seeds, None)
     better, other, below = (np.mean(means[name]) for name in names)
-    return Measured(tests, with_seeds, float((better - below) / (other - below) - 1) if other > below else None)
+    relative = float((better - below) / (other - below) - 1) if other > below else None
+    return Measured(tests, with_seeds, over_seeds, relative)
 
 
 def measured(claim: Claim, table: Table, scores: Scores) -> dict[str, str]:
@@ -174,6 +180,7 @@ def measured(claim: Claim, table: Table, scores: Scores) -> dict[str, str]:
         ", ".join(here),
         ", ".join(f"{gain:+.2f}" for gain in found.with_seeds),
         *map(p_value, (tests.welch, tests.paired_t, tests.wilcoxon)),
+        "" if found.over_seeds is None else p_value(found.over_seeds),
         f"{tests.higher} of {tests.datasets}",
         found.verdict,
     )
@@ -196,7 +203,8 @@ def report(table: Table, scores: Scores) -> str:
 
 def summary_of(tables: Mapping[str, Table], scores: Scores) -> str:
     """Format the paper's claims of all tables in one short table."""
-    columns = [column for column in COLUMNS if column not in ("with each seed", "one-sided p: Welch", "Wilcoxon")]
+    left_out = ("with each seed", "one-sided p: Welch", "Wilcoxon", "over seeds")
+    columns = [column for column in COLUMNS if column not in left_out]
     rows = [
         [name, *(row[column] for column in columns)]
         for name, table in tables.items()

@@ -110,6 +110,9 @@ def test_a_verdict_needs_each_seed() -> None:
     assert of["em"].with_seeds == pytest.approx((3.025, 2.0, 1.0))
     assert of["start"].with_seeds == pytest.approx((2.525, 1.5, 0.5))
     assert of["two"].with_seeds == pytest.approx((3.025, 2.0))
+    t = 2.008333 / (1.012526 / 3**0.5)  # with two degrees of freedom, p has this form
+    assert of["em"].over_seeds == pytest.approx(0.5 - t / (2 * (2 + t**2) ** 0.5), rel=1e-4)
+    assert of["two"].over_seeds is None
     assert of["two"].tests.gain == pytest.approx(2.5125)
     assert of["ic"].with_seeds == pytest.approx((3.025, 2.0, -0.5))
     assert of["ic"].tests.paired_t < 0.05
