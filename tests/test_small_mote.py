@@ -104,6 +104,7 @@ def test_transformers_and_sentence_transformers_agree(small_mote: SentenceTransf
     assert np.allclose(pooled / pooled.norm(dim=1, keepdim=True), expected, atol=1e-5)
 
 
+@pytest.mark.long
 def test_training_made_it_better(small_mote: SentenceTransformer) -> None:
     data, tasks = ROOT / "examples" / "data", ["clustering/*", "classification/*"]
     models = {"before": str(SMALL_ENCODER), "after": str(SMALL_MOTE)}

@@ -25,6 +25,7 @@ from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import fixed_settings
 
 
+@pytest.mark.long
 def test_improvements_of_a_variant(tmp_path: Path) -> None:
     medium = experiments.SCALES["medium"]
     for name in improvements.IMPROVEMENTS:

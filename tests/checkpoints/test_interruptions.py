@@ -172,6 +172,7 @@ def test_a_mote_that_holds_the_source_is_not_replaced(dense: Path, upcycled: Pat
     assert contents(tmp_path) == before
 
 
+@pytest.mark.long
 def test_places_that_are_free(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "target").mkdir()

@@ -329,6 +329,7 @@ def test_models_that_cannot_be_compressed(upcycled: Path) -> None:
 # Folders -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @both_ways
 def test_the_folder_is_a_whole_mote(
     way: dict[str, int], trained_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -420,6 +421,7 @@ def test_it_loads_where_nothing_of_ours_is_installed(trained: Path, tmp_path: Pa
         assert torch.allclose(found["encoded"], torch.tensor(encoded), atol=1e-6)
 
 
+@pytest.mark.long
 def test_models_in_memory_with_code_of_their_own(
     trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def snippet_of(card: str, name: Path) -> dict:
     return values
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("roles", [True, False])
 def test_the_card_of_sentence_transformers_trainer(

@@ -96,6 +96,7 @@ def test_activations_are_those_of_a_real_pass(name: str, precision: str) -> None
     assert told.peak == pytest.approx(real_peak(model, precision), rel=0.06)
 
 
+@pytest.mark.long
 @all_families
 def test_gradient_checkpointing(name: str) -> None:
     if name in NOT_CHECKPOINTED:

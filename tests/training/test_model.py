@@ -77,6 +77,7 @@ def test_without_dropout_training_draws_no_random_numbers(name: str, dense: Path
     assert torch.equal(first, second)
 
 
+@pytest.mark.long
 def test_task_experts_that_are_token_routed(
     trained_hierarchical: Path, token_routed: Path, data: Path, tmp_path: Path
 ) -> None:
