@@ -65,8 +65,8 @@ def build_student(teacher_folder: Path, texts: Sequence[str], folder: Path) -> S
         attention_probs_dropout_prob=0.0,
     )
     model = BertModel(config, add_pooling_layer=False)
-    ids = [teacher_tokenizer.vocab[piece] for piece in pieces]
-    copy_embeddings(model, AutoModel.from_pretrained(teacher_folder), ids)
+    ids = teacher_tokenizer.get_vocab()
+    copy_embeddings(model, AutoModel.from_pretrained(teacher_folder), [ids[piece] for piece in pieces])
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     transformer = Transformer(str(folder), model_kwargs={"add_pooling_layer": False}, max_seq_length=MAX_TOKENS)
