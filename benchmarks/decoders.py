@@ -146,8 +146,9 @@ class Comparison:
             _tokenizer(self._texts()).save_pretrained(folder / "tokenizer")
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
         set_seed(42)
-        ids = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
-        model = MistralForCausalLM(MistralConfig(vocab_size=len(tokenizer), bos_token_id=None, **ids, **SIZES))
+        end, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
+        ids = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": end, "pad_token_id": padding}
+        model = MistralForCausalLM(MistralConfig(**ids, **SIZES))
         settings = PRETRAINING | ({"max_steps": 2, "warmup_steps": 0} if self.quick else {})
         arguments = TrainingArguments(
             output_dir=str(folder / "checkpoints"),
