@@ -20,7 +20,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -56,8 +56,8 @@ def _sweep(kept: Any) -> dict[str, dict[float, float]]:
 
 
 def _paper_table(name: str, table: Table, scores: Scores, validation: Any = None) -> str:
-    """Format a table with claims; only the paper's scores and the claims if a column has no scores of ours."""
-    if not scores.every.keys() >= {*table.variants}:
+    """Format a table with claims; only the paper's scores and the claims if the columns cannot be compared."""
+    if not _comparable(table.variants, scores):
         return f"{paper_of(table)}\n\n{claims_of(table, scores)}"
     before = [VALIDATION[name](validation)] if validation is not None else []
     if name == "best":
@@ -65,19 +65,27 @@ def _paper_table(name: str, table: Table, scores: Scores, validation: Any = None
     return "\n\n".join([*before, report(table, scores)])
 
 
+def _comparable(names: Iterable[str], scores: Scores) -> bool:
+    """Return whether variants have scores with a seed in common."""
+    names = [*names]
+    return scores.every.keys() >= {*names} and bool(scores.common_seeds(*names))
+
+
 def _measurable(table: Table, scores: Scores) -> Table:
-    """Leave out claims about variants without scores."""
-    known = {*scores.every, None}
-    claims = (one for one in table.claims if {one.better, one.other, one.relative_to} <= known)
-    return replace(table, claims=tuple(claims))
+    """Leave out claims about variants that cannot be compared."""
+
+    def variants(claim: Claim) -> list[str]:
+        return [name for name in (claim.better, claim.other, claim.relative_to) if name is not None]
+
+    return replace(table, claims=tuple(one for one in table.claims if _comparable(variants(one), scores)))
 
 
 def _small_mote(kept: Any) -> str:
-    """Format the table of `scripts.train_small_mote`, also split by whether a dataset has rows in the training data."""
+    """Format the table of `scripts.train_small_mote`, also split by whether labels of a dataset are trained on."""
     scores, learned = _scores(kept), set(kept["trained_on"])
-    kinds = {name: "trained on" if name in learned else "not trained on" for name in scores.types}
+    kinds = {name: "labels trained on" if name in learned else "others" for name in scores.types}
     table = _table(kept["table"])
-    split = replace(table, types=("trained on", "not trained on"), claims=())
+    split = replace(table, types=("labels trained on", "others"), claims=())
     return f"{report(table, scores)}\n\n{table_of(split, replace(scores, types=kinds))}"
 
 

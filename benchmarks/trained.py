@@ -1,29 +1,37 @@
 """Models that benchmarks train once, and then use again."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import yaml  # type: ignore[import-untyped]
 
 import mote
 from benchmarks.locking import alone
+from benchmarks.paper.kept import hash_of_weights
+from mote.corpora.folder import write_whole
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import parse_recipe
 from mote.training.run_folder import differences, fixed_settings
 
 
-def trained(recipe: Recipe, report: Callable[[str], None] = print) -> Path:
+def trained(
+    recipe: Recipe, report: Callable[[str], None] = print, hashes: Mapping[str, str] = MappingProxyType({})
+) -> Path:
     """Return the model of a recipe; train it first if its folder has none.
 
     Args:
         recipe: The recipe.
         report: Function called with a line before training.
+        hashes: Hashes of what the recipe only names, such as its data. That of the start's weights is added.
 
     Raises:
-        ValueError: If the folder holds a model trained with other settings.
+        ValueError: If the folder holds a model trained with other settings, or from other weights or data.
     """
     folder = Path(recipe.output)
     with alone(folder):
+        _check_hashes(folder, {**hashes, "start": hash_of_weights(recipe.model.source)})
         if (folder / "model").exists():
             saved = parse_recipe(yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8")))
             if differing := differences(fixed_settings(saved), fixed_settings(recipe)):
@@ -35,3 +43,17 @@ def trained(recipe: Recipe, report: Callable[[str], None] = print) -> Path:
             report(f"== training {folder.name}")
             mote.train(recipe)
     return folder / "model"
+
+
+def _check_hashes(folder: Path, hashes: Mapping[str, str]) -> None:
+    """Compare the hashes with those of an earlier run in the folder, or store them for later ones."""
+    file = folder.with_name(f"{folder.name}.hashes.json")
+    if not folder.exists():
+        write_whole(file, lambda unfinished: unfinished.write_text(json.dumps(hashes), encoding="utf-8"))
+        return
+    before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if differing := differences(before, dict(hashes)):
+        raise ValueError(
+            f"{folder} was trained from other weights or data; it differs in {', '.join(differing)}. Choose another "
+            "folder, or remove it"
+        )

@@ -112,6 +112,23 @@ def test_an_expert_halfway_to_a_dense_model_on_the_hub(server: HubServer, tmp_pa
     assert "mote experts merge mote clustering=0.5 user/tiny=0.5 --name near_start" in record
 
 
+def test_an_exported_expert_is_loaded_by_the_line_on_its_card(server: HubServer, tmp_path: Path) -> None:
+    source = dense_checkpoint(tmp_path / "tiny")
+    assert upcycle(server, tmp_path, "--src", str(source), "--out", str(tmp_path / "mote")).returncode == 0
+    words = ["export", str(tmp_path / "mote"), "--expert", "clustering", "--out", str(tmp_path / "out"), "--push"]
+    done = run(server, tmp_path / "home", "-m", "mote", *words, "--repo-id", "user/exported")
+    assert done.returncode == 0, done.stderr
+    code = """
+import sys
+import mote
+from sentence_transformers import SentenceTransformer
+model = mote.load_exported("user/exported", backend="torch")
+assert (model.encode("a whale") == SentenceTransformer(sys.argv[1]).encode("a whale")).all()
+"""
+    done = run(server, tmp_path / "fresh", "-c", code, str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+
+
 def test_mteb_loads_it_by_name(server: HubServer, tmp_path: Path) -> None:
     pytest.importorskip("mteb")
     source = dense_checkpoint(tmp_path / "tiny")

@@ -45,14 +45,9 @@ def test_its_code_is_that_of_the_project() -> None:
         assert file.read_bytes() == (ROOT / file.name).read_bytes(), f"{file}: copy {file.name} from {ROOT}"
 
 
-def test_its_card_has_scores_and_licences() -> None:
-    card = (SMALL_MOTE / "README.md").read_text(encoding="utf-8")
-    assert "| test sets | not trained | dense | dense, instructions | MoTE |" in card
-    (expert,) = re.findall(r'experts=\["(\w+)"\]', card)
+def test_its_card_loads_one_of_its_experts() -> None:
+    (expert,) = re.findall(r'experts=\["(\w+)"\]', (SMALL_MOTE / "README.md").read_text(encoding="utf-8"))
     assert expert in json.loads((SMALL_MOTE / "config.json").read_text(encoding="utf-8"))["experts"]
-    recipe = (ROOT / "scripts" / "small_mote.yaml").read_text(encoding="utf-8")
-    for name in re.findall(r"path: (\S+),", recipe):
-        assert re.search(rf"^\| {name} \| .+ \| .+ \|$", card, re.MULTILINE)
 
 
 def test_its_card_and_table_are_those_of_the_stored_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,8 +61,7 @@ def test_its_card_and_table_are_those_of_the_stored_scores(tmp_path: Path, monke
     monkeypatch.setattr(train_small_mote.Comparison, "digest", data)
     monkeypatch.setattr(train_small_mote, "copy_without_tests", lambda data, datasets, out: out)
     monkeypatch.chdir(ROOT)
-    seeds = sorted({int(path.stem.rpartition("seed")[2]) for path in stored.glob("small_mote/mote-seed*.json")})
-    train_small_mote.compare(Path("DATA"), model, tmp_path / "kept", tmp_path / "work", seeds)
+    train_small_mote.compare(Path("DATA"), model, tmp_path / "kept", tmp_path / "work", train_small_mote.SEEDS)
     assert (model / "README.md").read_text(encoding="utf-8") == card
     assert (tmp_path / "kept" / "small_mote.json").read_bytes() == (stored / "small_mote.json").read_bytes()
 

@@ -14,10 +14,12 @@ from benchmarks.paper.experiments import START, SWEPT, base_of
 from benchmarks.paper.improvements import (
     DATA,
     FOR_ONE_MODEL,
+    HALF_RATE,
     IMPROVEMENTS,
     LABELS,
     SEPARATE,
     SHARED_RATE,
+    TWO_EPOCHS,
     improved,
     training_of,
 )
@@ -42,7 +44,6 @@ ORDER: Order = (
     ("to-mean-0.25", "to-mean-0.5"),
 )
 """Improvements in the order of the trials, alternatives grouped together."""
-HALF_RATE = "rate-0.5"
 TO_START = ("to-start-0.25", "to-start-0.5")
 ORDER_IN_FULL: Order = (
     (SHARED_RATE,),
@@ -51,7 +52,7 @@ ORDER_IN_FULL: Order = (
     ("unseen-near-start",),
     ("search-to-start-0.25", "search-to-start-0.5"),
     TO_START,
-    ("two-epochs",),
+    (TWO_EPOCHS,),
 )
 """Improvements that are tried in full, after the trials."""
 TRAINED_AS_MOTE = ", trained as mote"
@@ -154,7 +155,7 @@ def try_improvements(runs: Runs) -> Validation:
     own = {base: training_of(best_of(of_base)["name"], (SHARED_RATE,)) for base, of_base in in_full.items()}
     if "mote" in in_full:
         training = at_full_rate(training_of(best_of(in_full["mote"])["name"]))
-        as_mote = {TRAINED_AS_MOTE: training, AT_HALF_RATE: f"{training}+{HALF_RATE}"}
+        as_mote = {TRAINED_AS_MOTE: training, AT_HALF_RATE: improved(training, HALF_RATE)}
         for base, (suffix, one) in product(DENSE, as_mote.items()):
             if one != own.get(base) and runs.can_validate(base + one):
                 in_full[base + suffix] = improve(runs, (TO_START,), (base + one,))
@@ -235,8 +236,9 @@ def goal_table(table: Table, scores: Scores) -> str:
         return measured(other).tests.gain
 
     rival = min((name for name in shown if base_of(name) != SEPARATE), key=gain_over)
-    rest = [name for name in rivals(scores.every, data_of(best)) if name not in table.variants]
-    separate = [name for name in scores.every if base_of(name) == SEPARATE and data_of(name) == data_of(best)]
+    comparable = [name for name in scores.every if scores.common_seeds(best, name)]
+    rest = [name for name in rivals(comparable, data_of(best)) if name not in table.variants]
+    separate = [name for name in comparable if base_of(name) == SEPARATE and data_of(name) == data_of(best)]
     dense = labels[rival]
     overall, retrieval = measured(rival), measured(rival, "Retrieval").tests.gain
     gain, p, gains = overall.tests.gain, overall.tests.paired_t, overall.with_seeds

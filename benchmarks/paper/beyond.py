@@ -12,6 +12,7 @@ from benchmarks.paper.runs import Runs
 from mote.checkpoints.models import load_tokenizer
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import is_mote, open_checkpoint, open_mote
+from mote.corpora.folder import write_whole
 from mote.reporting import markdown_table
 from mote.training.data import ValidationSet, load_data
 from mote.training.model import encodings
@@ -41,7 +42,8 @@ def _of_model(runs: Runs, name: str, seed: int) -> dict[str, float]:
         model = SentenceTransformer(str(folder), trust_remote_code=kind == "mote")
         scores = Validation(_held_out(trained / "recipe.yaml"), encodings(names, kind))(model)
         kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
+        content = json.dumps(scores, indent=1) + "\n"
+        write_whole(kept, lambda unfinished: unfinished.write_text(content, encoding="utf-8"))
     return json.loads(kept.read_text(encoding="utf-8"))
 
 

@@ -46,17 +46,18 @@ def analysis_tables(kept: dict[str, Any]) -> str:
     return re.sub(r"^#", "##", Analysis.from_dict(kept).to_markdown().partition("\n")[2].strip(), flags=re.MULTILINE)
 
 
-def _cells(task: str, scores: Scores) -> dict[tuple[str, float], Cell]:
-    """Average the scores of a task's ablations: batches and temperature → mean over its datasets."""
+def _cells(task: str, scores: Scores) -> tuple[dict[tuple[str, float], Cell], list[str]]:
+    """Average the scores of a task's ablations: batches and temperature → mean over datasets, and these."""
     known = {name: pair for name, pair in ablations(task).items() if name in scores.every}
-    return {pair: cell(scores, name, list(scores.every[name])) for name, pair in known.items()}
+    datasets = [one for one in scores.types if known and all(one in scores.every[name] for name in known)]
+    return {pair: cell(scores, name, datasets) for name, pair in known.items()}, datasets
 
 
 def ablation_table(scores: Scores) -> str:
     """Format the scores, with the best of each task in bold; models without scores have empty cells."""
     rows = []
     for task in TASKS:
-        cells = _cells(task, scores)
+        cells, _ = _cells(task, scores)
         if not cells:
             continue
         best = max(cells, key=lambda pair: cells[pair].mean)
@@ -74,8 +75,7 @@ def draw_ablations(scores: Scores, start: Scores, path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, len(TASKS), figsize=(4 * len(TASKS), 3.6), layout="constrained")
     for axis, task in zip(axes, TASKS, strict=True):
-        cells = _cells(task, scores)
-        datasets = scores.every[next(iter(ablations(task)))]
+        cells, datasets = _cells(task, scores)
         before = float(np.mean([start.every[START].get(dataset, np.nan) for dataset in datasets]))
         axis.axhline(before, color="0.6", linestyle=":", label="before training")
         for batches, colour, marker in zip(BATCHES, COLORS, "os", strict=False):

@@ -174,6 +174,12 @@ _MADE_FOR_EXPERTS = {
 }
 MADE_AFTER_TRAINING = {**_MADE_FOR_ALL, **_MADE_FOR_EXPERTS}
 
+HALF_RATE = "rate-0.5"
+SHARED_RATE = "shared-rate-0.25"
+TWO_EPOCHS = "two-epochs"
+_LAST = (HALF_RATE, TWO_EPOCHS, SHARED_RATE)
+"""Changes of the training that follow all others in a name, so that one model has one name."""
+
 FOR_ALL: dict[str, Improvement] = {
     **DATA,
     "homogeneous": _homogeneous,
@@ -181,12 +187,11 @@ FOR_ALL: dict[str, Improvement] = {
     "distilled": lambda variant, name: replace(variant, start="distilled"),
     "mined": lambda variant, name: replace(variant, mined=True),
     **LABELS,
-    "rate-0.5": lambda variant, name: replace(variant, rate_factor=variant.rate_factor * 0.5),
-    "two-epochs": _two_epochs,
+    HALF_RATE: lambda variant, name: replace(variant, rate_factor=variant.rate_factor * 0.5),
+    TWO_EPOCHS: _two_epochs,
     "pretrained": lambda variant, name: replace(variant, start="pretrained"),
     **_MADE_FOR_ALL,
 }
-SHARED_RATE = "shared-rate-0.25"
 FOR_ONE_MODEL: dict[str, Improvement] = {**FOR_ALL, SHARED_RATE: _shared_rate(0.25)}
 """For a model that serves all tasks, and trains all of its weights: not for adapters or separate models."""
 FOR_EXPERTS: dict[str, Improvement] = {
@@ -218,16 +223,19 @@ def variant_of(name: str) -> Variant:
 def improved(name: str, improvement: str) -> str:
     """Add one or more improvements to a variant's name: changes of the training before all that is made after it.
 
-    The shared rate is the last of the changes of the training, so that one model has one name. What serves unseen tasks
-    replaces what served them before.
+    What serves unseen tasks replaces what served them before.
+
+    Args:
+        name: The variant, or a suffix of variants' names.
+        improvement: Names of improvements, joined by "+".
     """
     added = improvement.split("+")
     kept = name.split("+")
     if _SERVED_UNSEEN.keys() & {*added}:
         kept = [one for one in kept if one not in _SERVED_UNSEEN]
 
-    def place(one: str) -> tuple[bool, bool]:
-        return one in MADE_AFTER_TRAINING, one == SHARED_RATE
+    def place(one: str) -> tuple[bool, int]:
+        return one in MADE_AFTER_TRAINING, _LAST.index(one) if one in _LAST else -1
 
     return "+".join(sorted([*kept, *added], key=place))
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from benchmarks.locking import alone
 from mote import Evaluation
 from mote.checkpoints.reading import open_checkpoint
 from mote.corpora.folder import write_whole
-from mote.training.run_folder import differences
+from mote.training.recipe import Recipe
+from mote.training.run_folder import differences, fixed_settings
 
 DECIMALS = 4  # of scores x 100
 
@@ -98,10 +100,17 @@ class KeptScores:
         for failure in failures:
             self.report(f"FAILED, excluded from all means of {label}: {failure}")
         if not failures:
+            _check_weights(file.parent, settings.get(SEED), weights)  # others may have been stored since
             file.parent.mkdir(parents=True, exist_ok=True)
             content = _formatted({"settings": _short(settings), "weights": weights, "scores": scores})
             write_whole(file, lambda unfinished: unfinished.write_text(content, encoding="utf-8"))
         return scores
+
+
+def digest_of_recipe(recipe: Recipe) -> str:
+    """Return a hash of the settings that a recipe gives."""
+    given = json.dumps(fixed_settings(recipe, given_only=True), sort_keys=True)
+    return blake2b(given.encode(), digest_size=8).hexdigest()
 
 
 def hash_of_weights(model: str) -> str:

@@ -14,7 +14,7 @@ from benchmarks.paper.tables import cell, datasets_of
 from mote.reporting import COLORS, markdown_table
 
 NAMES = {START: "not trained", "em": "dense", "ic": "dense, instructions", "mote": "MoTE"}
-"""Variant, with or without improvements → its name in README."""
+"""Variant → its name in README."""
 
 ROWS: dict[str, tuple[str, ...]] = {
     **{kind.lower(): (kind,) for kind in SEEN},
@@ -27,14 +27,9 @@ Gains = dict[str, dict[str, list[float]]]
 """Name → group of datasets → gains over the dense model without instructions, one per seed."""
 
 
-def _columns(scores: Scores) -> dict[str, str]:
-    """Return the variants that are shown: label → name."""
-    return {label: next(name for name in scores.every if name.split("+")[0] == base) for base, label in NAMES.items()}
-
-
 def readme_table(scores: Scores) -> str:
     """Format means over datasets and seeds, with the best of each row in bold."""
-    names = tuple(_columns(scores).values())
+    names = tuple(NAMES)
     rows = []
     for label, types in ROWS.items():
         datasets = datasets_of(scores, types, names)
@@ -46,18 +41,17 @@ def readme_table(scores: Scores) -> str:
 
 def gains_of(scores: Scores) -> Gains:
     """Compute the gains over `em` on each task type and on all datasets, seed by seed; `start` has no seeds."""
-    columns = _columns(scores)
-    names = tuple(columns.values())
+    names = tuple(NAMES)
+    scores = scores.with_common_seeds(*names)
     groups = {kind: datasets_of(scores, (kind,), names) for kind in (*SEEN, *UNSEEN)}
     groups["all"] = datasets_of(scores, (), names)
     gains: Gains = {label: {} for name, label in NAMES.items() if name != "em"}
     for kind, datasets in groups.items():
-        means = {
-            label: np.mean([scores.every[name][one] for one in datasets], axis=0) for label, name in columns.items()
-        }
-        for label, of_label in gains.items():
-            differences = means[label] - means[NAMES["em"]]
-            of_label[f"{kind} ({len(datasets)})"] = [round(gain, 2) for gain in differences.tolist()]
+        means = {name: np.mean([scores.every[name][one] for one in datasets], axis=0) for name in names}
+        for name, label in NAMES.items():
+            if name != "em":
+                of_seeds = (means[name] - means["em"]).tolist()
+                gains[label][f"{kind} ({len(datasets)})"] = [round(gain, 2) for gain in of_seeds]
     return gains
 
 

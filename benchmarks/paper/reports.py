@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import mote
 from benchmarks.paper.best import (
@@ -11,8 +11,6 @@ from benchmarks.paper.best import (
     best_data,
     best_of,
     best_table,
-    goal_table,
-    labels_report,
     rivals,
     scored,
     try_improvements,
@@ -111,10 +109,21 @@ def _several_rates(runs: Runs) -> bool:
 
 def _rates(runs: Runs) -> str:
     if runs.scale.sweep:
-        return _table("rates", OWN_RATES, runs)
+        return _table("rates", _as_trained(OWN_RATES, runs), runs)
     if not _several_rates(runs):
         return "### rates: this scale has only one learning rate"
     return _table("rates", RATES, runs)
+
+
+def _as_trained(table: Table, runs: Runs) -> Table:
+    """Name the variants that are trained in place of these: with its own rate, if that is the shared one, none is."""
+    name = runs.trained_as
+    claims = dict.fromkeys(replace(one, better=name(one.better), other=name(one.other)) for one in table.claims)
+    return replace(
+        table,
+        variants=tuple(dict.fromkeys(map(name, table.variants))),
+        claims=tuple(one for one in claims if one.better != one.other),
+    )
 
 
 def _beyond(runs: Runs) -> str:
@@ -164,6 +173,5 @@ def _best(runs: Runs) -> str:
     starts = tuple(filter(runs.can_score, (START, *taught)))
     scores = _scores((*starts, *names), runs)
     table = best_table(names, starts)
-    kept = _kept("best", table, scores, runs, validation=found)
-    of_tests = [goal_table(table, scores), labels_report(table, scores), kept]
-    return "\n\n".join([title, validation_tables(found), "On the test splits:", *of_tests])
+    kept = _kept("best", table, scores, runs, validation=found)  # `benchmarks.results` makes the table of the goal
+    return "\n\n".join([title, validation_tables(found), "On the test splits:", kept])

@@ -1,21 +1,22 @@
 """Train and evaluate the variants; existing models and scores are reused, scores also without their models."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from hashlib import blake2b
 from operator import itemgetter
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+from filelock import Timeout
 
 import mote
 from benchmarks.locking import alone, share
 from benchmarks.paper.data import digest_of, prepare, with_mined_negatives
 from benchmarks.paper.experiments import SCALES, START, SWEPT, VARIANTS, Scale, Variant, base_of, recipe_of
 from benchmarks.paper.improvements import variant_of
-from benchmarks.paper.kept import SEED, Hashes, KeptScores, ScoresOfTypes, hash_of_weights
+from benchmarks.paper.kept import SEED, Hashes, KeptScores, ScoresOfTypes, digest_of_recipe, hash_of_weights
 from benchmarks.paper.starts import distilled, pretrained
 from benchmarks.trained import trained
 from mote import Evaluation
@@ -112,7 +113,8 @@ class Runs:
         source = self._half_trained(name, variant, folder, seed) if variant.late else self.source_of(variant)
         changes = [*self.settings_of(variant), f"output={folder}"]
         data = self.training_data(variant)
-        return trained(recipe_of(variant, self.scale, source, data, seed, changes, name), self.report)
+        recipe = recipe_of(variant, self.scale, source, data, seed, changes, name)
+        return trained(recipe, self.report, self.digest_of_data(variant))
 
     def _half_trained(self, name: str, variant: Variant, folder: Path, seed: int) -> str:
         changes = (*variant.changes, "model.kind=dense", "training.peft=null")
@@ -152,15 +154,20 @@ class Runs:
         with alone(self.out / "data"):
             return prepare(Path(self.data), self.out / "data")
 
-    def training_data(self, variant: Variant | None = None) -> str:
-        """Return the folder of the training data, or of a variant's own; make it first if needed."""
-        kind = (variant.trained_on if variant else None) or self.scale.trained_on
+    def training_data(self, variant: Variant) -> str:
+        """Return the folder of a variant's training data; make it first if needed."""
+        kind = variant.trained_on or self.scale.trained_on
         folder = Path(self.data) if kind == "folder" else self.prepared() / kind
-        if variant is None or not variant.mined:
+        if not variant.mined:
             return str(folder)
-        out = self.out / "mined" / kind
+        out = self.out / "mined" / "-".join([kind, *self.digest_of_data(variant).values()])
         with alone(out):
             return str(with_mined_negatives(folder, out, self.teacher))
+
+    def digest_of_data(self, variant: Variant) -> Hashes:
+        """Return the hash of a variant's training data as `data`; empty if that is the data folder as it is."""
+        kind = variant.trained_on or self.scale.trained_on
+        return {} if kind == "folder" else {"data": digest_of(self.prepared())}
 
     def rate(self, variant: Variant) -> float | None:
         """Return a variant's learning rate: the best for all on validation sets, or its own best; None: the scale's."""
@@ -299,14 +306,13 @@ class Runs:
         if name == START:
             return found
         recipe = recipe_of(variant, self.scale, "SOURCE", "DATA", seed, self.settings_of(variant), name)
-        shipped = fixed_settings(load_recipe(variant.recipe))
-        own = {key: one for key, one in fixed_settings(recipe, given_only=True).items() if shipped.get(key) != one}
-        given = json.dumps(fixed_settings(load_recipe(variant.recipe), given_only=True), sort_keys=True)
-        digest = blake2b(given.encode(), digest_size=8).hexdigest()
-        if self.scale.trained_on != "folder":
-            found["data"] = digest_of(self.prepared())
+        shipped = load_recipe(variant.recipe)
+        given, before = fixed_settings(recipe, given_only=True), fixed_settings(shipped)
+        own = {key: one for key, one in given.items() if before.get(key) != one}
+        found |= self.digest_of_data(variant)
         if variant.start == "distilled" or variant.mined:
             found["teacher"] = Path(self.teacher).name
+        digest = digest_of_recipe(shipped)
         return {**found, "variant": self.trained_as(name), "recipe": f"{variant.recipe} {digest}", **own}
 
     def weights_before(self, name: str) -> Hashes:
@@ -317,6 +323,8 @@ class Runs:
         """
         hashes = {"start": hash_of_weights(self.source)}
         variant = variant_of(name)
+        if variant.start == "distilled" or variant.mined:
+            hashes["teacher"] = hash_of_weights(self.teacher)
         if variant.start == "given":
             return hashes
         made = self.source_of(variant)
@@ -337,7 +345,7 @@ class Scores:
     Attributes:
         every: Variant → dataset → score with each seed, x 100.
         types: Dataset → task type.
-        seeds: Variant → its seeds, in the order of its scores. A variant without an entry has seeds 0, 1 …
+        seeds: Variant → its seeds, in ascending order. A variant without an entry has seeds 0, 1 …
     """
 
     every: dict[str, dict[str, list[float]]]
@@ -345,26 +353,31 @@ class Scores:
     seeds: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def seeds_of(self, name: str) -> tuple[int, ...]:
-        """Return the seeds of a variant, in the order of its scores."""
+        """Return the seeds of a variant, in ascending order, as those of its scores."""
         return self.seeds.get(name) or tuple(range(len(next(iter(self.every[name].values())))))
+
+    def common_seeds(self, *names: str) -> tuple[int, ...]:
+        """Return the seeds that all of these variants have; what they start from is not asked for each seed."""
+        trained = [name for name in names if base_of(name) != START]
+        return tuple(sorted(set.intersection(*({*self.seeds_of(name)} for name in trained or names))))
 
     def with_common_seeds(self, *names: str) -> "Scores":
         """Return the scores of some variants with the seeds that all of them have: others cannot be compared.
 
-        What the others start from has one score, which counts for each of their seeds.
+        The score of what they start from counts for its seed and for those after it, up to that of another start.
 
         Raises:
             ValueError: If they have no seed in common.
         """
-        seeds = {name: self.seeds_of(name) for name in names if base_of(name) != START}
-        common = sorted(set.intersection(*map(set, seeds.values()))) if seeds else [0]
+        common = self.common_seeds(*names)
         if not common:
-            raise ValueError(f"There is no seed that all have: {seeds}")
+            raise ValueError(f"There is no seed that all have: { {name: self.seeds_of(name) for name in names} }")
         every = {}
         for name in names:
-            places = [seeds[name].index(seed) if name in seeds else 0 for seed in common]
+            own = self.seeds_of(name)
+            places = [max((at for at, one in enumerate(own) if one <= seed), default=0) for seed in common]
             every[name] = {one: [scores[place] for place in places] for one, scores in self.every[name].items()}
-        return Scores(every, self.types, dict.fromkeys(names, tuple(common)))
+        return Scores(every, self.types, dict.fromkeys(names, common))
 
     def joined(self, name: str, parts: Iterable[str]) -> "Scores":
         """Combine models that each serve one task into one column."""
@@ -383,10 +396,13 @@ def scores_of_runs(runs: Iterable[tuple[str, int]], scores_of: Callable[..., Sco
         scores_of: Function of a variant, a seed and, optionally, a timeout.
     """
     runs = list(runs)
-    share(partial(scores_of, *run) for run in sorted(runs, key=itemgetter(1)))
+    done = {}
+    for run in sorted(runs, key=itemgetter(1)):
+        with suppress(Timeout):
+            done[run] = scores_of(*run, 0)
     found: dict[str, dict[int, ScoresOfTypes]] = {}
     for name, seed in runs:
-        found.setdefault(name, {})[seed] = scores_of(name, seed)
+        found.setdefault(name, {})[seed] = done[name, seed] if (name, seed) in done else scores_of(name, seed)
     return gathered(found)
 
 

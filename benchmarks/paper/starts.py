@@ -7,6 +7,7 @@ import mote
 from benchmarks.locking import alone
 from benchmarks.paper.experiments import recipe_of
 from benchmarks.paper.improvements import variant_of
+from benchmarks.paper.kept import hash_of_weights
 from benchmarks.trained import trained
 from configuration_mote import PAPER_INSTRUCTIONS
 from mote.checkpoints.reading import open_mote
@@ -26,7 +27,8 @@ def distilled(runs: "Runs", trained_on: str | None) -> Path:
         changes += [f"tasks.{task}.loss=EmbedDistillLoss", f"tasks.{task}.teacher.source={runs.teacher}"]
     seed = runs.scale.few_seeds[0]
     data = runs.training_data(variant)
-    return trained(recipe_of(variant, runs.scale, runs.source, data, seed, changes), runs.report)
+    recipe = recipe_of(variant, runs.scale, runs.source, data, seed, changes)
+    return trained(recipe, runs.report, {**runs.digest_of_data(variant), "teacher": hash_of_weights(runs.teacher)})
 
 
 def pretrained(folder: Path, out: Path, recipe: Recipe) -> Path:

@@ -8,7 +8,6 @@ from statistics import mean
 import numpy as np
 
 from benchmarks.paper.claims import ALL, SEEN, UNSEEN, Claim, Table
-from benchmarks.paper.experiments import START, base_of
 from benchmarks.paper.kept import ScoresOfTypes
 from benchmarks.paper.runs import Scores
 from mote.evaluation.scores import TASK_TYPES
@@ -37,7 +36,7 @@ class Cell:
 
     Attributes:
         mean: Mean over the datasets of a group and over the seeds.
-        spread: Standard deviation over the seeds; None: one seed.
+        spread: Standard deviation over the seeds; None: one model.
     """
 
     mean: float
@@ -57,7 +56,8 @@ def datasets_of(scores: Scores, types: tuple[str, ...], names: tuple[str, ...]) 
 def cell(scores: Scores, name: str, datasets: list[str]) -> Cell:
     """Average a variant's scores over datasets, then over seeds."""
     of_seeds = np.mean([scores.every[name][dataset] for dataset in datasets], axis=0)
-    return Cell(float(of_seeds.mean()), float(of_seeds.std(ddof=1)) if len(of_seeds) > 1 else None)
+    several = np.ptp(of_seeds) > 0  # one start has the same score for each seed
+    return Cell(float(of_seeds.mean()), float(of_seeds.std(ddof=1)) if several else None)
 
 
 def labels_of(names: Iterable[str]) -> dict[str, str]:
@@ -78,8 +78,9 @@ def legend_of(labels: dict[str, str]) -> str:
 
 
 def table_of(table: Table, scores: Scores) -> str:
-    """Format one of the paper's tables with our scores."""
+    """Format one of the paper's tables with our scores, with the seeds that all of its variants have."""
     names = table.variants
+    scores = scores.with_common_seeds(*names)
     datasets = datasets_of(scores, table.types, names)
     types = table.types or TASK_TYPES
     groups = {kind: [dataset for dataset in datasets if scores.types[dataset] == kind] for kind in types}
@@ -92,14 +93,10 @@ def table_of(table: Table, scores: Scores) -> str:
         shown = []
         for name in names:
             text = f"**{cells[name]}**" if name == best else str(cells[name])
-            both = scores.with_common_seeds(name, table.reference)
-            gain = cell(both, name, group).mean - cell(both, table.reference, group).mean
+            gain = cells[name].mean - cells[table.reference].mean
             shown.append(text if name == table.reference else f"{text} ({gain:+.2f})")
         lines.append([label, *shown])
-    parts = [markdown_table(["", *labels_of(names).values()], lines, align="l" * (1 + len(names)))]
-    if len({scores.seeds_of(name) for name in names if base_of(name) != START}) > 1:
-        parts.append("Gains, in brackets, are over the seeds that both have.")
-    return "\n\n".join(parts)
+    return markdown_table(["", *labels_of(names).values()], lines, align="l" * (1 + len(names)))
 
 
 def paper_of(table: Table) -> str:
@@ -123,8 +120,8 @@ class Measured:
         tests: Tests over the datasets, with each score averaged over the seeds.
         with_seeds: Gain with each of the seeds that both have; empty if that is one.
         over_seeds: One-sided p of a paired t-test over these seeds; None if there are fewer than three.
-        relative: Gain of `better` over that of `other`, minus 1; None if `other` has no gain, or if no relative gain is
-            claimed.
+        relative: Gain of `better` over that of `other`, minus 1; None if `other` has no significant gain, or if no
+            relative gain is claimed.
     """
 
     tests: Comparison
@@ -136,13 +133,14 @@ class Measured:
     def verdict(self) -> str:
         """Whether the direction agrees with the paper, by the paired t-test at 5 % and each seed; sizes are ignored."""
         tests = self.tests
+        one_seed = "" if self.with_seeds else ", one seed"
         if tests.paired_t is None:
             return "not tested"
         if tests.gain > 0:
             found = tests.paired_t < 0.05 and all(gain > 0 for gain in self.with_seeds)
-            return "same direction" if found else "same direction, not significant"
+            return f"same direction{one_seed}" if found else "same direction, not significant"
         found = tests.paired_t > 0.95 and all(gain < 0 for gain in self.with_seeds)
-        return "**disagrees**" if found else "other direction, not significant"
+        return f"**disagrees**{one_seed}" if found else "other direction, not significant"
 
 
 def compared(claim: Claim, table: Table, scores: Scores) -> Measured:
@@ -150,16 +148,21 @@ def compared(claim: Claim, table: Table, scores: Scores) -> Measured:
     names = (claim.better, claim.other, *([claim.relative_to] if claim.relative_to else []))
     scores = scores.with_common_seeds(*names)
     datasets = datasets_of(scores, table.types if claim.over == ALL else (claim.over,), names)
-    means = {name: [float(np.mean(scores.every[name][dataset])) for dataset in datasets] for name in names}
-    tests = compare_scores(claim.better, claim.other, means[claim.better], means[claim.other])
-    of_better, of_other = (np.mean([scores.every[name][one] for one in datasets], axis=0) for name in names[:2])
-    with_seeds = tuple(map(float, of_better - of_other)) if len(of_better) > 1 else ()
-    by_seed = compare_scores(claim.better, claim.other, of_better.tolist(), of_other.tolist())
-    over_seeds = by_seed.paired_t if len(with_seeds) > 2 else None
-    if claim.relative_to is None:
-        return Measured(tests, with_seeds, over_seeds, None)
-    better, other, below = (np.mean(means[name]) for name in names)
-    relative = float((better - below) / (other - below) - 1) if other > below else None
+    of = {name: np.array([scores.every[name][dataset] for dataset in datasets]) for name in names}  # [datasets, seeds]
+
+    def over(axis: int, better: str, other: str) -> Comparison:
+        """Test over datasets (axis 1 averaged) or over seeds (axis 0)."""
+        return compare_scores(better, other, of[better].mean(axis=axis).tolist(), of[other].mean(axis=axis).tolist())
+
+    tests = over(1, claim.better, claim.other)
+    gains = (of[claim.better] - of[claim.other]).mean(axis=0).tolist()
+    with_seeds = tuple(gains) if len(gains) > 1 else ()
+    over_seeds = over(0, claim.better, claim.other).paired_t if len(gains) > 2 else None
+    relative = None
+    if claim.relative_to is not None:
+        before = over(1, claim.other, claim.relative_to)
+        if before.gain > 0 and before.paired_t is not None and before.paired_t < 0.05:
+            relative = over(1, claim.better, claim.relative_to).gain / before.gain - 1
     return Measured(tests, with_seeds, over_seeds, relative)
 
 
@@ -172,7 +175,7 @@ def measured(claim: Claim, table: Table, scores: Scores) -> dict[str, str]:
     here = [f"{tests.gain:+.2f}"]
     if claim.relative is not None:
         paper.append(f"gain over {claim.relative_to} {claim.relative:+.0%}")
-        here.append("no gain to compare with" if found.relative is None else f"gain {found.relative:+.0%}")
+        here.append("no significant gain to compare with" if found.relative is None else f"gain {found.relative:+.0%}")
     cells = (
         f"{labels[claim.better]} over {labels[claim.other]}",
         "all rows" if claim.over == ALL else claim.over,

@@ -205,6 +205,10 @@ def test_an_improvement_is_not_tried_twice_and_one_model_has_one_name() -> None:
     ]
     one, other = map(improvements.variant_of, ("ic+shared-rate-0.25+rate-0.5", "ic+rate-0.5+shared-rate-0.25"))
     assert one == other
+    together = "ic+labels-twice+rate-0.5+two-epochs+shared-rate-0.25"
+    for order in ("two-epochs+rate-0.5+shared-rate-0.25", "shared-rate-0.25+rate-0.5+two-epochs"):
+        assert improvements.improved("ic+labels-twice", order) == together
+    assert improvements.improved("+labels-twice+two-epochs", "rate-0.5") == "+labels-twice+rate-0.5+two-epochs"
 
 
 def test_dense_models_also_try_the_training_of_mote() -> None:
@@ -415,7 +419,7 @@ def test_experts_of_search_move_to_the_start(trained_folder: Path, tmp_path: Pat
 def test_made_after_training_in_short_folders(
     trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "trained", lambda recipe, _: trained_folder)
+    monkeypatch.setattr(runs, "trained", lambda recipe, *_: trained_folder)
     given = runs.Runs(experiments.SCALES["smoke"], str(SMALL_ENCODER), "DATA", tmp_path)
     names = ("mote+homogeneous+to-mean-0.25", "mote+homogeneous+to-mean-0.25+unseen-by-mean")
     once, twice = (given.model(name, 42) for name in names)
@@ -427,7 +431,7 @@ def test_made_after_training_in_short_folders(
 
 def test_a_late_mote_is_dense_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[Recipe] = []
-    monkeypatch.setattr(runs, "trained", lambda recipe, _: trained.append(recipe) or Path(recipe.output, "model"))
+    monkeypatch.setattr(runs, "trained", lambda recipe, *_: trained.append(recipe) or Path(recipe.output, "model"))
     given = runs.Runs(experiments.SCALES["smoke"], "SOURCE", "DATA", tmp_path)
     given.model("mote+expert-rates+late", 42)
     dense, experts = trained

@@ -1,17 +1,29 @@
 """benchmarks.paper: stored scores, and the models they are of."""
 
 import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import Timeout
 from helpers.paths import ROOT
+from safetensors.torch import load_file, save_file
 
 import mote
+from benchmarks.locking import alone, share
 from benchmarks.paper import experiments, runs
 from benchmarks.paper.kept import KeptScores
+from mote.training.recipe import Recipe
+
+RESULTS = ROOT / "docs" / "results"
+
+
+def _name(folder: Path) -> str:
+    return folder.relative_to(RESULTS).as_posix()
 
 
 def test_scores_depend_on_the_teacher(tmp_path: Path) -> None:
@@ -22,23 +34,34 @@ def test_scores_depend_on_the_teacher(tmp_path: Path) -> None:
     assert "teacher" not in given.settings_of_scores("mote", 42)
 
 
-def test_a_model_trained_with_other_settings_is_refused(tmp_path: Path) -> None:
+def test_a_model_trained_with_other_settings_weights_or_data_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mote.training.run_folder import as_yaml
 
-    scale = experiments.SCALES["smoke"]
-    folder = tmp_path / "models" / "mote-seed42"
-    (folder / "model").mkdir(parents=True)
-    recipe = experiments.recipe_of(
-        experiments.VARIANTS["mote"], scale, "SOURCE", "DATA", 42, ["training.weight_decay=0.5"]
-    )
-    (folder / "recipe.yaml").write_text(as_yaml(recipe))
-    models = runs.Runs(scale, "SOURCE", "DATA", tmp_path)
-    with pytest.raises(ValueError, match=r"training\.weight_decay \(0\.5 there, 0\.1 here\)"):
-        models.model("mote", 42)
-    (folder / "recipe.yaml").write_text(
-        as_yaml(experiments.recipe_of(experiments.VARIANTS["mote"], scale, "SOURCE", "DATA", 42))
-    )
-    assert models.model("mote", 42) == folder / "model"
+    def train(recipe: Recipe) -> None:
+        (Path(recipe.output) / "model").mkdir(parents=True)
+        (Path(recipe.output) / "recipe.yaml").write_text(as_yaml(recipe), encoding="utf-8")
+
+    monkeypatch.setattr(mote, "train", train)
+    monkeypatch.setattr(runs, "prepare", lambda data, out: tmp_path)
+    (tmp_path / "digest.txt").write_text("abc", encoding="utf-8")
+    scale = replace(experiments.SCALES["smoke"], trained_on="pairs")
+    start = shutil.copytree(ROOT / "examples" / "small-encoder", tmp_path / "start")
+    given = runs.Runs(scale, str(start), "DATA", tmp_path / "out")
+    folder = given.model("mote", 42)
+    monkeypatch.delattr(mote, "train")
+    assert given.model("mote", 42) == folder
+    with pytest.raises(ValueError, match=r"training\.weight_decay \(0\.1 there, 0\.5 here\)"):
+        replace(given, changes=("training.weight_decay=0.5",)).model("mote", 42)
+    (tmp_path / "digest.txt").write_text("def", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"other weights or data; it differs in data \('abc' there, 'def' here\)"):
+        given.model("mote", 42)
+    (tmp_path / "digest.txt").write_text("abc", encoding="utf-8")
+    weights = load_file(start / "model.safetensors")
+    save_file({name: one + 1 for name, one in weights.items()}, start / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"other weights or data; it differs in start \('c26d"):
+        given.model("mote", 42)
 
 
 def test_stored_scores_need_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +147,38 @@ def test_scores_with_a_failure_are_not_stored(tmp_path: Path) -> None:
         kept.get("mote", {**settings, "datasets": [{"path": "b", "limit": None}]}, start, list)
 
 
+@pytest.mark.parametrize("folder", sorted({path.parent for path in RESULTS.rglob("*-seed*.json")}), ids=_name)
+def test_stored_models_of_a_seed_had_the_same_start_data_and_tests(folder: Path) -> None:
+    """Also if they were stored on several machines."""
+    known: dict[tuple[int | None, str], object] = {}
+    for path in folder.glob("*.json"):
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        settings = stored["settings"]
+        shared = {key: one for key, one in settings.items() if key in ("data", "dtype") or key.startswith("limit")}
+        for key, value in {**shared, **stored["weights"]}.items():
+            assert known.setdefault((settings.get("training.seed"), key), value) == value, path
+
+
+def test_work_is_shared(tmp_path: Path) -> None:
+    """A job that another command is doing is left out; then it is waited for."""
+    done: list[str] = []
+
+    def job(name: str, timeout: float = -1) -> str:
+        with alone(tmp_path / name, timeout):
+            done.append(name)
+            return name
+
+    with ThreadPoolExecutor() as pool:
+        with alone(tmp_path / "a"):
+            pool.submit(share, [partial(job, "a"), partial(job, "b")]).result(timeout=10)
+            assert done == ["b"]
+            waiting = pool.submit(job, "a")
+            with pytest.raises(Timeout):
+                job("a", 0.1)
+        assert waiting.result(timeout=10) == "a"
+    assert done == ["b", "a"]
+
+
 def test_stored_scores_of_a_seed_are_of_models_from_the_same_weights(tmp_path: Path) -> None:
     kept = KeptScores(tmp_path, tmp_path / "locks")
     evaluations = [mote.Evaluation({"any": {"b": 1.0}}, {"b": "STS"})]
@@ -140,5 +195,15 @@ def test_stored_scores_of_a_seed_are_of_models_from_the_same_weights(tmp_path: P
     score("test/em-seed43", {"training.seed": 43}, start="def")
     score("other/ic", {}, start="def")
     score("test/em", {}, start="def")  # stored scores need no weights
+    evaluations.clear()
+
+    def stored_meanwhile() -> list[mote.Evaluation]:
+        score("late/em", {}, start="abc")
+        return [whole]
+
+    whole = mote.Evaluation({"any": {"b": 1.0}}, {"b": "STS"})
+    evaluations.append(whole)
+    with pytest.raises(ValueError, match=r"start: abc, here def"):
+        kept.get("late/ic", {}, lambda: {"start": "def"}, stored_meanwhile)
     assert json.loads((tmp_path / "test" / "em.json").read_text())["weights"] == {"start": "abc"}
     assert not (tmp_path / "test" / "ic.json").exists()

@@ -22,17 +22,15 @@ def test_every_column_of_a_table_is_a_known_variant() -> None:
 
 def test_table_shows_means_spread_gains_and_the_best() -> None:
     scores = scores_of(
-        em={"r1": [50.0], "r2": [60.0], "c1": [70.0]},
-        mote={"r1": [51.0, 53.0], "r2": [62.0, 64.0], "c1": [69.0, 69.0]},
+        start={"r1": [40.0], "r2": [40.0], "c1": [40.0]},
+        em={"r1": [50.0, 50.0], "r2": [60.0, 60.5], "c1": [70.0, 70.0]},
+        mote={"r1": [51.0, 53.0, 99.0], "r2": [62.0, 64.0, 99.0], "c1": [69.0, 69.0, 99.0]},
     )
-    table = claims.Table("", ("em", "mote"), "em")
-    lines = tables.table_of(table, scores).splitlines()[2:]
-    assert lines == [
-        "| Retrieval (2) | 55.00 | **57.50 ± 1.41** (+1.50) |",
-        "| Classification (1) | **70.00** | 69.00 ± 0.00 (-1.00) |",
-        "| mean over all (3) | 60.00 | **61.33 ± 0.94** (+0.67) |",
-        "",
-        "Gains, in brackets, are over the seeds that both have.",
+    table = claims.Table("", ("start", "em", "mote"), "em")
+    assert tables.table_of(table, scores).splitlines()[2:] == [
+        "| Retrieval (2) | 40.00 (-15.12) | 55.12 ± 0.18 | **57.50 ± 1.41** (+2.38) |",
+        "| Classification (1) | 40.00 (-30.00) | **70.00** | 69.00 (-1.00) |",
+        "| mean over all (3) | 40.00 (-20.08) | 60.08 ± 0.12 | **61.33 ± 0.94** (+1.25) |",
     ]
 
 
@@ -86,9 +84,11 @@ def test_a_relative_gain_and_its_verdict() -> None:
     claim = claims.Claim("mote", "ic", relative_to="em", relative=0.59)
     found = tables.compared(claim, table, scores)
     assert (found.tests.gain, found.relative) == (pytest.approx(1.0), pytest.approx(0.5))
-    assert found.verdict == "same direction"
+    assert found.verdict == "same direction, one seed"
     against = tables.compared(claims.Claim("ic", "mote", relative_to="mote", relative=1.0), table, scores)
-    assert (against.verdict, against.relative) == ("**disagrees**", None)
+    assert (against.verdict, against.relative) == ("**disagrees**, one seed", None)
+    unsure_base = scores_of(em=model(0, 0, 0, 0), ic=model(5, -4, 3, -3), mote=model(3, 3.3, 2.7, 3))
+    assert tables.compared(claim, table, unsure_base).relative is None  # 200 % more than next to nothing
     unsure = tables.compared(claims.Claim("a", "b"), table, scores_of(a=model(5, -4, 3, -3), b=model(0, 0, 0, 0)))
     assert unsure.verdict == "same direction, not significant"
 
@@ -143,9 +143,12 @@ def test_only_the_same_seeds_are_compared() -> None:
         "ic": (1.0, ()),
         "tlr": (2.0, ()),
     }
-    assert "| STS (3) | 11.00 (-35.00) | 46.00 ± 7.07 | **71.50 ± 27.58** (+1.00) |" in tables.table_of(table, scores)
+    assert "| STS (3) | 11.00 (-40.00) | 51.00 | **52.00** (+1.00) |" in tables.table_of(table, scores)
     with pytest.raises(ValueError, match=r"no seed that all have: {'ic': \(43, 44\), 'tlr': \(42,\)}"):
         tables.compared(claims.Claim("ic", "tlr"), table, scores)
+    starts = of(start=({42: 10.0, 44: 20.0}, "STS"), mote=({42: 50.0, 43: 50.0, 44: 50.0}, "STS"))
+    over_start = tables.compared(claims.Claim("mote", "start"), table, starts)
+    assert over_start.with_seeds == (40.0, 40.0, 30.0)  # another start since seed 44
     parts = of(a=({42: 1.0, 43: 2.0}, "Retrieval"), b=({43: 3.0}, "STS"))
     assert parts.joined("sem", ["a", "b"]).seeds == {"a": (42, 43), "b": (43,), "sem": (43,)}
     assert parts.joined("sem", ["a", "b"]).every["sem"]["Retrieval0"] == [2.0]

@@ -173,7 +173,7 @@ def test_a_folder_without_the_runtimes_file(
         FileNotFoundError, match=f"has no {runtimes.FILES[backend]}: `mote export … --backend {backend}`"
     ):
         load_exported(out, backend)
-    with pytest.raises(FileNotFoundError, match="is not a folder with an exported model"):
+    with pytest.raises(FileNotFoundError, match="is neither a folder nor an id on the Hub"):
         load_exported(tmp_path / "nowhere", backend)
     with pytest.raises(ValueError, match="Unknown backend 'tensorrt'"):
         load_exported(out, "tensorrt")

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 from configuration_mote import alternatives
+from mote import hub
 from mote.checkpoints.instructions import instruction_pooling_in
 from mote.checkpoints.reading import is_mote, open_checkpoint
 from mote.inference.loading import first_line, load_encoder
@@ -221,9 +222,10 @@ def _write_openvino(
 
 
 def load_exported(
-    folder: str | Path,
+    path: str | Path,
     backend: str = "torch",
     *,
+    revision: str | None = None,
     ov_config: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> "SentenceTransformer":
@@ -233,27 +235,28 @@ def load_exported(
     saved: the folder is the model.
 
     Args:
-        folder: Folder written by `mote export`.
+        path: Folder written by `mote export`, or the id of such a model on the Hub.
         backend: `"openvino"`, `"onnx"`, or `"torch"` for the same model without a runtime.
+        revision: Branch, tag or commit on the Hub. Default: the newest.
         ov_config: Settings of OpenVINO. On CPUs that support bfloat16 it computes in bfloat16, unless set to
             `{"INFERENCE_PRECISION_HINT": "f32"}`.
         trust_remote_code: Whether to run the code in the folder; only models that leave instructions out of the pooling
             have any.
 
     Raises:
-        FileNotFoundError: If the folder, or the runtime's file in it, does not exist.
+        FileNotFoundError: If the model, or the runtime's file in it, does not exist or cannot be fetched.
         OSError: If the runtime is not installed.
         ValueError: If the backend is unknown.
     """
-    folder = Path(folder)
     require(backend, packages=_TO_RUN)
+    folder = Path(path) if Path(path).is_dir() else hub.fetch(str(path), revision, ["*"])
     if not (folder / "modules.json").is_file():
-        raise FileNotFoundError(f"{folder} is not a folder with an exported model: `mote export` writes one")
+        raise FileNotFoundError(f"{path} is not an exported model: `mote export` writes one")
     if backend == "torch":
         return load_encoder(str(folder), trust_remote_code=trust_remote_code)
     file = folder / FILES[backend]
     if not file.is_file():
-        raise FileNotFoundError(f"{folder} has no {FILES[backend]}: `mote export … --backend {backend}` writes it")
+        raise FileNotFoundError(f"{path} has no {FILES[backend]}: `mote export … --backend {backend}` writes it")
     encoder = load_encoder(str(folder), device="cpu", trust_remote_code=trust_remote_code)
     transformer: Any = encoder[0]
     config = transformer.model.config
