@@ -44,11 +44,11 @@ REFUSED_ARCHITECTURES = {
 
 def architecture_of(config: MoTEConfig) -> Architecture:
     """Look up the row of the config's backbone; raise a `ValueError` that says what to do if there is none."""
-    if config.layer_path is not None:
-        return Architecture(config.layer_path, tuple(config.shared_modules or ()))
     model_type = config.backbone_config.model_type
     if model_type in REFUSED_ARCHITECTURES:
         raise ValueError(f"MoTE does not support {model_type!r}: {REFUSED_ARCHITECTURES[model_type]}.")
+    if config.layer_path is not None:
+        return Architecture(config.layer_path, tuple(config.shared_modules or ()))
     if model_type not in ARCHITECTURES:
         raise ValueError(
             f"MoTE does not know the architecture {model_type!r}." + alternatives(model_type, ARCHITECTURES) + " For "

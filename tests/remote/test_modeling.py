@@ -445,13 +445,16 @@ def test_weights_that_do_not_match_the_config(tmp_path: Path) -> None:
 
 def test_unknown_and_unsupported_architectures() -> None:
     tiny = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "embedding_size": 16}
-    for name, message in (
-        ("albert", "does not support 'albert': it uses one layer"),
-        ("deberta-v2", "does not support 'deberta-v2'"),
-        ("t5", "does not know the architecture 't5'.*layer_path"),
+    described = {"layer_path": "encoder.layer", "shared_modules": ["attention"]}
+    for name, settings, message in (
+        ("albert", {}, "does not support 'albert': it uses one layer"),
+        ("deberta-v2", {}, "does not support 'deberta-v2'"),
+        ("deberta-v2", described, "does not support 'deberta-v2': it does not pass keyword arguments down"),
+        ("t5", {}, "does not know the architecture 't5'.*layer_path"),
     ):
+        backbone = AutoConfig.for_model(name, **tiny, intermediate_size=16)
         with pytest.raises(ValueError, match=message):
-            MoTEModel(MoTEConfig(backbone_config=AutoConfig.for_model(name, **tiny, intermediate_size=16)))
+            MoTEModel(MoTEConfig(backbone_config=backbone, **settings))
 
 
 def test_an_architecture_described_wrongly() -> None:
