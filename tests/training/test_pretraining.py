@@ -249,10 +249,12 @@ def test_texts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("whole_words", [False, True])
-def test_masks(whole_words: bool, tmp_path: Path) -> None:
+def test_masks(whole_words: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mote.training.texts.ROWS_AT_A_TIME", 150)
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path))
     texts = {"a": ["abc def ghi jkl mno"] * 300, "b": ["xy z"] * 100}
     rows = TextRows(texts, {"b": "pre: "}, {"a": 3, "b": 1}, tokenizer, 5, whole_words)
+    assert [*rows] == [rows[i] for i in range(400)]  # also where they are tokenized 150 at a time
     collator = Masking(tokenizer, MaskingSettings(rate=0.3, whole_words=whole_words))
     found = collator([rows[i] for i in range(400)])
     assert found["task_ids"].tolist() == [3] * 300 + [1] * 100

@@ -6,7 +6,7 @@ masks as an uninterrupted one.
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, TrainerCallback
+from transformers import BatchEncoding, DataCollatorForLanguageModeling, PreTrainedTokenizerBase, TrainerCallback
 
 from mote.data.columns import check_row, find_columns
 from mote.data.rows import Location, Row, find_datasets, read_rows, read_text_lines
@@ -23,6 +23,7 @@ from mote.training.pretraining_recipe import MaskingSettings, PretrainingRecipe,
 from mote.training.spans import cut
 
 TEXT_FILES = (".txt", ".txt.gz")
+ROWS_AT_A_TIME = 1000
 
 
 @dataclass
@@ -197,14 +198,24 @@ class TextRows(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         task, text = self.rows[index]
-        encoded = self.tokenizer(
-            self.prefixes.get(task, "") + text,
-            truncation=True,
-            return_special_tokens_mask=True,
-            return_offsets_mapping=self.offsets,
+        return {**self._encoded(self.prefixes.get(task, "") + text), **self._others(task, index)}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Iterate over all rows, as `group_by_length` does before the first step; many are tokenized at a time."""
+        for start in range(0, len(self.rows), ROWS_AT_A_TIME):
+            rows = self.rows[start : start + ROWS_AT_A_TIME]
+            encoded = self._encoded([self.prefixes.get(task, "") + text for task, text in rows])
+            for place, (task, _) in enumerate(rows):
+                yield {key: of[place] for key, of in encoded.items()} | self._others(task, start + place)
+
+    def _encoded(self, texts: str | list[str]) -> BatchEncoding:
+        return self.tokenizer(
+            texts, truncation=True, return_special_tokens_mask=True, return_offsets_mapping=self.offsets
         )
+
+    def _others(self, task: str, index: int) -> dict[str, Any]:
         ids = {} if self.task_ids is None else {"task_ids": self.task_ids[task]}
-        return {**encoded, **ids, "draw": f"{self.seed} {self.epoch} {index}"}
+        return {**ids, "draw": f"{self.seed} {self.epoch} {index}"}
 
 
 class NewMasks(TrainerCallback):
