@@ -148,14 +148,15 @@ def compared(claim: Claim, table: Table, scores: Scores) -> Measured:
     names = (claim.better, claim.other, *([claim.relative_to] if claim.relative_to else []))
     scores = scores.with_common_seeds(*names)
     datasets = datasets_of(scores, table.types if claim.over == ALL else (claim.over,), names)
-    of = {name: np.array([scores.every[name][dataset] for dataset in datasets]) for name in names}  # [datasets, seeds]
+    shape = len(datasets), len(scores.seeds_of(claim.better))
+    of = {name: np.array([scores.every[name][dataset] for dataset in datasets]).reshape(shape) for name in names}
 
     def over(axis: int, better: str, other: str) -> Comparison:
         """Test over datasets (axis 1 averaged) or over seeds (axis 0)."""
         return compare_scores(better, other, of[better].mean(axis=axis).tolist(), of[other].mean(axis=axis).tolist())
 
     tests = over(1, claim.better, claim.other)
-    gains = (of[claim.better] - of[claim.other]).mean(axis=0).tolist()
+    gains = (of[claim.better] - of[claim.other]).mean(axis=0).tolist() if datasets else []
     with_seeds = tuple(gains) if len(gains) > 1 else ()
     over_seeds = over(0, claim.better, claim.other).paired_t if len(gains) > 2 else None
     relative = None

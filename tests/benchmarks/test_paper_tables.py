@@ -89,6 +89,7 @@ def test_a_relative_gain_and_its_verdict() -> None:
     assert (against.verdict, against.relative) == ("**disagrees**, one seed", None)
     unsure_base = scores_of(em=model(0, 0, 0, 0), ic=model(5, -4, 3, -3), mote=model(3, 3.3, 2.7, 3))
     assert tables.compared(claim, table, unsure_base).relative is None  # 200 % more than next to nothing
+    assert tables.compared(claims.Claim("mote", "ic", "STS"), table, scores).verdict == "not tested"  # no such dataset
     unsure = tables.compared(claims.Claim("a", "b"), table, scores_of(a=model(5, -4, 3, -3), b=model(0, 0, 0, 0)))
     assert unsure.verdict == "same direction, not significant"
 
