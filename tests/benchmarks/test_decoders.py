@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.paths import SMALL_ENCODER
 
 import mote
 from benchmarks.decoders import Comparison
@@ -28,7 +29,7 @@ def test_a_model_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(mote, "train", train)
     monkeypatch.setattr(mote, "evaluate", evaluate)
-    monkeypatch.setattr(Comparison, "decoder", lambda self: tmp_path / "decoder")
+    monkeypatch.setattr(Comparison, "decoder", lambda self: SMALL_ENCODER)
     monkeypatch.setattr(Comparison, "mined", lambda self: tmp_path / "mined")
     comparison = Comparison(tmp_path / "data", tmp_path, [42, 43], quick=True)
     scores = comparison.scores()
