@@ -41,7 +41,7 @@ logger = logging.getLogger("mote.train_small_mote")  # `console_logging` prints 
 
 RECIPE = Path("scripts/small_mote.yaml")
 OWN_SEED = 42  # of the model in the repository
-SEEDS = (42,)
+SEEDS = (42, 43)
 VARIANTS = {
     "mote": (),
     "em": ("model.kind=dense",),
