@@ -1,10 +1,13 @@
 """Locks that let several commands share the work of a benchmark."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from filelock import FileLock, Timeout
+
+Result = TypeVar("Result")
 
 
 @contextmanager
@@ -23,12 +26,19 @@ def alone(folder: Path, timeout: float = -1) -> Iterator[None]:
         yield
 
 
-def share(jobs: Iterable[Callable[[float], object]]) -> None:
+def share(jobs: Iterable[Callable[[float], Result]]) -> list[Result | None]:
     """Do the jobs that no other command is working on.
 
     Args:
-        jobs: Functions of a timeout in seconds, which pass it on to `alone`. Their results have to be stored.
+        jobs: Functions of a timeout in seconds, which pass it on to `alone`.
+
+    Returns:
+        The result of each job; None if another command is working on it.
     """
+    results: list[Result | None] = []
     for job in jobs:
-        with suppress(Timeout):
-            job(0)
+        try:
+            results.append(job(0))
+        except Timeout:
+            results.append(None)
+    return results

@@ -26,11 +26,11 @@ from benchmarks.locking import alone
 from benchmarks.paper.claims import Claim, Table
 from benchmarks.paper.data import copy_without_tests, digest_of_rows
 from benchmarks.paper.experiments import SCALES, START
-from benchmarks.paper.kept import SEED, KeptScores, ScoresOfTypes, digest_of_recipe, hash_of_weights
+from benchmarks.paper.kept import SEED, KeptScores, ScoresOfTypes, digest_of_recipe
 from benchmarks.paper.readme import NAMES, readme_table
 from benchmarks.paper.runs import Scores, scores_of_runs
 from benchmarks.paper.tables import claims_of
-from benchmarks.trained import trained
+from benchmarks.trained import hash_of_weights, trained
 from mote.evaluation.tasks import OFFICIAL
 from mote.reporting import console_logging, markdown_table
 from mote.training.recipe import Recipe

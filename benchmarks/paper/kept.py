@@ -9,7 +9,6 @@ from typing import Any
 
 from benchmarks.locking import alone
 from mote import Evaluation
-from mote.checkpoints.reading import open_checkpoint
 from mote.corpora.folder import write_whole
 from mote.training.recipe import Recipe
 from mote.training.run_folder import differences, fixed_settings
@@ -111,11 +110,6 @@ def digest_of_recipe(recipe: Recipe) -> str:
     """Return a hash of the settings that a recipe gives."""
     given = json.dumps(fixed_settings(recipe, given_only=True), sort_keys=True)
     return blake2b(given.encode(), digest_size=8).hexdigest()
-
-
-def hash_of_weights(model: str) -> str:
-    """Return the first 16 digits of the SHA-256 of each file with weights."""
-    return " ".join(one[:16] for one in open_checkpoint(model).sha256_of_weights().values())
 
 
 def _check_weights(folder: Path, seed: int | None, weights: Hashes) -> None:

@@ -1,7 +1,6 @@
 """Train and evaluate the variants; existing models and scores are reused, scores also without their models."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from operator import itemgetter
@@ -9,16 +8,14 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from filelock import Timeout
-
 import mote
 from benchmarks.locking import alone, share
 from benchmarks.paper.data import digest_of, prepare, with_mined_negatives
 from benchmarks.paper.experiments import SCALES, START, SWEPT, VARIANTS, Scale, Variant, base_of, recipe_of
 from benchmarks.paper.improvements import variant_of
-from benchmarks.paper.kept import SEED, Hashes, KeptScores, ScoresOfTypes, digest_of_recipe, hash_of_weights
+from benchmarks.paper.kept import SEED, Hashes, KeptScores, ScoresOfTypes, digest_of_recipe
 from benchmarks.paper.starts import distilled, pretrained
-from benchmarks.trained import trained
+from benchmarks.trained import hash_of_weights, trained
 from mote import Evaluation
 from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.reading import open_checkpoint
@@ -396,13 +393,11 @@ def scores_of_runs(runs: Iterable[tuple[str, int]], scores_of: Callable[..., Sco
         scores_of: Function of a variant, a seed and, optionally, a timeout.
     """
     runs = list(runs)
-    done = {}
-    for run in sorted(runs, key=itemgetter(1)):
-        with suppress(Timeout):
-            done[run] = scores_of(*run, 0)
+    by_seed = sorted(runs, key=itemgetter(1))
+    done = dict(zip(by_seed, share(partial(scores_of, *run) for run in by_seed), strict=True))
     found: dict[str, dict[int, ScoresOfTypes]] = {}
     for name, seed in runs:
-        found.setdefault(name, {})[seed] = done[name, seed] if (name, seed) in done else scores_of(name, seed)
+        found.setdefault(name, {})[seed] = done[name, seed] or scores_of(name, seed)
     return gathered(found)
 
 

@@ -7,8 +7,7 @@ import mote
 from benchmarks.locking import alone
 from benchmarks.paper.experiments import recipe_of
 from benchmarks.paper.improvements import variant_of
-from benchmarks.paper.kept import hash_of_weights
-from benchmarks.trained import trained
+from benchmarks.trained import hash_of_weights, trained
 from configuration_mote import PAPER_INSTRUCTIONS
 from mote.checkpoints.reading import open_mote
 from mote.training.recipe import Recipe

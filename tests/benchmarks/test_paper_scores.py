@@ -170,7 +170,8 @@ def test_work_is_shared(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor() as pool:
         with alone(tmp_path / "a"):
-            pool.submit(share, [partial(job, "a"), partial(job, "b")]).result(timeout=10)
+            shared = pool.submit(share, [partial(job, "a"), partial(job, "b")])
+            assert shared.result(timeout=10) == [None, "b"]
             assert done == ["b"]
             waiting = pool.submit(job, "a")
             with pytest.raises(Timeout):
