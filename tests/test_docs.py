@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import pytest
 import typer
+from helpers import pages
 from helpers.paths import ROOT
 from pydantic import BaseModel
 
@@ -26,21 +27,13 @@ from mote.training.train import train
 GUIDE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 
 
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "examples").rglob("README.md")),
-    *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in ("lab.md", "changelog.md")),
-]
-
-
 def documented_commands() -> Iterator[tuple[str, str]]:
-    """Find page and text of every `mote …` in code, continued lines and alternatives in brackets included."""
-    for page in PAGES:
+    """Find page and text of every `mote …` in code."""
+    for page in pages.PAGES:
         text = page.read_text(encoding="utf-8")
-        for code in [*re.findall(r"```\w*\n(.*?)```", text, re.DOTALL), *re.findall(r"`(mote [^`\n]+)`", text)]:
-            for command in re.findall(r"(?:^|\| )((?:python -m )?mote .*(?:\n +\S.*)*)", code, re.MULTILINE):
-                yield page.name, re.sub(r"\s#\s.*", "", command)
+        for code in [*(code for _, code in pages.fenced(text)), *re.findall(r"`(mote [^`\n]+)`", text)]:
+            for command in pages.commands(code):
+                yield page.name, command
 
 
 @pytest.mark.long
@@ -63,7 +56,7 @@ def test_documented_commands_exist_with_their_options() -> None:
 
 
 def test_documented_names_exist() -> None:
-    texts = (page.read_text(encoding="utf-8") for page in PAGES)
+    texts = (page.read_text(encoding="utf-8") for page in pages.PAGES)
     names = {name for text in texts for name in re.findall(r"\bmote(?:\.[A-Za-z_]+)+", text)}
     for name in names - {"mote.json", "mote.md"}:
         if name.startswith("mote.integrations."):  # their libraries may be missing: tests/integrations imports them

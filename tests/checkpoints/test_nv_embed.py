@@ -18,6 +18,7 @@ from transformers import AutoModel, AutoTokenizer
 from mote import upcycle
 from mote.checkpoints import nv_embed
 from mote.checkpoints.end_token import with_end_token
+from mote.checkpoints.padding_token import with_padding_token
 from mote.checkpoints.reading import open_checkpoint, open_dense, open_mote
 from mote.upcycling.plan import plan_upcycling
 
@@ -156,7 +157,8 @@ def test_sizes_that_the_config_leaves_out() -> None:
 
 def test_the_tokenizer_is_saved_as_it_was_changed(tmp_path: Path) -> None:
     """Also where its settings say `add_eos_token: false`, as Mistral's do."""
-    tokenizer = nv_embed.padded(with_end_token(AutoTokenizer.from_pretrained(llama_tokenizer(tmp_path / "one"))))
+    tokenizer = with_padding_token(AutoTokenizer.from_pretrained(llama_tokenizer(tmp_path / "one")))
+    tokenizer = nv_embed.padded(with_end_token(tokenizer))
     tokenizer.save_pretrained(tmp_path / "two")
     for one in (tokenizer, AutoTokenizer.from_pretrained(tmp_path / "two")):
         ids = one("a b", truncation=True, max_length=4)["input_ids"]

@@ -151,8 +151,6 @@ def prompts(definitions: Mapping[str, Any]) -> dict[str, str]:
 
 
 def padded(tokenizer: Any) -> Any:
-    """Let a tokenizer pad as the original does: on the right, with the end token if it has no padding token."""
+    """Let a tokenizer pad on the right, as the original does."""
     tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

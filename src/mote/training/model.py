@@ -24,6 +24,7 @@ from mote.checkpoints.instructions import (
     write_instruction_pooling,
 )
 from mote.checkpoints.models import load_dense, load_tokenizer
+from mote.checkpoints.padding_token import with_padding_token
 from mote.checkpoints.reading import TOKEN_ROUTED, Checkpoint, has_head, is_mote, open_checkpoint
 from mote.checkpoints.retrieval import Retrieval, retrieval_in, wanted_retrieval, write_retrieval
 from mote.checkpoints.rewriting import experts_are_copies
@@ -77,6 +78,7 @@ def build_model(
         if shared:
             share_weights(network_of(model))
         names = network_of(model).config
+    with_padding_token(model.tokenizer)
     end_as_asked(model.tokenizer, source, settings.end_token)
     if settings.max_length is not None:
         model.max_seq_length = settings.max_length

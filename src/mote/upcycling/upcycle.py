@@ -16,6 +16,7 @@ from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.end_token import EOS, end_as_asked, ends_texts
 from mote.checkpoints.instructions import write_instruction_pooling
 from mote.checkpoints.models import dense_without_weights, load_dense, load_tokenizer, quiet_transformers
+from mote.checkpoints.padding_token import with_padding_token
 from mote.checkpoints.provenance import RECORD_FILE, command_line, new_step
 from mote.checkpoints.reading import Checkpoint, mote_class
 from mote.checkpoints.streaming import DenseWeights, MappedFiles, can_stream, write_weights
@@ -59,7 +60,7 @@ def upcycle(
     source, config, pooled = plan.source, plan.config, options.instruction_pooling
     require_writable(target, replace(options, push=False), source.folder)
     logger.info("%s", plan)
-    tokenizer = load_tokenizer(source, options.tokenizer)
+    tokenizer = with_padding_token(load_tokenizer(source, options.tokenizer))
     end_token = options.end_token
     if source.format == "nv_embed":
         tokenizer, end_token, pooled = nv_embed.padded(tokenizer), end_token or EOS, pooled or "excluded"
