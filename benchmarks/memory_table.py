@@ -6,7 +6,7 @@
 Takes seconds, or minutes with adapters, and needs no GPU: only shapes are computed.
 """
 
-import sys
+import argparse
 from collections.abc import Iterator
 
 from transformers import BertConfig, MistralConfig, NomicBertConfig
@@ -92,10 +92,19 @@ def _sizes(estimate: MemoryEstimate) -> Iterator[str]:
         yield f"{size / GIB:.2f}"
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] == ["adapters"]:
+def main() -> None:
+    """Print the table that the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_table", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "table", nargs="?", choices=["all", "adapters"], default="all", help="which weights are trained"
+    )
+    if parser.parse_args().table == "adapters":
         heads = ["model", "GPUs", "how", "frozen layers", "weights", *SIZES]
         print(markdown_table(heads, rows_with_adapters(), align="lrllrrrrr"))
-        sys.exit()
-    heads = ["model", "tokens", "GPUs", "how", "mini-batch", *SIZES]
-    print(markdown_table(heads, rows(), align="lrrlrrrrr"))
+    else:
+        heads = ["model", "tokens", "GPUs", "how", "mini-batch", *SIZES]
+        print(markdown_table(heads, rows(), align="lrrlrrrrr"))
+
+
+if __name__ == "__main__":
+    main()

@@ -4,22 +4,16 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import yaml
-from helpers.checkpoints import trusted
 from helpers.paths import SMALL_ENCODER, SMALL_MOTE
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import mote
 from benchmarks.paper import best, data, experiments, improvements, runs, unseen
-from benchmarks.paper.interpolation import towards_start
 from benchmarks.paper.reports import make
 from configuration_mote import PAPER_INSTRUCTIONS
-from mote.checkpoints.reading import open_mote
-from mote.checkpoints.tensors import weight_name
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import fixed_settings
@@ -360,73 +354,6 @@ def test_what_question_4_requires() -> None:
     assert holds()[separate] == "yes"
     del every["sem+mined"]
     assert holds()[separate] == "no"  # without scores, nothing is known
-
-
-@pytest.mark.parametrize("kind", ["mote", "dense"])
-def test_a_model_moved_to_its_start(kind: str, trained_folder: Path, tmp_path: Path) -> None:
-    texts = ["whales breathe air", "bread"]
-    trained = trained_folder
-    if kind == "dense":
-        trained = mote.transform(trained_folder, tmp_path / "dense", mote.experts.average)
-    arguments: dict[str, Any] = {"task": "clustering"} if kind == "mote" else {}
-    expected = {0.0: trusted(trained).encode(texts, **arguments), 1.0: trusted(SMALL_ENCODER).encode(texts)}
-    assert not np.allclose(expected[0.0], expected[1.0], atol=1e-3)
-    for weight, embeddings in expected.items():
-        moved = towards_start(trained, tmp_path / f"{weight}", SMALL_ENCODER, weight)
-        assert np.allclose(trusted(moved).encode(texts, **arguments), embeddings, atol=1e-6)
-
-
-def test_weights_that_the_start_lacks_stay_as_trained(trained_folder: Path, tmp_path: Path) -> None:
-    initial = load_file(SMALL_ENCODER / "model.safetensors")
-    lacking = next(name for name in initial if name.endswith("word_embeddings.weight"))
-    tmp_path.joinpath("start").mkdir()
-    save_file({name: one for name, one in initial.items() if name != lacking}, tmp_path / "start" / "model.safetensors")
-    moved = towards_start(trained_folder, tmp_path / "moved", tmp_path / "start", 1.0)
-    before, after = (load_file(folder / "model.safetensors") for folder in (trained_folder, moved))
-    same = {name for name, one in after.items() if one.equal(before[name])}
-    assert any(name.endswith(lacking) for name in same)
-    assert not any("intermediate" in name for name in same)
-
-
-def test_an_expert_halfway_to_the_start_serves_unseen_tasks(trained_folder: Path, tmp_path: Path) -> None:
-    variant = improvements.variant_of("mote+unseen-near-start")
-    assert (variant.made_of, variant.made_by is None) == ("mote", False)
-    made = variant.made_by(trained_folder, tmp_path / "made", SMALL_ENCODER)  # type: ignore[misc]
-    tasks = open_mote(str(made)).config.tasks
-    assert {task for task, expert in tasks.items() if expert == "near_start"} == {"near_start", *improvements.UNSEEN}
-    before, start, after = (load_file(folder / "model.safetensors") for folder in (trained_folder, SMALL_ENCODER, made))
-    added = {name: one for name, one in after.items() if ".experts.near_start." in name}
-    assert before.keys() == after.keys() - added.keys()
-    assert all(after[name].equal(one) for name, one in before.items())
-    for name, one in added.items():
-        dense = name.removeprefix("backbone.").replace("experts.near_start.", "")
-        trained_for_them = before[name.replace("near_start", "classification")]
-        assert one.allclose((trained_for_them + start[dense]) / 2, atol=1e-7)
-    assert [one.name for one in tmp_path.iterdir()] == ["made"]
-
-
-def test_experts_of_search_move_to_the_start(trained_folder: Path, tmp_path: Path) -> None:
-    variant = improvements.variant_of("mote+search-to-start-0.25")
-    made = variant.made_by(trained_folder, tmp_path / "made", SMALL_ENCODER)  # type: ignore[misc]
-    before, start, after = (load_file(folder / "model.safetensors") for folder in (trained_folder, SMALL_ENCODER, made))
-    moved = {name for name, one in after.items() if not one.equal(before[name])}
-    assert {name.split(".experts.")[1].split(".")[0] for name in moved} == set(improvements.SEARCH)
-    for name in moved:
-        dense = start[weight_name(name, open_mote(str(made)).config).dense]
-        assert after[name].allclose(0.75 * before[name] + 0.25 * dense, atol=1e-7)
-
-
-def test_made_after_training_in_short_folders(
-    trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runs, "trained", lambda recipe, *_: trained_folder)
-    given = runs.Runs(experiments.SCALES["smoke"], str(SMALL_ENCODER), "DATA", tmp_path)
-    names = ("mote+homogeneous+to-mean-0.25", "mote+homogeneous+to-mean-0.25+unseen-by-mean")
-    once, twice = (given.model(name, 42) for name in names)
-    assert re.fullmatch("to-mean-0.25-seed42-[0-9a-f]{8}", once.name)
-    assert re.fullmatch("unseen-by-mean-seed42-[0-9a-f]{8}", twice.name)
-    assert given.model(names[0], 42) == once
-    assert open_mote(str(twice)).config.tasks["sts"] == "mean"
 
 
 def test_a_late_mote_is_dense_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
