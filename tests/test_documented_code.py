@@ -52,8 +52,8 @@ NOT_HERE = {  # part of a command or line → why it cannot run here
     "MOTE end_token": "needs a decoder",
 }
 SHORT = ["data.limit=40", "training.batch_size=8", "training.max_steps=1", "training.warmup_steps=0"]
-SHORT_TRAINING = [*SHORT, "training.mini_batch_size=8", "training.bf16=false", "validation.limit=8"]
-SHORT_TRAINING += ["model.max_length=128"]
+SHORT_TRAINING = [*SHORT, "training.mini_batch_size=8", "validation.limit=8", "model.max_length=128"]
+FLOAT32 = ["training.bf16=false", "training.peft.base_dtype=float32"]  # bfloat16 is slow on many processors
 
 
 def dense(folder: Path, **settings: Any) -> Path:
@@ -158,7 +158,8 @@ def run_command(command: str) -> int:
         shutil.rmtree(output, ignore_errors=True)
     match words[0]:
         case "train":
-            words += [*SHORT_TRAINING, *(["data.folder=DATA"] if ".yaml" in words[1] else [])]
+            more = FLOAT32 if words[1].startswith("nv-") else ["data.folder=DATA"] if ".yaml" in words[1] else []
+            words += [*SHORT_TRAINING, *more]
         case "pretrain":
             words += [*SHORT, *(["spans.length=8"] if "cot-mae-spans" in words else [])]
         case "chain":

@@ -118,7 +118,7 @@ def lengthen(
             head=head,
             parameters=count,
             prompts=prompts,
-            pooling=st.source_pooling(source) or "mean",
+            pooling=st.source_pooling(source),
             pooler=model.base_model.pooler is not None,
         )
 

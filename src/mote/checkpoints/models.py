@@ -4,6 +4,7 @@ A dense model always uses transformers' own class for the architecture, so that 
 names. What the library would only report (weights that stay random) is an error here.
 """
 
+import logging
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,14 +15,19 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from modeling_mote import MoTEModel
 from mote.checkpoints import nomic
 from mote.checkpoints.reading import Checkpoint, has_head, is_mote, mote_class
 from mote.checkpoints.tensors import HEAD, NOT_ONLY_TENSORS, read_on_meta, read_shapes
 
+logger = logging.getLogger(__name__)
+
 _LOADING = RLock()
+
+# Tokens that a tokenizer itself puts into texts.
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 # Heads of pre-training and fine-tuning, which a checkpoint may hold beside the encoder. They are dropped; any other
 # key that the encoder does not have is an error.
@@ -175,8 +181,11 @@ def _checked(checkpoint: Checkpoint, model: PreTrainedModel, info: dict[str, Any
 def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Any:
     """Load the tokenizer of a checkpoint, or another one for it.
 
+    Some published tokenizers have a few added tokens without embeddings (Gemma 3's for images); texts do not contain
+    them.
+
     Raises:
-        ValueError: If there is no tokenizer, it is damaged, or it has more tokens than the model.
+        ValueError: If there is no tokenizer, it is damaged, or it gives tokens that the model has no embeddings for.
     """
     files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
     has_own = any((checkpoint.folder / name).is_file() for name in files) or any(checkpoint.folder.glob("*.model"))
@@ -196,15 +205,19 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Any:
     given = {"config": checkpoint.config} if own else {}
     try:
         loaded = AutoTokenizer.from_pretrained(name, **given)
-        size = len(loaded)
+        added = loaded.get_added_vocab()
     except Exception as error:  # damaged files raise any kind of error, also tokenizers' own
         message = f"{type(error).__name__}: {error}" if not isinstance(error, OSError | ValueError) else error
         raise ValueError(f"The tokenizer {name} for {checkpoint.name} cannot be loaded: {message}") from error
-    if size > checkpoint.config.vocab_size:
+    size = checkpoint.config.vocab_size
+    without = [token for token, number in added.items() if number >= size]
+    if loaded.vocab_size > size or any(getattr(loaded, role) in without for role in _ROLES):
         raise ValueError(
-            f"The tokenizer {name} has {size} tokens, but {checkpoint.name} has embeddings for "
-            f"{checkpoint.config.vocab_size} only"
+            f"The tokenizer {name} has {len(loaded)} tokens, but {checkpoint.name} has embeddings for {size} only"
         )
+    if without:
+        logger.warning("%s has no embeddings for %s: texts must not contain them", checkpoint.name, ", ".join(without))
+    loaded.init_kwargs.pop("auto_map", None)  # names code of the source, which is not copied
     return loaded
 
 
@@ -216,12 +229,12 @@ def quiet_transformers() -> Iterator[None]:
     leave `PreTrainedModel.tie_weights` replaced by a function that does nothing (5.23), for all later models.
     """
     with _LOADING:
-        verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
+        verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
         try:
             yield
         finally:
-            logging.set_verbosity(verbosity)
+            transformers_logging.set_verbosity(verbosity)
             if bars:
-                logging.enable_progress_bar()
+                transformers_logging.enable_progress_bar()

@@ -64,8 +64,11 @@ def write_plainly(folder: Path, model: PreTrainedModel) -> None:
         folder: Folder of the model, as the libraries wrote it.
         model: Its Transformers model.
     """
-    _edit(folder / "config.json", _plain_config)
-    _edit(folder / "tokenizer_config.json", lambda settings: _plain_tokenizer_config(settings, model))
+    _edit(folder / "config.json", lambda settings: _plain_config(_without_lost_code(settings, folder)))
+    _edit(
+        folder / "tokenizer_config.json",
+        lambda settings: _plain_tokenizer_config(_without_lost_code(settings, folder), model),
+    )
     modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
     for module in modules:
         name = module["type"].rsplit(".", 1)[-1]
@@ -140,6 +143,15 @@ def _lower_casing(tokenizer: Settings) -> Settings:
         return tokenizer
     steps = [{"type": "Lowercase"}, *([normalizer] if normalizer else [])]
     return {**tokenizer, "normalizer": {"type": "Sequence", "normalizers": steps}}
+
+
+def _without_lost_code(settings: Settings, folder: Path) -> Settings:
+    """Leave out an `auto_map` that names code which is not in the folder: the source's, which loading does not need."""
+    named = settings.get("auto_map", {}).values()
+    references = [one for value in named for one in (value if isinstance(value, list) else [value]) if one]
+    if all((folder / f"{reference.split('.')[0]}.py").is_file() for reference in references):
+        return settings
+    return {key: value for key, value in settings.items() if key != "auto_map"}
 
 
 def _plain_tokenizer_config(settings: Settings, model: PreTrainedModel) -> Settings:

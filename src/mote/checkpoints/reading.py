@@ -300,9 +300,11 @@ def _open_dense(
             f"Supported by MoTE: {', '.join(ARCHITECTURES)}."
         )
     try:
-        return Checkpoint(src, folder, commit, AutoConfig.from_pretrained(folder), weights)
+        config = AutoConfig.from_pretrained(folder)
     except _INVALID_CONFIG as error:
         raise ValueError(f"The config of {src} is invalid: {error}") from error
+    vars(config).pop("auto_map", None)  # names code of the source, which is neither used nor copied
+    return Checkpoint(src, folder, commit, config, weights)
 
 
 def _check_sizes(checkpoint: Checkpoint) -> None:

@@ -166,7 +166,7 @@ def _values_of_dense(source: Checkpoint, steps: list[dict[str, Any]]) -> dict[st
         "instruction": escaped(prompts.get(default) or ""),
         "example_task": None if default else next((task for task in tasks if prompts.get(task)), None),
         "converted": steps[-1].get("converted"),
-        "pooling": source_pooling(source) or "mean",
+        "pooling": source_pooling(source),
         "has_pooler": any(key.endswith("pooler.dense.weight") for key in read_shapes(source.weights)),
     }
 

@@ -23,6 +23,9 @@ POOLING_FLAGS = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 
+# As in the names of the files that Sentence-Transformers looks for, in this order.
+_KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+
 # Import paths of the modules' classes; importing them takes longer than upcycling.
 OUR_TRANSFORMER = "sentence_transformer_mote.MoTETransformer"
 TOKEN_ROUTED_TRANSFORMER = "token_routed_transformer_mote.TokenRoutedTransformer"
@@ -55,6 +58,12 @@ def source_modules(source: Checkpoint) -> list[dict[str, Any]]:
     return modules
 
 
+def transformer_settings(source: Checkpoint) -> dict[str, Any]:
+    """Read the settings of a Sentence-Transformers source's first module; old models have them under other names."""
+    found = (source.read_json(f"sentence_{kind}_config.json") for kind in _KINDS)
+    return next(filter(None, found), {})
+
+
 def _is_ours(module: dict[str, Any], index: int = 0) -> bool:
     ours = (
         (*OUR_POOLINGS, TEXT_POOLING, ATTENTION_POOLING_MODULE)
@@ -68,8 +77,8 @@ def _pools(module: dict[str, Any]) -> bool:
     return name_of(module) in ("Pooling", "TextPooling")
 
 
-def source_pooling(source: Checkpoint) -> str | None:
-    """Name the pooling of a Sentence-Transformers source as MoTEConfig does.
+def source_pooling(source: Checkpoint) -> str:
+    """Name the pooling of a source as MoTEConfig does; of a plain Transformers one, what Sentence-Transformers chooses.
 
     Raises:
         ValueError: If MoTEConfig does not know it.
@@ -83,7 +92,11 @@ def source_pooling(source: Checkpoint) -> str | None:
                     "chosen with `--pooling`, but the embeddings would no longer be the source's."
                 )
             return mode
-    return None
+    if is_mote(source.config):
+        return str(source.config.pooling)
+    architectures = source.config.architectures or [""]
+    causal = architectures[0].endswith("ForCausalLM") and getattr(source.config, "is_causal", True)
+    return "last_token" if causal else "mean"
 
 
 def _pooling_in(source: Checkpoint, module: dict[str, Any]) -> str:
@@ -165,7 +178,7 @@ def max_seq_length(model: PreTrainedModel, source: Checkpoint) -> int | None:
     """
     if not source_modules(source):
         return nv_embed.MAX_SEQ_LENGTH if source.format == "nv_embed" else longest_sequence(model)
-    length = source.read_json("sentence_bert_config.json").get("max_seq_length")
+    length = transformer_settings(source).get("max_seq_length")
     if length is not None and (type(length) is not int or length < 1):
         raise ValueError(f"max_seq_length of {source.name} must be a positive integer, got {length!r}")
     return length
@@ -248,13 +261,13 @@ def _write_modules(
             if pooling is not None and _pools(module) and pooling != _pooling_in(source, module):
                 included = source.read_json(f"{module['path']}/config.json").get("include_prompt", True)
                 _write_pooling(model, pooling, folder / module["path"], include_prompt=included)
-        settings = source.read_json("sentence_bert_config.json")
+        settings = transformer_settings(source)
         if modules[0]["type"].endswith(".MLMTransformer"):
             settings.setdefault("transformer_task", "fill-mask")
     else:
         module = {"idx": 1, "name": "1", "path": "1_Pooling", "type": POOLING}
         modules = [{"idx": 0, "name": "0", "path": "", "type": TRANSFORMER}, module]
-        _write_pooling(model, pooling or "mean", folder / "1_Pooling")
+        _write_pooling(model, pooling or source_pooling(source), folder / "1_Pooling")
         if source.format == "nv_embed":
             modules.append({"idx": 2, "name": "2", "path": "2_Normalize", "type": NORMALIZE})
         settings = {"max_seq_length": max_seq_length(model, source), "do_lower_case": False}

@@ -190,7 +190,7 @@ def native_folder(source: Checkpoint, folder: Path, bidirectional: bool = False)
     if source.format != "nomic":
         return source.folder
     if not folder.exists():
-        config = MoTEConfig(pooling=st.source_pooling(source) or "mean")
+        config = MoTEConfig(pooling=st.source_pooling(source))
         config.instructions = dict.fromkeys(config.tasks, "")
         dense, _ = load_dense(source)
         with Staging(folder) as staged:

@@ -7,7 +7,7 @@ from architectures_mote import ARCHITECTURES
 from configuration_mote import UNSEEN_TASKS, MoTEConfig, alternatives
 from mote.checkpoints import nv_embed
 from mote.checkpoints import sentence_transformers as st
-from mote.checkpoints.reading import ATTENTION_POOLING, TOKEN_ROUTED, Checkpoint, is_mote, mote_class
+from mote.checkpoints.reading import ATTENTION_POOLING, TOKEN_ROUTED, Checkpoint, mote_class
 from mote.checkpoints.retrieval import Retrieval, retrieval_in, wanted_retrieval
 from mote.upcycling.options import POOLING_BY_ATTENTION, POOLING_SIZES, TOKEN_ROUTING, UpcyclingOptions
 
@@ -43,8 +43,7 @@ def pooling_of(options: UpcyclingOptions, source: Checkpoint, retrieval: Retriev
     Raises:
         ValueError: If the pooling is unknown, or makes another kind of vectors.
     """
-    own: Any = source.config.pooling if is_mote(source.config) else "mean"
-    pooling = options.pooling or st.source_pooling(source) or own
+    pooling = options.pooling or st.source_pooling(source)
     if pooling not in (known := (*MoTEConfig.pooling_modes, *POOLING_BY_ATTENTION)):
         raise ValueError(f"Unknown pooling {pooling!r}." + alternatives(pooling, known))
     if pooling in POOLING_BY_ATTENTION and retrieval.kind != "dense":
