@@ -172,9 +172,9 @@ def test_readme_shows_the_result() -> None:
         assert f"](docs/{link})" in first_screen
     known = results.known_tables(DOCS / "results")
     expected = {
-        ("small_mote", "mote over start | all rows"): ("+1.27", "0.0035"),
-        ("small_mote", "mote over em | all rows"): ("+0.47", "0.0077"),
-        ("small_mote", "mote over ic | all rows"): ("+0.50", "0.009"),
+        ("small_mote", "mote over start | all rows"): ("+1.27", "0.0038"),
+        ("small_mote", "mote over em | all rows"): ("+0.53", "0.0034"),
+        ("small_mote", "mote over ic | all rows"): ("+0.58", "0.0022"),
         ("medium-bf16/best", "mote over ic+to-start-0.25 | all rows"): ("+0.95", "1.8e-06"),
         ("medium-bf16/best", "mote over ic+rate-0.5 | all rows"): ("+1.34", "4.5e-09"),
         ("medium-bf16/best", "mean over all (60)"): ("64.50", "63.55"),
