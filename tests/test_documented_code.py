@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -178,9 +179,18 @@ def runs_here(code: str) -> bool:
     return not any(part in code for part in NOT_HERE)
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in pages.PAGES if page.parent in (ROOT, ROOT / "docs")], ids=lambda page: page.stem
-)
+def to_run(page: Path) -> Iterator[tuple[str, str]]:
+    """Find language and code of the blocks with something to run, and of the recipes with a name."""
+    if page.parent not in (ROOT, ROOT / "docs"):
+        return
+    for language, code in pages.fenced(page.read_text(encoding="utf-8")):
+        tested_elsewhere = language == "python" and page.stem in ("README", "ecosystem")
+        named = language == "yaml" and re.match(r"# \w+\.yaml", code)
+        if named or (language == "python" and not tested_elsewhere) or any(filter(runs_here, pages.commands(code))):
+            yield language, code
+
+
+@pytest.mark.parametrize("page", [page for page in pages.PAGES if any(to_run(page))], ids=lambda page: page.stem)
 def test_page(page: Path, everything: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     shutil.copytree(everything, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
@@ -189,17 +199,17 @@ def test_page(page: Path, everything: Path, tmp_path: Path, monkeypatch: pytest.
         shutil.copytree("google-bert/bert-base-uncased", "MODEL")  # which has a head
     failed: list[str] = []
     names: dict[str, Any] = {}
-    for language, code in pages.fenced(page.read_text(encoding="utf-8")):
-        if (file := re.match(r"# (\w+\.yaml)", code)) and language == "yaml":
+    for language, code in to_run(page):
+        if file := re.match(r"# (\w+\.yaml)", code):
             Path(file[1]).write_text(code, encoding="utf-8")
-        elif language == "python" and page.stem not in ("README", "ecosystem"):
+        elif language == "python":
             names |= given(page.stem)
             code = "\n".join(line for line in code.splitlines() if runs_here(line))
             try:
                 exec(compile(code, page.name, "exec"), names)
             except Exception:
                 failed.append(f"{code}: {traceback.format_exc()[-500:]}")
-        elif language != "python":
+        else:
             for command in filter(runs_here, pages.commands(code)):
                 if "MINED" in command and "train" in command:
                     link_folders(code)
