@@ -148,7 +148,7 @@ def given(page: str) -> dict[str, Any]:
 
 def run_command(command: str) -> int:
     """Run a command, a training for one step, in place of what an earlier example wrote where it writes."""
-    words = shlex.split(re.sub(r"\[--.*\]", "", command).replace("\\\n", " "))[1:]
+    words = shlex.split(command.replace("\\\n", " "))[1:]
     outputs = [word.removeprefix("output=") for word in words if word.startswith("output=")]
     outputs += [out for option, out in itertools.pairwise(words) if option == "--out"]
     if words[0] in ("train", "pretrain") and not outputs:
@@ -159,12 +159,13 @@ def run_command(command: str) -> int:
         shutil.rmtree(output, ignore_errors=True)
     match words[0]:
         case "train":
-            more = FLOAT32 if words[1].startswith("nv-") else ["data.folder=DATA"] if ".yaml" in words[1] else []
-            words += [*SHORT_TRAINING, *more]
+            words += [*SHORT_TRAINING, *(FLOAT32 if words[1].startswith("nv-") else [])]
         case "pretrain":
             words += [*SHORT, *(["spans.length=8"] if "cot-mae-spans" in words else [])]
         case "chain":
             words += [f"train.{setting}" for setting in SHORT_TRAINING]
+    if words[1].endswith(".yaml"):
+        words.append("data.folder=DATA")  # not the reader's own
     return main(words)
 
 
@@ -179,14 +180,19 @@ def runs_here(code: str) -> bool:
     return not any(part in code for part in NOT_HERE)
 
 
+def commands(code: str) -> list[str]:
+    """Find the commands that can run here, without options in brackets; also that of a recipe (`# FILE: COMMAND`)."""
+    found = pages.commands(re.sub(r"^# \w+\.yaml: ", "", code))
+    return [command for command in (re.sub(r"\[--[^…\]]*\]", "", one) for one in found) if runs_here(command)]
+
+
 def to_run(page: Path) -> Iterator[tuple[str, str]]:
     """Find language and code of the blocks with something to run, and of the recipes with a name."""
     if page.parent not in (ROOT, ROOT / "docs"):
         return
     for language, code in pages.fenced(page.read_text(encoding="utf-8")):
         tested_elsewhere = language == "python" and page.stem in ("README", "ecosystem")
-        named = language == "yaml" and re.match(r"# \w+\.yaml", code)
-        if named or (language == "python" and not tested_elsewhere) or any(filter(runs_here, pages.commands(code))):
+        if (language == "python" and not tested_elsewhere) or re.match(r"# \w+\.yaml", code) or commands(code):
             yield language, code
 
 
@@ -202,7 +208,7 @@ def test_page(page: Path, everything: Path, tmp_path: Path, monkeypatch: pytest.
     for language, code in to_run(page):
         if file := re.match(r"# (\w+\.yaml)", code):
             Path(file[1]).write_text(code, encoding="utf-8")
-        elif language == "python":
+        if language == "python":
             names |= given(page.stem)
             code = "\n".join(line for line in code.splitlines() if runs_here(line))
             try:
@@ -210,7 +216,7 @@ def test_page(page: Path, everything: Path, tmp_path: Path, monkeypatch: pytest.
             except Exception:
                 failed.append(f"{code}: {traceback.format_exc()[-500:]}")
         else:
-            for command in filter(runs_here, pages.commands(code)):
+            for command in commands(code):
                 if "MINED" in command and "train" in command:
                     link_folders(code)
                 if run_command(command):
