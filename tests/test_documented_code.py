@@ -164,7 +164,7 @@ def run_command(command: str) -> int:
             words += [*SHORT, *(["spans.length=8"] if "cot-mae-spans" in words else [])]
         case "chain":
             words += [f"train.{setting}" for setting in SHORT_TRAINING]
-    if words[1].endswith(".yaml"):
+    if words[1:] and words[1].endswith(".yaml"):
         words.append("data.folder=DATA")  # not the reader's own
     return main(words)
 
