@@ -220,7 +220,7 @@ class Comparison:
 
 
 def report(every: EveryScore) -> str:
-    """Format our scores next to the paper's, with paired tests over the datasets."""
+    """Format our scores next to the paper's, with paired tests over the datasets, by the seeds that both have."""
     rows = []
     for name, variant in ((name, VARIANTS[name]) for name in every):
         for stage, published in variant.paper.items():
@@ -237,7 +237,9 @@ def report(every: EveryScore) -> str:
     lines = [markdown_table(columns, rows), ""]
     for better, other in pairs:
         datasets = [dataset for dataset in every[better[0]][better[1]] if dataset in every[other[0]][other[1]]]
-        means = [[mean(every[name][which][dataset]) for dataset in datasets] for name, which in (better, other)]
+        scores = [[every[name][which][dataset] for dataset in datasets] for name, which in (better, other)]
+        common = min(len(of_seeds) for of_model in scores for of_seeds in of_model)  # seeds that both have: the first
+        means = [[mean(of_seeds[:common]) for of_seeds in of_model] for of_model in scores]
         lines.append(f"- {compare_scores(', '.join(better), ', '.join(other), *means)}")
     return "\n".join(lines)
 

@@ -73,3 +73,8 @@ def test_table_shows_the_variants_that_have_scores() -> None:
     assert "separate" not in table
     assert "mote, stage2 dense over siamese, stage2 dense, 2 datasets: +2.00 on average, higher on 2" in table
     assert cot.report({"siamese": every["siamese"]}).count("\n") == 3
+
+
+def test_models_are_compared_by_the_seeds_that_both_have() -> None:
+    table = report({"mote": scores_of("mote", 42.0), "mote, switched": scores_of("mote, switched", 40.0)})
+    assert "mote, stage2 dense over mote, switched, stage2 dense, 2 datasets: +2.00 on average" in table
