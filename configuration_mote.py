@@ -315,9 +315,13 @@ class MoTEConfig(PreTrainedConfig):
         return self.instructions.get(task, self.instructions.get(self.tasks[task], ""))
 
     def task_of_prompt(self, name: str, text: str) -> str | None:
-        """Return the task whose prompt this is, under its own name or one of MTEB's; None: another prompt."""
+        """Return the task whose prompt this is, under its own name or one of MTEB's; None: another prompt.
+
+        It may be reworded, but not into the instruction of another task.
+        """
         task = name if name in self.tasks else MTEB_PROMPTS.get(name)
-        return task if task in self.tasks and text == self.instruction_of(task) else None
+        known = task in self.tasks and (text == self.instruction_of(task) or text not in self._tasks_of_instructions())
+        return task if known else None
 
     def task_of(self, inputs: Sequence[Any], task: str | None = None, prompt: str | None = None) -> str | list[str]:
         """Decide which task the inputs are for: the only place that does. The first rule that applies wins.

@@ -43,6 +43,7 @@ class TaskPrompt(str):
     """An instruction, possibly empty, and its task: of `encode(prompt_name=…)`, only the text reaches a module."""
 
     task: str
+    is_default: bool  # whether it is put in front of texts for which no prompt is named
 
 
 class MoTETransformer(Transformer):
@@ -101,6 +102,8 @@ class MoTETransformer(Transformer):
         if not inputs:
             return {}
         tasks = self.config.task_of(inputs, task, prompt)
+        if getattr(prompt, "is_default", False) and tasks != prompt.task:  # type: ignore[union-attr]
+            prompt = None  # `task=` names another task, whose texts are left as they are
         self.config.warn_of_instructions(inputs, prompt)
         mixed = not isinstance(tasks, str)
         features = super().preprocess(inputs, prompt, processing_kwargs, task=task, mixed_tasks=mixed, **kwargs)
@@ -134,6 +137,7 @@ class MoTETransformer(Transformer):
             if task := self.config.task_of_prompt(name, text):
                 model.prompts[name] = TaskPrompt(text)
                 model.prompts[name].task = task
+                model.prompts[name].is_default = name == model.default_prompt_name
         card, text = model.model_card_data, model._model_card_text or ""
         card.__class__ = MoTECardData if type(card) is SentenceTransformerModelCardData else type(card)
         card.add_tags(self.model.model_tags)

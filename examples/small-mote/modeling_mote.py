@@ -305,11 +305,18 @@ class MoTEModel(PreTrainedModel):
         Takes what `PreTrainedModel.from_pretrained` takes, and `experts=[…]` to load only these experts.
 
         Raises:
-            ValueError: If weights are missing, left over, of another shape or unreadable, or an expert is unknown.
+            ValueError: If weights are missing, left over, of another shape or unreadable, an expert is unknown, or a
+                setting of the config is given beside a config.
         """
-        if isinstance(kwargs.get("config"), PreTrainedConfig) and kwargs.get("experts") is not None:
-            kwargs["config"] = copy.deepcopy(kwargs["config"])
-            kwargs["config"].load_only(kwargs.pop("experts"))
+        if isinstance(kwargs.get("config"), PreTrainedConfig):
+            if (experts := kwargs.pop("experts", None)) is not None:
+                kwargs["config"] = copy.deepcopy(kwargs["config"])
+                kwargs["config"].load_only(experts)
+            if given := {key: kwargs[key] for key in kwargs if key in MoTEConfig.__annotations__}:
+                raise ValueError(
+                    f"Beside a config, its settings cannot be given, got {given}: set them in the config. "
+                    f"In Sentence-Transformers, pass config_kwargs={given}, not model_kwargs."
+                )
         kwargs["ignore_mismatched_sizes"] = True  # reported by the error below, which names them
         try:
             loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)

@@ -63,6 +63,15 @@ def test_a_later_invalid_row_is_named(tmp_path: Path) -> None:
         list(corpus.read())
 
 
+def test_what_the_first_row_lacks(tmp_path: Path) -> None:
+    """Exporters leave out empty fields: a later title counts, and a later id is not lost."""
+    _, second = corpus_of(tmp_path, [{"text": "a"}, {"title": "Sea", "text": "whales"}]).read()
+    assert second.text == "Sea whales"
+    corpus = corpus_of(tmp_path, [{"text": "a"}, {"_id": "d1", "text": "whales"}])
+    with pytest.raises(ValueError, match=r"corpus.jsonl:2: there is a column '_id', which the first row .* lacks"):
+        list(corpus.read())
+
+
 def test_no_rows(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the corpus has no rows"):
         corpus_of(tmp_path, [])

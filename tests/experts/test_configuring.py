@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.checkpoints import contents, dense_checkpoint, files_in, read_json, trusted
 from helpers.kills import stop_everywhere
+from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, pipeline
 
 import mote
@@ -140,6 +141,16 @@ def test_what_cannot_be_set(words: list[str], message: str, upcycled: Path, caps
     assert main(["set", str(upcycled), *words]) in (1, 2)
     assert message in capsys.readouterr().err
     assert contents(upcycled) == before
+
+
+def test_of_a_folder_with_one_expert(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    SentenceTransformer(str(place), trust_remote_code=True, model_kwargs={"experts": ["clustering"]}).save_pretrained(
+        str(tmp_path / "one")
+    )
+    assert main(["set", str(tmp_path / "one"), "default_task=sts"]) == 1
+    assert "Task 'sts' needs the expert 'classification', which was not loaded" in capsys.readouterr().err
+    assert main(["set", str(tmp_path / "one"), "default_task=clustering"]) == 0
+    assert 'encode(texts, prompt_name="clustering")' in capsys.readouterr().out
 
 
 def test_nothing_to_set(upcycled: Path) -> None:

@@ -1,11 +1,13 @@
 """Experts added to a model in memory, removed from it, and renamed."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.checkpoints import trusted
 from helpers.families import all_families, batch, fresh_mote, in_threads, make_different, trained_mote
 from helpers.paths import SMALL_ENCODER
 from sentence_transformers import SentenceTransformer
@@ -401,3 +403,30 @@ def test_prompts_are_updated(tmp_path: Path) -> None:
     loaded = SentenceTransformer(str(tmp_path / "saved"), trust_remote_code=True)
     assert loaded.prompts["legal"] == "legal: "
     assert (loaded.encode(["a contract"], prompt_name="legal") == by_task).all()
+
+
+def test_the_default_prompt_follows_its_task(
+    trained_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = tmp_path / "source"
+    SentenceTransformer(str(trained_folder), trust_remote_code=True, default_prompt_name="clustering").save(str(source))
+    mote.transform(source, tmp_path / "renamed", mote.experts.rename, "clustering", "topics")
+    renamed = SentenceTransformer(str(tmp_path / "renamed"), trust_remote_code=True)
+    assert renamed.default_prompt_name == "topics"
+    assert (renamed.encode(["bread"]) == trusted(source).encode(["bread"])).all()
+    assert "default prompt" not in caplog.text
+    mote.transform(source, tmp_path / "removed", mote.experts.remove, "clustering")
+    assert re.search("default prompt 'clustering' .* belongs to no task of the result", caplog.text)
+    assert SentenceTransformer(str(tmp_path / "removed"), trust_remote_code=True).default_prompt_name is None
+
+
+def test_a_default_prompt_of_no_task_is_not_taken_over(
+    trained_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dense = mote.transform(trained_folder, tmp_path / "dense", mote.experts.export, "search_query")
+    assert (
+        trusted(upcycle(str(dense), tmp_path / "mote", experts=["search_query", "a"])).default_prompt_name
+        == "search_query"
+    )
+    assert trusted(upcycle(str(dense), tmp_path / "other", experts=["a", "b"])).default_prompt_name is None
+    assert re.search("default prompt 'search_query' .* belongs to no task of the result", caplog.text)

@@ -150,6 +150,30 @@ def test_default_task(trained_folder: Path, expected: dict) -> None:
     assert np.abs(model.encode_query(TEXTS) - expected["search_query", "search_query: "]).max() <= 1e-6
 
 
+def test_a_task_leaves_the_default_prompt_of_another_out(trained_folder: Path, expected: dict) -> None:
+    model = SentenceTransformer(str(trained_folder), trust_remote_code=True, default_prompt_name="clustering")
+    assert np.abs(model.encode(TEXTS) - expected["clustering", "clustering: "]).max() <= 1e-6
+    assert np.abs(model.encode(TEXTS, task="classification") - expected["classification", ""]).max() <= 1e-6
+    by_name = model.encode(TEXTS, prompt_name="search_query")
+    assert np.abs(by_name - expected["search_query", "search_query: "]).max() <= 1e-6
+
+
+def test_a_reworded_prompt_keeps_its_task(trained_folder: Path, expected: dict) -> None:
+    prompts = {"clustering": "custom: ", "Classification": "custom: ", "search_document": "search_query: "}
+    model = SentenceTransformer(str(trained_folder), trust_remote_code=True, prompts=prompts)
+    for name, expert, prefix in (
+        ("clustering", "clustering", "custom: "),
+        ("Classification", "classification", "custom: "),
+        ("search_document", "search_query", "search_query: "),  # the instruction of another task
+    ):
+        assert np.abs(model.encode(TEXTS, prompt_name=name) - expected[expert, prefix]).max() <= 1e-6
+
+
+def test_a_setting_beside_a_config_is_refused(trained_folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"pass config_kwargs=\{'default_task': 'sts'\}, not model_kwargs"):
+        SentenceTransformer(str(trained_folder), trust_remote_code=True, model_kwargs={"default_task": "sts"})
+
+
 @pytest.mark.parametrize("kwargs", ["config_kwargs", "model_kwargs"])
 def test_one_expert_alone(trained_folder: Path, expected: dict, kwargs: str) -> None:
     model = SentenceTransformer(str(trained_folder), trust_remote_code=True, **{kwargs: {"experts": ["search_query"]}})

@@ -1,7 +1,9 @@
 """Sentence-Transformers' files of a model repository: modules, pooling, prompts, and MTEB's names of the prompts."""
 
 import json
+import logging
 import shutil
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from mote.checkpoints.instructions import INSTRUCTED, TEXT_POOLING, copy_instruc
 from mote.checkpoints.plain import longest_sequence
 from mote.checkpoints.reading import ATTENTION_POOLING, Checkpoint, has_head, is_mote
 from mote.checkpoints.retrieval import OUR_POOLINGS, copy_code, name_of, retrieval_in
+
+logger = logging.getLogger(__name__)
 
 # Sentence-Transformers' names of the poolings that MoTEConfig knows, and their flags in releases before 5.0.
 POOLING_NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
@@ -222,7 +226,8 @@ def write_sentence_transformer(
     if config is None:
         prompts: dict[str, Any] = {"prompts": source_prompts(source)}
     elif expert is None:
-        prompts = {"prompts": prompts_of(config, carried_over)}
+        kept = prompts_of(config, carried_over)
+        prompts = {"prompts": kept, "default_prompt_name": _default_prompt(source, config, kept)}
     else:
         default = expert if config.instruction_of(expert) else None
         prompts = {"prompts": prompts_of_expert(config, expert, carried_over), "default_prompt_name": default}
@@ -241,6 +246,33 @@ def write_sentence_transformer(
             **prompts,
         },
     )
+
+
+def _default_prompt(source: Checkpoint, config: MoTEConfig, prompts: dict[str, str]) -> str | None:
+    """Return the name of the source's default prompt in a model with other prompts; None, with a note, if it is lost.
+
+    A renamed task takes its prompt along. A prompt that belongs to no task would make `encode(texts)` an error.
+    """
+    name = source.read_json("config_sentence_transformers.json").get("default_prompt_name")
+    if name is None:
+        return None
+    if is_mote(source.config) and len(source.config.tasks) == len(config.tasks):
+        changed = [pair for pair in zip(source.config.tasks, config.tasks, strict=True) if pair[0] != pair[1]]
+        if len(changed) == 1 and MTEB_PROMPTS.get(name, name) == changed[0][0]:
+            return changed[0][1]
+    if name in prompts:
+        if config.default_task is not None or config.task_of_prompt(name, prompts[name]):
+            return name
+        with suppress(ValueError):
+            config.task_of([""], prompt=prompts[name])
+            return name
+    logger.warning(
+        "The default prompt %r of %s belongs to no task of the result, and is no default any more: pass `prompt_name=` "
+        "or `task=` to encode()",
+        name,
+        source.name,
+    )
+    return None
 
 
 def _write_modules(

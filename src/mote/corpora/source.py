@@ -56,7 +56,7 @@ class CorpusColumns(NamedTuple):
             if row.fault:
                 raise ValueError(row.fault)
             text = " ".join(self._texts(row.content)) if len(self.texts) > 1 else _value(row.content, self.texts[0])
-            name = str(number) if self.id is None else _id(row.content, self.id)
+            name = _number(row.content, number) if self.id is None else _id(row.content, self.id)
             task = None if self.task is None else _value(row.content, self.task)
         except ValueError as error:
             raise ValueError(f"{row.where}: {error}") from None
@@ -80,6 +80,12 @@ def _value(content: dict[str, Any], column: str) -> str:
 def _id(content: dict[str, Any], column: str) -> str:
     value = content.get(column)
     return str(value) if type(value) is int else _value(content, column)
+
+
+def _number(content: dict[str, Any], number: int) -> str:
+    if named := [column for column in ID_COLUMNS if column in content]:
+        raise ValueError(f"there is a column {named[0]!r}, which the first row of the corpus lacks: all rows or none")
+    return str(number)
 
 
 @dataclass(frozen=True)
@@ -228,7 +234,7 @@ def _usual_texts(first: Row) -> tuple[str, ...]:
         raise ValueError(f"{first.where}: {first.fault}")
     present = [column for column in TEXT_COLUMNS if column in first.content]
     if "text" in present:
-        return (TITLE, "text") if TITLE in first.content else ("text",)
+        return (TITLE, "text")  # exporters leave out empty titles, maybe that of the first row
     if len(present) != 1:
         found = ", ".join(map(repr, first.content)) or "none"
         raise ValueError(f"{first.where}: which column holds the texts? Name it with --text-column; there are {found}")

@@ -156,5 +156,7 @@ def _set(model: "MoTEModel", changes: Mapping[str, Any]) -> None:
     if routing and not config.routes_by_task:
         raise ValueError(f"{routing[0]} has no effect here: each token of this model finds its experts by a router")
     valid = type(config).from_dict({**config.to_dict(), **fields})
+    if fields.get("default_task") is not None:
+        valid.expert_of(valid.default_task)  # an error if that expert is not in the folder
     for field in fields:
         setattr(config, field, getattr(valid, field))
