@@ -391,7 +391,7 @@ def test_wrong_settings(settings: Any, message: str, model: Path, corpus: Path) 
 # Size ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Quick(Model):
         def encode(self, encoder: Any, window: Any, **pool: Any) -> np.ndarray:

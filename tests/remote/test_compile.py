@@ -95,6 +95,7 @@ def test_layers_that_stay_dense_are_compiled_too() -> None:
     assert counter.frame_count == 2  # with the hook that keeps the expert's name from the layer, and without
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False], ids=["torch.compile(model)", "backbone.compile()"])
 def test_as_a_whole_there_is_one_graph_for_each_task(whole: bool) -> None:
     tasks, lengths = TASKS[:2], LENGTHS[::3]
