@@ -183,9 +183,8 @@ def test_readme_shows_the_result() -> None:
         ("medium-bf16/models", "| mote |"): ("58.62",),
         ("medium-bf16/models", "| mote+unseen-by-search_document |"): ("59.17",),
         ("medium-bf16/models", "| em |"): ("59.13",),
-        ("medium-embedder/models", "| mote |"): ("60.51", "60.34"),
-        ("medium-embedder/models", "| mote+unseen-by-search_document |"): ("60.70",),
-        ("medium-embedder/models", "| em |"): ("60.46",),
+        ("medium-embedder/table3", "mean over all (60)"): ("60.42", "60.50"),
+        ("medium-embedder/models", "| mote+unseen-by-search_document |"): ("60.70", "60.54"),
     }
     for (table, row), numbers in expected.items():
         (line,) = {line for line in known[table].splitlines() if row in line and all(one in line for one in numbers)}
