@@ -139,6 +139,7 @@ def test_the_model_stays_as_it_is(way: dict[str, int]) -> None:
     assert whole.config.compression is None
 
 
+@pytest.mark.long
 @all_families
 @both_ways
 def test_saved_and_loaded(name: str, way: dict[str, int], tmp_path: Path) -> None:
@@ -197,6 +198,7 @@ def test_threads_with_other_tasks(way: dict[str, int]) -> None:
     assert wrong == []
 
 
+@pytest.mark.long
 @all_families
 @both_ways
 def test_an_exported_expert_is_whole(name: str, way: dict[str, int]) -> None:
@@ -356,6 +358,7 @@ def test_the_folder_is_a_whole_mote(
     assert "The experts are compressed" not in (trained_folder / "README.md").read_text()
 
 
+@pytest.mark.long
 def test_full_rank_embeds_as_before(trained_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     out = compress(trained_folder, tmp_path / "out", rank=256)
     assert "note: this takes no less memory than uncompressed experts; ranks up to 127 do" in caplog.messages

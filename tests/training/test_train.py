@@ -285,6 +285,7 @@ def test_compiled(two_steps: Path, data: Path, tmp_path: Path) -> None:
     assert losses_of(two_steps) == pytest.approx(losses_of(tmp_path / "other"), rel=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mote", "ic"])
 def test_the_start_has_a_weight_in_the_final_model(name: str, tiny: Path, data: Path, tmp_path: Path) -> None:
     fast = "training.learning_rate=1e-2"
