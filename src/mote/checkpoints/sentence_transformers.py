@@ -261,9 +261,9 @@ def _default_prompt(source: Checkpoint, config: MoTEConfig, prompts: dict[str, s
         if len(changed) == 1 and MTEB_PROMPTS.get(name, name) == changed[0][0]:
             return changed[0][1]
     if name in prompts:
-        if config.default_task is not None or config.task_of_prompt(name, prompts[name]):
+        if config.task_of_prompt(name, prompts[name]):  # also an empty one
             return name
-        with suppress(ValueError):
+        with suppress(ValueError):  # which says that there is no task, and no default either
             config.task_of([""], prompt=prompts[name])
             return name
     logger.warning(
