@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import typer
-
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace `<!-- commands -->`, `<!-- names of MODULE -->`, and links to files that are not part of the site."""
@@ -21,7 +19,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def command_reference() -> Iterator[str]:
     """Give every command a heading and the output of its `--help`."""
-    from mote.cli import app, main
+    from mote.cli import command_tree, main
 
     def describe(command: Any, words: list[str]) -> Iterator[str]:
         with contextlib.redirect_stdout(io.StringIO()) as output:
@@ -31,7 +29,7 @@ def command_reference() -> Iterator[str]:
             yield from describe(below, [*words, name])
 
     os.environ["COLUMNS"] = "100"
-    yield from describe(typer.main.get_command(app), [])
+    yield from describe(command_tree(), [])
 
 
 def name_reference(module: str) -> Iterator[str]:

@@ -9,13 +9,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 from helpers.paths import SMALL_ENCODER
 
-from mote.cli import app, main
+from mote.cli import app, command_tree, main
 
 VERBS = [
     "upcycle",
@@ -202,7 +200,7 @@ SOURCES = ["/nowhere", "/dev/null", "", ".", "\0", "user/name/more", "x" * 5000,
 
 def options_of(words: list[str]) -> list[str]:
     """The options of a verb that take a value."""
-    command: Any = typer.main.get_command(app)
+    command = command_tree()
     for word in words:
         command = command.commands[word]
     return [one.opts[0] for one in command.params if one.opts[0].startswith("--") and not one.is_flag]

@@ -10,7 +10,6 @@ from pkgutil import resolve_name
 from typing import Any, get_args
 
 import pytest
-import typer
 from helpers import pages
 from helpers.paths import ROOT
 from pydantic import BaseModel
@@ -18,7 +17,7 @@ from pydantic import BaseModel
 import mote
 from architectures_mote import ARCHITECTURES
 from mote.chains import Chain
-from mote.cli import app
+from mote.cli import command_tree
 from mote.training.pretraining_recipe import PretrainingRecipe
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import shipped_recipes
@@ -41,7 +40,7 @@ def test_documented_commands_exist_with_their_options() -> None:
     commands = list(documented_commands())
     assert len(commands) > 20
     for page, text in commands:
-        command: Any = typer.main.get_command(app)
+        command = command_tree()
         known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
         words = text.removeprefix("python -m ").split()[1:]
         while words and (below := getattr(command, "commands", {}).get(words[0])):

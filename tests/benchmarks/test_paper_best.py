@@ -280,6 +280,7 @@ def test_what_is_scored_beside_the_best() -> None:
     assert without == ("mote+mined", "ic", "em", "ic+mined", "em+mined", "task-lora+mined", "sem+mined")
 
 
+@pytest.mark.long
 def test_no_dense_model_with_scores_drops_out(tmp_path: Path) -> None:
     """Also if a better choice on validation sets has replaced it."""
     scale = replace(experiments.SCALES["smoke"], seeds=(42, 43))
@@ -319,6 +320,7 @@ def test_separate_models_divide_the_data_as_the_experts_do() -> None:
     assert sorted(served) == sorted(experiments.ALL_DATASETS)
 
 
+@pytest.mark.long
 def test_what_question_4_requires() -> None:
     datasets = {f"{kind}{number}": kind for kind in ("Retrieval", "STS") for number in range(4)}
 

@@ -87,7 +87,7 @@ def one_thread() -> Iterator[None]:
 
 
 @all_families
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
 @pytest.mark.usefixtures("one_thread")
 def test_activations_are_those_of_a_real_pass(name: str, precision: str) -> None:
     model = fresh_mote(name).train()
@@ -139,7 +139,9 @@ def bytes_of(tensors: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-@pytest.mark.parametrize("name", ["nomic_bert", "bert", "modernbert", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["nomic_bert", *(pytest.param(n, marks=pytest.mark.long) for n in ("bert", "modernbert", "qwen3"))]
+)
 @pytest.mark.parametrize("frozen", ["", "embed", ".beta."])
 def test_what_lasts_is_exact(name: str, frozen: str) -> None:
     model = fresh_mote(name).train()

@@ -46,7 +46,10 @@ def settings(source: Path, out: Path, *more: str, tasks: str = LEGAL) -> list[st
 
 @pytest.mark.parametrize(
     ("tasks", "how"),
-    [(LEGAL, "training.gradient_checkpointing=true"), (BOTH_SIDES, "training.mini_batch_size=8")],
+    [
+        (LEGAL, "training.gradient_checkpointing=true"),
+        pytest.param(BOTH_SIDES, "training.mini_batch_size=8", marks=pytest.mark.long),
+    ],
 )
 def test_only_the_new_expert_moves(tasks: str, how: str, source: Path, tmp_path: Path) -> None:
     model = train("mote", settings(source, tmp_path / "run", how, tasks=tasks))

@@ -40,7 +40,7 @@ def losses_of(run: Path) -> list[float]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in ("mote", "tlr") else pytest.mark.long) for name in shipped_recipes()],
+    [pytest.param(name, marks=() if name == "mote" else pytest.mark.long) for name in shipped_recipes()],
 )
 def test_each_shipped_recipe(name: str, tiny: Path, data: Path, tmp_path: Path) -> None:
     more = ("retrieval.sparse_from=embeddings",) if load_recipe(name).retrieval.kind != "dense" else ()
@@ -120,6 +120,7 @@ def epoch(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Spy, di
     return spy, train_step(folder.model)
 
 
+@pytest.mark.long
 def test_instructions_and_experts_are_those_of_the_task(epoch: tuple[Spy, dict[str, Any]]) -> None:
     spy, _ = epoch
     instructions = {
@@ -149,6 +150,7 @@ def test_dense_recipes_have_instructions_or_not(data: Path, tmp_path: Path, monk
         assert set(told) == {begins}
 
 
+@pytest.mark.long
 def test_each_batch_is_of_one_task_and_every_row_is_seen_once(epoch: tuple[Spy, dict[str, Any]]) -> None:
     _, record = epoch
     used: Counter[str] = Counter()

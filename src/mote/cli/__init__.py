@@ -4,13 +4,14 @@ Each command imports the libraries that it needs: torch takes seconds, for which
 """
 
 import contextlib
+import functools
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,6 +26,12 @@ app = typer.Typer(name="mote", no_args_is_help=True, pretty_exceptions_enable=Fa
 experts_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="List, add, extract, merge, remove and rename experts."
 )
+
+
+@functools.cache  # to build it takes longer than to find most mistakes in command lines
+def command_tree() -> Any:
+    """Return the click command that `app` describes, with those below it in `commands`."""
+    return typer.main.get_command(app)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    command = typer.main.get_command(app)
+    command = command_tree()
     try:
         with command.make_context("mote", list(argv)) as context:
             command.invoke(context)

@@ -115,8 +115,10 @@ def _read(recipe: str, place: Any, base: Path | None = None, extended_by: tuple[
 
 def _parse_yaml(text: str, what: str) -> Any:
     try:
-        _check_size(yaml.compose(text, yaml.SafeLoader), what)
-        return _numbers(yaml.safe_load(text))
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        _check_size(root, what)
+        return None if root is None else _numbers(loader.construct_document(root))
     except yaml.YAMLError as error:
         raise ValueError(f"The {what} is invalid YAML: {error}") from None
     except RecursionError:
