@@ -270,6 +270,11 @@ class MoTEConfig(PreTrainedConfig):
         return self.experts if self.loaded_experts is None else self.loaded_experts
 
     @property
+    def available_tasks(self) -> dict[str, str]:
+        """The tasks whose expert is present, with that expert, in the order of `tasks`."""
+        return {task: expert for task, expert in self.tasks.items() if expert in self.available_experts}
+
+    @property
     def mote_layer_indices(self) -> list[int]:
         """Indices, from 0, of the blocks that have experts."""
         count = getattr(self.backbone_config, "num_hidden_layers", None)

@@ -26,7 +26,8 @@ class MoTECardData(SentenceTransformerModelCardData):
         config: Any = self.model[0].config  # type: ignore[index]  # there is a model whenever a card is written
         snippet = super().generate_usage_snippet().replace('")\n', '", trust_remote_code=True)\n', 1)
         snippet = snippet.replace("encode(sentences)", f'encode(sentences, task="{config.available_experts[0]}")')
-        rows = [f"| `{name}` | `{config.tasks[name]}` | `{config.instruction_of(name)!r}` |" for name in config.tasks]
+        tasks = config.available_tasks.items()
+        rows = [f"| `{name}` | `{expert}` | `{config.instruction_of(name)!r}` |" for name, expert in tasks]
         return "\n".join([snippet, "", "| task | expert | instruction |", "| --- | --- | --- |", *rows, ""])
 
     def compute_dataset_metrics(self, *args: Any, **kwargs: Any) -> Any:

@@ -73,7 +73,7 @@ class Embedder:
         self.model = model.eval()
         self.retrieval = retrieval
         self.config = model[0].config
-        self.tasks = [task for task, expert in self.config.tasks.items() if expert in self.config.available_experts]
+        self.tasks = list(self.config.available_tasks)
         self.task_ids = {task: index for index, task in enumerate(self.config.tasks)}
         # `Pooling` leaves out an instruction of one length for all rows; `instruction_pooling` knows each row's own
         self.each_its_own = hasattr(model[0], "instruction_pooling")

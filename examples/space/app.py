@@ -98,9 +98,9 @@ class Demo:
     def __init__(self, model: SentenceTransformer, source: str) -> None:
         config = views.config_of(model)
         self.model, self.about = model, views.about(model, source)
-        self.experts, self.tasks = list(config.available_experts), list(config.tasks)
+        self.experts, self.tasks = list(config.available_experts), list(config.available_tasks)
         self.sides = ("query", "document")  # of MoTEs without them, the first expert
-        if not {*self.sides} <= config.tasks.keys():
+        if not {*self.sides} <= {*self.tasks}:
             self.sides = (self.experts[0],) * 2
         self.prompts = [name for name, text in model.prompts.items() if text]
         self.default_task, self.route_by_text = config.default_task or NONE, getattr(config, "route_by_text", True)

@@ -359,6 +359,7 @@ def test_a_start_of_another_architecture_is_refused(upcycled: Path, tmp_path: Pa
 # All of it -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_an_analysis_is_written_as_tables_json_and_charts(found: analysis.Analysis, tmp_path: Path) -> None:
     assert mote.analyze is analysis.analyze
     folder = found.save(tmp_path / "deep" / "out")

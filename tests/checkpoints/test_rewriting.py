@@ -1,6 +1,7 @@
 """Cards that other programs have written or kept, rewritten."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,16 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 'SentenceTransformer("you/mine", trust_remote_code=True)' in card
     assert main(["card", str(folder.parent / "none")]) == 1
     assert "is neither a folder" in capsys.readouterr().err
+
+
+def test_a_folder_with_some_of_the_experts(upcycled: Path, tmp_path: Path) -> None:
+    MoTEModel.from_pretrained(upcycled, experts=["clustering"], default_task="sts").save_pretrained(tmp_path / "one")
+    shutil.copy(upcycled / "tokenizer.json", tmp_path / "one")
+    card = write_card(tmp_path / "one")
+    assert "1 task expert in one text-embedding model" in card
+    assert re.findall(r"^\| `(\w+)` \| `(\w+)`", card, re.MULTILINE) == [("clustering", "clustering")]
+    assert "Texts without a task: an error" in card
+    assert "search_query" not in card.split("## How it was made")[0]
 
 
 def test_different_experts_after_saving_by_transformers(upcycled: Path, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def assert_equal(source: Path, tmp_path: Path, **arguments: Any) -> Path:
 
 
 @all_families
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["auto", pytest.param("bfloat16", marks=pytest.mark.long)])
 @pytest.mark.parametrize("shards", [False, True])
 def test_families(name: str, dtype: str, shards: bool, tmp_path: Path, streamed_only: None) -> None:
     source = dense_checkpoint(tmp_path / "dense", name, shards=shards, tokenizer=False)

@@ -46,6 +46,7 @@ def results(folder: Path) -> list[Path]:
     return [path for path in (folder / "results").rglob("*.json") if path.name != "model_meta.json"]
 
 
+@pytest.mark.long
 def test_scores_are_cached_and_the_second_run_computes_nothing(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

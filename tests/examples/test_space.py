@@ -140,6 +140,7 @@ def test_the_page_says_which_model_it_shows(
     assert said.endswith("by the recipe `small-mote`. It was not trained on the texts here.")
 
 
+@pytest.mark.long
 def test_visitors_share_the_model(views: ModuleType, model: SentenceTransformer) -> None:
     groups, texts = zip(*QUESTIONS, strict=True)
     alone = views.views(model, texts, groups)

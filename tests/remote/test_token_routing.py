@@ -275,7 +275,9 @@ def test_bfloat16(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "one_graph"), [("nomic_bert", True), ("bert", False)])
+@pytest.mark.parametrize(
+    ("name", "one_graph"), [("nomic_bert", True), pytest.param("bert", False, marks=pytest.mark.slow)]
+)
 def test_compiled_equals_eager(name: str, one_graph: bool) -> None:
     model, inputs = trained(name), batch()
     compiled = torch.compile(model, fullgraph=one_graph, backend="aot_eager")

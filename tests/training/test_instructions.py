@@ -26,7 +26,8 @@ DEFINED = (
 FIND = mote.instruction_with("Find evidence")
 
 
-@pytest.mark.parametrize("kind", ["mote", pytest.param("dense", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["mote", "dense"])
 def test_a_run(kind: str, tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = overrides(tiny, data, tmp_path / "run", f"model.kind={kind}", *DEFINED)
     recipe = load_recipe("mote", settings)

@@ -241,6 +241,7 @@ def test_the_total_is_the_worst_moment() -> None:
 # The command and errors ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_command(capsys: pytest.CaptureFixture[str], fresh_folder: Any) -> None:
     options = ["--batch-size", "32", "--mini-batch-size", "8", "--length", "32"]
     assert main(["memory", str(fresh_folder), *options, "--processes", "2", "--sharding", "fsdp2"]) == 0

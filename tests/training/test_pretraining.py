@@ -102,6 +102,7 @@ def test_a_run(run: Path, source: Path) -> None:
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
+@pytest.mark.long
 def test_a_stopped_run_ends_as_if_it_had_not_been(
     run: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ def test_a_non_finite_loss_stops_the_run(
     assert train_step(train("mote", settings))["resumed_from_step"] == 2
 
 
+@pytest.mark.long
 def test_a_non_finite_gradient_is_not_saved(tiny: Path, data: Path, tmp_path: Path) -> None:
     recipe = load_recipe("mote", overrides(tiny, data, tmp_path / "run", "training.max_steps=4"))
     ready = prepare(recipe, RunFolder(tmp_path / "run"))

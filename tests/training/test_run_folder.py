@@ -126,6 +126,7 @@ def test_overwrite_keeps_the_model_until_the_new_one_is_complete(settings: list[
     assert train_step(model)["steps"] == 1
 
 
+@pytest.mark.long
 def test_an_interrupted_overwrite_is_resumed(settings: list[str], tmp_path: Path) -> None:
     """A checkpoint next to a finished model belongs to a run that was to replace it."""
     model = train("ic", settings)
@@ -142,6 +143,7 @@ def test_an_interrupted_overwrite_is_resumed(settings: list[str], tmp_path: Path
     assert model.exists()
 
 
+@pytest.mark.long
 def test_a_model_is_not_the_folder_of_a_run(settings: list[str]) -> None:
     """Though it holds a recipe."""
     model = train("ic", settings)

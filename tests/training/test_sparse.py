@@ -146,6 +146,7 @@ def test_settings_that_contradict_each_other(source: Path, pairs: Path, tmp_path
             plan("sparse", settings(source, pairs, tmp_path / "run", override))
 
 
+@pytest.mark.long
 def test_a_hybrid_model_is_trained_and_its_weight_tuned(source: Path, pairs: Path, tmp_path: Path) -> None:
     """The loss is on hybrid scores, the sparsity loss on the sparse part alone."""
     more = ("retrieval.weight=tuned", "validation.share=0.3", "training.max_steps=1")

@@ -79,6 +79,7 @@ def test_each_shipped_recipe(name: str, tiny: Path, data: Path, tmp_path: Path) 
     assert not (tmp_path / "run" / "start").exists()
 
 
+@pytest.mark.long
 def test_without_validation_texts_nothing_is_validated(tiny: Path, data: Path, tmp_path: Path) -> None:
     settings = overrides(tiny, data, tmp_path / "run", "validation.share=0", "training.eval_steps=1")
     assert train_step(train("mote", settings))["steps"] == 2

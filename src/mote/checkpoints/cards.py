@@ -77,10 +77,11 @@ def write_mote_card(
 
 def mote_values(config: MoTEConfig, counts: Mapping[str, Any], fresh: bool, normalized: bool) -> dict[str, Any]:
     """Return the values about the model itself for the template of its card; arguments as in `write_mote_card`."""
-    example = "search_query" if "search_query" in config.tasks else config.experts[0]
+    tasks = config.available_tasks
+    example = "search_query" if "search_query" in tasks else config.available_experts[0]
     return {
         "fresh": fresh,
-        "experts": config.experts,
+        "experts": config.available_experts,
         "num_experts_per_tok": None if config.routes_by_task else config.num_experts_per_tok,
         "num_experts": getattr(config, "num_experts", None),
         "norm_topk_prob": getattr(config, "norm_topk_prob", None),
@@ -88,13 +89,13 @@ def mote_values(config: MoTEConfig, counts: Mapping[str, Any], fresh: bool, norm
         "compression": config.compression,
         "active_parameters": millions(counts["active"]),
         "total_parameters": millions(counts["total"]),
-        "tasks": [(cell(task), expert, cell(config.instruction_of(task))) for task, expert in config.tasks.items()],
-        "default_task": config.default_task,
+        "tasks": [(cell(task), expert, cell(config.instruction_of(task))) for task, expert in tasks.items()],
+        "default_task": config.default_task if config.default_task in tasks else None,
         "route_by_text": config.route_by_text,
         "example_task": example,
-        "example_expert": config.tasks[example],
+        "example_expert": tasks[example],
         "example_instruction": escaped(config.instruction_of(example)),
-        "has_roles": {"query", "document"} <= set(config.tasks),
+        "has_roles": {"query", "document"} <= set(tasks),
         "pooling": config.pooling,
         "normalized": normalized,
         "has_head": has_head(config),

@@ -366,11 +366,11 @@ def require_expert(config: MoTEConfig, name: str) -> str:
     """Return the name of an expert whose weights are present.
 
     Raises:
-        ValueError: If there is no such expert, or it was not loaded.
+        ValueError: If there is no such expert, or its weights are absent.
     """
     if name not in config.experts:
         raise ValueError(f"Unknown expert {name!r}." + alternatives(name, config.experts))
     if name not in config.available_experts:
-        loaded = ", ".join(map(repr, config.available_experts))
-        raise ValueError(f"The expert {name!r} was not loaded (loaded: {loaded}): add it to `experts=`")
+        present = ", ".join(map(repr, config.available_experts))
+        raise ValueError(f"The expert {name!r} was not loaded, or not saved with this model, which has only {present}")
     return name

@@ -171,8 +171,7 @@ def how_to_load(path: str, config: Any, retrieval: Retrieval | None = None) -> s
         return f'SparseEncoder("{path}", trust_remote_code=True).encode_query(texts)  # or encode_document'
     if not is_mote(config):
         return f'AutoModel.from_pretrained("{path}")\nSentenceTransformer("{path}").encode(texts)'
-    present = config.available_experts
-    task = "search_query" if config.tasks.get("search_query") in present else present[0]
+    task = "search_query" if "search_query" in config.available_tasks else config.available_experts[0]
     argument = "prompt_name" if config.instruction_of(task) else "task"  # an empty prompt selects no task
     routed = f', task="{task}"' if config.routes_by_task else ""
     if has_head(config):
