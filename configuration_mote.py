@@ -23,7 +23,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig  # noqa: E
 
 logger: Any = logging.get_logger(__name__)
 
-# The experts and instructions of the paper (Romero et al., arXiv:2506.17781).
+# The experts and instructions of the paper (Romero Calvo et al., arXiv:2506.17781).
 _PAPER_EXPERTS = ("classification", "clustering", "search_query", "search_document")
 PAPER_INSTRUCTIONS = {expert: f"{expert}: " for expert in _PAPER_EXPERTS}
 

@@ -48,7 +48,7 @@ def main() -> None:
     embedded = {"before training": dense.encode(titles), "MoTE": model.encode(titles, prompt_name="clustering")}
     before, after = (v_measure(embeddings, categories) for embeddings in embedded.values())
     print(f"{'clustering, V-measure':<40}{before:>15.3f}{after:>15.3f}")
-    print("The MoTE has learned the bank's intents and the titles' fields from other texts (training splits).")
+    print("The MoTE was trained on these intents and categories, but not on these texts.")
     draw(embedded, categories, options.out)
 
 

@@ -13,7 +13,7 @@ from benchmarks.paper.runs import Scores
 from benchmarks.paper.tables import cell, datasets_of
 from mote.reporting import COLORS, markdown_table
 
-NAMES = {START: "not trained", "em": "dense", "ic": "dense, instructions", "mote": "MoTE"}
+NAMES = {START: "source encoder", "em": "dense", "ic": "dense, instructions", "mote": "MoTE"}
 """Variant → its name in README."""
 
 ROWS: dict[str, tuple[str, ...]] = {

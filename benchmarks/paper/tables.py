@@ -219,7 +219,7 @@ def summary_of(tables: Mapping[str, Table], scores: Scores) -> str:
 
 
 def models_table(found: Mapping[str, Mapping[int, ScoresOfTypes]]) -> str:
-    """Format all models of a scale: the mean over all datasets for each seed, and over each type for the seeds it has.
+    """Format all models of a scale: means over all datasets, by seed and over all seeds, and over each type.
 
     One of three separate models, which serves some of the types, has no mean over all datasets.
 
@@ -237,9 +237,11 @@ def models_table(found: Mapping[str, Mapping[int, ScoresOfTypes]]) -> str:
             if one.keys() >= {*types}
         }
         of_types = [[mean(one[kind].values()) for one in of_seeds.values() if kind in one] for kind in types]
-        means = [*map(whole.get, seeds), *(mean(of_type) if of_type else None for of_type in of_types)]
+        over_seeds = [mean(whole.values()) if len(whole) == len(seeds) else None] if len(seeds) > 1 else []
+        means = [*map(whole.get, seeds), *over_seeds, *(mean(of_type) if of_type else None for of_type in of_types)]
         rows.append([labels[name], *("" if one is None else f"{one:.2f}" for one in means)])
-    table = markdown_table(["mean over the test sets", *(f"seed {seed}" for seed in seeds), *types], rows)
+    columns = [*(f"seed {seed}" for seed in seeds), *(["all seeds"] if len(seeds) > 1 else [])]
+    table = markdown_table(["mean over the test sets", *columns, *types], rows)
     return "\n\n".join(filter(None, [table, legend_of(labels)]))
 
 
