@@ -81,9 +81,11 @@ def _of_backbone(name: str, doc: str) -> property:
     return property(get, lambda config, value: setattr(config.backbone_config, name, value), doc=doc)
 
 
-def _refuse_misspelled(names: Iterable[str]) -> None:
-    for name in sorted(set(names) - set(MoTEConfig.__annotations__)):
-        if near := difflib.get_close_matches(name, MoTEConfig.__annotations__, n=1, cutoff=0.8):
+def _refuse_misspelled(names: Iterable[str], config_class: type["MoTEConfig"]) -> None:
+    ours = config_class.__mro__[: config_class.__mro__.index(MoTEConfig) + 1]
+    known = [name for one in ours for name in vars(one).get("__annotations__", ())]
+    for name in sorted({*names}.difference(known)):
+        if near := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
             raise ValueError(f"Unknown setting {name!r}. Did you mean {near[0]!r}?")
 
 
@@ -175,7 +177,7 @@ class MoTEConfig(PreTrainedConfig):
         if self.instructions is None:
             self.instructions = {task: text for task, text in PAPER_INSTRUCTIONS.items() if task in own_names}
         kwargs.pop("model_type", None)  # set by the class: a subclass may be built from another class's dict
-        _refuse_misspelled(kwargs)  # the base class would keep them
+        _refuse_misspelled(kwargs, type(self))  # the base class would keep them
         super().__post_init__(**kwargs)
         self.validate()
 
@@ -183,8 +185,9 @@ class MoTEConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Build from a dict; `experts=[…]` among the keyword arguments selects the experts to load."""
         selected = kwargs.pop("experts", None)
-        _refuse_misspelled(kwargs)  # the base class would drop them
-        result = super().from_dict(config_dict, **kwargs)
+        _refuse_misspelled(kwargs, cls)  # the base class would drop them
+        given = {name: kwargs.pop(name) for name in ("tasks", "instructions") if kwargs.get(name) is not None}
+        result = super().from_dict({**config_dict, **given}, **kwargs)  # the base class would skip `__post_init__`
         config = result[0] if isinstance(result, tuple) else result
         config.validate() if selected is None else config.load_only(selected)
         return result

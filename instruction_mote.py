@@ -84,6 +84,7 @@ class InstructedTransformer(Transformer):
         """
         if not inputs:
             return {}
+        prompt = self.prompt_for(task, prompt)
         if prompt is None or isinstance(prompt, str):
             starts, whole = [prompt or ""] * len(inputs), inputs
         else:
@@ -111,6 +112,10 @@ class InstructedTransformer(Transformer):
         if tokenizer.truncation_side == "left" and any(one.overflowing for one in encodings):
             logger.warning_once("Long texts were truncated from the left, and lost their instruction")
         return features
+
+    def prompt_for(self, task: str | None, prompt: Any) -> Any:
+        """Return the prompt to use, here the one that is given: see `MoTETransformer.prompt_for`."""
+        return prompt
 
     def _instruction_in(self, text: str) -> str:
         """Return the instruction that a text begins with, possibly empty."""

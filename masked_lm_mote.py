@@ -132,10 +132,15 @@ class MoTEForMaskedLM(MoTEModel):
         inputs_embeds: torch.Tensor | None = None,
         task: str | list[str] | None = None,
         task_ids: torch.Tensor | None = None,
+        balance_share: float | None = None,
     ) -> BaseModelOutputWithPooling:
-        """Run only the encoder, as in `MoTEModel.forward`: hybrid encoders pool its output before calling the head."""
+        """Run only the encoder, as in `MoTEModel.forward`: hybrid encoders pool its output before calling the head.
+
+        `balance_share`, of token-routed models, is named here since Sentence-Transformers only passes what is.
+        """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, task, task_ids)
-        return super().forward(*inputs, return_dict=True)
+        share = {} if balance_share is None else {"balance_share": balance_share}
+        return super().forward(*inputs, **share, return_dict=True)
 
     @staticmethod
     def _load_pretrained_model(model: Any, *args: Any, **kwargs: Any) -> Any:

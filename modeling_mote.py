@@ -317,11 +317,12 @@ class MoTEModel(PreTrainedModel):
                     f"Beside a config, its settings cannot be given, got {given}: set them in the config. "
                     f"In Sentence-Transformers, pass config_kwargs={given}, not model_kwargs."
                 )
+        name = args[0] if args else kwargs.get("pretrained_model_name_or_path")  # None: of a state_dict
         kwargs["ignore_mismatched_sizes"] = True  # reported by the error below, which names them
         try:
             loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
-            raise ValueError(f"Cannot read the weights in {args[0]}: is a file truncated? {error}") from error
+            raise ValueError(f"Cannot read the weights in {name}: is a file truncated? {error}") from error
         model, info = loaded
         problems = [
             f"{len(info[kind])} {kind.replace('_', ' ')} ({', '.join(map(str, sorted(info[kind], key=str)[:3]))} …)"
@@ -329,13 +330,16 @@ class MoTEModel(PreTrainedModel):
             if info.get(kind)
         ]
         if problems:
+            of = "" if name is None else f" of {str(name)!r}"
             raise ValueError(
-                f"The weights of {model.name_or_path!r} do not match its config (a {model.config.model_type!r} with "
+                f"The weights{of} do not match their config (a {model.config.model_type!r} with "
                 f"the experts {model.config.available_experts}): {'; '.join(problems)}"
             )
+        if name is None:
+            return (model, info) if output_loading_info else model
         with suppress(OSError):  # there is no such file, or no connection
             hub = {key: kwargs.get(key) for key in ("revision", "token", "cache_dir", "local_files_only")}
-            model.record = cached_file(model.name_or_path, "mote.json", **hub)
+            model.record = cached_file(name, "mote.json", **hub)
         return (model, info) if output_loading_info else model
 
     @staticmethod

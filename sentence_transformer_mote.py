@@ -102,14 +102,22 @@ class MoTETransformer(Transformer):
             return super().preprocess(inputs, prompt, processing_kwargs, **kwargs)
         if not inputs:
             return {}
+        prompt = self.prompt_for(task, prompt)
         tasks = self.config.task_of(inputs, task, prompt)
-        if getattr(prompt, "is_default", False) and tasks != prompt.task:  # type: ignore[union-attr]
-            prompt = None  # `task=` names another task, whose texts are left as they are
         self.config.warn_of_instructions(inputs, prompt)
         mixed = not isinstance(tasks, str)
         features = super().preprocess(inputs, prompt, processing_kwargs, task=task, mixed_tasks=mixed, **kwargs)
         features["route"] = torch.tensor([list(self.config.tasks).index(name) for name in tasks]) if mixed else tasks
         return features
+
+    def prompt_for(self, task: str | None, prompt: Any) -> Any:
+        """Return the prompt; None for the default one if `task=` names another task, whose texts are left as they are.
+
+        Raises:
+            ValueError: If the task is unknown.
+        """
+        default = getattr(prompt, "is_default", False)
+        return None if default and self.config.task_of([""], task, prompt) != prompt.task else prompt
 
     def _should_flatten_inputs(self, *args: Any, mixed_tasks: bool = False, **kwargs: Any) -> bool:
         """Keep rows of several tasks apart: flash attention without padding would concatenate them."""
@@ -127,7 +135,11 @@ class MoTETransformer(Transformer):
             The features, with `token_embeddings` [B, L, H].
         """
         route = features.get("route", task or features.get("task"))
-        routing = {"task": None, "task_ids": route} if isinstance(route, torch.Tensor) else {"task": route}
+        routing: dict[str, Any] = {"task": route}
+        if isinstance(route, torch.Tensor) and hasattr(self.model, "peft_config"):  # whose `task_ids` are its own
+            routing = {"task": [list(self.config.tasks)[index] for index in route.tolist()]}
+        elif isinstance(route, torch.Tensor):
+            routing = {"task": None, "task_ids": route}
         out = super().forward({name: value for name, value in features.items() if name != "route"}, **routing, **kwargs)
         features.update(out)  # as the base class leaves them; losses over layers read them there
         return out

@@ -15,3 +15,5 @@ else:  # remote code
 
 class InstructedMoTETransformer(InstructedTransformer, MoTETransformer):
     """A `MoTETransformer` that says which tokens are pooled, as `InstructedTransformer` does."""
+
+    prompt_for = MoTETransformer.prompt_for

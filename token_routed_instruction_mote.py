@@ -15,3 +15,5 @@ else:  # remote code
 
 class InstructedTokenRoutedTransformer(InstructedTransformer, TokenRoutedTransformer):
     """A `TokenRoutedTransformer` that says which tokens are pooled, as `InstructedTransformer` does."""
+
+    prompt_for = TokenRoutedTransformer.prompt_for

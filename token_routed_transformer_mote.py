@@ -52,6 +52,7 @@ class TokenRoutedTransformer(MoTETransformer):
             return {}
         if task is not None and task not in ROLE_HINTS:
             self.config.expert_of(task)
+            prompt = self.prompt_for(task, prompt)
         self.config.warn_of_instructions(inputs, prompt)
         return Transformer.preprocess(self, inputs, prompt, processing_kwargs, task=task, **kwargs)
 

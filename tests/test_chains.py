@@ -39,6 +39,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dense_checkpoint(place / "dense", sentence_transformers={})
     write_rows(place / "data/retrieval/animals/train.jsonl", ROWS)
     write_rows(place / "data/classification/few/train.jsonl", [{"text": "a", "label": "b"}])
+    write_rows(place / "data/loose.jsonl", ROWS)
     return place
 
 
@@ -103,6 +104,13 @@ def test_the_shipped_chain() -> None:
         (
             {"stages": {"stage1": {"train": {"tasks": {"retrieval": {"datasets": ["*/*"]}}}}}},
             "Stage stage1: tasks.retrieval: no negatives are mined for classification/few",
+        ),
+        (
+            {
+                "datasets": ["retrieval/*", "loose.jsonl"],
+                "stages": {"stage1": {"train": {"tasks": {"retrieval": {"datasets": ["loose.jsonl"]}}}}},
+            },
+            "mined rows of loose.jsonl are in a folder loose, .*: move the dataset to loose/train.jsonl",
         ),
         ({"datasets": ["nothing/*"]}, r"Nothing matches the pattern nothing/\*"),
         ({"stages": {"a/b": {"teacher": {"model": "bm25"}, "recipe": "cot-stage1"}}}, "the stage 'a/b' names a folder"),

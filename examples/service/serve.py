@@ -90,7 +90,8 @@ class Embedder:
         by_task = self.config.routes_by_task
         if task is not None:
             expert = self.config.expert_of(task)
-            return Item(text, self.config.instruction_of(task), expert if by_task else None)
+            prompt = self.model.prompts.get(task, self.config.instruction_of(task))  # it may be reworded
+            return Item(text, prompt, expert if by_task else None)
         prompt = self.model.prompts.get(self.model.default_prompt_name) or ""  # as encode(text) does
         return Item(text, prompt, self.config.expert_of(self.config.task_of([text], None, prompt)) if by_task else None)
 

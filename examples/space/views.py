@@ -53,8 +53,8 @@ def config_of(model: SentenceTransformer) -> Any:
 
 def embed(model: SentenceTransformer, texts: Sequence[str], task: str) -> np.ndarray:
     """Return normalised embeddings [N, H] of texts, by a task's instruction and expert."""
-    instruction = config_of(model).instruction_of(task)
-    return model.encode(list(texts), task=task, prompt=instruction, normalize_embeddings=True, show_progress_bar=False)
+    prompt = model.prompts.get(task, config_of(model).instruction_of(task))  # it may be reworded
+    return model.encode(list(texts), task=task, prompt=prompt, normalize_embeddings=True, show_progress_bar=False)
 
 
 def task_of(config: Any, expert: str) -> str:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ from mote.corpora.negatives import mine_negatives
 from mote.corpora.run import Teacher, locate
 from mote.data.rows import HUB, find_datasets
 from mote.data.settings import Settings
-from mote.reporting import table
+from mote.reporting import HOW_TO_RESUME, table
 from mote.training.model import names_of
 from mote.training.processes import processes
 from mote.training.recipe import SHIPPED, DataSettings, Recipe
@@ -191,7 +192,7 @@ def chain(recipe: Chain | str | Path, overrides: Sequence[str] = (), *, overwrit
                 if not stage.is_trained():
                     train(stage.recipe)
             except KeyboardInterrupt as interrupt:
-                raise KeyboardInterrupt(f"in the stage {stage.name}: {interrupt}. The same command resumes") from None
+                raise KeyboardInterrupt(f"in the stage {stage.name}: {interrupt}; {HOW_TO_RESUME}") from None
             _record(settings.folder, stage)
     logger.info("\n%s", _summary(settings.folder))
     return stages[-1].run.model
@@ -255,8 +256,13 @@ def _check(stage: Stage, settings: Chain, mined: set[str], models: dict[str, Pat
     for name, task in stage.recipe.tasks.items():
         below = [one for one in task.datasets if not (one.path.startswith(HUB) or Path(one.path).is_absolute())]
         for dataset in below:
-            others = {one.name for one in find_datasets(dataset, settings.data.place)} - mined
-            if others:
+            names = {one.name for one in find_datasets(dataset, settings.data.place)}
+            if moved := sorted(one for one in names & mined if not fnmatch(one, dataset.path.rstrip("/"))):
+                raise ValueError(
+                    f"tasks.{name}: the mined rows of {dataset.path} are in a folder {moved[0]}, where the stage would "
+                    f"not find them: move the dataset to {moved[0]}/{dataset.split}.jsonl below the data folder"
+                )
+            if others := names - mined:
                 raise ValueError(
                     f"tasks.{name}: no negatives are mined for {', '.join(sorted(others))}, so the stage would not "
                     f"find it: add it to the chain's `datasets` ({', '.join(settings.datasets)}), or name it by its "

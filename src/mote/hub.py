@@ -135,12 +135,13 @@ def refuse_whole_model(repo_id: str) -> None:
         )
 
 
-def push(folder: Path, repo_id: str, private: bool = False, what: str = "a MoTE model") -> str:
+def push(folder: Path, repo_id: str, files: list[str], private: bool = False, what: str = "a MoTE model") -> str:
     """Create or update a model repository from a folder.
 
     Args:
         folder: Folder to push.
         repo_id: Repository, `user/name`.
+        files: Files to push: a folder that was overwritten may hold others.
         private: Make a new repository private.
         what: Content of the folder, for the commit message.
 
@@ -158,7 +159,8 @@ def push(folder: Path, repo_id: str, private: bool = False, what: str = "a MoTE 
             repo_id=repo_id,
             folder_path=folder,
             commit_message=f"Upload {what}",
-            delete_patterns=["*.safetensors", "*.safetensors.index.json"],  # of a version with other shards
+            allow_patterns=files,
+            delete_patterns=["model*.safetensors", "model.safetensors.index.json"],  # of a version with other shards
         )
     except HfHubHTTPError as error:
         raise PermissionError(f"The Hub refused to take {repo_id}: {error}\n{_push_later(folder, repo_id)}") from error

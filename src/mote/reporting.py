@@ -10,6 +10,8 @@ from typing import Literal
 
 from rich.cells import cell_len
 
+HOW_TO_RESUME = "the same command (without --overwrite) resumes"
+
 # Okabe and Ito's palette, which readers with any color vision can tell apart.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 

@@ -26,6 +26,7 @@ from transformers import PreTrainedConfig
 
 import mote
 from mote import analysis, upcycle
+from mote.analysis.similarity import embed, instructions_of
 from mote.checkpoints.provenance import new_step, write_steps
 from mote.cli import main
 
@@ -308,6 +309,25 @@ def test_the_start_is_found_by_what_a_folder_records(upcycled: Path, dense: Path
     (folder / "recipe.yaml").write_text("[")
     with pytest.raises(ValueError, match="cannot be read"):
         analysis.find_start(str(folder))
+
+
+def test_a_start_whose_weights_have_changed_is_not_used(dense: Path, tmp_path: Path) -> None:
+    source = copied(dense, tmp_path / "tiny")
+    folder = upcycle(str(source), tmp_path / "mote")
+    (folder / "recipe.yaml").write_text(f"model:\n  source: {source}\n")
+    assert analysis.find_start(str(folder)) == str(source)
+    key = "embeddings.word_embeddings.weight"
+    edit_weights(source, **{key: load_file(source / "model.safetensors")[key] * 2})
+    with pytest.raises(ValueError, match="was trained from tiny, and the folder of this name has other weights"):
+        analysis.find_start(str(folder))
+
+
+def test_prompts_may_be_reworded_and_experts_absent(trained_folder: Path, tmp_path: Path) -> None:
+    settings = {"trust_remote_code": True, "prompts": {"clustering": "Group by topic: "}}
+    model = SentenceTransformer(str(trained_folder), model_kwargs={"experts": ["clustering"]}, **settings)
+    assert instructions_of(model) == {"clustering": "Group by topic: "}
+    expected = model.encode(TEXTS[:2], prompt_name="clustering")
+    assert np.abs(embed(model, TEXTS[:2], "clustering") - expected).max() <= 1e-6
 
 
 def test_a_dense_model_changes_as_one_expert(dense: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from mote.corpora import MiningSettings, Teacher, negatives, read_embeddings, ru
 from mote.corpora.encoding import Model
 from mote.data.columns import check_row, find_columns
 from mote.data.settings import DatasetSettings
+from mote.reporting import HOW_TO_RESUME
 
 pytest.importorskip("faiss")
 pytest.importorskip("bm25s")
@@ -210,8 +211,9 @@ def test_the_teacher_is_loaded_once_and_known_by_its_weights(
     folder = Path(shutil.copytree(model, tmp_path / "teacher"))
     mine(data, folder)  # two datasets, two sides each
     assert len(loads) == 1
-    mine(data, folder)
+    mine(data, folder.rename(tmp_path / "moved"))
     assert len(loads) == 1  # all is finished
+    folder = (tmp_path / "moved").rename(folder)
     (weights,) = folder.rglob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0?")
     with pytest.raises(ValueError, match="holds another run, which differs in teacher"):
@@ -312,7 +314,7 @@ def test_an_interrupted_run_says_that_it_resumes(
         patched.setattr(negatives, "write_rows", stop)
         words = ["mine", "retrieval/*", "--model", str(model), "--data", str(data), "--out", str(data.parent / "mined")]
         assert main([*words, "--negatives", "3", "--depth", "20", "--relative-margin", "-1"]) == 130
-    assert "the same command resumes" in capsys.readouterr().err
+    assert HOW_TO_RESUME in capsys.readouterr().err
     assert contents(mine(data, model)) == expected
 
 
@@ -396,3 +398,20 @@ def test_a_truncated_teacher(data: Path, model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="teacher does not load"):
         mine(data, folder)
     assert not (data.parent / "mined").exists()
+
+
+def test_a_sparse_teacher_on_one_device(data: Path, tmp_path: Path) -> None:
+    source = dense_checkpoint(tmp_path / "tiny", head="mlm")
+    folder = mote.upcycle(source, tmp_path / "sparse", retrieval="sparse")
+    command = ["mine", "retrieval/few", "--model", str(folder), "--data", str(data), "--trust-remote-code"]
+    assert main([*command, "--negatives", "1", "--out", str(tmp_path / "mined"), "--device", "cpu"]) == 0
+    assert len(rows_in(tmp_path / "mined/retrieval/few/train.jsonl.gz")) == 6
+    with pytest.raises(ValueError, match="is a sparse encoder, which scores on one device, got 2"):
+        Teacher(model=str(folder), device=["cpu", "cpu"], trust_remote_code=True).find()
+
+
+def test_a_runtime_loads_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("mote.inference.runtimes.load_exported", lambda *args, **kwargs: asked.append((args, kwargs)))
+    Model("user/exported", backend="onnx", revision="abc", trust_remote_code=True).load("cpu")
+    assert asked == [(("user/exported", "onnx"), {"revision": "abc", "trust_remote_code": True})]

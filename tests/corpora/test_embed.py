@@ -26,6 +26,7 @@ from mote.cli import main
 from mote.corpora import job, read_embeddings, store
 from mote.corpora.encoding import Model, TokenCounter
 from mote.inference.loading import load_encoder
+from mote.reporting import HOW_TO_RESUME
 
 WORDS = ["whales", "breathe", "air", "rain", "tomorrow", "proof", "theorem", "card", "bank", "list", "files", "folder"]
 TEXTS = [" ".join([chr(97 + number), *WORDS[: (7 * number) % 12]]) for number in range(20)]
@@ -235,7 +236,7 @@ def test_an_interrupted_run_resumes(
         interrupt_at(patched, 2, KeyboardInterrupt())
         words = ["embed", str(model), str(corpus), "--out", str(corpus.parent / "out"), "--shard-size", "6"]
         assert main([*words, "--dtype", dtype]) == 130
-    assert "the same command resumes" in capsys.readouterr().err
+    assert HOW_TO_RESUME in capsys.readouterr().err
     with pytest.raises(ValueError, match="are incomplete: run the same command again to resume"):
         read_embeddings(corpus.parent / "out")
     counts = count_texts(monkeypatch)

@@ -15,6 +15,8 @@ faiss = pytest.importorskip("faiss")
 class Given:
     """Scores as given, [queries, documents]."""
 
+    floor = -np.inf
+
     def __init__(self, scores: list[list[float]]) -> None:
         self.scores = np.array(scores)
 
@@ -156,6 +158,32 @@ def test_a_pair_stays_if_its_positive_is_among_the_nearest() -> None:
     stays = [consistent(pairs, scorer, nearest, np.arange(4)).tolist() for nearest in (1, 3, 4)]
     # The other positive of "a" does not count against its second one; three others score above that of "b".
     assert stays == [[True, True, False, True], [True, True, False, True], [True, True, True, True]]
+
+
+def test_a_positive_that_is_not_found_is_not_confirmed() -> None:
+    pytest.importorskip("bm25s")
+    texts = ["bananas are yellow", "whales come up for air", "to be or not to be"]
+    pairs = Pairs.of(["what is it", "how do whales get air", "to be"], texts)
+    scorer = BM25Scorer(pairs.queries, pairs.documents)
+    assert consistent(pairs, scorer, 1, np.arange(3)).tolist() == [False, True, False]
+    vectors = [np.array([[0.0, 1.0], [0.0, 1.0]]), np.array([[0.0, 1.0], [1.0, 0.0]])]
+    two = Pairs.of(["a", "b"], ["a1", "b1"])
+    sparse = [SparseScorer(csr_matrix(vectors[0]), csr_matrix(vectors[1]), size) for size in (2, 1)]
+    assert [consistent(two, one, 2, np.arange(2)).tolist() for one in sparse] == [[True, False], [True, True]]
+
+
+def test_bm25_of_documents_without_words() -> None:
+    pytest.importorskip("bm25s")
+    scorer = BM25Scorer(["7", "the"], ["3", "and"])
+    assert scorer.nearest(np.array([0, 1]), 1)[0].tolist() == [[-1], [-1]]
+    assert scorer.score(np.array([0]), np.array([1])).tolist() == [0.0]
+
+
+def test_a_shard_knows_the_positives_of_a_query_in_other_shards() -> None:
+    pairs = Pairs.of(["Q", "R", "q"], ["A", "B", "b"])
+    part = pairs.part(slice(0, 2))
+    assert (part.queries, part.documents, part.known) == (["Q", "R"], ["A", "B"], [{0, 1}, {1}])
+    assert consistent(part, Given([[0.5, 0.9], [0.1, 0.2]]), 1, np.arange(2)).tolist() == [True, True]
 
 
 def test_bm25() -> None:

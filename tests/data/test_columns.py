@@ -59,9 +59,12 @@ def test_every_type_of_row(row: dict[str, Any], row_type: str, example: Example)
         ({"query": "a", "question": "b", "answer": "c"}, {}, "'query' and 'question' mean the same: choose one with"),
         ({"query": "a", "positive": "b"}, {"anchor": "quary", "positive": "positive"}, "no column 'quary'. Did you"),
         ({"query": "a", "positive": "b"}, {"ancor": "query"}, "unknown column 'ancor' in `columns`. Did you"),
+        ({"q": "a", "title": "b", "body": "c"}, {"anchor": "q", "positive": ["title", "body"]}, "must name one column"),
+        ({"q": "a", "body": "c"}, {"anchor": "q", "positive": []}, r"'positive' .* must name one column, got \[\]"),
+        ({"q": "a", "t": "b", "p": "c"}, {"anchor": "q", "text": "t", "positive": "p"}, "name the anchor: 'q' and 't'"),
     ],
 )
-def test_missing_and_ambiguous_columns(row: dict[str, Any], columns: dict[str, str], message: str) -> None:
+def test_missing_and_ambiguous_columns(row: dict[str, Any], columns: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"retrieval/tiny: .*{message}"):
         check(row, columns)
 

@@ -83,6 +83,16 @@ def test_a_pattern_takes_several_datasets(tmp_path: Path, caplog: pytest.LogCapt
         find(tmp_path, "retrieval/*", exclude=["*"])
 
 
+def test_a_pattern_passes_over_files_of_other_kinds_and_brackets_of_the_folder(tmp_path: Path) -> None:
+    write(tmp_path / "data [v1]", "retrieval/a", ROWS[:1])
+    (tmp_path / "data [v1]/retrieval/README.md").write_text("# Datasets")
+    assert find(tmp_path / "data [v1]", "retrieval/*") == {"retrieval/a": ROWS[:1]}
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only/README.md").write_text("# Datasets")
+    with pytest.raises(ValueError, match=r"README.md: unknown format"):
+        find(tmp_path, "only/*")
+
+
 def test_missing_datasets_are_named_with_what_is_there(tmp_path: Path) -> None:
     write(tmp_path, "retrieval/arxiv", ROWS)
     with pytest.raises(FileNotFoundError, match=r"no dataset .*retrieval/arxive.*Did you mean 'arxiv'"):

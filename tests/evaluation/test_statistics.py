@@ -46,3 +46,11 @@ def test_p_values_by_hand() -> None:
 )
 def test_where_a_test_says_nothing(ours: list[float], theirs: list[float], said: str) -> None:
     assert said in str(of_scores(ours, theirs).compare("ours", "theirs"))
+
+
+def test_equal_gains_are_ties_although_floats_differ() -> None:
+    gains = [0.1, -0.1, 0.1]
+    two = [of_scores([70.1, 50.0, 61.2], [70.0, 50.1, 61.1]), of_scores([50.1, 70.0, 61.2], [50.0, 70.1, 61.1])]
+    for evaluation in two:
+        expected = stats.wilcoxon(gains, alternative="greater").pvalue
+        assert evaluation.compare("ours", "theirs").wilcoxon == pytest.approx(expected)

@@ -136,9 +136,9 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def trusted(folder: Path) -> SentenceTransformer:
+def trusted(folder: Path, **settings: Any) -> SentenceTransformer:
     """Load with remote code."""
-    return SentenceTransformer(str(folder), trust_remote_code=True)
+    return SentenceTransformer(str(folder), trust_remote_code=True, **settings)
 
 
 def edit_json(path: Path, **changes: Any) -> None:

@@ -1,6 +1,7 @@
 """Small training runs."""
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from mote.checkpoints.provenance import read_steps
+from mote.reporting import HOW_TO_RESUME
 from mote.training.progress import Tracker
 from mote.training.train import train
 
@@ -66,5 +68,5 @@ def break_off(settings: list[str], monkeypatch: pytest.MonkeyPatch, at: int, rec
 
     with monkeypatch.context() as patched:
         patched.setattr(Tracker, "record", interrupted)
-        with pytest.raises(KeyboardInterrupt, match="the same command resumes"):
+        with pytest.raises(KeyboardInterrupt, match=re.escape(HOW_TO_RESUME)):
             train(recipe, settings)

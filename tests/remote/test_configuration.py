@@ -8,6 +8,7 @@ import pytest
 from transformers import BertConfig, CLIPConfig
 
 from configuration_mote import MoTEConfig
+from token_routing_mote import TokenRoutedConfig
 
 BACKBONE = {"model_type": "bert", "num_hidden_layers": 6}
 
@@ -258,6 +259,22 @@ def test_a_selection_of_a_selection() -> None:
 def test_an_invalid_selection(experts: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MoTEConfig.from_dict(config().to_dict(), experts=experts)
+
+
+def test_tasks_given_while_loading_are_completed() -> None:
+    given = {"tasks": {"legal": "classification"}, "instructions": {"legal": "Law: "}}
+    loaded = MoTEConfig.from_dict(config().to_dict(), **given)
+    assert loaded.tasks == config(**given).tasks
+    assert loaded.expert_of("clustering") == "clustering"
+    assert loaded.instruction_of("legal") == "Law: "
+
+
+def test_misspelled_settings_of_other_kinds_of_models() -> None:
+    for name in ("router_aux_loss_coeff", "default_tasks"):
+        with pytest.raises(ValueError, match=rf"Unknown setting '{name}'\. Did you mean '{name[:-1]}'"):
+            TokenRoutedConfig(**{name: 0.5})
+        with pytest.raises(ValueError, match=rf"Unknown setting '{name}'\. Did you mean '{name[:-1]}'"):
+            TokenRoutedConfig.from_dict(TokenRoutedConfig().to_dict(), **{name: 0.5})
 
 
 @pytest.mark.parametrize(

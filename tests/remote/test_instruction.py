@@ -332,3 +332,10 @@ def _check_pooling_mask(model: Any) -> None:
         assert torch.allclose(masked.pooler_output, (states * weights).sum(dim=1), atol=1e-6)
         assert torch.allclose(masked.pooler_output[0], plain.pooler_output[0], atol=1e-6)
         assert not torch.allclose(masked.pooler_output[1:], plain.pooler_output[1:], atol=1e-3)
+
+
+def test_a_default_prompt_of_another_task_is_left_out(instructed: Path, model: SentenceTransformer) -> None:
+    with_default = trusted(instructed, default_prompt_name="search_query")
+    assert np.array_equal(with_default.encode(TEXTS), model.encode(TEXTS, prompt_name="search_query"))
+    for task in ("clustering", "search_document"):
+        assert np.array_equal(with_default.encode(TEXTS, task=task), model.encode(TEXTS, task=task))

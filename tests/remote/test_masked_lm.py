@@ -305,7 +305,7 @@ def test_a_folder_without_a_head(again: bool, folder: Path, headless: Path) -> N
 def test_damage(changes: dict[str, Any], load: Any, problem: str, folder: Path, tmp_path: Path) -> None:
     AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True).save_pretrained(tmp_path)
     edit_weights(tmp_path, **changes)
-    with pytest.raises(ValueError, match=f"do not match its config.*{problem}"):
+    with pytest.raises(ValueError, match=f"do not match their config.*{problem}"):
         load.from_pretrained(tmp_path)
 
 

@@ -158,6 +158,18 @@ def test_a_task_leaves_the_default_prompt_of_another_out(trained_folder: Path, e
     assert np.abs(by_name - expected["search_query", "search_query: "]).max() <= 1e-6
 
 
+def test_an_adapter_keeps_the_tasks_of_a_mixed_batch(trained_folder: Path, expected: dict) -> None:
+    peft = pytest.importorskip("peft")
+    model = SentenceTransformer(
+        str(trained_folder), trust_remote_code=True, config_kwargs={"default_task": "clustering"}
+    )
+    adapter = peft.LoraConfig(task_type="FEATURE_EXTRACTION", target_modules=["query"])  # its B is 0
+    model[0].model = peft.get_peft_model(model[0].model, adapter)
+    both = model.encode([f"search_query: {TEXTS[0]}", f"classification: {TEXTS[1]}"])
+    assert np.abs(both[0] - expected["search_query", "search_query: "][0]).max() <= 1e-6
+    assert np.abs(both[1] - expected["classification", "classification: "][1]).max() <= 1e-6
+
+
 def test_a_reworded_prompt_keeps_its_task(trained_folder: Path, expected: dict) -> None:
     prompts = {"clustering": "custom: ", "Classification": "custom: ", "search_document": "search_query: "}
     model = SentenceTransformer(str(trained_folder), trust_remote_code=True, prompts=prompts)

@@ -18,6 +18,7 @@ from sentence_transformers.sparse_encoder.modules import SpladePooling
 from transformers import AutoModel, BertConfig, BertModel
 
 from mote import configure, experts, plan_upcycling, transform, upcycle
+from mote.checkpoints.retrieval import copy_code
 from mote.inference.loading import load_encoder
 from sparse_pooling_mote import HighestLogits, SparsePooling
 
@@ -126,6 +127,39 @@ def test_a_splade_model_is_upcycled(source: Path, tmp_path: Path) -> None:
         model = SparseEncoder(str(out), trust_remote_code=True)
         assert torch.equal(model.encode(TEXTS, task="search_query").to_dense(), expected)
         assert model.max_active_dims == 9
+
+
+def test_a_limit_keeps_the_formula(source: Path, tmp_path: Path) -> None:
+    pooling = SpladePooling(pooling_strategy="sum", activation_function="log1p_relu")
+    dense = SparseEncoder(modules=[SparseEncoder(str(source))[0], pooling])
+    dense.save(str(tmp_path / "dense"))
+    out = upcycle(tmp_path / "dense", tmp_path / "mote", instructions={"search_query": ""}, max_active_dims=9)
+    expected = SparseEncoder(str(tmp_path / "dense"), max_active_dims=9).encode(TEXTS).to_dense()
+    vectors = SparseEncoder(str(out), trust_remote_code=True).encode(TEXTS, task="search_query").to_dense()
+    assert torch.equal(vectors, expected)
+
+
+def test_code_replaces_a_link_and_not_its_target(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "start").mkdir()
+    (tmp_path / "source/sparse_pooling_mote.py").write_text("# of the source")
+    (tmp_path / "start/sparse_pooling_mote.py").symlink_to(tmp_path / "source/sparse_pooling_mote.py")
+    copy_code("sparse_pooling_mote.SparsePooling", tmp_path / "start")
+    assert (tmp_path / "source/sparse_pooling_mote.py").read_text() == "# of the source"
+    assert not (tmp_path / "start/sparse_pooling_mote.py").is_symlink()
+
+
+def test_the_load_balancing_loss_knows_its_share_of_a_step(source: Path, tmp_path: Path) -> None:
+    folder = upcycle(source, tmp_path / "hybrid", routing="token", retrieval="hybrid", sparse_from="head")
+    model = SparseEncoder(str(folder), trust_remote_code=True).train()
+    weights: list[float] = []
+    block = next(module for module in model.modules() if type(module).__name__ == "TokenRoutedFeedForward")
+    block.register_forward_pre_hook(
+        lambda module, args, kwargs: weights.append((*args, *kwargs.values())[-1].loss_weight), with_kwargs=True
+    )
+    features = model.preprocess(TEXTS[:2])
+    model({**features, "balance_share": 1 / 64})
+    assert weights == [pytest.approx(model[0].model.config.router_aux_loss_coef * 2 / 64)]
 
 
 STRANGER = """

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import read_json
+from helpers.checkpoints import read_json, trusted
 from helpers.families import batch, difference
 from helpers.paths import SMALL_ENCODER
 from helpers.token_routing import gradients, make_different, relative, same_gradients, without_dropout
@@ -107,6 +107,16 @@ def test_encode(trained_folder: Path) -> None:
     assert "route" not in model.preprocess(TEXTS, prompt="clustering: ")
     with pytest.raises(ValueError, match=r"Unknown task 'clusterin'\. Did you mean 'clustering'"):
         model.encode(TEXTS, task="clusterin")
+
+
+def encoded(model: Any, **arguments: Any) -> torch.Tensor:
+    return model.encode(TEXTS, convert_to_tensor=True, **arguments)
+
+
+def test_a_default_prompt_of_another_task_is_left_out(trained_folder: Path) -> None:
+    model = trusted(trained_folder, default_prompt_name="search_query")
+    assert torch.equal(encoded(model), encoded(model, prompt_name="search_query"))
+    assert torch.equal(encoded(model, task="clustering"), encoded(model, prompt=""))
 
 
 def test_cached_loss_equals_the_plain_one(trained_folder: Path) -> None:

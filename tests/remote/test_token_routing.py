@@ -462,7 +462,7 @@ def test_a_checkpoint_of_the_other_kind(tmp_path: Path) -> None:
         saved.save_pretrained(tmp_path)
         config = other.config_class(**{**saved.config.to_dict(), "tasks": None})
         assert config.model_type == other.config_class.model_type
-        with pytest.raises(ValueError, match=f"do not match its config .a '{config.model_type}'.*missing keys"):
+        with pytest.raises(ValueError, match=f"do not match their config .a '{config.model_type}'.*missing keys"):
             other.from_pretrained(tmp_path, config=config)
 
 

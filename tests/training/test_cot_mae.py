@@ -319,6 +319,12 @@ def test_ten_kills_at_random_moments(name: str, source: Path, tmp_path: Path) ->
 
 
 @pytest.mark.long
+def test_a_sparse_context_of_distilbert(tmp_path: Path) -> None:
+    source = dense_checkpoint(tmp_path / "tiny", "distilbert", head="mlm")
+    pretrain("cot-mae", settings(source, tmp_path / "run", "training.max_steps=1", "decoder.vector=sparse"))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "more"),
     [

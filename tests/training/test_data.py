@@ -203,3 +203,9 @@ def test_all_shared_data(shared: Path) -> None:
     for training_set in data.sets.values():
         assert not held_out & set(training_set.rows["anchor"])
         assert not held_out & set(training_set.rows["positive"])
+
+
+def test_without_in_batch_negatives_rows_need_their_own(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/tiny", pairs(3))
+    with pytest.raises(ValueError, match="retrieval/tiny: without in-batch negatives, its rows need their own"):
+        load(tmp_path, "retrieval/tiny", settings={"in_batch_negatives": False, "batches": "homogeneous"})

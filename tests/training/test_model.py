@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from mote.checkpoints.models import load_dense
 from mote.checkpoints.reading import open_checkpoint, open_dense
 from mote.training.losses import LoadBalancedLoss
-from mote.training.model import build_model
+from mote.training.model import build_model, names_of
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import START_FOLDER, RunFolder
@@ -109,3 +109,22 @@ def test_task_experts_that_are_token_routed(
         ValueError, match=r"kind 'token_routed', .*: for task experts, run `mote upcycle --src .*tiny-t"
     ):
         train("mote", overrides(token_routed, data, tmp_path / "other"))
+
+
+def test_the_recipe_decides_on_the_load_balancing_of_a_token_routed_source(token_routed: Path, tmp_path: Path) -> None:
+    def built(*more: str) -> Any:
+        settings = ["model.kind=token_routed", "model.layers=[1]", f"model.source={token_routed}", *more]
+        source = open_checkpoint(str(token_routed))
+        return build_model(load_recipe("mote", settings), source, tmp_path / "run")[0][0].model.config
+
+    before = built().router_aux_loss_coef
+    assert before > 0
+    assert built("model.router_aux_loss_coef=0").router_aux_loss_coef == 0
+    with pytest.raises(ValueError, match=r"is already a MoTE, and differs .* in model.num_experts_per_tok"):
+        built("model.num_experts_per_tok=3")
+
+
+def test_instructions_of_a_mote_are_not_half_left_out(upcycled: Path) -> None:
+    recipe = load_recipe("mote", [f"model.source={upcycled}", "model.instructions=false"])
+    with pytest.raises(ValueError, match=r"model.instructions is false, but .* has instructions: remove them first"):
+        names_of(recipe, open_checkpoint(str(upcycled)))

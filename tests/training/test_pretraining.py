@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 from mote import upcycle
 from mote.checkpoints.provenance import read_steps
 from mote.cli import main
+from mote.reporting import HOW_TO_RESUME
 from mote.training.pretraining import plan_pretraining, pretrain
 from mote.training.pretraining_recipe import MaskingSettings, PretrainingRecipe
 from mote.training.progress import NonFiniteError, RunCallback, read_log
@@ -109,7 +111,7 @@ def test_a_stopped_run_ends_as_if_it_had_not_been(
     """In the middle of the second epoch, whose order and masks are other than the first's."""
     with monkeypatch.context() as patch:
         stop_after(9, patch)
-        with pytest.raises(KeyboardInterrupt, match=r"checkpoint-8; the same command resumes from it\."):
+        with pytest.raises(KeyboardInterrupt, match=re.escape(f"checkpoint-8; {HOW_TO_RESUME} from it.")):
             pretrain("mlm", settings(source, tmp_path / "run"))
     assert not (tmp_path / "run" / "model").exists()
     with pytest.raises(ValueError, match=r"another recipe, which differs in masking.rate \(0.3 there, 0.2 here"):
@@ -222,6 +224,20 @@ def test_a_dry_run(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 # Texts and masks -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("absolute", [False, True])
+def test_patterns_of_text_files(absolute: bool, tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"text {name}\n")
+    pattern = f"{tmp_path}/*.txt" if absolute else "*.txt"
+    others = [f"tasks.{task}=null" for task in ("search_query", "search_document", "classification")]
+    tasks = f"tasks.clustering={{datasets: [{{path: '{pattern}', exclude: [b]}}]}}"
+    data = load_texts(
+        recipe(f"data.folder={tmp_path}", tasks, *others),
+        AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path / "tokenizer")),
+    )
+    assert [report.name for report in data.reports] == ["a", "c"]
+
+
 def test_texts(tmp_path: Path) -> None:
     pairs = [{"query": f"question {i}", "answer": f"answer {i}", "negative": f"no {i}"} for i in range(50)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*pairs, pairs[0]]))
@@ -331,7 +347,7 @@ def test_data_that_are_refused(source: Path, tmp_path: Path) -> None:
     more = [*only, f"data.folder={tmp_path}", "tasks.clustering.datasets=[bad.jsonl]"]
     with pytest.raises(ValueError, match=r"(?s)2 of 4 rows are invalid.*bad.jsonl:2: 'text' is empty"):
         pretrain("mlm", settings(source, tmp_path / "run", *more))
-    with pytest.raises(FileNotFoundError, match="There is no text file"):
+    with pytest.raises(FileNotFoundError, match=r"There is no dataset .*no\.txt"):
         pretrain("mlm", settings(source, tmp_path / "run", *more, "tasks.clustering.datasets=[no.txt]"))
 
 

@@ -13,7 +13,7 @@ import pytest
 from helpers.runs import break_off, overrides, train_step
 
 from mote.training.recipe_files import load_recipe
-from mote.training.run_folder import LOCK_FILE, START_FOLDER, RunFolder, as_yaml, differences, fixed_settings
+from mote.training.run_folder import LOCK_FILE, PROBE, START_FOLDER, RunFolder, as_yaml, differences, fixed_settings
 from mote.training.train import plan, prepare, train
 
 DIVERGING = ("training.optim=sgd", "training.learning_rate=1e+30", "training.weight_decay=1e+30")
@@ -224,3 +224,13 @@ def test_a_foreign_folder_is_left_alone(tiny: Path, data: Path, tmp_path: Path) 
     with pytest.raises(FileExistsError, match="something other than a run"):
         train("mote", overrides(tiny, data, tmp_path / "run"), overwrite=True)
     assert (tmp_path / "run" / "thesis.txt").read_text() == "years of work"
+
+
+def test_processes_may_check_a_new_folder_at_once(tmp_path: Path) -> None:
+    recipe = load_recipe("smoke")
+    RunFolder(tmp_path / "run").path.mkdir()
+    (tmp_path / "run" / f"{PROBE}x").mkdir()  # of another process, which is checking, too
+    RunFolder(tmp_path / "run").check(recipe)
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="holds something other than a run"):
+        RunFolder(tmp_path / "run").check(recipe)

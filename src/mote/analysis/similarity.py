@@ -33,7 +33,8 @@ def instructions_of(model: Encoder) -> dict[str, str]:
     config = mote_config(model)
     if config is None:
         return {task: text or "" for task, text in model.prompts.items()}
-    return {task: config.instruction_of(task) for task in config.tasks}
+    prompts: dict[str, Any] = model.prompts
+    return {task: prompts.get(task, config.instruction_of(task)) for task in config.available_tasks}
 
 
 def default_tasks(model: Encoder) -> list[str]:

@@ -84,13 +84,19 @@ def find_start(model: str) -> str:
 
     Raises:
         FileNotFoundError: If the model does not exist.
-        ValueError: If its folder records no start, or one that does not exist here.
+        ValueError: If its folder records no start, or one that does not exist here or has other weights by now.
     """
-    recorded = _recorded_start(open_checkpoint(model).folder)
+    folder = open_checkpoint(model).folder
+    recorded = _recorded_start(folder)
     if recorded is None:
         raise ValueError("its folder does not record what it was trained from")
-    if not Path(recorded).is_dir() and (Path(recorded).is_absolute() or recorded.count("/") != 1):
-        raise ValueError(f"it was trained from {Path(recorded).name}, which does not exist here")
+    if not Path(recorded).is_dir():
+        if Path(recorded).is_absolute() or recorded.count("/") != 1:
+            raise ValueError(f"it was trained from {Path(recorded).name}, which does not exist here")
+        return recorded
+    weights = (_recorded_source(folder) or {}).get("weights")
+    if weights is not None and weights != open_checkpoint(recorded).sha256_of_weights():
+        raise ValueError(f"it was trained from {Path(recorded).name}, and the folder of this name has other weights")
     return recorded
 
 
@@ -101,8 +107,13 @@ def _recorded_start(folder: Path) -> str | None:
             return str(yaml.safe_load(recipe.read_text(encoding="utf-8"))["model"]["source"])
         except (yaml.YAMLError, KeyError, TypeError) as error:
             raise ValueError(f"its record of what it was trained from cannot be read ({error})") from error
+    return (_recorded_source(folder) or {}).get("name")
+
+
+def _recorded_source(folder: Path) -> dict[str, Any] | None:
+    """Return the source in `mote.json` of the last step that made the model out of another."""
     started = [step for step in read_steps(folder) if step["step"] in ("upcycle", "train") and step["sources"]]
-    return started[-1]["sources"][0].get("name") if started else None
+    return started[-1]["sources"][0] if started else None
 
 
 def _load(source: Checkpoint, like: MoTEModel | None = None) -> MoTEModel:

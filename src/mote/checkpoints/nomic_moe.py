@@ -140,8 +140,10 @@ def load(
         if not parts:
             raise ValueError(f"The weights of {name} hold {key}, which Nomic Embed v2 as published does not have")
         converted |= {f"backbone.{ours}": part for ours, part in parts.items()}
-    config._name_or_path = name
-    loaded = TokenRoutedModel.from_pretrained(None, config=config, state_dict=converted, dtype=dtype)
+    try:
+        loaded = TokenRoutedModel.from_pretrained(None, config=config, state_dict=converted, dtype=dtype)
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be converted: {error}") from error
     return loaded.eval()
 
 

@@ -104,10 +104,12 @@ def write_retrieval(folder: Path, retrieval: Retrieval) -> None:
     kept = [module for module in others if hybrid and name_of(module) == "Pooling"]
     if hybrid and not kept:
         raise ValueError(f"{folder.name} has no pooling, which the dense part of hybrid vectors needs")
+    own, settings = _pooling(retrieval)
+    if len(others) == 1 and name_of(others[0]) == name_of({"type": own}) == "SpladePooling":
+        settings = read_json(folder / others[0]["path"] / "config.json")  # its strategy and activation stay
     for module in others:
         if module not in kept:  # a normalised dense score would be negligible beside the sparse one
             shutil.rmtree(folder / module["path"])
-    own, settings = _pooling(retrieval)
     if own in OUR_POOLINGS:
         copy_code(own, folder)
     path = f"{len(kept) + 1}_{own.rpartition('.')[2]}"
@@ -143,8 +145,9 @@ def _pooling(retrieval: Retrieval) -> tuple[str, dict[str, Any]]:
 
 def copy_code(module_type: str, folder: Path) -> None:
     """Copy the file of one of our modules into a model's folder."""
-    code = find_spec(module_type.partition(".")[0])
-    shutil.copy(code.origin, folder)  # type: ignore[union-attr, arg-type]  # it is installed with this package
+    code = Path(find_spec(module_type.partition(".")[0]).origin)  # type: ignore[union-attr, arg-type]  # it is installed
+    (folder / code.name).unlink(missing_ok=True)  # it may be a link to the source's
+    shutil.copy(code, folder)
 
 
 def name_of(module: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from configuration_mote import MoTEConfig
 from mote import hub
 from mote.checkpoints.models import quiet_transformers
 from mote.checkpoints.plain import write_plainly
-from mote.checkpoints.provenance import Described, read_steps, write_steps
+from mote.checkpoints.provenance import Described, read_steps, recorded_files, write_steps
 from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, has_head, is_mote
 from mote.checkpoints.retrieval import Retrieval, retrieval_in, write_retrieval
 from mote.checkpoints.sentence_transformers import max_seq_length, write_sentence_transformer
@@ -152,7 +152,7 @@ def write_repository(
     if options.push:
         repo_id = repo_id or hub.check_before_push(options.repo_id or out.resolve().name)
         logger.info("Pushing to %s …", repo_id)
-        logger.info("Pushed: %s", hub.push(out, repo_id, private=options.private))
+        logger.info("Pushed: %s", hub.push(out, repo_id, recorded_files(out), options.private))
     return out
 
 

@@ -18,6 +18,7 @@ from mote.corpora.index import check_index, write_index
 from mote.corpora.job import Job
 from mote.corpora.source import find_corpus
 from mote.corpora.store import DTYPES, Store, open_store, read_manifest
+from mote.reporting import HOW_TO_RESUME
 
 logger = logging.getLogger(__name__)
 
@@ -157,8 +158,7 @@ def run_job(job: Job, embedder: Embedder, index: str | None = None, overwrite: b
             if index is not None:
                 write_index(store, index)
         except KeyboardInterrupt:
-            message = f"finished shards are kept in {job.folder}, and the same command resumes"
-            raise KeyboardInterrupt(message) from None
+            raise KeyboardInterrupt(f"finished shards are kept in {job.folder}, and {HOW_TO_RESUME}") from None
 
 
 def _embed(job: Job, store: Store, embedder: Embedder) -> None:

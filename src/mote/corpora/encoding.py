@@ -84,7 +84,9 @@ class Model:
         else:
             from mote.inference.runtimes import load_exported
 
-            encoder = load_exported(self.source, self.backend)
+            encoder = load_exported(
+                self.source, self.backend, revision=self.revision, trust_remote_code=self.trust_remote_code
+            )
         self.shorten(encoder)
         return encoder
 

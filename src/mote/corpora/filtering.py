@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def consistent(pairs: Pairs, scorer: Scorer, nearest: int, rows: np.ndarray) -> np.ndarray:
-    """Decide which rows stay: those with fewer than `nearest` other documents that score above their positive.
+    """Decide which rows stay: their positive is found, and fewer than `nearest` other documents score above it.
 
     Args:
         pairs: A shard of a dataset.
@@ -38,7 +38,7 @@ def consistent(pairs: Pairs, scorer: Scorer, nearest: int, rows: np.ndarray) -> 
     own = scorer.score(pairs.anchors[rows], pairs.positives[rows])
     others = nearest_unknown(pairs, scorer, rows, nearest)
     above = [(scores > score).sum() for (_, scores), score in zip(others, own, strict=True)]
-    return np.array(above) < nearest
+    return (own > scorer.floor) & (np.array(above) < nearest)
 
 
 def filter_pairs(

@@ -15,6 +15,7 @@ from uuid import uuid4
 from huggingface_hub.utils.sha import sha_fileobj
 
 from mote.checkpoints.staging import try_lock
+from mote.reporting import HOW_TO_RESUME
 
 FORMAT = 1  # readers refuse later formats
 
@@ -104,7 +105,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise OSError(f"{path} could not be written: {error}. The same command resumes") from error
+            raise OSError(f"{path} could not be written: {error}; {HOW_TO_RESUME}") from error
         raise
 
 

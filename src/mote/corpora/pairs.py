@@ -84,10 +84,15 @@ class Pairs:
     def part(self, rows: slice) -> "Pairs":
         """Return the pairs of some rows, with only their own texts."""
         documents = self.documents
-        return Pairs.of(
+        part = Pairs.of(
             [self.queries[place] for place in self.anchors[rows].tolist()],
             [[documents[place] for place in self.of_rows[row]] for row in range(*rows.indices(len(self.anchors)))],
         )
+        number = {text: place for place, text in enumerate(part.documents)}
+        known = dict(zip(self.queries, self.known, strict=True))  # also from other rows of the same query
+        for text, of_query in zip(part.queries, part.known, strict=True):
+            of_query.update(number[documents[place]] for place in known[text] if documents[place] in number)
+        return part
 
 
 class _Texts:

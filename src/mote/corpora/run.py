@@ -35,10 +35,11 @@ from mote.corpora.pairs import Pairs
 from mote.corpora.scorers import BM25Scorer, EmbeddingScorer, Scorer
 from mote.corpora.source import find_corpus
 from mote.corpora.sparse import SparseTeacher
-from mote.corpora.store import key_of, read_embeddings
+from mote.corpora.store import key_of, read_embeddings, without_names
 from mote.data.rows import Location, find_datasets, load_from_hub
 from mote.data.settings import DatasetSettings
 from mote.inference.loading import is_sparse_encoder
+from mote.reporting import HOW_TO_RESUME
 
 BM25 = "bm25"
 BLOCK = 4096
@@ -119,9 +120,10 @@ class Teacher:
                 raise ValueError(
                     f"{min(of_dense)} is a setting of dense embeddings, and {self.model} is a sparse encoder"
                 )
-            if self.device is not None and not isinstance(self.device, str):
-                raise ValueError(f"{self.model} is a sparse encoder, which scores on one device: give one")
-            return FoundTeacher(self, models, sparse=SparseTeacher(*models, device=self.device))
+            devices = [self.device] if self.device is None or isinstance(self.device, str) else list(self.device)
+            if len(devices) != 1:
+                raise ValueError(f"{self.model} is a sparse encoder, which scores on one device, got {len(devices)}")
+            return FoundTeacher(self, models, sparse=SparseTeacher(*models, device=devices[0]))
         where = {name: getattr(self, name) for name in ("device", "processes", "engine", "address")}
         return FoundTeacher(self, models, Embedder(*models, **where))
 
@@ -249,7 +251,10 @@ def open_run(out: Path, record: dict[str, Any], overwrite: bool) -> Iterator[Run
     with only_writer(out):
         found = read_record(out, RECORD, "datasets", f"a run of `mote {record['what']}`")
         remove_leftovers(out)
-        different = [key for key in record if found is not None and found.get(key) != record[key]]
+        before = record if found is None else found
+        teachers = without_names(before.get("teacher")), without_names(record["teacher"])  # known by their content
+        different = [key for key in record if key != "teacher" and before.get(key) != record[key]]
+        different += ["teacher"] if teachers[0] != teachers[1] else []
         if different and not overwrite:
             raise ValueError(
                 f"{out} holds another run, which differs in {', '.join(different)}: choose another folder, or replace "
@@ -266,7 +271,7 @@ def open_run(out: Path, record: dict[str, Any], overwrite: bool) -> Iterator[Run
         try:
             yield run
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"what is finished is kept in {out}, and the same command resumes") from None
+            raise KeyboardInterrupt(f"what is finished is kept in {out}, and {HOW_TO_RESUME}") from None
         else:
             shutil.rmtree(out / WORK, ignore_errors=True)
         finally:

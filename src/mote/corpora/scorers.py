@@ -21,7 +21,13 @@ SPARE = 32
 
 
 class Scorer(Protocol):
-    """Scores documents for queries; both are given by their indices."""
+    """Scores documents for queries; both are given by their indices.
+
+    Attributes:
+        floor: Score that a document must exceed to be found at all.
+    """
+
+    floor: float
 
     def nearest(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Find the documents with the highest scores.
@@ -46,6 +52,8 @@ class EmbeddingScorer:
         documents: Embeddings, [N, D], possibly memory-mapped.
         shard: Documents searched at once.
     """
+
+    floor = -np.inf
 
     def __init__(self, queries: np.ndarray, documents: np.ndarray, shard: int = SHARD) -> None:
         self.queries = queries
@@ -105,6 +113,7 @@ class SparseScorer:
             return vectors[:, :vocabulary], vectors[:, vocabulary:].toarray()
 
         self.queries, self.documents = split(queries), split(documents)
+        self.floor = -np.inf if self.queries[1].shape[1] else 0.0
         self.columns = self.documents[0].T.tocsr()  # [V, N]: the documents of each token
 
     def nearest(self, queries: np.ndarray, count: int, block: int = 64) -> tuple[np.ndarray, np.ndarray]:
@@ -117,7 +126,7 @@ class SparseScorer:
             if hybrid:
                 of_all += self.queries[1][rows] @ self.documents[1].T
             for row, (query, of_row) in enumerate(zip(rows, of_all, strict=True), start=start):
-                found = _reaching(of_row, np.arange(len(of_row)) if hybrid else np.flatnonzero(of_row > 0), count)
+                found = _reaching(of_row, np.flatnonzero(of_row > self.floor), count)
                 best, of_best = _best(found[None], self.score(np.full(len(found), query), found)[None], count)
                 places[row, : best.size], scores[row, : best.size] = best[0], of_best[0]
         return places, scores
@@ -143,6 +152,8 @@ class BM25Scorer:
         documents: Texts.
     """
 
+    floor = 0.0
+
     def __init__(self, queries: Sequence[str], documents: Sequence[str]) -> None:
         import bm25s
 
@@ -151,20 +162,23 @@ class BM25Scorer:
 
         self.queries = tokenize(queries)
         self.index: Any = bm25s.BM25(k1=0.9, b=0.4)
-        self.index.index(tokenize(documents), show_progress=False)
         self.count = len(documents)
+        words = tokenize(documents)
+        self.has_words = any(words)  # bm25s cannot index texts without any
+        if self.has_words:
+            self.index.index(words, show_progress=False)
 
     def _scores(self, query: int) -> np.ndarray:
         """Scores of all documents, [N]."""
         tokens = self.queries[query]
-        return self.index.get_scores(tokens).astype(np.float64) if tokens else np.zeros(self.count)
+        return self.index.get_scores(tokens).astype(np.float64) if tokens and self.has_words else np.zeros(self.count)
 
     def nearest(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """See `Scorer`. Documents without a word of the query are not found."""
         places, scores = np.full((len(queries), count), -1), np.full((len(queries), count), -np.inf)
         for row, query in enumerate(queries.tolist()):
             of_all = self._scores(query)
-            found = _reaching(of_all, np.flatnonzero(of_all > 0), count)
+            found = _reaching(of_all, np.flatnonzero(of_all > self.floor), count)
             best, of_best = _best(found[None], of_all[found][None], count)
             places[row, : best.size], scores[row, : best.size] = best[0], of_best[0]
         return places, scores

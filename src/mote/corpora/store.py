@@ -105,7 +105,7 @@ def open_store(folder: Path, manifest: dict[str, Any], overwrite: bool = False) 
 
 
 def _require_same(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    different = [key for key in _IDENTITY if _without_names(found.get(key)) != _without_names(wanted[key])]
+    different = [key for key in _IDENTITY if without_names(found.get(key)) != without_names(wanted[key])]
     if different:
         details = ", ".join(
             f"{key} ({found.get(key)!r}, now {wanted[key]!r})" if key not in ("model", "input", "columns") else key
@@ -119,14 +119,17 @@ def _require_same(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -
 
 def key_of(manifest: dict[str, Any]) -> str:
     """Name a folder after everything that determines its embeddings."""
-    identity = {key: _without_names(manifest[key]) for key in _IDENTITY}
+    identity = {key: without_names(manifest[key]) for key in _IDENTITY}
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _without_names(value: Any) -> Any:
+def without_names(value: Any) -> Any:
+    """Leave out the names of models and files, however nested: their content identifies them."""
     if isinstance(value, list):
-        return [_without_names(item) for item in value]
-    return {key: item for key, item in value.items() if key != "name"} if isinstance(value, dict) else value
+        return [without_names(item) for item in value]
+    if isinstance(value, dict):
+        return {key: without_names(item) for key, item in value.items() if key != "name"}
+    return value
 
 
 def write_shard(folder: Path, number: int, ids: Sequence[str], embeddings: np.ndarray) -> dict[str, Any]:

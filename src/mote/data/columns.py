@@ -76,7 +76,7 @@ def find_columns(settings: DatasetSettings, present: Iterable[str], name: str) -
 
 
 def _from_settings(columns: dict[str, str | list[str]], present: list[str], name: str) -> dict[str, tuple[str, ...]]:
-    names = {}
+    names: dict[str, tuple[str, ...]] = {}
     for ours, theirs in columns.items():
         if ours not in KNOWN:
             raise ValueError(f"{name}: unknown column {ours!r} in `columns`." + alternatives(ours, KNOWN))
@@ -84,7 +84,14 @@ def _from_settings(columns: dict[str, str | list[str]], present: list[str], name
         for column in theirs:
             if column not in present:
                 raise ValueError(f"{name}: there is no column {column!r}." + alternatives(column, sorted(present)))
-        names[OURS.get(ours, ours)] = tuple(theirs)
+        if not theirs or (len(theirs) > 1 and ours != "negative"):
+            raise ValueError(f"{name}: {ours!r} in `columns` must name one column, got {theirs}")
+        meant = OURS.get(ours, ours)
+        if meant in names:
+            raise ValueError(
+                f"{name}: two entries in `columns` name the {meant}: {names[meant][0]!r} and {theirs[0]!r}"
+            )
+        names[meant] = tuple(theirs)
     return names
 
 

@@ -210,7 +210,9 @@ def find_datasets(settings: AnySettings, folder: Path) -> list[Location[AnySetti
         name = settings.path.removeprefix(HUB)
         return [Location(f"{name}/{settings.subset}" if settings.subset else name, settings)]
     found = []
-    for path in _matches(settings.path, folder):
+    paths = matching_paths(settings.path, folder)
+    of_datasets = [path for path in paths if path.is_dir() or has_columns(path)]  # a pattern may match a README, too
+    for path in of_datasets or paths:
         name = _name(path, folder, settings.split)
         if files := split_files(path, settings.split):
             found.append(Location(name, settings, files))
@@ -220,7 +222,7 @@ def find_datasets(settings: AnySettings, folder: Path) -> list[Location[AnySetti
         endings, target = ", ".join(settings.split + ending for ending in ENDINGS), folder / settings.path
         hint = f". For all datasets in it: {settings.path.rstrip('/')}/*" if any(target.glob("*/")) else ""
         raise FileNotFoundError(f"{target} has no {settings.split!r} split: expected one of {endings}{hint}")
-    return _without_excluded(found, settings.exclude)
+    return without_excluded(found, settings.exclude)
 
 
 def split_files(path: Path, split: str) -> tuple[Path, ...]:
@@ -273,16 +275,21 @@ def load_from_hub(settings: "DatasetSettings") -> Any:
         raise FileNotFoundError(f"The dataset {name} cannot be loaded from the Hub: {error}") from error
 
 
-def _matches(path: str, folder: Path) -> list[Path]:
-    """The files and folders that a path stands for: itself, or what matches the pattern."""
+def matching_paths(path: str, folder: Path) -> list[Path]:
+    """Find the files and folders that a path stands for: itself, or what matches the pattern.
+
+    Raises:
+        FileNotFoundError: If there are none.
+    """
     target = folder / path
     if not folder.is_dir() and not Path(path).is_absolute():
         raise FileNotFoundError(f"There is no folder {folder} (data.folder)")
     if target.exists():
         return [target]
     if set("*?[") & set(path):
-        matches = sorted(Path(target.anchor or ".").glob(str(target.relative_to(target.anchor))))
-        if matches:
+        absolute = Path(path).is_absolute()
+        start, pattern = (Path(target.anchor), target.relative_to(target.anchor)) if absolute else (folder, path)
+        if matches := sorted(start.glob(str(pattern))):
             return matches
         raise FileNotFoundError(f"Nothing matches the pattern {path} in {folder}")
     nearest = next(parent for parent in target.parents if parent.exists())
@@ -300,7 +307,12 @@ def _name(path: Path, folder: Path, split: str) -> str:
     return "/".join(parts[-2:])
 
 
-def _without_excluded(found: list[Location[AnySettings]], exclude: list[str]) -> list[Location[AnySettings]]:
+def without_excluded(found: list[Location[AnySettings]], exclude: list[str]) -> list[Location[AnySettings]]:
+    """Leave out datasets by patterns of their names.
+
+    Raises:
+        ValueError: If a pattern matches none, or none is left.
+    """
     names = {location.name for location in found}
     excluded: set[str] = set()
     for pattern in exclude:

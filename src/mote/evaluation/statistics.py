@@ -65,7 +65,7 @@ def compare_scores(model: str, reference: str, scores: Sequence[float], others: 
     """
     if len(scores) != len(others):
         raise ValueError(f"{model} has {len(scores)} scores, {reference} has {len(others)}: expected the same datasets")
-    gains = [ours - theirs for ours, theirs in zip(scores, others, strict=True)]
+    gains = [round(ours - theirs, 9) for ours, theirs in zip(scores, others, strict=True)]  # ties stay ties
     mean = sum(gains) / len(gains) if gains else 0.0
     signs = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
     return Comparison(model, reference, len(gains), mean, *signs, *_p_values(scores, others, gains))

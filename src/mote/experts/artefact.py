@@ -23,7 +23,7 @@ from architectures_mote import architecture_of
 from configuration_mote import MoTEConfig
 from mote import hub
 from mote.checkpoints import cards
-from mote.checkpoints.provenance import command_line, new_step, origin_of, read_steps, write_steps
+from mote.checkpoints.provenance import command_line, new_step, origin_of, read_steps, recorded_files, write_steps
 from mote.checkpoints.reading import MoTECheckpoint, is_mote, open_mote, read_json, require_expert
 from mote.checkpoints.staging import EXPERT_FILE, Staging
 from mote.checkpoints.tensors import HEAD, weight_name
@@ -230,7 +230,8 @@ def extract(
     logger.info("Wrote %s", out)
     if options.push:
         logger.info("Pushing to %s …", repo_id)
-        logger.info("Pushed: %s", hub.push(out, repo_id, private=options.private, what="an expert of a MoTE"))
+        pushed = hub.push(out, repo_id, recorded_files(out), options.private, what="an expert of a MoTE")
+        logger.info("Pushed: %s", pushed)
     logger.info("mote experts add MODEL %s --out DIR", repo_id if options.push else out)
     return out
 

@@ -95,11 +95,17 @@ def load(
     config = _mote_config(path, experts, **kwargs)
     model_class = mote_class(config.model_type, "model")
     if offload is None:
+        _refuse_keep(keep)
         return model_class.from_pretrained(path, experts=experts, **kwargs)
     check_settings(config, offload, keep)
     model = model_class.from_pretrained(path, experts=config.available_experts[:keep], **kwargs)
     start_offloaded(model, config.loaded_experts, offload, keep)
     return model
+
+
+def _refuse_keep(keep: int) -> None:
+    if keep != 1:
+        raise ValueError(f"keep={keep} is for experts that are offloaded: pass `offload`, too")
 
 
 def load_encoder(
@@ -129,6 +135,8 @@ def load_encoder(
     """
     from sentence_transformers import SentenceTransformer
 
+    if offload is None:
+        _refuse_keep(keep)
     path = os.fspath(path)
     if is_sparse_encoder(path, revision):
         raise ValueError(

@@ -249,6 +249,8 @@ def load_exported(
         ValueError: If the backend is unknown.
     """
     require(backend, packages=_TO_RUN)
+    if ov_config is not None and backend != "openvino":
+        raise ValueError(f"ov_config is for the backend openvino, got {backend!r}")
     folder = Path(path) if Path(path).is_dir() else hub.fetch(str(path), revision, ["*"])
     if not (folder / "modules.json").is_file():
         raise FileNotFoundError(f"{path} is not an exported model: `mote export` writes one")

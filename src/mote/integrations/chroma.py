@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
@@ -116,6 +117,13 @@ class MoTEEmbeddingFunction(TaskEncoder, EmbeddingFunction[Embeddable]):
                     f"The documents of this collection were embedded with {name}={old_config[name]!r}, so it cannot "
                     f"become {new_config[name]!r}: make another collection"
                 )
+        old, new = old_config["model"], new_config["model"]
+        moved = Path(str(new)).is_dir() and not Path(str(old)).exists()
+        if None not in (old, new) and old != new and not moved:
+            raise ValueError(
+                f"The documents of this collection were embedded by {old}, so its model cannot become {new}: make "
+                "another collection"
+            )
 
 
 class _OfLoadedModel(MoTEEmbeddingFunction):

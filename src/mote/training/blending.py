@@ -67,7 +67,7 @@ class BlendedCollator(SentenceTransformerDataCollator):
                 joined[key] = first.new_empty(count, length)
                 for rows, value in values:
                     joined[key][rows] = self._padded(key, value, length)
-            elif all(type(value) is type(first) and value == first for _, value in values):
+            elif not isinstance(first, Tensor) and all(value == first for _, value in values):
                 joined[key] = first
             else:
                 raise ValueError(

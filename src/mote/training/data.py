@@ -218,12 +218,6 @@ def _blended(parts: list[TrainingSet]) -> TrainingSet:
 
     Missing hard negatives of a row are replaced by a short text, which the loss ignores.
     """
-    for part in parts:
-        if not part.settings.in_batch_negatives and "negative_1" not in part.column_tasks:
-            raise ValueError(
-                f"{part.name}: without in-batch negatives, its rows need their own negatives: mine them with "
-                "`mote mine`, or use other labels with `pairs: label_text`"
-            )
     columns = max((part.column_tasks for part in parts), key=len)
     tables = []
     for number, part in enumerate(parts):
@@ -259,6 +253,11 @@ def _training_set(name: str, datasets: list[DatasetRows], seed: int, teacher: Te
     anchor, positive = first.tasks
     text_columns = [column for column in rows.column_names if column != "label"]
     column_tasks = {column: anchor if column == "anchor" else positive for column in text_columns}
+    if first.label_type == "pairs" and not first.task.in_batch_negatives and "negative_1" not in column_tasks:
+        raise ValueError(
+            f"{name}: without in-batch negatives, its rows need their own negatives: mine them with `mote mine`, or "
+            "use other labels with `pairs: label_text`"
+        )
     sources = {dataset.name: len(rows) for dataset, rows in zip(datasets, tables, strict=True)}
     return TrainingSet(name, first.task_name, first.task, rows, column_tasks, first.label_type, sources)
 

@@ -41,10 +41,8 @@ from mote.upcycling.options import POOLING_BY_ATTENTION, POOLING_SIZES, TOKEN_RO
 from mote.upcycling.plan import plan_upcycling
 from mote.upcycling.upcycle import upcycle
 
-NO_FP16 = (
-    "The load-balancing loss of a token router is not scaled as gradients are in fp16, and would be lost: set "
-    "training.bf16=true instead"
-)
+ROUTERS = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_type")
+"""Settings that a token-routed model keeps."""
 
 
 def build_model(
@@ -78,6 +76,7 @@ def build_model(
         if shared:
             share_weights(network_of(model))
         names = network_of(model).config
+        set_router_loss(names, settings)
     with_padding_token(model.tokenizer)
     end_as_asked(model.tokenizer, source, settings.end_token)
     if settings.max_length is not None:
@@ -213,9 +212,12 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
     if is_mote(source.config):
         names: Any = source.config
         check_mote(settings, names, source.is_local)
-        routing = token_routing(names)
-        if recipe.training.fp16 and routing is not None and routing.router_aux_loss_coef:
-            raise ValueError(NO_FP16)
+        if not settings.instructions and any(map(names.instruction_of, names.tasks)):
+            raise ValueError(
+                f"model.instructions is false, but {settings.source} has instructions: remove them first, as in "
+                f"`mote set {settings.source} --out DIR instruction.TASK=`"
+            )
+        set_router_loss(names, settings)
     elif settings.kind == "dense":  # the tasks and instructions of a MoTE upcycled from it
         if settings.bidirectional:
             with_both_directions(source.config, source.name)  # or an error
@@ -230,6 +232,8 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
         names.validate()
     else:
         names = plan_upcycling(source, options=upcycling_options(settings, recipe.retrieval)).config
+    if recipe.training.fp16:
+        refuse_fp16(names)
     _check_tasks(recipe, names)
     if recipe.training.only_experts is not None:
         _check_only_experts(recipe, names, recipe.training.only_experts)
@@ -257,6 +261,7 @@ def check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> N
     defined = {
         task: instruction_with(definition, settings.template) for task, definition in settings.definitions.items()
     }
+    routing = token_routing(config)
     differing = {
         "model.layers": described.mote_layer_indices != config.mote_layer_indices,
         "model.shared_modules": settings.shared_modules not in (None, config.shared_modules),
@@ -267,6 +272,7 @@ def check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> N
         "model.tasks": not settings.tasks.items() <= config.tasks.items(),
         "model.instruction_texts": not settings.instruction_texts.items() <= config.instructions.items(),
         "model.definitions": not defined.items() <= config.instructions.items(),
+        **{f"model.{name}": routing is not None and _differs(settings, routing, name) for name in ROUTERS},
     }
     wrong = [key for key, differs in differing.items() if differs]
     if wrong:
@@ -276,8 +282,25 @@ def check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> N
         )
 
 
-def _differs(settings: ModelSettings, config: MoTEConfig, name: str) -> bool:
+def _differs(settings: ModelSettings, config: Any, name: str) -> bool:
     return getattr(settings, name) not in (None, getattr(config, name, None))
+
+
+def refuse_fp16(config: MoTEConfig) -> None:
+    """Raise `ValueError` if a model has a load-balancing loss."""
+    routing = token_routing(config)
+    if routing is not None and routing.router_aux_loss_coef:
+        raise ValueError(
+            "The load-balancing loss of a token router is not scaled as gradients are in fp16, and would be lost: set "
+            "training.bf16=true instead"
+        )
+
+
+def set_router_loss(config: MoTEConfig, settings: ModelSettings) -> None:
+    """Let the recipe decide on the weight of a token-routed model's load-balancing loss, if it names one."""
+    routing = token_routing(config)
+    if routing is not None and settings.router_aux_loss_coef is not None:
+        routing.router_aux_loss_coef = settings.router_aux_loss_coef
 
 
 def _set_pooling(model: SentenceTransformer, pooling: str) -> None:
@@ -358,6 +381,7 @@ def upcycling_options(settings: ModelSettings, retrieval: RetrievalSettings | No
         raise ValueError("model.definitions are instructions, but model.instructions is false")
     if not settings.instructions:
         instructions = dict.fromkeys(tasks_of(settings).tasks, "")
+    routers = {name: value for name in TOKEN_ROUTING if (value := getattr(settings, name)) is not None}
     return UpcyclingOptions(
         experts=settings.experts,
         layers=settings.layers,
@@ -371,11 +395,7 @@ def upcycling_options(settings: ModelSettings, retrieval: RetrievalSettings | No
         instruction_pooling=settings.instruction_pooling,
         end_token=settings.end_token,
         **vectors,
-        **(
-            {"routing": "token", **{name: getattr(settings, name) for name in TOKEN_ROUTING}}
-            if settings.kind == "token_routed"
-            else {}
-        ),
+        **({"routing": "token", **routers} if settings.kind == "token_routed" else {}),
     )
 
 

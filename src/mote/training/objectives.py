@@ -117,7 +117,8 @@ class Pretraining(nn.Module):
             features = {"token_embeddings": logits, "attention_mask": attention_mask}
             sparse = self.splade(features)["sentence_embedding"]  # [B, V]
             mean = sparse @ words.weight / sparse.sum(dim=1, keepdim=True).clamp(min=1e-6)
-            context = embeddings(inputs_embeds=torch.cat([mean[:, None], words(decoder_input_ids)[:, 1:]], dim=1))
+            words_of_context = torch.cat([mean[:, None], words(decoder_input_ids)[:, 1:]], dim=1)
+            context = embeddings(input_ids=None, inputs_embeds=words_of_context)  # DistilBERT has no default for either
         decoded = self.decoder(context, decoder_attention_mask)
         if self.settings.kind == "autoregressive":  # each position predicts the next token
             decoded, decoder_labels = decoded[:, :-1], decoder_labels[:, 1:]

@@ -26,7 +26,14 @@ from mote.experts.exporting import export
 from mote.reporting import table
 from mote.training.arguments import check_launch
 from mote.training.contexts import ContextMasking, ContextRows
-from mote.training.model import NO_FP16, check_mote, set_dropout, tasks_of, upcycling_options
+from mote.training.model import (
+    check_mote,
+    refuse_fp16,
+    set_dropout,
+    set_router_loss,
+    tasks_of,
+    upcycling_options,
+)
 from mote.training.objectives import Pretraining, require_positions
 from mote.training.pretraining_recipe import PretrainingRecipe
 from mote.training.processes import processes, require_sharded_checkpoints, with_deepspeed, with_fsdp
@@ -355,6 +362,7 @@ def build_masked_lm(recipe: PretrainingRecipe, source: Checkpoint) -> MoTEForMas
     settings, config = recipe.model, _config_of(recipe, source)
     if is_mote(source.config):
         model: Any = load_mote(source, with_head=True).float()
+        set_router_loss(model.config, settings)
     else:
         config.dtype = torch.float32
         dense: Any
@@ -383,6 +391,9 @@ def _config_of(recipe: PretrainingRecipe, source: Checkpoint) -> Any:
         )
     else:
         check_mote(settings, config, source.is_local)
+        set_router_loss(config, settings)
+    if recipe.training.fp16:
+        refuse_fp16(config)
     for name, task in recipe.tasks.items():
         config.expert_of(name)
         config.expert_of(task.context_task or name)
@@ -416,8 +427,6 @@ def _check_settings(recipe: PretrainingRecipe) -> None:
     if with_deepspeed():
         raise ValueError("Pre-training runs on one device, under DDP or FSDP2: start it without DeepSpeed")
     require_sharded_checkpoints()
-    if recipe.model.kind == "token_routed" and recipe.training.fp16 and recipe.model.router_aux_loss_coef:
-        raise ValueError(NO_FP16)
 
 
 def _describe(recipe: PretrainingRecipe, data: TextData, arguments: TrainingArguments) -> str:

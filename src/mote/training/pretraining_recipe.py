@@ -50,7 +50,7 @@ class TextDatasetSettings(mote.data.settings.DatasetSettings):
     """A dataset of a task, all datasets that match a pattern, or plain text with one text per line (`.txt`, `.txt.gz`).
 
     Attributes:
-        limit: Maximum number of rows, a seeded sample.
+        limit: Maximum number of texts, a seeded sample.
     """
 
     limit: int | None = Field(default=None, ge=1)

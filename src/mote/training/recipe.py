@@ -50,10 +50,12 @@ class ModelSettings(Settings):
         experts: Expert names. Default: the paper's four.
         tasks: Further task → the expert that serves it.
         num_experts: Experts per block, for `token_routed`. Default: as many as `experts`.
-        num_experts_per_tok: Experts per token, for `token_routed`.
-        norm_topk_prob: Whether the weights of a token's experts are scaled to sum to 1, for `token_routed`.
-        router_aux_loss_coef: Weight of the load-balancing loss, for `token_routed`.
-        router_aux_loss_type: Formula of the load-balancing loss, for `token_routed`.
+        num_experts_per_tok: Experts per token, for `token_routed`. Default: the source's, or 2.
+        norm_topk_prob: Whether the weights of a token's experts are scaled to sum to 1, for `token_routed`. Default:
+            the source's, or true.
+        router_aux_loss_coef: Weight of the load-balancing loss, for `token_routed`. Default: the source's, or 0.005.
+        router_aux_loss_type: Formula of the load-balancing loss, for `token_routed`. Default: the source's, or
+            `equation_1`.
         trust_remote_code: Whether to run the code that comes with a MoTE from the Hub.
         max_length: Maximum length of a text in tokens. Default: the source's.
         end_token: Token that the tokenizer appends to each text, after truncation; `eos`: its end-of-sequence token.
@@ -80,10 +82,10 @@ class ModelSettings(Settings):
     experts: list[str] | None = None
     tasks: dict[str, str] = {}
     num_experts: int | None = Field(default=None, ge=1)
-    num_experts_per_tok: int = Field(default=2, ge=1)
-    norm_topk_prob: bool = True
-    router_aux_loss_coef: float = Field(default=0.005, ge=0)
-    router_aux_loss_type: Literal["equation_1", "megablocks"] = "equation_1"
+    num_experts_per_tok: int | None = Field(default=None, ge=1)
+    norm_topk_prob: bool | None = None
+    router_aux_loss_coef: float | None = Field(default=None, ge=0)
+    router_aux_loss_type: Literal["equation_1", "megablocks"] | None = None
     trust_remote_code: bool = False
     max_length: int | None = Field(default=None, ge=4)
     end_token: str | None = None
@@ -144,7 +146,7 @@ class TeacherSettings(Settings):
     """
 
     source: str
-    prompts: dict[str, str] = {}
+    prompts: dict[Literal["anchor", "positive"], str] = {}
     batch_size: int = Field(default=32, ge=1)
     trust_remote_code: bool = False
 
@@ -484,7 +486,7 @@ class ValidationSettings(Settings):
 
     Attributes:
         share: Fraction of the texts of each dataset, chosen by a hash of the text: the same for all recipes.
-        limit: Maximum number of texts per dataset.
+        limit: Maximum number of texts per dataset; in pre-training, per task.
     """
 
     share: float = Field(default=0.02, ge=0, lt=1)

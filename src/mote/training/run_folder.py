@@ -14,6 +14,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from mote.data.settings import Settings
+from mote.reporting import HOW_TO_RESUME
 from mote.training.pretraining_recipe import AnyRecipe
 from mote.training.progress import CHECKPOINT_FILE
 
@@ -26,6 +27,7 @@ RECIPE_FILE = "recipe.yaml"
 CURVES_FILE = "curves.png"
 LOCK_FILE = ".lock"
 START_FOLDER = "start"  # the upcycled source, until it is in memory
+PROBE = ".mote-probe-"  # prefix of an empty folder that shows whether a run can write
 
 # Settings that may change when a run is resumed: they do not affect what is learned.
 FREE_SETTINGS = (
@@ -78,11 +80,12 @@ class RunFolder:
                 "another `output`"
             )
         present = [path.name for path in self.path.iterdir()] if self.path.exists() else []
-        foreign = [name for name in present if START_FOLDER not in name and name != LOCK_FILE]  # left by killed runs
+        ours = (START_FOLDER, PROBE)  # left by killed runs, or just being checked by another process
+        foreign = [name for name in present if not any(one in name for one in ours) and name != LOCK_FILE]
         if foreign and (RECIPE_FILE not in present or "modules.json" in present):  # a model, which holds its recipe
             raise FileExistsError(f"{self.path} holds something other than a run: choose another `output`")
         existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
-        with tempfile.TemporaryDirectory(dir=existing):
+        with tempfile.TemporaryDirectory(dir=existing, prefix=PROBE):
             pass
 
     def open(self, recipe: AnyRecipe, overwrite: bool) -> Path | None:
@@ -144,7 +147,7 @@ class RunFolder:
         shutil.rmtree(self.path / START_FOLDER, ignore_errors=True)
 
     def begin(self, recipe: AnyRecipe, checkpoint: Path | None) -> None:
-        """Make this the folder of the recipe's run: remove checkpoints other than the one that it resumes from."""
+        """Make this the folder of the recipe's run: remove checkpoints after the one that it resumes from."""
         self.path.mkdir(parents=True, exist_ok=True)
         for folder in self.checkpoints.glob("checkpoint-*"):
             if checkpoint is None or step_of(folder) > step_of(checkpoint):
@@ -163,7 +166,7 @@ class RunFolder:
         checkpoint = self.last_checkpoint()
         if checkpoint is None:
             return "There is no checkpoint yet."
-        return f"The last good checkpoint is {checkpoint}; the same command resumes from it."
+        return f"The last good checkpoint is {checkpoint}; {HOW_TO_RESUME} from it."
 
 
 _held: set[int] = set()

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -47,7 +48,8 @@ class Teacher:
         Returns:
             For each row the embedding or, with several columns, a list of one embedding per column.
         """
-        embeddings = [self.embed(texts, self.settings.prompts.get(name)) for name, texts in columns.items()]
+        prompts: Any = self.settings.prompts
+        embeddings = [self.embed(texts, prompts.get(name)) for name, texts in columns.items()]
         dimension = embeddings[0].shape[1]
         if len(embeddings) == 1:
             return _lists(embeddings[0], dimension)

@@ -17,7 +17,15 @@ from torch.utils.data import Dataset
 from transformers import BatchEncoding, DataCollatorForLanguageModeling, PreTrainedTokenizerBase, TrainerCallback
 
 from mote.data.columns import check_row, find_columns
-from mote.data.rows import Location, Row, find_datasets, read_rows, read_text_lines
+from mote.data.rows import (
+    Location,
+    Row,
+    find_datasets,
+    matching_paths,
+    read_rows,
+    read_text_lines,
+    without_excluded,
+)
 from mote.training.cleaning import SHOWN_ERRORS, DatasetReport, table_of, text_id
 from mote.training.pretraining_recipe import MaskingSettings, PretrainingRecipe, TextDatasetSettings
 from mote.training.spans import cut
@@ -114,10 +122,9 @@ def _find(settings: TextDatasetSettings, folder: Path) -> list[Location[TextData
     """Find datasets as `find_datasets` does, and files of plain text."""
     if not settings.path.endswith(TEXT_FILES):
         return find_datasets(settings, folder)
-    files = [folder / settings.path] if (folder / settings.path).exists() else sorted(folder.glob(settings.path))
-    if not files:
-        raise FileNotFoundError(f"There is no text file {folder / settings.path}")
-    return [Location(file.name.removesuffix(".gz").removesuffix(".txt"), settings, (file,)) for file in files]
+    files = matching_paths(settings.path, folder)
+    found = [Location(file.name.removesuffix(".gz").removesuffix(".txt"), settings, (file,)) for file in files]
+    return without_excluded(found, settings.exclude)
 
 
 def _read(

@@ -30,7 +30,7 @@ from mote.training.arguments import Schedule, describe, plan_schedule, trainer_a
 from mote.training.blending import BlendedCollator
 from mote.training.data import TrainingData, TrainingSet, load_data
 from mote.training.losses import INFO_NCE, LoadBalancedLoss, build_loss, check_caching, check_loss
-from mote.training.model import NO_FP16, build_model, encodings, names_of
+from mote.training.model import build_model, encodings, names_of
 from mote.training.processes import (
     deepspeed_stage,
     processes,
@@ -123,8 +123,6 @@ def check_recipe(recipe: Recipe) -> None:
         for dataset in task.datasets:
             check_loss(name, task.of(dataset), sparse=recipe.retrieval.kind != "dense")
             check_caching(name, task.of(dataset), recipe.training, sparse=recipe.retrieval.kind != "dense")
-    if recipe.model.kind == "token_routed" and recipe.training.fp16 and recipe.model.router_aux_loss_coef:
-        raise ValueError(NO_FP16)
 
 
 @dataclass
