@@ -15,6 +15,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from mote.checkpoints.retrieval import write_json
+
 logger = logging.getLogger(__name__)
 
 Settings = dict[str, Any]
@@ -82,7 +84,7 @@ def write_plainly(folder: Path, model: PreTrainedModel) -> None:
         elif name == "Dense":
             _edit(folder / module["path"] / "config.json", lambda settings: _without_defaults(settings, "Dense"))
     _edit(folder / "sentence_bert_config.json", lambda settings: _plain_transformer(settings, folder, model))
-    _write(folder / "modules.json", modules)
+    write_json(folder / "modules.json", modules)
 
 
 def plain_pooling(settings: Settings) -> Settings:
@@ -209,13 +211,9 @@ def _with_rope_of_transformers_4(config: Settings) -> Settings:
 def _edit(path: Path, change: Callable[[Settings], Settings]) -> None:
     content = _read(path)
     if content and (changed := change(content)) != content:
-        _write(path, changed)
+        write_json(path, changed)
 
 
 def _read(path: Path) -> Settings:
     content: Settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return content
-
-
-def _write(path: Path, content: Settings | list[Settings]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

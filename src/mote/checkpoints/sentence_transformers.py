@@ -1,6 +1,5 @@
 """Sentence-Transformers' files of a model repository: modules, pooling, prompts, and MTEB's names of the prompts."""
 
-import json
 import logging
 import shutil
 from contextlib import suppress
@@ -13,19 +12,14 @@ from transformers import PreTrainedModel
 from configuration_mote import MTEB_PROMPTS, ROLE_HINTS, MoTEConfig
 from mote.checkpoints import nv_embed
 from mote.checkpoints.instructions import INSTRUCTED, TEXT_POOLING, copy_instruction_code, first_module
-from mote.checkpoints.plain import longest_sequence
+from mote.checkpoints.plain import POOLING_FLAGS, longest_sequence
 from mote.checkpoints.reading import ATTENTION_POOLING, Checkpoint, has_head, is_mote
-from mote.checkpoints.retrieval import OUR_POOLINGS, copy_code, name_of, retrieval_in
+from mote.checkpoints.retrieval import OUR_POOLINGS, copy_code, name_of, retrieval_in, write_json
 
 logger = logging.getLogger(__name__)
 
-# Sentence-Transformers' names of the poolings that MoTEConfig knows, and their flags in releases before 5.0.
+# Sentence-Transformers' names of the poolings that MoTEConfig knows.
 POOLING_NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
-POOLING_FLAGS = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "lasttoken",
-}
 
 # As in the names of the files that Sentence-Transformers looks for, in this order.
 _KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -106,8 +100,8 @@ def source_pooling(source: Checkpoint) -> str:
 def _pooling_in(source: Checkpoint, module: dict[str, Any]) -> str:
     """Name the pooling of a module as MoTEConfig does, or, if it does not know it, as Sentence-Transformers does."""
     settings = source.read_json(f"{module['path']}/config.json")
-    flags = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value]
-    mode = settings.get("pooling_mode", POOLING_FLAGS.get(flags[0]) if len(flags) == 1 else None)
+    flagged = [mode for mode, flag in POOLING_FLAGS.items() if settings.get(flag)]
+    mode = settings.get("pooling_mode", flagged[0] if len(flagged) == 1 else None)
     if not isinstance(mode, str) or mode not in POOLING_NAMES:  # several flags, or none: the library's rule
         from sentence_transformers.sentence_transformer.modules import Pooling
 
@@ -231,9 +225,9 @@ def write_sentence_transformer(
     else:
         default = expert if config.instruction_of(expert) else None
         prompts = {"prompts": prompts_of_expert(config, expert, carried_over), "default_prompt_name": default}
-    _write_json(folder / "modules.json", modules)
-    _write_json(folder / "sentence_bert_config.json", settings)
-    _write_json(
+    write_json(folder / "modules.json", modules)
+    write_json(folder / "sentence_bert_config.json", settings)
+    write_json(
         folder / "config_sentence_transformers.json",
         {
             "similarity_fn_name": "cosine",
@@ -326,7 +320,7 @@ def _write_pooling(model: PreTrainedModel, pooling: str, folder: Path, *, includ
     folder.mkdir(exist_ok=True)
     size, mode = model.config.hidden_size, names.get(pooling, "mean")  # of what attention pooling gives
     settings = {"embedding_dimension": size, "pooling_mode": mode, "include_prompt": include_prompt}
-    _write_json(folder / "config.json", settings)
+    write_json(folder / "config.json", settings)
 
 
 def _copy_files(source: Checkpoint, name: str, target: Path) -> None:
@@ -348,7 +342,3 @@ def _copy_files(source: Checkpoint, name: str, target: Path) -> None:
             copy = target / name / path.relative_to(source.folder / name)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

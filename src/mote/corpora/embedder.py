@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from configuration_mote import alternatives
@@ -95,7 +97,10 @@ class Embedder:
             numbers: Shards.
             progress: Called with the number of newly embedded texts, if it is known.
         """
-        if self.on_cluster:
+        if self.on_cluster:  # whose workers have working directories of their own
+            source = Path(job.model.source)
+            model = replace(job.model, source=str(source.absolute())) if source.is_dir() else job.model
+            job = replace(job, folder=job.folder.absolute(), model=model)
             return on_ray(job, numbers, self.address, self.processes)
         return embed_shards(job, numbers, self._local, progress)
 
