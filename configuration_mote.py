@@ -32,9 +32,7 @@ PAPER_INSTRUCTIONS = {expert: f"{expert}: " for expert in _PAPER_EXPERTS}
 UNSEEN_TASKS = {
     "query": "search_query",
     "document": "search_document",
-    "pair_classification": "classification",
-    "sts": "classification",
-    "summarization": "classification",
+    **dict.fromkeys(("pair_classification", "sts", "summarization"), "classification"),
 }
 
 # What `encode_query` and `encode_document` pass as the task: weaker than a prompt, see `MoTEConfig.task_of`.

@@ -26,8 +26,8 @@ class MoTECardData(SentenceTransformerModelCardData):
         config: Any = self.model[0].config  # type: ignore[index]  # there is a model whenever a card is written
         snippet = super().generate_usage_snippet().replace('")\n', '", trust_remote_code=True)\n', 1)
         snippet = snippet.replace("encode(sentences)", f'encode(sentences, task="{config.available_experts[0]}")')
-        tasks = config.available_tasks.items()
-        rows = [f"| `{name}` | `{expert}` | `{config.instruction_of(name)!r}` |" for name, expert in tasks]
+        row = "| `{}` | `{}` | `{!r}` |".format
+        rows = [row(name, expert, config.instruction_of(name)) for name, expert in config.available_tasks.items()]
         return "\n".join([snippet, "", "| task | expert | instruction |", "| --- | --- | --- |", *rows, ""])
 
     def compute_dataset_metrics(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,13 +111,9 @@ class MoTETransformer(Transformer):
         return features
 
     def prompt_for(self, task: str | None, prompt: Any) -> Any:
-        """Return the prompt; None for the default one if `task=` names another task, whose texts are left as they are.
-
-        Raises:
-            ValueError: If the task is unknown.
-        """
-        default = getattr(prompt, "is_default", False)
-        return None if default and self.config.task_of([""], task, prompt) != prompt.task else prompt
+        """Return the prompt; None for the default one if `task=` names another task, whose texts stay as they are."""
+        is_default = getattr(prompt, "is_default", False)
+        return None if is_default and self.config.task_of([""], task, prompt) != prompt.task else prompt
 
     def _should_flatten_inputs(self, *args: Any, mixed_tasks: bool = False, **kwargs: Any) -> bool:
         """Keep rows of several tasks apart: flash attention without padding would concatenate them."""
@@ -135,11 +131,9 @@ class MoTETransformer(Transformer):
             The features, with `token_embeddings` [B, L, H].
         """
         route = features.get("route", task or features.get("task"))
-        routing: dict[str, Any] = {"task": route}
         if isinstance(route, torch.Tensor) and hasattr(self.model, "peft_config"):  # whose `task_ids` are its own
-            routing = {"task": [list(self.config.tasks)[index] for index in route.tolist()]}
-        elif isinstance(route, torch.Tensor):
-            routing = {"task": None, "task_ids": route}
+            route = [list(self.config.tasks)[index] for index in route.tolist()]
+        routing = {"task": None, "task_ids": route} if isinstance(route, torch.Tensor) else {"task": route}
         out = super().forward({name: value for name, value in features.items() if name != "route"}, **routing, **kwargs)
         features.update(out)  # as the base class leaves them; losses over layers read them there
         return out

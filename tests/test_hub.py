@@ -217,7 +217,7 @@ def test_a_push_that_breaks_off_keeps_the_result(
 
     monkeypatch.setattr(HfApi, "create_repo", lambda *_, **__: HfApi(endpoint="http://127.0.0.1:9").whoami(token="x"))
     with pytest.raises(ConnectionError, match=r"(?s)The push of user/tiny was cut off.*hf upload user/tiny"):
-        push(tmp_path, "user/tiny")
+        push(tmp_path, "user/tiny", ["config.json"])
 
 
 def test_a_source_that_the_hub_does_not_have(server: HubServer, tmp_path: Path) -> None:

@@ -330,16 +330,13 @@ class MoTEModel(PreTrainedModel):
             if info.get(kind)
         ]
         if problems:
-            of = "" if name is None else f" of {str(name)!r}"
             raise ValueError(
-                f"The weights{of} do not match their config (a {model.config.model_type!r} with "
-                f"the experts {model.config.available_experts}): {'; '.join(problems)}"
+                f"The weights of {str(name or 'a state_dict')!r} do not match their config "
+                f"(a {model.config.model_type!r} with the experts {model.config.available_experts}): {'; '.join(problems)}"
             )
-        if name is None:
-            return (model, info) if output_loading_info else model
         with suppress(OSError):  # there is no such file, or no connection
             hub = {key: kwargs.get(key) for key in ("revision", "token", "cache_dir", "local_files_only")}
-            model.record = cached_file(name, "mote.json", **hub)
+            model.record = name and cached_file(name, "mote.json", **hub)
         return (model, info) if output_loading_info else model
 
     @staticmethod

@@ -28,15 +28,9 @@ from modeling_mote import MoTEModel
 from mote import plan_upcycling, upcycle
 from mote.checkpoints import streaming
 from mote.checkpoints.models import load_dense
+from mote.checkpoints.plain import POOLING_FLAGS
 from mote.checkpoints.reading import open_dense
-from mote.checkpoints.sentence_transformers import (
-    OUR_TRANSFORMER,
-    POOLING,
-    POOLING_FLAGS,
-    POOLING_NAMES,
-    TRANSFORMER,
-    source_pooling,
-)
+from mote.checkpoints.sentence_transformers import OUR_TRANSFORMER, POOLING, POOLING_NAMES, TRANSFORMER, source_pooling
 from mote.cli import main
 from sentence_transformer_mote import MoTETransformer
 
@@ -145,7 +139,7 @@ def test_names_of_modules_are_the_library_s() -> None:
     "settings",
     [
         *({"embedding_dimension": 16, "pooling_mode": mode, "include_prompt": True} for mode in Pooling.POOLING_MODES),
-        *({"word_embedding_dimension": 16, flag: True} for flag in POOLING_FLAGS),
+        *({"word_embedding_dimension": 16, flag: True} for flag in POOLING_FLAGS.values()),
         {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True},
         {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
         {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True},

@@ -141,6 +141,9 @@ def test_a_result_is_pushed(mote: Path, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(hub, "push", lambda *given, **named: pushed.append((*given, named)))
     options = WriteOptions(push=True, private=True, max_shard_size="20KB")
     out = transform(mote, tmp_path / "out", scale, 2.0, options=options)
-    assert pushed == [(out, "me/out", {"private": True})]
+    (out / "notes.txt").write_text("mine")
+    (folder, repo_id, files, private, _), *_ = pushed
+    assert (folder, repo_id, private, len(pushed)) == (out, "me/out", True, 1)
+    assert {*files} == {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()} - {"notes.txt"}
     assert 'SentenceTransformer("me/out"' in (out / "README.md").read_text()
     assert len(list(out.glob("model-*.safetensors"))) > 1

@@ -71,6 +71,7 @@ def test_maps_differ_by_the_model_alone(views: ModuleType, trained_folder: Path)
     config = model[0].config
     config.tasks = dict.fromkeys(config.tasks, "classification")
     config.instructions = {}
+    model.prompts = {}
     groups, texts = zip(*QUESTIONS, strict=True)
     first, *others = views.views(model, texts, groups).values()
     for other in others:

@@ -89,7 +89,8 @@ def test_recipes_differ_in_what_the_paper_varies() -> None:
     assert differences("mote", "mote-static") == {".tasks.retrieval.batches", ".tasks.clustering.temperature"}
     assert differences("mote", "ic") == {".model.kind"}
     assert differences("ic", "em") == {".model.instructions"}
-    assert differences("mote", "tlr") == {".model.kind"}
+    routing = {".model.kind", ".model.num_experts_per_tok", ".model.router_aux_loss_coef"}
+    assert differences("mote", "tlr") == routing
     for task in ("retrieval", "classification", "clustering"):
         assert list(load_recipe(f"sem-{task}").tasks) == [task]
         assert {key.split(".")[1] for key in differences("ic", f"sem-{task}")} == {"tasks"}
