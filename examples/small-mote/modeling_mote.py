@@ -331,8 +331,8 @@ class MoTEModel(PreTrainedModel):
         ]
         if problems:
             raise ValueError(
-                f"The weights of {str(name or 'a state_dict')!r} do not match their config "
-                f"(a {model.config.model_type!r} with the experts {model.config.available_experts}): {'; '.join(problems)}"
+                f"The weights of {str(name or 'a state_dict')!r} do not match their config (a "
+                f"{model.config.model_type!r} with the experts {model.config.available_experts}): {'; '.join(problems)}"
             )
         with suppress(OSError):  # there is no such file, or no connection
             hub = {key: kwargs.get(key) for key in ("revision", "token", "cache_dir", "local_files_only")}
