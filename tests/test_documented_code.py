@@ -196,7 +196,14 @@ def to_run(page: Path) -> Iterator[tuple[str, str]]:
             yield language, code
 
 
-@pytest.mark.parametrize("page", [page for page in pages.PAGES if any(to_run(page))], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem == "training" else [])  # half a minute
+        for page in pages.PAGES
+        if any(to_run(page))
+    ],
+)
 def test_page(page: Path, everything: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     shutil.copytree(everything, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)

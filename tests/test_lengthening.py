@@ -61,6 +61,7 @@ def lengthened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return source, lengthen(str(source), folder / "long", length=64)
 
 
+@pytest.mark.long
 def test_the_result_is_the_same_sentence_transformer_for_longer_texts(lengthened: tuple[Path, Path]) -> None:
     source, out = lengthened
     before, after = SentenceTransformer(str(source)), SentenceTransformer(str(out))

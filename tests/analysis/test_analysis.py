@@ -449,6 +449,7 @@ def test_the_command(trained_folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "analysis.md").is_file()
 
 
+@pytest.mark.long
 def test_errors_of_the_command_are_one_line(
     fresh_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ def queries(excluded: Path) -> np.ndarray:
     return trusted(excluded).encode_query(TEXTS)
 
 
+@pytest.mark.long
 def test_set_and_set_back(trained: Path, excluded: Path, queries: np.ndarray, tmp_path: Path) -> None:
     edit_json(excluded / "1_Pooling" / "config.json", include_prompt=None)  # as published before there was the setting
     mote.configure(excluded, instruction_pooling="excluded")

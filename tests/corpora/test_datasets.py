@@ -85,6 +85,7 @@ def test_rows_come_back_with_negatives_that_recipes_read(data: Path) -> None:
     assert sorted(path.name for path in out.iterdir()) == ["record.json", "retrieval", "scores.png"]
 
 
+@pytest.mark.long
 def test_in_blocks_and_in_one_piece_the_same(data: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = mine(data, model, sampling="random")
     monkeypatch.setattr(run, "BLOCK", 7)

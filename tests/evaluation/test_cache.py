@@ -20,6 +20,7 @@ def results(folder: Path) -> list[Path]:
     return [path for path in (folder / "results").rglob("*.json") if path.name != "model_meta.json"]
 
 
+@pytest.mark.long
 def test_a_damaged_result_is_computed_again(data: Path, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"data": data, "tasks": ["part0"], "out": tmp_path}
     first = evaluate([str(SMALL_ENCODER)], **arguments)

@@ -306,6 +306,7 @@ def test_invalid_models(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         assert "Model 1" not in printed.out  # known before the work begins
 
 
+@pytest.mark.long
 def test_code_of_a_folder_runs_only_if_it_is_trusted(
     data: Path, fresh_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,6 +74,7 @@ def test_files_of_an_artefact(with_legal: Path, legal: Path, tiny_mote: Path) ->
     assert str(with_legal.parent) not in card + (legal / "expert.json").read_text()
 
 
+@pytest.mark.long
 def test_a_mote_to_which_an_expert_was_added(tiny_mote: Path, with_legal: Path, legal: Path, tmp_path: Path) -> None:
     out = add(tiny_mote, legal, tmp_path / "out")
     assert files_in(out) == {*files_in(with_legal)}

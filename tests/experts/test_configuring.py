@@ -25,6 +25,7 @@ def place(trained_folder: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained_folder, tmp_path / "own" / "small-mote")
 
 
+@pytest.mark.long
 def test_a_default_task_serves_callers_without_arguments(place: Path) -> None:
     with pytest.raises(ValueError, match="No task for the text"):
         trusted(place).encode(TEXTS)
@@ -107,6 +108,7 @@ def test_another_expert_for_a_task(place: Path) -> None:
     assert (model.encode(TEXTS, task="summarization") == before.encode(TEXTS, task="classification")).all()
 
 
+@pytest.mark.long
 def test_into_another_folder(place: Path, tmp_path: Path) -> None:
     before = contents(place)
     out = tmp_path / "out"

@@ -177,6 +177,7 @@ def test_token_routers_and_compressed_experts(dense: Path, tiny_mote: Path, lega
     assert hidden(tmp_path / "less", "query").equal(hidden(tmp_path / "small", "query"))
 
 
+@pytest.mark.long
 def test_an_expert_that_is_token_routed(trained_hierarchical: Path, hierarchical: Path, tmp_path: Path) -> None:
     assert list_experts(str(trained_hierarchical)).base_hash == list_experts(str(hierarchical)).base_hash
     artefact = extract(str(trained_hierarchical), "clustering", tmp_path / "expert")

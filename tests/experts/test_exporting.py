@@ -151,6 +151,7 @@ def test_an_expert_without_an_instruction(dense: Path, tmp_path: Path) -> None:
     assert np.array_equal(SentenceTransformer(str(out)).encode(TEXTS), mote.encode(TEXTS, task="a"))
 
 
+@pytest.mark.long
 def test_a_prompt_that_the_source_brought(tmp_path: Path) -> None:
     dense_checkpoint(tmp_path / "e5", sentence_transformers={"prompts": {"passage": "passage: ", "query": "query: "}})
     upcycle(str(tmp_path / "e5"), tmp_path / "mote")

@@ -214,6 +214,7 @@ def test_the_average_loads_without_code_of_ours(name: str, tmp_path: Path) -> No
     assert hidden(dense).equal(hidden(mote.experts.average(model)))
 
 
+@pytest.mark.long
 def test_sentence_transformers_embeds_as_the_mote_at_the_mean(trained_folder: Path, tmp_path: Path) -> None:
     dense = SentenceTransformer(str(average(trained_folder, tmp_path / "dense")))
     mean = trusted(interpolate(trained_folder, tmp_path / "mean", 1.0))

@@ -138,6 +138,7 @@ def test_a_module_replaced_after_compiling_reaches_every_expert() -> None:
         assert (model(**inputs, task=task).pooler_output - expected).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which the compiler looks at
 def test_gradients_of_a_compiled_model() -> None:
     model, compiled = trained_mote("bert", experts=TASKS), trained_mote("bert", experts=TASKS)

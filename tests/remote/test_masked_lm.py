@@ -180,6 +180,7 @@ def test_gradients_reach_head_shared_weights_and_the_one_expert(folder: Path) ->
     assert any(name.startswith("head.") for name in dict(model.named_parameters()))
 
 
+@pytest.mark.long
 def test_a_trainer(folder: Path, tmp_path: Path) -> None:
     model = remote(folder, default_task="beta")
     tokenizer = AutoTokenizer.from_pretrained(folder)

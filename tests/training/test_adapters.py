@@ -271,7 +271,7 @@ def test_a_new_pooling_is_trained_in_full(tiny: Path, data: Path, tmp_path: Path
     assert abs(unmerged - loaded.encode(["a text"], task="classification")).max() <= 1e-5
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_stages(data: Path, tmp_path: Path) -> None:
     """The second one makes experts of what the first has learned."""
     decoder = dense_checkpoint(tmp_path / "decoder", "mistral", sentence_transformers={"max_seq_length": 96})

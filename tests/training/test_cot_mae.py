@@ -252,6 +252,7 @@ def run(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.long
 def test_a_run(run: Path) -> None:
     model = AutoModelForMaskedLM.from_pretrained(run / "model", trust_remote_code=True)
     assert model.config.pooling == "cls"
