@@ -195,7 +195,7 @@ def analyze(
         start: Model that the models were trained from. Default: the one recorded in their folders.
         retrieval: Kind of vectors to analyze, `dense`, `sparse` or `hybrid`; a hybrid model gives all of them.
             Default: the models' own.
-        limit: Number of texts, and of pairs.
+        limit: Number of texts, if none are given, and of pairs.
         batch_size: Batch size of `encode`.
         device: Device of the models. Default: a GPU if there is one.
         seed: Random seed of samples and t-SNE.

@@ -84,8 +84,8 @@ def remove(model: "MoTEModel", name: str, *, tasks: Mapping[str, str | None] | N
     Args:
         model: A MoTE in memory; changed in place.
         name: Name of the expert.
-        tasks: New expert of each of its tasks, or None to remove the task as well. Required for all its tasks but the
-            one of its own name.
+        tasks: New expert of each of its tasks, or None to remove the task as well (one that every MoTE has, as `query`,
+            then goes to its usual expert). Required for all its tasks but the one of its own name.
 
     Raises:
         ValueError: If there is no such expert, it is the last one, one of its tasks is not given, the default task

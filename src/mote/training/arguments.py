@@ -17,7 +17,7 @@ from mote.reporting import table
 from mote.training.batches import EvenBatchSampler, TaskBatchSampler, even_batch_sampler
 from mote.training.data import TrainingSet
 from mote.training.processes import processes
-from mote.training.recipe import Recipe
+from mote.training.recipe import Recipe, TrainerSettings
 from mote.training.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -45,11 +45,7 @@ def plan_schedule(recipe: Recipe, sets: dict[str, TrainingSet], processes: int) 
         ValueError: If the processes cannot share a batch evenly, or no training set fills a batch.
     """
     training = recipe.training
-    if training.batch_size % processes:
-        raise ValueError(
-            f"training.batch_size is over all processes: {training.batch_size} cannot be divided evenly among "
-            f"{processes}"
-        )
+    rows_per_process(training, processes)
     samplers = {
         name: EvenBatchSampler(training_set.rows, training.batch_size, processes) for name, training_set in sets.items()
     }
@@ -65,19 +61,61 @@ def plan_schedule(recipe: Recipe, sets: dict[str, TrainingSet], processes: int) 
     )
 
 
+def rows_per_process(training: TrainerSettings, processes: int) -> int:
+    """Return how many rows of a batch each process gets.
+
+    Raises:
+        ValueError: If they cannot share a batch evenly.
+    """
+    if training.batch_size % processes:
+        raise ValueError(
+            f"training.batch_size is over all processes: {training.batch_size} cannot be divided evenly among "
+            f"{processes}"
+        )
+    return training.batch_size // processes
+
+
+def describe_steps(steps: int, arguments: TrainingArguments) -> str:
+    """Describe the steps of a run."""
+    every = math.ceil(arguments.save_steps * (steps if arguments.save_steps < 1 else 1))
+    return f"{steps:,} steps, {arguments.get_warmup_steps(steps)} of them warmup; a checkpoint every {every}"
+
+
 def describe(schedule: Schedule, arguments: BaseTrainingArguments, sets: dict[str, TrainingSet]) -> str:
     """Describe the steps: a summary, and a table of the training sets."""
-    save_steps = math.ceil(arguments.save_steps * (schedule.steps if arguments.save_steps < 1 else 1))
-    summary = (
-        f"{schedule.steps} steps, {arguments.get_warmup_steps(schedule.steps)} of them warmup; a checkpoint every "
-        f"{save_steps}"
-    )
     rows = []
     for name, training_set in sets.items():
         tasks = ", ".join(training_set.tasks)
         dropped = f" ({schedule.dropped[name]} rows dropped per epoch)" if name in schedule.dropped else ""
         rows.append([name, f"{len(training_set.rows):,}", f"{schedule.batches[name]:,}", tasks + dropped])
+    summary = describe_steps(schedule.steps, arguments)
     return f"{summary}\n{table(['training set', 'rows', 'batches', 'tasks'], rows, align='lrrl')}"
+
+
+def common_arguments(training: TrainerSettings, folder: RunFolder, **defaults: Any) -> dict[str, Any]:
+    """Return the arguments of any trainer: the recipe's, and those that follow from the run.
+
+    Args:
+        training: Settings of the recipe.
+        folder: Folder of the run.
+        **defaults: Arguments that the recipe may set otherwise.
+
+    Raises:
+        ValueError: If the processes cannot share a batch evenly.
+    """
+    return {
+        "report_to": "none",
+        "use_cpu": not torch.accelerator.is_available(),  # explicit, so that bf16 is accepted on CPUs
+        "dataloader_pin_memory": torch.cuda.is_available(),
+        "ddp_find_unused_parameters": True,  # experts of other tasks get no gradient
+        **defaults,
+        **training.trainer_arguments(),
+        "output_dir": str(folder.checkpoints),
+        "per_device_train_batch_size": rows_per_process(training, processes().num_processes),
+        "eval_strategy": "no" if training.eval_steps is None else "steps",
+        "logging_nan_inf_filter": False,
+        "disable_tqdm": True,  # `TaskProgress` has a bar of its own
+    }
 
 
 def trainer_arguments(
@@ -96,19 +134,9 @@ def trainer_arguments(
     """
     training, count = recipe.training, processes().num_processes
     settings: dict[str, Any] = {
-        "lr_scheduler_type": "linear",
-        "report_to": "none",
-        "use_cpu": not torch.accelerator.is_available(),  # explicit, so that bf16 is accepted on CPUs
-        "dataloader_pin_memory": torch.cuda.is_available(),
-        "ddp_find_unused_parameters": True,  # experts of other tasks get no gradient
-        **training.trainer_arguments(),
-        "output_dir": str(folder.checkpoints),
-        "per_device_train_batch_size": training.batch_size // count,
+        **common_arguments(training, folder, lr_scheduler_type="linear"),
         "batch_sampler": partial(even_batch_sampler, rows_of_a_batch=training.batch_size, processes=count),
         "multi_dataset_batch_sampler": TaskBatchSampler,
-        "eval_strategy": "no" if training.eval_steps is None else "steps",
-        "logging_nan_inf_filter": False,
-        "disable_tqdm": True,  # `TaskProgress` shows the tasks
     }
     if recipe.model.instructions:
         settings["prompts"] = {name: training_set.instructions(names) for name, training_set in sets.items()}

@@ -65,6 +65,24 @@ class DatasetReport:
         if rows:
             self.dropped[reason] = self.dropped.get(reason, 0) + rows
 
+    def count_invalid(self, errors: list[str], read: int, max_invalid_fraction: float) -> None:
+        """Count rows read, and those among them that are invalid.
+
+        Args:
+            errors: The invalid rows, as `file:line: error`.
+            read: Number of rows.
+            max_invalid_fraction: Fraction of invalid rows that is allowed.
+
+        Raises:
+            ValueError: If there are more, or no other rows.
+        """
+        self.read, self.invalid, self.errors = read, len(errors), errors[:SHOWN_ERRORS]
+        if len(errors) > max_invalid_fraction * read or len(errors) == read:
+            raise ValueError(
+                f"{self.name}: {len(errors):,} of {read:,} rows are invalid; the allowed fraction is "
+                f"{max_invalid_fraction:g} (data.max_invalid_fraction). The first ones:\n  " + "\n  ".join(self.errors)
+            )
+
     def remarks(self) -> list[str]:
         """List what happened to the rows, one remark per line."""
         dropped = [f"{self.name}: dropped {rows:,}: {reason}" for reason, rows in self.dropped.items()]
@@ -172,13 +190,7 @@ class DatasetRows:
             except ValueError as error:
                 errors.append(f"{line.where}: {error}")
         self.row_type = columns.row_type if columns is not None else "texts"
-        self.report.read, self.report.invalid, self.report.errors = len(lines), len(errors), errors[:SHOWN_ERRORS]
-        if len(errors) > max_invalid_fraction * len(lines) or not self.rows:
-            raise ValueError(
-                f"{self.name}: {len(errors):,} of {len(lines):,} rows are invalid; the allowed fraction is "
-                f"{max_invalid_fraction:g} (data.max_invalid_fraction). The first ones:\n  "
-                + "\n  ".join(self.report.errors)
-            )
+        self.report.count_invalid(errors, len(lines), max_invalid_fraction)
 
     def fit_to_loss(self) -> None:
         """Convert the rows to the form that the task's loss takes.

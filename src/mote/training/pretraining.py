@@ -24,7 +24,7 @@ from mote.checkpoints.sentence_transformers import max_seq_length, normalizes
 from mote.checkpoints.tensors import parameter_counts
 from mote.experts.exporting import export
 from mote.reporting import table
-from mote.training.arguments import check_launch
+from mote.training.arguments import check_launch, common_arguments, describe_steps, rows_per_process
 from mote.training.contexts import ContextMasking, ContextRows
 from mote.training.model import (
     check_mote,
@@ -433,34 +433,15 @@ def _describe(recipe: PretrainingRecipe, data: TextData, arguments: TrainingArgu
     texts = sum(map(len, data.texts.values()))
     per_epoch = math.ceil(texts / recipe.training.batch_size)
     steps = arguments.max_steps if arguments.max_steps > 0 else math.ceil(per_epoch * arguments.num_train_epochs)
-    every = math.ceil(arguments.save_steps * (steps if arguments.save_steps < 1 else 1))
-    warmup = arguments.get_warmup_steps(steps)
-    return f"{texts:,} texts; {steps:,} steps, {warmup} of them warmup; a checkpoint every {every}"
+    return f"{texts:,} texts; {describe_steps(steps, arguments)}"
 
 
 def _trainer_arguments(recipe: PretrainingRecipe, folder: RunFolder) -> TrainingArguments:
-    training, count = recipe.training, processes().num_processes
-    if training.batch_size % count:
-        raise ValueError(
-            f"training.batch_size is over all processes: {training.batch_size} cannot be divided evenly among {count}"
-        )
-    settings: dict[str, Any] = {
-        "report_to": "none",
-        "use_cpu": not torch.accelerator.is_available(),
-        "dataloader_pin_memory": torch.cuda.is_available(),
-        "ddp_find_unused_parameters": True,  # experts of other tasks get no gradient
-        "per_device_eval_batch_size": training.batch_size // count,
-        **training.trainer_arguments(),
-        "output_dir": str(folder.checkpoints),
-        "per_device_train_batch_size": training.batch_size // count,
-        "eval_strategy": "no" if training.eval_steps is None else "steps",
-        "logging_nan_inf_filter": False,
-        "label_names": ["labels"],
-        "remove_unused_columns": False,
-        "disable_tqdm": True,  # `TaskProgress` shows the loss
-    }
+    training = recipe.training
+    rows = rows_per_process(training, processes().num_processes)
+    settings = common_arguments(training, folder, per_device_eval_batch_size=rows)
     try:
-        arguments = TrainingArguments(**settings)
+        arguments = TrainingArguments(**settings, label_names=["labels"], remove_unused_columns=False)
     except (TypeError, NotImplementedError, ImportError, ValueError) as error:
         raise ValueError(f"The trainer refuses the settings of training: {error}") from error
     check_launch(arguments, training.precision, "pretrain")

@@ -26,7 +26,7 @@ from mote.data.rows import (
     read_text_lines,
     without_excluded,
 )
-from mote.training.cleaning import SHOWN_ERRORS, DatasetReport, table_of, text_id
+from mote.training.cleaning import DatasetReport, table_of, text_id
 from mote.training.pretraining_recipe import MaskingSettings, PretrainingRecipe, TextDatasetSettings
 from mote.training.spans import cut
 
@@ -163,12 +163,7 @@ def _read(
         single += example.positives if wanted != "anchors" else ()
         single += example.negatives if wanted == "all" else ()
         texts += [(text,) for text in single]
-    report.read, report.invalid, report.errors = len(rows), len(errors), errors[:SHOWN_ERRORS]
-    if len(errors) > max_invalid_fraction * len(rows) or not texts:
-        raise ValueError(
-            f"{location.name}: {len(errors):,} of {len(rows):,} rows are invalid; the allowed fraction is "
-            f"{max_invalid_fraction:g} (data.max_invalid_fraction). The first ones:\n  " + "\n  ".join(report.errors)
-        )
+    report.count_invalid(errors, len(rows), max_invalid_fraction)
     return texts
 
 
