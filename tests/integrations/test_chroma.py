@@ -168,3 +168,6 @@ def test_configs_are_validated(function: MoTEEmbeddingFunction) -> None:
     function.validate_config(config)
     with pytest.raises(ValueError, match="has the keys"):
         function.validate_config({**config, "default_prompt_name": "search_document"})
+    with pytest.raises(ValueError, match="so its model cannot become user/other: make another collection"):
+        function.validate_config_update(config, {**config, "model": "user/other"})
+    function.validate_config_update({**config, "model": "/gone/model"}, config)  # the folder was moved
