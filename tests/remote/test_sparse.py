@@ -135,8 +135,9 @@ def test_a_limit_keeps_the_formula(source: Path, tmp_path: Path) -> None:
     dense.save(str(tmp_path / "dense"))
     out = upcycle(tmp_path / "dense", tmp_path / "mote", instructions={"search_query": ""}, max_active_dims=9)
     expected = SparseEncoder(str(tmp_path / "dense"), max_active_dims=9).encode(TEXTS).to_dense()
-    vectors = SparseEncoder(str(out), trust_remote_code=True).encode(TEXTS, task="search_query").to_dense()
-    assert torch.equal(vectors, expected)
+    model = SparseEncoder(str(out), trust_remote_code=True, max_active_dims=9)  # which old versions do not read
+    assert torch.equal(model.encode(TEXTS, task="search_query").to_dense(), expected)
+    assert read_json(out / "config_sentence_transformers.json")["max_active_dims"] == 9
 
 
 def test_code_replaces_a_link_and_not_its_target(tmp_path: Path) -> None:
