@@ -117,7 +117,7 @@ def convert(
             f"The architecture {architecture!r} could not be converted to {backend} ({first_line(error)}): export it "
             "for torch, without `--backend`"
         ) from error
-    precise = {"INFERENCE_PRECISION_HINT": "f32"}
+    precise = {"INFERENCE_PRECISION_HINT": "f32"} if backend == "openvino" else None
     converted = load_exported(folder, backend, ov_config=precise, trust_remote_code=trusted)
     found = converted.encode(list(texts), convert_to_tensor=True)
     cosines = nn.functional.cosine_similarity(found, expected)
