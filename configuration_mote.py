@@ -81,7 +81,7 @@ def _of_backbone(name: str, doc: str) -> property:
 
 def _refuse_misspelled(names: Iterable[str], config_class: type["MoTEConfig"]) -> None:
     ours = config_class.__mro__[: config_class.__mro__.index(MoTEConfig) + 1]
-    known = [name for one in ours for name in vars(one).get("__annotations__", ())]
+    known = [name for one in ours for name in one.__annotations__]
     for name in sorted({*names}.difference(known)):
         if near := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
             raise ValueError(f"Unknown setting {name!r}. Did you mean {near[0]!r}?")

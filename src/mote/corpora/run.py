@@ -251,10 +251,8 @@ def open_run(out: Path, record: dict[str, Any], overwrite: bool) -> Iterator[Run
     with only_writer(out):
         found = read_record(out, RECORD, "datasets", f"a run of `mote {record['what']}`")
         remove_leftovers(out)
-        before = record if found is None else found
-        teachers = without_names(before.get("teacher")), without_names(record["teacher"])  # known by their content
-        different = [key for key in record if key != "teacher" and before.get(key) != record[key]]
-        different += ["teacher"] if teachers[0] != teachers[1] else []
+        ours, theirs = ({**one, "teacher": without_names(one.get("teacher"))} for one in (record, found or record))
+        different = [key for key in record if ours[key] != theirs.get(key)]
         if different and not overwrite:
             raise ValueError(
                 f"{out} holds another run, which differs in {', '.join(different)}: choose another folder, or replace "
