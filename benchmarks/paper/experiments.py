@@ -198,6 +198,14 @@ MEDIUM = Scale(
 )
 """The paper's regime: from a masked language model, on pairs of texts for all tasks. docs/plan-of-experiments.md."""
 
+MEDIUM_GPU = replace(
+    MEDIUM,
+    changes=(*MEDIUM.changes, "training.bf16=true", "training.mini_batch_size=null"),  # a column in one forward pass
+    chosen_by="medium-bf16",
+    dtype="bfloat16",
+)
+"""The same on one GPU."""
+
 SCALES = {
     "smoke": Scale(
         source="examples/small-encoder",
@@ -241,7 +249,8 @@ SCALES = {
     ),
     "medium": MEDIUM,
     "medium-bf16": replace(MEDIUM, changes=(*MEDIUM.changes, *BF16), chosen_by=None, dtype="bfloat16"),
-    "medium-labels": replace(MEDIUM, trained_on="labels", seeds=(42,)),
+    "medium-gpu": MEDIUM_GPU,
+    "medium-labels": replace(MEDIUM_GPU, trained_on="labels"),
     "medium-embedder": replace(
         MEDIUM,
         source="sentence-transformers/paraphrase-MiniLM-L3-v2",

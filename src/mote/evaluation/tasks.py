@@ -256,6 +256,13 @@ class _FromFolder:
             self.data_loaded = True
 
 
+class _LabelsReadOnce:
+    """Mixin for classification: each metric would read the labels, a column of a dataset, several times, row by row."""
+
+    def _calculate_scores(self, y_test: Iterable[int], y_pred: Any) -> Any:
+        return super()._calculate_scores([*y_test], y_pred)  # type: ignore[misc]  # of the other base class
+
+
 def _task(source: EvaluationDataset, official: Official | None) -> AbsTask:
     template = TEMPLATES[source.task]
     if source.task == "summarization":
@@ -280,6 +287,7 @@ def _task(source: EvaluationDataset, official: Official | None) -> AbsTask:
         )
     # mteb takes a task's metadata from its class, also when restoring results, so each task has a class of its own.
     attributes = {"metadata": metadata, "source": source, "template": template}
-    task: AbsTask = type(parent.__name__, (_FromFolder, parent), attributes)()
+    mixins = (_LabelsReadOnce, _FromFolder) if issubclass(parent, AbsTaskClassification) else (_FromFolder,)
+    task: AbsTask = type(parent.__name__, (*mixins, parent), attributes)()
     task.hf_subsets = [official.subset if official else "default"]
     return task.filter_eval_splits(["test"])
