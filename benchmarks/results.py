@@ -10,6 +10,7 @@ Every table that can be made of these must be on a page; one of a scale that is 
 
 - the stored tables, and the paper's;
 - SCALE/claims, the paper's claims in short, and SCALE/goal, question 4 of the plan in short;
+- SCALE/validation, the scores on validation sets of a scale that confirms the choices of another;
 - SCALE/figures4to7, of the models in `SCALE/runs/test`, or in the trials at the best rate of the sweep;
 - SCALE/models, all models in `SCALE/runs/test`; those with other data than the scale's have a table by the name of the
   data;
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from benchmarks import cot, decoders, mining, task_loras
@@ -33,12 +35,13 @@ from benchmarks.paper.claims import TABLES, Claim, Table
 from benchmarks.paper.experiments import SCALES, START, TASKS, ablations, base_of
 from benchmarks.paper.figures import TITLES, ablation_table, analysis_tables
 from benchmarks.paper.improvements import DATA, SEPARATE, parts_of
-from benchmarks.paper.kept import ScoresOfTypes
+from benchmarks.paper.kept import DATASETS, ScoresOfTypes, read_scores
 from benchmarks.paper.readme import draw_gains, drawn_gains, gains_of, readme_table
 from benchmarks.paper.reports import NAMES
 from benchmarks.paper.runs import Scores, best_rate, gathered
 from benchmarks.paper.tables import claims_of, models_table, paper_of, report, summary_of, sweep_table, table_of
 from benchmarks.paper.unseen import ways_table
+from mote.reporting import markdown_table
 
 DOCS = Path(__file__).parents[1] / "docs"
 END = "<!-- end of table -->"
@@ -135,6 +138,8 @@ def _tables_of_scale(folder: Path) -> dict[str, str]:
     of_paper = {name: _measurable(table, scores) for name, table in TABLES.items()}
     of_paper = {name: table for name, table in of_paper.items() if table.claims}
     tables = {name: _paper_table(name, table, scores) for name, table in of_paper.items()}
+    if SCALES[folder.name].confirms:
+        tables["validation"] = _validation_table(folder / "runs" / "validation-models")
     of_one_task = _ablations(folder)
     if of_one_task.every:
         tables["figures4to7"] = ablation_table(of_one_task)
@@ -155,6 +160,14 @@ def _tables_of_scale(folder: Path) -> dict[str, str]:
     return tables
 
 
+def _validation_table(folder: Path) -> str:
+    """Format the mean over the task types of each model's scores on validation sets, in descending order."""
+    files = sorted({*folder.glob("*.json")} - {folder / DATASETS})
+    means = {file.stem: mean(mean(of.values()) for of in read_scores(file).values()) for file in files}
+    rows = [[name, f"{means[name]:.2f}"] for name in sorted(means, key=means.__getitem__, reverse=True)]
+    return markdown_table(["in full", "mean over the types of validation sets"], rows)
+
+
 def _ablations(folder: Path) -> Scores:
     """Gather the scores of Figures 4 to 7: of trials, if the scale or the one that chooses for it has a sweep."""
     sweep = folder.with_name(SCALES[folder.name].chosen_by or folder.name) / "sweep.json"
@@ -172,7 +185,7 @@ def _models(folder: Path) -> dict[str, dict[int, ScoresOfTypes]]:
     found: dict[str, dict[int, ScoresOfTypes]] = {}
     for path in sorted(folder.glob("*-seed*.json")):
         name, _, seed = path.stem.rpartition("-seed")
-        found.setdefault(name, {})[int(seed)] = _read(path)["scores"]
+        found.setdefault(name, {})[int(seed)] = read_scores(path)
     first = f"sem-{TASKS[0]}"
     for whole in [SEPARATE + name.removeprefix(first) for name in found if base_of(name) == first]:
         parts = [found.get(part, {}) for part in parts_of(whole)]
@@ -248,7 +261,7 @@ def _pages(docs: Path) -> dict[Path, str]:
 def _add_sections(docs: Path, tables: Mapping[str, str]) -> None:
     """Add each table that is on no page to the page of its scale; create the page if needed."""
     known = "".join(_pages(docs).values())
-    for scale, name in product(SCALES, ("claims", "goal", *NAMES, "models", *DATA)):
+    for scale, name in product(SCALES, ("claims", "goal", *NAMES, "validation", "models", *DATA)):
         marker = f"<!-- table: {scale}/{name} -->"
         if f"{scale}/{name}" not in tables or marker in known:
             continue

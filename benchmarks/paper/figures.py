@@ -15,6 +15,7 @@ from mote.reporting import COLORS, markdown_table
 TITLES = {
     "claims": "the paper's claims in short",
     "goal": "question 4 of the plan in short",
+    "validation": "all scores on validation sets, seed 42",
     "models": "all models with the scale's own data, seed by seed",
     "five-tasks": "all models of five tasks, seed by seed",
     "sweep": "learning rates, by the mean over six task types of validation sets",

@@ -23,10 +23,13 @@ Hashes = dict[str, str]
 ScoresOfTypes = dict[str, dict[str, float]]
 """Task type → dataset → score, x 100."""
 
+DATASETS = "datasets.json"
+"""File with the datasets of each task type: the scores beside it that are of these are stored without their names."""
+
 
 @dataclass(frozen=True)
 class KeptScores:
-    """A folder with a small file for each model and part of the data.
+    """A folder with a small file for each model and part of the data, and `DATASETS` beside them.
 
     Attributes:
         folder: The folder.
@@ -79,7 +82,7 @@ class KeptScores:
                 f"{file} has the scores of other settings; they differ in {', '.join(differing)}. Remove the file, or "
                 "choose another folder"
             )
-        return stored["scores"]
+        return _named(stored["scores"], file)
 
     def _evaluated(
         self,
@@ -101,9 +104,15 @@ class KeptScores:
         if not failures:
             _check_weights(file.parent, settings.get(SEED), weights)  # others may have been stored since
             file.parent.mkdir(parents=True, exist_ok=True)
-            content = _formatted({"settings": _short(settings), "weights": weights, "scores": scores})
-            write_whole(file, lambda unfinished: unfinished.write_text(content, encoding="utf-8"))
+            with alone(self.locks / Path(label).with_name(DATASETS)):
+                unnamed = _unnamed(scores, file)
+            _write(file, {"settings": _short(settings), "weights": weights, "scores": unnamed})
         return scores
+
+
+def read_scores(file: Path) -> ScoresOfTypes:
+    """Return the scores in a file of `KeptScores`."""
+    return _named(_read(file)["scores"], file)
 
 
 def digest_of_recipe(recipe: Recipe) -> str:
@@ -114,7 +123,7 @@ def digest_of_recipe(recipe: Recipe) -> str:
 
 def _check_weights(folder: Path, seed: int | None, weights: Hashes) -> None:
     """Raise an error if models of the same seed were trained from other weights, and could not be compared."""
-    for file in sorted(folder.glob("*.json")):
+    for file in sorted({*folder.glob("*.json")} - {folder / DATASETS}):
         stored = _read(file)
         if stored["settings"].get(SEED) != seed:
             continue
@@ -131,13 +140,37 @@ def _read(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def _formatted(kept: dict[str, dict[str, Any]]) -> str:
-    """Format stored scores with one line per setting and per task type: small files, and still readable differences."""
-    parts = (
-        f'"{part}": {{\n' + ",\n".join(f"{json.dumps(key)}: {json.dumps(one)}" for key, one in content.items()) + "\n}"
-        for part, content in kept.items()
+def _named(scores: dict[str, dict[str, float] | list[float]], file: Path) -> ScoresOfTypes:
+    """Give stored scores the names of their datasets."""
+    names = _names(file)
+    return {
+        kind: of_type if isinstance(of_type, dict) else dict(zip(names[kind], of_type, strict=True))
+        for kind, of_type in scores.items()
+    }
+
+
+def _unnamed(scores: ScoresOfTypes, file: Path) -> dict[str, dict[str, float] | list[float]]:
+    """Leave out the names of the datasets in `DATASETS`; add a task type that it lacks."""
+    before = _names(file)
+    names = {**{kind: [*of_type] for kind, of_type in scores.items()}, **before}
+    if names != before:
+        _write(file.with_name(DATASETS), {"datasets": names})
+    return {kind: [*of.values()] if [*of] == names[kind] else of for kind, of in scores.items()}
+
+
+def _names(file: Path) -> dict[str, list[str]]:
+    names = file.with_name(DATASETS)
+    return _read(names)["datasets"] if names.is_file() else {}
+
+
+def _write(file: Path, parts: dict[str, dict[str, Any]]) -> None:
+    """Write JSON with one line per setting and per task type: small files, and still readable differences."""
+    texts = (
+        f'"{name}": {{\n' + ",\n".join(f"{json.dumps(key)}: {json.dumps(one)}" for key, one in part.items()) + "\n}"
+        for name, part in parts.items()
     )
-    return "{" + ", ".join(parts) + "}\n"
+    content = "{" + ", ".join(texts) + "}\n"
+    write_whole(file, lambda unfinished: unfinished.write_text(content, encoding="utf-8"))
 
 
 def _short(settings: dict[str, Any]) -> dict[str, Any]:

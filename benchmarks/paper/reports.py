@@ -160,7 +160,8 @@ def _best(runs: Runs) -> str:
     title = "### best: the best recipe with experts, and the best dense ones"
     if not runs.scale.sweep:
         return f"{title}: this scale has no validation sets"
-    found = try_improvements(runs)
+    confirms = runs.scale.confirms
+    found = try_improvements(replace(runs.choosing, only_stored=True) if confirms else runs)
     best = {base: best_of(steps)["name"] for base, steps in found["in_full"].items()}
     names = scored(best) if "mote" in best else ()
     if left_out := [name for name in names if not all(map(runs.can_score, parts_of(name)))]:
@@ -173,5 +174,6 @@ def _best(runs: Runs) -> str:
     starts = tuple(filter(runs.can_score, (START, *taught)))
     scores = _scores((*starts, *names), runs)
     table = best_table(names, starts)
-    kept = _kept("best", table, scores, runs, validation=found)  # `benchmarks.results` makes the table of the goal
-    return "\n\n".join([title, validation_tables(found), "On the test splits:", kept])
+    validation = {} if confirms else {"validation": found}
+    kept = _kept("best", table, scores, runs, **validation)  # `benchmarks.results` makes the table of the goal
+    return "\n\n".join([title, *map(validation_tables, validation.values()), "On the test splits:", kept])

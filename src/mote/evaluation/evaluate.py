@@ -149,6 +149,7 @@ class _Run:
     failures: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
     seconds: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
     versions: set[str] = field(default_factory=set)
+    encoder: "_FiniteEncoder | _FiniteSparse | None" = None
 
     def check_models(self) -> None:
         """Check each model that has scores to compute, so that loading errors show before the work starts.
@@ -182,6 +183,7 @@ class _Run:
                         outcome = self._score(model, task)
                         bar.update()
                         _log(f"  {index}/{len(self.tasks)} {task.metadata.name}: {outcome}")
+                    self.encoder = None
                     model.release()
             except KeyboardInterrupt:
                 cached = sum(len(scores) for scores in self.scores.values())
@@ -217,8 +219,7 @@ class _Run:
         return model.meta(limit=self.limit, instruction=digest)
 
     def _compute(self, model: EvaluatedModel, task: AbsTask) -> TaskResult:
-        found = model.load()
-        encoder = _FiniteSparse(found) if isinstance(found, SparseEncoder) else _FiniteEncoder(found)
+        encoder = self._encoder(model)
         meta = self._meta(model, task)
         key = {name: getattr(meta, name) for name in ("name", "revision", "experiment_kwargs")}
         encoder.mteb_model_meta = encoder.mteb_model_meta.model_copy(update={**model.described, **key})
@@ -249,6 +250,13 @@ class _Run:
         if results.exceptions:  # what mteb reports instead of raising: private data
             raise OSError(results.exceptions[0].exception)
         return self.cache.find(task, meta)  # rounded there: the score is the same now and when it is read again
+
+    def _encoder(self, model: EvaluatedModel) -> "_FiniteEncoder | _FiniteSparse":
+        """Return mteb's encoder of a model, the same for all datasets: it takes a while to check the prompts."""
+        if self.encoder is None:
+            found = model.load()
+            self.encoder = _FiniteSparse(found) if isinstance(found, SparseEncoder) else _FiniteEncoder(found)
+        return self.encoder
 
 
 class _Finite:
