@@ -138,8 +138,9 @@ def _tables_of_scale(folder: Path) -> dict[str, str]:
     of_paper = {name: _measurable(table, scores) for name, table in TABLES.items()}
     of_paper = {name: table for name, table in of_paper.items() if table.claims}
     tables = {name: _paper_table(name, table, scores) for name, table in of_paper.items()}
-    if SCALES[folder.name].confirms:
-        tables["validation"] = _validation_table(folder / "runs" / "validation-models")
+    validation = folder / "runs" / "validation-models"
+    if SCALES[folder.name].confirms and validation.is_dir():
+        tables["validation"] = _validation_table(validation)
     of_one_task = _ablations(folder)
     if of_one_task.every:
         tables["figures4to7"] = ablation_table(of_one_task)

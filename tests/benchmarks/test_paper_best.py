@@ -11,7 +11,7 @@ from helpers.paths import SMALL_ENCODER, SMALL_MOTE
 from safetensors.torch import load_file
 
 import mote
-from benchmarks.paper import best, data, experiments, improvements, runs, unseen
+from benchmarks.paper import best, data, experiments, improvements, reports, runs, unseen
 from benchmarks.paper.reports import make
 from configuration_mote import PAPER_INSTRUCTIONS
 from mote.training.recipe import Recipe
@@ -438,3 +438,16 @@ def test_the_best_recipes_are_looked_for_and_scored(
     for improved in ("pretrained+shared", "five-tasks+search-expert+pretrained", "late+pretrained"):
         assert given.model(f"mote+{improved}", 42).is_dir()
     assert given.model("task-lora+late", 42).is_dir()
+
+
+def test_a_scale_that_confirms_takes_the_choices_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def try_improvements(given: runs.Runs) -> None:
+        assert given.scale is experiments.SCALES["medium-bf16"]
+        assert given.only_stored
+        assert given.kept == tmp_path / "medium-bf16"
+        raise InterruptedError("reached")
+
+    monkeypatch.setattr(reports, "try_improvements", try_improvements)
+    scale = experiments.SCALES["medium-gpu"]
+    with pytest.raises(InterruptedError, match="reached"):
+        make("best", runs.Runs(scale, "SOURCE", "DATA", tmp_path / "out", kept=tmp_path / "medium-gpu"))

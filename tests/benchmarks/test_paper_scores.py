@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import mote
 from benchmarks.locking import alone, share
 from benchmarks.paper import experiments, runs
-from benchmarks.paper.kept import KeptScores
+from benchmarks.paper.kept import DATASETS, KeptScores, read_scores
 from mote.training.recipe import Recipe
 
 RESULTS = ROOT / "docs" / "results"
@@ -114,7 +114,9 @@ def test_other_seeds_may_have_another_start(tmp_path: Path, monkeypatch: pytest.
     )
     for given in (one, other):
         assert given.scores(["start", "mote"]).every["start"] == {"sts": [40.0]}
-    stored = {path.stem: json.loads(path.read_text())["weights"]["start"] for path in tmp_path.glob("kept/**/*.json")}
+    stored = {
+        path.stem: json.loads(path.read_text())["weights"]["start"] for path in tmp_path.glob("kept/**/*-seed*.json")
+    }
     assert stored == {
         "start-seed42": "source",
         "mote-seed42": "source",
@@ -151,12 +153,40 @@ def test_scores_with_a_failure_are_not_stored(tmp_path: Path) -> None:
 def test_stored_models_of_a_seed_had_the_same_start_data_and_tests(folder: Path) -> None:
     """Also if they were stored on several machines."""
     known: dict[tuple[int | None, str], object] = {}
-    for path in folder.glob("*.json"):
+    for path in folder.glob("*-seed*.json"):
         stored = json.loads(path.read_text(encoding="utf-8"))
         settings = stored["settings"]
         shared = {key: one for key, one in settings.items() if key in ("data", "dtype") or key.startswith("limit")}
         for key, value in {**shared, **stored["weights"]}.items():
             assert known.setdefault((settings.get("training.seed"), key), value) == value, path
+
+
+def test_scores_are_stored_without_the_names_that_others_have(tmp_path: Path) -> None:
+    kept = KeptScores(tmp_path, tmp_path / "locks")
+    types = {"r1": "Retrieval", "r2": "Retrieval", "s": "STS"}
+    of_models = {
+        "test/retrieval": {"r1": 1.0, "r2": 2.0},
+        "test/whole": {"r1": 3.0, "r2": 4.0, "s": 5.0},
+        "test/part": {"r2": 6.0, "s": 7.0},
+        "test/reversed": {"r2": 8.0, "r1": 9.0},
+        "other/part": {"r2": 10.0},
+    }
+    stored = {}
+    for label, of_model in of_models.items():
+        evaluation = mote.Evaluation({"any": of_model}, types)
+        scores = kept.get(label, {}, dict, lambda evaluation=evaluation: [evaluation])
+        assert {name: one for of_type in scores.values() for name, one in of_type.items()} == of_model
+        assert kept.get(label, {}, dict, list) == read_scores(kept.file(label)) == scores
+        stored[label] = json.loads(kept.file(label).read_text())["scores"]
+    assert stored == {
+        "test/retrieval": {"Retrieval": [1.0, 2.0]},
+        "test/whole": {"Retrieval": [3.0, 4.0], "STS": [5.0]},
+        "test/part": {"Retrieval": {"r2": 6.0}, "STS": [7.0]},
+        "test/reversed": {"Retrieval": {"r2": 8.0, "r1": 9.0}},
+        "other/part": {"Retrieval": [10.0]},
+    }
+    named = json.loads((tmp_path / "test" / DATASETS).read_text())
+    assert named == {"datasets": {"Retrieval": ["r1", "r2"], "STS": ["s"]}}
 
 
 def test_work_is_shared(tmp_path: Path) -> None:
