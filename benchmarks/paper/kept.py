@@ -24,7 +24,7 @@ ScoresOfTypes = dict[str, dict[str, float]]
 """Task type → dataset → score, x 100."""
 
 DATASETS = "datasets.json"
-"""File with the datasets of each task type: the scores beside it that are of these are stored without their names."""
+"""File that names the datasets of each task type: files beside it list scores of exactly these without the names."""
 
 
 @dataclass(frozen=True)
@@ -141,12 +141,21 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _named(scores: dict[str, dict[str, float] | list[float]], file: Path) -> ScoresOfTypes:
-    """Give stored scores the names of their datasets."""
+    """Give stored scores the names of their datasets.
+
+    Raises:
+        ValueError: If `DATASETS` does not name as many.
+    """
     names = _names(file)
-    return {
-        kind: of_type if isinstance(of_type, dict) else dict(zip(names[kind], of_type, strict=True))
-        for kind, of_type in scores.items()
-    }
+    found: ScoresOfTypes = {}
+    for kind, of_type in scores.items():
+        known = names.get(kind, [])
+        if isinstance(of_type, list) and len(of_type) != len(known):
+            raise ValueError(
+                f"{file} has {len(of_type)} scores of {kind} without names, and {DATASETS} beside it names {len(known)}"
+            )
+        found[kind] = of_type if isinstance(of_type, dict) else dict(zip(known, of_type, strict=True))
+    return found
 
 
 def _unnamed(scores: ScoresOfTypes, file: Path) -> dict[str, dict[str, float] | list[float]]:

@@ -187,6 +187,9 @@ def test_scores_are_stored_without_the_names_that_others_have(tmp_path: Path) ->
     }
     named = json.loads((tmp_path / "test" / DATASETS).read_text())
     assert named == {"datasets": {"Retrieval": ["r1", "r2"], "STS": ["s"]}}
+    (tmp_path / "test" / DATASETS).unlink()
+    with pytest.raises(ValueError, match=r"whole.json has 2 scores of Retrieval without names, and .* names 0"):
+        kept.get("test/whole", {}, dict, list)
 
 
 def test_work_is_shared(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from safetensors.numpy import load_file, save_file
 import mote
 from mote import Evaluation, evaluate
 from mote.cli import main
+from mote.evaluation import evaluate as evaluating
 from mote.evaluation.evaluate import write
 
 
@@ -66,6 +67,29 @@ def test_scores_are_cached_and_the_second_run_computes_nothing(
     monkeypatch.setattr(sentence_transformers.SentenceTransformer, "__init__", not_again)
     with pytest.raises(ValueError, match="the model is loaded again"):
         evaluate([str(SMALL_ENCODER)], data=data, out=tmp_path, overwrite=True)
+
+
+@pytest.mark.long
+def test_all_datasets_of_a_model_share_an_encoder_of_mteb(
+    data: Path, changed_encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores are those of runs with one model and one dataset each."""
+    made = []
+
+    class Counted(evaluating._FiniteEncoder):
+        def __init__(self, model: sentence_transformers.SentenceTransformer) -> None:
+            super().__init__(model)
+            made.append(model)
+
+    monkeypatch.setattr(evaluating, "_FiniteEncoder", Counted)
+    models = {"first": str(SMALL_ENCODER), "second": str(changed_encoder)}
+    both = evaluate(models, data=data, tasks=["sts/part0", "clustering/*"], out=tmp_path / "both")
+    assert len(made) == 2
+    for label, model in models.items():
+        for number, task in enumerate(("sts/part0", "clustering/*")):
+            one = evaluate({label: model}, data=data, tasks=[task], out=tmp_path / f"{label}{number}")
+            assert one.scores[label].items() <= both.scores[label].items()
+    assert both.scores["first"] != both.scores["second"]
 
 
 @pytest.mark.long
