@@ -243,7 +243,7 @@ def goal_table(table: Table, scores: Scores) -> str:
     overall, retrieval = measured(rival), measured(rival, "Retrieval").tests.gain
     gain, p, gains = overall.tests.gain, overall.tests.paired_t, overall.with_seeds
     with_seeds = f"{', '.join(f'{one:+.2f}' for one in gains)} (p over the seeds: {p_value(overall.over_seeds)})"
-    rows = [
+    rows: list[tuple[str, str, bool | None]] = [
         (f"over {dense}, the best of the others in one model: at least +1.0", f"{gain:+.2f}", gain >= 1),
         ("one-sided paired p below 0.05", p_value(p), p is not None and p < 0.05),
         ("with each of three seeds", with_seeds, len(gains) >= 3 and min(gains) > 0),
@@ -258,10 +258,9 @@ def goal_table(table: Table, scores: Scores) -> str:
         rows.append((f"above {start}, on all sets and in retrieval", "{:+.2f}, {:+.2f}".format(*both), min(both) > 0))
     what = "over three separate models, with the seeds that they have: at least -0.2"
     gain = min(map(gain_over, separate), default=-inf)
-    rows.append((what, f"{gain:+.2f}" if separate else "not scored", gain >= -0.2))
-    return markdown_table(
-        ["condition", "mote", "holds"], [[what, here, "yes" if holds else "no"] for what, here, holds in rows]
-    )
+    rows.append((what, f"{gain:+.2f}" if separate else "not scored", gain >= -0.2 if separate else None))
+    answers = {True: "yes", False: "no", None: ""}
+    return markdown_table(["condition", "mote", "holds"], [[what, here, answers[holds]] for what, here, holds in rows])
 
 
 def goal_report(table: Table, scores: Scores) -> str:

@@ -25,6 +25,7 @@ ScoresOfTypes = dict[str, dict[str, float]]
 
 DATASETS = "datasets.json"
 """File that names the datasets of each task type: files beside it list scores of exactly these without the names."""
+NAMES = "names"  # in these files: a hash of the names that they leave out
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class KeptScores:
                 f"{file} has the scores of other settings; they differ in {', '.join(differing)}. Remove the file, or "
                 "choose another folder"
             )
-        return _named(stored["scores"], file)
+        return _named(stored, file)
 
     def _evaluated(
         self,
@@ -106,13 +107,13 @@ class KeptScores:
             file.parent.mkdir(parents=True, exist_ok=True)
             with alone(self.locks / Path(label).with_name(DATASETS)):
                 unnamed = _unnamed(scores, file)
-            _write(file, {"settings": _short(settings), "weights": weights, "scores": unnamed})
+            _write(file, {"settings": _short(settings), "weights": weights, **unnamed})
         return scores
 
 
 def read_scores(file: Path) -> ScoresOfTypes:
     """Return the scores in a file of `KeptScores`."""
-    return _named(_read(file)["scores"], file)
+    return _named(_read(file), file)
 
 
 def digest_of_recipe(recipe: Recipe) -> str:
@@ -140,31 +141,35 @@ def _read(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def _named(scores: dict[str, dict[str, float] | list[float]], file: Path) -> ScoresOfTypes:
+def _named(stored: dict[str, Any], file: Path) -> ScoresOfTypes:
     """Give stored scores the names of their datasets.
 
     Raises:
-        ValueError: If `DATASETS` does not name as many.
+        ValueError: If `DATASETS` lacks these names, or has others.
     """
-    names = _names(file)
-    found: ScoresOfTypes = {}
-    for kind, of_type in scores.items():
-        known = names.get(kind, [])
-        if isinstance(of_type, list) and len(of_type) != len(known):
-            raise ValueError(
-                f"{file} has {len(of_type)} scores of {kind} without names, and {DATASETS} beside it names {len(known)}"
-            )
-        found[kind] = of_type if isinstance(of_type, dict) else dict(zip(known, of_type, strict=True))
-    return found
+    scores, names = stored["scores"], _names(file)
+    listed = [kind for kind, of_type in scores.items() if isinstance(of_type, list)]
+    if listed and stored.get(NAMES) != _digest(names, listed):
+        raise ValueError(
+            f"{file} was stored beside another {DATASETS}, which named the datasets of {', '.join(listed)}: restore "
+            "that file, or remove these scores"
+        )
+    return {kind: dict(zip(names[kind], of, strict=True)) if kind in listed else of for kind, of in scores.items()}
 
 
-def _unnamed(scores: ScoresOfTypes, file: Path) -> dict[str, dict[str, float] | list[float]]:
+def _unnamed(scores: ScoresOfTypes, file: Path) -> dict[str, Any]:
     """Leave out the names of the datasets in `DATASETS`; add a task type that it lacks."""
     before = _names(file)
     names = {**{kind: [*of_type] for kind, of_type in scores.items()}, **before}
     if names != before:
         _write(file.with_name(DATASETS), {"datasets": names})
-    return {kind: [*of.values()] if [*of] == names[kind] else of for kind, of in scores.items()}
+    listed = [kind for kind, of_type in scores.items() if [*of_type] == names[kind]]
+    found = {kind: [*of_type.values()] if kind in listed else of_type for kind, of_type in scores.items()}
+    return {"scores": found, NAMES: _digest(names, listed)}
+
+
+def _digest(names: dict[str, list[str]], kinds: list[str]) -> str:
+    return blake2b(json.dumps([names.get(kind) for kind in kinds]).encode(), digest_size=4).hexdigest()
 
 
 def _names(file: Path) -> dict[str, list[str]]:
@@ -172,13 +177,15 @@ def _names(file: Path) -> dict[str, list[str]]:
     return _read(names)["datasets"] if names.is_file() else {}
 
 
-def _write(file: Path, parts: dict[str, dict[str, Any]]) -> None:
+def _write(file: Path, parts: dict[str, Any]) -> None:
     """Write JSON with one line per setting and per task type: small files, and still readable differences."""
-    texts = (
-        f'"{name}": {{\n' + ",\n".join(f"{json.dumps(key)}: {json.dumps(one)}" for key, one in part.items()) + "\n}"
-        for name, part in parts.items()
-    )
-    content = "{" + ", ".join(texts) + "}\n"
+
+    def formatted(part: Any) -> str:
+        if not isinstance(part, dict):
+            return json.dumps(part)
+        return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(one)}" for key, one in part.items()) + "\n}"
+
+    content = "{" + ", ".join(f"{json.dumps(name)}: {formatted(part)}" for name, part in parts.items()) + "}\n"
     write_whole(file, lambda unfinished: unfinished.write_text(content, encoding="utf-8"))
 
 

@@ -161,6 +161,8 @@ def _best(runs: Runs) -> str:
     if not runs.scale.sweep:
         return f"{title}: this scale has no validation sets"
     confirms = runs.scale.confirms
+    if confirms and not runs.choosing.stored():
+        raise ValueError(f"There are no stored scores of scale {runs.scale.chosen_by}, which chooses: give --kept")
     found = try_improvements(replace(runs.choosing, only_stored=True) if confirms else runs)
     best = {base: best_of(steps)["name"] for base, steps in found["in_full"].items()}
     names = scored(best) if "mote" in best else ()

@@ -441,13 +441,36 @@ def test_the_best_recipes_are_looked_for_and_scored(
 
 
 def test_a_scale_that_confirms_takes_the_choices_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def try_improvements(given: runs.Runs) -> None:
-        assert given.scale is experiments.SCALES["medium-bf16"]
-        assert given.only_stored
-        assert given.kept == tmp_path / "medium-bf16"
-        raise InterruptedError("reached")
+    given = runs.Runs(
+        experiments.SCALES["medium-gpu"], "SOURCE", "DATA", tmp_path, only_stored=True, kept=tmp_path / "medium-gpu"
+    )
+    with pytest.raises(ValueError, match="no stored scores of scale medium-bf16, which chooses: give --kept"):
+        make("best", given)
+    scored: list[str] = []
 
+    def try_improvements(chooses: runs.Runs) -> best.Validation:
+        assert chooses.scale is experiments.SCALES["medium-bf16"]
+        assert chooses.only_stored
+        assert chooses.kept == tmp_path / "medium-bf16"
+        in_full = {
+            base: [best.Step(name=f"{base}+five-tasks+labels-twice", score=1.0, kept=True)] for base in best.BASES
+        }
+        return best.Validation(data={"+five-tasks": {"em": 1.0}}, steps={}, in_full=in_full)
+
+    def scores(names: tuple[str, ...], of: runs.Runs) -> runs.Scores:
+        assert of is given
+        scored.extend(names)
+        types = {"r": "Retrieval", "s": "STS"}
+        every = {name: {"r": [50.0 + number] * 3, "s": [40.0] * 3} for number, name in enumerate(names)}
+        return runs.Scores(every, types)
+
+    stored = ["mote+five-tasks+labels-twice", "ic+five-tasks+labels-twice", "ic+five-tasks+labels-twice+two-epochs"]
     monkeypatch.setattr(reports, "try_improvements", try_improvements)
-    scale = experiments.SCALES["medium-gpu"]
-    with pytest.raises(InterruptedError, match="reached"):
-        make("best", runs.Runs(scale, "SOURCE", "DATA", tmp_path / "out", kept=tmp_path / "medium-gpu"))
+    monkeypatch.setattr(reports, "_scores", scores)
+    monkeypatch.setattr(runs.Runs, "stored", lambda self: stored)
+    monkeypatch.setattr(runs.Runs, "can_score", lambda self, name: name in stored)
+    text = make("best", given)
+    assert scored == stored  # those that were chosen, and all other dense models
+    assert "| mote over ic+two-epochs | all rows |" in text
+    assert "validation" not in text
+    assert json.loads((tmp_path / "best.json").read_text()).keys() == {"table"}

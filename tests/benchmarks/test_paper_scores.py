@@ -187,9 +187,15 @@ def test_scores_are_stored_without_the_names_that_others_have(tmp_path: Path) ->
     }
     named = json.loads((tmp_path / "test" / DATASETS).read_text())
     assert named == {"datasets": {"Retrieval": ["r1", "r2"], "STS": ["s"]}}
-    (tmp_path / "test" / DATASETS).unlink()
-    with pytest.raises(ValueError, match=r"whole.json has 2 scores of Retrieval without names, and .* names 0"):
-        kept.get("test/whole", {}, dict, list)
+    (tmp_path / "test" / DATASETS).write_text(json.dumps({"datasets": {"Retrieval": ["r2", "r1"], "STS": ["s"]}}))
+    for label in ("test/retrieval", "test/whole"):
+        with pytest.raises(ValueError, match=r"stored beside another datasets.json, which named the .* of Retrieval"):
+            kept.get(label, {}, dict, list)
+    for label in ("test/part", "test/reversed"):
+        assert kept.get(label, {}, dict, list)
+    (tmp_path / "other" / DATASETS).unlink()
+    with pytest.raises(ValueError, match="stored beside another"):
+        read_scores(kept.file("other/part"))
 
 
 def test_work_is_shared(tmp_path: Path) -> None:

@@ -103,8 +103,10 @@ def test_validation_scores_of_a_scale_that_confirms_are_shown(tmp_path: Path) ->
     folder = tmp_path / "medium-gpu" / "runs" / "validation-models"
     assert "medium-gpu/validation" not in results.known_tables(tmp_path)
     folder.mkdir(parents=True)
-    (folder / "datasets.json").write_text(json.dumps({"datasets": {"STS": ["s1", "s2"], "Retrieval": ["r"]}}))
-    for name, scores in ("em", {"STS": [50.0, 60.0], "Retrieval": [45.0]}), ("mote", {"STS": {"s1": 70.0}}):
+    for name, scores in (
+        ("em", {"STS": {"s1": 50.0, "s2": 60.0}, "Retrieval": {"r": 45.0}}),
+        ("mote", {"STS": {"s1": 70.0}}),
+    ):
         (folder / f"{name}.json").write_text(json.dumps({"scores": scores}))
     shown = results.known_tables(tmp_path)["medium-gpu/validation"]
     assert shown.splitlines()[2:] == ["| mote | 70.00 |", "| em | 50.00 |"]
