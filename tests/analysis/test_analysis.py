@@ -412,6 +412,7 @@ def test_an_analysis_is_written_as_tables_json_and_charts(found: analysis.Analys
     assert json.dumps(again.to_dict()) == json.dumps(found.to_dict())
 
 
+@pytest.mark.long
 def test_the_same_analysis_twice_is_the_same(found: analysis.Analysis, trained_folder: Path, prompted: Path) -> None:
     again = analyze({"trained": trained_folder, "dense": prompted}, texts=TEXTS, start=str(SMALL_ENCODER))
     assert json.dumps(again.to_dict()) == json.dumps(found.to_dict())
@@ -479,6 +480,7 @@ def test_errors_of_the_command_are_one_line(
         assert error.count("\n") == 1
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("retrieval", ["dense", "sparse", "hybrid", None])
 def test_each_kind_of_vectors_of_a_hybrid_model(retrieval: str | None, tmp_path: Path) -> None:

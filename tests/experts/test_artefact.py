@@ -152,6 +152,7 @@ def test_a_folder_with_some_of_its_experts(with_legal: Path, legal: Path, tmp_pa
 # The base ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_base_hash_tells_bases_apart(tiny_mote: Path, upcycled: Path, dense: Path, tmp_path: Path) -> None:
     model = MoTEModel.from_pretrained(tiny_mote)
     first = base_hash(tiny_mote)

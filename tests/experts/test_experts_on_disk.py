@@ -28,6 +28,7 @@ def test_copies_of_a_fresh_model_are_not_called_trained(upcycled: Path, tmp_path
     assert "Not trained yet" in (tmp_path / "less" / "README.md").read_text()
 
 
+@pytest.mark.long
 def test_merging(tiny_mote: Path, with_legal: Path, legal: Path, tmp_path: Path) -> None:
     out = merge(tiny_mote, {"search_query": 1, str(legal): 3}, "both", tmp_path / "out", tasks=["x", "y"])
     weights, whole = (load_file(folder / "model.safetensors") for folder in (out, with_legal))

@@ -88,6 +88,7 @@ def test_none_starves_while_another_expert_is_in_use_without_pause(tmp_path: Pat
     assert not starved
 
 
+@pytest.mark.long
 def test_calls_go_on_while_experts_are_restored(tmp_path: Path) -> None:
     expected = outputs(saved(tmp_path), FOUR)
     wrong: list[Any] = []

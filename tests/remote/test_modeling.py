@@ -174,6 +174,7 @@ def test_every_supported_architecture_is_tested() -> None:
     assert sorted(by_default) == sorted(set(ARCHITECTURES.values()))
 
 
+@pytest.mark.long
 def test_eight_threads_serve_four_tasks() -> None:
     tasks = ["a", "b", "c", "d"]
     model = trained_mote("bert", experts=tasks)

@@ -137,6 +137,7 @@ def test_cached_loss_equals_the_plain_one(trained_folder: Path) -> None:
     same_gradients(*results, 1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cached", [False, True])
 def test_the_loss_reaches_a_training_that_does_not_know_it(trained_folder: Path, cached: bool) -> None:
     """A loss that gives next to no gradient: what moves the router is the load balancing, as `balance_share` says."""

@@ -308,6 +308,7 @@ def test_the_start_has_a_weight_in_the_final_model(name: str, tiny: Path, data: 
     assert "with a weight of 0.25" in (model / "README.md").read_text()
 
 
+@pytest.mark.long
 def test_matryoshka_and_given_negatives(tiny: Path, tmp_path: Path) -> None:
     folder = tmp_path / "data" / "search" / "made"
     folder.mkdir(parents=True)
@@ -467,6 +468,7 @@ def test_a_full_disk(tiny: Path, data: Path, tmp_path: Path) -> None:
     assert subprocess.run(command("ic", *settings), env=environment(tmp_path), capture_output=True).returncode == 0
 
 
+@pytest.mark.long
 def test_a_dataset_may_have_an_objective_of_its_own(tiny: Path, data: Path, tmp_path: Path) -> None:
     task = (
         "tasks.retrieval.datasets=[{path: retrieval/arxiv, temperature: 0.5}, "
