@@ -35,7 +35,7 @@ from benchmarks.paper.claims import TABLES, Claim, Table
 from benchmarks.paper.experiments import SCALES, START, TASKS, ablations, base_of
 from benchmarks.paper.figures import TITLES, ablation_table, analysis_tables
 from benchmarks.paper.improvements import DATA, SEPARATE, parts_of
-from benchmarks.paper.kept import DATASETS, ScoresOfTypes, read_scores
+from benchmarks.paper.kept import ScoresOfTypes, read_scores, score_files
 from benchmarks.paper.readme import draw_gains, drawn_gains, gains_of, readme_table
 from benchmarks.paper.reports import NAMES
 from benchmarks.paper.runs import Scores, best_rate, gathered
@@ -163,8 +163,7 @@ def _tables_of_scale(folder: Path) -> dict[str, str]:
 
 def _validation_table(folder: Path) -> str:
     """Format the mean over the task types of each model's scores on validation sets, in descending order."""
-    files = sorted({*folder.glob("*.json")} - {folder / DATASETS})
-    means = {file.stem: mean(mean(of.values()) for of in read_scores(file).values()) for file in files}
+    means = {file.stem: mean(mean(of.values()) for of in read_scores(file).values()) for file in score_files(folder)}
     rows = [[name, f"{means[name]:.2f}"] for name in sorted(means, key=means.__getitem__, reverse=True)]
     return markdown_table(["in full", "mean over the types of validation sets"], rows)
 

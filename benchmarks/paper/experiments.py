@@ -146,7 +146,7 @@ class Scale:
         learning_rates: Variant → learning rate; "": all others.
         sweep: Learning rates to choose from on validation sets, if none is given.
         chosen_by: Scale whose trials choose the learning rate, the data and the improvements. Default: its own.
-        confirms: Whether the full runs of that scale choose, too: the best recipes are trained anew, without a choice.
+        confirms: Whether the full runs of that scale choose, too: its best recipes are trained again.
         trained_on: Training data: the data folder as it is, or its `pairs` or `labels` by `benchmarks.paper.data`.
         text_length: Maximum length of a text in training, in tokens. Default: the model's.
         seeds: Seeds of most variants.

@@ -67,8 +67,8 @@ class KeptScores:
             timeout: Seconds to wait for another command that is working on the same scores; -1: no limit.
 
         Raises:
-            ValueError: If the stored scores are those of other settings; or if there are scores with the same seed that
-                come from other weights.
+            ValueError: If the stored scores are those of other settings, or were stored beside another `DATASETS`; or
+                if there are scores with the same seed that come from other weights.
             filelock.Timeout: If the other command takes longer.
         """
         file = self.file(label)
@@ -111,6 +111,11 @@ class KeptScores:
         return scores
 
 
+def score_files(folder: Path) -> list[Path]:
+    """Return the files of a folder of `KeptScores` that hold scores."""
+    return sorted({*folder.glob("*.json")} - {folder / DATASETS})
+
+
 def read_scores(file: Path) -> ScoresOfTypes:
     """Return the scores in a file of `KeptScores`."""
     return _named(_read(file), file)
@@ -124,7 +129,7 @@ def digest_of_recipe(recipe: Recipe) -> str:
 
 def _check_weights(folder: Path, seed: int | None, weights: Hashes) -> None:
     """Raise an error if models of the same seed were trained from other weights, and could not be compared."""
-    for file in sorted({*folder.glob("*.json")} - {folder / DATASETS}):
+    for file in score_files(folder):
         stored = _read(file)
         if stored["settings"].get(SEED) != seed:
             continue
