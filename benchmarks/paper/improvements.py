@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import mote
@@ -204,6 +205,7 @@ FOR_EXPERTS: dict[str, Improvement] = {
 IMPROVEMENTS = {**FOR_ONE_MODEL, **FOR_EXPERTS}
 
 
+@cache
 def variant_of(name: str) -> Variant:
     """Return a variant of `VARIANTS`, with the improvements in its name.
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,36 @@ Hashes = dict[str, str]
 ScoresOfTypes = dict[str, dict[str, float]]
 """Task type → dataset → score, x 100."""
 
-DATASETS = "datasets.json"
-"""File that names the datasets of each task type: files beside it list scores of exactly these without the names."""
-NAMES = "names"  # in these files: a hash of the names that they leave out
+COMMON = "common.json"
+
+
+@dataclass(frozen=True)
+class Common:
+    """What the scores in a folder have in common. It is stored once, as `COMMON`, and their own files leave it out.
+
+    Attributes:
+        settings: Settings of all scores.
+        datasets: Task type → names of its datasets. Scores of exactly these are listed without the names.
+    """
+
+    settings: dict[str, Any]
+    datasets: dict[str, list[str]]
+
+    @classmethod
+    def beside(cls, file: Path) -> "Common | None":
+        """Read what the scores in a file have in common with those beside it; None: nothing is stored yet."""
+        common = file.with_name(COMMON)
+        return cls(**_read(common)) if common.is_file() else None
+
+    def digest(self, kinds: list[str]) -> str:
+        """Return a hash of what a file leaves out that lists the scores of these task types without names."""
+        left_out = [self.settings, [self.datasets.get(kind) for kind in kinds]]
+        return blake2b(json.dumps(left_out, sort_keys=True).encode(), digest_size=4).hexdigest()
 
 
 @dataclass(frozen=True)
 class KeptScores:
-    """A folder with a small file for each model and part of the data, and `DATASETS` beside them.
+    """A folder with a small file for each model and part of the data, and `COMMON` beside them.
 
     Attributes:
         folder: The folder.
@@ -53,6 +75,7 @@ class KeptScores:
         weights: Callable[[], Hashes],
         evaluate: Callable[[], Iterable[Evaluation]],
         timeout: float = -1,
+        common: dict[str, Any] | None = None,
     ) -> ScoresOfTypes:
         """Return the scores of a model; if they are not stored, evaluate it, and store them unless a dataset failed.
 
@@ -61,29 +84,30 @@ class KeptScores:
 
         Args:
             label: Path of the file. The scores in one folder with the same seed are compared.
-            settings: All that the scores depend on except weights, JSON.
+            settings: All that the scores depend on except weights, and what is in `common`, JSON.
             weights: Finds the weights that the model is trained from. Called only if the scores are not stored.
             evaluate: Makes this one model, and evaluates it, if needed in several parts.
             timeout: Seconds to wait for another command that is working on the same scores; -1: no limit.
+            common: Settings that all scores in one folder have, JSON.
 
         Raises:
-            ValueError: If the stored scores are those of other settings, or were stored beside another `DATASETS`; or
-                if there are scores with the same seed that come from other weights.
+            ValueError: If the stored scores are those of other settings, or were stored beside another `COMMON`; or
+                if there are scores in the folder that have other common settings, or the same seed and other weights.
             filelock.Timeout: If the other command takes longer.
         """
-        file = self.file(label)
+        file, common = self.file(label), _short(common or {})
         with alone(self.locks / label, timeout):
             if not file.is_file():
                 hashes = weights()
                 _check_weights(file.parent, settings.get(SEED), hashes)
-                return self._evaluated(file, label, settings, hashes, evaluate)
-        stored = _read(file)
-        if differing := differences(_short(stored["settings"]), _short(settings)):
+                _check_common(file, common)
+                return self._evaluated(file, label, settings, hashes, evaluate, common)
+        if differing := differences(read_settings(file), {**common, **_short(settings)}):
             raise ValueError(
                 f"{file} has the scores of other settings; they differ in {', '.join(differing)}. Remove the file, or "
                 "choose another folder"
             )
-        return _named(stored, file)
+        return read_scores(file)
 
     def _evaluated(
         self,
@@ -92,6 +116,7 @@ class KeptScores:
         settings: dict[str, Any],
         weights: Hashes,
         evaluate: Callable[[], Iterable[Evaluation]],
+        common: dict[str, Any],
     ) -> ScoresOfTypes:
         scores: ScoresOfTypes = {}
         failures = []
@@ -105,20 +130,40 @@ class KeptScores:
         if not failures:
             _check_weights(file.parent, settings.get(SEED), weights)  # others may have been stored since
             file.parent.mkdir(parents=True, exist_ok=True)
-            with alone(self.locks / Path(label).with_name(DATASETS)):
-                unnamed = _unnamed(scores, file)
+            with alone(self.locks / Path(label).with_name(COMMON)):
+                _check_common(file, common)
+                unnamed = _unnamed(scores, file, common)
             _write(file, {"settings": _short(settings), "weights": weights, **unnamed})
         return scores
 
 
 def score_files(folder: Path) -> list[Path]:
     """Return the files of a folder of `KeptScores` that hold scores."""
-    return sorted({*folder.glob("*.json")} - {folder / DATASETS})
+    return sorted({*folder.glob("*.json")} - {folder / COMMON})
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """Return the settings of the scores in a file of `KeptScores`, without those of their fields that are empty."""
+    common = Common.beside(file)
+    return {**(common.settings if common else {}), **_short(_read(file)["settings"])}
 
 
 def read_scores(file: Path) -> ScoresOfTypes:
-    """Return the scores in a file of `KeptScores`."""
-    return _named(_read(file), file)
+    """Return the scores in a file of `KeptScores`.
+
+    Raises:
+        ValueError: If they were stored beside another `COMMON`.
+    """
+    stored = _read(file)
+    scores, common = stored["scores"], Common.beside(file)
+    listed = [kind for kind, of_type in scores.items() if isinstance(of_type, list)]
+    if stored.get("common") != (common and common.digest(listed)):
+        raise ValueError(
+            f"{file} was stored beside another {COMMON}, with other settings or other datasets: restore that file, or "
+            "remove these scores"
+        )
+    names = common.datasets if common else {}
+    return {kind: dict(zip(names[kind], of, strict=True)) if kind in listed else of for kind, of in scores.items()}
 
 
 def digest_of_recipe(recipe: Recipe) -> str:
@@ -142,44 +187,30 @@ def _check_weights(folder: Path, seed: int | None, weights: Hashes) -> None:
             )
 
 
+def _check_common(file: Path, settings: dict[str, Any]) -> None:
+    """Raise an error if the scores beside a new file have other common settings."""
+    common = Common.beside(file)
+    if common and (differing := differences(common.settings, settings)):
+        raise ValueError(
+            f"The scores in {file.parent} have other settings; they differ in {', '.join(differing)}. Choose another "
+            "folder"
+        )
+
+
 def _read(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def _named(stored: dict[str, Any], file: Path) -> ScoresOfTypes:
-    """Give stored scores the names of their datasets.
-
-    Raises:
-        ValueError: If `DATASETS` lacks these names, or has others.
-    """
-    scores, names = stored["scores"], _names(file)
-    listed = [kind for kind, of_type in scores.items() if isinstance(of_type, list)]
-    if listed and stored.get(NAMES) != _digest(names, listed):
-        raise ValueError(
-            f"{file} was stored beside another {DATASETS}, which named the datasets of {', '.join(listed)}: restore "
-            "that file, or remove these scores"
-        )
-    return {kind: dict(zip(names[kind], of, strict=True)) if kind in listed else of for kind, of in scores.items()}
-
-
-def _unnamed(scores: ScoresOfTypes, file: Path) -> dict[str, Any]:
-    """Leave out the names of the datasets in `DATASETS`; add a task type that it lacks."""
-    before = _names(file)
-    names = {**{kind: [*of_type] for kind, of_type in scores.items()}, **before}
-    if names != before:
-        _write(file.with_name(DATASETS), {"datasets": names})
-    listed = [kind for kind, of_type in scores.items() if [*of_type] == names[kind]]
+def _unnamed(scores: ScoresOfTypes, file: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the names of the datasets in `COMMON`; make it, or add a task type that it lacks, first."""
+    before = Common.beside(file)
+    names = {kind: [*of_type] for kind, of_type in scores.items()}
+    common = Common(settings, {**names, **before.datasets} if before else names)
+    if common != before:
+        _write(file.with_name(COMMON), asdict(common))
+    listed = [kind for kind in scores if names[kind] == common.datasets[kind]]
     found = {kind: [*of_type.values()] if kind in listed else of_type for kind, of_type in scores.items()}
-    return {"scores": found, NAMES: _digest(names, listed)}
-
-
-def _digest(names: dict[str, list[str]], kinds: list[str]) -> str:
-    return blake2b(json.dumps([names.get(kind) for kind in kinds]).encode(), digest_size=4).hexdigest()
-
-
-def _names(file: Path) -> dict[str, list[str]]:
-    names = file.with_name(DATASETS)
-    return _read(names)["datasets"] if names.is_file() else {}
+    return {"scores": found, "common": common.digest(listed)}
 
 
 def _write(file: Path, parts: dict[str, Any]) -> None:

@@ -233,9 +233,9 @@ class Runs:
                 raise RuntimeError(f"No choice can be made without all validation sets: {'; '.join(failed)}")
             yield evaluation
 
-        settings = {**self.settings_of_scores(name, seed), "limit": VALIDATION_LIMIT}
-        weights = partial(self.weights_before, name)
-        return self.kept_scores.get(self._validation_label(name), settings, weights, evaluate, timeout)
+        settings, weights = self.settings_of_scores(name, seed), partial(self.weights_before, name)
+        common = {**self.common_settings, "limit": VALIDATION_LIMIT}
+        return self.kept_scores.get(self._validation_label(name), settings, weights, evaluate, timeout, common)
 
     def seeds_of(self, name: str) -> tuple[int, ...]:
         """Return the seeds of a variant."""
@@ -267,9 +267,10 @@ class Runs:
                         yield self._evaluate(label, path, Path(self.data), chosen, limit, out / f"limit-{limit}")
 
         limits = {f"limit of {' '.join(patterns)}": limit for patterns, limit in self.scale.limits.items()}
-        settings = self.settings_of_scores(name, seed) | limits
-        weights = partial(self.weights_before, name)
-        return self.kept_scores.get(f"{folder}/{label}", settings, weights, evaluate, timeout)
+        settings, weights = self.settings_of_scores(name, seed), partial(self.weights_before, name)
+        return self.kept_scores.get(
+            f"{folder}/{label}", settings, weights, evaluate, timeout, self.common_settings | limits
+        )
 
     def _test_label(self, name: str, seed: int) -> str:
         kind = "" if self.trial_rate is None else f"-{self.kind}"
@@ -294,9 +295,16 @@ class Runs:
         """Stored scores of single models."""
         return KeptScores((self.kept or self.out) / "runs", self.out / "runs", self.report)
 
+    @cached_property
+    def common_settings(self) -> dict[str, Any]:
+        """Settings that the scale gives all its models, without paths."""
+        changes = ["model.source=SOURCE", "data.folder=DATA", *self.scale.changes]
+        given, before = (fixed_settings(load_recipe("mote", one), given_only=True) for one in (changes, []))
+        return {"dtype": self.scale.dtype, **_changed(given, before)}
+
     def settings_of_scores(self, name: str, seed: int) -> dict[str, Any]:
-        """Return what the scores of a model depend on, without paths, other than weights."""
-        found: dict[str, Any] = {"dtype": self.scale.dtype}
+        """Return what the scores of a model depend on, without paths, other than weights and `common_settings`."""
+        found: dict[str, Any] = {}
         variant = variant_of(name)
         if not variant.trained and seed != load_recipe("mote").training.seed:
             found[SEED] = seed
@@ -304,8 +312,7 @@ class Runs:
             return found
         recipe = recipe_of(variant, self.scale, "SOURCE", "DATA", seed, self.settings_of(variant), name)
         shipped = load_recipe(variant.recipe)
-        given, before = fixed_settings(recipe, given_only=True), fixed_settings(shipped)
-        own = {key: one for key, one in given.items() if before.get(key) != one}
+        own = _changed(fixed_settings(recipe, given_only=True), {**fixed_settings(shipped), **self.common_settings})
         found |= self.digest_of_data(variant)
         if variant.start == "distilled" or variant.mined:
             found["teacher"] = Path(self.teacher).name
@@ -327,6 +334,11 @@ class Runs:
         made = self.source_of(variant)
         of_made = folder_hash(Path(made))[:16] if variant.start == "pretrained" else hash_of_weights(made)
         return {**hashes, variant.start: of_made}
+
+
+def _changed(settings: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that differ from those before."""
+    return {key: one for key, one in settings.items() if before.get(key) != one}
 
 
 def best_rate(sweep: dict[str, dict[float, float]], variant: str | None = None) -> float:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import mote
 from benchmarks.locking import alone, share
 from benchmarks.paper import experiments, runs
-from benchmarks.paper.kept import DATASETS, KeptScores, read_scores
+from benchmarks.paper.kept import COMMON, SEED, KeptScores, read_scores, read_settings
 from mote.training.recipe import Recipe
 
 RESULTS = ROOT / "docs" / "results"
@@ -154,11 +154,10 @@ def test_stored_models_of_a_seed_had_the_same_start_data_and_tests(folder: Path)
     """Also if they were stored on several machines."""
     known: dict[tuple[int | None, str], object] = {}
     for path in folder.glob("*-seed*.json"):
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        settings = stored["settings"]
+        settings, weights = read_settings(path), json.loads(path.read_text(encoding="utf-8"))["weights"]
         shared = {key: one for key, one in settings.items() if key in ("data", "dtype") or key.startswith("limit")}
-        for key, value in {**shared, **stored["weights"]}.items():
-            assert known.setdefault((settings.get("training.seed"), key), value) == value, path
+        for key, value in {**shared, **weights}.items():
+            assert known.setdefault((settings.get(SEED), key), value) == value, path
 
 
 def test_scores_are_stored_without_the_names_that_others_have(tmp_path: Path) -> None:
@@ -185,17 +184,44 @@ def test_scores_are_stored_without_the_names_that_others_have(tmp_path: Path) ->
         "test/reversed": {"Retrieval": {"r2": 8.0, "r1": 9.0}},
         "other/part": {"Retrieval": [10.0]},
     }
-    named = json.loads((tmp_path / "test" / DATASETS).read_text())
-    assert named == {"datasets": {"Retrieval": ["r1", "r2"], "STS": ["s"]}}
-    (tmp_path / "test" / DATASETS).write_text(json.dumps({"datasets": {"Retrieval": ["r2", "r1"], "STS": ["s"]}}))
+    common = {"settings": {}, "datasets": {"Retrieval": ["r1", "r2"], "STS": ["s"]}}
+    assert json.loads((tmp_path / "test" / COMMON).read_text()) == common
+    (tmp_path / "test" / COMMON).write_text(
+        json.dumps({"settings": {}, "datasets": {"Retrieval": ["r2", "r1"], "STS": ["s"]}})
+    )
     for label in ("test/retrieval", "test/whole"):
-        with pytest.raises(ValueError, match=r"stored beside another datasets.json, which named the .* of Retrieval"):
+        with pytest.raises(ValueError, match="stored beside another common.json, .* or other datasets"):
             kept.get(label, {}, dict, list)
     for label in ("test/part", "test/reversed"):
         assert kept.get(label, {}, dict, list)
-    (tmp_path / "other" / DATASETS).unlink()
+    (tmp_path / "other" / COMMON).unlink()
     with pytest.raises(ValueError, match="stored beside another"):
         read_scores(kept.file("other/part"))
+
+
+def test_settings_that_all_scores_have_are_stored_once(tmp_path: Path) -> None:
+    kept = KeptScores(tmp_path, tmp_path / "locks")
+    evaluations = [mote.Evaluation({"any": {"b": 1.0}}, {"b": "STS"})]
+    common = {"dtype": None, "batch": 256}
+
+    def score(label: str, settings: dict[str, Any], common: dict[str, Any]) -> None:
+        kept.get(label, settings, dict, lambda: evaluations, common=common)
+
+    score("test/em", {"rate": 0.1}, common)
+    score("test/mote", {"rate": 0.1, "batch": 128}, common)  # its own setting wins
+    stored = {path.stem: json.loads(path.read_text())["settings"] for path in tmp_path.glob("test/*.json")}
+    assert stored == {"common": common, "em": {"rate": 0.1}, "mote": {"rate": 0.1, "batch": 128}}
+    assert read_settings(kept.file("test/mote")) == {"dtype": None, "batch": 128, "rate": 0.1}
+    score("test/em", {"rate": 0.1}, common)
+    score("test/em", {"rate": 0.1, "batch": 256}, {"dtype": None})  # wherever they come from
+    with pytest.raises(ValueError, match=r"em.json has the scores of other settings; they differ in batch \(256 there"):
+        score("test/em", {"rate": 0.1}, {**common, "batch": 64})
+    with pytest.raises(ValueError, match=r"scores in .*test have other settings; they differ in batch .*another folder"):
+        score("test/ic", {"rate": 0.1}, {**common, "batch": 64})
+    assert not kept.file("test/ic").exists()
+    (tmp_path / "test" / COMMON).write_text(json.dumps({"settings": {"batch": 64}, "datasets": {"STS": ["b"]}}))
+    with pytest.raises(ValueError, match="stored beside another common.json, with other settings"):
+        read_scores(kept.file("test/em"))
 
 
 def test_work_is_shared(tmp_path: Path) -> None:
