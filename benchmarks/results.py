@@ -10,7 +10,7 @@ Every table that can be made of these must be on a page; one of a scale that is 
 
 - the stored tables, and the paper's;
 - SCALE/claims, the paper's claims in short, and SCALE/goal, question 4 of the plan in short;
-- SCALE/validation, the scores on validation sets of a scale that confirms the choices of another;
+- SCALE/validation, the scores on validation sets of a scale that repeats the choices of another;
 - SCALE/figures4to7, of the models in `SCALE/runs/test`, or in the trials at the best rate of the sweep;
 - SCALE/models, all models in `SCALE/runs/test`; those with other data than the scale's have a table by the name of the
   data;
@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from benchmarks import cot, decoders, mining, task_loras
@@ -35,13 +34,21 @@ from benchmarks.paper.claims import TABLES, Claim, Table
 from benchmarks.paper.experiments import SCALES, START, TASKS, ablations, base_of
 from benchmarks.paper.figures import TITLES, ablation_table, analysis_tables
 from benchmarks.paper.improvements import DATA, SEPARATE, parts_of
-from benchmarks.paper.kept import ScoresOfTypes, read_scores, score_files
+from benchmarks.paper.kept import ScoresOfTypes, means_of, read_scores, score_files
 from benchmarks.paper.readme import draw_gains, drawn_gains, gains_of, readme_table
 from benchmarks.paper.reports import NAMES
 from benchmarks.paper.runs import Scores, best_rate, gathered
-from benchmarks.paper.tables import claims_of, models_table, paper_of, report, summary_of, sweep_table, table_of
+from benchmarks.paper.tables import (
+    claims_of,
+    means_table,
+    models_table,
+    paper_of,
+    report,
+    summary_of,
+    sweep_table,
+    table_of,
+)
 from benchmarks.paper.unseen import ways_table
-from mote.reporting import markdown_table
 
 DOCS = Path(__file__).parents[1] / "docs"
 END = "<!-- end of table -->"
@@ -139,8 +146,8 @@ def _tables_of_scale(folder: Path) -> dict[str, str]:
     of_paper = {name: table for name, table in of_paper.items() if table.claims}
     tables = {name: _paper_table(name, table, scores) for name, table in of_paper.items()}
     validation = folder / "runs" / "validation-models"
-    if SCALES[folder.name].confirms and validation.is_dir():
-        tables["validation"] = _validation_table(validation)
+    if SCALES[folder.name].repeats and validation.is_dir():
+        tables["validation"] = means_table({one.stem: means_of(read_scores(one)) for one in score_files(validation)})
     of_one_task = _ablations(folder)
     if of_one_task.every:
         tables["figures4to7"] = ablation_table(of_one_task)
@@ -159,13 +166,6 @@ def _tables_of_scale(folder: Path) -> dict[str, str]:
         if of_data:
             tables[name] = models_table({one: models[one] for one in models if one in of_data or one == START})
     return tables
-
-
-def _validation_table(folder: Path) -> str:
-    """Format the mean over the task types of each model's scores on validation sets, in descending order."""
-    means = {file.stem: mean(mean(of.values()) for of in read_scores(file).values()) for file in score_files(folder)}
-    rows = [[name, f"{means[name]:.2f}"] for name in sorted(means, key=means.__getitem__, reverse=True)]
-    return markdown_table(["in full", "mean over the types of validation sets"], rows)
 
 
 def _ablations(folder: Path) -> Scores:

@@ -28,7 +28,7 @@ from benchmarks.paper.data import copy_without_tests, digest_of_rows
 from benchmarks.paper.experiments import SCALES, START
 from benchmarks.paper.kept import SEED, KeptScores, ScoresOfTypes, digest_of_recipe
 from benchmarks.paper.readme import NAMES, readme_table
-from benchmarks.paper.runs import Scores, scores_of_runs
+from benchmarks.paper.runs import Scores, gathered, scores_of_models
 from benchmarks.paper.tables import claims_of
 from benchmarks.trained import hash_of_weights, trained
 from mote.evaluation.tasks import OFFICIAL
@@ -165,7 +165,7 @@ class Comparison:
 
     def scores(self, seeds: Sequence[int]) -> Scores:
         """Score all models; the dense start has no seeds."""
-        return scores_of_runs([(START, OWN_SEED), *product(VARIANTS, seeds)], self.scores_of)
+        return gathered(scores_of_models([(START, OWN_SEED), *product(VARIANTS, seeds)], self.scores_of))
 
 
 def store(model: Path, out: Path) -> None:

@@ -3,10 +3,12 @@
     python -m benchmarks.paper all --scale smoke --out RUNS                                  # minutes, no downloads
     python -m benchmarks.paper table2 --scale small --data DATA --out RUNS [--source MODEL]  # hours on a CPU
     python -m benchmarks.paper all --scale full --data DATA --out RUNS                       # one GPU, all data
+    python -m benchmarks.paper score --variants tlr mote+homogeneous --scale medium --data DATA --out RUNS
 
 Existing models and scores are reused, and an interrupted command resumes when it is run again. Several commands can
 share RUNS: each model is trained by one of them. RUNS/SCALE gets `NAME.md` for each table or figure, the scores of each
 model under `runs`, `NAME.json` with what else `benchmarks.results` needs, the plots, and, after `all`, `results.md`.
+`score` trains and scores single variants, with the improvements that their names list.
 """
 
 import argparse
@@ -15,23 +17,29 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.paper.experiments import SCALES
-from benchmarks.paper.reports import NAMES, make
+from benchmarks.paper.reports import NAMES, SCORED_ON, make, score
 from benchmarks.paper.runs import Runs
 from mote.reporting import console_logging
+
+SCORE = "score"
 
 
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=[*NAMES, "all"])
+    parser.add_argument("name", choices=[*NAMES, "all", SCORE])
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="settings of every run")
+    parser.add_argument("--variants", nargs="+", metavar="VARIANT", help=f"for `{SCORE}`: what to score")
+    parser.add_argument("--on", choices=SCORED_ON, default="tests", help=f"for `{SCORE}` (default: %(default)s)")
+    parser.add_argument("--trials", action="store_true", help=f"for `{SCORE}`: train on part of the pairs")
     parser.add_argument("--scale", choices=list(SCALES), required=True)
     parser.add_argument("--source", help="dense checkpoint that all variants start from (default: the scale's)")
     parser.add_argument(
         "--seeds",
         type=int,
         nargs="+",
-        help="seeds of the variants that are trained with several, e.g. those to train on this machine",
+        help="seeds of the variants that are trained with several, e.g. those to train on this machine; for `score`: "
+        "seeds on the test sets",
     )
     parser.add_argument("--data", help="data folder (default: the scale's, if it has one)")
     parser.add_argument("--out", type=Path, required=True, help="folder for models and scores")
@@ -49,6 +57,8 @@ def main() -> None:
     data = arguments.data or scale.data
     if data is None:
         parser.error(f"--scale {arguments.scale} needs --data")
+    if (arguments.name == SCORE) != bool(arguments.variants):
+        parser.error(f"{SCORE} needs --variants, which no other table or figure takes")
     out = arguments.out / arguments.scale
     out.mkdir(parents=True, exist_ok=True)
     source = arguments.source or scale.source
@@ -64,6 +74,10 @@ def main() -> None:
         kept=arguments.kept and arguments.kept / arguments.scale,
         only_stored=arguments.only_stored,
     )
+    if arguments.name == SCORE:
+        chosen = runs.trials if arguments.trials else runs
+        _say(f"\n{score(arguments.variants, arguments.on, arguments.seeds, chosen)}")
+        return
     parts = []
     for name in NAMES if arguments.name == "all" else (arguments.name,):
         begin = time.monotonic()

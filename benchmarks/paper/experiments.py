@@ -146,7 +146,7 @@ class Scale:
         learning_rates: Variant → learning rate; "": all others.
         sweep: Learning rates to choose from on validation sets, if none is given.
         chosen_by: Scale whose trials choose the learning rate, the data and the improvements. Default: its own.
-        confirms: Whether the full runs of that scale choose, too: its best recipes are trained again.
+        repeats: Whether the full runs of that scale choose, too: its best recipes are trained again.
         trained_on: Training data: the data folder as it is, or its `pairs` or `labels` by `benchmarks.paper.data`.
         text_length: Maximum length of a text in training, in tokens. Default: the model's.
         seeds: Seeds of most variants.
@@ -163,7 +163,7 @@ class Scale:
     learning_rates: dict[str, float] = field(default_factory=dict)
     sweep: tuple[float, ...] = ()
     chosen_by: str | None = None
-    confirms: bool = False
+    repeats: bool = False
     trained_on: Literal["folder", "pairs", "labels"] = "folder"
     text_length: int | None = None
     seeds: tuple[int, ...] = (42,)
@@ -204,7 +204,7 @@ MEDIUM_GPU = replace(
     MEDIUM,
     changes=(*MEDIUM.changes, "training.bf16=true", "training.mini_batch_size=null"),  # a column in one forward pass
     chosen_by="medium-bf16",
-    confirms=True,
+    repeats=True,
     dtype="bfloat16",
 )
 """The same on one GPU."""
@@ -253,7 +253,7 @@ SCALES = {
     "medium": MEDIUM,
     "medium-bf16": replace(MEDIUM, changes=(*MEDIUM.changes, *BF16), chosen_by=None, dtype="bfloat16"),
     "medium-gpu": MEDIUM_GPU,
-    "medium-labels": replace(MEDIUM_GPU, trained_on="labels", confirms=False),
+    "medium-labels": replace(MEDIUM_GPU, trained_on="labels", repeats=False),
     "medium-embedder": replace(
         MEDIUM,
         source="sentence-transformers/paraphrase-MiniLM-L3-v2",

@@ -8,7 +8,7 @@ from pathlib import Path
 import mote
 from benchmarks.paper.experiments import KIND_OF_TASK, MATCHED, SERVED, TASKS, VARIANTS, Making, Variant, made_by
 from benchmarks.paper.interpolation import add_near_start, move_experts_to_start, towards_start
-from configuration_mote import PAPER_INSTRUCTIONS, UNSEEN_TASKS
+from configuration_mote import PAPER_INSTRUCTIONS, UNSEEN_TASKS, alternatives
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
 
@@ -210,9 +210,13 @@ def variant_of(name: str) -> Variant:
     """Return a variant of `VARIANTS`, with the improvements in its name.
 
     Raises:
-        ValueError: If an improvement that changes the training follows one that is applied after training.
+        ValueError: If a part of the name is unknown, or an improvement that changes the training follows one that is
+            applied after training.
     """
     base, *improvements = name.split("+")
+    for part, known in [(base, [*VARIANTS]), *((one, [*IMPROVEMENTS]) for one in improvements)]:
+        if part not in known:
+            raise ValueError(f"Unknown part {part!r} of variant {name!r}." + alternatives(part, known))
     variant = VARIANTS[base]
     for improvement in improvements:
         if variant.made_of is not None and improvement not in MADE_AFTER_TRAINING:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from benchmarks.locking import alone
@@ -22,6 +23,8 @@ Hashes = dict[str, str]
 
 ScoresOfTypes = dict[str, dict[str, float]]
 """Task type → dataset → score, x 100."""
+Means = dict[str, float]
+"""Task type → mean over its datasets."""
 
 COMMON = "common.json"
 
@@ -164,6 +167,11 @@ def read_scores(file: Path) -> ScoresOfTypes:
         )
     names = common.datasets if common else {}
     return {kind: dict(zip(names[kind], of, strict=True)) if kind in listed else of for kind, of in scores.items()}
+
+
+def means_of(scores: ScoresOfTypes) -> Means:
+    """Average scores over the datasets of each task type."""
+    return {kind: mean(of_type.values()) for kind, of_type in scores.items()}
 
 
 def digest_of_recipe(recipe: Recipe) -> str:

@@ -4,8 +4,10 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 
 import mote
+from benchmarks.locking import share
 from benchmarks.paper.best import (
     BASES,
     best_data,
@@ -21,12 +23,14 @@ from benchmarks.paper.claims import OWN_RATES, RATES, TABLES, Claim, Table
 from benchmarks.paper.experiments import START, TASKS, ablations, base_of
 from benchmarks.paper.figures import TITLES, ablation_table, analysis_tables, draw_ablations, kept_analysis
 from benchmarks.paper.improvements import SEPARATE, parts_of
-from benchmarks.paper.runs import Runs, Scores, best_rate
-from benchmarks.paper.tables import report, sweep_table
+from benchmarks.paper.runs import Runs, Scores, best_rate, scores_of_models
+from benchmarks.paper.tables import means_table, models_table, report, sweep_table
 from benchmarks.paper.unseen import best_way, ways, ways_table
 from mote.analysis.analyze import CHARTS
 
 NAMES = ("sweep", *TABLES, "figure1", "figure3", "figures4to7", "rates", "beyond", "unseen", "best")
+SCORED_ON = ("tests", "validation")
+"""Parts of the data that `score` scores variants on."""
 
 
 def make(name: str, runs: Runs) -> str:
@@ -44,6 +48,23 @@ def make(name: str, runs: Runs) -> str:
         "best": _best,
     }
     return makers[name](runs)
+
+
+def score(names: Sequence[str], on: str, seeds: Sequence[int] | None, runs: Runs) -> str:
+    """Score variants by name, also those that no table asks for, and format their means.
+
+    Args:
+        names: Variants.
+        on: One of `SCORED_ON`.
+        seeds: Seeds on the test sets. Default: each variant's own.
+        runs: Full runs or trials of their scale.
+    """
+    parts = [part for name in names for part in parts_of(name)]
+    if on == "validation":
+        share(partial(runs.validated, name) for name in parts)
+        return means_table({name: runs.validated(name) for name in parts})
+    models = [(name, seed) for name in parts for seed in seeds or runs.seeds_of(name)]
+    return models_table(scores_of_models(models, runs.tested))
 
 
 def _table(name: str, table: Table, runs: Runs) -> str:
@@ -160,10 +181,10 @@ def _best(runs: Runs) -> str:
     title = "### best: the best recipe with experts, and the best dense ones"
     if not runs.scale.sweep:
         return f"{title}: this scale has no validation sets"
-    confirms = runs.scale.confirms
-    if confirms and not runs.choosing.stored():
+    repeats = runs.scale.repeats
+    if repeats and not runs.choosing.stored():
         raise ValueError(f"There are no stored scores of scale {runs.scale.chosen_by}, which chooses: give --kept")
-    found = try_improvements(replace(runs.choosing, only_stored=True) if confirms else runs)
+    found = try_improvements(replace(runs.choosing, only_stored=True) if repeats else runs)
     best = {base: best_of(steps)["name"] for base, steps in found["in_full"].items()}
     names = scored(best) if "mote" in best else ()
     if left_out := [name for name in names if not all(map(runs.can_score, parts_of(name)))]:
@@ -176,6 +197,6 @@ def _best(runs: Runs) -> str:
     starts = tuple(filter(runs.can_score, (START, *taught)))
     scores = _scores((*starts, *names), runs)
     table = best_table(names, starts)
-    validation = {} if confirms else {"validation": found}
+    validation = {} if repeats else {"validation": found}
     kept = _kept("best", table, scores, runs, **validation)  # `benchmarks.results` makes the table of the goal
     return "\n\n".join([title, *map(validation_tables, validation.values()), "On the test splits:", kept])

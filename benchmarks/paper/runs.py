@@ -13,7 +13,7 @@ from benchmarks.locking import alone, share
 from benchmarks.paper.data import digest_of, prepare, with_mined_negatives
 from benchmarks.paper.experiments import SCALES, START, SWEPT, VARIANTS, Scale, Variant, base_of, recipe_of
 from benchmarks.paper.improvements import variant_of
-from benchmarks.paper.kept import SEED, Hashes, KeptScores, ScoresOfTypes, digest_of_recipe
+from benchmarks.paper.kept import SEED, Hashes, KeptScores, Means, ScoresOfTypes, digest_of_recipe, means_of
 from benchmarks.paper.starts import distilled, pretrained
 from benchmarks.trained import hash_of_weights, trained
 from mote import Evaluation
@@ -189,15 +189,14 @@ class Runs:
         share(partial(trial.validated, name) for trial in trials.values() for name in SWEPT)
         return {name: {rate: mean(trial.validated(name).values()) for rate, trial in trials.items()} for name in SWEPT}
 
-    def validated(self, name: str, timeout: float = -1) -> dict[str, float]:
-        """Score the first seed of a variant on the validation sets: task type → mean over its validation sets.
+    def validated(self, name: str, timeout: float = -1) -> Means:
+        """Score the first seed of a variant on the validation sets.
 
         Raises:
             RuntimeError: If it failed on one of them, as means over the others could not be compared.
             filelock.Timeout: If another command works on it for longer than `timeout`.
         """
-        of_types = self._on_validation(name, self.scale.few_seeds[0], timeout)
-        return {kind: mean(of_type.values()) for kind, of_type in of_types.items()}
+        return means_of(self._on_validation(name, self.scale.few_seeds[0], timeout))
 
     def can_validate(self, name: str) -> bool:
         """Return whether a variant has stored scores on the validation sets, or can be made."""
@@ -252,9 +251,14 @@ class Runs:
 
         A dataset on which a variant failed with any seed is dropped from its scores and reported.
         """
-        return scores_of_runs([(name, seed) for name in names for seed in self.seeds_of(name)], self._on_tests)
+        return gathered(scores_of_models([(name, seed) for name in names for seed in self.seeds_of(name)], self.tested))
 
-    def _on_tests(self, name: str, seed: int, timeout: float = -1) -> ScoresOfTypes:
+    def tested(self, name: str, seed: int, timeout: float = -1) -> ScoresOfTypes:
+        """Score a variant with one seed on the test sets.
+
+        Raises:
+            filelock.Timeout: If another command works on it for longer than `timeout`.
+        """
         folder, label = self._test_label(name, seed).split("/")
 
         def evaluate() -> Iterator[Evaluation]:
@@ -397,20 +401,25 @@ class Scores:
         return Scores({**rest, name: whole}, self.types, {**self.seeds, name: common.seeds[parts[0]]})
 
 
-def scores_of_runs(runs: Iterable[tuple[str, int]], scores_of: Callable[..., ScoresOfTypes]) -> Scores:
-    """Gather the scores of models, starting with those that no other command is working on, seed by seed.
+def scores_of_models(
+    models: Iterable[tuple[str, int]], scores_of: Callable[..., ScoresOfTypes]
+) -> dict[str, dict[int, ScoresOfTypes]]:
+    """Return the scores of models, those first that no other command is working on, seed by seed.
 
     Args:
-        runs: Variant and seed of each model.
+        models: Variant and seed of each model.
         scores_of: Function of a variant, a seed and, optionally, a timeout.
+
+    Returns:
+        Variant → seed → scores.
     """
-    runs = list(runs)
-    by_seed = sorted(runs, key=itemgetter(1))
-    done = dict(zip(by_seed, share(partial(scores_of, *run) for run in by_seed), strict=True))
+    models = list(models)
+    by_seed = sorted(models, key=itemgetter(1))
+    done = dict(zip(by_seed, share(partial(scores_of, *model) for model in by_seed), strict=True))
     found: dict[str, dict[int, ScoresOfTypes]] = {}
-    for name, seed in runs:
+    for name, seed in models:
         found.setdefault(name, {})[seed] = done[name, seed] or scores_of(name, seed)
-    return gathered(found)
+    return found
 
 
 def gathered(found: Mapping[str, Mapping[int, ScoresOfTypes]]) -> Scores:

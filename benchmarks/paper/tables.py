@@ -8,7 +8,7 @@ from statistics import mean
 import numpy as np
 
 from benchmarks.paper.claims import ALL, SEEN, UNSEEN, Claim, Table
-from benchmarks.paper.kept import ScoresOfTypes
+from benchmarks.paper.kept import Means, ScoresOfTypes
 from benchmarks.paper.runs import Scores
 from mote.evaluation.scores import TASK_TYPES
 from mote.evaluation.statistics import Comparison, compare_scores
@@ -243,6 +243,21 @@ def models_table(found: Mapping[str, Mapping[int, ScoresOfTypes]]) -> str:
     columns = [*(f"seed {seed}" for seed in seeds), *(["all seeds"] if len(seeds) > 1 else [])]
     table = markdown_table(["mean over the test sets", *columns, *types], rows)
     return "\n\n".join(filter(None, [table, legend_of(labels)]))
+
+
+def means_table(found: Mapping[str, Means]) -> str:
+    """Format the means over task types, and the mean of these, which variants are sorted by.
+
+    Args:
+        found: Variant → its means.
+    """
+    types = [kind for kind in TASK_TYPES if any(kind in of_types for of_types in found.values())]
+    over_types = {name: mean(of_types.values()) for name, of_types in found.items()}
+    rows = [
+        [name, *("" if one is None else f"{one:.2f}" for one in (over_types[name], *map(found[name].get, types)))]
+        for name in sorted(found, key=over_types.__getitem__, reverse=True)
+    ]
+    return markdown_table(["mean over the validation sets", "over the types", *types], rows)
 
 
 def sweep_table(sweep: dict[str, dict[float, float]]) -> str:

@@ -11,6 +11,9 @@ import pytest
 from helpers.paths import ROOT
 
 from benchmarks.paper import experiments, improvements, runs
+from benchmarks.paper.__main__ import main
+from benchmarks.paper.experiments import TASKS
+from benchmarks.paper.reports import score
 from benchmarks.results import known_tables
 
 
@@ -91,6 +94,47 @@ def test_a_rate_for_all_or_for_one() -> None:
     sweep = {"em": {1e-4: 50.0, 2e-4: 52.0, 4e-4: 51.0}, "mote": {1e-4: 50.0, 2e-4: 51.0, 4e-4: 53.0}}
     assert runs.best_rate(sweep) == 4e-4
     assert runs.best_rate(sweep, "em") == 2e-4
+
+
+def test_variants_are_scored_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the given seeds, or those of each; three separate models one by one."""
+    given = runs.Runs(experiments.SCALES["smoke"], "SOURCE", "DATA", tmp_path)
+    asked: list[tuple[str, int]] = []
+
+    def tested(self: runs.Runs, name: str, seed: int, timeout: float = -1) -> runs.ScoresOfTypes:
+        asked.append((name, seed))
+        return {"STS": {"s": float(seed)}}
+
+    monkeypatch.setattr(runs.Runs, "tested", tested)
+    monkeypatch.setattr(runs.Runs, "validated", lambda self, name, timeout=-1: {"STS": len(name), "Retrieval": 10.0})
+    table = score(["tlr", "sem"], "tests", [43, 44], given)
+    assert asked == [(name, seed) for seed in (43, 44) for name in ("tlr", *(f"sem-{task}" for task in TASKS))]
+    assert table.splitlines()[2] == "| tlr | 43.00 | 44.00 | 43.50 | 43.50 |"
+    assert score(["tlr"], "tests", None, given).splitlines()[2] == "| tlr | 42.00 | 42.00 |"
+    table = score(["em", "mote+homogeneous"], "validation", None, given)
+    assert table.splitlines()[2:] == ["| mote+homogeneous | 13.00 | 10.00 | 16.00 |", "| em | 6.00 | 10.00 | 2.00 |"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("mot+homogeneous", "Unknown part 'mot' of variant 'mot+homogeneous'. Did you mean 'mote'?"),
+        ("mote+homogenous", "Unknown part 'homogenous' of variant 'mote+homogenous'. Did you mean 'homogeneous'?"),
+    ],
+)
+def test_an_unknown_variant_is_refused(name: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        improvements.variant_of(name)
+
+
+@pytest.mark.parametrize("given", [["score"], ["table2", "--variants", "mote"]])
+def test_variants_are_for_score_alone(
+    given: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks.paper", *given, "--scale", "smoke", "--out", "OUT"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "score needs --variants, which no other table or figure takes" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -440,7 +440,7 @@ def test_the_best_recipes_are_looked_for_and_scored(
     assert given.model("task-lora+late", 42).is_dir()
 
 
-def test_a_scale_that_confirms_takes_the_choices_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scale_that_repeats_takes_the_choices_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = runs.Runs(
         experiments.SCALES["medium-gpu"], "SOURCE", "DATA", tmp_path, only_stored=True, kept=tmp_path / "medium-gpu"
     )

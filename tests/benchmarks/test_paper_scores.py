@@ -190,7 +190,7 @@ def test_scores_are_stored_without_the_names_that_others_have(tmp_path: Path) ->
         json.dumps({"settings": {}, "datasets": {"Retrieval": ["r2", "r1"], "STS": ["s"]}})
     )
     for label in ("test/retrieval", "test/whole"):
-        with pytest.raises(ValueError, match="stored beside another common.json, .* or other datasets"):
+        with pytest.raises(ValueError, match=r"stored beside another common.json, .* or other datasets"):
             kept.get(label, {}, dict, list)
     for label in ("test/part", "test/reversed"):
         assert kept.get(label, {}, dict, list)
@@ -216,11 +216,13 @@ def test_settings_that_all_scores_have_are_stored_once(tmp_path: Path) -> None:
     score("test/em", {"rate": 0.1, "batch": 256}, {"dtype": None})  # wherever they come from
     with pytest.raises(ValueError, match=r"em.json has the scores of other settings; they differ in batch \(256 there"):
         score("test/em", {"rate": 0.1}, {**common, "batch": 64})
-    with pytest.raises(ValueError, match=r"scores in .*test have other settings; they differ in batch .*another folder"):
+    with pytest.raises(
+        ValueError, match=r"scores in .*test have other settings; they differ in batch .*another folder"
+    ):
         score("test/ic", {"rate": 0.1}, {**common, "batch": 64})
     assert not kept.file("test/ic").exists()
     (tmp_path / "test" / COMMON).write_text(json.dumps({"settings": {"batch": 64}, "datasets": {"STS": ["b"]}}))
-    with pytest.raises(ValueError, match="stored beside another common.json, with other settings"):
+    with pytest.raises(ValueError, match=r"stored beside another common.json, with other settings"):
         read_scores(kept.file("test/em"))
 
 
