@@ -26,9 +26,10 @@ from mote.data.settings import Settings
 from mote.reporting import HOW_TO_RESUME, table
 from mote.training.model import names_of
 from mote.training.processes import processes
-from mote.training.recipe import SHIPPED, DataSettings, Recipe
+from mote.training.recipe import SHIPPED, Recipe
 from mote.training.recipe_files import load_recipe, parse_recipe
 from mote.training.run_folder import RECIPE_FILE, RunFolder, as_yaml, differences, fixed_settings
+from mote.training.task_settings import DataSettings
 from mote.training.train import check_recipe, train
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from transformers import AutoModel
 from modeling_mote import MoTEModel
 from mote import upcycle
 from mote.training.adapters import adapt, merge_adapters, network_of, share_weights, trained_weights
-from mote.training.recipe import PeftSettings
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import RunFolder
 from mote.training.train import plan, prepare, train
+from mote.training.trainer_settings import PeftSettings
 
 LORA = "training.peft={method: lora, r: 4, alpha: 8, dropout: 0.1}"
 FAST = ("training.learning_rate=1e-2", "validation.share=0", "training.save_steps=100")

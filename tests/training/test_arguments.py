@@ -12,9 +12,9 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 from mote.checkpoints.reading import open_checkpoint
 from mote.training.arguments import check_launch
 from mote.training.model import names_of
-from mote.training.recipe import TrainingSettings
 from mote.training.recipe_files import load_recipe
 from mote.training.train import check_recipe, plan, train
+from mote.training.trainer_settings import TrainingSettings
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from sentence_transformers import SentenceTransformer
 from mote.training.cleaning import text_id
 from mote.training.data import load_data
 from mote.training.losses import BlendedLoss, InfoNCELoss
-from mote.training.recipe import TaskSettings
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import RunFolder
+from mote.training.task_settings import TaskSettings
 from mote.training.train import plan, prepare, train
 
 BLENDED = (

@@ -13,7 +13,8 @@ from sentence_transformers.sentence_transformer.losses import MultipleNegativesR
 from torch.nn.functional import cosine_similarity
 
 from mote.training.losses import UNSUPPORTED, InfoNCELoss, build_loss, check_loss
-from mote.training.recipe import TaskSettings, TrainingSettings
+from mote.training.task_settings import TaskSettings
+from mote.training.trainer_settings import TrainingSettings
 
 ANCHORS = ["how do whales breathe", "price of gold", "boil an egg", "who wrote Hamlet", "Tokyo weather"]
 POSITIVES = ["Whales come up for air.", "Gold rose to a new high.", "Seven minutes.", "Shakespeare did.", "It rains."]

@@ -14,9 +14,11 @@ from sentence_transformers.sparse_encoder import losses
 
 from mote import upcycle
 from mote.training.losses import SPARSE_LOSSES, build_loss, check_loss
-from mote.training.recipe import RetrievalSettings, TaskSettings, TrainingSettings
+from mote.training.model_settings import RetrievalSettings
 from mote.training.recipe_files import load_recipe
+from mote.training.task_settings import TaskSettings
 from mote.training.train import plan, train
+from mote.training.trainer_settings import TrainingSettings
 
 ROWS = [
     {"anchor": f"what is {word}", "positive": f"{word} is a thing of its own", "negative": f"nothing about {other}"}

@@ -16,8 +16,8 @@ from sentence_transformers import SentenceTransformer
 
 from mote.training import teachers
 from mote.training.data import load_data
-from mote.training.recipe import TeacherSettings
 from mote.training.recipe_files import parse_recipe
+from mote.training.task_settings import TeacherSettings
 from mote.training.teachers import Teacher
 
 TEXTS = [f"text {'abcde'[i % 5] * (i % 7 + 1)} number {i}" for i in range(10)]
@@ -100,7 +100,7 @@ KILLED = f"""
 import os, signal, sys
 from pathlib import Path
 from mote.training import teachers
-from mote.training.recipe import TeacherSettings
+from mote.training.task_settings import TeacherSettings
 
 teachers.CHUNK = {CHUNK}
 original = teachers.Teacher._encode
@@ -214,7 +214,7 @@ HUB = """
 import sys
 from pathlib import Path
 from mote.reporting import console_logging
-from mote.training.recipe import TeacherSettings
+from mote.training.task_settings import TeacherSettings
 from mote.training.teachers import Teacher
 
 console_logging()

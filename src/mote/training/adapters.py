@@ -17,7 +17,7 @@ from torch import nn
 from mote.experts.editing import set_experts
 
 if TYPE_CHECKING:
-    from mote.training.recipe import PeftSettings
+    from mote.training.trainer_settings import PeftSettings
 
 ADAPTERS_FILE = "adapters.safetensors"  # in a checkpoint: all trained weights, under the names of the parameters
 

@@ -17,8 +17,9 @@ from mote.reporting import table
 from mote.training.batches import EvenBatchSampler, TaskBatchSampler, even_batch_sampler
 from mote.training.data import TrainingSet
 from mote.training.processes import processes
-from mote.training.recipe import Recipe, TrainerSettings
+from mote.training.recipe import Recipe
 from mote.training.run_folder import RunFolder
+from mote.training.trainer_settings import TrainerSettings
 
 logger = logging.getLogger(__name__)
 

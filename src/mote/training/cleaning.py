@@ -14,7 +14,8 @@ from configuration_mote import alternatives
 from mote.data.columns import KNOWN, OURS, Example, RowType, check_row, find_columns
 from mote.data.rows import Location, read_rows
 from mote.reporting import table
-from mote.training.recipe import DatasetSettings, Recipe, TaskSettings, ValidationSettings
+from mote.training.recipe import Recipe
+from mote.training.task_settings import DatasetSettings, TaskSettings, ValidationSettings
 
 BINARY_LOSSES = ("ContrastiveLoss", "OnlineContrastiveLoss")
 SPARSE_SCORED_LOSSES = ("SparseCoSENTLoss", "SparseAnglELoss", "SparseCosineSimilarityLoss")

@@ -32,7 +32,8 @@ from mote.training.cleaning import (
     table_of,
     text_id,
 )
-from mote.training.recipe import Recipe, TaskSettings
+from mote.training.recipe import Recipe
+from mote.training.task_settings import TaskSettings
 from mote.training.teachers import Teacher
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,10 @@ from torch.nn.functional import normalize
 from configuration_mote import alternatives
 from mote.inference.loading import load_encoder
 from mote.training.cleaning import SPARSE_SCORED_LOSSES
+from mote.training.model_settings import RetrievalSettings
 from mote.training.progress import count_texts
-from mote.training.recipe import RetrievalSettings, TaskSettings, TrainingSettings
+from mote.training.task_settings import TaskSettings
+from mote.training.trainer_settings import TrainingSettings
 
 INFO_NCE = "InfoNCE"
 

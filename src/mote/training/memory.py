@@ -32,7 +32,7 @@ from mote.reporting import Report, markdown_table, table
 from mote.training.adapters import adapt, share_weights
 
 if TYPE_CHECKING:  # recipes need the extra `train`, estimates do not
-    from mote.training.recipe import PeftSettings
+    from mote.training.trainer_settings import PeftSettings
 
 PRECISIONS = ("fp32", "bf16")
 SHARDINGS = ("ddp", "fsdp2", "deepspeed-stage-1", "deepspeed-stage-2")
@@ -144,7 +144,7 @@ def estimate_memory(
     cached = mini_batch_size is not None
     adapters: Any = peft
     if isinstance(peft, Mapping):
-        from mote.training.recipe import PeftSettings
+        from mote.training.trainer_settings import PeftSettings
 
         adapters = PeftSettings(**peft)
     with FakeTensorMode(allow_non_fake_inputs=True):

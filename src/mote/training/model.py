@@ -32,8 +32,9 @@ from mote.checkpoints.staging import Staging
 from mote.checkpoints.tensors import token_routing
 from mote.inference.loading import require_all_weights
 from mote.training.adapters import add_adapters, network_of, share_weights
+from mote.training.model_settings import ModelSettings, RetrievalSettings
 from mote.training.processes import processes
-from mote.training.recipe import ModelSettings, Recipe, RetrievalSettings
+from mote.training.recipe import Recipe
 from mote.training.run_folder import START_FOLDER
 from mote.upcycling.configs import with_unseen_tasks
 from mote.upcycling.instructions import instructions_from, instructions_of

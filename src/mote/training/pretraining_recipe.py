@@ -7,14 +7,10 @@ from pydantic import Field, field_validator, model_validator
 
 import mote.data.settings
 from mote.data.settings import Settings
-from mote.training.recipe import (
-    SHIPPED,
-    DataSettings,
-    ModelSettings,
-    Recipe,
-    TrainerSettings,
-    ValidationSettings,
-)
+from mote.training.model_settings import ModelSettings
+from mote.training.recipe import SHIPPED, Recipe
+from mote.training.task_settings import DataSettings, ValidationSettings
+from mote.training.trainer_settings import TrainerSettings
 
 
 class PretrainedModelSettings(ModelSettings):

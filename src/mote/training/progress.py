@@ -16,8 +16,8 @@ from sentence_transformers.sparse_encoder.losses import SpladeLoss
 from torch import Tensor, nn
 from transformers import ProgressCallback, TrainerCallback
 
+from mote.training.model_settings import RetrievalSettings
 from mote.training.processes import processes
-from mote.training.recipe import RetrievalSettings
 
 LOG_FILE = "log.jsonl"
 CHECKPOINT_FILE = "checkpoint.json"  # written last: a checkpoint without it is incomplete

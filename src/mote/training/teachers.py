@@ -21,7 +21,7 @@ from tqdm import tqdm
 from mote.checkpoints.hashing import folder_hash
 from mote.hub import newest_commit
 from mote.inference.loading import load_encoder
-from mote.training.recipe import TeacherSettings
+from mote.training.task_settings import TeacherSettings
 
 CHUNK = 2048  # texts
 

@@ -1,0 +1,210 @@
+"""Settings of the trainer: the host's own arguments, checked by its types, and those that are ours."""
+
+import difflib
+import functools
+import typing
+from pkgutil import resolve_name
+from typing import Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from mote.data.settings import Settings
+
+_ANY_TYPE = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
+
+
+class TrainerSettings(Settings):
+    """Arguments of a trainer, by their own names, and the batch size.
+
+    The trainer's arguments listed here have another default, or are checked more closely; all others are accepted,
+    too, with the trainer's default.
+
+    Attributes:
+        batch_size: Rows per step, over all processes.
+        num_train_epochs: Passes over the data.
+        max_steps: Number of steps, in place of the epochs; -1: determined by the epochs.
+        learning_rate: Peak learning rate.
+        weight_decay: Weight decay of AdamW.
+        optim: Optimizer.
+        warmup_steps: Steps in which the learning rate rises; below 1, a fraction of all steps.
+        bf16: Mixed precision in bfloat16; weights stay in float32.
+        fp16: Mixed precision in float16; weights stay in float32.
+        gradient_checkpointing: Whether activations are recomputed in the backward pass.
+        seed: Seed of the order of the data, new weights, and dropout.
+        save_steps: Steps between checkpoints; below 1, a fraction of all steps.
+        save_total_limit: Checkpoints to keep: at least two, because the last one must stay until the next is complete.
+        logging_steps: Steps between log lines; below 1, a fraction of all steps.
+        eval_steps: Steps between validations; below 1, a fraction of all steps. Default: only before and after
+            training.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    batch_size: int = Field(default=6144, ge=2)
+    num_train_epochs: float = Field(default=1, gt=0)
+    max_steps: int = Field(default=-1, ge=-1)
+    learning_rate: float = Field(default=5e-6, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    optim: str = "adamw_torch"
+    warmup_steps: float = Field(default=0.1, ge=0)
+    bf16: bool = False
+    fp16: bool = False
+    gradient_checkpointing: bool = False
+    seed: int = Field(default=42, ge=0, lt=2**32)
+    save_steps: float = Field(default=0.1, gt=0)
+    save_total_limit: int = Field(default=2, ge=2)
+    logging_steps: float = Field(default=1, gt=0)
+    eval_steps: float | None = Field(default=None, gt=0)
+
+    ARGUMENTS: ClassVar[str] = "transformers.TrainingArguments"
+    OURS: ClassVar[tuple[str, ...]] = ("batch_size",)
+    RESERVED: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(
+            ("per_device_train_batch_size", "gradient_accumulation_steps", "auto_find_batch_size"),
+            "a step is one whole batch; set training.batch_size",
+        ),
+        **dict.fromkeys(("logging_strategy", "logging_nan_inf_filter"), "set training.logging_steps"),
+        **dict.fromkeys(
+            ("resume_from_checkpoint", "save_only_model"), "the same command resumes from the last checkpoint"
+        ),
+        "warmup_ratio": "set training.warmup_steps, where a number below 1 is a fraction of all steps",
+        "eval_strategy": "set training.eval_steps",
+        "data_seed": "set training.seed",
+        "output_dir": "set output",
+    }
+    """Arguments of the trainer that the rest of the recipe determines → what to set instead."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_trainer_arguments(cls, settings: Any) -> Any:
+        """Check the arguments that are passed on to the trainer against its own types."""
+        if not isinstance(settings, dict):
+            return settings
+        checked = dict(settings)
+        for key, value in settings.items():
+            if key in cls.model_fields:
+                continue
+            if key in cls.RESERVED:
+                raise ValueError(f"{key!r} cannot be set here: {cls.RESERVED[key]}")
+            known = _argument_types(cls.ARGUMENTS)
+            if key not in known:
+                nearest = difflib.get_close_matches(str(key), [*cls.model_fields, *known], n=1)
+                hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+                raise ValueError(
+                    f"unknown key {key!r}.{hint} Known keys: {', '.join(cls.OURS)}, and the arguments of "
+                    f"{cls.ARGUMENTS.rpartition('.')[2]}"
+                )
+            try:
+                checked[key] = TypeAdapter(known[key], config=_ANY_TYPE).validate_python(value)
+            except ValidationError as error:
+                raise ValueError(f"{key}: {error.errors()[0]['msg']}, found {value!r}") from None
+        return checked
+
+    @model_validator(mode="after")
+    def _one_precision(self) -> "TrainerSettings":
+        if self.bf16 and self.fp16:
+            raise ValueError("bf16 and fp16 are mutually exclusive")
+        return self
+
+    @property
+    def precision(self) -> Literal["bf16", "fp16", "no"]:
+        """Mixed precision, as accelerate names it."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "no"
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        """Return the settings that are passed to the trainer.
+
+        They exclude `gradient_checkpointing`, which the trainer has under changing names: a run enables it on the
+        model.
+        """
+        return {key: value for key, value in self if key not in (*self.OURS, "gradient_checkpointing")}
+
+
+class PeftSettings(Settings):
+    """Adapters of the library PEFT, trained in place of the model's own weights.
+
+    Attributes:
+        method: Adapter method, by its name in PEFT.
+        r: Rank of LoRA.
+        alpha: Scaling of LoRA: updates are multiplied by alpha / r.
+        dropout: Dropout on LoRA's inputs.
+        targets: What gets adapters: `all-linear` layers; in a MoTE, only those that the experts share (`shared`), or
+            those of each expert (`experts`); or PEFT's `target_modules`: a list of name suffixes, or a pattern.
+        in_full: Modules that are trained in full beside the adapters, by name endings, as PEFT's `modules_to_save`.
+        arguments: Further arguments of the method's PEFT config (`use_dora`, `use_rslora` …).
+        base_dtype: Dtype of the frozen linear layers; use `bfloat16` with `training.bf16`, which rounds them anyway.
+        merge: Whether adapters are merged into the weights at the end. If not, `model/` contains only the adapters.
+    """
+
+    method: Literal["lora", "loha", "lokr", "ia3", "oft", "hra"] = "lora"
+    r: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32, gt=0)
+    dropout: float = Field(default=0.1, ge=0, lt=1)
+    targets: str | list[str] = "all-linear"
+    in_full: list[str] = []
+    arguments: dict[str, Any] = {}
+    base_dtype: Literal["float32", "bfloat16"] = "float32"
+    merge: bool = True
+
+    @model_validator(mode="after")
+    def _of_lora(self) -> "PeftSettings":
+        given = sorted(self.model_fields_set & {"r", "alpha", "dropout"})
+        if self.method != "lora" and given:
+            raise ValueError(f"{', '.join(given)}: settings of LoRA; put those of {self.method} into `arguments`")
+        return self
+
+
+class TrainingSettings(TrainerSettings):
+    """`SentenceTransformerTrainingArguments`, by their own names, and eight settings of ours: `batch_size`, and these.
+
+    Attributes:
+        mini_batch_size: Rows per forward pass. Default: the whole batch.
+        gradient_caching: Whether mini-batches are embedded twice (GradCache), so that only one at a time is in memory.
+            Without it, a step of InfoNCE is faster, in the memory of the whole batch.
+        only_experts: Experts to train; everything else is frozen. Default: the whole model.
+        start_weight: Weight of the start in the final model, from 0 (the weights as trained) to below 1: less of what
+            the start could do is lost (Wortsman et al. 2022, "Robust fine-tuning of zero-shot models", Section 3).
+        peft: Adapters to train, with everything else frozen. Default: none.
+        cross_device_negatives: Whether the rows of all processes are negatives of one another.
+        matryoshka: Dimensions to which embeddings can be truncated, or `halves`: the model's own, half of it, and so on
+            down to 64.
+    """
+
+    mini_batch_size: int | None = Field(default=None, ge=1)
+    gradient_caching: bool = True
+    only_experts: list[str] | None = Field(default=None, min_length=1)
+    start_weight: float = Field(default=0.0, ge=0, lt=1)
+    peft: PeftSettings | None = None
+    cross_device_negatives: bool = True
+    matryoshka: list[int] | Literal["halves"] | None = None
+
+    ARGUMENTS: ClassVar[str] = "sentence_transformers.SentenceTransformerTrainingArguments"
+    OURS: ClassVar[tuple[str, ...]] = (
+        "batch_size",
+        "mini_batch_size",
+        "gradient_caching",
+        "only_experts",
+        "start_weight",
+        "peft",
+        "cross_device_negatives",
+        "matryoshka",
+    )
+    RESERVED: ClassVar[dict[str, str]] = {
+        **TrainerSettings.RESERVED,
+        **dict.fromkeys(
+            ("per_device_train_batch_size", "gradient_accumulation_steps", "auto_find_batch_size"),
+            "a step is one whole batch; set training.batch_size, and training.mini_batch_size to save memory",
+        ),
+        **dict.fromkeys(("batch_sampler", "multi_dataset_batch_sampler"), "set tasks.NAME.batches"),
+        **dict.fromkeys(
+            ("prompts", "router_mapping"), "set model.instruction_texts, and tasks.NAME.anchor and positive"
+        ),
+    }
+
+
+@functools.cache
+def _argument_types(name: str) -> dict[str, Any]:
+    """Return the arguments of a trainer → their types; importing them takes seconds."""
+    arguments = resolve_name(name)
+    hints = typing.get_type_hints(arguments)
+    return {name: hints[name] for name in arguments.__dataclass_fields__}
