@@ -34,10 +34,10 @@ from benchmarks.paper.claims import TABLES, Claim, Table
 from benchmarks.paper.experiments import SCALES, START, TASKS, ablations, base_of
 from benchmarks.paper.figures import TITLES, ablation_table, analysis_tables
 from benchmarks.paper.improvements import DATA, SEPARATE, parts_of
-from benchmarks.paper.kept import ScoresOfTypes, means_of, read_scores, score_files
+from benchmarks.paper.kept import Hashes, means_of, read_hashes, read_scores, score_files
 from benchmarks.paper.readme import draw_gains, drawn_gains, gains_of, readme_table
 from benchmarks.paper.reports import NAMES
-from benchmarks.paper.runs import Scores, best_rate, gathered
+from benchmarks.paper.runs import FoundScores, Scores, best_rate, gathered, with_seeds_of_starts
 from benchmarks.paper.tables import (
     claims_of,
     means_table,
@@ -141,7 +141,7 @@ def known_tables(results: Path) -> dict[str, str]:
 def _tables_of_scale(folder: Path) -> dict[str, str]:
     kept = {path.stem: _read(path) for path in sorted(folder.glob("*.json"))}
     models = _models(folder / "runs" / "test")
-    scores = _scores(kept.pop("scores")) if "scores" in kept else gathered(models)
+    scores = _scores(kept.pop("scores")) if "scores" in kept else _gathered(models, folder / "runs" / "test")
     of_paper = {name: _measurable(table, scores) for name, table in TABLES.items()}
     of_paper = {name: table for name, table in of_paper.items() if table.claims}
     tables = {name: _paper_table(name, table, scores) for name, table in of_paper.items()}
@@ -177,12 +177,12 @@ def _ablations(folder: Path) -> Scores:
     return gathered({name: models[name] for name in names if name in models})
 
 
-def _models(folder: Path) -> dict[str, dict[int, ScoresOfTypes]]:
-    """Read the stored scores of models: variant → seed → scores, sorted: the start, then by base and length.
+def _models(folder: Path) -> FoundScores:
+    """Read the stored scores of models, sorted: the start, then by base and length.
 
     Three separate models, with the seeds that all of them have, are one variant.
     """
-    found: dict[str, dict[int, ScoresOfTypes]] = {}
+    found: FoundScores = {}
     for path in sorted(folder.glob("*-seed*.json")):
         name, _, seed = path.stem.rpartition("-seed")
         found.setdefault(name, {})[int(seed)] = read_scores(path)
@@ -198,6 +198,15 @@ def _models(folder: Path) -> dict[str, dict[int, ScoresOfTypes]]:
         return base != START, base, len(improvements)
 
     return {name: found[name] for name in sorted(found, key=place)}
+
+
+def _gathered(models: FoundScores, folder: Path) -> Scores:
+    """Gather the scores of models in a folder; what they start from has the seeds of those that start from it."""
+
+    def hashes_of(name: str, seed: int) -> Hashes:
+        return read_hashes(folder / f"{parts_of(name)[0]}-seed{seed}.json")
+
+    return gathered(with_seeds_of_starts(models, hashes_of))
 
 
 def _read(path: Path) -> Any:

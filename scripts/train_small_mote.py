@@ -15,7 +15,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import torch
@@ -24,11 +24,11 @@ from safetensors.torch import load_file, save_file
 import mote
 from benchmarks.locking import alone
 from benchmarks.paper.claims import Claim, Table
-from benchmarks.paper.data import copy_without_tests, digest_of_rows
+from benchmarks.paper.data import copy_without_tests, digest_of_rows, digest_of_tests
 from benchmarks.paper.experiments import SCALES, START
-from benchmarks.paper.kept import SEED, KeptScores, ScoresOfTypes, digest_of_recipe
+from benchmarks.paper.kept import SEED, Hashes, KeptScores, ScoresOfTypes, digest_of_recipe
 from benchmarks.paper.readme import NAMES, readme_table
-from benchmarks.paper.runs import Scores, gathered, scores_of_models
+from benchmarks.paper.runs import Scores, gathered, scores_of_models, with_seeds_of_starts
 from benchmarks.paper.tables import claims_of
 from benchmarks.trained import hash_of_weights, trained
 from mote.evaluation.tasks import OFFICIAL
@@ -151,21 +151,29 @@ class Comparison:
         Raises:
             filelock.Timeout: If another command works on it for longer than `timeout`, in seconds.
         """
-        settings = {"variant": name, **{f"limit of {' '.join(patterns)}": limit for patterns, limit in LIMITS.items()}}
+        settings = {"variant": name, SEED: seed}
         if name != START:
             recipe = load_recipe(RECIPE, VARIANTS[name])
-            settings |= {"data": self.digest, "recipe": f"{recipe.name} {digest_of_recipe(recipe)}"}
+            settings["recipe"] = f"{recipe.name} {digest_of_recipe(recipe)}"
+        limits = {f"limit of {' '.join(patterns)}": limit for patterns, limit in LIMITS.items()}
         return KeptScores(self.kept, self.work / "locks", logger.warning).get(
             f"{name}-seed{seed}",
-            {**settings, SEED: seed},
-            lambda: {"start": hash_of_weights(load_recipe(RECIPE).model.source)},
+            settings,
+            self.hashes,
             partial(self.evaluations, name, seed),
             timeout,
+            {"data": self.digest, **limits},
         )
+
+    def hashes(self) -> Hashes:
+        """Return the hashes of what all models start from, and of the test sets."""
+        tests = digest_of_tests(Path(self.data), [*chain(*LIMITS)])
+        return {"start": hash_of_weights(load_recipe(RECIPE).model.source), "tests": tests}
 
     def scores(self, seeds: Sequence[int]) -> Scores:
         """Score all models; the dense start has no seeds."""
-        return gathered(scores_of_models([(START, OWN_SEED), *product(VARIANTS, seeds)], self.scores_of))
+        found = scores_of_models([(START, OWN_SEED), *product(VARIANTS, seeds)], self.scores_of)
+        return gathered(with_seeds_of_starts(found, lambda name, seed: {}))  # there is one start
 
 
 def store(model: Path, out: Path) -> None:

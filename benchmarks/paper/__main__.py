@@ -24,8 +24,8 @@ from mote.reporting import console_logging
 SCORE = "score"
 
 
-def main() -> None:
-    """Run from the command line."""
+def parse() -> argparse.Namespace:
+    """Parse the command line; `data` and `source` default to the scale's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=[*NAMES, "all", SCORE])
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="settings of every run")
@@ -43,29 +43,47 @@ def main() -> None:
     )
     parser.add_argument("--data", help="data folder (default: the scale's, if it has one)")
     parser.add_argument("--out", type=Path, required=True, help="folder for models and scores")
-    parser.add_argument("--kept", type=Path, help="folder with SCALE/runs, stored scores of single models")
+    parser.add_argument(
+        "--kept",
+        type=Path,
+        help="folder with SCALE/runs, stored scores of single models; commands that share it must share --out, too",
+    )
     parser.add_argument("--teacher", default=Runs.teacher, help="model to distill, which also mines negatives")
     parser.add_argument(
         "--only-stored", action="store_true", help="for `best`: leave out full runs without stored scores"
     )
     parser.add_argument("--pretrained", type=Path, help="folder of benchmarks.cot, with models pre-trained by CoT-MAE")
     arguments = parser.parse_intermixed_args()
+    scale = SCALES[arguments.scale]
+    arguments.data = arguments.data or scale.data
+    arguments.source = arguments.source or scale.source
+    scored = arguments.name == SCORE
+    refused = {
+        f"--scale {arguments.scale} needs --data": arguments.data is None,
+        f"{SCORE} needs --variants, which no other table or figure takes": scored != bool(arguments.variants),
+        f"--trials and --on are for {SCORE}": not scored and (arguments.trials or arguments.on != "tests"),
+        "--only-stored is for best": arguments.only_stored and arguments.name not in ("best", "all"),
+        f"scale {arguments.scale} has no trials, as its learning rate is given": arguments.trials and not scale.sweep,
+        "--on validation has one seed: leave out --seeds": arguments.on == "validation" and arguments.seeds,
+    }
+    for message in (message for message, wrong in refused.items() if wrong):
+        parser.error(message)
+    return arguments
+
+
+def main() -> None:
+    """Run from the command line."""
+    arguments = parse()
     console_logging()
     scale = SCALES[arguments.scale]
     if arguments.seeds:
         scale = replace(scale, seeds=tuple(arguments.seeds))
-    data = arguments.data or scale.data
-    if data is None:
-        parser.error(f"--scale {arguments.scale} needs --data")
-    if (arguments.name == SCORE) != bool(arguments.variants):
-        parser.error(f"{SCORE} needs --variants, which no other table or figure takes")
     out = arguments.out / arguments.scale
     out.mkdir(parents=True, exist_ok=True)
-    source = arguments.source or scale.source
     runs = Runs(
         scale,
-        source,
-        data,
+        arguments.source,
+        arguments.data,
         out,
         tuple(arguments.changes),
         _say,

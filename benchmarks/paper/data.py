@@ -10,6 +10,7 @@ STS16.
 """
 
 import gzip
+import json
 import shutil
 from collections.abc import Iterable
 from hashlib import blake2b
@@ -63,12 +64,13 @@ STS = {"stsbenchmark": "dev", "sts12": "train"}
 RERANKING = ("trecqa", "wikiqa")
 PAIR = ("pair/mrpc", "pair/rte")
 DIGEST = "digest.txt"
+SOURCE = "source.txt"
 
 Rows = list[dict[str, Any]]
 
 
 def prepare(data: Path, out: Path) -> Path:
-    """Write training data and validation sets, if they do not exist.
+    """Write training data and validation sets, if they do not exist yet.
 
     Args:
         data: Data folder, with the datasets above.
@@ -77,6 +79,9 @@ def prepare(data: Path, out: Path) -> Path:
 
     Returns:
         `out`.
+
+    Raises:
+        ValueError: If `out` was made from other data.
     """
     if not out.exists():
         unfinished = out.with_name(f"{out.name}.unfinished")
@@ -89,7 +94,10 @@ def prepare(data: Path, out: Path) -> Path:
         _write_labelled(data, unfinished / "labels", LABELLED, left_out)
         _write_five_tasks(data, unfinished, left_out)
         (unfinished / DIGEST).write_text(digest_of_rows(unfinished) + "\n", encoding="utf-8")
+        (unfinished / SOURCE).write_text(_listing(data) + "\n", encoding="utf-8")
         unfinished.replace(out)
+    elif (out / SOURCE).read_text(encoding="utf-8").strip() != _listing(data):
+        raise ValueError(f"{out} was made from other data than {data}: remove it, or choose another folder")
     return out
 
 
@@ -110,8 +118,15 @@ def copy_without_tests(data: Path, datasets: Iterable[str], out: Path) -> Path:
 
 
 def digest_of(folder: Path) -> str:
-    """Return a hash of all that `prepare` wrote."""
+    """Return a hash of all rows that `prepare` wrote."""
     return (folder / DIGEST).read_text(encoding="utf-8").strip()
+
+
+def _listing(data: Path) -> str:
+    """Return a hash of the names and sizes of all files of a data folder, much faster than that of their rows."""
+    files = sorted(file for file in data.glob("*/*/**/*") if file.is_file())
+    listed = [(file.relative_to(data).as_posix(), file.stat().st_size) for file in files]
+    return blake2b(json.dumps(listed).encode(), digest_size=8).hexdigest()
 
 
 def digest_of_rows(folder: Path) -> str:
@@ -119,6 +134,16 @@ def digest_of_rows(folder: Path) -> str:
     digest = blake2b(digest_size=8)
     for file in sorted(folder.rglob("*.jsonl.gz")):
         digest.update(file.relative_to(folder).as_posix().encode() + gzip.decompress(file.read_bytes()))
+    return digest.hexdigest()
+
+
+def digest_of_tests(data: Path, patterns: Iterable[str]) -> str:
+    """Return a hash of all files of the datasets that match some patterns."""
+    digest = blake2b(digest_size=8)
+    for file in sorted(file for pattern in patterns for file in data.glob(f"{pattern}/**/*") if file.is_file()):
+        content = file.read_bytes()
+        name = file.relative_to(data).as_posix()
+        digest.update(name.encode() + (gzip.decompress(content) if name.endswith(".gz") else content))
     return digest.hexdigest()
 
 

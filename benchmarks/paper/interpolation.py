@@ -30,12 +30,17 @@ def towards_start(trained: Path, out: Path, start: Path, weight: float) -> Path:
 
     Returns:
         `out`.
+
+    Raises:
+        ValueError: If the start has none of the model's weights.
     """
     config, initial = open_checkpoint(str(trained)).config, load_file(start / WEIGHTS)
-    moved = {}
-    for name, one in load_file(trained / WEIGHTS).items():
+    weights, moved = load_file(trained / WEIGHTS), {}
+    for name, one in weights.items():
         of_start = initial.get(weight_name(name, config).dense if is_mote(config) else name)
         moved[name] = one if of_start is None else one.lerp(of_start.to(one), weight)
+    if not any(moved[name] is not one for name, one in weights.items()):
+        raise ValueError(f"{start} has none of the weights of {trained}: it is not what this model was trained from")
     unfinished = out.with_name(f"{out.name}.unfinished")
     shutil.copytree(trained, unfinished, dirs_exist_ok=True)
     save_file(moved, unfinished / WEIGHTS, metadata={"format": "pt"})

@@ -19,7 +19,7 @@ DECIMALS = 4  # of scores x 100
 SEED = "training.seed"  # a setting that `benchmarks.paper` omits for the seed of the shipped recipes
 
 Hashes = dict[str, str]
-"""What weights are for → their hash."""
+"""What scores depend on besides settings (the weights of the start or of a teacher, the test sets) → its hash."""
 
 ScoresOfTypes = dict[str, dict[str, float]]
 """Task type → dataset → score, x 100."""
@@ -35,7 +35,7 @@ class Common:
 
     Attributes:
         settings: Settings of all scores.
-        datasets: Task type → names of its datasets. Scores of exactly these are listed without the names.
+        datasets: Task type → names of its datasets, in the order of the scores.
     """
 
     settings: dict[str, Any]
@@ -47,9 +47,9 @@ class Common:
         common = file.with_name(COMMON)
         return cls(**_read(common)) if common.is_file() else None
 
-    def digest(self, kinds: list[str]) -> str:
-        """Return a hash of what a file leaves out that lists the scores of these task types without names."""
-        left_out = [self.settings, [self.datasets.get(kind) for kind in kinds]]
+    def digest(self, kinds: Iterable[str]) -> str:
+        """Return a hash of what a file with scores of these task types leaves out."""
+        left_out = [self.settings, [self.datasets[kind] for kind in kinds]]
         return blake2b(json.dumps(left_out, sort_keys=True).encode(), digest_size=4).hexdigest()
 
 
@@ -75,7 +75,7 @@ class KeptScores:
         self,
         label: str,
         settings: dict[str, Any],
-        weights: Callable[[], Hashes],
+        hashes: Callable[[], Hashes],
         evaluate: Callable[[], Iterable[Evaluation]],
         timeout: float = -1,
         common: dict[str, Any] | None = None,
@@ -87,37 +87,39 @@ class KeptScores:
 
         Args:
             label: Path of the file. The scores in one folder with the same seed are compared.
-            settings: All that the scores depend on except weights, and what is in `common`, JSON.
-            weights: Finds the weights that the model is trained from. Called only if the scores are not stored.
+            settings: All that the scores depend on except `hashes` and `common`, JSON.
+            hashes: Finds what else the scores depend on. Called only if they are not stored.
             evaluate: Makes this one model, and evaluates it, if needed in several parts.
             timeout: Seconds to wait for another command that is working on the same scores; -1: no limit.
             common: Settings that all scores in one folder have, JSON.
 
         Raises:
-            ValueError: If the stored scores are those of other settings, or were stored beside another `COMMON`; or
-                if there are scores in the folder that have other common settings, or the same seed and other weights.
+            ValueError: If the stored scores are those of other settings, or were stored beside another `COMMON`; or if
+                new scores cannot be compared with those in the folder: other common settings, other datasets of a task
+                type, or the same seed and other hashes.
             filelock.Timeout: If the other command takes longer.
         """
         file, common = self.file(label), _short(common or {})
         with alone(self.locks / label, timeout):
             if not file.is_file():
-                hashes = weights()
-                _check_weights(file.parent, settings.get(SEED), hashes)
                 _check_common(file, common)
-                return self._evaluated(file, label, settings, hashes, evaluate, common)
+                found = hashes()
+                _check_hashes(file.parent, settings.get(SEED), found)
+                return self._evaluated(file, label, settings, found, evaluate, common)
+        scores = read_scores(file)
         if differing := differences(read_settings(file), {**common, **_short(settings)}):
             raise ValueError(
                 f"{file} has the scores of other settings; they differ in {', '.join(differing)}. Remove the file, or "
                 "choose another folder"
             )
-        return read_scores(file)
+        return scores
 
     def _evaluated(
         self,
         file: Path,
         label: str,
         settings: dict[str, Any],
-        weights: Hashes,
+        hashes: Hashes,
         evaluate: Callable[[], Iterable[Evaluation]],
         common: dict[str, Any],
     ) -> ScoresOfTypes:
@@ -131,12 +133,11 @@ class KeptScores:
         for failure in failures:
             self.report(f"FAILED, excluded from all means of {label}: {failure}")
         if not failures:
-            _check_weights(file.parent, settings.get(SEED), weights)  # others may have been stored since
             file.parent.mkdir(parents=True, exist_ok=True)
             with alone(self.locks / Path(label).with_name(COMMON)):
-                _check_common(file, common)
-                unnamed = _unnamed(scores, file, common)
-            _write(file, {"settings": _short(settings), "weights": weights, **unnamed})
+                _check_common(file, common)  # others may have been stored since
+                _check_hashes(file.parent, settings.get(SEED), hashes)
+                _store(file, settings, hashes, scores, common)
         return scores
 
 
@@ -151,22 +152,30 @@ def read_settings(file: Path) -> dict[str, Any]:
     return {**(common.settings if common else {}), **_short(_read(file)["settings"])}
 
 
+def read_hashes(file: Path) -> Hashes:
+    """Return the hashes of what the scores in a file of `KeptScores` depend on."""
+    return _read(file)["hashes"]
+
+
 def read_scores(file: Path) -> ScoresOfTypes:
     """Return the scores in a file of `KeptScores`.
 
     Raises:
         ValueError: If they were stored beside another `COMMON`.
     """
-    stored = _read(file)
-    scores, common = stored["scores"], Common.beside(file)
-    listed = [kind for kind, of_type in scores.items() if isinstance(of_type, list)]
-    if stored.get("common") != (common and common.digest(listed)):
+    stored, common = _read(file), Common.beside(file)
+    scores: dict[str, list[float]] = stored["scores"]
+    if lacking := [kind for kind in scores if common is None or kind not in common.datasets]:
+        raise ValueError(
+            f"{file.with_name(COMMON)}, which names the datasets of {file.name}, lacks {', '.join(lacking)}: add them "
+            "from the folder that this file comes from"
+        )
+    if common is None or stored["common"] != common.digest(scores):
         raise ValueError(
             f"{file} was stored beside another {COMMON}, with other settings or other datasets: restore that file, or "
             "remove these scores"
         )
-    names = common.datasets if common else {}
-    return {kind: dict(zip(names[kind], of, strict=True)) if kind in listed else of for kind, of in scores.items()}
+    return {kind: dict(zip(common.datasets[kind], of_type, strict=True)) for kind, of_type in scores.items()}
 
 
 def means_of(scores: ScoresOfTypes) -> Means:
@@ -180,18 +189,17 @@ def digest_of_recipe(recipe: Recipe) -> str:
     return blake2b(given.encode(), digest_size=8).hexdigest()
 
 
-def _check_weights(folder: Path, seed: int | None, weights: Hashes) -> None:
-    """Raise an error if models of the same seed were trained from other weights, and could not be compared."""
+def _check_hashes(folder: Path, seed: int | None, hashes: Hashes) -> None:
+    """Raise an error if models of the same seed have other weights or test sets, and could not be compared."""
     for file in score_files(folder):
-        stored = _read(file)
-        if stored["settings"].get(SEED) != seed:
+        if _read(file)["settings"].get(SEED) != seed:
             continue
-        theirs: Hashes = stored["weights"]
-        if differing := [of for of in weights if of in theirs and theirs[of] != weights[of]]:
+        theirs = read_hashes(file)
+        if differing := [of for of in hashes if of in theirs and theirs[of] != hashes[of]]:
             raise ValueError(
-                f"{file} has scores with the same seed of a model trained from other weights "
-                f"({', '.join(f'{of}: {theirs[of]}, here {weights[of]}' for of in differing)}), so they could not be "
-                "compared. Give those weights, or train other seeds from these (--seeds)"
+                f"{file} has scores with the same seed from other weights or test sets "
+                f"({', '.join(f'{of}: {theirs[of]}, here {hashes[of]}' for of in differing)}), so they could not be "
+                "compared. Give those, or train other seeds from these weights (--seeds)"
             )
 
 
@@ -209,23 +217,35 @@ def _read(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def _unnamed(scores: ScoresOfTypes, file: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the names of the datasets in `COMMON`; make it, or add a task type that it lacks, first."""
+def _store(
+    file: Path, settings: dict[str, Any], hashes: Hashes, scores: ScoresOfTypes, common_settings: dict[str, Any]
+) -> None:
+    """Write scores, and before them what `COMMON` lacks of what they leave out.
+
+    Raises:
+        ValueError: If they are not of the same datasets of a task type as those beside the file.
+    """
     before = Common.beside(file)
     names = {kind: [*of_type] for kind, of_type in scores.items()}
-    common = Common(settings, {**names, **before.datasets} if before else names)
+    common = Common(before.settings, {**names, **before.datasets}) if before else Common(common_settings, names)
+    for kind, of_type in names.items():
+        if differing := {*of_type} ^ {*common.datasets[kind]}:
+            raise ValueError(
+                f"The scores in {file.parent} are of other {kind} datasets than {file.name}; only one of them has "
+                f"{', '.join(sorted(differing))}. Use the same data, or choose another folder"
+            )
     if common != before:
         _write(file.with_name(COMMON), asdict(common))
-    listed = [kind for kind in scores if names[kind] == common.datasets[kind]]
-    found = {kind: [*of_type.values()] if kind in listed else of_type for kind, of_type in scores.items()}
-    return {"scores": found, "common": common.digest(listed)}
+    listed = {kind: [of_type[name] for name in common.datasets[kind]] for kind, of_type in scores.items()}
+    parts = {"settings": _short(settings), "hashes": hashes, "scores": listed, "common": common.digest(listed)}
+    _write(file, parts)
 
 
 def _write(file: Path, parts: dict[str, Any]) -> None:
     """Write JSON with one line per setting and per task type: small files, and still readable differences."""
 
     def formatted(part: Any) -> str:
-        if not isinstance(part, dict):
+        if not isinstance(part, dict) or not part:
             return json.dumps(part)
         return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(one)}" for key, one in part.items()) + "\n}"
 

@@ -22,7 +22,7 @@ from benchmarks.paper.beyond import INTERPOLATED, TRAINED, validation_scores, va
 from benchmarks.paper.claims import OWN_RATES, RATES, TABLES, Claim, Table
 from benchmarks.paper.experiments import START, TASKS, ablations, base_of
 from benchmarks.paper.figures import TITLES, ablation_table, analysis_tables, draw_ablations, kept_analysis
-from benchmarks.paper.improvements import SEPARATE, parts_of
+from benchmarks.paper.improvements import SEPARATE, parts_of, variant_of
 from benchmarks.paper.runs import Runs, Scores, best_rate, scores_of_models
 from benchmarks.paper.tables import means_table, models_table, report, sweep_table
 from benchmarks.paper.unseen import best_way, ways, ways_table
@@ -60,10 +60,13 @@ def score(names: Sequence[str], on: str, seeds: Sequence[int] | None, runs: Runs
         runs: Full runs or trials of their scale.
     """
     parts = [part for name in names for part in parts_of(name)]
+    variants = {name: variant_of(name) for name in parts}  # all are known before the first is trained
     if on == "validation":
         share(partial(runs.validated, name) for name in parts)
         return means_table({name: runs.validated(name) for name in parts})
-    models = [(name, seed) for name in parts for seed in seeds or runs.seeds_of(name)]
+    models = [
+        (name, seed) for name in parts for seed in (seeds if seeds and variants[name].trained else runs.seeds_of(name))
+    ]
     return models_table(scores_of_models(models, runs.tested))
 
 

@@ -1,8 +1,9 @@
 """Train and evaluate the variants; existing models and scores are reused, scores also without their models."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from statistics import mean
@@ -10,10 +11,19 @@ from typing import Any
 
 import mote
 from benchmarks.locking import alone, share
-from benchmarks.paper.data import digest_of, prepare, with_mined_negatives
+from benchmarks.paper.data import digest_of, digest_of_tests, prepare, with_mined_negatives
 from benchmarks.paper.experiments import SCALES, START, SWEPT, VARIANTS, Scale, Variant, base_of, recipe_of
 from benchmarks.paper.improvements import variant_of
-from benchmarks.paper.kept import SEED, Hashes, KeptScores, Means, ScoresOfTypes, digest_of_recipe, means_of
+from benchmarks.paper.kept import (
+    SEED,
+    Hashes,
+    KeptScores,
+    Means,
+    ScoresOfTypes,
+    digest_of_recipe,
+    means_of,
+    read_hashes,
+)
 from benchmarks.paper.starts import distilled, pretrained
 from benchmarks.trained import hash_of_weights, trained
 from mote import Evaluation
@@ -22,6 +32,9 @@ from mote.checkpoints.reading import open_checkpoint
 from mote.training.model import native_folder
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import fixed_settings
+
+FoundScores = dict[str, dict[int, ScoresOfTypes]]
+"""Variant → seed → scores."""
 
 TRIAL_LIMIT = "data.limit=1000"  # rows per dataset: about a quarter of the pairs
 VALIDATION_LIMIT = 200  # texts or queries per validation set
@@ -96,13 +109,13 @@ class Runs:
             made_of = folder_hash(trained)[:8]
             folder = folder.with_name(f"{name.rpartition('+')[2]}-seed{seed}-{made_of}")
             with alone(folder):
-                return folder if folder.exists() else variant.made_by(trained, folder, Path(self.source_of(variant)))
+                return folder if folder.exists() else variant.made_by(trained, folder, self._start(variant))
         return self._trained_variant(name, variant, folder, seed)
 
     def _start(self, variant: Variant) -> Path:
         if variant.start != "given":
             return Path(self.source_of(variant))
-        folder = self.out / "models" / START
+        folder = self.out / "models" / f"{START}-{hash_of_weights(self.source)[:8]}"
         with alone(folder):
             return native_folder(open_checkpoint(self.source), folder)
 
@@ -163,7 +176,9 @@ class Runs:
 
     def digest_of_data(self, variant: Variant) -> Hashes:
         """Return the hash of a variant's training data as `data`; empty if that is the data folder as it is."""
-        kind = variant.trained_on or self.scale.trained_on
+        return self._digest_of_kind(variant.trained_on or self.scale.trained_on)
+
+    def _digest_of_kind(self, kind: str) -> Hashes:
         return {} if kind == "folder" else {"data": digest_of(self.prepared())}
 
     def rate(self, variant: Variant) -> float | None:
@@ -196,7 +211,20 @@ class Runs:
             RuntimeError: If it failed on one of them, as means over the others could not be compared.
             filelock.Timeout: If another command works on it for longer than `timeout`.
         """
-        return means_of(self._on_validation(name, self.scale.few_seeds[0], timeout))
+        label, seed = self.trained_as(name), self.scale.few_seeds[0]
+
+        def evaluate() -> Iterator[Evaluation]:
+            folder, out = self.prepared() / "validation", self.out / f"validation-{self.kind}" / label
+            present = [pattern for pattern in variant_of(name).datasets if (folder / pattern).parent.is_dir()]
+            with alone(out):
+                evaluation = self._evaluate(label, self.model(name, seed), folder, present, VALIDATION_LIMIT, out)
+            if failed := evaluation.failed():
+                raise RuntimeError(f"No choice can be made without all validation sets: {'; '.join(failed)}")
+            yield evaluation
+
+        settings, hashes = self.settings_of_scores(name, seed), partial(self.weights_before, name)
+        common = {**self.common_settings, "limit": VALIDATION_LIMIT}
+        return means_of(self.kept_scores.get(self._validation_label(name), settings, hashes, evaluate, timeout, common))
 
     def can_validate(self, name: str) -> bool:
         """Return whether a variant has stored scores on the validation sets, or can be made."""
@@ -220,22 +248,6 @@ class Runs:
     def _validation_label(self, name: str) -> str:
         return f"validation-{self.kind}/{self.trained_as(name)}"
 
-    def _on_validation(self, name: str, seed: int, timeout: float) -> ScoresOfTypes:
-        label = self.trained_as(name)
-
-        def evaluate() -> Iterator[Evaluation]:
-            folder, out = self.prepared() / "validation", self.out / f"validation-{self.kind}" / label
-            present = [pattern for pattern in variant_of(name).datasets if (folder / pattern).parent.is_dir()]
-            with alone(out):
-                evaluation = self._evaluate(label, self.model(name, seed), folder, present, VALIDATION_LIMIT, out)
-            if failed := evaluation.failed():
-                raise RuntimeError(f"No choice can be made without all validation sets: {'; '.join(failed)}")
-            yield evaluation
-
-        settings, weights = self.settings_of_scores(name, seed), partial(self.weights_before, name)
-        common = {**self.common_settings, "limit": VALIDATION_LIMIT}
-        return self.kept_scores.get(self._validation_label(name), settings, weights, evaluate, timeout, common)
-
     def seeds_of(self, name: str) -> tuple[int, ...]:
         """Return the seeds of a variant."""
         variant = variant_of(name)
@@ -251,30 +263,47 @@ class Runs:
 
         A dataset on which a variant failed with any seed is dropped from its scores and reported.
         """
-        return gathered(scores_of_models([(name, seed) for name in names for seed in self.seeds_of(name)], self.tested))
+        found = scores_of_models([(name, seed) for name in names for seed in self.seeds_of(name)], self.tested)
+        return gathered(with_seeds_of_starts(found, self._hashes_of_test))
+
+    def _hashes_of_test(self, name: str, seed: int) -> Hashes:
+        file = self.kept_scores.file(self._test_label(name, seed))
+        return read_hashes(file) if file.is_file() else self.weights_before(name)  # not stored if a dataset failed
 
     def tested(self, name: str, seed: int, timeout: float = -1) -> ScoresOfTypes:
         """Score a variant with one seed on the test sets.
 
         Raises:
+            ValueError: If the stored scores are those of another start than this one.
             filelock.Timeout: If another command works on it for longer than `timeout`.
         """
-        folder, label = self._test_label(name, seed).split("/")
+        label = self._test_label(name, seed)
+        out = self.out / label.replace("test", "scores", 1)
 
         def evaluate() -> Iterator[Evaluation]:
             path = self.model(name, seed)
-            out = self.out / folder.replace("test", "scores") / label
             for patterns, limit in self.scale.limits.items():
                 chosen = [pattern for pattern in patterns if pattern in variant_of(name).datasets]
                 with alone(out):
                     if chosen:
-                        yield self._evaluate(label, path, Path(self.data), chosen, limit, out / f"limit-{limit}")
+                        yield self._evaluate(out.name, path, Path(self.data), chosen, limit, out / f"limit-{limit}")
 
+        def hashes() -> Hashes:
+            return {
+                **self.weights_before(name),
+                "tests": digest_of_tests(Path(self.data), [*chain(*self.scale.limits)]),
+            }
+
+        file = self.kept_scores.file(label)
+        if name == START and file.is_file() and Path(self.source).is_dir():
+            theirs, here = read_hashes(file)["start"], hash_of_weights(self.source)
+            if theirs != here:
+                raise ValueError(
+                    f"{file} has the scores of another start ({theirs}, here {here}): use another seed (--seeds)"
+                )
         limits = {f"limit of {' '.join(patterns)}": limit for patterns, limit in self.scale.limits.items()}
-        settings, weights = self.settings_of_scores(name, seed), partial(self.weights_before, name)
-        return self.kept_scores.get(
-            f"{folder}/{label}", settings, weights, evaluate, timeout, self.common_settings | limits
-        )
+        settings, common = self.settings_of_scores(name, seed), self.common_settings | limits
+        return self.kept_scores.get(label, settings, hashes, evaluate, timeout, common)
 
     def _test_label(self, name: str, seed: int) -> str:
         kind = "" if self.trial_rate is None else f"-{self.kind}"
@@ -304,24 +333,21 @@ class Runs:
         """Settings that the scale gives all its models, without paths."""
         changes = ["model.source=SOURCE", "data.folder=DATA", *self.scale.changes]
         given, before = (fixed_settings(load_recipe("mote", one), given_only=True) for one in (changes, []))
-        return {"dtype": self.scale.dtype, **_changed(given, before)}
+        return {"dtype": self.scale.dtype, **self._digest_of_kind(self.scale.trained_on), **_changed(given, before)}
 
     def settings_of_scores(self, name: str, seed: int) -> dict[str, Any]:
-        """Return what the scores of a model depend on, without paths, other than weights and `common_settings`."""
-        found: dict[str, Any] = {}
-        variant = variant_of(name)
-        if not variant.trained and seed != load_recipe("mote").training.seed:
-            found[SEED] = seed
+        """Return what the scores of a model depend on, without paths, other than hashes and `common_settings`."""
         if name == START:
-            return found
+            return {} if seed == load_recipe("mote").training.seed else {SEED: seed}
+        variant, common = variant_of(name), self.common_settings
         recipe = recipe_of(variant, self.scale, "SOURCE", "DATA", seed, self.settings_of(variant), name)
         shipped = load_recipe(variant.recipe)
-        own = _changed(fixed_settings(recipe, given_only=True), {**fixed_settings(shipped), **self.common_settings})
-        found |= self.digest_of_data(variant)
-        if variant.start == "distilled" or variant.mined:
-            found["teacher"] = Path(self.teacher).name
-        digest = digest_of_recipe(shipped)
-        return {**found, "variant": self.trained_as(name), "recipe": f"{variant.recipe} {digest}", **own}
+        own = _changed(fixed_settings(recipe, given_only=True), {**fixed_settings(shipped), **common})
+        data = _changed(self.digest_of_data(variant), common)
+        learned = variant.start == "distilled" or variant.mined
+        teacher = {"teacher": Path(self.teacher).name} if learned else {}
+        names = {"variant": self.trained_as(name), "recipe": f"{variant.recipe} {digest_of_recipe(shipped)}"}
+        return {**data, **teacher, **names, **own}
 
     def weights_before(self, name: str) -> Hashes:
         """Return the hashes of the weights that a variant is trained from.
@@ -370,14 +396,11 @@ class Scores:
         return self.seeds.get(name) or tuple(range(len(next(iter(self.every[name].values())))))
 
     def common_seeds(self, *names: str) -> tuple[int, ...]:
-        """Return the seeds that all of these variants have; what they start from is not asked for each seed."""
-        trained = [name for name in names if base_of(name) != START]
-        return tuple(sorted(set.intersection(*({*self.seeds_of(name)} for name in trained or names))))
+        """Return the seeds that all of these variants have."""
+        return tuple(sorted(set.intersection(*({*self.seeds_of(name)} for name in names))))
 
     def with_common_seeds(self, *names: str) -> "Scores":
         """Return the scores of some variants with the seeds that all of them have: others cannot be compared.
-
-        The score of what they start from counts for its seed and for those after it, up to that of another start.
 
         Raises:
             ValueError: If they have no seed in common.
@@ -387,8 +410,7 @@ class Scores:
             raise ValueError(f"There is no seed that all have: { {name: self.seeds_of(name) for name in names} }")
         every = {}
         for name in names:
-            own = self.seeds_of(name)
-            places = [max((at for at, one in enumerate(own) if one <= seed), default=0) for seed in common]
+            places = [self.seeds_of(name).index(seed) for seed in common]
             every[name] = {one: [scores[place] for place in places] for one, scores in self.every[name].items()}
         return Scores(every, self.types, dict.fromkeys(names, common))
 
@@ -401,9 +423,7 @@ class Scores:
         return Scores({**rest, name: whole}, self.types, {**self.seeds, name: common.seeds[parts[0]]})
 
 
-def scores_of_models(
-    models: Iterable[tuple[str, int]], scores_of: Callable[..., ScoresOfTypes]
-) -> dict[str, dict[int, ScoresOfTypes]]:
+def scores_of_models(models: Iterable[tuple[str, int]], scores_of: Callable[..., ScoresOfTypes]) -> FoundScores:
     """Return the scores of models, those first that no other command is working on, seed by seed.
 
     Args:
@@ -416,13 +436,36 @@ def scores_of_models(
     models = list(models)
     by_seed = sorted(models, key=itemgetter(1))
     done = dict(zip(by_seed, share(partial(scores_of, *model) for model in by_seed), strict=True))
-    found: dict[str, dict[int, ScoresOfTypes]] = {}
+    found: FoundScores = {}
     for name, seed in models:
         found.setdefault(name, {})[seed] = done[name, seed] or scores_of(name, seed)
     return found
 
 
-def gathered(found: Mapping[str, Mapping[int, ScoresOfTypes]]) -> Scores:
+def with_seeds_of_starts(found: FoundScores, hashes_of: Callable[[str, int], Hashes]) -> FoundScores:
+    """Give what models start from, which is scored once, the seeds of all models that start from it.
+
+    Args:
+        found: Variant → seed → scores.
+        hashes_of: Function of a variant and a seed.
+    """
+    hashes = {name: {seed: hashes_of(name, seed) for seed in of_seeds} for name, of_seeds in found.items()}
+
+    def starts_from(name: str, seed: int, start: Hashes) -> bool:
+        return all(hashes[name][seed].get(of, one) == one for of, one in start.items())
+
+    every = {}
+    for name, of_seeds in found.items():
+        every[name] = {**of_seeds}
+        for own, scores in of_seeds.items() if base_of(name) == START else ():
+            for other in found:
+                same = [seed for seed in found[other] if starts_from(other, seed, hashes[name][own])]
+                every[name] |= {seed: scores for seed in same if seed not in of_seeds}
+        every[name] = dict(sorted(every[name].items()))
+    return every
+
+
+def gathered(found: FoundScores) -> Scores:
     """Gather the scores of models: variant → seed → scores. Datasets that a variant lacks with one seed are dropped."""
     every: dict[str, dict[str, list[float]]] = {}
     types: dict[str, str] = {}

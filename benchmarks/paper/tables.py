@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from math import inf
 from statistics import mean
 
 import numpy as np
@@ -248,14 +249,16 @@ def models_table(found: Mapping[str, Mapping[int, ScoresOfTypes]]) -> str:
 def means_table(found: Mapping[str, Means]) -> str:
     """Format the means over task types, and the mean of these, which variants are sorted by.
 
+    One of three separate models, which serves some of the types, has no mean over all types, and comes last.
+
     Args:
         found: Variant → its means.
     """
     types = [kind for kind in TASK_TYPES if any(kind in of_types for of_types in found.values())]
-    over_types = {name: mean(of_types.values()) for name, of_types in found.items()}
+    over_types = {name: mean(of.values()) if of.keys() >= {*types} else None for name, of in found.items()}
     rows = [
         [name, *("" if one is None else f"{one:.2f}" for one in (over_types[name], *map(found[name].get, types)))]
-        for name in sorted(found, key=over_types.__getitem__, reverse=True)
+        for name in sorted(found, key=lambda name: over_types[name] or -inf, reverse=True)
     ]
     return markdown_table(["mean over the validation sets", "over the types", *types], rows)
 

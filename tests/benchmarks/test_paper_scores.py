@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import mote
 from benchmarks.locking import alone, share
 from benchmarks.paper import experiments, runs
-from benchmarks.paper.kept import COMMON, SEED, KeptScores, read_scores, read_settings
+from benchmarks.paper.kept import COMMON, SEED, KeptScores, read_hashes, read_scores, read_settings, score_files
 from mote.training.recipe import Recipe
 
 RESULTS = ROOT / "docs" / "results"
@@ -114,17 +114,46 @@ def test_other_seeds_may_have_another_start(tmp_path: Path, monkeypatch: pytest.
     )
     for given in (one, other):
         assert given.scores(["start", "mote"]).every["start"] == {"sts": [40.0]}
-    stored = {
-        path.stem: json.loads(path.read_text())["weights"]["start"] for path in tmp_path.glob("kept/**/*-seed*.json")
-    }
+    stored = {path.stem: read_hashes(path)["start"] for path in tmp_path.glob("kept/**/*-seed*.json")}
     assert stored == {
         "start-seed42": "source",
         "mote-seed42": "source",
         "start-seed43": "other",
         "mote-seed43": "other",
     }
-    with pytest.raises(ValueError, match=r"trained from other weights \(start: source, here other\).*--seeds"):
+    with pytest.raises(ValueError, match=r"from other weights or test sets \(start: source, here other\).*--seeds"):
         replace(other, scale=scale).scores(["ic"])
+    (tmp_path / "other").mkdir()
+    both = replace(one, scale=replace(scale, seeds=(42, 43)))
+    found = both.scores(["start", "mote"])  # the start's seed 43 is another start
+    assert (found.seeds_of("start"), found.seeds_of("mote")) == ((42,), (42, 43))
+    with pytest.raises(ValueError, match=r"start-seed42.json has the scores of another start \(source, here .*other\)"):
+        replace(one, source=str(tmp_path / "other")).scores(["start"])
+
+
+def test_a_start_has_the_seeds_of_the_models_that_start_from_it() -> None:
+    def scores(value: float) -> runs.ScoresOfTypes:
+        return {"STS": {"s": value}}
+
+    hashes = {
+        ("start", 42): {"start": "a"},
+        ("start", 44): {"start": "b"},
+        ("start+distilled", 42): {"start": "a", "distilled": "x"},
+        ("em", 42): {"start": "a"},
+        ("em", 43): {"start": "a"},
+        ("em", 44): {"start": "b"},
+        ("ic+distilled", 45): {"start": "a", "distilled": "x"},
+        ("ic+distilled", 46): {"start": "a", "distilled": "y"},
+    }
+    found: runs.FoundScores = {}
+    for number, (name, seed) in enumerate(hashes):
+        found.setdefault(name, {})[seed] = scores(number)
+    every = runs.with_seeds_of_starts(found, lambda name, seed: hashes[name, seed])
+    assert every["start"] == {**dict.fromkeys((42, 43, 45, 46), scores(0)), 44: scores(1)}
+    assert every["start+distilled"] == dict.fromkeys((42, 43, 45), scores(2))
+    assert {name: every[name] for name in ("em", "ic+distilled")} == {
+        name: found[name] for name in ("em", "ic+distilled")
+    }
 
 
 def test_scores_with_a_failure_are_not_stored(tmp_path: Path) -> None:
@@ -142,61 +171,72 @@ def test_scores_with_a_failure_are_not_stored(tmp_path: Path) -> None:
     file = tmp_path / "mote.json"
     stored = json.loads(file.read_text())
     assert stored["settings"] == {"datasets": [{"path": "a"}], "empty": {}, "rate": 0.1}
-    assert stored["weights"] == {"start": "abc"}
+    assert stored["hashes"] == {"start": "abc"}
     file.write_text(json.dumps({**stored, "settings": settings}))  # as earlier versions stored them
     assert kept.get("mote", settings, start, list) == found
     with pytest.raises(ValueError, match=r"differ in datasets \(\[{'path': 'a'}\] there, \[{'path': 'b'}\] here\)"):
         kept.get("mote", {**settings, "datasets": [{"path": "b", "limit": None}]}, start, list)
 
 
-@pytest.mark.parametrize("folder", sorted({path.parent for path in RESULTS.rglob("*-seed*.json")}), ids=_name)
+@pytest.mark.parametrize("folder", sorted(path.parent for path in RESULTS.rglob(COMMON)), ids=_name)
 def test_stored_models_of_a_seed_had_the_same_start_data_and_tests(folder: Path) -> None:
     """Also if they were stored on several machines."""
     known: dict[tuple[int | None, str], object] = {}
-    for path in folder.glob("*-seed*.json"):
-        settings, weights = read_settings(path), json.loads(path.read_text(encoding="utf-8"))["weights"]
-        shared = {key: one for key, one in settings.items() if key in ("data", "dtype") or key.startswith("limit")}
-        for key, value in {**shared, **weights}.items():
+    for path in score_files(folder):
+        assert read_scores(path)
+        settings = read_settings(path)
+        assert "data" in settings
+        for key, value in {"data": settings["data"], **read_hashes(path)}.items():
             assert known.setdefault((settings.get(SEED), key), value) == value, path
 
 
-def test_scores_are_stored_without_the_names_that_others_have(tmp_path: Path) -> None:
+def test_scores_are_stored_without_the_names_of_their_datasets(tmp_path: Path) -> None:
     kept = KeptScores(tmp_path, tmp_path / "locks")
-    types = {"r1": "Retrieval", "r2": "Retrieval", "s": "STS"}
+    types = {"r1": "Retrieval", "r2": "Retrieval", "r3": "Retrieval", "s": "STS"}
+
+    def score(label: str, of_model: dict[str, float]) -> runs.ScoresOfTypes:
+        return kept.get(label, {}, dict, lambda: [mote.Evaluation({"any": of_model}, types)])
+
     of_models = {
         "test/retrieval": {"r1": 1.0, "r2": 2.0},
         "test/whole": {"r1": 3.0, "r2": 4.0, "s": 5.0},
-        "test/part": {"r2": 6.0, "s": 7.0},
+        "test/sts": {"s": 7.0},
         "test/reversed": {"r2": 8.0, "r1": 9.0},
         "other/part": {"r2": 10.0},
     }
     stored = {}
     for label, of_model in of_models.items():
-        evaluation = mote.Evaluation({"any": of_model}, types)
-        scores = kept.get(label, {}, dict, lambda evaluation=evaluation: [evaluation])
+        scores = score(label, of_model)
         assert {name: one for of_type in scores.values() for name, one in of_type.items()} == of_model
         assert kept.get(label, {}, dict, list) == read_scores(kept.file(label)) == scores
         stored[label] = json.loads(kept.file(label).read_text())["scores"]
     assert stored == {
         "test/retrieval": {"Retrieval": [1.0, 2.0]},
         "test/whole": {"Retrieval": [3.0, 4.0], "STS": [5.0]},
-        "test/part": {"Retrieval": {"r2": 6.0}, "STS": [7.0]},
-        "test/reversed": {"Retrieval": {"r2": 8.0, "r1": 9.0}},
+        "test/sts": {"STS": [7.0]},
+        "test/reversed": {"Retrieval": [9.0, 8.0]},
         "other/part": {"Retrieval": [10.0]},
     }
+    for others, differing in (({"r2": 1.0}, "r1"), ({"r1": 1.0, "r2": 1.0, "r3": 1.0}, "r3")):
+        with pytest.raises(
+            ValueError, match=rf"other Retrieval datasets than others.json; only one .* has {differing}\."
+        ):
+            score("test/others", others)
+        assert not kept.file("test/others").exists()
+    file = tmp_path / "test" / COMMON
     common = {"settings": {}, "datasets": {"Retrieval": ["r1", "r2"], "STS": ["s"]}}
-    assert json.loads((tmp_path / "test" / COMMON).read_text()) == common
-    (tmp_path / "test" / COMMON).write_text(
-        json.dumps({"settings": {}, "datasets": {"Retrieval": ["r2", "r1"], "STS": ["s"]}})
-    )
+    assert json.loads(file.read_text()) == common
+    file.write_text(json.dumps({**common, "datasets": {"Retrieval": ["r2", "r1"], "STS": ["s"]}}))
+    assert kept.get("test/sts", {}, dict, list)
     for label in ("test/retrieval", "test/whole"):
         with pytest.raises(ValueError, match=r"stored beside another common.json, .* or other datasets"):
             kept.get(label, {}, dict, list)
-    for label in ("test/part", "test/reversed"):
-        assert kept.get(label, {}, dict, list)
+    file.write_text(json.dumps({**common, "datasets": {"STS": ["s"]}}))  # from a folder without the others
+    with pytest.raises(ValueError, match=r"common.json, which names the datasets of whole.json, lacks Retrieval: add"):
+        kept.get("test/whole", {}, dict, list)
     (tmp_path / "other" / COMMON).unlink()
-    with pytest.raises(ValueError, match="stored beside another"):
-        read_scores(kept.file("other/part"))
+    with pytest.raises(ValueError, match=r"datasets of part.json, lacks Retrieval"):
+        kept.get("other/part", {"rate": 1}, dict, list)  # before its settings are compared
 
 
 def test_settings_that_all_scores_have_are_stored_once(tmp_path: Path) -> None:
@@ -221,6 +261,14 @@ def test_settings_that_all_scores_have_are_stored_once(tmp_path: Path) -> None:
     ):
         score("test/ic", {"rate": 0.1}, {**common, "batch": 64})
     assert not kept.file("test/ic").exists()
+
+    def stored_meanwhile() -> list[mote.Evaluation]:
+        score("late/em", {}, common)
+        return evaluations
+
+    with pytest.raises(ValueError, match=r"scores in .*late have other settings"):
+        kept.get("late/ic", {}, dict, stored_meanwhile, common={"dtype": "bfloat16", "batch": 256})
+    assert not kept.file("late/ic").exists()
     (tmp_path / "test" / COMMON).write_text(json.dumps({"settings": {"batch": 64}, "datasets": {"STS": ["b"]}}))
     with pytest.raises(ValueError, match=r"stored beside another common.json, with other settings"):
         read_scores(kept.file("test/em"))
@@ -273,5 +321,5 @@ def test_stored_scores_of_a_seed_are_of_models_from_the_same_weights(tmp_path: P
     evaluations.append(whole)
     with pytest.raises(ValueError, match=r"start: abc, here def"):
         kept.get("late/ic", {}, lambda: {"start": "def"}, stored_meanwhile)
-    assert json.loads((tmp_path / "test" / "em.json").read_text())["weights"] == {"start": "abc"}
+    assert json.loads((tmp_path / "test" / "em.json").read_text())["hashes"] == {"start": "abc"}
     assert not (tmp_path / "test" / "ic.json").exists()

@@ -22,7 +22,7 @@ def test_every_column_of_a_table_is_a_known_variant() -> None:
 
 def test_table_shows_means_spread_gains_and_the_best() -> None:
     scores = scores_of(
-        start={"r1": [40.0], "r2": [40.0], "c1": [40.0]},
+        start={"r1": [40.0, 40.0], "r2": [40.0, 40.0], "c1": [40.0, 40.0]},  # one, with the seeds of the others
         em={"r1": [50.0, 50.0], "r2": [60.0, 60.5], "c1": [70.0, 70.0]},
         mote={"r1": [51.0, 53.0, 99.0], "r2": [62.0, 64.0, 99.0], "c1": [69.0, 69.0, 99.0]},
     )
@@ -103,7 +103,7 @@ def test_a_verdict_needs_each_seed() -> None:
     mote = model(3.0, 2.0, 1.0)
     mote["r1"][0] += 0.1  # a paired test needs some spread
     scores = scores_of(
-        start=model(0.5), ic=model(0.0, 0.0, 1.5), em=model(0.0, 0.0, 0.0), two=model(0.0, 0.0), mote=mote
+        start=model(0.5, 0.5, 0.5), ic=model(0.0, 0.0, 1.5), em=model(0.0, 0.0, 0.0), two=model(0.0, 0.0), mote=mote
     )
     of = {
         name: tables.compared(claims.Claim("mote", name), claims.Table("", (), "em"), scores) for name in scores.every
@@ -132,7 +132,7 @@ def test_only_the_same_seeds_are_compared() -> None:
         return runs.gathered(of_models)
 
     scores = of(
-        start=({42: 10.0}, "STS"),
+        start=({42: 10.0, 43: 10.0}, "STS"),
         ic=({43: 50.0, 44: 40.0}, "STS"),
         mote=({42: 90.0, 43: 51.0}, "STS"),
         tlr=({42: 88.0}, "STS"),
@@ -147,9 +147,9 @@ def test_only_the_same_seeds_are_compared() -> None:
     assert "| STS (3) | 11.00 (-40.00) | 51.00 | **52.00** (+1.00) |" in tables.table_of(table, scores)
     with pytest.raises(ValueError, match=r"no seed that all have: {'ic': \(43, 44\), 'tlr': \(42,\)}"):
         tables.compared(claims.Claim("ic", "tlr"), table, scores)
-    starts = of(start=({42: 10.0, 44: 20.0}, "STS"), mote=({42: 50.0, 43: 50.0, 44: 50.0}, "STS"))
+    starts = of(start=({42: 10.0, 43: 10.0, 44: 20.0}, "STS"), mote=({42: 50.0, 43: 50.0, 44: 50.0}, "STS"))
     over_start = tables.compared(claims.Claim("mote", "start"), table, starts)
-    assert over_start.with_seeds == (40.0, 40.0, 30.0)  # another start since seed 44
+    assert over_start.with_seeds == (40.0, 40.0, 30.0)
     parts = of(a=({42: 1.0, 43: 2.0}, "Retrieval"), b=({43: 3.0}, "STS"))
     assert parts.joined("sem", ["a", "b"]).seeds == {"a": (42, 43), "b": (43,), "sem": (43,)}
     assert parts.joined("sem", ["a", "b"]).every["sem"]["Retrieval0"] == [2.0]

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.paths import ROOT
+from helpers.scores import store_scores
 
 from benchmarks import results
 from benchmarks.paper import claims, figures, readme, tables
@@ -47,14 +48,14 @@ def test_records_and_results_are_small() -> None:
 
 def test_three_separate_models_are_one_variant(tmp_path: Path) -> None:
     def store(name: str, **scores: dict[str, float]) -> None:
-        (tmp_path / f"{name}-seed42.json").write_text(json.dumps({"scores": scores}), encoding="utf-8")
+        store_scores(tmp_path / f"{name}-seed42.json", scores)
 
     store("mote+mined", Retrieval={"r1": 50.0}, Classification={"c1": 60.0}, Clustering={"k1": 40.0})
     store("sem-retrieval+mined", Retrieval={"r1": 51.0})
     store("sem-classification+mined", Classification={"c1": 61.0})
     assert results._models(tmp_path).keys() == {"mote+mined", "sem-retrieval+mined", "sem-classification+mined"}
     store("sem-clustering+mined", Clustering={"k1": 41.0})
-    (tmp_path / "sem-retrieval+mined-seed43.json").write_text(json.dumps({"scores": {}}), encoding="utf-8")
+    store_scores(tmp_path / "sem-retrieval+mined-seed43.json", {"Retrieval": {"r1": 52.0}})
     found = results._models(tmp_path)
     assert found.keys() == {"mote+mined", "sem+mined"}
     assert found["sem+mined"] == {
@@ -69,8 +70,8 @@ def test_the_paper_s_tables_are_made_of_the_models_of_a_scale(tmp_path: Path) ->
 
     def store(name: str, kind: str, *scores: float) -> None:
         for seed, score in enumerate(scores, start=42):
-            content = {"scores": {kind: {f"{kind}1": score, f"{kind}2": score + seed}}}
-            (folder / f"{name}-seed{seed}.json").write_text(json.dumps(content), encoding="utf-8")
+            scores_of_seed = {kind: {f"{kind}1": score, f"{kind}2": score + seed}}
+            store_scores(folder / f"{name}-seed{seed}.json", scores_of_seed)
 
     store("em", "Retrieval", 50.0, 51.0)
     store("mote", "Retrieval", 52.0, 54.0)
@@ -105,11 +106,16 @@ def test_validation_scores_of_a_scale_that_repeats_are_shown(tmp_path: Path) -> 
     folder.mkdir(parents=True)
     for name, scores in (
         ("em", {"STS": {"s1": 50.0, "s2": 60.0}, "Retrieval": {"r": 45.0}}),
-        ("mote", {"STS": {"s1": 70.0}}),
+        ("sem-sts", {"STS": {"s1": 70.0, "s2": 70.0}}),
+        ("mote", {"STS": {"s1": 70.0, "s2": 80.0}, "Retrieval": {"r": 45.0}}),
     ):
-        (folder / f"{name}.json").write_text(json.dumps({"scores": scores}))
+        store_scores(folder / f"{name}.json", scores)
     shown = results.known_tables(tmp_path)["medium-gpu/validation"]
-    assert shown.splitlines()[2:] == ["| mote | 70.00 |  | 70.00 |", "| em | 50.00 | 45.00 | 55.00 |"]
+    assert shown.splitlines()[2:] == [
+        "| mote | 60.00 | 45.00 | 75.00 |",
+        "| em | 50.00 | 45.00 | 55.00 |",
+        "| sem-sts |  |  | 70.00 |",  # not all types
+    ]
 
 
 def test_figures_4_to_7_are_made_of_the_trials_at_the_best_rate(tmp_path: Path) -> None:
@@ -118,8 +124,7 @@ def test_figures_4_to_7_are_made_of_the_trials_at_the_best_rate(tmp_path: Path) 
 
     def store(folder: str, name: str, score: float) -> None:
         path = scale / "runs" / folder / f"{name}-seed42.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"scores": {"Retrieval": {"r1": score}}}), encoding="utf-8")
+        store_scores(path, {"Retrieval": {"r1": score}})
 
     store("test-trials-0.0004", "sem-retrieval-homogeneous-0.03", 52.0)
     store("test-trials-0.0004", "sem-retrieval-heterogeneous-0.03", 51.0)
@@ -212,7 +217,7 @@ def test_readme_shows_the_result() -> None:
 def test_readme_s_table_and_chart_by_hand(tmp_path: Path) -> None:
     types = {"r1": "Retrieval", "r2": "Retrieval", "c": "Classification", "k": "Clustering", "s": "STS"}
     types |= {"p": "PairClassification", "a": "Reranking", "u": "Summarization"}
-    every = {"start": [10.0], "em": [20.0, 22.0], "ic": [23.0, 21.0], "mote": [30.0, 34.0], "sem": [99.0, 99.0]}
+    every = {"start": [10.0, 10.0], "em": [20.0, 22.0], "ic": [23.0, 21.0], "mote": [30.0, 34.0], "sem": [99.0, 99.0]}
     scores = Scores({name: dict.fromkeys(types, values) for name, values in every.items()}, types)
     scores.every["mote"] |= {"r2": [40.0, 40.0], "u": [6.0, 6.0]}
     assert readme.readme_table(scores).splitlines() == [
