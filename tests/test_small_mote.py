@@ -12,6 +12,7 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 
 import mote
+from benchmarks.paper.kept import read_settings
 from scripts import train_small_mote
 
 QUESTION = "How do I undo my last git commit?"
@@ -57,7 +58,7 @@ def test_its_card_and_table_are_those_of_the_stored_scores(tmp_path: Path, monke
     model = shutil.copytree(SMALL_MOTE, tmp_path / "small-mote")
     card = (SMALL_MOTE / "README.md").read_text(encoding="utf-8")
     (model / "README.md").write_text(re.sub(r"\n## Scores\n.*", "", card, flags=re.DOTALL), encoding="utf-8")
-    data = json.loads((stored / "small_mote" / "mote-seed42.json").read_text(encoding="utf-8"))["settings"]["data"]
+    data = read_settings(stored / "small_mote" / "mote-seed42.json")["data"]
     monkeypatch.setattr(train_small_mote.Comparison, "digest", data)
     monkeypatch.setattr(train_small_mote, "copy_without_tests", lambda data, datasets, out: out)
     monkeypatch.chdir(ROOT)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers.paths import SMALL_ENCODER, SMALL_MOTE
+from helpers.paths import ROOT, SMALL_ENCODER, SMALL_MOTE
 from safetensors.torch import load_file
 
 import mote
@@ -66,7 +66,15 @@ def test_the_recipe_mote_best_is_that_of_the_trials() -> None:
     assert {key for key in tried.keys() | shipped.keys() if tried.get(key) != shipped.get(key)} == {
         "name",
         "model.source",
+        "training.batch_size",  # a setting of the scale
+        "training.learning_rate",  # chosen by the sweep
     }
+    best = runs.best_rate({name: {float(rate): one for rate, one in of.items()} for name, of in SWEEP.items()})
+    assert shipped["training.learning_rate"] == best
+    assert f"training.batch_size={shipped['training.batch_size']}" in experiments.SCALES["medium"].changes
+
+
+SWEEP = json.loads((ROOT / "docs/results/medium-bf16/sweep.json").read_text(encoding="utf-8"))
 
 
 class Validated:

@@ -13,9 +13,9 @@ from helpers.checkpoints import (
 from huggingface_hub import ModelCard
 
 from configuration_mote import MoTEConfig
-from mote import upcycle
+from mote import upcycle, write_card
 from mote.checkpoints import cards
-from mote.checkpoints.reading import open_dense
+from mote.checkpoints.reading import open_dense, open_mote
 
 TEXTS = ["whales breathe air", "a recipe for bread", "bread"]
 LONG = "a long text " * 50
@@ -94,6 +94,51 @@ def test_licence_and_language_of_the_source(tmp_path: Path) -> None:
     assert "x" not in card.data.tags
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected", "kind"),
+    [
+        ({}, "Each block has one attention for all tasks and one feed-forward expert per task; a", "one attention and"),
+        (
+            {"layers": "every_other"},
+            "Each block has one attention for all tasks, and 1 of the 2 blocks has one feed-forward expert per task; a",
+            "an expert per task in 1 of the 2 blocks,",
+        ),
+        (
+            {"shared_modules": []},
+            "Each task has an expert in each block, with an attention of its own. A",
+            "an expert per task in each block,",
+        ),
+        (
+            {"shared_modules": ["attention.self"], "layers": [1]},
+            "Each task has an expert in 1 of the 2 blocks; the experts of a block share `attention.self`. A",
+            "an expert per task in 1 of the 2 blocks,",
+        ),
+    ],
+)
+def test_which_blocks_have_experts_and_what_these_share(
+    settings: dict[str, Any], expected: str, kind: str, dense: Path, tmp_path: Path
+) -> None:
+    folder = upcycle(str(dense), tmp_path / "out", **settings)
+    card = (folder / "README.md").read_text()
+    assert f" {expected} whole sequence goes through the expert of its task. So a text" in " ".join(card.split())
+    assert write_card(folder) == card
+    source = open_mote(str(folder))
+    recipe = {"name": "r", "description": "", "batch_size": 8, "learning_rate": 1e-4, "weight_decay": 0.0, "seed": 0}
+    run = {"steps": 7, "device": "cpu", "processes": 1, "seconds": 1.0, "resumed_from_step": None}
+    values: dict[str, Any] = {"recipe": recipe, "run": run, "data": [], "seen": {}, "scores": []}
+    cards.write_trained_card(folder, "run", source.config, source, kind="mote", **values)
+    assert f"A **MoTE** (Mixture of Task Experts): {kind}" in (folder / "README.md").read_text()
+    assert "**MoTE** (Mixture of Task Experts):" not in write_card(folder)
+
+
+def test_a_card_says_what_is_possible_and_what_is_needed(upcycled: Path, dense: Path, tmp_path: Path) -> None:
+    card = (upcycled / "README.md").read_text()
+    assert "`mote export` makes dense models" in card
+    assert "`mote` is the command, and the module, of the Python package `mote-embeddings`." in card
+    folder = upcycle(str(dense), tmp_path / "out", pooling="self_attention")
+    assert "mote export" not in (folder / "README.md").read_text()
+
+
 def assert_rendered(folder: Path) -> str:
     card = ModelCard.load(folder / "README.md")
     assert not re.search(r"[{}]{2}|[{]%", card.text)  # nothing of the template
@@ -109,6 +154,7 @@ def test_cards_of_plain_values(dense: Path, tmp_path: Path) -> None:
     text = assert_rendered(tmp_path)
     assert '\n| `a` | `say \\"a\\" \\| b: ` |\n' in text
     assert "mote experts add MODEL me/legal --out DIR" in text
+    assert "`mote` is the command of the Python package `mote-embeddings`." in text
     counts = {"texts": 2000, "tokens": 30_000}
     values: dict[str, Any] = {
         "recipe": {
@@ -132,6 +178,7 @@ def test_cards_of_plain_values(dense: Path, tmp_path: Path) -> None:
         assert "| pairs | homogeneous | InfoNCE | 0.05 | nli (1,000) |" in text
         assert "| `a` | 2,000 | 30,000 |" in text
         assert ("trust_remote_code=True" in text) == (kind != "dense")
+        assert ("This requires Transformers 5.17 and Sentence-Transformers 6.0" in text) == (kind != "dense")
 
 
 def test_the_base_model_of_a_local_source_is_the_one_that_its_own_card_names(tmp_path: Path) -> None:

@@ -186,6 +186,7 @@ def test_a_dense_model(average: bool, folder: Path, tmp_path: Path) -> None:
     assert "trust_remote_code" not in card
     assert "mote upcycle" in card
     assert ("mote average" if average else "mote export") in card
+    assert "`mote` is the command of the Python package `mote-embeddings`:" in " ".join(card.split())
 
 
 def test_a_base_model_is_an_id_on_the_hub(folder: Path) -> None:

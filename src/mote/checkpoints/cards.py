@@ -13,6 +13,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
+from architectures_mote import ARCHITECTURES
 from configuration_mote import MoTEConfig
 from mote.checkpoints import nv_embed
 from mote.checkpoints.instructions import instruction_pooling_in
@@ -86,6 +87,9 @@ def mote_values(config: MoTEConfig, counts: Mapping[str, Any], fresh: bool, norm
         "num_experts": getattr(config, "num_experts", None),
         "norm_topk_prob": getattr(config, "norm_topk_prob", None),
         "routing_within": token_routing(config) if config.routes_by_task else None,
+        "mote_blocks": len(config.mote_layer_indices),
+        "blocks": config.num_hidden_layers,
+        "shared": _unusually_shared(config),
         "compression": config.compression,
         "active_parameters": millions(counts["active"]),
         "total_parameters": millions(counts["total"]),
@@ -100,6 +104,15 @@ def mote_values(config: MoTEConfig, counts: Mapping[str, Any], fresh: bool, norm
         "normalized": normalized,
         "has_head": has_head(config),
     }
+
+
+def _unusually_shared(config: MoTEConfig) -> list[str] | None:
+    """Return the modules of a block that all experts share; None: its attention, as is usual."""
+    usual = ARCHITECTURES.get(config.backbone_config.model_type)
+    shared = config.shared_modules
+    if shared is None or token_routing(config) is not None or (usual and tuple(shared) == usual.shared_modules):
+        return None
+    return [*shared]
 
 
 def write_dense_card(
@@ -284,7 +297,7 @@ def write_trained_card(
         "trained_model.md",
         card_data(source, relation, (*tags, "peft") if relation == "adapter" else tags),
         repo_id,
-        what=TRAINED_KINDS[kind],
+        what=_kind(kind, config),
         retrieval=retrieval,
         source=source.public_name,
         source_link="#training" if source.is_local else source_link(source),
@@ -300,6 +313,17 @@ def write_trained_card(
         recipe_file=recipe_file,
         curves_file=curves_file,
     )
+
+
+def _kind(kind: str, config: MoTEConfig) -> str:
+    """Return the words of a trained model's card for its kind, a key of `TRAINED_KINDS`."""
+    if kind != "mote":
+        return TRAINED_KINDS[kind]
+    have, count = len(config.mote_layer_indices), config.num_hidden_layers
+    if have == count and _unusually_shared(config) is None:
+        return TRAINED_KINDS[kind]
+    where = "each block" if have == count else f"{have} of the {count} blocks"
+    return f"A **MoTE** (Mixture of Task Experts): an expert per task in {where},"
 
 
 def _write(folder: Path, template: str, metadata: ModelCardData, repo_id: str, **values: Any) -> None:

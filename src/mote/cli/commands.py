@@ -300,7 +300,8 @@ def evaluate(
             "--definition",
             parser=options.pair,
             metavar="DATASET=TEXT",
-            help="Instruction in front of the queries of a dataset; repeatable. Default: the model's.",
+            help="Instruction in front of a dataset's queries, or of all its texts if it has no documents; repeatable. "
+            "Default: the model's.",
         ),
     ] = None,
     template: options.Template = None,

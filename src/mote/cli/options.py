@@ -20,7 +20,8 @@ def extra(name: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise OSError(
-            f'{error.name} is not installed, which this command needs: pip install "mote-embeddings[{name}]"'
+            f'{error.name} is not installed, which this command needs: pip install -e ".[{name}]" in a clone, else '
+            f'pip install "mote-embeddings[{name}]"'
         ) from error
 
 

@@ -40,7 +40,7 @@ def peft_config(settings: "PeftSettings", only_experts: list[str] | None = None)
         from peft import PeftType
         from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
     except ImportError as error:
-        raise ImportError("training.peft needs the library PEFT: pip install peft") from error
+        raise ImportError('training.peft needs the library PEFT: pip install "mote-embeddings[peft]"') from error
     targets = settings.targets
     pattern = OUTSIDE.get(targets) if isinstance(targets, str) else None
     outside = [] if pattern is None else [pattern]
