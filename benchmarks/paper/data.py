@@ -96,8 +96,10 @@ def prepare(data: Path, out: Path) -> Path:
         (unfinished / DIGEST).write_text(digest_of_rows(unfinished) + "\n", encoding="utf-8")
         (unfinished / SOURCE).write_text(_listing(data) + "\n", encoding="utf-8")
         unfinished.replace(out)
-    elif (out / SOURCE).read_text(encoding="utf-8").strip() != _listing(data):
-        raise ValueError(f"{out} was made from other data than {data}: remove it, or choose another folder")
+    elif not (out / SOURCE).is_file() or (out / SOURCE).read_text(encoding="utf-8").strip() != _listing(data):
+        raise ValueError(
+            f"{out} was made from other data than {data}, or by an earlier version: remove it, or choose another folder"
+        )
     return out
 
 

@@ -1,6 +1,8 @@
 """`mote mine` and `mote filter` on datasets: same rows, columns that recipes read, resumed runs, clear errors."""
 
+import errno
 import gzip
+import io
 import json
 import multiprocessing
 import os
@@ -317,6 +319,23 @@ def test_an_interrupted_run_says_that_it_resumes(
         assert main([*words, "--negatives", "3", "--depth", "20", "--relative-margin", "-1"]) == 130
     assert HOW_TO_RESUME in capsys.readouterr().err
     assert contents(mine(data, model)) == expected
+
+
+def test_a_full_disk(data: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.FileIO):
+        def write(self, content: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    original = Path.open
+
+    def opened(path: Path, mode: str = "r", *more: Any, **how: Any) -> Any:
+        return Full(path, mode) if "normalized" in path.name else original(path, mode, *more, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", opened)
+        with pytest.raises(OSError, match=r"normalized.npy could not be written: .*No space left"):
+            mine(data, model)
+    assert not [*(data.parent / "mined").rglob("*normalized*")]
 
 
 @pytest.mark.processes

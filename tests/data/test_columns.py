@@ -94,6 +94,7 @@ def test_invalid_pairs(row: dict[str, Any], fault: str) -> None:
         ({"text": "a", "label": None}, "'label' must be a string or an integer, got NoneType"),
         ({"text": "a", "label": 0.5}, "'label' must be a string or an integer, got float"),
         ({"text": "a", "label": " "}, "'label' is empty"),
+        ({"text": "a", "label": "\ud800"}, "'label' is invalid Unicode: it has half of a surrogate pair"),
         ({"text": "a"}, "there is no column 'label'"),
     ],
 )
@@ -104,7 +105,13 @@ def test_invalid_labels(row: dict[str, Any], fault: str) -> None:
 
 @pytest.mark.parametrize(
     ("score", "fault"),
-    [("3", "be a number, got str"), (None, "be a number, got NoneType"), (float("nan"), "be finite, got nan")],
+    [
+        ("3", "be a number, got str"),
+        (None, "be a number, got NoneType"),
+        (float("nan"), "be finite, got nan"),
+        pytest.param(10**400, "be within ±1.8e308, got an integer of 401 digits", id="large"),
+        pytest.param(-(10**400), "be within ±1.8e308, got an integer of 401 digits", id="small"),
+    ],
 )
 def test_invalid_scores(score: Any, fault: str) -> None:
     with pytest.raises(ValueError, match=f"^'score' must {fault}$"):

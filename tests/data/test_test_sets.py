@@ -79,6 +79,16 @@ def test_a_limited_clustering_dataset_has_few_labels_but_enough_texts_of_each() 
     assert list(sizes.values()) == [8] * 5
 
 
+def test_a_clustering_dataset_is_not_cut_until_any_clustering_fits_it(tmp_path: Path) -> None:
+    rows = [{"text": str(number), "label": "ab"[number % 2]} for number in range(20)]
+    write_rows(tmp_path / "clustering/made/test.jsonl.gz", rows)
+    with pytest.raises(ValueError, match=r"made: all labels within a limit of 1 \(raise it\?\) are '.', expected two"):
+        content("clustering/made", 1, tmp_path)
+    with pytest.raises(ValueError, match=r"made: no label has two texts within a limit of 2 \(raise it\?\)"):
+        content("clustering/made", 2, tmp_path)
+    assert {row["label"] for row in content("clustering/made", 3, tmp_path)} == {"a", "b"}
+
+
 def test_a_limited_corpus_holds_the_documents_of_the_qrels_and_others() -> None:
     limited = content("beir/arxiv", 5)
     assert len(limited.queries) == 5
@@ -120,6 +130,36 @@ INVALID = {  # case → task, rows of the test split, and what the error must sa
     "no column": ("sts", [{**PAIR, "score": 1}, PAIR], "test.jsonl.gz:2: no column 'score', expected a number."),
     "no number": ("sts", [{**PAIR, "score": "4"}], """:1: 'score' must be a number, got "4\""""),
     "a NaN": ("sts", [{**PAIR, "score": float("nan")}], "'score' must be a number, got NaN"),
+    "a number that no float holds": (
+        "sts",
+        [{**PAIR, "score": 10**400}],
+        "test.jsonl.gz:1: 'score' must be a number, got 1" + 79 * "0" + "… (401 characters)",
+    ),
+    "a list with such a number": (
+        "summarization",
+        [SUMMARY, {**SUMMARY, "relevance": [1, -(10**400)]}],
+        "test.jsonl.gz:2: 'relevance' must be a list of numbers",
+    ),
+    "half of a surrogate pair": (
+        "sts",
+        [{**PAIR, "score": 1}, {**PAIR, "sentence2": "b\ud800", "score": 1}],
+        "test.jsonl.gz:2: 'sentence2' is invalid Unicode: it has half of a surrogate pair",
+    ),
+    "a label with half of a surrogate pair": (
+        "clustering",
+        [{"text": "a", "label": "\udc00"}],
+        "test.jsonl.gz:1: 'label' is invalid Unicode",
+    ),
+    "a list with half of a surrogate pair": (
+        "reranking",
+        [{"query": "q", "positive": ["a"], "negative": ["b", "\ud800"]}],
+        "test.jsonl.gz:1: 'negative' is invalid Unicode",
+    ),
+    "an unexpected half of a surrogate pair": (
+        "sts",
+        [{**PAIR, "sentence1": {"text": "\ud800"}, "score": 1}],
+        r"""test.jsonl.gz:1: 'sentence1' must be a string, got {"text": "\ud800"}""",
+    ),
     "no text": ("sts", [{**PAIR, "sentence1": None, "score": 1}], "'sentence1' must be a string, got null"),
     "equal scores": ("sts", [{**PAIR, "score": 1}] * 2, "all scores are 1, expected two values or more"),
     "no rows": ("sts", [], "the 'test' split has no rows"),
@@ -128,6 +168,11 @@ INVALID = {  # case → task, rows of the test split, and what the error must sa
     "no label": ("pair", [PAIR], "no column 'label'"),
     "one label": ("pair", [{**PAIR, "label": 1}] * 2, "all labels are 1, expected two values or more"),
     "no clusters": ("clustering", [{"text": "a", "label": "x"}] * 2, "all labels are 'x', expected two"),
+    "a cluster for each text": (
+        "clustering",
+        [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}],
+        "clustering/bad: no label has two texts",
+    ),
     "an empty label": ("clustering", [{"text": "a", "label": ""}], "'label' must be a label"),
     "no list": (
         "reranking",
@@ -166,7 +211,9 @@ INVALID = {  # case → task, rows of the test split, and what the error must sa
 def test_invalid_rows_are_refused(case: str, tmp_path: Path) -> None:
     task, rows, message = INVALID[case]
     write_rows(tmp_path / f"{task}/bad/test.jsonl.gz", rows)
-    assert message in fault(tmp_path, f"{task}/bad")
+    error = fault(tmp_path, f"{task}/bad")
+    assert message in error
+    assert error.encode(), "it can be written to a file"
 
 
 def test_one_summary_for_one_text_and_several_for_another(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """`mote evaluate`: scores of real mteb runs, what is cached of them, and what is made of them."""
 
+import errno
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -143,6 +145,34 @@ def test_two_runs_into_one_folder_do_not_share_unfinished_files(
         write(evaluation, tmp_path)
     assert len(parts[0]) == 4
     assert not set(parts[0]) & set(parts[1])
+
+
+def test_without_space_for_all_files_the_old_ones_remain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(Evaluation({"a": {"s": 1.0}, "b": {"s": 2.0}}, {"s": "STS"}, reference="a"), tmp_path)
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def draw_half(_evaluation: Evaluation, _reference: str, path: Path) -> None:
+        path.write_bytes(b"half a chart")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(evaluating, "draw_gains", draw_half)
+    said = re.escape(f"The scores cannot be written to {tmp_path}: [Errno 28] No space left on device")
+    with pytest.raises(OSError, match=said):
+        write(Evaluation({"a": {"s": 3.0}, "b": {"s": 4.0}}, {"s": "STS"}, reference="a"), tmp_path)
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_a_folder_of_scores_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "out").touch()
+    with pytest.raises(OSError, match=re.escape(f"The scores cannot be written to {tmp_path / 'out'}: ")):
+        write(Evaluation({"a": {"s": 1.0}}, {"s": "STS"}), tmp_path / "out")
+
+
+def test_one_model_one_task_and_one_kind_of_vectors_need_no_list(data: Path, tmp_path: Path) -> None:
+    where = {"data": data, "out": tmp_path}
+    listed = evaluate([str(SMALL_ENCODER)], tasks=["sts/part0"], retrieval=["dense"], **where)
+    assert evaluate(str(SMALL_ENCODER), tasks="sts/part0", retrieval="dense", **where) == listed
+    assert evaluate(SMALL_ENCODER, tasks="sts/part0", retrieval="dense", **where) == listed
 
 
 @pytest.mark.long
@@ -354,4 +384,5 @@ def test_without_mteb_the_command_says_what_to_install(
     monkeypatch.delattr(mote.evaluation, "evaluate", raising=False)
     monkeypatch.setitem(sys.modules, "mteb", None)
     assert main(["evaluate", str(SMALL_ENCODER), "--data", "x"]) == 1
-    assert 'pip install "mote-embeddings[evaluate]"' in capsys.readouterr().err
+    message = 'pip install -e ".[evaluate]" in a clone, else pip install "mote-embeddings[evaluate]"'
+    assert message in capsys.readouterr().err

@@ -267,6 +267,13 @@ def test_patterns_match_paths_names_and_mtebs_names() -> None:
     assert "Did you mean 'sts/sts17_en'?" in str(refused.value)
 
 
+def test_a_name_that_looks_like_a_pattern_matches_itself(tmp_path: Path) -> None:
+    for name in ("br[1]", "br1", "br2"):
+        write_rows(tmp_path / "sts" / name / "test.jsonl.gz", [{"sentence1": "a", "sentence2": "b", "score": 1}])
+    found = [[task.source.name for task in load_tasks(tmp_path, [name])] for name in ("sts/br[1]", "br[2]")]
+    assert found == [["br1", "br[1]"], ["br2"]]
+
+
 def test_folders_without_test_splits_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no data folder"):
         load_tasks(tmp_path / "absent")
@@ -357,6 +364,16 @@ def test_a_query_is_not_its_own_answer(own_text: bool, left_out: bool, tmp_path:
     (task,) = load_tasks(tmp_path)
     task.load_data()
     assert task.ignore_identical_ids is left_out
+
+
+def test_a_document_with_the_id_of_its_query_is_found(tmp_path: Path, encoder: SentenceTransformer) -> None:
+    topics = ("a red fox", "two ships at sea", "the price of bread")
+    corpus = [{"_id": str(number), "title": title, "text": "see above"} for number, title in enumerate(topics)]
+    write_rows(tmp_path / "beir/made/corpus.jsonl.gz", corpus)
+    write_rows(tmp_path / "beir/made/queries.jsonl.gz", [{"_id": row["_id"], "text": row["title"]} for row in corpus])
+    (tmp_path / "beir/made/qrels").mkdir()
+    (tmp_path / "beir/made/qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n0\t0\t1\n1\t1\t1\n2\t2\t1\n")
+    assert score(encoder, load_tasks(tmp_path)[0]) == 1
 
 
 def test_a_broken_dataset_fails_alone(tmp_path: Path) -> None:

@@ -59,11 +59,15 @@ def test_scores_are_scaled(tmp_path: Path) -> None:
     data = load(tmp_path, "sts/tiny", task="s", settings={"loss": "CoSENTLoss"})
     assert only(data).label_type == "scored"
     assert only(data).rows["label"][:] == [0.0, 0.5, 1.0]
-    assert data.reports[0].notes == ["scores divided by their maximum, 5"]
+    assert data.reports[0].notes == ["scores divided by the largest absolute value, 5"]
     write(tmp_path, "sts/tiny", [{**row, "score": row["score"] / 10} for row in SCORED])
     data = load(tmp_path, "sts/tiny", task="s", settings={"loss": "CoSENTLoss"})
     assert only(data).rows["label"][:] == [0.0, 0.25, 0.5]
     assert data.reports[0].notes == []
+    write(tmp_path, "sts/tiny", [{**row, "score": row["score"] - 10} for row in SCORED])
+    data = load(tmp_path, "sts/tiny", task="s", settings={"loss": "CosineSimilarityLoss"})
+    assert only(data).rows["label"][:] == [-1.0, -0.75, -0.5]
+    assert data.reports[0].notes == ["scores divided by the largest absolute value, 10"]
 
 
 def test_pairs_of_zero_and_one(tmp_path: Path) -> None:
@@ -174,6 +178,29 @@ def test_repeated_rows_are_dropped(tmp_path: Path) -> None:
     rows = [{"query": "a", "positive": "b", "negative": negative} for negative in ("c", "d", "d")]
     write(tmp_path, "retrieval/tiny", rows)
     assert negatives_of(load(tmp_path, "retrieval/tiny")) == [["c"], ["d"]]
+
+
+def test_pairs_with_several_scores_are_dropped(tmp_path: Path) -> None:
+    def scored(*scores: float) -> Rows:
+        same = [{"sentence1": "a", "sentence2": "b ", "score": score} for score in scores]
+        return [*same, *({"sentence1": f"a{i}", "sentence2": f"b{i}", "score": 1} for i in range(2))]
+
+    write(tmp_path, "sts/tiny", scored(0, 1, 1))
+    data = load(tmp_path, "sts/tiny", task="s")
+    assert data.reports[0].dropped == {"repeated": 1, "pair has several scores": 2}
+    assert only(data).rows["anchor"][:] == ["a0", "a1"]
+    write(tmp_path, "sts/tiny", scored(1, 5.0, 1.0))
+    for settings, dataset in (({"loss": "CoSENTLoss"}, {}), ({}, {"min_score": 1})):
+        (report,) = load(tmp_path, {"path": "sts/tiny", **dataset}, task="s", settings=settings).reports
+        assert report.dropped == {"repeated": 1, "pair has several scores": 2}
+    write(tmp_path, "sts/tiny", scored(1, 1.0))
+    (report,) = load(tmp_path, "sts/tiny", task="s", settings={"loss": "CoSENTLoss"}).reports
+    assert (report.dropped, report.used) == ({"repeated": 1}, 3)
+    write(tmp_path, "sts/tiny", scored(0, 1))  # a teacher takes the texts alone
+    taught = {"loss": "MSELoss", "teacher": {"source": str(tmp_path)}}
+    recipe = recipe_of(tmp_path, "s", {"datasets": ["sts/tiny"], **taught})
+    (report,) = load_data(recipe, with_teachers=False).reports
+    assert (report.dropped, report.used) == ({"repeated": 1}, 3)
 
 
 def test_the_validation_split_is_the_same_for_every_recipe(tmp_path: Path) -> None:

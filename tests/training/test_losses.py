@@ -12,6 +12,7 @@ from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from torch.nn.functional import cosine_similarity
 
+from mote.training.cleaning import TEACHER_LOSSES
 from mote.training.losses import UNSUPPORTED, InfoNCELoss, build_loss, check_loss
 from mote.training.task_settings import TaskSettings
 from mote.training.trainer_settings import TrainingSettings
@@ -265,6 +266,17 @@ def test_any_loss_of_the_library_by_name(model: SentenceTransformer) -> None:
     projected = build_loss(model, settings(loss="EmbedDistillLoss"), TrainingSettings(), label_dim=384)
     assert projected.projection_dim == 384
     assert build_loss(model, settings(loss="EmbedDistillLoss"), TrainingSettings(), label_dim=256).projection is None
+
+
+def test_matryoshka_needs_a_teacher_of_the_models_width(model: SentenceTransformer) -> None:
+    for loss in TEACHER_LOSSES:
+        task = settings(loss=loss, teacher={"source": "user/teacher"})
+        for width in (128, 512):
+            with pytest.raises(ValueError, match=rf"user/teacher have {width} .*a teacher with 256 .*matryoshka=null"):
+                build_loss(model, task, TrainingSettings(matryoshka="halves"), label_dim=width)
+        assert isinstance(build_loss(model, task, TrainingSettings(), label_dim=512).projection, torch.nn.Linear)
+        truncated = build_loss(model, task, TrainingSettings(matryoshka="halves"), label_dim=256)
+        assert gradients(model, truncated, torch.randn(5, 256))["loss"] > 0
 
 
 def test_every_other_loss_of_the_library_can_be_made(model: SentenceTransformer) -> None:

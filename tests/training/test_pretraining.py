@@ -123,7 +123,11 @@ def test_a_stopped_run_ends_as_if_it_had_not_been(
         ValueError, match=r"The data differ from those that .*checkpoint-8 was trained on: clustering changed"
     ):
         pretrain("mlm", settings(source, tmp_path / "run"))
-    edit_json(checkpoint, data=data)
+    models = read_json(checkpoint)["models"]
+    edit_json(checkpoint, data=data, models={f"source {source}": {"model.safetensors": "other"}})
+    with pytest.raises(ValueError, match=rf"The source {source} differs from .*checkpoint-8"):
+        pretrain("mlm", settings(source, tmp_path / "run"))
+    edit_json(checkpoint, models=models)
     model = pretrain("mlm", settings(source, tmp_path / "run"))
     found, expected = weights(model), weights(run / "model")
     assert found.keys() == expected.keys()

@@ -160,11 +160,15 @@ def test_a_file_extends_one_beside_it_before_a_shipped_one(tmp_path: Path) -> No
         ("tasks.retrieval.batches=mixed", r"'heterogeneous' or 'blended'"),
         ("tasks.retrieval.datasets=[]", r"tasks.retrieval: the task has no data"),
         ("tasks.retrieval.datasets=[{path: a, colums: {}}]", r"unknown key 'colums'. Did you mean 'columns'"),
+        ("tasks.retrieval.datasets=[{path: a, max_length: 0}]", r"max_length: expected at least 1 token, got 0$"),
+        ("tasks.retrieval.datasets=[{path: a, max_length: {anchor: 9, positive: -3}}]", r"at least 1 token, got -3$"),
+        ("tasks.retrieval.datasets=[{path: a, label_texts: {x: b, y: ' '}}]", r"label_texts: the text of 'y' is blank"),
         ("model.kind=sparse", r"model.kind: Input should be 'mote', 'token_routed' or 'dense'"),
         ("training.num_train_epochs=many", r"training.num_train_epochs"),
         ("tasks={}", None),
         ("training.batch_size", r"expected key=value"),
         ("model.source={", r"invalid YAML"),
+        ("training={seed: 7, seed: 8}", r"The override 'training=.*' names 'seed' twice \(line 1\)"),
     ],
 )
 def test_invalid_settings(override: str, message: str | None) -> None:
@@ -212,6 +216,45 @@ def test_hostile_yaml(text: str, message: str, tmp_path: Path) -> None:
         load_recipe(tmp_path / "bad.yaml")
 
 
+TWICE = "extends: mote\ntraining: {learning_rate: 1e-3, seed: 7}\n\nname: x\ntraining: {batch_size: 8}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (TWICE, r"The recipe .*mine.yaml names 'training' twice \(lines 2 and 5\)"),
+        ("tasks:\n  a: {anchor: x}\n  'a': {anchor: y}\n", r"names 'a' twice \(lines 2 and 3\)"),
+        ("extends: mote\ntraining: {seed: 7, seed: 7}\n", r"names 'seed' twice \(line 2\)"),
+    ],
+)
+def test_a_setting_given_twice_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_recipe(tmp_path / "mine.yaml")
+
+
+def test_merge_keys_are_allowed_more_than_once(tmp_path: Path) -> None:
+    first = "extends: mote\ntasks:\n  retrieval: &r {temperature: 0.5}\n  classification: &c {weight: 2}\n"
+    (tmp_path / "mine.yaml").write_text(first + "  clustering:\n    <<: *r\n    <<: *c\n    temperature: 0.7\n")
+    task = load_recipe(tmp_path / "mine.yaml").tasks["clustering"]
+    assert (task.temperature, task.weight) == (0.7, 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("name: größer\n".encode("latin-1"), "mine.yaml is not a text in UTF-8"),
+        ("name: mine\n".encode("utf-16"), "mine.yaml is not a text in UTF-8"),
+        (b"name: mine\ndescription: 2024-13-45\n", "mine.yaml is invalid YAML: '2024-13-45'.*month must.*line 2"),
+        (b"name: !!bool mine\n", "mine.yaml is invalid YAML: 'mine'.*line 1"),
+    ],
+)
+def test_a_recipe_that_cannot_be_read_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_bytes(content)
+    with pytest.raises(ValueError, match=f"(?s)The recipe .*{message}"):
+        load_recipe(tmp_path / "mine.yaml")
+
+
 def test_aliases_are_allowed(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(
         "extends: mote\ntasks:\n  retrieval: {datasets: &d [a]}\n  clustering: {datasets: *d}\n"
@@ -237,6 +280,16 @@ def test_aliases_are_allowed(tmp_path: Path) -> None:
 def test_numbers_that_are_refused(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_recipe("mote", [override])
+
+
+def test_matryoshka_and_a_projection_are_refused_together() -> None:
+    taught = "loss: MSELoss, loss_arguments: {projection_dim: 512}, teacher: {source: x}"
+    of_task = ["tasks.retrieval={datasets: [a], anchor: clustering, batches: homogeneous, " + taught + "}"]
+    of_dataset = ["tasks.retrieval.datasets=[{path: a, " + taught + "}]"]
+    for overrides in (of_task, of_dataset):
+        load_recipe("mote", overrides)
+        with pytest.raises(ValueError, match=r"tasks.retrieval: MSELoss projects .*matryoshka truncates them: leave"):
+            load_recipe("mote", [*overrides, "training.matryoshka=halves"])
 
 
 def test_arguments_of_the_trainer() -> None:

@@ -2,18 +2,31 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from helpers.checkpoints import contents
 from helpers.runs import break_off, overrides, train_step
 
 from mote.training.recipe_files import load_recipe
-from mote.training.run_folder import LOCK_FILE, PROBE, START_FOLDER, RunFolder, as_yaml, differences, fixed_settings
+from mote.training.run_folder import (
+    LOCK_FILE,
+    PROBE,
+    RECIPE_FILE,
+    START_FOLDER,
+    RunFolder,
+    as_yaml,
+    differences,
+    fixed_settings,
+)
 from mote.training.train import plan, prepare, train
 
 DIVERGING = ("training.optim=sgd", "training.learning_rate=1e+30", "training.weight_decay=1e+30")
@@ -59,6 +72,49 @@ def test_a_kill_while_checkpoints_are_removed(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("mote.training.run_folder.shutil.rmtree", lambda *_, **__: None)  # killed before
     run.remove_checkpoints()
     assert run.last_checkpoint() is None
+
+
+def test_only_checkpoints_of_the_run_count(tmp_path: Path) -> None:
+    run, recipe = RunFolder(tmp_path), load_recipe("smoke")
+    run.begin(recipe, None)
+    for name in ("checkpoint-5", "checkpoint-8", "checkpoint-5-copy", "checkpoint-best", "old-checkpoint-9"):
+        (run.checkpoints / name).mkdir(parents=True)
+        (run.checkpoints / name / "checkpoint.json").write_text("{}")
+    assert run.last_checkpoint() == run.checkpoints / "checkpoint-8"
+    run.begin(recipe, run.checkpoints / "checkpoint-5")
+    left = ["checkpoint-5-copy", "checkpoint-best", "old-checkpoint-9"]
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["checkpoint-5", *left]
+    run.remove_checkpoints()
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == left
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("", "is not valid JSON"), ("[]", "must hold a dict"), ("{}", "names no recipe")]
+)
+def test_a_damaged_checkpoint_is_named(content: str, message: str, tmp_path: Path) -> None:
+    """It may be left by a power cut."""
+    run, recipe = RunFolder(tmp_path), load_recipe("smoke")
+    run.begin(recipe, None)
+    checkpoint = run.checkpoints / "checkpoint-5"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "checkpoint.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"{checkpoint}/checkpoint.json {message}.*: remove {checkpoint} to resume"):
+        run.open(recipe, overwrite=False)
+    assert run.open(recipe, overwrite=True) is None
+
+
+def test_a_source_may_be_named_by_its_commit_on_resuming(tmp_path: Path) -> None:
+    """Its commit is compared later, whatever it is named by."""
+    run, source = RunFolder(tmp_path), "model.source=user/model"
+    begun, named = load_recipe("smoke", [source]), load_recipe("smoke", [source, f"model.revision={'a' * 40}"])
+    run.begin(begun, None)
+    seal = run.checkpoints / "checkpoint-5" / "checkpoint.json"
+    seal.parent.mkdir(parents=True)
+    seal.write_text(json.dumps({"recipe": fixed_settings(begun), "models": {}}))
+    assert run.open(named, overwrite=False) == seal.parent
+    seal.write_text(json.dumps({"recipe": fixed_settings(begun)}))  # older, without the commit
+    with pytest.raises(ValueError, match=r"differs in model\.revision"):
+        run.open(named, overwrite=False)
 
 
 @pytest.mark.processes
@@ -226,10 +282,73 @@ def test_a_foreign_folder_is_left_alone(tiny: Path, data: Path, tmp_path: Path) 
     assert (tmp_path / "run" / "thesis.txt").read_text() == "years of work"
 
 
+COMPLETE = as_yaml(load_recipe("smoke"))
+
+
+@pytest.mark.parametrize(
+    "own", ["# mine\nextends: smoke\n", "extends: smoke\n", f"# mine\n{COMPLETE}", "- 1\n", "a: [", "\0"]
+)
+def test_the_users_own_recipe_is_left_alone(own: str, tmp_path: Path) -> None:
+    """And what is next to it: another trainer's checkpoint, for example."""
+    run, recipe = RunFolder(tmp_path / "run"), load_recipe("smoke", [f"output={tmp_path / 'run'}"])
+    for name, content in ((RECIPE_FILE, own), ("start/data.jsonl", "{}"), ("checkpoints/checkpoint-500/state", "")):
+        (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (run.path / name).write_text(content)
+    before = contents(run.path)
+    for overwrite in (False, True):
+        with pytest.raises(FileExistsError, match=f"{run.path / RECIPE_FILE} was not written by .* another `output`"):
+            run.open(recipe, overwrite)
+    with pytest.raises(FileExistsError, match=f"{run.path / RECIPE_FILE} was not written"):
+        run.begin(recipe, None)
+    run.clean()
+    assert contents(run.path) == before
+
+
+def test_folders_of_earlier_versions_are_runs(tmp_path: Path) -> None:
+    settings = load_recipe("smoke").model_dump(mode="json")
+    del settings["retrieval"]  # a later addition
+    (tmp_path / RECIPE_FILE).write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    (tmp_path / "start").mkdir()
+    RunFolder(tmp_path).check(load_recipe("smoke"))
+
+
+@pytest.mark.parametrize(
+    "name", ["start", "restart", f"my{PROBE}x", f"{PROBE}x.txt", f"x{START_FOLDER}", ".start.writing-notes"]
+)
+def test_names_like_those_of_leftovers_are_in_the_way(name: str, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    (run.path / name).mkdir(parents=True)
+    (run.path / name / "data.jsonl").write_text("{}")
+    with pytest.raises(FileExistsError, match=re.escape(f"{run.path / name} is in the way. Choose another `output`")):
+        run.check(load_recipe("smoke"))
+    run.clean()
+    assert (run.path / name / "data.jsonl").exists()
+
+
+def test_a_recipe_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is cut short would not be known as a run's."""
+    run, recipe = RunFolder(tmp_path), load_recipe("smoke")
+
+    def cut(path: Path, text: str, **_: Any) -> int:
+        path.write_bytes(text.encode()[:50])
+        raise KeyboardInterrupt
+
+    for before in ([], [RECIPE_FILE]):
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "write_text", cut)
+            with pytest.raises(KeyboardInterrupt):
+                run.begin(recipe, None)
+        assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == before
+        run.check(recipe)
+        run.begin(recipe, None)
+        assert (tmp_path / RECIPE_FILE).read_text() == as_yaml(recipe)
+
+
 def test_processes_may_check_a_new_folder_at_once(tmp_path: Path) -> None:
     recipe = load_recipe("smoke")
     RunFolder(tmp_path / "run").path.mkdir()
     (tmp_path / "run" / f"{PROBE}x").mkdir()  # of another process, which is checking, too
+    (tmp_path / "run" / "checkpoints").mkdir()  # and if a run is killed when its trainer has just been made
     RunFolder(tmp_path / "run").check(recipe)
     (tmp_path / "run" / "notes.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="holds something other than a run"):

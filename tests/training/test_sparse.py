@@ -16,6 +16,7 @@ from mote import upcycle
 from mote.training.losses import SPARSE_LOSSES, build_loss, check_loss
 from mote.training.model_settings import RetrievalSettings
 from mote.training.recipe_files import load_recipe
+from mote.training.run_folder import START_FOLDER
 from mote.training.task_settings import TaskSettings
 from mote.training.train import plan, train
 from mote.training.trainer_settings import TrainingSettings
@@ -125,7 +126,7 @@ def test_from_a_mote(source: Path, pairs: Path, tmp_path: Path) -> None:
     model = train("sparse", settings(pretrained, pairs, tmp_path / "run", "retrieval.sparse_from=embeddings"))
     assert type(SparseEncoder(str(model), trust_remote_code=True)[1]).__name__ == "SparsePooling"
     assert (pretrained / "modules.json").read_text() == before
-    assert not (tmp_path / "run" / "start").exists()
+    assert not (tmp_path / "run" / START_FOLDER).exists()
     trained_again = settings(model, pairs, tmp_path / "again", "training.max_steps=1")  # it stays what it is
     assert "sparse_from: null" in plan("sparse", trained_again)
     again = train("sparse", trained_again)

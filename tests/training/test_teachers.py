@@ -1,10 +1,15 @@
 """A teacher's embeddings: right, cached, and the same after a kill as without one."""
 
+import errno
+import io
+import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,7 @@ from helpers.checkpoints import dense_checkpoint
 from hub.hub_server import HubServer
 from sentence_transformers import SentenceTransformer
 
+from mote.reporting import HOW_TO_RESUME
 from mote.training import teachers
 from mote.training.data import load_data
 from mote.training.recipe_files import parse_recipe
@@ -22,6 +28,7 @@ from mote.training.teachers import Teacher
 
 TEXTS = [f"text {'abcde'[i % 5] * (i % 7 + 1)} number {i}" for i in range(10)]
 CHUNK = 4
+RESUMES = re.escape(HOW_TO_RESUME)
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +55,20 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Teacher, "_encode", encode)
     return sizes
+
+
+def cut_short(error: BaseException) -> Callable[..., Any]:
+    """Replace `Path.open`: writing a file ends with an error after some bytes."""
+
+    class Full(io.FileIO):
+        def write(self, content: Any) -> int:
+            if self.tell():
+                super().write(memoryview(content).cast("B")[:1])
+                raise error
+            return super().write(content)
+
+    original = Path.open
+    return lambda path, mode="r", *more, **how: Full(path, mode) if mode == "wb" else original(path, mode, *more, **how)
 
 
 def embed(folder: Path, cache: Path, texts: Sequence[str] = TEXTS, prompt: str | None = None) -> np.ndarray:
@@ -143,20 +164,42 @@ def test_a_run_whose_chunks_another_one_removes(teacher: Path, tmp_path: Path, m
 def test_an_interrupt_while_writing_leaves_nothing_half(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoded: list[int]
 ) -> None:
-    concatenate = np.concatenate
-
-    def interrupted(arrays: Sequence[np.ndarray], out: np.ndarray) -> None:
-        out[:1] = arrays[0][:1]
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(np, "concatenate", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        embed(teacher, tmp_path, TEXTS[:CHUNK])
-    monkeypatch.setattr(np, "concatenate", concatenate)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", cut_short(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            embed(teacher, tmp_path, TEXTS[:CHUNK])
+    assert files(tmp_path) == []
     resumed = embed(teacher, tmp_path, TEXTS[:CHUNK])
     assert encoded == [4, 4]
     assert np.array_equal(resumed, embed(teacher, tmp_path / "whole", TEXTS[:CHUNK]))
     assert len(files(tmp_path)) == 2  # one each: the unfinished file is gone
+
+
+def test_a_full_disk(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", cut_short(OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(OSError, match=rf"could not be written to {tmp_path}/\w+: .*No space left.*{RESUMES}"):
+            embed(teacher, tmp_path)
+    assert files(tmp_path) == []
+    embed(teacher, tmp_path)
+
+
+def test_the_file_is_the_one_that_numpy_writes(tmp_path: Path) -> None:
+    arrays = [np.arange(6, dtype=np.float32).reshape(2, 3), np.ones((1, 3), dtype=np.float32)]
+    np.save(tmp_path / "numpy.npy", np.concatenate(arrays))
+    assert teachers._store(tmp_path, "name", arrays).read_bytes() == (tmp_path / "numpy.npy").read_bytes()
+
+
+def test_what_a_kill_left_is_removed_after_a_day(teacher: Path, tmp_path: Path) -> None:
+    (tmp_path / "of_other_texts").mkdir()
+    names = (f".embeddings.{'0' * 32}", f".chunk000001.{'0' * 32}", f".embeddings.{'1' * 32}", ".embeddings.mine")
+    left = [tmp_path / "of_other_texts" / name for name in names]
+    for path in left:
+        path.touch()
+    for path in (left[0], left[1], left[3]):
+        os.utime(path, (0, time.time() - 25 * 3600))
+    embed(teacher, tmp_path)
+    assert [path for path in left if path.exists()] == [left[2], left[3]]  # being written, and not ours
 
 
 @pytest.mark.parametrize("damage", ["flipped", "short", "empty"])

@@ -12,20 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import dense_checkpoint
+from helpers.checkpoints import dense_checkpoint, edit_json, edit_weights
 from helpers.inference_server import read_as_server
 from helpers.paths import SMALL_ENCODER
 from helpers.runs import break_off, command, environment, overrides, train_step, weights
 from sentence_transformers import SentenceTransformer, SparseEncoder
 
+from configuration_mote import MoTEConfig
 from mote import upcycle
 from mote.checkpoints.provenance import read_steps
-from mote.checkpoints.reading import open_checkpoint
+from mote.checkpoints.reading import Checkpoint, open_checkpoint
 from mote.training import teachers
 from mote.training.model import build_model
 from mote.training.progress import read_log
 from mote.training.recipe_files import load_recipe, shipped_recipes
-from mote.training.run_folder import RunFolder
+from mote.training.run_folder import START_FOLDER, RunFolder
+from mote.training.running import models_of, require_same_models
 from mote.training.train import plan, prepare, train
 
 TIER: dict[str, Any] = {"mote": [], "nv-stage2": [pytest.mark.slow]}  # all other recipes: long
@@ -78,7 +80,7 @@ def test_each_shipped_recipe(name: str, tiny: Path, data: Path, tmp_path: Path) 
     assert all(f"| {task} |" in card for task in recipe.tasks)
     assert "Not trained yet" not in card
     assert not (tmp_path / "run" / "checkpoints").exists()
-    assert not (tmp_path / "run" / "start").exists()
+    assert not (tmp_path / "run" / START_FOLDER).exists()
 
 
 @pytest.mark.long
@@ -447,6 +449,53 @@ def test_other_data_are_refused_on_resuming(
     (copy / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ValueError, match=r"data differ from those .*: retrieval/made changed"):
         train("mote", settings)
+
+
+def change_weights(folder: Path) -> None:
+    """Change a model, as training it again would."""
+    name, weight = next(iter(weights(folder).items()))
+    edit_weights(folder, **{name: weight + 1})
+
+
+def test_another_source_or_teacher_is_refused_on_resuming(
+    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teachers, "cached_assets_path", lambda *_: tmp_path / "cache")
+    source, teacher = (Path(shutil.copytree(tiny, tmp_path / name)) for name in ("source", "teacher"))
+    task = (
+        "tasks={retrieval: {anchor: search_query, positive: search_document, batches: homogeneous, loss: "
+        f"EmbedDistillLoss, teacher: {{source: {teacher}}}, datasets: [retrieval/tldr_pages]}}}}"
+    )
+    settings = overrides(source, data, tmp_path / "run", task)
+    break_off(settings, monkeypatch, at=2)
+    recipe, folder = load_recipe("mote", settings), RunFolder(tmp_path / "run")
+    change_weights(teacher)
+    cached = sorted((tmp_path / "cache").rglob("*"))
+    with pytest.raises(ValueError, match=rf"The teacher {teacher} differs .*checkpoint-1 was .*'\w{{32}}' there"):
+        prepare(recipe, folder)
+    assert sorted((tmp_path / "cache").rglob("*")) == cached  # it did not embed anything
+    shutil.copytree(tiny, teacher, dirs_exist_ok=True)
+    change_weights(source)
+    with pytest.raises(
+        ValueError, match=rf"The source {source} differs .*in model.safetensors. Resume with that one, or .*--overwrite"
+    ):
+        prepare(recipe, folder)
+    seal = tmp_path / "run" / "checkpoints" / "checkpoint-1" / "checkpoint.json"
+    edit_json(seal, models=None)  # as an earlier version wrote it
+    assert prepare(recipe, folder).checkpoint == seal.parent
+
+
+def test_a_source_on_the_hub_is_identified_by_its_commit(tmp_path: Path) -> None:
+    def models(commit: str) -> dict[str, dict[str, str]]:
+        return models_of(Checkpoint("user/model", tmp_path, commit * 40, MoTEConfig(), [tmp_path / "not-read"]))
+
+    (tmp_path / "checkpoint.json").write_text(json.dumps({"recipe": {}, "models": models("a")}))
+    require_same_models(tmp_path, models("a"))
+    with pytest.raises(
+        ValueError,
+        match=r"The source user/model differs .*commit .'a{40}' there, 'b{40}' here.*model.revision=a{40}, or start",
+    ):
+        require_same_models(tmp_path, models("b"))
 
 
 def test_a_full_disk(tiny: Path, data: Path, tmp_path: Path) -> None:

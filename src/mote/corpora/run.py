@@ -6,7 +6,7 @@ names the finished ones. Until then, `.work/` holds the teacher's embeddings and
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -178,16 +178,10 @@ class FoundTeacher:
         if self.teacher.embeddings is not None:
             job = replace(job, folder=Path(self.teacher.embeddings) / key_of(job.manifest()))
         run_job(job, embedder)
-        whole, done = None, 0
-        for part in read_embeddings(job.folder)[1]:
-            if whole is None:
-                shape = (len(texts), part.shape[1])
-                whole = np.lib.format.open_memmap(work / "normalized.npy", "w+", np.float32, shape)
-            lengths = np.linalg.norm(part, axis=1, keepdims=True)
-            whole[done : done + len(part)] = part / np.maximum(lengths, 1e-12)
-            done += len(part)
-        assert whole is not None, "a dataset has rows"
-        return whole
+        parts = read_embeddings(job.folder)[1]
+        whole = work / "normalized.npy"
+        write_whole(whole, lambda path: _write_normalized(path, len(texts), parts))
+        return np.load(whole, mmap_mode="r")
 
     def __enter__(self) -> "FoundTeacher":
         """Return itself."""
@@ -305,6 +299,20 @@ def decide(
                 blocks.append(dict(arrays))
             bar.update(len(places))
     return {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+
+
+def _write_normalized(path: Path, rows: int, parts: Iterable[np.ndarray]) -> None:
+    """Write embeddings [R, D], normalised, one part below the other.
+
+    The file is not memory-mapped: there, a full disk ends the process without a message.
+    """
+    with path.open("wb") as file:
+        for number, part in enumerate(parts):
+            if number == 0:
+                header = {"descr": "<f4", "fortran_order": False, "shape": (rows, part.shape[1])}
+                np.lib.format.write_array_header_1_0(file, header)
+            lengths = np.linalg.norm(part, axis=1, keepdims=True)
+            file.write(np.ascontiguousarray(part / np.maximum(lengths, 1e-12), dtype="<f4").data)
 
 
 def _write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:

@@ -175,14 +175,20 @@ def check_string(text: Any, column: str) -> str:
 def _label(label: Any, column: str) -> str:
     if not isinstance(label, str | int):
         raise ValueError(f"{column!r} must be a string or an integer, got {type(label).__name__}")  # noqa: TRY004
-    if not str(label).strip():
+    text = check_string(str(label), column).strip()
+    if not text:
         raise ValueError(f"{column!r} is empty")
-    return str(label).strip()
+    return text
 
 
 def _score(score: Any, column: str) -> float:
     if not isinstance(score, int | float):
         raise ValueError(f"{column!r} must be a number, got {type(score).__name__}")  # noqa: TRY004
-    if not math.isfinite(score):
+    try:
+        number = float(score)
+    except OverflowError:  # of an integer; other numbers are infinite then
+        digits = len(str(abs(score)))
+        raise ValueError(f"{column!r} must be within ±1.8e308, got an integer of {digits} digits") from None
+    if not math.isfinite(number):
         raise ValueError(f"{column!r} must be finite, got {score}")
-    return float(score)
+    return number

@@ -4,7 +4,7 @@ docs/evaluation.md describes the folder. Nothing here depends on mteb.
 """
 
 import json
-import math
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from configuration_mote import alternatives
+from mote.data.columns import check_string
 from mote.data.rows import ENDINGS, read_files, read_text_lines, require_valid, split_files
 from mote.data.sampling import ranks, sample
 
@@ -43,7 +44,7 @@ of them suggest that the labels are spelt differently."""
 TEXTS_PER_CLUSTER = 8
 """Texts per label that a limited clustering dataset keeps on average, at the cost of labels."""
 
-_VERSION = 1  # of the reader: increase it when scores of the same files change
+_VERSION = 2  # of the reader: increase it when scores of the same files change
 
 
 class Column(NamedTuple):
@@ -58,7 +59,9 @@ def _is_string(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) <= sys.float_info.max  # neither NaN nor infinite, nor an integer that no float holds
 
 
 TEXT = Column("a string", _is_string)
@@ -143,15 +146,10 @@ class EvaluationDataset:
         """
         rows = []
         for where, content, _ in require_valid(read_files(self.split_files(split))):
-            for name, column in columns.items():
-                if name not in content:
-                    raise ValueError(
-                        f"{where}: no column {name!r}, expected {column.expected}." + alternatives(name, content)
-                    )
-                if not column.fits(content[name]):
-                    got = json.dumps(content[name], ensure_ascii=False, default=str)
-                    raise ValueError(f"{where}: {name!r} must be {column.expected}, got {got[:80]}")
-            rows.append({name.removeprefix("_"): content[name] for name in columns})
+            try:
+                rows.append({name.removeprefix("_"): _value(content, name, column) for name, column in columns.items()})
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
         if not rows:
             raise ValueError(f"{self.path}: the {split!r} split has no rows")
         return rows
@@ -195,8 +193,31 @@ class EvaluationDataset:
             ValueError: If there are fewer than two values.
         """
         if len(values) < 2:
-            left = f" within a limit of {self.limit} (raise it?)" if self.limit is not None else ""
-            raise ValueError(f"{self.path}: {what}{left} are {next(iter(values))!r}, expected two values or more")
+            got = repr(next(iter(values)))
+            raise ValueError(f"{self.path}: {what}{self.within_limit} are {got}, expected two values or more")
+
+    @property
+    def within_limit(self) -> str:
+        """The limit, for errors that a higher one may avoid; empty without a limit."""
+        return f" within a limit of {self.limit} (raise it?)" if self.limit is not None else ""
+
+
+def _value(row: dict[str, Any], name: str, column: Column) -> Any:
+    if name not in row:
+        raise ValueError(f"no column {name!r}, expected {column.expected}." + alternatives(name, row))
+    value = row[name]
+    if not column.fits(value):
+        raise ValueError(f"{name!r} must be {column.expected}, got {_shown(value)}")
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str):
+            check_string(text, name)
+    return value
+
+
+def _shown(value: Any) -> str:
+    """Return a value as JSON, shortened, and in valid Unicode."""
+    text = json.dumps(value, ensure_ascii=False, default=str).encode(errors="backslashreplace").decode()
+    return text if len(text) <= 80 else f"{text[:80]}… ({len(text)} characters)"
 
 
 def find_evaluation_datasets(folder: Path, limit: int | None = None) -> list[EvaluationDataset]:
@@ -260,15 +281,24 @@ def read_classification(dataset: EvaluationDataset) -> dict[str, Rows]:
 
 
 def read_clustering(dataset: EvaluationDataset) -> Rows:
-    """Read `text` and `label`. A limit drops the smallest labels, so that 8 texts are left for each."""
+    """Read `text` and `label`. A limit drops the smallest labels, so that 8 texts are left for each.
+
+    Raises:
+        ValueError: If rows are invalid, all have one label, or each has its own: any clustering would be perfect.
+    """
     rows = dataset.rows("test", text=TEXT, label=LABEL)
     rows = [{"text": row["text"], "label": str(row["label"])} for row in rows]
     sizes = Counter(row["label"] for row in rows)
-    dataset.require_two(set(sizes), "all labels")
     if dataset.limit is not None and len(rows) > dataset.limit:
         kept = sorted(sizes, key=lambda label: (-sizes[label], label))
         kept = kept[: max(2, dataset.limit // TEXTS_PER_CLUSTER)]
         rows = sample([row for row in rows if row["label"] in kept], dataset.limit, "label")
+    labels = {row["label"] for row in rows}
+    dataset.require_two(labels, "all labels")
+    if len(labels) == len(rows):
+        raise ValueError(
+            f"{dataset.path}: no label has two texts{dataset.within_limit}, so there is nothing to cluster"
+        )
     return rows
 
 
@@ -360,8 +390,11 @@ class Retrieval(NamedTuple):
     def queries_are_documents(self) -> bool:
         """Whether the queries are themselves documents (as in ArguAna); a query is then not its own answer.
 
-        Equal ids are not enough, as many collections number both from 1: the texts must be equal as well.
+        Equal ids are not enough, as many collections number both from 1: the texts must be equal as well. If a document
+        is relevant to the query with its id, it is an answer, as where titles are the queries for their documents.
         """
+        if any(documents.get(query, 0) > 0 for query, documents in self.qrels.items()):
+            return False
         texts = {row["id"]: set(f"{row['title']} {row['text']}".lower().split()) for row in self.corpus}
         own = [(set(row["text"].lower().split()), texts[row["id"]]) for row in self.queries if row["id"] in texts]
         same = sum(len(query & document) > 0.8 * len(query) for query, document in own)

@@ -6,9 +6,10 @@ import random
 import secrets
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,13 @@ logger = logging.getLogger(__name__)
 
 
 def evaluate(
-    models: Sequence[str] | Mapping[str, str],
+    models: str | Path | Sequence[str] | Mapping[str, str],
     *,
     benchmark: str | None = None,
     data: str | Path | None = None,
-    tasks: Sequence[str] = (),
+    tasks: str | Sequence[str] = (),
     limit: int | None = None,
-    retrieval: Sequence[str] = (),
+    retrieval: str | Sequence[str] = (),
     definitions: Mapping[str, str] | None = None,
     template: str | None = None,
     batch_size: int = 32,
@@ -61,7 +62,7 @@ def evaluate(
 
     Args:
         models: Any Sentence-Transformers models: folders or ids on the Hub, or LABEL=MODEL; or a mapping from labels
-            to these.
+            to these; or one model.
         benchmark: A benchmark of MTEB, as in "MTEB(eng, v1)".
         data: A folder of datasets, in place of a benchmark.
         tasks: Datasets of the folder or the benchmark, or patterns such as "beir/*"; without either of them, names
@@ -88,6 +89,9 @@ def evaluate(
         ValueError: If arguments are invalid, or a model does not load.
         OSError: If results cannot be written.
     """
+    models = [str(models)] if isinstance(models, str | Path) else models
+    tasks = [tasks] if isinstance(tasks, str) else tasks
+    retrieval = [retrieval] if isinstance(retrieval, str) else retrieval
     for name, value in (("batch size", batch_size), ("limit", limit)):
         if value is not None and value < 1:
             raise ValueError(f"The {name} is {value}: expected 1 or more")
@@ -385,30 +389,43 @@ def _quiet() -> Iterator[None]:
 
 
 def write(evaluation: Evaluation, folder: Path) -> list[Path]:
-    """Write `table.md`, `datasets.md`, `scores.json` and, if there are gains, `gains.png`, each atomically.
+    """Write `table.md`, `datasets.md`, `scores.json` and, if there are gains, `gains.png`.
+
+    Those of an earlier run are replaced once all are complete.
 
     Returns:
         The files.
+
+    Raises:
+        OSError: If they cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     texts = {
         "table.md": evaluation.table("markdown") + "\n",
         "datasets.md": evaluation.per_dataset("markdown") + "\n",
         "scores.json": evaluation.to_json(),
     }
-    for name, text in texts.items():
-        part = _part(folder / name)
-        part.write_text(text, encoding="utf-8")
-        part.replace(folder / name)
-    written = [folder / name for name in texts]
     chart = folder / "gains.png"
+    writers: dict[Path, Callable[[Path], object]] = {
+        folder / name: partial(Path.write_text, data=text, encoding="utf-8") for name, text in texts.items()
+    }
     if evaluation.reference is not None and any(evaluation.gains(evaluation.reference).values()):
-        part = _part(chart)
-        draw_gains(evaluation, evaluation.reference, part)
-        written.append(part.replace(chart))
-    else:
-        chart.unlink(missing_ok=True)  # of an earlier run
-    return written
+        writers[chart] = partial(draw_gains, evaluation, evaluation.reference)
+    parts = {file: _part(file) for file in writers}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, part in parts.items():
+            writers[file](part)
+        for file, part in parts.items():
+            part.replace(file)
+        if chart not in parts:
+            chart.unlink(missing_ok=True)  # of an earlier run
+    except OSError as error:
+        raise OSError(f"The scores cannot be written to {folder}: {error}") from error
+    finally:
+        for part in parts.values():
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+    return [*parts]
 
 
 def _part(file: Path) -> Path:

@@ -121,11 +121,15 @@ def _select(names: Sequence[Sequence[str]], patterns: Sequence[str]) -> list[int
     """Choose the datasets of which a name matches any of the patterns; all if there are no patterns."""
     chosen = set() if patterns else set(range(len(names)))
     for pattern in patterns:
-        matching = {index for index, known in enumerate(names) if any(fnmatchcase(name, pattern) for name in known)}
+        matching = {index for index, known in enumerate(names) if any(_matches(name, pattern) for name in known)}
         if not matching:
             raise ValueError(f"No dataset matches {pattern!r}." + alternatives(pattern, [known[0] for known in names]))
         chosen |= matching
     return sorted(chosen)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatchcase(name, pattern)
 
 
 def _name(dataset: EvaluationDataset, official: Official | None) -> str:

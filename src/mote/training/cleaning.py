@@ -30,6 +30,7 @@ TEACHER_LOSSES = ("EmbedDistillLoss", "MSELoss")
 
 MOST_NEGATIVES = 4  # per row, if the recipe sets no number
 SHOWN_ERRORS = 5
+AMBIGUOUS = {"labelled": "text has several labels", "scored": "pair has several scores"}
 
 
 LabelType = Literal["pairs", "scored", "labelled", "embeddings"]
@@ -225,9 +226,9 @@ class DatasetRows:
             raise ValueError(
                 f"{self.name} has graded scores, but {self.task.loss} takes {wanted}: try the loss CoSENTLoss"
             )
-        most = max(scores)
+        most = max(map(abs, scores))
         if self.label_type == "scored" and most > 1:
-            self.report.notes.append(f"scores divided by their maximum, {most:g}")
+            self.report.notes.append(f"scores divided by the largest absolute value, {most:g}")
             self.rows = [row._replace(label=score / most) for row, score in zip(self.rows, scores, strict=True)]
 
     def _make_pairs(self) -> None:
@@ -259,18 +260,18 @@ class DatasetRows:
         return min(*counts, MOST_NEGATIVES)
 
     def drop_repeats(self) -> None:
-        """Drop rows that equal an earlier one, and texts with ambiguous labels."""
-        unlike: dict[tuple[str, ...], Example] = {}
+        """Drop rows that equal an earlier one, texts with ambiguous labels, and pairs with ambiguous scores."""
+        taught = self.label_type == "embeddings"
+        unlike: dict[tuple[tuple[str, ...], str | float | None], Example] = {}
         for row in self.rows:
-            label = str(row.label) if self.row_type == "labelled" else ""
-            texts = (row.anchor, *row.positives, *row.negatives)
-            unlike.setdefault((label, *(text.strip() for text in texts)), row)
+            texts = tuple(text.strip() for text in (row.anchor, *row.positives, *row.negatives))
+            unlike.setdefault((texts, None if taught and self.row_type == "scored" else row.label), row)
         self.report.drop("repeated", len(self.rows) - len(unlike))
         self.rows = list(unlike.values())
-        if self.row_type == "labelled" and self.label_type != "embeddings":
-            labels = Counter(row.anchor.strip() for row in self.rows)
-            self.rows = [row for row in self.rows if labels[row.anchor.strip()] == 1]
-            self.report.drop("text has several labels", len(unlike) - len(self.rows))
+        if self.row_type in AMBIGUOUS and not taught:
+            labels = Counter(texts for texts, _ in unlike)
+            self.rows = [row for (texts, _), row in unlike.items() if labels[texts] == 1]
+            self.report.drop(AMBIGUOUS[self.row_type], len(unlike) - len(self.rows))
 
     def hold_out(self, settings: ValidationSettings) -> None:
         """Cut off the validation split, by a hash of the anchor, so that it is the same for every recipe and seed."""

@@ -467,7 +467,14 @@ def _library_loss(
         arguments.setdefault("mini_batch_size", training.mini_batch_size)
     if "gather_across_devices" in takes:
         arguments.setdefault("gather_across_devices", training.cross_device_negatives and processes > 1)
-    if "projection_dim" in takes and label_dim not in (None, model.get_embedding_dimension()):
+    if "projection_dim" in takes and label_dim not in (None, width := model.get_embedding_dimension()):
+        if training.matryoshka:
+            source = "the teacher" if task.teacher is None else f"the teacher {task.teacher.source}"
+            raise ValueError(
+                f"training.matryoshka: the embeddings of {source} have {label_dim} dimensions, those of the model "
+                f"{width}: {task.loss} would project them, which only whole embeddings allow. Choose a teacher with "
+                f"{width} dimensions, set training.matryoshka=null, or use a loss without a teacher"
+            )
         arguments.setdefault("projection_dim", label_dim)
     if isinstance(arguments.get("guide"), str):
         arguments["guide"] = load_encoder(arguments["guide"])

@@ -45,7 +45,7 @@ from mote.training.progress import (
 )
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import RECIPE_FILE, RunFolder, as_yaml, fixed_settings, step_of
-from mote.training.running import Run, restore
+from mote.training.running import Run, models_of, require_same_models, restore
 from mote.training.texts import Masking, NewMasks, TextData, TextRows, load_texts
 from mote.upcycling.options import UpcyclingOptions
 from mote.upcycling.plan import plan_upcycling
@@ -279,6 +279,9 @@ def prepare(recipe: PretrainingRecipe, folder: RunFolder, overwrite: bool = Fals
     state = processes()
     checkpoint = folder.open(recipe, overwrite)
     source = open_checkpoint(recipe.model.source, recipe.model.revision)
+    models = models_of(source)
+    if checkpoint is not None:
+        require_same_models(checkpoint, models)
     tokenizer = load_tokenizer(source)
     data = load_texts(recipe, tokenizer)
     logger.info("%s", data)
@@ -291,6 +294,7 @@ def prepare(recipe: PretrainingRecipe, folder: RunFolder, overwrite: bool = Fals
     tokenizer.model_max_length = recipe.model.max_length or max_seq_length(model, source) or tokenizer.model_max_length
     metadata: dict[str, Any] = {
         "recipe": fixed_settings(recipe),
+        "models": models,
         "data": data.hashes(),
         "processes": state.num_processes,
     }

@@ -83,6 +83,17 @@ class Recipe(Settings):
         return self
 
     @model_validator(mode="after")
+    def _fits_matryoshka(self) -> "Recipe":
+        for name, task in self.tasks.items() if self.training.matryoshka else ():
+            for own in map(task.of, task.datasets):
+                if own.loss_arguments.get("projection_dim") is not None:
+                    raise ValueError(
+                        f"tasks.{name}: {own.loss} projects whole embeddings (projection_dim), but training.matryoshka "
+                        "truncates them: leave one of the two out"
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _fits_blended(self) -> "Recipe":
         if self.retrieval.kind != "dense" and any(task.batches == "blended" for task in self.tasks.values()):
             raise ValueError(f"blended batches are for dense vectors, got retrieval.kind={self.retrieval.kind}")

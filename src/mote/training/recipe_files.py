@@ -18,6 +18,7 @@ from mote.training.recipe import SHIPPED, Recipe
 
 MAX_VALUES = 100_000  # in a recipe, with aliases counted as often as they are used
 MAX_DEPTH = 30
+MERGE = "tag:yaml.org,2002:merge"  # of the key `<<`
 
 
 def shipped_recipes(place: Any = SHIPPED) -> list[str]:
@@ -97,7 +98,10 @@ def _read(recipe: str, place: Any, base: Path | None = None, extended_by: tuple[
     path = Path(recipe) if base is None else base / recipe
     found = next((candidate for candidate in (path, path.with_name(path.name + ".yaml")) if candidate.is_file()), None)
     if found is not None:
-        text, folder = found.read_text(encoding="utf-8"), found.parent
+        try:
+            text, folder = found.read_text(encoding="utf-8"), found.parent
+        except UnicodeDecodeError as error:
+            raise ValueError(f"The recipe {recipe} is not a text in UTF-8 ({error}): save it as one") from None
     elif recipe in shipped_recipes(place):
         text, folder = (place / f"{recipe}.yaml").read_text(encoding="utf-8"), None
     else:
@@ -113,11 +117,21 @@ def _read(recipe: str, place: Any, base: Path | None = None, extended_by: tuple[
     return settings
 
 
+class _Loader(yaml.SafeLoader):
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Construct a value; an error in it names its place."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError) as error:  # such as of 2024-13-45, which is taken for a date
+            problem = f"{node.value!r:.50} is not of the type that YAML takes it for ({error}): put texts into quotes"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
+
 def _parse_yaml(text: str, what: str) -> Any:
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         root = loader.get_single_node()
-        _check_size(root, what)
+        _check_nodes(root, what)
         return None if root is None else _numbers(loader.construct_document(root))
     except yaml.YAMLError as error:
         raise ValueError(f"The {what} is invalid YAML: {error}") from None
@@ -125,8 +139,8 @@ def _parse_yaml(text: str, what: str) -> Any:
         raise ValueError(f"The {what} is nested too deeply: at most {MAX_DEPTH} levels are allowed") from None
 
 
-def _check_size(root: yaml.Node | None, what: str) -> None:
-    """Refuse YAML whose aliases make it enormous or infinite, before it is constructed."""
+def _check_nodes(root: yaml.Node | None, what: str) -> None:
+    """Refuse YAML whose aliases make it enormous or infinite, or that has a key twice, before it is constructed."""
     count, pending = 0, [(root, 0)]
     while pending:
         node, depth = pending.pop()
@@ -136,9 +150,23 @@ def _check_size(root: yaml.Node | None, what: str) -> None:
         if count > MAX_VALUES:
             raise ValueError(f"The {what} has more than {MAX_VALUES:,} values, aliases counted at each use")
         if isinstance(node, yaml.MappingNode):
+            _check_keys(node, what)
             pending += [(child, depth + 1) for pair in node.value for child in pair]
         elif isinstance(node, yaml.SequenceNode):
             pending += [(child, depth + 1) for child in node.value]
+
+
+def _check_keys(mapping: yaml.MappingNode, what: str) -> None:
+    """Refuse a key that is given twice, of whose values PyYAML would take the last."""
+    lines: dict[tuple[str, str], int] = {}
+    for key, _ in mapping.value:
+        if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
+            continue
+        known, line = (key.tag, key.value), key.start_mark.line + 1
+        if known in lines:
+            where = f"line {line}" if lines[known] == line else f"lines {lines[known]} and {line}"
+            raise ValueError(f"The {what} names {key.value!r} twice ({where}): make them one")
+        lines[known] = line
 
 
 def _numbers(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """The folder of a run: its files, its lock, and whether a recipe can start or resume there."""
 
 import contextlib
-import json
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from mote.checkpoints.reading import read_json
 from mote.data.settings import Settings
 from mote.reporting import HOW_TO_RESUME
 from mote.training.pretraining_recipe import AnyRecipe
@@ -24,10 +25,20 @@ except ImportError:  # Windows: a second run in a folder is not detected there
     fcntl = None  # type: ignore[assignment]
 
 RECIPE_FILE = "recipe.yaml"
+UNFINISHED_RECIPE = f".{RECIPE_FILE}.part"
 CURVES_FILE = "curves.png"
 LOCK_FILE = ".lock"
-START_FOLDER = "start"  # the upcycled source, until it is in memory
+START_FOLDER = ".mote-start"  # the upcycled source, until it is in memory; hidden, as a run may remove it
 PROBE = ".mote-probe-"  # prefix of an empty folder that shows whether a run can write
+CHECKPOINT = re.compile(r"checkpoint-\d+")  # a copy, `checkpoint-5-copy`, is none
+
+# What a run makes before its recipe: left by killed runs, or just being made by another process.
+_WHOLE = "|".join(map(re.escape, (LOCK_FILE, START_FOLDER, UNFINISHED_RECIPE)))
+_STAGING = re.escape(f".{START_FOLDER}.writing-")
+BEFORE_RECIPE = re.compile(rf"{_WHOLE}|{re.escape(PROBE)}\w+|{_STAGING}[0-9a-f]+")
+
+# Top-level settings that every version has written into the recipe of a run.
+ALWAYS_WRITTEN = {"name", "description", "model", "tasks", "data", "training", "validation", "output"}
 
 # Settings that may change when a run is resumed: they do not affect what is learned.
 FREE_SETTINGS = (
@@ -62,8 +73,12 @@ class RunFolder:
 
     def last_checkpoint(self) -> Path | None:
         """Return the newest complete checkpoint."""
-        complete = [folder for folder in self.checkpoints.glob("checkpoint-*") if (folder / CHECKPOINT_FILE).is_file()]
+        complete = [folder for folder in self._own_checkpoints() if (folder / CHECKPOINT_FILE).is_file()]
         return max(complete, key=step_of, default=None)
+
+    def _own_checkpoints(self) -> list[Path]:
+        """List the checkpoints of the run, complete or not; other folders next to them are the user's."""
+        return [path for path in self.checkpoints.glob("*") if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
 
     def check(self, recipe: AnyRecipe) -> None:
         """Check that a run of the recipe may write here.
@@ -79,14 +94,34 @@ class RunFolder:
                 f"The source {source} is inside {self.path}, the folder of this run, which would replace it: choose "
                 "another `output`"
             )
-        present = [path.name for path in self.path.iterdir()] if self.path.exists() else []
-        ours = (START_FOLDER, PROBE)  # left by killed runs, or just being checked by another process
-        foreign = [name for name in present if not any(one in name for one in ours) and name != LOCK_FILE]
-        if foreign and (RECIPE_FILE not in present or "modules.json" in present):  # a model, which holds its recipe
-            raise FileExistsError(f"{self.path} holds something other than a run: choose another `output`")
+        self._refuse_foreign()
         existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         with tempfile.TemporaryDirectory(dir=existing, prefix=PROBE):
             pass
+
+    def _refuse_foreign(self) -> None:
+        """Raise `FileExistsError` if the folder holds something other than a run."""
+        present = sorted(path.name for path in self.path.iterdir()) if self.path.exists() else []
+        if RECIPE_FILE in present and "modules.json" not in present:  # a model, which holds its recipe
+            self._refuse_other_recipe()
+            return
+        if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
+            present.remove(self.checkpoints.name)  # which the trainer makes before the recipe is written
+        foreign = [name for name in present if not BEFORE_RECIPE.fullmatch(name)]
+        if foreign:
+            raise FileExistsError(
+                f"{self.path} holds something other than a run: {self.path / foreign[0]} is in the way. Choose another "
+                "`output`"
+            )
+
+    def _refuse_other_recipe(self) -> None:
+        """Raise `FileExistsError` if there is a recipe that no run has written."""
+        file = self.path / RECIPE_FILE
+        if file.exists() and not _was_written_by_a_run(file):
+            raise FileExistsError(
+                f"{self.path} holds something other than a run: {file} was not written by one, and would be "
+                "overwritten. Choose another `output`"
+            )
 
     def open(self, recipe: AnyRecipe, overwrite: bool) -> Path | None:
         """Return the checkpoint from which a run of the recipe would resume here, if any. Changes nothing.
@@ -97,7 +132,8 @@ class RunFolder:
 
         Raises:
             FileExistsError: If a run has finished here, or the folder holds something other than a run.
-            ValueError: If the checkpoints here belong to another recipe; the message lists the differences.
+            ValueError: If the checkpoints here belong to another recipe (the message lists the differences), or the
+                newest one is damaged.
             OSError: If nothing can be written here.
         """
         self.check(recipe)
@@ -111,8 +147,12 @@ class RunFolder:
                     "start over with `--overwrite`"
                 )
             return None
-        theirs = json.loads((checkpoint / CHECKPOINT_FILE).read_text(encoding="utf-8"))["recipe"]
-        differing = differences(theirs, fixed_settings(recipe))
+        kept, ours = read_metadata(checkpoint), fixed_settings(recipe)
+        theirs = dict(kept["recipe"])
+        if "models" in kept:  # with the commit of the source, which has to be the same, however it is named
+            for settings in (theirs, ours):
+                settings.pop("model.revision", None)
+        differing = differences(theirs, ours)
         if differing:
             raise ValueError(
                 f"{checkpoint} belongs to another recipe, which differs in {', '.join(differing)}. Resume with that "
@@ -149,17 +189,24 @@ class RunFolder:
     def begin(self, recipe: AnyRecipe, checkpoint: Path | None) -> None:
         """Make this the folder of the recipe's run: remove checkpoints after the one that it resumes from."""
         self.path.mkdir(parents=True, exist_ok=True)
-        for folder in self.checkpoints.glob("checkpoint-*"):
+        self._refuse_other_recipe()  # which may have come while the data were read
+        for folder in self._own_checkpoints() if (self.path / RECIPE_FILE).exists() else ():
             if checkpoint is None or step_of(folder) > step_of(checkpoint):
                 (folder / CHECKPOINT_FILE).unlink(missing_ok=True)  # first: without it, a checkpoint is never used
                 shutil.rmtree(folder)
-        (self.path / RECIPE_FILE).write_text(as_yaml(recipe), encoding="utf-8")
+        unfinished = self.path / UNFINISHED_RECIPE  # a recipe that was cut short would not be known as a run's
+        unfinished.write_text(as_yaml(recipe), encoding="utf-8")
+        unfinished.replace(self.path / RECIPE_FILE)
 
     def remove_checkpoints(self) -> None:
         """Remove the checkpoints of a run whose model is written."""
-        for file in self.checkpoints.glob(f"*/{CHECKPOINT_FILE}"):
-            file.unlink()  # first, in case of a kill
-        shutil.rmtree(self.checkpoints, ignore_errors=True)
+        own = self._own_checkpoints()
+        for folder in own:
+            (folder / CHECKPOINT_FILE).unlink(missing_ok=True)  # first, in case of a kill
+        for folder in (*own, self.checkpoints / "eval"):  # which Sentence-Transformers makes
+            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # it does not exist, or holds something else
+            self.checkpoints.rmdir()
 
     def how_to_resume(self) -> str:
         """Name the last complete checkpoint, for the message of a run that stops."""
@@ -233,6 +280,25 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     return [text if len(text) < 120 else key for key, text in zip(keys, shown, strict=True)]
 
 
+def read_metadata(checkpoint: Path) -> dict[str, Any]:
+    """Read what a complete checkpoint records about its run.
+
+    Raises:
+        ValueError: If it is damaged.
+    """
+    file = checkpoint / CHECKPOINT_FILE
+    try:
+        metadata: dict[str, Any] = read_json(file)
+        if "recipe" not in metadata:
+            raise ValueError(f"{file} names no recipe")
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. It was written last, so its checkpoint is incomplete, too (after a power cut?): remove "
+            f"{checkpoint} to resume from the one before, or start over with `--overwrite`"
+        ) from error
+    return metadata
+
+
 def step_of(checkpoint: Path) -> int:
     """Return the step of a checkpoint."""
     return int(checkpoint.name.rpartition("-")[2])
@@ -240,4 +306,18 @@ def step_of(checkpoint: Path) -> int:
 
 def as_yaml(recipe: Settings) -> str:
     """Return the complete recipe as YAML."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return _dump(recipe.model_dump(mode="json"))
+
+
+def _dump(settings: Any) -> str:
+    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+
+
+def _was_written_by_a_run(file: Path) -> bool:
+    """Whether a recipe is complete and laid out as `as_yaml` does: it has no comments, and extends no other."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        settings = yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError, RecursionError):
+        return False
+    return isinstance(settings, dict) and settings.keys() >= ALWAYS_WRITTEN and text == _dump(settings)

@@ -1,8 +1,7 @@
 """What training and pre-training runs share: training to the end, resuming, writing the model."""
 
 import errno
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from transformers import Trainer
 from mote.checkpoints.provenance import command_line, new_step, read_steps
 from mote.checkpoints.reading import Checkpoint, is_mote
 from mote.checkpoints.writing import WriteOptions, write_repository
-from mote.training.progress import CHECKPOINT_FILE, NonFiniteError, TaskProgress, Tracker, draw_curves, read_log
-from mote.training.run_folder import CURVES_FILE, RECIPE_FILE, RunFolder, as_yaml
+from mote.training.progress import NonFiniteError, TaskProgress, Tracker, draw_curves, read_log
+from mote.training.run_folder import CURVES_FILE, RECIPE_FILE, RunFolder, as_yaml, differences, read_metadata
 
 
 @dataclass
@@ -107,6 +106,39 @@ class Run:
         self.folder.remove_checkpoints()
 
 
+def models_of(source: Checkpoint, teachers: Mapping[str, str] | None = None) -> dict[str, dict[str, str]]:
+    """Identify the models that a run starts and learns from, for the metadata of its checkpoints.
+
+    Args:
+        source: Checkpoint of the model. In a folder, all of its weights are read, to hash them.
+        teachers: Teacher → its identity.
+    """
+    of_source = {"commit": source.revision} if source.revision else source.sha256_of_weights()
+    of_teachers = {f"teacher {name}": {"version": identity} for name, identity in (teachers or {}).items()}
+    return {f"source {source.name}": of_source, **of_teachers}
+
+
+def require_same_models(checkpoint: Path, models: dict[str, dict[str, str]]) -> None:
+    """Check that a run resumes with the models that it began with.
+
+    Args:
+        checkpoint: The checkpoint.
+        models: The run's own, as from `models_of`.
+
+    Raises:
+        ValueError: If the source or a teacher has changed. Those of older checkpoints are unknown, and not compared.
+    """
+    kept = read_metadata(checkpoint).get("models", {})
+    for name, ours in models.items():
+        theirs = kept.get(name, ours)
+        if theirs != ours:
+            named = f", with model.revision={theirs['commit']}" if "commit" in theirs else ""
+            raise ValueError(
+                f"The {name} differs from the one that {checkpoint} was trained with, in "
+                f"{', '.join(differences(theirs, ours))}. Resume with that one{named}, or start over with `--overwrite`"
+            )
+
+
 def restore(checkpoint: Path, metadata: dict[str, Any], tracker: Tracker) -> None:
     """Check that a checkpoint belongs to a run, and restore its counts.
 
@@ -118,7 +150,7 @@ def restore(checkpoint: Path, metadata: dict[str, Any], tracker: Tracker) -> Non
     Raises:
         ValueError: If the number of processes or the data differ.
     """
-    kept = json.loads((checkpoint / CHECKPOINT_FILE).read_text(encoding="utf-8"))
+    kept = read_metadata(checkpoint)
     if kept["processes"] != metadata["processes"]:
         raise ValueError(
             f"{checkpoint} belongs to a run of {kept['processes']} processes, this one has {metadata['processes']}: "

@@ -4,7 +4,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 import mote.data.settings
 from mote.data.settings import Settings
@@ -63,6 +63,22 @@ class DatasetSettings(mote.data.settings.DatasetSettings):
     loss: str | None = None
     loss_arguments: dict[str, Any] | None = None
     teacher: TeacherSettings | None = None
+
+    @field_validator("max_length")
+    @classmethod
+    def _at_least_one_token(cls, given: int | dict[str, int] | None) -> int | dict[str, int] | None:
+        for length in given.values() if isinstance(given, dict) else [given]:
+            if length is not None and length < 1:
+                raise ValueError(f"expected at least 1 token, got {length}")
+        return given
+
+    @field_validator("label_texts")
+    @classmethod
+    def _no_blank_text(cls, texts: dict[str, str]) -> dict[str, str]:
+        for label, text in texts.items():
+            if not text.strip():
+                raise ValueError(f"the text of {label!r} is blank: say in words what the label means")
+        return texts
 
     @property
     def own_objective(self) -> dict[str, Any]:

@@ -2,11 +2,15 @@
 
 The folder for a list of texts is named by a hash of the teacher, the prompt and the texts. It holds one file per chunk
 of texts until all are embedded, then a single file. Each file is written under a temporary name and renamed, and has
-the hash of its content in its name, which reveals damage.
+the hash of its content in its name, which reveals damage. A temporary file that a killed run leaves is removed by
+later ones, after a day.
 """
 
 import logging
+import re
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -21,9 +25,12 @@ from tqdm import tqdm
 from mote.checkpoints.hashing import folder_hash
 from mote.hub import newest_commit
 from mote.inference.loading import load_encoder
+from mote.reporting import HOW_TO_RESUME
 from mote.training.task_settings import TeacherSettings
 
 CHUNK = 2048  # texts
+UNFINISHED = re.compile(r"\.(embeddings|chunk\d+)\.[0-9a-f]{32}")
+ABANDONED = 24 * 3600  # seconds since the last write, after which no run is still writing an unfinished file
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +41,9 @@ class Teacher:
     Args:
         settings: Settings of the recipe.
         cache: Folder of the embeddings. Default: in huggingface_hub's assets cache.
+
+    Attributes:
+        identity: A hash of its files, or its commit on the Hub.
     """
 
     def __init__(self, settings: TeacherSettings, cache: Path | None = None) -> None:
@@ -68,6 +78,7 @@ class Teacher:
 
         Raises:
             ValueError: If the embeddings are non-finite.
+            OSError: If they cannot be written.
         """
         cache = self.cache or cached_assets_path("mote", "teachers")
         digest = blake2b(digest_size=16)
@@ -77,6 +88,7 @@ class Teacher:
         folder = cache / digest.hexdigest()
         whole = self._find(folder, "embeddings")
         if whole is None:
+            _remove_abandoned(cache)
             starts = tqdm(range(0, len(texts), CHUNK), desc=f"Embedding with {self.settings.source}", disable=None)
             chunks = [self._chunk(folder, start, texts[start : start + CHUNK], prompt) for start in starts]
             whole = _store(folder, "embeddings", chunks)
@@ -118,13 +130,29 @@ def _store(folder: Path, name: str, arrays: Sequence[np.ndarray]) -> Path:
     shape = (sum(map(len, arrays)), arrays[0].shape[1])
     unfinished = folder / f".{name}.{uuid4().hex}"
     try:
-        file = np.lib.format.open_memmap(unfinished, mode="w+", dtype=np.float32, shape=shape)
-        np.concatenate(arrays, out=file)
-        file.flush()
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
+        with unfinished.open("wb") as file:  # not memory-mapped: there, a full disk ends the process without a message
+            header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(file, header)
+            for array in arrays:
+                file.write(np.ascontiguousarray(array, dtype="<f4").data)
+        return unfinished.replace(folder / f"{name}-{_hash_of_file(unfinished)}.npy")
+    except BaseException as error:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OSError(
+                f"A teacher's embeddings could not be written to {folder}: {error}; {HOW_TO_RESUME}"
+            ) from error
         raise
-    return unfinished.replace(folder / f"{name}-{_hash_of_file(unfinished)}.npy")
+
+
+def _remove_abandoned(cache: Path) -> None:
+    """Remove unfinished files that killed runs have left, for any list of texts."""
+    for path in cache.glob("*/.*"):
+        if UNFINISHED.fullmatch(path.name):
+            with suppress(OSError):  # another run has moved or removed it
+                if time.time() - path.stat().st_mtime > ABANDONED:
+                    path.unlink()
 
 
 def _lists(values: np.ndarray, size: int) -> pyarrow.Array:

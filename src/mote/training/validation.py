@@ -22,7 +22,7 @@ WEIGHTS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0
 class Validation(BaseEvaluator):
     """Mean score over the held-out texts of each dataset, then over each task's datasets, then over the tasks.
 
-    - pairs: nDCG@10 of the anchor's positive among all held-out positives of the dataset;
+    - pairs: nDCG@10 of the anchor's positives among all held-out positives of the dataset;
     - labelled texts: how often the nearest other text has the same label;
     - scored pairs: Spearman correlation of the similarity with the score.
 
@@ -81,12 +81,19 @@ class Validation(BaseEvaluator):
     def embedded_pairs(
         self, model: SentenceTransformer | SparseEncoder, held_out: ValidationSet
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Embed anchors [N, H] and positives, each once [P, H]; a matrix [N, P] has 1 for each anchor's positives."""
+        """Embed anchors [N, H] and positives, each once [P, H]; a matrix [N, P] has 1 for each anchor's positives.
+
+        An anchor may have several rows, with a positive each: all of them are right in each row.
+        """
         positives = list(dict.fromkeys(held_out.rows["positive"]))
         column = {text: index for index, text in enumerate(positives)}
+        of_anchor: dict[str, list[int]] = defaultdict(list)
+        for anchor, positive in zip(held_out.rows["anchor"], held_out.rows["positive"], strict=True):
+            of_anchor[anchor.strip()].append(column[positive])
         anchors = self._embed(model, held_out.rows["anchor"], held_out, held_out.anchor)
         right = np.zeros((len(anchors), len(positives)))
-        right[np.arange(len(anchors)), [column[text] for text in held_out.rows["positive"]]] = 1
+        for row, anchor in enumerate(held_out.rows["anchor"]):
+            right[row, of_anchor[anchor.strip()]] = 1
         return anchors, self._embed(model, positives, held_out, held_out.positive), right
 
     def _score_labelled(self, model: SentenceTransformer | SparseEncoder, held_out: ValidationSet) -> float:
