@@ -312,7 +312,7 @@ def _write_normalized(path: Path, rows: int, parts: Iterable[np.ndarray]) -> Non
                 header = {"descr": "<f4", "fortran_order": False, "shape": (rows, part.shape[1])}
                 np.lib.format.write_array_header_1_0(file, header)
             lengths = np.linalg.norm(part, axis=1, keepdims=True)
-            file.write(np.ascontiguousarray(part / np.maximum(lengths, 1e-12), dtype="<f4").data)
+            file.write(np.asarray(part / np.maximum(lengths, 1e-12), dtype="<f4").tobytes())
 
 
 def _write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:

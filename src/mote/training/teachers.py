@@ -134,7 +134,7 @@ def _store(folder: Path, name: str, arrays: Sequence[np.ndarray]) -> Path:
             header = {"descr": "<f4", "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(file, header)
             for array in arrays:
-                file.write(np.ascontiguousarray(array, dtype="<f4").data)
+                file.write(np.asarray(array, dtype="<f4").tobytes())
         return unfinished.replace(folder / f"{name}-{_hash_of_file(unfinished)}.npy")
     except BaseException as error:
         with suppress(OSError):
