@@ -102,10 +102,10 @@ class RunFolder:
     def _refuse_foreign(self) -> None:
         """Raise `FileExistsError` if the folder holds something other than a run."""
         present = sorted(path.name for path in self.path.iterdir()) if self.path.exists() else []
-        if RECIPE_FILE in present and "modules.json" not in present:  # a model, which holds its recipe
+        if RECIPE_FILE in present and "modules.json" not in present:  # not a model, which holds its recipe, too
             self._refuse_other_recipe()
             return
-        if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
+        if self.checkpoints.name in present and not any(self.checkpoints.glob("*")):
             present.remove(self.checkpoints.name)  # which the trainer makes before the recipe is written
         foreign = [name for name in present if not BEFORE_RECIPE.fullmatch(name)]
         if foreign:
