@@ -14,7 +14,7 @@ import json
 import shutil
 from collections.abc import Iterable
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -133,19 +133,22 @@ def _listing(data: Path) -> str:
 
 def digest_of_rows(folder: Path) -> str:
     """Return a hash of all rows in a data folder."""
-    digest = blake2b(digest_size=8)
-    for file in sorted(folder.rglob("*.jsonl.gz")):
-        digest.update(file.relative_to(folder).as_posix().encode() + gzip.decompress(file.read_bytes()))
-    return digest.hexdigest()
+    return _digest_of_files(folder.rglob("*.jsonl.gz"), folder)
 
 
 def digest_of_tests(data: Path, patterns: Iterable[str]) -> str:
     """Return a hash of all files of the datasets that match some patterns."""
+    matching = chain.from_iterable(data.glob(f"{pattern}/**/*") for pattern in patterns)
+    return _digest_of_files((file for file in matching if file.is_file()), data)
+
+
+def _digest_of_files(files: Iterable[Path], folder: Path) -> str:
+    """Hash the names and the content of files in a folder, compressed or not."""
     digest = blake2b(digest_size=8)
-    for file in sorted(file for pattern in patterns for file in data.glob(f"{pattern}/**/*") if file.is_file()):
+    for file in sorted(files):
         content = file.read_bytes()
-        name = file.relative_to(data).as_posix()
-        digest.update(name.encode() + (gzip.decompress(content) if name.endswith(".gz") else content))
+        name = file.relative_to(folder).as_posix().encode()
+        digest.update(name + (gzip.decompress(content) if file.suffix == ".gz" else content))
     return digest.hexdigest()
 
 

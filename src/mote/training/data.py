@@ -8,7 +8,7 @@ texts are truncated, labelled texts are paired within their label, and the weigh
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -34,7 +34,7 @@ from mote.training.cleaning import (
 )
 from mote.training.recipe import Recipe
 from mote.training.task_settings import TaskSettings
-from mote.training.teachers import Teacher
+from mote.training.teachers import Teacher, teachers_of
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,11 @@ class TrainingData:
 
 
 def load_data(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None, *, with_teachers: bool = True
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    with_teachers: bool = True,
+    teachers: Mapping[str, Teacher] | None = None,
 ) -> TrainingData:
     """Read and prepare everything that a recipe trains on.
 
@@ -143,6 +147,7 @@ def load_data(
         recipe: The recipe.
         tokenizer: Tokenizer of the model, for datasets with a `max_length`.
         with_teachers: Whether teachers embed the texts, which can take hours; otherwise such rows have no labels.
+        teachers: The recipe's, from `teachers_of`. Default: they are made here.
 
     Raises:
         FileNotFoundError: If a dataset does not exist.
@@ -167,7 +172,8 @@ def load_data(
         dataset.drop_texts(held_out, "has a text that another dataset holds out")
         dataset.drop_singleton_labels()
         dataset.truncate(tokenizer)
-    sets = _training_sets(datasets, recipe, with_teachers)
+    teachers = teachers_of(recipe) if teachers is None else teachers
+    sets = _training_sets(datasets, recipe, teachers, with_teachers)
     return TrainingData(
         sets,
         [
@@ -193,20 +199,19 @@ def _find_datasets(recipe: Recipe) -> list[DatasetRows]:
     return list(datasets.values())
 
 
-def _training_sets(datasets: list[DatasetRows], recipe: Recipe, with_teachers: bool) -> dict[str, TrainingSet]:
+def _training_sets(
+    datasets: list[DatasetRows], recipe: Recipe, teachers: Mapping[str, Teacher], with_teachers: bool
+) -> dict[str, TrainingSet]:
     sets: dict[str, TrainingSet] = {}
-    teachers: dict[str, Teacher] = {}  # several datasets may share a teacher, which is then loaded once
     for name, task in recipe.tasks.items():
         own = [dataset for dataset in datasets if dataset.task_name == name]
         groups = {name: own} if task.batches == "heterogeneous" else {dataset.name: [dataset] for dataset in own}
         for set_name, group in groups.items():
             if set_name in sets:
                 raise ValueError(f"A dataset and a task are both named {set_name!r}: rename the task")
-            settings, teacher = group[0].task.teacher, None
-            if settings is not None:
-                key = settings.model_dump_json()
-                teacher = teachers.get(key) or teachers.setdefault(key, Teacher(settings))
-            made = _training_set(set_name, group, recipe.training.seed, teacher if with_teachers else None)
+            settings = group[0].task.teacher
+            teacher = teachers[settings.model_dump_json()] if settings is not None and with_teachers else None
+            made = _training_set(set_name, group, recipe.training.seed, teacher)
             sets[set_name] = replace(made, instruction=recipe.instruction_of(group[0].settings))
     parts = [sets.pop(name) for name in [*sets] if sets[name].settings.batches == "blended"]
     if parts and BLENDED in sets:

@@ -26,6 +26,7 @@ from mote.checkpoints.hashing import folder_hash
 from mote.hub import newest_commit
 from mote.inference.loading import load_encoder
 from mote.reporting import HOW_TO_RESUME
+from mote.training.recipe import Recipe
 from mote.training.task_settings import TeacherSettings
 
 CHUNK = 2048  # texts
@@ -159,6 +160,13 @@ def _lists(values: np.ndarray, size: int) -> pyarrow.Array:
     """View numbers as lists of one size, without a copy: they stay on the disk."""
     flat = pyarrow.Array.from_buffers(pyarrow.float32(), values.size, [None, pyarrow.py_buffer(values)])
     return pyarrow.FixedSizeListArray.from_arrays(flat, size)
+
+
+def teachers_of(recipe: Recipe) -> dict[str, Teacher]:
+    """Return the teachers of a recipe, each once, by their settings as JSON."""
+    settings = [task.of(dataset).teacher for task in recipe.tasks.values() for dataset in task.datasets]
+    by_key = {one.model_dump_json(): one for one in settings if one is not None}
+    return {key: Teacher(one) for key, one in by_key.items()}
 
 
 def _identity(source: str) -> str:

@@ -54,7 +54,7 @@ from mote.training.recipe_files import load_recipe
 from mote.training.record import build_record, scores_of_tasks, summary
 from mote.training.run_folder import CURVES_FILE, RECIPE_FILE, RunFolder, as_yaml, fixed_settings, step_of
 from mote.training.running import Run, models_of, require_same_models, restore
-from mote.training.teachers import Teacher
+from mote.training.teachers import teachers_of
 from mote.training.validation import Validation, tune_weight
 
 logger = logging.getLogger(__name__)
@@ -258,12 +258,13 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
         if state.is_main_process:
             folder.clean()
     source = open_checkpoint(recipe.model.source, recipe.model.revision)
-    models = models_of(source, _teachers(recipe))
+    teachers = teachers_of(recipe)
+    models = models_of(source, {one.settings.source: one.identity for one in teachers.values()})
     if checkpoint is not None:
         require_same_models(checkpoint, models)  # before another teacher embeds the texts
     model, names = _load_model(recipe, source, folder)
     with state.main_process_first():  # the others find teachers' embeddings in the cache
-        data = load_data(recipe, model.tokenizer)
+        data = load_data(recipe, model.tokenizer, teachers=teachers)
     logger.info(str(data))
     schedule = plan_schedule(recipe, data.sets, state.num_processes)
     arguments = trainer_arguments(recipe, folder, data.sets, names)
@@ -307,13 +308,6 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
         folder.begin(recipe, checkpoint)
     shared = (recipe, folder, source, data, model, tracker, trainer, checkpoint)
     return TrainingRun(*shared, schedule=schedule, names=names, validation=validation)
-
-
-def _teachers(recipe: Recipe) -> dict[str, str]:
-    """Return the teachers' sources → their identities."""
-    settings = [task.of(dataset).teacher for task in recipe.tasks.values() for dataset in task.datasets]
-    by_source = {each.source: each for each in settings if each is not None}
-    return {source: Teacher(each).identity for source, each in by_source.items()}
 
 
 def _load_model(
