@@ -69,34 +69,36 @@ SOURCE = "source.txt"
 Rows = list[dict[str, Any]]
 
 
-def prepare(data: Path, out: Path) -> Path:
+def prepare(data: Path, out: Path, times: int = 1) -> Path:
     """Write training data and validation sets, if they do not exist yet.
 
     Args:
         data: Data folder, with the datasets above.
         out: Folder for `pairs`, `labels` (the same retrieval, with labelled texts for the other tasks), `five_tasks`
             (labelled texts, and the pairs of classification as paraphrases) and `validation`, each a data folder.
+        times: Multiple of the maximum numbers of rows above.
 
     Returns:
         `out`.
 
     Raises:
-        ValueError: If `out` was made from other data.
+        ValueError: If `out` was made from other data, or with other numbers of rows.
     """
+    source = _listing(data) + (f" x {times}" if times != 1 else "")
     if not out.exists():
         unfinished = out.with_name(f"{out.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         tests = _texts_in(data)
         _write_validation(data, unfinished / "validation", tests)
         left_out = tests | _texts_in(unfinished / "validation")
-        _write_pairs(data, unfinished / "pairs", left_out)
+        _write_pairs(data, unfinished / "pairs", left_out, times)
         shutil.copytree(unfinished / "pairs" / "retrieval", unfinished / "labels" / "retrieval")
-        _write_labelled(data, unfinished / "labels", LABELLED, left_out)
-        _write_five_tasks(data, unfinished, left_out)
+        _write_labelled(data, unfinished / "labels", _multiplied(LABELLED, times), left_out)
+        _write_five_tasks(data, unfinished, left_out, times)
         (unfinished / DIGEST).write_text(digest_of_rows(unfinished) + "\n", encoding="utf-8")
-        (unfinished / SOURCE).write_text(_listing(data) + "\n", encoding="utf-8")
+        (unfinished / SOURCE).write_text(f"{source}\n", encoding="utf-8")
         unfinished.replace(out)
-    elif not (out / SOURCE).is_file() or (out / SOURCE).read_text(encoding="utf-8").strip() != _listing(data):
+    elif not (out / SOURCE).is_file() or (out / SOURCE).read_text(encoding="utf-8").strip() != source:
         raise ValueError(
             f"{out} was made from other data than {data}, or by an earlier version: remove it, or choose another folder"
         )
@@ -167,9 +169,13 @@ def with_mined_negatives(folder: Path, out: Path, teacher: str) -> Path:
     return out
 
 
-def _write_pairs(data: Path, out: Path, left_out: set[str]) -> None:
+def _multiplied(limits: dict[str, int], times: int) -> dict[str, int]:
+    return {name: limit * times for name, limit in limits.items()}
+
+
+def _write_pairs(data: Path, out: Path, left_out: set[str], times: int) -> None:
     for task, datasets in PAIRS.items():
-        for name, limit in datasets.items():
+        for name, limit in _multiplied(datasets, times).items():
             kept = (row for row in _read(data / name) if left_out.isdisjoint(_texts(row)) and row.get("label", 1) == 1)
             pairs = ({key: value for key, value in row.items() if key != "label"} for row in islice(kept, limit))
             _write(out / task / Path(name).name / "train", pairs)
@@ -205,12 +211,13 @@ def _write_labelled(data: Path, out: Path, limits: dict[str, int], left_out: set
             _write(out / task / folder.name / "train", kept[: limits[task]])
 
 
-def _write_five_tasks(data: Path, out: Path, left_out: set[str]) -> None:
+def _write_five_tasks(data: Path, out: Path, left_out: set[str], times: int) -> None:
     """Combine labelled texts and pairs: the tasks of jina-embeddings-v3 (arXiv:2409.10173, section 4)."""
-    _write_labelled(data, out / "five_tasks", IN_FIVE_TASKS, left_out)
+    limits = _multiplied(IN_FIVE_TASKS, times)
+    _write_labelled(data, out / "five_tasks", limits, left_out)
     shutil.copytree(out / "pairs" / "retrieval", out / "five_tasks" / "retrieval")
     for folder in (out / "pairs" / "classification").iterdir():
-        pairs = _read(folder)[: IN_FIVE_TASKS["paraphrases"]]
+        pairs = _read(folder)[: limits["paraphrases"]]
         _write(out / "five_tasks" / "paraphrases" / folder.name / "train", pairs)
 
 

@@ -148,6 +148,8 @@ class Scale:
         chosen_by: Scale whose trials choose the learning rate, the data and the improvements. Default: its own.
         repeats: Whether the full runs of that scale choose, too: its best recipes are trained again.
         trained_on: Training data: the data folder as it is, or its `pairs` or `labels` by `benchmarks.paper.data`.
+        times: Multiple of the maximum numbers of rows in `benchmarks.paper.data`.
+        distilled_by: Scale whose distilled start is this scale's, too. Default: it has its own.
         text_length: Maximum length of a text in training, in tokens. Default: the model's.
         seeds: Seeds of most variants.
         few_seeds: Seeds of variants with `few_seeds`.
@@ -165,6 +167,8 @@ class Scale:
     chosen_by: str | None = None
     repeats: bool = False
     trained_on: Literal["folder", "pairs", "labels"] = "folder"
+    times: int = 1
+    distilled_by: str | None = None
     text_length: int | None = None
     seeds: tuple[int, ...] = (42,)
     few_seeds: tuple[int, ...] = (42,)
@@ -253,6 +257,7 @@ SCALES = {
     "medium": MEDIUM,
     "medium-bf16": replace(MEDIUM, changes=(*MEDIUM.changes, *BF16), chosen_by=None, dtype="bfloat16"),
     "medium-gpu": MEDIUM_GPU,
+    "large-gpu": replace(MEDIUM_GPU, times=4, distilled_by="medium-bf16"),
     "medium-labels": replace(MEDIUM_GPU, trained_on="labels", repeats=False),
     "medium-embedder": replace(
         MEDIUM,

@@ -81,7 +81,10 @@ class Runs:
     @cached_property
     def choosing(self) -> "Runs":
         """The runs whose trials choose the rate, the data and the improvements: those of another scale, or these."""
-        other = self.scale.chosen_by
+        return self._of_scale(self.scale.chosen_by)
+
+    def _of_scale(self, other: str | None) -> "Runs":
+        """Return the runs of another scale beside these; None: these."""
         if other is None:
             return self
         kept = None if self.kept is None else self.kept.with_name(other)
@@ -154,7 +157,7 @@ class Runs:
         if variant.start == "given":
             return self.source
         if variant.start == "distilled":
-            return str(distilled(self, variant.trained_on))
+            return str(distilled(self._of_scale(self.scale.distilled_by), variant.trained_on))
         if self.pretrained is None:
             raise ValueError("Variants that start from CoT-MAE need --pretrained, the folder of benchmarks.cot")
         return str(pretrained(self.pretrained, self.out / "models", load_recipe(variant.recipe, variant.changes)))
@@ -162,7 +165,7 @@ class Runs:
     def prepared(self) -> Path:
         """Return the folder of `benchmarks.paper.data`; make it first if it does not exist."""
         with alone(self.out / "data"):
-            return prepare(Path(self.data), self.out / "data")
+            return prepare(Path(self.data), self.out / "data", self.scale.times)
 
     def training_data(self, variant: Variant) -> str:
         """Return the folder of a variant's training data; make it first if needed."""
