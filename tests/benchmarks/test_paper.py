@@ -70,6 +70,14 @@ def test_a_scale_whose_trials_are_those_of_another(tmp_path: Path) -> None:
     assert medium.choosing.trials.can_validate("ic+five-tasks+distilled+pretrained")
 
 
+def test_a_scale_that_shares_the_distilled_start_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "distilled", lambda of, trained_on: f"{of.out.name} {trained_on}")
+    variant = improvements.variant_of("ic+five-tasks+distilled")
+    for name, out in {"large-gpu": "medium-bf16", "medium-gpu": "medium-gpu"}.items():
+        given = runs.Runs(experiments.SCALES[name], "S", "D", tmp_path / name)
+        assert given.source_of(variant) == f"{out} five_tasks"
+
+
 def test_learning_rates_of_a_variant(tmp_path: Path) -> None:
     given = runs.Runs(experiments.SCALES["medium"], "S", "D", tmp_path)
     vars(given)["sweep"] = {"em": {1e-4: 50.0, 4e-4: 52.0}, "ic": {1e-4: 53.0, 4e-4: 52.0}, "mote": {4e-4: 53.0}}

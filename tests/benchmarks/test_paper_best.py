@@ -428,7 +428,7 @@ def test_the_best_recipes_are_looked_for_and_scored(
     starts = [name.replace("+five-tasks", "") for name in columns if name.startswith("start")]
     assert starts == ["start", "start+distilled"][: 1 + learned]
     (trials,) = (file for file in given.kept_scores.folder.glob("validation-trials-*/ic*+distilled.json"))
-    assert {*json.loads(trials.read_text())["weights"]} == {"start", "distilled", "teacher"}
+    assert {*json.loads(trials.read_text())["hashes"]} == {"start", "distilled", "teacher"}
     assert make("best", replace(given, source="lost", teacher=Path(teacher).name, only_stored=True)) == found
     stored = replace(given, only_stored=True)
     for file in given.kept_scores.folder.glob("test/em*.json"):
