@@ -147,6 +147,7 @@ class Scale:
         sweep: Learning rates to choose from on validation sets, if none is given.
         chosen_by: Scale whose trials choose the learning rate, the data and the improvements. Default: its own.
         repeats: Whether the full runs of that scale choose, too: its best recipes are trained again.
+        candidates: Variants of which validation sets choose one, in place of the improvements of another scale.
         trained_on: Training data: the data folder as it is, or its `pairs` or `labels` by `benchmarks.paper.data`.
         times: Multiple of the maximum numbers of rows in `benchmarks.paper.data`.
         distilled_by: Scale whose distilled start is this scale's, too. Default: it has its own.
@@ -166,6 +167,7 @@ class Scale:
     sweep: tuple[float, ...] = ()
     chosen_by: str | None = None
     repeats: bool = False
+    candidates: tuple[str, ...] = ()
     trained_on: Literal["folder", "pairs", "labels"] = "folder"
     times: int = 1
     distilled_by: str | None = None
@@ -213,6 +215,17 @@ MEDIUM_GPU = replace(
 )
 """The same on one GPU."""
 
+LARGE_GPU = replace(
+    MEDIUM_GPU,
+    times=4,
+    distilled_by="medium-bf16",
+    candidates=tuple(
+        f"mote+five-tasks+matching-by-search+homogeneous+distilled+labels-twice+to-mean-0.25+unseen-near-start{moved}"
+        for moved in ("", "+search-to-start-0.25", "+to-start-0.25", "+search-to-start-0.25+to-start-0.25")
+    ),
+)
+"""With more rows of the same datasets, and without mined negatives, which take long to find."""
+
 SCALES = {
     "smoke": Scale(
         source="examples/small-encoder",
@@ -257,7 +270,7 @@ SCALES = {
     "medium": MEDIUM,
     "medium-bf16": replace(MEDIUM, changes=(*MEDIUM.changes, *BF16), chosen_by=None, dtype="bfloat16"),
     "medium-gpu": MEDIUM_GPU,
-    "large-gpu": replace(MEDIUM_GPU, times=4, distilled_by="medium-bf16"),
+    "large-gpu": LARGE_GPU,
     "medium-labels": replace(MEDIUM_GPU, trained_on="labels", repeats=False),
     "medium-embedder": replace(
         MEDIUM,

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from statistics import mean
 
 import mote
 from benchmarks.locking import share
@@ -13,6 +14,7 @@ from benchmarks.paper.best import (
     best_data,
     best_of,
     best_table,
+    data_of,
     rivals,
     scored,
     try_improvements,
@@ -184,6 +186,8 @@ def _best(runs: Runs) -> str:
     title = "### best: the best recipe with experts, and the best dense ones"
     if not runs.scale.sweep:
         return f"{title}: this scale has no validation sets"
+    if runs.scale.candidates:
+        return _best_candidate(title, runs)
     repeats = runs.scale.repeats
     if repeats and not runs.choosing.stored():
         raise ValueError(f"There are no stored scores of scale {runs.scale.chosen_by}, which chooses: give --kept")
@@ -196,10 +200,24 @@ def _best(runs: Runs) -> str:
     names = tuple(dict.fromkeys((*names, *rivals(runs.stored(), best_data(found["data"])))))
     if missing := sorted({*BASES} - {*map(base_of, names)}):
         raise ValueError(f"There are no stored scores of {', '.join(missing)}: run `best` without --only-stored")
-    taught = [f"{START}{best_data(found['data'])}+distilled"] if any("+distilled" in name for name in names) else []
+    validation = {} if repeats else {"validation": found}
+    kept = _kept_best(names, best_data(found["data"]), runs, **validation)
+    return "\n\n".join([title, *map(validation_tables, validation.values()), "On the test splits:", kept])
+
+
+def _best_candidate(title: str, runs: Runs) -> str:
+    """Compare the candidate that validation sets choose with all stored models without experts."""
+    share(partial(runs.validated, name) for name in runs.scale.candidates)
+    validated = {name: runs.validated(name) for name in runs.scale.candidates}
+    best = max(validated, key=lambda name: mean(validated[name].values()))
+    data = data_of(best)
+    kept = _kept_best((best, *rivals(runs.stored(), data)), data, runs)
+    return "\n\n".join([title, means_table(validated), "On the test splits:", kept])
+
+
+def _kept_best(names: tuple[str, ...], data: str, runs: Runs, **validation: object) -> str:
+    """Compare the first of some variants with the others; `benchmarks.results` makes the table of the goal."""
+    taught = [f"{START}{data}+distilled"] if any("+distilled" in name for name in names) else []
     starts = tuple(filter(runs.can_score, (START, *taught)))
     scores = _scores((*starts, *names), runs)
-    table = best_table(names, starts)
-    validation = {} if repeats else {"validation": found}
-    kept = _kept("best", table, scores, runs, **validation)  # `benchmarks.results` makes the table of the goal
-    return "\n\n".join([title, *map(validation_tables, validation.values()), "On the test splits:", kept])
+    return _kept("best", best_table(names, starts), scores, runs, **validation)

@@ -482,3 +482,29 @@ def test_a_scale_that_repeats_takes_the_choices_of_another(tmp_path: Path, monke
     assert "| mote over ic+two-epochs | all rows |" in text
     assert "validation" not in text
     assert json.loads((tmp_path / "best.json").read_text()).keys() == {"table"}
+
+
+def test_a_scale_with_candidates_compares_the_best_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scale = experiments.SCALES["large-gpu"]
+    given = runs.Runs(scale, "SOURCE", "DATA", tmp_path)
+    best_one = scale.candidates[2]
+    assert all(improvements.variant_of(name).made_of for name in scale.candidates)
+    stored = ["ic+five-tasks+homogeneous", "em+five-tasks", scale.candidates[0], "ic", "sem-retrieval+five-tasks"]
+
+    def validated(of: runs.Runs, name: str, timeout: float = -1) -> dict[str, float]:
+        return {"STS": 60.0, "Retrieval": 61.0 if name == best_one else 60.5}
+
+    def scores(names: tuple[str, ...], of: runs.Runs) -> runs.Scores:
+        every = {name: {"r": [50.0 + number] * 3, "s": [40.0] * 3} for number, name in enumerate(names)}
+        return runs.Scores(every, {"r": "Retrieval", "s": "STS"})
+
+    monkeypatch.setattr(reports, "_scores", scores)
+    monkeypatch.setattr(runs.Runs, "validated", validated)
+    monkeypatch.setattr(runs.Runs, "stored", lambda self: stored)
+    text = make("best", given)
+    shown = [line.split(" | ")[:2] for line in text.splitlines() if "+unseen-near-start" in line][:4]
+    others = [[f"| {name}", "60.25"] for name in scale.candidates if name != best_one]
+    assert shown == [[f"| {best_one}", "60.50"], *others]
+    table = json.loads((tmp_path / "best.json").read_text())["table"]
+    starts = ["start", "start+five-tasks+distilled"]
+    assert table["variants"] == [*starts, best_one, "ic+five-tasks+homogeneous", "em+five-tasks"]
