@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mote.reporting import console_logging, markdown_table, megabytes, millions, name_models, table
+from mote.reporting import console_logging, labelled_models, markdown_table, megabytes, millions, name_models, table
 
 
 @pytest.fixture
@@ -96,6 +96,12 @@ def test_models_are_called_by_the_ends_of_their_paths_or_by_labels(
     named = name_models(places)
     assert list(named) == labels
     assert all(place.endswith(model) for place, model in zip(places, named.values(), strict=True))
+
+
+def test_one_model_several_or_labelled_ones() -> None:
+    assert labelled_models("user/name") == labelled_models(["user/name"]) == {"user/name": "user/name"}
+    assert labelled_models(Path("run")) == {"run": "run"}
+    assert labelled_models({"a": Path("x"), "b": "y"}) == {"a": "x", "b": "y"}
 
 
 def test_labels_that_do_not_tell_models_apart(tmp_path: Path) -> None:

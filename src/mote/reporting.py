@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Literal
@@ -74,6 +74,17 @@ def megabytes(size: int) -> str:
 def millions(count: int) -> str:
     """Format a number of parameters: `22.6 M`."""
     return f"{count / 1e6:,.1f} M"
+
+
+def labelled_models(models: str | Path | Sequence[str | Path] | Mapping[str, str | Path]) -> dict[str, str]:
+    """Return label → model, for one model, several (as in `name_models`), or such a mapping.
+
+    Raises:
+        ValueError: As `name_models`.
+    """
+    if isinstance(models, Mapping):
+        return {label: str(model) for label, model in models.items()}
+    return name_models([str(one) for one in ([models] if isinstance(models, str | Path) else models)])
 
 
 def name_models(words: Sequence[str]) -> dict[str, str]:

@@ -280,6 +280,8 @@ INVALID_RETRIEVAL = {
         (DOCUMENTS, QUERIES, [("q0", "d0", "much")]),
         "test.tsv:2: expected query, document and an integer",
     ),
+    "two signs": ((DOCUMENTS, QUERIES, [("q0", "d0", "--5")]), "an integer of up to 9 digits, got 'q0"),
+    "a huge grade": ((DOCUMENTS, QUERIES, [("q0", "d0", "9" * 5000)]), "an integer of up to 9 digits, got 'q0"),
     "no columns": ((DOCUMENTS, QUERIES, [("q0 d0 1",)]), "test.tsv:2: expected query, document and an integer"),
 }
 

@@ -33,7 +33,7 @@ from mote.analysis.weight_change import WeightChange, find_start, weight_change_
 from mote.data.texts import Pairs, Texts, find_pairs, find_texts
 from mote.hub import commit_of
 from mote.inference.loading import check_device, check_retrieval, load_any_encoder
-from mote.reporting import Report, markdown_table, name_models, table
+from mote.reporting import Report, labelled_models, markdown_table, table
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ class Analysis(Report):
 
 
 def analyze(
-    models: Sequence[str | Path] | Mapping[str, str | Path],
+    models: str | Path | Sequence[str | Path] | Mapping[str, str | Path],
     *,
     out: str | Path | None = None,
     texts: str | Path | Sequence[str] | None = None,
@@ -183,7 +183,7 @@ def analyze(
 
     Args:
         models: Folders or Hub ids of anything that Sentence-Transformers loads, or LABEL=MODEL; or a mapping from
-            labels.
+            labels; or one model.
         out: Folder for tables and charts. Default: nothing is written.
         texts: Texts to embed under each task, or a file as `find_texts` reads it. Default: those of `data`, otherwise
             the 128 real ones shipped with MoTE.
@@ -212,8 +212,7 @@ def analyze(
     else:
         found = Texts(tuple(texts), "given texts")
     found_pairs = find_pairs(pairs, data, limit, seed)
-    labelled = models if isinstance(models, Mapping) else name_models([str(model) for model in models])
-    named = {label: str(name) for label, name in labelled.items()}
+    named = labelled_models(models)
     if not named:
         raise ValueError("No models given: name one or more")
     logger.info("Texts: %d (%s)", len(found.texts), found.source)

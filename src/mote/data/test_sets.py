@@ -4,6 +4,7 @@ docs/evaluation.md describes the folder. Nothing here depends on mteb.
 """
 
 import json
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -178,9 +179,9 @@ class EvaluationDataset:
             raise ValueError(f"{where}: expected the header {', '.join(QRELS_COLUMNS)}, tab-separated; got {got!r}")
         qrels: Qrels = defaultdict(dict)
         for where, fields in lines:
-            if len(fields) != len(QRELS_COLUMNS) or not fields[2].strip().lstrip("-").isdecimal():
+            if len(fields) != len(QRELS_COLUMNS) or not re.fullmatch(r"-?[0-9]{1,9}", fields[2].strip()):
                 got = "\t".join(fields)[:80]
-                raise ValueError(f"{where}: expected query, document and an integer, got {got!r}")
+                raise ValueError(f"{where}: expected query, document and an integer of up to 9 digits, got {got!r}")
             qrels[fields[0]][fields[1]] = int(fields[2])
         if not qrels:
             raise ValueError(f"{file}: no qrels, so that no query could be scored")

@@ -89,7 +89,6 @@ def evaluate(
         ValueError: If arguments are invalid, or a model does not load.
         OSError: If results cannot be written.
     """
-    models = [str(models)] if isinstance(models, str | Path) else models
     tasks = [tasks] if isinstance(tasks, str) else tasks
     retrieval = [retrieval] if isinstance(retrieval, str) else retrieval
     for name, value in (("batch size", batch_size), ("limit", limit)):

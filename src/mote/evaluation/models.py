@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mote.checkpoints.hashing import folder_hash
 from mote.hub import commit_of
 from mote.inference.loading import load_any_encoder
-from mote.reporting import name_models
+from mote.reporting import labelled_models
 
 if TYPE_CHECKING:
     from mteb.models import ModelMeta
@@ -103,21 +103,21 @@ class EvaluatedModel:
             torch.cuda.empty_cache()
 
 
-def find_models(models: Sequence[str] | Mapping[str, str], **settings: Any) -> list[EvaluatedModel]:
+def find_models(models: str | Path | Sequence[str] | Mapping[str, str], **settings: Any) -> list[EvaluatedModel]:
     """Find and label models, without loading them.
 
     Args:
-        models: Folders or ids on the Hub, or LABEL=MODEL; or a mapping from labels to these.
+        models: Folders or ids on the Hub, or LABEL=MODEL; or a mapping from labels to these; or one model.
         settings: `device`, `dtype` and `trust_remote_code`.
 
     Raises:
         FileNotFoundError: If a model is neither a folder with a model nor on the Hub.
         ValueError: If no model is given, one is given twice, or one is an adapter.
     """
-    named = dict(models) if isinstance(models, Mapping) else name_models([str(path) for path in models])
+    named = labelled_models(models)
     if not named:
         raise ValueError("No model to evaluate")
     return [
         EvaluatedModel(label, path, commit_of(path) or folder_hash(Path(path)), **settings)
-        for label, path in ((label, str(path)) for label, path in named.items())
+        for label, path in named.items()
     ]
