@@ -66,6 +66,7 @@ TABLES = {
             Claim("ic", "em", "Retrieval", gain=3.27),
             Claim("mote", "em", "Retrieval", gain=5.21),
             Claim("mote", "ic", "Retrieval", gain=1.94, relative_to="em", relative=0.59),
+            Claim("mote", "em", gain=3.23),
             Claim("mote", "ic", relative_to="em", relative=0.37),
         ),
         {
