@@ -44,7 +44,7 @@ def test_a_model_trained_with_other_settings_weights_or_data_is_refused(
         (Path(recipe.output) / "recipe.yaml").write_text(as_yaml(recipe), encoding="utf-8")
 
     monkeypatch.setattr(mote, "train", train)
-    monkeypatch.setattr(runs, "prepare", lambda data, out: tmp_path)
+    monkeypatch.setattr(runs, "prepare", lambda data, out, times: tmp_path)
     (tmp_path / "digest.txt").write_text("abc", encoding="utf-8")
     scale = replace(experiments.SCALES["smoke"], trained_on="pairs")
     start = shutil.copytree(ROOT / "examples" / "small-encoder", tmp_path / "start")
