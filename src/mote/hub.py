@@ -160,7 +160,8 @@ def push(folder: Path, repo_id: str, files: list[str], private: bool = False, wh
             folder_path=folder,
             commit_message=f"Upload {what}",
             allow_patterns=files,
-            delete_patterns=["model*.safetensors", "model.safetensors.index.json"],  # of a version with other shards
+            # of a version with other shards
+            delete_patterns=["model.safetensors", "model-[0-9]*-of-[0-9]*.safetensors", "model.safetensors.index.json"],
         )
     except HfHubHTTPError as error:
         raise PermissionError(f"The Hub refused to take {repo_id}: {error}\n{_push_later(folder, repo_id)}") from error

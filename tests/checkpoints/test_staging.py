@@ -253,6 +253,19 @@ def test_a_change_in_place_keeps_all_but_weights_and_code(clone: Path) -> None:
     assert (clone / "vocab.txt").read_text() == "new"
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_files_named_like_those_of_a_model_are_kept(in_place: bool, clone: Path) -> None:
+    names = ("model_before_training.safetensors", "my_mote.py", "2024_results/scores.csv", "onnx/notes.txt")
+    for name in names:
+        (clone / name).parent.mkdir(exist_ok=True)
+        (clone / name).write_text("mine")
+    with Staging(clone, overwrite=True, in_place=in_place) as folder:
+        write(folder, "new")
+    assert {(clone / name).read_text() for name in names} == {"mine"}
+    assert not {"model-00001-of-00002.safetensors", "old_mote.py"} & files_in(clone)
+    assert (clone / "onnx" / "model.onnx").exists() == in_place
+
+
 def test_a_kill_loses_no_file_of_others(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = contents(clone)
     monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -23,22 +23,21 @@ except ImportError:  # Windows, where an open file cannot be removed, which serv
 
 EXPERT_FILE = "expert.json"
 
-# Files with these names belong to a model and are removed when it is replaced; all other files are somebody else's.
+# Files with these names belong to a model and are removed when it is replaced, as are those that its `mote.json` lists;
+# all other files are somebody else's.
 _WEIGHTS = (
-    "model*.safetensors",
-    "model*.safetensors.index.json",
-    "pytorch_model*.bin",
-    "pytorch_model*.bin.index.json",
+    *("model.safetensors", "model-[0-9]*-of-[0-9]*.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model-[0-9]*-of-[0-9]*.bin", "pytorch_model.bin.index.json"),
 )
 _CODE = ("*_mote.py",)
+_MODULES = ("[0-9]*_*/*",)
 _MODEL_FILES = (
     *_WEIGHTS,
-    *_CODE,
     *("config.json", "generation_config.json", "modules.json", "README.md", RECORD_FILE),
-    *("config_sentence_transformers.json", "sentence_bert_config.json", "[0-9]*_*/*"),
-    *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("vocab.txt", "vocab.json", "merges.txt", "sentencepiece*.model", "spiece.model"),
-    *("onnx/*", "openvino/*", EXPERT_FILE, "expert.safetensors"),
+    *("config_sentence_transformers.json", "sentence_bert_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "vocab.txt", "vocab.json", "merges.txt", "sentencepiece*.model", "spiece.model"),
+    *("onnx/*.onnx*", "openvino/*.xml", "openvino/*.bin", EXPERT_FILE, "expert.safetensors"),
 )
 
 
@@ -129,8 +128,7 @@ class Staging:
     def __init__(self, out: Path, overwrite: bool = False, in_place: bool = False) -> None:
         self.out = out.resolve()  # a link cannot be replaced by a folder, but the folder that it points to can
         self.overwrite = overwrite
-        self.replaced_files = (*_WEIGHTS, *_CODE) if in_place else _MODEL_FILES
-        self.keeps_recorded = in_place
+        self.in_place = in_place
 
     def __enter__(self) -> Path:
         """Create the folder."""
@@ -199,21 +197,34 @@ class Staging:
 
     def _keep_other_files(self) -> None:
         """Link files of the replaced folder into the new one, unless they belong to the replaced model."""
-        recorded: set[str] = set()
-        with suppress(ValueError):
-            recorded = set() if self.keeps_recorded else set(recorded_files(self.out))
+        belongs = self._belongs_to_model()
         for path in self.out.rglob("*"):
             name = path.relative_to(self.out)
             target = self.folder / name
             if path.is_dir() and not path.is_symlink():
                 if not any(path.iterdir()) and not _matches(name, ("[0-9]*_*",)):  # git needs empty folders
                     target.mkdir(parents=True, exist_ok=True)
-            elif not (name.as_posix() in recorded or _matches(name, self.replaced_files) or os.path.lexists(target)):
+            elif not (belongs(name) or os.path.lexists(target)):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     os.link(path, target, follow_symlinks=False)
                 except (OSError, NotImplementedError):  # a file or operating system without such links
                     shutil.copy2(path, target, follow_symlinks=False)
+
+    def _belongs_to_model(self) -> Callable[[Path], bool]:
+        """Return a function that tells whether a file of the replaced folder goes with the replaced model.
+
+        Patterns as wide as those of code and modules, which other files may match, only count without a `mote.json`.
+        """
+        recorded: set[str] = set()
+        with suppress(ValueError):
+            recorded = set(recorded_files(self.out))
+        if self.in_place:
+            return lambda name: (
+                _matches(name, _WEIGHTS) or (_matches(name, _CODE) and (not recorded or name.as_posix() in recorded))
+            )
+        patterns = _MODEL_FILES if recorded else (*_MODEL_FILES, *_CODE, *_MODULES)
+        return lambda name: name.as_posix() in recorded or _matches(name, patterns)
 
     @property
     def _prefix(self) -> str:
