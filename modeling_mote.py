@@ -14,11 +14,13 @@ Models", Findings of ACL 2025 (arXiv:2506.17781).
 """
 
 import copy
+import json
 import re
 import shutil
 from contextlib import ExitStack, suppress
 from functools import partial
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -274,6 +276,7 @@ class MoTEModel(PreTrainedModel):
         if task_ids is not None:
             if task is not None:
                 raise ValueError("Pass either `task` or `task_ids`, not both")
+            task_ids = torch.as_tensor(task_ids)
             if task_ids.dim() != 1 or task_ids.is_floating_point() or task_ids.dtype == torch.bool:
                 shape = list(task_ids.shape)
                 raise ValueError(f"task_ids must be integers of shape [B], got {task_ids.dtype}, {shape}")
@@ -281,7 +284,7 @@ class MoTEModel(PreTrainedModel):
             if wrong := sorted({i for i in ids if not 0 <= i < len(names)}):
                 raise ValueError(f"task_ids {wrong} are out of range. Tasks: {dict(enumerate(names))}")
             task = [names[i] for i in ids]
-        if task is None or isinstance(task, str):
+        if not isinstance(task, list | tuple):
             return [self.config.expert_of(task)] * rows
         if len(task) != rows:
             raise ValueError(f"{len(task)} tasks for {rows} rows: pass one task, or one for each row")
@@ -355,13 +358,37 @@ class MoTEModel(PreTrainedModel):
             return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
-        """Save under the names of the modules, not under those of the checkpoint that the backbone came from."""
+        """Save under the names of the modules, not under those of the checkpoint that the backbone came from.
+
+        Raises:
+            ValueError: If the folder is the one that only some of the experts were loaded from.
+        """
         if self.offloading is not None:
             self.offloading.before_saving(save_directory)
+        self._require_no_loss(Path(save_directory))
         (getattr(self.config, "auto_map", None) or {}).pop("AutoModelForMaskedLM", None)  # a class with a head adds it
         super().save_pretrained(save_directory, *args, **{"save_original_format": False, **kwargs})
         with suppress(OSError):  # it is already there, or was removed
             shutil.copy(self.record or "", save_directory)
+
+    def _require_no_loss(self, folder: Path) -> None:
+        """Raise `ValueError` if saving to a folder would remove experts that were not loaded from it."""
+        stored = folder / "config.json"
+        sources = {Path(file).parent.resolve() for file in self.weight_files}
+        if self.config.loaded_experts is None or folder.resolve() not in sources or not stored.is_file():
+            return
+        loaded = json.loads(stored.read_text(encoding="utf-8")).get("loaded_experts")
+        if lost := sorted({*(loaded or self.config.experts)} - {*self.config.loaded_experts}):
+            raise ValueError(
+                f"{folder} also holds the experts {', '.join(lost)}, which were not loaded: saving there would remove "
+                "them. Choose another folder"
+            )
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise RuntimeError(
+            "A MoTE cannot run in nn.DataParallel, whose copies would share the attention of the first GPU. Start one "
+            "process per GPU (torchrun, accelerate launch), or choose one GPU with CUDA_VISIBLE_DEVICES"
+        )
 
 
 def present_inputs(*inputs: torch.Tensor | None) -> dict[str, torch.Tensor]:

@@ -233,6 +233,9 @@ class MoTEConfig(PreTrainedConfig):
                 raise ValueError(f"The backbone's {name} must be from 1 to {largest:,}, got {size:,}")
         self._validate_instructions()
         _ = self.mote_layer_indices
+        # As when it is loaded again: JSON sorts keys, and `task_ids` are indices into this order.
+        others = sorted(self.tasks.keys() - {*self.experts})
+        self.tasks = {task: self.tasks[task] for task in [*self.experts, *others] if task in self.tasks}
 
     def _validate_experts(self) -> None:
         if not 1 <= len(self.experts) <= MAX_EXPERTS:

@@ -133,6 +133,16 @@ def test_a_task_without_an_instruction(trained: Path) -> None:
     assert Model(str(trained)).arguments(encoder, task) == {"task": task, "prompt": ""}
 
 
+def test_a_role_by_another_name_is_not_hidden(corpus: Path, tmp_path: Path) -> None:
+    """Sentence-Transformers gives the model an empty prompt `document`."""
+    prompts = {"prompts": {"query": "query: ", "passage": "passage: "}}
+    dense = dense_checkpoint(tmp_path / "dense" / "tiny", sentence_transformers=prompts)
+    with pytest.raises(ValueError, match="no task or prompt 'document' of its own: name the one it has, 'passage'"):
+        embed(dense, corpus, task="document")
+    named = embed(dense, corpus, task="passage")
+    assert np.allclose(embeddings_in(named), expected(dense, prompt_name="passage"), atol=1e-6)
+
+
 def test_a_column_of_tasks(model: Path, tmp_path: Path) -> None:
     tasks = ["query" if number % 3 else "document" for number in range(20)]
     rows = [{"text": text, "role": task} for text, task in zip(TEXTS, tasks, strict=True)]

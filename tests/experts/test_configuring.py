@@ -136,6 +136,10 @@ def test_into_another_folder(place: Path, tmp_path: Path) -> None:
         (["instruction.clustering=search_query: "], "already stands for the expert 'clustering'"),
         (["default_task=sts", "default_task=sts"], "'default_task' is set twice"),
         (["default_task"], "'default_task': expected NAME=VALUE"),
+        (
+            ["instruction.clustering=a", "definition.clustering=b"],
+            "Set either the instruction or the definition of 'clustering', not both",
+        ),
     ],
 )
 def test_what_cannot_be_set(words: list[str], message: str, upcycled: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -218,3 +218,20 @@ def test_killed_while_a_mote_is_changed_in_place(with_legal: Path, tmp_path: Pat
     assert {result.status for result in killed} == {-signal.SIGKILL}
     assert {result.out for result in killed} == {"old", "absent", "new"}
     assert [result.replaced for result in killed if result.out == "absent"] == [["old"]]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["upcycle", "--instruction", "clustering=a", "--instruction", "clustering=b"],
+        ["upcycle", "--task", "law=clustering", "--task", "law=classification"],
+        ["experts", "remove", "--task", "clustering=classification", "--task", "clustering=search_query"],
+    ],
+)
+def test_a_name_given_twice(
+    words: list[str], upcycled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = ["--src", str(upcycled)] if words[0] == "upcycle" else [str(upcycled), "clustering"]
+    assert main([*words, *source, "--out", str(tmp_path / "out")]) == 2
+    assert "is given twice: leave one out" in capsys.readouterr().err.replace("\n", " ")
+    assert not (tmp_path / "out").exists()

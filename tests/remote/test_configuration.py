@@ -223,6 +223,13 @@ def test_task_ids_do_not_depend_on_the_order_in_which_tasks_are_given() -> None:
     assert orders == [["a", "b", "crawl", "sleep", "walk"]] * 2
 
 
+def test_task_ids_of_tasks_that_are_added_in_memory(tmp_path: Path) -> None:
+    mote = two(tasks={"walk": "a"})
+    mote.tasks |= {"sleep": "a", "crawl": "b"}
+    mote.save_pretrained(tmp_path)
+    assert list(mote.tasks) == list(MoTEConfig.from_pretrained(tmp_path).tasks) == ["a", "b", "crawl", "sleep", "walk"]
+
+
 def test_tasks_given_after_a_round_trip_are_the_same_config() -> None:
     mote = config(default_task="sts")
     assert mote.to_dict() == MoTEConfig.from_dict(mote.to_dict()).to_dict()

@@ -359,6 +359,17 @@ def test_mean_pooling_of_a_long_text_in_float16() -> None:
     assert pool(hidden, torch.ones(1, 8192, dtype=torch.long), "mean").eq(10).all()
 
 
+def test_experts_that_were_not_loaded_are_not_lost(tmp_path: Path) -> None:
+    fresh_mote("bert").save_pretrained(tmp_path / "all")
+    one = MoTEModel.from_pretrained(tmp_path / "all", experts=["beta"])
+    with pytest.raises(ValueError, match="all also holds the experts alpha, which were not loaded"):
+        one.save_pretrained(tmp_path / "all")
+    one.save_pretrained(tmp_path / "one")
+    again = MoTEModel.from_pretrained(tmp_path / "one")
+    again.save_pretrained(tmp_path / "one")  # nothing else was there
+    assert MoTEModel.from_pretrained(tmp_path / "all")(**batch(), task="alpha").pooler_output.shape[0] == 4
+
+
 # What is refused -----------------------------------------------------------------------------------------------------
 
 
@@ -368,6 +379,8 @@ def test_mean_pooling_of_a_long_text_in_float16() -> None:
         ({}, "no default_task"),
         ({"task": "alfa"}, "Unknown task 'alfa'. Did you mean 'alpha'"),
         ({"task": ["alpha", "gamma", "alpha", "beta"]}, "Unknown task 'gamma'"),
+        ({"task": 1}, "Unknown task 1. Available: 'alpha', 'beta'"),
+        ({"task_ids": [0, 1, 2, 0]}, r"task_ids \[2\] are out of range"),
         ({"task": ["alpha"]}, "1 tasks for 4 rows"),
         ({"task": ["alpha"] * 5}, "5 tasks for 4 rows"),
         ({"task": "alpha", "task_ids": torch.zeros(4, dtype=torch.long)}, "not both"),
@@ -484,3 +497,8 @@ def test_a_file_that_was_cut_short(tmp_path: Path, length: int) -> None:
     os.truncate(tmp_path / "model.safetensors", length)
     with pytest.raises(ValueError, match=f"Cannot read the weights in {tmp_path}: is a file truncated"):
         MoTEModel.from_pretrained(tmp_path)
+
+
+def test_copies_on_several_gpus_in_one_process_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"cannot run in nn\.DataParallel"):
+        fresh_mote("bert")._replicate_for_data_parallel()

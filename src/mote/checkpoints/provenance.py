@@ -160,6 +160,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         has_tensors = any(hasattr(one, "dtype") for one in value.values())
         return "weights" if has_tensors else {str(plain(key)): plain(one) for key, one in value.items()}
-    if isinstance(value, Iterable):
+    if isinstance(value, Iterable) and not hasattr(value, "dtype"):
         return [plain(one) for one in value]
     return str(value)

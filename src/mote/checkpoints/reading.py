@@ -230,6 +230,8 @@ def mote_class(model_type: str, kind: Literal["config", "model", "masked_lm"]) -
 
 def _locate(src: str, revision: str | None) -> tuple[Path, str | None]:
     """Find the folder of a source, and its commit if it is on the Hub."""
+    if not src:
+        raise ValueError("The source is empty: name a folder or an id on the Hub")
     folder, commit = Path(src), None
     if src == SMALL_ENCODER and not folder.is_dir():
         raise FileNotFoundError(

@@ -5,6 +5,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -100,11 +101,16 @@ def transform(
         FileNotFoundError: If the source does not exist or has no weights.
         FileExistsError: If `out` is in use.
         OSError: If the result cannot be written; nothing is left behind.
-        ValueError: If the source is not a MoTE, `out` is missing or holds the source, or as raised by the function.
+        ValueError: If the source is not a MoTE, `out` is missing or holds the source, the function returns something
+            other than a model, or as raised by it.
         PermissionError: If the Hub refuses the push.
     """
     options = options or WriteOptions()
-    spec = getattr(function, "verb", None) or Verb(function.__name__, f"made by `{function.__name__}` of")
+    given: Any = function
+    if isinstance(given, partial) and not given.args:
+        function, kwargs = given.func, {**given.keywords, **kwargs}
+    name = getattr(function, "__name__", type(function).__name__)
+    spec = getattr(function, "verb", None) or Verb(name, f"made by `{name}` of")
     arguments = _arguments(function, args, kwargs)
     source = open_mote(str(src), revision)
     target = _target(source, out, options)
@@ -120,6 +126,10 @@ def transform(
     model = load_mote(source, experts, with_head=True)
     were_copies = _are_copies(model)
     changed = function(model, *args, **kwargs)
+    if not isinstance(changed, PreTrainedModel | None):
+        raise ValueError(  # noqa: TRY004  # as for other functions that do not suit
+            f"{name} returned a {type(changed).__name__}: expected a model, or None if it changed the model in place"
+        )
     result: Any = model if changed is None else changed
     if has_head(source.config) and type(result) is not type(model):
         logger.info("The head for masked language modelling is dropped: the result only embeds texts")

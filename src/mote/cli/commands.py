@@ -155,9 +155,9 @@ def upcycle(
     settings = locals()
     for name in ("src", "out", "dry_run"):
         del settings[name]
-    settings["tasks"] = dict(tasks) if tasks else None
-    settings["instructions"] = dict(instructions) if instructions else None
-    settings["definitions"] = dict(definitions) if definitions else None
+    settings["tasks"] = options.mapping(tasks, "--task")
+    settings["instructions"] = options.mapping(instructions, "--instruction")
+    settings["definitions"] = options.mapping(definitions, "--definition")
     if dry_run:
         typer.echo(mote.plan_upcycling(src, out, **settings))
         typer.echo("Dry run: nothing was written.")
@@ -324,7 +324,8 @@ def evaluate(
 
     The same command resumes an interrupted evaluation.
     """
-    settings = {**locals(), "tasks": tasks or (), "retrieval": retrieval or (), "definitions": dict(definitions or [])}
+    settings = {**locals(), "tasks": tasks or (), "retrieval": retrieval or ()}
+    settings["definitions"] = options.mapping(definitions, "--definition") or {}
     del settings["as_json"]
     with options.extra("evaluate"):
         run = mote.evaluate

@@ -273,7 +273,7 @@ def remove_expert(
     write: "mote.WriteOptions",
 ) -> None:
     """Write a MoTE without one of its experts."""
-    moved = {task: expert or None for task, expert in tasks or []}
+    moved = {task: expert or None for task, expert in (options.mapping(tasks, "--task") or {}).items()}
     _transform(src, out, revision, write, mote.experts.remove, name, tasks=moved)
 
 

@@ -33,6 +33,18 @@ def pair(text: str) -> tuple[str, str]:
     return name, value
 
 
+def mapping(pairs: list[tuple[str, str]] | None, option: str) -> dict[str, str] | None:
+    """Return the values of an option that is repeated with pairs; None: it was not given.
+
+    Raises:
+        typer.BadParameter: If it names something twice.
+    """
+    names = [name for name, _ in pairs or []]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise typer.BadParameter(f"{', '.join(map(repr, twice))} is given twice: leave one out", param_hint=option)
+    return dict(pairs) if pairs else None
+
+
 def layers_of(text: str) -> str | list[int]:
     """Parse every, every_other, or indices as in 1,3,5."""
     if text in ("every", "every_other"):

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 WINDOW = 2048
 """Number of texts sorted by length together. Windows do not depend on the number of devices, so neither do batches."""
 
+SYNONYMS = {"query": ("search_query",), "document": ("search_document", "passage", "corpus")}
+"""Role → other names that models have for it. Sentence-Transformers gives each model an empty prompt `document`, which
+must not hide them."""
+
 
 @dataclass(frozen=True)
 class Model:
@@ -107,7 +111,7 @@ class Model:
         """Return the arguments of `encode` for the texts of a task. Default: the task of all texts.
 
         Raises:
-            ValueError: If the model knows no such task or prompt.
+            ValueError: If the model knows no such task or prompt, or knows a role by another name.
         """
         task = self.task if task is None else task
         if task is None:
@@ -116,6 +120,10 @@ class Model:
         tasks = config.tasks if str(getattr(config, "model_type", "")).startswith("mote") else {}
         if task in tasks and not encoder.prompts.get(task):
             return {"task": task, "prompt": ""}
+        others = [name for name in SYNONYMS.get(task, ()) if name in tasks or encoder.prompts.get(name)]
+        if others and not encoder.prompts.get(task):
+            known = ", ".join(map(repr, others))
+            raise ValueError(f"The model has no task or prompt {task!r} of its own: name the one it has, {known}")
         if task in encoder.prompts:
             return {"prompt_name": task, **({"task": task} if task in ROLE_HINTS else {})}
         raise ValueError(f"Unknown task {task!r}." + alternatives(task, dict.fromkeys([*encoder.prompts, *tasks])))

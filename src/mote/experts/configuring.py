@@ -110,6 +110,9 @@ def parse_settings(words: Mapping[str, str]) -> dict[str, Any]:
         ValueError: If a key is unknown (the message lists the known ones), or `route_by_text` has another value.
     """
     settings: dict[str, Any] = {}
+    texts = [key.removeprefix(start) for key in words for start in (INSTRUCTION, DEFINITION) if key.startswith(start)]
+    if both := sorted({task for task in texts if texts.count(task) > 1}):
+        raise ValueError(f"Set either the instruction or the definition of {', '.join(map(repr, both))}, not both")
     for key, value in words.items():
         task = key.removeprefix(INSTRUCTION)
         if key == "default_task":

@@ -166,7 +166,8 @@ def _initial_weights(model: "MoTEModel", start: str | Mapping[str, torch.Tensor]
         raise ValueError(
             f"Unknown expert {start!r}."
             + alternatives(start, [*available, MEAN])
-            + " To add an artefact, give its folder or its id on the Hub (user/name)"
+            + " To add an artefact, give its folder or its id on the Hub (user/name); in Python, what "
+            "`mote.experts.open_artefact` returns for it"
         )
     return weights(model, start)
 
