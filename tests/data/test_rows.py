@@ -93,6 +93,18 @@ def test_a_pattern_passes_over_files_of_other_kinds_and_brackets_of_the_folder(t
         find(tmp_path, "only/*")
 
 
+def test_a_pattern_names_the_files_that_it_passes_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, "", ROWS, "part-1.jsonl")
+    others = ["part-2.jsonl.bz2", "part-3.JSONL", "part-4.json"]
+    for name in (*others, "README", "part.md", ".part"):
+        (tmp_path / name).touch()
+    assert find(tmp_path, "*") == {"part-1": ROWS}
+    endings = ".jsonl, .jsonl.gz, .json.gz, .parquet"
+    assert caplog.messages == [
+        f"{tmp_path / name}: unknown format, skipped: expected one of {endings}" for name in others
+    ]
+
+
 def test_missing_datasets_are_named_with_what_is_there(tmp_path: Path) -> None:
     write(tmp_path, "retrieval/arxiv", ROWS)
     with pytest.raises(FileNotFoundError, match=r"no dataset .*retrieval/arxive.*Did you mean 'arxiv'"):

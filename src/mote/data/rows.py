@@ -217,6 +217,9 @@ def find_datasets(settings: AnySettings, folder: Path) -> list[Location[AnySetti
     found = []
     paths = matching_paths(settings.path, folder)
     of_datasets = [path for path in paths if path.is_dir() or has_columns(path)]  # a pattern may match a README, too
+    for path in paths if of_datasets else ():
+        if path not in of_datasets and path.suffix != ".md" and not path.name.startswith((".", "README", "LICENSE")):
+            logger.warning("%s: unknown format, skipped: expected one of %s", path, ", ".join(ENDINGS))
     for path in of_datasets or paths:
         name = _name(path, folder, settings.split)
         if files := split_files(path, settings.split):
