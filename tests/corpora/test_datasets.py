@@ -391,6 +391,11 @@ def test_killed_at_random_moments_it_ends_the_same(wanted: int, data: Path, mode
         ([{"text": "a", "label": "b"}], r"expected pairs \(anchor, positive\), got labelled rows"),
         ([{"query": "a"}], r"expected pairs \(anchor, positive\), got texts rows"),
         ([], "retrieval/few has no rows"),
+        (
+            [{"query": "a", "question": "b", "answer": "c"}],
+            "'query' and 'question' mean the same: remove or rename all but one in the files$",
+        ),
+        ([{"title": "a", "abstract": "b"}], "'abstract', 'title' are neither pairs .*: rename them in the files$"),
         ([{"query": "a", "positive": "b", "of": [{"page": "\ud800"}]}], r"train\.jsonl:1: 'of' is invalid Unicode"),
         ([{"query": "a", "positive": "b", "\ud800": 1}], r"train\.jsonl:1: '\\ud800' is invalid Unicode"),
         ([{"query": "a", "positive": "b", "raw": b"c"}], r"row 1: .*bytes is not JSON serializable"),
