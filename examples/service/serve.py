@@ -334,9 +334,10 @@ def response(request: EmbeddingsRequest, results: list[Embedding]) -> dict[str, 
 
 
 async def http_error(_: Any, error: AnyHTTPException) -> JSONResponse:
-    """Answer with one of our errors, or with the framework's error for an unknown path."""
+    """Answer with one of our errors, or with the framework's error for an unknown path or an unreadable body."""
     detail = error.detail if isinstance(error.detail, dict) else None
-    detail = detail or refusal(error.status_code, f"{error.detail}: there are {PATHS}").detail
+    paths = f": there are {PATHS}" if error.status_code in (404, 405) else ""
+    detail = detail or refusal(error.status_code, f"{error.detail}{paths}").detail
     return JSONResponse({"error": detail}, error.status_code, error.headers)
 
 

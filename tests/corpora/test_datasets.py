@@ -205,6 +205,28 @@ def test_a_finished_run_is_left_alone_and_another_one_refused(data: Path, caplog
     assert len(rows_in(out / "retrieval/few/train.jsonl.gz")) == 7
 
 
+def test_replaced_files_stay_until_a_dataset_is_finished(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = mine(data, "bm25")
+    before = contents(out)
+    (data / "retrieval/few/train.jsonl").rename(data / "retrieval/few/kept")
+    animals = data / "retrieval/animals/train.jsonl.gz"
+    rows = rows_in(animals)
+    for _ in range(2):
+        write_rows(animals, [{"query": "a", "positive": ""}])
+        with pytest.raises(ValueError, match="'positive' is empty"):
+            mine(data, "bm25", negatives=2, overwrite=True)
+        assert contents(out) == before
+    write_rows(animals, rows)
+    with monkeypatch.context() as patched:
+        patched.setattr(negatives, "write_rows", lambda *_: pytest.fail("interrupted"))
+        with pytest.raises(pytest.fail.Exception):
+            mine(data, "bm25", negatives=2, overwrite=True)
+    assert (out / "retrieval/few/train.jsonl.gz").exists()
+    mine(data, "bm25", negatives=2)  # resumes
+    assert [path.name for path in (out / "retrieval").iterdir()] == ["animals"]
+    assert contents(out) == contents(mine(data, "bm25", "fresh", negatives=2))
+
+
 def test_the_teacher_is_loaded_once_and_known_by_its_weights(
     data: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,6 +391,13 @@ def test_killed_at_random_moments_it_ends_the_same(wanted: int, data: Path, mode
         ([{"text": "a", "label": "b"}], r"expected pairs \(anchor, positive\), got labelled rows"),
         ([{"query": "a"}], r"expected pairs \(anchor, positive\), got texts rows"),
         ([], "retrieval/few has no rows"),
+        (
+            [{"query": "a", "question": "b", "answer": "c"}],
+            "'query' and 'question' mean the same: remove or rename all but one in the files$",
+        ),
+        ([{"title": "a", "abstract": "b"}], "'abstract', 'title' are neither pairs .*: rename them in the files$"),
+        ([{"query": "a", "positive": "b", "of": [{"page": "\ud800"}]}], r"train\.jsonl:1: 'of' is invalid Unicode"),
+        ([{"query": "a", "positive": "b", "\ud800": 1}], r"train\.jsonl:1: '\\ud800' is invalid Unicode"),
         ([{"query": "a", "positive": "b", "raw": b"c"}], r"row 1: .*bytes is not JSON serializable"),
     ],
 )

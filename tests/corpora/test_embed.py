@@ -272,6 +272,21 @@ def test_an_interrupt_after_the_last_shard(model: Path, corpus: Path, monkeypatc
     assert np.allclose(embeddings_in(embed(model, corpus)), expected(model), atol=1e-6)
 
 
+@pytest.mark.parametrize("settings", [{}, {"overwrite": True}, {"task": "query", "shard_size": 20}])
+def test_an_interrupt_before_the_first_shard_is_recorded(
+    settings: Any, model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: store.Store, *_: Any, **changes: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.Store, "record_shard", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            embed(model, corpus)
+    assert (corpus.parent / "out/shard-00000.parquet").exists()
+    assert contents(embed(model, corpus, **settings)) == contents(embed(model, corpus, "whole", **settings))
+
+
 def test_a_smaller_batch_resumes(model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         interrupt_at(patched, 2, RuntimeError("out of memory"))

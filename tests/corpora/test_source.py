@@ -107,6 +107,15 @@ def test_ranges_in_any_order(tmp_path: Path) -> None:
         reader.read(14, 16)
 
 
+def test_a_file_that_grows(tmp_path: Path) -> None:
+    corpus = several_files(tmp_path)
+    everything = list(corpus.read())
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write('{"text": "new"}\n')
+    assert list(corpus.read()) == everything
+    assert Reader(corpus).read(1, 15) == everything[1:]
+
+
 def test_a_dataset_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = datasets.Dataset.from_dict({"text": ["a", "b", "c"]})
     asked = {}

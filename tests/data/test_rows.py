@@ -93,6 +93,18 @@ def test_a_pattern_passes_over_files_of_other_kinds_and_brackets_of_the_folder(t
         find(tmp_path, "only/*")
 
 
+def test_a_pattern_names_the_files_that_it_passes_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, "", ROWS, "part-1.jsonl")
+    others = ["part-2.jsonl.bz2", "part-3.JSONL", "part-4.json"]
+    for name in (*others, "README", "part.md", ".part"):
+        (tmp_path / name).touch()
+    assert find(tmp_path, "*") == {"part-1": ROWS}
+    endings = ".jsonl, .jsonl.gz, .json.gz, .parquet"
+    assert caplog.messages == [
+        f"{tmp_path / name}: unknown format, skipped: expected one of {endings}" for name in others
+    ]
+
+
 def test_missing_datasets_are_named_with_what_is_there(tmp_path: Path) -> None:
     write(tmp_path, "retrieval/arxiv", ROWS)
     with pytest.raises(FileNotFoundError, match=r"no dataset .*retrieval/arxive.*Did you mean 'arxiv'"):
@@ -116,6 +128,37 @@ def test_a_split_in_two_formats_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"in several forms \(train.jsonl, train.parquet\): name the file"):
         find(tmp_path, "retrieval/tiny")
     assert find(tmp_path, "retrieval/tiny/train.parquet") == {"retrieval/tiny": ROWS}
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            ["train-00000-of-00003", "train-00002-of-00003"],
+            r"lacks 1 of 3 shards \(train-00001-of-00003\): add what",
+        ),
+        (["train/part-2-of-2"], r"lacks 1 of 2 shards \(part-00001-of-00002\)"),
+        (["train-00000-of-00020"], r"lacks 19 of 20 shards \(train-00001-of-00020, .*00010-of-00020, …\)"),
+        (
+            ["train-00000-of-00001", "train-00000-of-00002", "train-00001-of-00002"],
+            r"two exports \(train-00000-of-00001.parquet and train-00000-of-00002.parquet\): remove those of one",
+        ),
+        (["train-00000-of-00001-0abc", "train-00000-of-00001-1def"], r"of two exports \(.*0abc.* and .*1def"),
+    ],
+)
+def test_missing_and_mixed_shards_are_refused(tmp_path: Path, files: list[str], message: str) -> None:
+    for file in files:
+        write(tmp_path, "retrieval/tiny", ROWS, f"{file}.parquet")
+    with pytest.raises(ValueError, match=f"retrieval/tiny .*{message}"):
+        find(tmp_path, "retrieval/tiny")
+    assert find(tmp_path, f"retrieval/tiny/{files[0]}.parquet")
+
+
+def test_shards_with_hashes_and_counted_from_one(tmp_path: Path) -> None:
+    for part in range(3):
+        write(tmp_path, "retrieval/hashes", [ROWS[part]], f"train-0000{part}-of-00003-{part}abc.parquet")
+        write(tmp_path, "retrieval/from_one", [ROWS[part]], f"train-0000{part + 1}-of-00003.jsonl")
+    assert find(tmp_path, "retrieval/*") == {"retrieval/from_one": ROWS, "retrieval/hashes": ROWS}
 
 
 HUB = """
@@ -201,6 +244,13 @@ def test_a_truncated_file_is_an_error_by_name(tmp_path: Path, file: str) -> None
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(ValueError, match=re.escape(f"{path} is truncated or damaged")):
         list(read_files([path]))
+
+
+@pytest.mark.parametrize("name", ["train.jsonl.gz", "texts.txt.gz"])
+def test_a_packed_file_without_bytes_is_damaged(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=rf"{name} is truncated or damaged: it has 0 bytes"):
+        list(read_text_lines(tmp_path / name))
 
 
 def test_plain_text_that_is_not_utf_8(tmp_path: Path) -> None:

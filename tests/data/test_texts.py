@@ -39,6 +39,19 @@ def test_texts_of_files(tmp_path: Path) -> None:
     assert find_texts(tmp_path / "rows.parquet").texts == ("one", "two")
 
 
+def test_lines_of_white_space_are_no_texts(tmp_path: Path) -> None:
+    file = tmp_path / "texts.txt"
+    file.write_text("one\n\u00a0\n\u3000\u3000\ntwo\n", encoding="utf-8")
+    assert read_texts(file) == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.csv", "a.tsv", "a.JSONL", "a.csv.gz", "a.Parquet"])
+def test_rows_in_other_formats_are_not_read_as_plain_text(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('{"text": "one"}\n{"text": "two"}\n')
+    with pytest.raises(ValueError, match=rf"{name}: unknown format, expected plain text .* ends in \.jsonl, "):
+        read_texts(tmp_path / name)
+
+
 def test_pairs_of_files(tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     file.write_text('{"query": "a", "positive": ["b", "c"]}\n{"question": "d", "answer": "e"}\n')
@@ -69,6 +82,7 @@ def test_texts_and_pairs_of_a_folder_are_of_all_its_datasets() -> None:
         ('{"text": "one"}\n{"title": "two"}', r":2 has the columns title: expected one of text, query"),
         ('{"text": ["one"]}\n{"text": 3}', r":2: 'text' must be a text that is not empty, got 3"),
         ('{"text": " "}', r":1: 'text' must be a text that is not empty, got ' '"),
+        ('{"text": "one"}\n{"text": "\\ud800"}', r":2: 'text' is invalid Unicode: it has half of a surrogate pair"),
         ('{"text": "one"}\n{"tex', r":2: invalid JSON"),
         ("[1]", ":1: expected a JSON object, got list"),
     ],

@@ -253,6 +253,8 @@ def test_missing_fields_and_other_paths(server: Server) -> None:
     for method, path, body, status in (
         ("POST", "/v1/embeddings", '{"input": "a', 400),
         ("POST", "/v1/embeddings", "", 400),
+        ("POST", "/v1/embeddings", b'{"input": "\xff"}', 400),
+        ("POST", "/v1/embeddings", "[" * 100_000, 400),
         ("GET", "/v1/embeddings", None, 405),
         ("GET", "/v1/completions", None, 404),
     ):
@@ -262,6 +264,7 @@ def test_missing_fields_and_other_paths(server: Server) -> None:
             error = json.loads(response.read())["error"]
         assert response.status == status
         assert error["message"]
+        assert ("there are POST" in error["message"]) == (status in (404, 405))
         assert error["type"] == "invalid_request_error"
 
 

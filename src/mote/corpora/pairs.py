@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mote.data.columns import Columns, check_row, find_columns
+from mote.data.columns import Columns, check_row, check_string, find_columns
 from mote.data.rows import Location, read_rows, require_valid
 
 
@@ -149,14 +149,15 @@ def read_pairs(location: Location[Any], corpus: Iterable[str] = ()) -> PairDatas
     if not rows:
         raise ValueError(f"{location.name} has no rows")
     present = dict.fromkeys(column for row in rows for column in row.content)  # some have fewer negatives than others
-    columns = find_columns(location.settings, present, location.name)
+    columns = find_columns(location.settings, present, location.name, by_recipe=False)
     if columns.row_type != "pairs":
         raise ValueError(f"{location.name}: expected pairs (anchor, positive), got {columns.row_type} rows")
     examples = []
     for row in rows:
         try:
             examples.append(check_row(row.content, columns))
-            json.dumps(row.content)
+            for column, value in row.content.items():  # of all columns: they are written again in the end
+                check_string(json.dumps({column: value}, ensure_ascii=False), column)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{row.where}: {error}") from error
     negatives = [example.negatives for example in examples]

@@ -7,7 +7,7 @@ names the finished ones. Until then, `.work/` holds the teacher's embeddings and
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -198,7 +198,8 @@ class Run:
 
     Attributes:
         folder: The folder.
-        record: Content of `record.json`.
+        record: Content of `record.json`. Until the first dataset is finished, `replaces` holds the record of the run
+            that this one replaces.
     """
 
     def __init__(self, folder: Path, record: dict[str, Any]) -> None:
@@ -220,8 +221,30 @@ class Run:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, write)
         self.record["datasets"][name] = {"file": file, "sha256": sha256(path), **details}
+        self._remove_replaced()
         self.save()
         shutil.rmtree(self.work(name), ignore_errors=True)
+
+    def _remove_replaced(self) -> None:
+        """Remove the files of the run that this one replaces, and the folders that are empty then."""
+        replaced = self.record.pop("replaces", None)
+        if replaced is None:
+            return
+        (self.folder / CHART).unlink(missing_ok=True)
+        ours = {entry["file"] for entry in self.record["datasets"].values()}
+        for file in [entry["file"] for entry in replaced["datasets"].values() if entry["file"] not in ours]:
+            (self.folder / file).unlink(missing_ok=True)
+            for parent in [self.folder / parent for parent in Path(file).parents][:-1]:
+                with suppress(OSError):  # not empty
+                    parent.rmdir()
+
+    def restore_replaced(self) -> None:
+        """Bring back the record of the run that this one was to replace; without one, remove this one's."""
+        if "replaces" in self.record:
+            self.record = self.record["replaces"]
+            self.save()
+        else:
+            (self.folder / RECORD).unlink()
 
     def work(self, name: str) -> Path:
         """Return the folder for what a dataset needs until it is finished."""
@@ -235,7 +258,7 @@ def open_run(out: Path, record: dict[str, Any], overwrite: bool) -> Iterator[Run
     Args:
         out: Folder of the run.
         record: Settings of the run; a run can only be resumed with the same ones.
-        overwrite: Replace another run.
+        overwrite: Replace another run. Its files stay until the first dataset is finished.
 
     Raises:
         OSError: If another process is writing there.
@@ -253,11 +276,9 @@ def open_run(out: Path, record: dict[str, Any], overwrite: bool) -> Iterator[Run
                 "it with --overwrite"
             )
         if found is None or overwrite:
-            for entry in (found or {}).get("datasets", {}).values():
-                (out / entry["file"]).unlink(missing_ok=True)
-            (out / CHART).unlink(missing_ok=True)
             shutil.rmtree(out / WORK, ignore_errors=True)
-            found = {**record, "datasets": {}}
+            replaced = found if found and found["datasets"] else (found or {}).get("replaces")
+            found = {**record, "datasets": {}, **({"replaces": replaced} if replaced else {})}
         run = Run(out, found)
         run.save()
         try:
@@ -270,7 +291,7 @@ def open_run(out: Path, record: dict[str, Any], overwrite: bool) -> Iterator[Run
             begun = any(any((out / WORK).rglob(name)) for name in ("shard-*", "block-*"))
             if not run.record["datasets"] and not begun:
                 shutil.rmtree(out / WORK, ignore_errors=True)
-                (out / RECORD).unlink()
+                run.restore_replaced()
 
 
 def decide(

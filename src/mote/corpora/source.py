@@ -154,7 +154,8 @@ class Corpus:
         """
         number = start
         for part in self.parts:
-            for row in part.read(start) if start < part.rows else ():
+            left = max(0, part.rows - start)  # a file may have grown since
+            for row in islice(part.read(start), left) if left else ():
                 yield self.columns.document(row, number)
                 number += 1
             start = max(0, start - part.rows)

@@ -89,10 +89,10 @@ def open_store(folder: Path, manifest: dict[str, Any], overwrite: bool = False) 
     with only_writer(folder):
         found = read_manifest(folder)
         remove_leftovers(folder)
-        if found is not None and overwrite:
+        if found is not None and (overwrite or not found["shards"]):  # written, but not recorded: written again
             for path in (*folder.glob("shard-*.parquet"), folder / INDEX):
                 path.unlink(missing_ok=True)
-        elif found is not None and found["shards"]:
+        elif found is not None:
             _require_same(folder, found, manifest)
             manifest = found
         store = Store(folder, manifest)
@@ -100,7 +100,7 @@ def open_store(folder: Path, manifest: dict[str, Any], overwrite: bool = False) 
         try:
             yield store
         finally:
-            if not store.manifest["shards"]:
+            if not store.manifest["shards"] and not any(folder.glob("shard-*.parquet")):
                 (folder / MANIFEST).unlink(missing_ok=True)
 
 

@@ -53,24 +53,26 @@ class Example(NamedTuple):
     label: str | float | None = None
 
 
-def find_columns(settings: DatasetSettings, present: Iterable[str], name: str) -> Columns:
+def find_columns(settings: DatasetSettings, present: Iterable[str], name: str, by_recipe: bool = True) -> Columns:
     """Determine what the columns of a dataset mean: from its settings, or else by their usual names.
 
     Args:
         settings: The dataset's settings.
         present: The dataset's columns.
         name: The dataset's name, for errors.
+        by_recipe: Whether the settings are of a recipe, where `columns` can name others, for errors.
 
     Raises:
         ValueError: If a column is missing, or the names are ambiguous.
     """
     present = list(present)
-    names = _from_settings(settings.columns, present, name) if settings.columns else _usual(present, name)
+    names = _from_settings(settings.columns, present, name) if settings.columns else _usual(present, name, by_recipe)
     row_type = _ROW_TYPES.get(frozenset(names))
     if row_type is None:
         raise ValueError(
             f"{name}: its columns {', '.join(map(repr, sorted(present)))} are neither pairs (anchor, positive) nor "
-            "labelled texts (text, label) nor scored pairs (sentence1, sentence2, score): name them with `columns`"
+            "labelled texts (text, label) nor scored pairs (sentence1, sentence2, score): "
+            + ("name them with `columns`" if by_recipe else "rename them in the files")
         )
     return Columns(row_type, names)
 
@@ -95,26 +97,26 @@ def _from_settings(columns: dict[str, str | list[str]], present: list[str], name
     return names
 
 
-def _usual(present: list[str], name: str) -> dict[str, tuple[str, ...]]:
-    anchor, positive = _one_of(ANCHORS, present, name), _one_of(POSITIVES, present, name)
+def _usual(present: list[str], name: str, by_recipe: bool) -> dict[str, tuple[str, ...]]:
+    def one_of(usual: tuple[str, ...]) -> tuple[str, ...]:
+        found = tuple(column for column in usual if column in present)
+        if len(found) > 1:
+            remedy = "choose one with `columns`" if by_recipe else "remove or rename all but one in the files"
+            raise ValueError(f"{name}: {' and '.join(map(repr, found))} mean the same: {remedy}")
+        return found
+
+    anchor, positive = one_of(ANCHORS), one_of(POSITIVES)
     if anchor and positive:
         numbered = (column for column in present if _NUMBERED_NEGATIVE.fullmatch(column))
         negatives = [column for column in NEGATIVES if column in present]
         negatives += sorted(numbered, key=lambda column: int(re.sub(r"\D", "", column)))
-        score = () if negatives else _one_of(SCORES, present, name)
+        score = () if negatives else one_of(SCORES)
         names = {"anchor": anchor, "positive": positive, "negative": tuple(negatives), "label": score}
-    elif text := _one_of(TEXTS, present, name):
-        names = {"anchor": text, "label": _one_of(LABELS, present, name)}
+    elif text := one_of(TEXTS):
+        names = {"anchor": text, "label": one_of(LABELS)}
     else:
         names = {"anchor": anchor, "positive": positive}
     return {ours: theirs for ours, theirs in names.items() if theirs}
-
-
-def _one_of(usual: tuple[str, ...], present: list[str], name: str) -> tuple[str, ...]:
-    found = tuple(column for column in usual if column in present)
-    if len(found) > 1:
-        raise ValueError(f"{name}: {' and '.join(map(repr, found))} mean the same: choose one with `columns`")
-    return found
 
 
 def check_row(row: dict[str, Any], columns: Columns) -> Example:

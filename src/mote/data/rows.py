@@ -9,6 +9,7 @@ import codecs
 import gzip
 import json
 import logging
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ MAX_LINE = 2**26
 """Maximum length of a line in bytes: longer ones come from damaged files and compression bombs."""
 PARQUET_BATCH = 4096
 """Rows of a parquet file held in memory at once, besides those of its reader."""
+
+_SHARD = re.compile(r"(?P<start>.*?)(?P<number>\d+)-of-(?P<total>\d+)\b")  # some exports append a hash
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +116,8 @@ def read_text_lines(file: Path) -> Iterator[tuple[str, str]]:
 
 def _read_lines(file: Path) -> Iterator[tuple[str, bytes]]:
     _require_regular(file)
+    if file.suffix == ".gz" and not file.stat().st_size:  # `gzip` reads it as no lines
+        raise ValueError(f"{file} is truncated or damaged: it has 0 bytes, as after an interrupted download")
     with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
         try:
             for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), b""), start=1):
@@ -212,6 +217,9 @@ def find_datasets(settings: AnySettings, folder: Path) -> list[Location[AnySetti
     found = []
     paths = matching_paths(settings.path, folder)
     of_datasets = [path for path in paths if path.is_dir() or has_columns(path)]  # a pattern may match a README, too
+    for path in paths if of_datasets else ():
+        if path not in of_datasets and path.suffix != ".md" and not path.name.startswith((".", "README", "LICENSE")):
+            logger.warning("%s: unknown format, skipped: expected one of %s", path, ", ".join(ENDINGS))
     for path in of_datasets or paths:
         name = _name(path, folder, settings.split)
         if files := split_files(path, settings.split):
@@ -231,7 +239,8 @@ def split_files(path: Path, split: str) -> tuple[Path, ...]:
     A path to a file stands for itself, whatever the split is. Without a file for the split there are none.
 
     Raises:
-        ValueError: If the split exists in more than one form, or the path is a file of another format.
+        ValueError: If the split exists in more than one form, shards of it are missing or of different exports, or the
+            path is a file of another format.
     """
     if not path.is_dir():
         if not has_columns(path):
@@ -242,7 +251,33 @@ def split_files(path: Path, split: str) -> tuple[Path, ...]:
     if len({(file.parent, ending, file.name == split + ending) for file, ending in found.items()}) > 1:
         names = ", ".join(str(file.relative_to(path)) for file in sorted(found))
         raise ValueError(f"{path} has its {split!r} split in several forms ({names}): name the file to read")
+    _require_all_shards(path, sorted(found))
     return tuple(sorted(found))
+
+
+def _require_all_shards(folder: Path, files: Iterable[Path]) -> None:
+    """Refuse shards, such as `train-00000-of-00003.parquet`, that are not exactly those of one export."""
+    exports: dict[str, tuple[int, dict[int, str]]] = {}  # start of the names → number of shards, and those found
+    for file in files:
+        if (shard := _SHARD.match(file.name)) is None:
+            continue
+        number, total = int(shard["number"]), int(shard["total"])
+        expected, found = exports.setdefault(shard["start"], (total, {}))
+        if number in found or total != expected:
+            other = found.get(number) or next(iter(found.values()))
+            raise ValueError(
+                f"{folder} holds shards of two exports ({other} and {file.name}): remove those of one of them"
+            )
+        found[number] = file.name
+    for start, (total, found) in exports.items():
+        first = int(total in found)  # some count from 1
+        missing = [number for number in range(first, total + first) if number not in found]
+        if missing:
+            names = ", ".join(f"{start}{number:05}-of-{total:05}" for number in missing[:10])
+            raise ValueError(
+                f"{folder} lacks {len(missing)} of {total} shards ({names}{', …' if len(missing) > 10 else ''}): "
+                "add what is missing, or name the files to read"
+            )
 
 
 def read_rows(location: Location[Any]) -> Iterator[Row]:

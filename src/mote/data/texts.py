@@ -8,11 +8,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from mote.data.rows import Row, has_columns, read_files, read_text_lines, require_valid, split_files
+from mote.data.columns import check_string
+from mote.data.rows import ENDINGS, Row, has_columns, read_files, read_text_lines, require_valid, split_files
 
 TEXT_COLUMNS = ("text", "query", "sentence", "sentence1")
 QUERY_COLUMNS = ("query", "question", "anchor")
 DOCUMENT_COLUMNS = ("positive", "document", "passage", "answer")
+OTHER_FORMATS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
+"""Endings, in lower case, of files of rows that are not read, unless they end in one of `ENDINGS`."""
 FOLDERS = ("retrieval", "classification", "clustering")  # of the tasks that experts are trained on
 
 _BOTH = "give one with `--texts FILE` (one text per line, or .jsonl with a column 'text') or `--data FOLDER`"
@@ -65,7 +68,7 @@ def read_texts(file: str | Path | None = None) -> list[str]:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it is damaged or not UTF-8, a row has no text, or there are no texts.
+        ValueError: If it is damaged, not UTF-8 or of another format, a row has no text, or there are no texts.
     """
     if file is None:
         lines = (files("mote.data") / "texts.jsonl").read_text(encoding="utf-8").splitlines()
@@ -74,7 +77,12 @@ def read_texts(file: str | Path | None = None) -> list[str]:
     if has_columns(file):
         texts = [_text(row, TEXT_COLUMNS) for row in require_valid(read_files([file]))]
     else:
-        texts = [line.strip() for _, line in read_text_lines(file)]
+        if file.name.lower().removesuffix(".gz").endswith(OTHER_FORMATS):
+            raise ValueError(
+                f"{file}: unknown format, expected plain text (one text per line), or rows with a column "
+                f"'text' in a file that ends in {', '.join(ENDINGS)}"
+            )
+        texts = [text for _, line in read_text_lines(file) if (text := line.strip())]
     if not texts:
         raise ValueError(f"{file} has no texts: expected one per line")
     return texts
@@ -165,7 +173,10 @@ def _text(row: Row, columns: Sequence[str]) -> str:
     value = value[0] if isinstance(value, list) and value else value
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{row.where}: {column!r} must be a text that is not empty, got {value!r}")
-    return value
+    try:
+        return check_string(value, column)
+    except ValueError as error:
+        raise ValueError(f"{row.where}: {error}") from None
 
 
 def _sample(items: Sequence[Any], limit: int, seed: int) -> tuple[Any, ...]:
