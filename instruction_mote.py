@@ -71,7 +71,8 @@ class InstructedTransformer(Transformer):
 
         Args:
             inputs: Texts.
-            prompt: The instruction to put in front of each text; or a list with one for each text.
+            prompt: The instruction to put in front of each text; or a list with one for each text, which decides its
+                task.
             processing_kwargs: See the base class.
             task: See the base class.
             **kwargs: See the base class.
@@ -80,7 +81,8 @@ class InstructedTransformer(Transformer):
             The features of the base class, and `pooling_mask` [B, L]: 1 for tokens that are pooled.
 
         Raises:
-            ValueError: If a row has no token to pool, for example because its instruction fills the maximum length.
+            ValueError: If a row has no token to pool, for example because its instruction fills the maximum length, or
+                there are not as many prompts as texts.
         """
         if not inputs:
             return {}
@@ -88,7 +90,10 @@ class InstructedTransformer(Transformer):
         if prompt is None or isinstance(prompt, str):
             starts, whole = [prompt or ""] * len(inputs), inputs
         else:
+            if len(prompt) != len(inputs):
+                raise ValueError(f"{len(prompt)} prompts for {len(inputs)} texts: give one for each, or one for all")
             starts, whole = list(prompt), [start + text for start, text in zip(prompt, inputs, strict=True)]
+            kwargs |= self.decided_by(starts, inputs, task)
             prompt = None
         features = super().preprocess(whole, prompt, processing_kwargs, task=task, **kwargs)
         encodings = getattr(features, "encodings", None)
@@ -116,6 +121,10 @@ class InstructedTransformer(Transformer):
     def prompt_for(self, task: str | None, prompt: Any) -> Any:
         """Return the prompt to use, here the one that is given: see `MoTETransformer.prompt_for`."""
         return prompt
+
+    def decided_by(self, prompts: list[str], inputs: Any, task: str | None) -> dict[str, Any]:
+        """Return what prompts decide that texts with their prompts in front no longer tell, here nothing."""
+        return {}
 
     def _instruction_in(self, text: str) -> str:
         """Return the instruction that a text begins with, possibly empty."""

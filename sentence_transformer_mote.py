@@ -4,6 +4,7 @@
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ class MoTETransformer(Transformer):
         prompt: str | None = None,
         processing_kwargs: Any = None,
         task: str | None = None,
+        tasks: str | list[str] | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Tokenize, and decide on the task.
@@ -90,20 +92,22 @@ class MoTETransformer(Transformer):
             prompt: Text to put in front of each text; a `TaskPrompt` or an instruction of the config decides the task.
             processing_kwargs: See the base class.
             task: A task of the config, or the hints "query" and "document".
+            tasks: The task, or one for each text, if it is already decided, see `tasks_of`.
             **kwargs: See the base class.
 
         Returns:
             The features of the base class, and `route`.
 
         Raises:
-            ValueError: If the task is unknown, or no rule decides on one.
+            ValueError: If the task is unknown, no rule decides on one, or the prompt is a list.
         """
         if "mixed_tasks" in kwargs:  # called by the base class to count the prompt's tokens, whatever the task
             return super().preprocess(inputs, prompt, processing_kwargs, **kwargs)
         if not inputs:
             return {}
+        require_one_prompt(prompt)
         prompt = self.prompt_for(task, prompt)
-        tasks = self.config.task_of(inputs, task, prompt)
+        tasks = self.config.task_of(inputs, task, prompt) if tasks is None else tasks
         self.config.warn_of_instructions(inputs, prompt)
         mixed = not isinstance(tasks, str)
         features = super().preprocess(inputs, prompt, processing_kwargs, task=task, mixed_tasks=mixed, **kwargs)
@@ -114,6 +118,15 @@ class MoTETransformer(Transformer):
         """Return the prompt; None for the default one if `task=` names another task, whose texts stay as they are."""
         is_default = getattr(prompt, "is_default", False)
         return None if is_default and self.config.task_of([""], task, prompt) != prompt.task else prompt
+
+    def tasks_of(self, inputs: Any, task: str | None, prompts: Sequence[str]) -> str | list[str]:
+        """Return the task of all texts, or one for each, if each has a prompt of its own; see `MoTEConfig.task_of`.
+
+        Raises:
+            ValueError: If the task is unknown, or no rule decides on one.
+        """
+        tasks = [self.config.task_of([text], task, prompt) for text, prompt in zip(inputs, prompts, strict=True)]
+        return tasks[0] if len(set(tasks)) == 1 else tasks
 
     def _should_flatten_inputs(self, *args: Any, mixed_tasks: bool = False, **kwargs: Any) -> bool:
         """Keep rows of several tasks apart: flash attention without padding would concatenate them."""
@@ -156,3 +169,12 @@ class MoTETransformer(Transformer):
         """Save the model, the tokenizer, the settings, and the code that loads them."""
         super().save(output_path, *args, **kwargs)
         custom_object_save(self, output_path)
+
+
+def require_one_prompt(prompt: Any) -> None:
+    """Raise `ValueError` if each text has a prompt of its own, which `InstructedTransformer` knows, but no other."""
+    if prompt is not None and not isinstance(prompt, str):
+        raise ValueError(
+            f"The prompt must be one text for all inputs, got a {type(prompt).__name__}: call it once per prompt, put "
+            "each text's instruction in front of it, or set instruction_pooling=excluded, which takes a list"
+        )

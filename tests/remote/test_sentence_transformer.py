@@ -233,6 +233,10 @@ def test_without_trust_nothing_is_loaded(trained_folder: Path) -> None:
         ({"task": "serch_query"}, "Unknown task 'serch_query'. Did you mean 'search_query'"),
         ({"task": ["clustering"] * 4}, "must be one name for all texts"),
         ({"prompt_name": "retrieval"}, "(?s)retrieval.*search_query"),
+        (
+            {"prompt": ["clustering: "] * 4},
+            "must be one text for all inputs, got a list: .*=excluded",
+        ),
     ],
 )
 def test_what_is_refused(model: SentenceTransformer, arguments: dict[str, Any], message: str) -> None:
