@@ -71,8 +71,7 @@ class InstructedTransformer(Transformer):
 
         Args:
             inputs: Texts.
-            prompt: The instruction to put in front of each text; or a list with one for each text, which decides its
-                task.
+            prompt: The instruction to put in front of each text; or a list with one for each text.
             processing_kwargs: See the base class.
             task: See the base class.
             **kwargs: See the base class.
@@ -90,10 +89,8 @@ class InstructedTransformer(Transformer):
         if prompt is None or isinstance(prompt, str):
             starts, whole = [prompt or ""] * len(inputs), inputs
         else:
-            if len(prompt) != len(inputs):
-                raise ValueError(f"{len(prompt)} prompts for {len(inputs)} texts: give one for each, or one for all")
+            check_prompts(prompt, inputs)
             starts, whole = list(prompt), [start + text for start, text in zip(prompt, inputs, strict=True)]
-            kwargs |= self.decided_by(starts, inputs, task)
             prompt = None
         features = super().preprocess(whole, prompt, processing_kwargs, task=task, **kwargs)
         encodings = getattr(features, "encodings", None)
@@ -121,10 +118,6 @@ class InstructedTransformer(Transformer):
     def prompt_for(self, task: str | None, prompt: Any) -> Any:
         """Return the prompt to use, here the one that is given: see `MoTETransformer.prompt_for`."""
         return prompt
-
-    def decided_by(self, prompts: list[str], inputs: Any, task: str | None) -> dict[str, Any]:
-        """Return what prompts decide that texts with their prompts in front no longer tell, here nothing."""
-        return {}
 
     def _instruction_in(self, text: str) -> str:
         """Return the instruction that a text begins with, possibly empty."""
@@ -211,6 +204,12 @@ class TextPooling(Pooling):
         """Save the settings, and this file next to the model's own code."""
         super().save(output_path, *args, **kwargs)
         custom_object_save(self, Path(output_path).parent)
+
+
+def check_prompts(prompts: Sequence[str], inputs: Sequence[Any]) -> None:
+    """Raise `ValueError` if there is not one prompt for each text."""
+    if len(prompts) != len(inputs):
+        raise ValueError(f"{len(prompts)} prompts for {len(inputs)} texts: give one for each, or one for all")
 
 
 def check_tokenizer(tokenizer: Any) -> None:

@@ -4,7 +4,6 @@
 """
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ class TaskPrompt(str):
     """An instruction, possibly empty, and its task: of `encode(prompt_name=…)`, only the text reaches a module."""
 
     task: str
-    is_default: bool  # whether it is put in front of texts for which no prompt is named
+    name: str  # among the model's prompts
 
 
 class MoTETransformer(Transformer):
@@ -82,7 +81,6 @@ class MoTETransformer(Transformer):
         prompt: str | None = None,
         processing_kwargs: Any = None,
         task: str | None = None,
-        tasks: str | list[str] | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Tokenize, and decide on the task.
@@ -92,7 +90,6 @@ class MoTETransformer(Transformer):
             prompt: Text to put in front of each text; a `TaskPrompt` or an instruction of the config decides the task.
             processing_kwargs: See the base class.
             task: A task of the config, or the hints "query" and "document".
-            tasks: The task, or one for each text, if it is already decided, see `tasks_of`.
             **kwargs: See the base class.
 
         Returns:
@@ -107,7 +104,7 @@ class MoTETransformer(Transformer):
             return {}
         require_one_prompt(prompt)
         prompt = self.prompt_for(task, prompt)
-        tasks = self.config.task_of(inputs, task, prompt) if tasks is None else tasks
+        tasks = self.config.task_of(inputs, task, prompt)
         self.config.warn_of_instructions(inputs, prompt)
         mixed = not isinstance(tasks, str)
         features = super().preprocess(inputs, prompt, processing_kwargs, task=task, mixed_tasks=mixed, **kwargs)
@@ -116,17 +113,9 @@ class MoTETransformer(Transformer):
 
     def prompt_for(self, task: str | None, prompt: Any) -> Any:
         """Return the prompt; None for the default one if `task=` names another task, whose texts stay as they are."""
-        is_default = getattr(prompt, "is_default", False)
+        default = getattr(getattr(self, "owner", None), "default_prompt_name", None)  # which can change after loading
+        is_default = default is not None and getattr(prompt, "name", None) == default
         return None if is_default and self.config.task_of([""], task, prompt) != prompt.task else prompt
-
-    def tasks_of(self, inputs: Any, task: str | None, prompts: Sequence[str]) -> str | list[str]:
-        """Return the task of all texts, or one for each, if each has a prompt of its own; see `MoTEConfig.task_of`.
-
-        Raises:
-            ValueError: If the task is unknown, or no rule decides on one.
-        """
-        tasks = [self.config.task_of([text], task, prompt) for text, prompt in zip(inputs, prompts, strict=True)]
-        return tasks[0] if len(set(tasks)) == 1 else tasks
 
     def _should_flatten_inputs(self, *args: Any, mixed_tasks: bool = False, **kwargs: Any) -> bool:
         """Keep rows of several tasks apart: flash attention without padding would concatenate them."""
@@ -157,7 +146,8 @@ class MoTETransformer(Transformer):
             if task := self.config.task_of_prompt(name, text):
                 model.prompts[name] = TaskPrompt(text)
                 model.prompts[name].task = task
-                model.prompts[name].is_default = name == model.default_prompt_name
+                model.prompts[name].name = name
+        object.__setattr__(self, "owner", model)  # not as a module of this one
         card, text = model.model_card_data, model._model_card_text or ""
         card.__class__ = MoTECardData if type(card) is SentenceTransformerModelCardData else type(card)
         card.add_tags(self.model.model_tags)
@@ -172,7 +162,7 @@ class MoTETransformer(Transformer):
 
 
 def require_one_prompt(prompt: Any) -> None:
-    """Raise `ValueError` if each text has a prompt of its own, which `InstructedTransformer` knows, but no other."""
+    """Raise `ValueError` if there is a list of prompts, which only `InstructedTransformer` takes."""
     if prompt is not None and not isinstance(prompt, str):
         raise ValueError(
             f"The prompt must be one text for all inputs, got a {type(prompt).__name__}: call it once per prompt, put "
