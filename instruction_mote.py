@@ -80,7 +80,8 @@ class InstructedTransformer(Transformer):
             The features of the base class, and `pooling_mask` [B, L]: 1 for tokens that are pooled.
 
         Raises:
-            ValueError: If a row has no token to pool, for example because its instruction fills the maximum length.
+            ValueError: If a row has no token to pool, for example because its instruction fills the maximum length, or
+                there are not as many prompts as texts.
         """
         if not inputs:
             return {}
@@ -88,6 +89,7 @@ class InstructedTransformer(Transformer):
         if prompt is None or isinstance(prompt, str):
             starts, whole = [prompt or ""] * len(inputs), inputs
         else:
+            check_prompts(prompt, inputs)
             starts, whole = list(prompt), [start + text for start, text in zip(prompt, inputs, strict=True)]
             prompt = None
         features = super().preprocess(whole, prompt, processing_kwargs, task=task, **kwargs)
@@ -202,6 +204,12 @@ class TextPooling(Pooling):
         """Save the settings, and this file next to the model's own code."""
         super().save(output_path, *args, **kwargs)
         custom_object_save(self, Path(output_path).parent)
+
+
+def check_prompts(prompts: Sequence[str], inputs: Sequence[Any]) -> None:
+    """Raise `ValueError` if there is not one prompt for each text."""
+    if len(prompts) != len(inputs):
+        raise ValueError(f"{len(prompts)} prompts for {len(inputs)} texts: give one for each, or one for all")
 
 
 def check_tokenizer(tokenizer: Any) -> None:

@@ -44,7 +44,7 @@ class TaskPrompt(str):
     """An instruction, possibly empty, and its task: of `encode(prompt_name=…)`, only the text reaches a module."""
 
     task: str
-    is_default: bool  # whether it is put in front of texts for which no prompt is named
+    name: str  # among the model's prompts
 
 
 class MoTETransformer(Transformer):
@@ -96,12 +96,13 @@ class MoTETransformer(Transformer):
             The features of the base class, and `route`.
 
         Raises:
-            ValueError: If the task is unknown, or no rule decides on one.
+            ValueError: If the task is unknown, no rule decides on one, or the prompt is a list.
         """
         if "mixed_tasks" in kwargs:  # called by the base class to count the prompt's tokens, whatever the task
             return super().preprocess(inputs, prompt, processing_kwargs, **kwargs)
         if not inputs:
             return {}
+        require_one_prompt(prompt)
         prompt = self.prompt_for(task, prompt)
         tasks = self.config.task_of(inputs, task, prompt)
         self.config.warn_of_instructions(inputs, prompt)
@@ -112,7 +113,8 @@ class MoTETransformer(Transformer):
 
     def prompt_for(self, task: str | None, prompt: Any) -> Any:
         """Return the prompt; None for the default one if `task=` names another task, whose texts stay as they are."""
-        is_default = getattr(prompt, "is_default", False)
+        default = getattr(getattr(self, "owner", None), "default_prompt_name", None)  # which can change after loading
+        is_default = default is not None and getattr(prompt, "name", None) == default
         return None if is_default and self.config.task_of([""], task, prompt) != prompt.task else prompt
 
     def _should_flatten_inputs(self, *args: Any, mixed_tasks: bool = False, **kwargs: Any) -> bool:
@@ -144,7 +146,8 @@ class MoTETransformer(Transformer):
             if task := self.config.task_of_prompt(name, text):
                 model.prompts[name] = TaskPrompt(text)
                 model.prompts[name].task = task
-                model.prompts[name].is_default = name == model.default_prompt_name
+                model.prompts[name].name = name
+        object.__setattr__(self, "owner", model)  # not as a module of this one
         card, text = model.model_card_data, model._model_card_text or ""
         card.__class__ = MoTECardData if type(card) is SentenceTransformerModelCardData else type(card)
         card.add_tags(self.model.model_tags)
@@ -156,3 +159,12 @@ class MoTETransformer(Transformer):
         """Save the model, the tokenizer, the settings, and the code that loads them."""
         super().save(output_path, *args, **kwargs)
         custom_object_save(self, output_path)
+
+
+def require_one_prompt(prompt: Any) -> None:
+    """Raise `ValueError` if there is a list of prompts, which only `InstructedTransformer` takes."""
+    if prompt is not None and not isinstance(prompt, str):
+        raise ValueError(
+            f"The prompt must be one text for all inputs, got a {type(prompt).__name__}: call it once per prompt, put "
+            "each text's instruction in front of it, or set instruction_pooling=excluded, which takes a list"
+        )

@@ -1,15 +1,18 @@
 """The Sentence-Transformers module of a MoTE that leaves instructions out of its pooling."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 if TYPE_CHECKING or not __package__:  # installed, as a top-level module
     try:  # transformers takes an import outside of a `try` for a package that must be installed
-        from instruction_mote import InstructedTransformer
+        from instruction_mote import InstructedTransformer, check_prompts
         from sentence_transformer_mote import MoTETransformer
     finally:
         pass
 else:  # remote code
-    from .instruction_mote import InstructedTransformer
+    from .instruction_mote import InstructedTransformer, check_prompts
     from .sentence_transformer_mote import MoTETransformer
 
 
@@ -17,3 +20,37 @@ class InstructedMoTETransformer(InstructedTransformer, MoTETransformer):
     """A `MoTETransformer` that says which tokens are pooled, as `InstructedTransformer` does."""
 
     prompt_for = MoTETransformer.prompt_for
+
+    def preprocess(
+        self,
+        inputs: Any,
+        prompt: str | Sequence[str] | None = None,
+        processing_kwargs: Any = None,
+        task: str | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Tokenize, say which tokens are pooled, and decide on the task.
+
+        Args:
+            inputs: Texts.
+            prompt: The instruction to put in front of each text; or a list with one for each text, whose task it
+                decides by the same rules.
+            processing_kwargs: See the base class.
+            task: A task of the config, or the hints "query" and "document".
+            **kwargs: See the base class.
+
+        Returns:
+            The features of the base classes: with `pooling_mask` [B, L] and `route`.
+
+        Raises:
+            ValueError: If the task is unknown, no rule decides on one, a row has no token to pool, or there are not as
+                many prompts as texts.
+        """
+        if not inputs or prompt is None or isinstance(prompt, str):
+            return super().preprocess(inputs, prompt, processing_kwargs, task=task, **kwargs)
+        check_prompts(prompt, inputs)
+        tasks = [self.config.task_of([text], task, start) for text, start in zip(inputs, prompt, strict=True)]
+        features = super().preprocess(inputs, prompt, processing_kwargs, task=tasks[0], **kwargs)
+        if len(set(tasks)) > 1:
+            features["route"] = torch.tensor([list(self.config.tasks).index(name) for name in tasks])
+        return features

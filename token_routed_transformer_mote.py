@@ -10,12 +10,12 @@ from sentence_transformers.base.modules import Transformer
 if TYPE_CHECKING or not __package__:  # installed, as a top-level module
     try:  # transformers takes an import outside of a `try` for a package that must be installed
         from configuration_mote import ROLE_HINTS
-        from sentence_transformer_mote import MoTETransformer
+        from sentence_transformer_mote import MoTETransformer, require_one_prompt
     finally:
         pass
 else:  # remote code
     from .configuration_mote import ROLE_HINTS
-    from .sentence_transformer_mote import MoTETransformer
+    from .sentence_transformer_mote import MoTETransformer, require_one_prompt
 
 
 class TokenRoutedTransformer(MoTETransformer):
@@ -46,10 +46,11 @@ class TokenRoutedTransformer(MoTETransformer):
             The features of the base class.
 
         Raises:
-            ValueError: If the task is unknown.
+            ValueError: If the task is unknown, or the prompt is a list.
         """
         if not inputs:
             return {}
+        require_one_prompt(prompt)
         if task is not None and task not in ROLE_HINTS:
             self.config.expert_of(task)
             prompt = self.prompt_for(task, prompt)

@@ -119,6 +119,22 @@ def test_under_another_name(tiny_mote: Path, legal: Path, tmp_path: Path) -> Non
     assert (first / "expert.safetensors").read_bytes() == (legal / "expert.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("by_earlier_version", [False, True])
+def test_an_expert_without_an_instruction_stays_without_one(
+    by_earlier_version: bool, dense: Path, tmp_path: Path
+) -> None:
+    """Not even with the paper's, which a new expert of such a name gets."""
+    find = {"search_query": "Find passages"}
+    upcycle(str(dense), tmp_path / "whole", definitions=find)
+    upcycle(str(dense), tmp_path / "part", experts=["search_query", "clustering"], definitions=find)
+    files = extract(str(tmp_path / "whole"), "search_document", tmp_path / "files")
+    assert read_json(files / "expert.json")["instructions"] == {"search_document": ""}
+    if by_earlier_version:  # which wrote only the instructions that the config names
+        edit_json(files / "expert.json", instructions={})
+    config = MoTEModel.from_pretrained(add(tmp_path / "part", files, tmp_path / "out")).config
+    assert config.instruction_of("search_document") == config.instruction_of("document") == ""
+
+
 def test_tasks_that_another_expert_has_stay_there(
     tiny_mote: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

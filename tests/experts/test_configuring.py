@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.checkpoints import contents, dense_checkpoint, files_in, read_json, trusted
 from helpers.kills import stop_everywhere
+from helpers.on_disk import export
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, pipeline
 
@@ -96,6 +97,39 @@ def test_what_others_wrote_into_the_card_stays(fresh_folder: Path, tmp_path: Pat
     assert "Texts without a task: the task `sts`." in after
     assert "upcycled from\n[small-encoder]" in after
     assert "\nmote set small-mote default_task=sts --overwrite\n" in after
+
+
+def test_reworded_prompts_stay(place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those that are saved with the model, unless the instruction itself is set anew."""
+
+    def prompts_in(folder: Path) -> dict[str, str]:
+        return read_json(folder / "config_sentence_transformers.json")["prompts"]
+
+    own = prompts_in(place)
+    reworded = {"clustering": "Group: ", "Clustering": "Topic: ", "search_document": ""}
+    trusted(place, prompts=reworded).save(str(tmp_path / "saved"))
+    before = prompts_in(tmp_path / "saved")
+    assert before == {**own, **reworded}
+    mote.configure(tmp_path / "saved", default_task="sts", instructions={"classification": "C: "})
+    assert prompts_in(tmp_path / "saved") == {
+        name: "C: " if text == "classification: " else text for name, text in before.items()
+    }
+    exported = prompts_in(export(tmp_path / "saved", tmp_path / "dense", expert="clustering"))
+    assert exported == {"clustering": "Group: ", "Clustering": "Topic: ", "query": "Group: ", "document": "Group: "}
+    assert "does not keep" not in caplog.text
+    mote.configure(tmp_path / "saved", instructions={"clustering": "New: "})
+    told = prompts_in(tmp_path / "saved")
+    assert (told["clustering"], told["Clustering"], told["search_document"]) == ("New: ", "New: ", "")
+    assert (
+        "The result does not keep 'Group: ', the prompt 'clustering' of "
+        f"{tmp_path / 'saved'}: its prompt is 'New: '; to set it: `mote set DIR \"instruction.clustering=Group: \"`"
+    ) in caplog.messages
+    caplog.clear()
+    mote.transform(tmp_path / "saved", tmp_path / "renamed", mote.experts.rename, "search_document", "passage")
+    assert prompts_in(tmp_path / "renamed")["passage"] == "search_document: "
+    assert [message.rsplit(": ", 1)[-1] for message in caplog.messages if "does not keep" in message] == [
+        "it has no such task"
+    ]
 
 
 def test_another_expert_for_a_task(place: Path) -> None:

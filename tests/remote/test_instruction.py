@@ -137,6 +137,19 @@ def test_instructions_in_the_texts_themselves(model: SentenceTransformer) -> Non
     del model[0].config.instructions["clustering"], model[0].config.instructions["classification"]
 
 
+def test_each_of_a_list_of_prompts_decides_the_task_of_its_text(instructed: Path) -> None:
+    reworded = {"clustering": "Group by topic: ", "search_document": ""}
+    model = trusted(instructed, prompts=reworded, config_kwargs={"route_by_text": False, "default_task": "sts"})
+    tasks, prompts = list(model[0].config.tasks), model.prompts
+    listed = model.preprocess(TEXTS, prompt=[prompts["clustering"], QUERY, prompts["search_document"], ""])
+    assert [tasks[index] for index in listed["route"]] == ["clustering", "search_query", "search_document", "sts"]
+    assert model.preprocess(TEXTS, prompt=[prompts["clustering"]] * 4)["route"] == "clustering"
+    assert model.preprocess(TEXTS, prompt=[QUERY] * 4, task="clustering")["route"] == "clustering"
+    assert model.preprocess(TEXTS[:2], prompt=["", ""], task="query")["route"] == "query"
+    with pytest.raises(ValueError, match="3 prompts for 4 texts: give one for each"):
+        model.preprocess(TEXTS, prompt=[QUERY] * 3)
+
+
 def test_padding_on_either_side_pools_as_many_tokens(model: SentenceTransformer) -> None:
     """BERT counts positions from the start of the row, so padding on the left moves them, and changes embeddings."""
     for side in ("left", "right"):
@@ -233,7 +246,7 @@ def test_other_poolings(instructed: Path, pooling: str) -> None:
 
 def test_auto_model_pools_what_it_is_told(model: SentenceTransformer) -> None:
     network = model[0].model
-    features = model[0].preprocess(TEXTS, prompt=[QUERY, "", QUERY, ""], task="document")
+    features = model[0].preprocess(TEXTS, prompt=[QUERY, "", QUERY, ""], task="search_document")
     inputs = {name: features[name] for name in ("input_ids", "attention_mask", "pooling_mask")}
     with torch.no_grad():
         expected = model(features)["sentence_embedding"]

@@ -158,6 +158,19 @@ def test_a_task_leaves_the_default_prompt_of_another_out(trained_folder: Path, e
     assert np.abs(by_name - expected["search_query", "search_query: "]).max() <= 1e-6
 
 
+@pytest.mark.parametrize(
+    "copied", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
+def test_the_default_prompt_can_change_after_loading(trained_folder: Path, expected: dict, copied: Any) -> None:
+    model = copied(SentenceTransformer(str(trained_folder), trust_remote_code=True))
+    model.default_prompt_name = "clustering"
+    assert np.abs(model.encode(TEXTS) - expected["clustering", "clustering: "]).max() <= 1e-6
+    assert np.abs(model.encode(TEXTS, task="classification") - expected["classification", ""]).max() <= 1e-6
+    model.default_prompt_name = None
+    explicit = model.encode(TEXTS, task="classification", prompt_name="clustering")
+    assert np.abs(explicit - expected["classification", "clustering: "]).max() <= 1e-6
+
+
 def test_an_adapter_keeps_the_tasks_of_a_mixed_batch(trained_folder: Path, expected: dict) -> None:
     peft = pytest.importorskip("peft")
     model = SentenceTransformer(
@@ -233,6 +246,10 @@ def test_without_trust_nothing_is_loaded(trained_folder: Path) -> None:
         ({"task": "serch_query"}, "Unknown task 'serch_query'. Did you mean 'search_query'"),
         ({"task": ["clustering"] * 4}, "must be one name for all texts"),
         ({"prompt_name": "retrieval"}, "(?s)retrieval.*search_query"),
+        (
+            {"prompt": ["clustering: "] * 4},
+            "must be one text for all inputs, got a list: .*=excluded",
+        ),
     ],
 )
 def test_what_is_refused(model: SentenceTransformer, arguments: dict[str, Any], message: str) -> None:

@@ -119,6 +119,11 @@ def test_a_default_prompt_of_another_task_is_left_out(trained_folder: Path) -> N
     assert torch.equal(encoded(model, task="clustering"), encoded(model, prompt=""))
 
 
+def test_a_list_of_prompts_is_refused(trained_folder: Path) -> None:
+    with pytest.raises(ValueError, match="must be one text for all inputs, got a list"):
+        trusted(trained_folder).preprocess(TEXTS, prompt=["clustering: "] * 4)
+
+
 def test_cached_loss_equals_the_plain_one(trained_folder: Path) -> None:
     from sentence_transformers.sentence_transformer import losses
 

@@ -128,37 +128,43 @@ def source_prompts(source: Checkpoint) -> dict[str, str]:
     return {name: text or "" for name, text in prompts.items()} if any(prompts.values()) else {}
 
 
-def prompts_of(config: MoTEConfig, carried_over: dict[str, str] | None = None) -> dict[str, str]:
+def prompts_of(
+    config: MoTEConfig, carried_over: dict[str, str] | None = None, reworded: dict[str, str] | None = None
+) -> dict[str, str]:
     """Build Sentence-Transformers' `prompts`: the instruction of every task, also under MTEB's names.
 
     Args:
         config: Config of the model.
         carried_over: Prompts of the source under other names, to keep.
+        reworded: Prompts of the source for the same tasks with other texts, to keep.
     """
     prompts = {task: config.instruction_of(task) for task in config.tasks}
     mteb = {name: prompts[task] for name, task in MTEB_PROMPTS.items() if task in prompts}
-    return {**(carried_over or {}), **mteb, **prompts}
+    return {**(carried_over or {}), **mteb, **prompts, **(reworded or {})}
 
 
-def prompts_of_expert(config: MoTEConfig, expert: str, carried_over: dict[str, str] | None = None) -> dict[str, str]:
+def prompts_of_expert(
+    config: MoTEConfig,
+    expert: str,
+    carried_over: dict[str, str] | None = None,
+    reworded: dict[str, str] | None = None,
+) -> dict[str, str]:
     """Build the prompts of a dense model that is one expert: the instructions of the tasks that it serves.
 
-    A role (`query`, `document`) that it does not serve gets the expert's own instruction: without a prompt,
-    `encode_query` would put nothing in front of a text.
+    A role (`query`, `document`) that it does not serve gets the expert's own prompt: without one, `encode_query` would
+    put nothing in front of a text.
 
     Args:
         config: Config of the MoTE.
         expert: Expert name.
         carried_over: As in `prompts_of`.
+        reworded: As in `prompts_of`.
     """
     served = [task for task, name in config.tasks.items() if name == expert]
     texts = {config.instruction_of(task) for task in served} - {""}  # of no other expert
-    kept = {
-        name: text
-        for name, text in prompts_of(config, carried_over).items()
-        if text in texts or MTEB_PROMPTS.get(name, name) in served
-    }
-    return {**dict.fromkeys(ROLE_HINTS, config.instruction_of(expert)), **kept}
+    prompts = prompts_of(config, carried_over, reworded)
+    kept = {name: text for name, text in prompts.items() if text in texts or MTEB_PROMPTS.get(name, name) in served}
+    return {**dict.fromkeys(ROLE_HINTS, prompts[expert]), **kept}
 
 
 def _carried_over(source: Checkpoint) -> dict[str, str]:
@@ -166,6 +172,33 @@ def _carried_over(source: Checkpoint) -> dict[str, str]:
     prompts = source_prompts(source)
     own = prompts_of(source.config) if isinstance(source.config, MoTEConfig) else {}
     return {name: text for name, text in prompts.items() if name not in own}
+
+
+def _reworded(source: Checkpoint, config: MoTEConfig) -> dict[str, str]:
+    """Read the prompts of a MoTE that differ from its instructions, for a model made from it; warn of those it loses.
+
+    A prompt is lost if the model has a new instruction for its task, no such task, or another one with this text.
+    """
+    if not isinstance(source.config, MoTEConfig):
+        return {}
+    own, new = prompts_of(source.config), prompts_of(config)
+    reworded = {name: text for name, text in source_prompts(source).items() if text != own.get(name, text)}
+    kept = {
+        name: text
+        for name, text in reworded.items()
+        if own[name] == new.get(name) and config.task_of_prompt(name, text) is not None
+    }
+    for name in sorted(reworded.keys() - kept.keys()):
+        task = name if name in config.tasks else MTEB_PROMPTS.get(name)
+        remedy = f'to set it: `mote set DIR "instruction.{task}={reworded[name]}"`'
+        logger.warning(
+            "The result does not keep %r, the prompt %r of %s: %s",
+            reworded[name],
+            name,
+            source.name,
+            f"its prompt is {new[name]!r}; {remedy}" if name in new else "it has no such task",
+        )
+    return kept
 
 
 def max_seq_length(model: PreTrainedModel, source: Checkpoint) -> int | None:
@@ -217,14 +250,15 @@ def write_sentence_transformer(
     carried_over = _carried_over(source)
     if source.format == "nv_embed" and config.default_task is None:
         carried_over = {}  # mteb would use prompts for datasets, which pick no expert
+    reworded = {} if config is None else _reworded(source, config)
     if config is None:
         prompts: dict[str, Any] = {"prompts": source_prompts(source)}
     elif expert is None:
-        kept = prompts_of(config, carried_over)
+        kept = prompts_of(config, carried_over, reworded)
         prompts = {"prompts": kept, "default_prompt_name": _default_prompt(source, config, kept)}
     else:
-        default = expert if config.instruction_of(expert) else None
-        prompts = {"prompts": prompts_of_expert(config, expert, carried_over), "default_prompt_name": default}
+        of_expert = prompts_of_expert(config, expert, carried_over, reworded)
+        prompts = {"prompts": of_expert, "default_prompt_name": expert if of_expert[expert] else None}
     write_json(folder / "modules.json", modules)
     write_json(folder / "sentence_bert_config.json", settings)
     write_json(

@@ -78,8 +78,8 @@ class ExpertArtefact:
 
     @property
     def instructions(self) -> dict[str, str]:
-        """Task → text in front of its inputs, as in the config of its MoTE."""
-        return self.settings["instructions"]
+        """Task → text in front of its inputs, as in the config of its MoTE; always for the task of its own name."""
+        return {self.name: "", **self.settings["instructions"]}
 
     @property
     def public_name(self) -> str:
@@ -255,7 +255,8 @@ def _write(source: MoTECheckpoint, name: str, folder: Path, repo_id: str, comman
         "format": FORMAT,
         "name": name,
         "tasks": tasks,
-        "instructions": {task: config.instructions[task] for task in tasks if task in config.instructions},
+        "instructions": {task: config.instructions[task] for task in tasks if task in config.instructions}
+        | {name: config.instruction_of(name)},  # also if it is none: the paper's is another
         "base": base,
         "weights": {"file": WEIGHTS_FILE, "sha256": sha256, "parameters": parameters},
     }

@@ -51,8 +51,9 @@ def add(
         start: Its initial weights: those of an expert, the `"mean"` of all experts (unless an expert has that name),
             an artefact (from `open_artefact`), those of a dense model (from `open_dense`), or the weights themselves,
             as `weights` returns them.
-        instruction: Text in front of its inputs; or task → text, if its tasks differ. Default: the artefact's, else the
-            config's for that task, else the paper's, else none, so that only `task=` selects the expert.
+        instruction: Text in front of its inputs; or task → text, if its tasks differ. Default: the artefact's, also if
+            it has none; else the config's for that task, else the paper's, else none, so that only `task=` selects the
+            expert.
         tasks: Additional tasks to assign to it, new ones or other experts'. An artefact brings its tasks, except those
             that the model already has.
 
