@@ -126,11 +126,7 @@ def transform(
     model = load_mote(source, experts, with_head=True)
     were_copies = _are_copies(model)
     changed = function(model, *args, **kwargs)
-    if not isinstance(changed, PreTrainedModel | None):
-        raise ValueError(  # noqa: TRY004  # as for other functions that do not suit
-            f"{name} returned a {type(changed).__name__}: expected a model, or None if it changed the model in place"
-        )
-    result: Any = model if changed is None else changed
+    result: Any = model if changed is None else _require_model(changed, name)
     if has_head(source.config) and type(result) is not type(model):
         logger.info("The head for masked language modelling is dropped: the result only embeds texts")
     if changed is not None and in_place:
@@ -172,6 +168,15 @@ def transform(
     )
     logger.info("%s", how_to_load(repo_id if options.push else str(target), result.config, retrieval_in(target)))
     return target
+
+
+def _require_model(result: object, name: str) -> PreTrainedModel:
+    """Return the result of a function; raise `ValueError` if it is not a model."""
+    if not isinstance(result, PreTrainedModel):
+        raise ValueError(  # noqa: TRY004  # as for other functions that do not suit
+            f"{name} returned a {type(result).__name__}: expected a model, or None if it changed the model in place"
+        )
+    return result
 
 
 def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
