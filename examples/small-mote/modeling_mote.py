@@ -373,11 +373,10 @@ class MoTEModel(PreTrainedModel):
 
     def _require_no_loss(self, folder: Path) -> None:
         """Raise `ValueError` if saving to a folder would remove experts that were not loaded from it."""
-        stored = folder / "config.json"
         sources = {Path(file).parent.resolve() for file in self.weight_files}
-        if self.config.loaded_experts is None or folder.resolve() not in sources or not stored.is_file():
+        if self.config.loaded_experts is None or folder.resolve() not in sources:
             return
-        loaded = json.loads(stored.read_text(encoding="utf-8")).get("loaded_experts")
+        loaded = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("loaded_experts")
         if lost := sorted({*(loaded or self.config.experts)} - {*self.config.loaded_experts}):
             raise ValueError(
                 f"{folder} also holds the experts {', '.join(lost)}, which were not loaded: saving there would remove "
@@ -385,10 +384,8 @@ class MoTEModel(PreTrainedModel):
             )
 
     def _replicate_for_data_parallel(self) -> Any:
-        raise RuntimeError(
-            "A MoTE cannot run in nn.DataParallel, whose copies would share the attention of the first GPU. Start one "
-            "process per GPU (torchrun, accelerate launch), or choose one GPU with CUDA_VISIBLE_DEVICES"
-        )
+        # Copies of an expert would use the attention of the first GPU.
+        raise RuntimeError("A MoTE cannot run in nn.DataParallel: start one process per GPU (torchrun), or use one GPU")
 
 
 def present_inputs(*inputs: torch.Tensor | None) -> dict[str, torch.Tensor]:
