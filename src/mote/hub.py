@@ -160,7 +160,7 @@ def push(folder: Path, repo_id: str, files: list[str], private: bool = False, wh
             folder_path=folder,
             commit_message=f"Upload {what}",
             allow_patterns=files,
-            # of a version with other shards
+            # Weights of a version with other shards, and not what others have added under a similar name:
             delete_patterns=["model.safetensors", "model-[0-9]*-of-[0-9]*.safetensors", "model.safetensors.index.json"],
         )
     except HfHubHTTPError as error:
