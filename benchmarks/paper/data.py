@@ -100,8 +100,8 @@ def prepare(data: Path, out: Path, times: int = 1) -> Path:
         unfinished.replace(out)
     elif not (out / SOURCE).is_file() or (out / SOURCE).read_text(encoding="utf-8").strip() != source:
         raise ValueError(
-            f"{out} was made from other data than {data}, with another number of rows, or by an earlier version: remove "
-            "it, or choose another folder"
+            f"{out} was made from other data than {data}, with another number of rows, or by an earlier version: "
+            "remove it, or choose another folder"
         )
     return out
 
