@@ -43,7 +43,7 @@ def test_the_tables_are_those_of_the_kept_scores_and_none_is_missing() -> None:
 
 def test_records_and_results_are_small() -> None:
     files = [path for name in ("runs", "results") for path in (DOCS / name).rglob("*") if path.is_file()]
-    assert 0 < sum(path.stat().st_size for path in files) < 1_000_000
+    assert 0 < sum(path.stat().st_size for path in files) < 1_100_000
 
 
 def test_three_separate_models_are_one_variant(tmp_path: Path) -> None:
@@ -202,6 +202,9 @@ def test_readme_shows_the_result() -> None:
         ("medium-bf16/goal", "the best of the others in one model"): ("+1.0",),
         ("medium-gpu/best", "mote over ic | all rows"): ("+0.92", "0.0038"),
         ("medium-gpu/best", "mote over ic+two-epochs+to-start-0.25 | all rows"): ("+0.57", "0.033"),
+        ("large-gpu/best", "mote over ic+to-start-0.25 | all rows"): ("+0.50", "0.0022", "0.0075"),
+        ("large-gpu/five-tasks", "| sem |"): ("66.93",),
+        ("large-gpu/five-tasks", "| mote+search-to-start-0.25+to-start-0.25 |"): ("66.24",),
         ("medium-gpu/claims", "mote over em | all rows"): ("+2.60",),
         ("medium-gpu/table3", "mean over all (60)"): ("58.75", "58.95"),
         ("medium-bf16/models", "| mote |"): ("58.62",),
