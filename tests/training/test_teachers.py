@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from helpers.checkpoints import dense_checkpoint
 from hub.hub_server import HubServer
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 
 from mote.reporting import HOW_TO_RESUME
@@ -256,35 +257,46 @@ def test_the_default_cache_is_huggingface_hubs(
 HUB = """
 import sys
 from pathlib import Path
-from mote.reporting import console_logging
 from mote.training.task_settings import TeacherSettings
 from mote.training.teachers import Teacher
 
-console_logging()
-for name in ("user/teacher", "user/missing"):
+for name, revision in (("user/teacher", None), ("user/teacher", sys.argv[2]), ("user/missing", None)):
     try:
-        print(Teacher(TeacherSettings(source=name), Path(sys.argv[1])).embed(["a", "b"]).sum())
+        own = Teacher(TeacherSettings(source=name, revision=revision), Path(sys.argv[1]))
+        print(own.commit, own.embed(["a", "b"]).sum())
     except FileNotFoundError as error:
         print(error)
 """
 
 
-def test_a_teacher_on_the_hub(teacher: Path, tmp_path: Path) -> None:
-    def run() -> list[str]:
-        command = [sys.executable, "-c", HUB, str(tmp_path / "cache")]
+def test_a_teacher_on_the_hub_is_that_of_a_revision(teacher: Path, tmp_path: Path) -> None:
+    newer = shutil.copytree(teacher, tmp_path / "newer")
+    weights = load_file(newer / "model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in weights.items()}, newer / "model.safetensors", {"format": "pt"})
+
+    def run(cache: str) -> list[str]:
+        command = [sys.executable, "-c", HUB, str(tmp_path / cache), first]
         environment = {**server.environment(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
-        return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.split(
-            "\n"
-        )
+        output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+        return output.splitlines()
 
     with HubServer() as server:
-        server.add_repo("user/teacher", teacher)
-        loading, total, missing, *_ = run()
-    assert loading == "Loading the teacher user/teacher …"
+        first = server.add_repo("user/teacher", teacher)
+        second = server.add_repo("user/teacher", newer)
+        newest, older, missing = run("cache")
+    assert [newest, older] == [
+        f"{commit} {embed(folder, tmp_path / commit, ['a', 'b']).sum()}"
+        for commit, folder in ((second, newer), (first, teacher))
+    ]
+    assert newest.split()[1] != older.split()[1]
     assert missing.startswith("The teacher user/missing is neither a folder nor available on the Hub: 404")
-    from_cache, unreachable, *_ = run()
-    assert from_cache == total
-    assert unreachable == "The teacher user/missing is not a folder, and the Hub cannot be reached"
+    unreachable = "The teacher user/missing is not a folder, and the Hub cannot be reached"
+    assert run("cache") == run("other cache") == [newest, older, unreachable]  # without a connection
+
+
+def test_a_folder_has_no_revision(teacher: Path) -> None:
+    with pytest.raises(ValueError, match=f"{re.escape(str(teacher))} is a folder: it has no revision 'v1', only"):
+        Teacher(TeacherSettings(source=str(teacher), revision="v1"))
 
 
 def distilled(folder: Path, teacher: Path, rows: str, **settings: Any) -> Any:

@@ -17,12 +17,14 @@ class TeacherSettings(Settings):
 
     Attributes:
         source: Any Sentence-Transformers model: a folder, or an id on the Hub.
+        revision: Branch, tag or commit of a teacher on the Hub.
         prompts: Column (`anchor`, `positive`) → the teacher's prompt for it.
         batch_size: Batch size of the teacher.
         trust_remote_code: Whether to run code that comes with the teacher.
     """
 
     source: str
+    revision: str | None = None
     prompts: dict[Literal["anchor", "positive"], str] = {}
     batch_size: int = Field(default=32, ge=1)
     trust_remote_code: bool = False

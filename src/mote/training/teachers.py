@@ -44,13 +44,19 @@ class Teacher:
         cache: Folder of the embeddings. Default: in huggingface_hub's assets cache.
 
     Attributes:
+        commit: Its commit on the Hub; None for a folder.
         identity: A hash of its files, or its commit on the Hub.
+
+    Raises:
+        FileNotFoundError: If there is no such teacher.
+        ValueError: If a folder has a revision.
     """
 
     def __init__(self, settings: TeacherSettings, cache: Path | None = None) -> None:
         self.settings = settings
         self.cache = cache
-        self.identity = _identity(settings.source)
+        self.commit = _commit_of(settings)
+        self.identity = f"{settings.source}@{self.commit}" if self.commit else folder_hash(Path(settings.source))
         self._model: SentenceTransformer | None = None
 
     def labels(self, columns: dict[str, list[str]]) -> pyarrow.Array:
@@ -112,7 +118,7 @@ class Teacher:
         if self._model is None:
             logger.info("Loading the teacher %s …", self.settings.source)
             trust = self.settings.trust_remote_code
-            self._model = load_encoder(self.settings.source, trust_remote_code=trust)
+            self._model = load_encoder(self.settings.source, revision=self.commit, trust_remote_code=trust)
         batch_size = self.settings.batch_size
         return self._model.encode(list(texts), prompt=prompt, batch_size=batch_size, show_progress_bar=False)
 
@@ -169,11 +175,16 @@ def teachers_of(recipe: Recipe) -> dict[str, Teacher]:
     return {key: Teacher(one) for key, one in by_key.items()}
 
 
-def _identity(source: str) -> str:
-    if Path(source).is_dir():
-        return folder_hash(Path(source))
+def _commit_of(settings: TeacherSettings) -> str | None:
+    if Path(settings.source).is_dir():
+        if settings.revision is not None:
+            raise ValueError(
+                f"The teacher {settings.source} is a folder: it has no revision {settings.revision!r}, only teachers on the "
+                "Hub have one"
+            )
+        return None
     try:
-        return f"{source}@{newest_commit(source)}"
+        return newest_commit(settings.source, settings.revision)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"The teacher {error}") from error
 
