@@ -303,9 +303,12 @@ def test_the_start_is_found_by_what_a_folder_records(upcycled: Path, dense: Path
     with pytest.raises(ValueError, match="was trained from tiny, which does not exist here"):
         analysis.find_start(str(folder))
     (folder / "recipe.yaml").write_text(f"model:\n  source: {dense}\n")
-    assert analysis.find_start(str(folder)) == str(dense)
+    assert analysis.find_start(str(folder)) == (str(dense), None)
     (folder / "recipe.yaml").write_text("model:\n  source: user/name\n")
-    assert analysis.find_start(str(folder)) == "user/name"
+    assert analysis.find_start(str(folder)) == ("user/name", None)
+    for source, commit in (("user/name", "c1"), ("user/other", None)):
+        write_steps([new_step("upcycle", sources=[{"name": source, "revision": "c1"}])], folder)
+        assert analysis.find_start(str(folder)) == ("user/name", commit)
     (folder / "recipe.yaml").write_text("[")
     with pytest.raises(ValueError, match="cannot be read"):
         analysis.find_start(str(folder))
@@ -315,7 +318,7 @@ def test_a_start_whose_weights_have_changed_is_not_used(dense: Path, tmp_path: P
     source = copied(dense, tmp_path / "tiny")
     folder = upcycle(str(source), tmp_path / "mote")
     (folder / "recipe.yaml").write_text(f"model:\n  source: {source}\n")
-    assert analysis.find_start(str(folder)) == str(source)
+    assert analysis.find_start(str(folder)) == (str(source), None)
     key = "embeddings.word_embeddings.weight"
     edit_weights(source, **{key: load_file(source / "model.safetensors")[key] * 2})
     with pytest.raises(ValueError, match="was trained from tiny, and the folder of this name has other weights"):

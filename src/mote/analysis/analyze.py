@@ -330,7 +330,7 @@ def _weight_change(name: str, start: str | None) -> tuple[WeightChange | None, l
     if start is not None:
         return weight_change_of(name, start), []
     try:
-        return weight_change_of(name, find_start(name)), []
+        return weight_change_of(name, *find_start(name)), []
     except (ValueError, OSError) as error:
         reason = f"The start of {Path(name).name} was not found ({error}); name it with `--start MODEL`"
     try:

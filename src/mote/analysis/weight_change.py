@@ -54,13 +54,14 @@ class WeightChange:
     overall_cosines: dict[tuple[str, str], float | None]
 
 
-def weight_change_of(model: str, start: str | None = None) -> WeightChange:
+def weight_change_of(model: str, start: str | None = None, revision: str | None = None) -> WeightChange:
     """Measure how much the weights of a model changed in training.
 
     Args:
         model: A MoTE or a dense model: a folder or Hub id.
         start: The model before training; a dense model stands for the MoTE upcycled from it. Default: the mean of the
             model's experts.
+        revision: Branch, tag or commit of a start on the Hub.
 
     Raises:
         FileNotFoundError: If one of the two does not exist.
@@ -70,50 +71,52 @@ def weight_change_of(model: str, start: str | None = None) -> WeightChange:
     trained = _load(open_checkpoint(model))
     if start is None:
         return _from_mean(trained)
-    source = open_checkpoint(start)
+    source = open_checkpoint(start, revision)
     begun = _load(source, trained)
     _refuse_mismatch(trained, begun, model, start)
     return _compare(_weights(trained), _weights(begun), source.public_name, True, trained.config)
 
 
-def find_start(model: str) -> str:
+def find_start(model: str) -> tuple[str, str | None]:
     """Find what a model was trained from in its folder's `recipe.yaml` or `mote.json`.
 
     Returns:
-        A folder or Hub id.
+        A folder, or a Hub id; and the commit on the Hub, if it is recorded.
 
     Raises:
         FileNotFoundError: If the model does not exist.
         ValueError: If its folder records no start, or one that does not exist here or has other weights by now.
     """
     folder = open_checkpoint(model).folder
-    recorded = _recorded_start(folder)
+    source = _recorded_source(folder)
+    recorded = _recorded_start(folder) or source.get("name")
     if recorded is None:
         raise ValueError("its folder does not record what it was trained from")
     if not Path(recorded).is_dir():
         if Path(recorded).is_absolute() or recorded.count("/") != 1:
             raise ValueError(f"it was trained from {Path(recorded).name}, which does not exist here")
-        return recorded
-    weights = (_recorded_source(folder) or {}).get("weights")
+        return recorded, source.get("revision") if source.get("name") == recorded else None
+    weights = source.get("weights")
     if weights is not None and weights != open_checkpoint(recorded).sha256_of_weights():
         raise ValueError(f"it was trained from {Path(recorded).name}, and the folder of this name has other weights")
-    return recorded
+    return recorded, None
 
 
 def _recorded_start(folder: Path) -> str | None:
+    """Return the source in `recipe.yaml`."""
     recipe = folder / "recipe.yaml"
     if recipe.is_file():
         try:
             return str(yaml.safe_load(recipe.read_text(encoding="utf-8"))["model"]["source"])
         except (yaml.YAMLError, KeyError, TypeError) as error:
             raise ValueError(f"its record of what it was trained from cannot be read ({error})") from error
-    return (_recorded_source(folder) or {}).get("name")
+    return None
 
 
-def _recorded_source(folder: Path) -> dict[str, Any] | None:
-    """Return the source in `mote.json` of the last step that made the model out of another."""
+def _recorded_source(folder: Path) -> dict[str, Any]:
+    """Return the source in `mote.json` of the last step that made the model out of another; empty if there is none."""
     started = [step for step in read_steps(folder) if step["step"] in ("upcycle", "train") and step["sources"]]
-    return started[-1]["sources"][0] if started else None
+    return started[-1]["sources"][0] if started else {}
 
 
 def _load(source: Checkpoint, like: MoTEModel | None = None) -> MoTEModel:

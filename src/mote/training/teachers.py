@@ -179,8 +179,8 @@ def _commit_of(settings: TeacherSettings) -> str | None:
     if Path(settings.source).is_dir():
         if settings.revision is not None:
             raise ValueError(
-                f"The teacher {settings.source} is a folder: it has no revision {settings.revision!r}, only teachers on the "
-                "Hub have one"
+                f"The teacher {settings.source} is a folder: it has no revision {settings.revision!r}, only teachers "
+                "on the Hub have one"
             )
         return None
     try:
