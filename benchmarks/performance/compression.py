@@ -36,7 +36,7 @@ def measure(options: Options) -> Benchmark:
         mote = _trained(options, folder)
         models = {WHOLE: str(mote), **dict(_made_of(mote, folder, options.quick))}
         with suppress(ValueError, FileNotFoundError):  # the source is not recorded, or not available
-            models[DENSE] = find_start(str(mote))
+            models[DENSE] = find_start(str(mote))[0]
         there = {dataset.path for dataset in find_evaluation_datasets(options.data)}
         sets = sorted(there.intersection(SETS) or there)
         limit = 40 if options.quick else LIMIT

@@ -278,6 +278,8 @@ def test_texts_are_truncated(tmp_path: Path) -> None:
     assert (texts["anchor"], texts["positive"], texts["negative_1"]) == ("ab,", "sh", "ij")
     texts = cut({"negative": 1})
     assert (texts["anchor"], texts["positive"], texts["negative_1"]) == ("ab, Cde fgh", "short", "i")
+    tokenizer.truncation_side = "left"
+    assert cut(6)["anchor"] == ", Cde fgh"[-7:]
     with pytest.raises(ValueError, match="unknown column 'querry' in `max_length`"):
         cut({"querry": 3})
     with pytest.raises(ValueError, match="`max_length` needs a fast tokenizer"):

@@ -22,8 +22,9 @@ from configuration_mote import MoTEConfig
 from mote import upcycle
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import Checkpoint, open_checkpoint
+from mote.cli import main
 from mote.training import teachers
-from mote.training.model import build_model
+from mote.training.model import build_model, encodings
 from mote.training.progress import read_log
 from mote.training.recipe_files import load_recipe, shipped_recipes
 from mote.training.run_folder import START_FOLDER, RunFolder
@@ -430,6 +431,53 @@ def test_the_record_of_a_resumed_run(tiny: Path, data: Path, tmp_path: Path, mon
     assert record["seconds"] > 1000 > whole["seconds"]  # of all steps, as `steps` counts them
     assert record["validation"] == whole["validation"]
     assert record["pairs_per_second"] > 0
+
+
+def test_intervals_may_change_on_resuming(
+    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = overrides(tiny, data, tmp_path / "run", "training.max_steps=6", "validation.share=0")
+    break_off([*settings, "training.logging_steps=1"], monkeypatch, at=3)
+    assert [line["step"] for line in read_log(tmp_path / "run") if "loss" in line] == [1, 2]
+    train("mote", [*settings, "training.logging_steps=3"])
+    assert [line["step"] for line in read_log(tmp_path / "run") if "loss" in line] == [1, 2, 3, 6]
+
+
+def test_a_dry_run_of_a_finished_run(tiny: Path, data: Path, tmp_path: Path) -> None:
+    settings = overrides(tiny, data, tmp_path / "run", "validation.share=0")
+    model = train("mote", settings)
+    assert main(["train", "mote", *settings, "--dry-run"]) == 1
+    assert main(["train", "mote", *settings, "--dry-run", "--overwrite"]) == 0
+    assert model.is_dir()
+
+
+@pytest.mark.parametrize("recipe", ["em", "mote"])
+def test_more_tokens_than_learned_positions_are_refused(recipe: str, tiny: Path, data: Path, tmp_path: Path) -> None:
+    positions = json.loads((tiny / "config.json").read_text())["max_position_embeddings"]
+    settings = overrides(tiny, data, tmp_path / "run", f"model.max_length={positions + 1}")
+    with pytest.raises(ValueError, match=f"model.max_length is {positions + 1}, and .* for {positions} tokens"):
+        prepare(load_recipe(recipe, settings), RunFolder(tmp_path / "run"))
+
+
+def test_a_default_prompt_without_a_task_is_not_kept(data: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(SMALL_ENCODER, tmp_path / "source")
+    settings = {"prompts": {"web_search": "Find: "}, "default_prompt_name": "web_search"}
+    edit_json(source / "config_sentence_transformers.json", **settings)
+    model = prepare(load_recipe("ic", overrides(source, data, tmp_path / "run")), RunFolder(tmp_path / "run")).model
+    assert model.default_prompt_name is None
+    model.save_pretrained(str(tmp_path / "saved"))
+    assert "web_search" not in SentenceTransformer(str(tmp_path / "saved")).prompts
+
+
+def test_texts_without_an_instruction_are_validated_without_the_default_prompt() -> None:
+    names = MoTEConfig()
+    names.instructions["search_document"] = ""
+    how = encodings(names, "dense")
+    model = SentenceTransformer(str(SMALL_ENCODER), prompts={"query": "search_query: "}, default_prompt_name="query")
+    query, document = (model.encode("a text", **how[task]) for task in ("search_query", "search_document"))
+    assert (query == model.encode("a text")).all()
+    model.default_prompt_name = None
+    assert (document == model.encode("a text")).all()
 
 
 @pytest.mark.parametrize(

@@ -108,14 +108,22 @@ def plain_pooling(settings: Settings) -> Settings:
 
 
 def longest_sequence(model: PreTrainedModel) -> int | None:
-    """Return the maximum number of tokens; RoBERTa and similar models start positions after the padding index."""
+    """Return the maximum number of tokens: of learned positions, or by the config."""
+    return learned_positions(model) or getattr(model.config, "max_position_embeddings", None)
+
+
+def learned_positions(model: nn.Module) -> int | None:
+    """Return the number of tokens that have a learned position; None if positions are not learned.
+
+    RoBERTa and similar models start positions after the padding index.
+    """
     tables = [getattr(module, "position_embeddings", None) for module in model.modules()]
     limits = [
-        table.num_embeddings - table.padding_idx - 1
+        table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
         for table in tables
-        if isinstance(table, nn.Embedding) and table.padding_idx is not None
+        if isinstance(table, nn.Embedding)
     ]
-    return min(limits, default=getattr(model.config, "max_position_embeddings", None))
+    return min(limits, default=None)
 
 
 def _plain_transformer(settings: Settings, folder: Path, model: PreTrainedModel) -> Settings:

@@ -234,7 +234,7 @@ def _run(
     for library in (logging, datasets_logging):  # one bar is enough
         library.disable_progress_bar()
     if dry_run:
-        typer.echo(plan(recipe, overrides or []))
+        typer.echo(plan(recipe, overrides or [], overwrite=overwrite))
         typer.echo("Dry run: nothing was trained.")
     else:
         start(recipe, overrides or [], overwrite=overwrite)

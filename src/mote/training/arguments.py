@@ -135,7 +135,7 @@ def trainer_arguments(
     """
     training, count = recipe.training, processes().num_processes
     settings: dict[str, Any] = {
-        **common_arguments(training, folder, lr_scheduler_type="linear"),
+        **common_arguments(training, folder, lr_scheduler_type="linear", per_device_eval_batch_size=64),
         "batch_sampler": partial(even_batch_sampler, rows_of_a_batch=training.batch_size, processes=count),
         "multi_dataset_batch_sampler": TaskBatchSampler,
     }

@@ -402,6 +402,6 @@ def _truncated(tokenizer: PreTrainedTokenizerBase, texts: list[str], tokens: int
         texts, add_special_tokens=False, truncation=True, max_length=tokens, return_offsets_mapping=True
     )
     return [
-        text[: offsets[-1][1]] if len(offsets) == tokens else text
+        text[offsets[0][0] : offsets[-1][1]] if len(offsets) == tokens else text  # some tokenizers keep the end
         for text, offsets in zip(texts, encoded["offset_mapping"], strict=True)
     ]

@@ -25,6 +25,7 @@ from mote.checkpoints.instructions import (
 )
 from mote.checkpoints.models import load_dense, load_tokenizer
 from mote.checkpoints.padding_token import with_padding_token
+from mote.checkpoints.plain import learned_positions
 from mote.checkpoints.reading import TOKEN_ROUTED, Checkpoint, has_head, is_mote, open_checkpoint
 from mote.checkpoints.retrieval import Retrieval, retrieval_in, wanted_retrieval, write_retrieval
 from mote.checkpoints.rewriting import experts_are_copies
@@ -41,6 +42,8 @@ from mote.upcycling.instructions import instructions_from, instructions_of
 from mote.upcycling.options import POOLING_BY_ATTENTION, POOLING_SIZES, TOKEN_ROUTING, UpcyclingOptions
 from mote.upcycling.plan import plan_upcycling
 from mote.upcycling.upcycle import upcycle
+
+logger = logging.getLogger(__name__)
 
 ROUTERS = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_type")
 """Settings that a token-routed model keeps."""
@@ -81,6 +84,7 @@ def build_model(
     with_padding_token(model.tokenizer)
     end_as_asked(model.tokenizer, source, settings.end_token)
     if settings.max_length is not None:
+        _require_positions(model, settings.max_length, source)
         model.max_seq_length = settings.max_length
     if settings.dropout is not None:
         set_dropout(model, settings.dropout)
@@ -93,6 +97,16 @@ def build_model(
     return model, names
 
 
+def _require_positions(model: nn.Module, length: int, source: Checkpoint) -> None:
+    """Raise `ValueError` if texts can be longer than a source with learned positions takes."""
+    positions = learned_positions(model)
+    if positions is not None and length > positions:
+        raise ValueError(
+            f"model.max_length is {length:,}, and {source.name} has learned positions for {positions:,} tokens: set it "
+            "to at most that, or give the source rotary positions first (`mote lengthen`)"
+        )
+
+
 def _dense_model(recipe: Recipe, source: Checkpoint, folder: Path, names: MoTEConfig) -> SentenceTransformer:
     """Load a dense model as the recipe describes it, from the source's own folder or via `folder`."""
     settings = recipe.model
@@ -103,6 +117,13 @@ def _dense_model(recipe: Recipe, source: Checkpoint, folder: Path, names: MoTECo
     model = SentenceTransformer(str(folder), trust_remote_code=trusted, **_loading(settings))
     require_all_weights(model, str(folder))
     model.prompts = {**st.prompts_of(names)}
+    if model.default_prompt_name not in (None, *model.prompts):  # Sentence-Transformers would refuse to load the result
+        logger.warning(
+            "The default prompt %r of %s belongs to no task of the recipe, and is no default any more",
+            model.default_prompt_name,
+            source.name,
+        )
+        model.default_prompt_name = None
     if settings.pooling is not None:
         _set_pooling(model, settings.pooling)
     _pool_instructions(model, settings.instruction_pooling or instruction_pooling_in(folder))
@@ -404,14 +425,14 @@ def upcycling_options(settings: ModelSettings, retrieval: RetrievalSettings | No
 def _no_progress() -> Iterator[None]:
     """Silence the progress messages of upcycling."""
     loggers = [logging.getLogger(name) for name in ("mote.upcycling", "mote.checkpoints")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.WARNING)
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.WARNING)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)
 
 
 def _check_tasks(recipe: Recipe, names: MoTEConfig) -> None:
@@ -479,11 +500,13 @@ def _freeze_all_but(model: SentenceTransformer | SparseEncoder, experts: list[st
 def encodings(names: MoTEConfig, kind: str) -> dict[str, dict[str, Any]]:
     """Return the arguments of `encode` for the texts of each task.
 
+    An empty prompt stays empty, where none at all would be the model's default prompt.
+
     Args:
         names: Tasks and instructions.
         kind: `model.kind` of the recipe.
     """
     return {
-        task: {"prompt": names.instruction_of(task) or None, **({"task": task} if kind == "mote" else {})}
+        task: {"prompt": names.instruction_of(task), **({"task": task} if kind == "mote" else {})}
         for task in names.tasks
     }

@@ -97,12 +97,14 @@ def pretrain(recipe: PretrainingRecipe | str | Path, overrides: Sequence[str] = 
     return folder.model
 
 
-def plan_pretraining(recipe: PretrainingRecipe | str | Path, overrides: Sequence[str] = ()) -> str:
+def plan_pretraining(
+    recipe: PretrainingRecipe | str | Path, overrides: Sequence[str] = (), *, overwrite: bool = False
+) -> str:
     """Describe the run of a recipe: settings, data and steps. Raises the errors of `pretrain`; writes nothing."""
     recipe = recipe if isinstance(recipe, PretrainingRecipe) else load_recipe(recipe, overrides, PretrainingRecipe)
     folder = RunFolder(Path(recipe.output))
     _check_settings(recipe)
-    folder.open(recipe, overwrite=False)
+    folder.open(recipe, overwrite)
     source = open_checkpoint(recipe.model.source, recipe.model.revision)
     config = _config_of(recipe, source)
     if not is_mote(source.config):

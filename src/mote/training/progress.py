@@ -263,7 +263,8 @@ class RunCallback(TrainerCallback):
         self.started = self.begun = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Cut the log back to the step from which the run resumes."""
+        """Cut the log back to the step from which the run resumes, and take the intervals that are set now."""
+        state.compute_steps(args, state.max_steps)  # a checkpoint's state has those of its own run
         self.tracker.step = state.global_step
         if state.is_world_process_zero:
             kept = [line for line in read_log(self.folder) if line.get("step", 0) <= state.global_step]

@@ -100,12 +100,12 @@ def train(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, overwri
     return folder.model
 
 
-def plan(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> str:
+def plan(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, overwrite: bool = False) -> str:
     """Describe the run of a recipe: settings, data and steps. Raises the errors of `train`; writes nothing."""
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
     folder = RunFolder(Path(recipe.output))
     check_recipe(recipe)
-    folder.open(recipe, overwrite=False)
+    folder.open(recipe, overwrite)
     source = open_checkpoint(recipe.model.source, recipe.model.revision)
     names = names_of(recipe, source)
     data = load_data(recipe, load_tokenizer(source), with_teachers=False)
@@ -274,7 +274,7 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
     tracker = Tracker()
     torch.manual_seed(recipe.training.seed)  # for a loss's own weights
     losses = {name: _loss(recipe, model, names, training_set, tracker) for name, training_set in data.sets.items()}
-    validation = _validation(recipe, data, names)
+    validation = _validation(recipe, data, names, arguments.per_device_eval_batch_size)
     metadata = {
         "recipe": fixed_settings(recipe),
         "models": models,
@@ -363,10 +363,12 @@ def _loss(
     return TrackedLoss(model, loss, tracker, training_set.name, training_set.task, column_tasks)
 
 
-def _validation(recipe: Recipe, data: TrainingData, names: MoTEConfig) -> Validation | None:
+def _validation(recipe: Recipe, data: TrainingData, names: MoTEConfig, batch_size: int) -> Validation | None:
     peft = recipe.training.peft
     mixed = peft is not None and peft.base_dtype == "bfloat16"
-    return Validation(data.validation, encodings(names, recipe.model.kind), mixed=mixed) if data.validation else None
+    if not data.validation:
+        return None
+    return Validation(data.validation, encodings(names, recipe.model.kind), batch_size, mixed=mixed)
 
 
 def _collator(

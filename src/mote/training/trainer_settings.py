@@ -4,9 +4,9 @@ import difflib
 import functools
 import typing
 from pkgutil import resolve_name
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError, field_validator, model_validator
 
 from mote.data.settings import Settings
 
@@ -100,6 +100,13 @@ class TrainerSettings(Settings):
                 raise ValueError(f"{key}: {error.errors()[0]['msg']}, found {value!r}") from None
         return checked
 
+    @field_validator("max_steps")
+    @classmethod
+    def _some_steps(cls, given: int) -> int:
+        if given == 0:  # which the trainer takes for -1
+            raise ValueError("must be at least 1, or -1: determined by the epochs")
+        return given
+
     @model_validator(mode="after")
     def _one_precision(self) -> "TrainerSettings":
         if self.bf16 and self.fp16:
@@ -176,7 +183,7 @@ class TrainingSettings(TrainerSettings):
     start_weight: float = Field(default=0.0, ge=0, lt=1)
     peft: PeftSettings | None = None
     cross_device_negatives: bool = True
-    matryoshka: list[int] | Literal["halves"] | None = None
+    matryoshka: Annotated[list[PositiveInt], Field(min_length=1)] | Literal["halves"] | None = None
 
     ARGUMENTS: ClassVar[str] = "sentence_transformers.SentenceTransformerTrainingArguments"
     OURS: ClassVar[tuple[str, ...]] = (
@@ -195,7 +202,10 @@ class TrainingSettings(TrainerSettings):
             ("per_device_train_batch_size", "gradient_accumulation_steps", "auto_find_batch_size"),
             "a step is one whole batch; set training.batch_size, and training.mini_batch_size to save memory",
         ),
-        **dict.fromkeys(("batch_sampler", "multi_dataset_batch_sampler"), "set tasks.NAME.batches"),
+        **dict.fromkeys(
+            ("batch_sampler", "multi_dataset_batch_sampler", "train_sampling_strategy"), "set tasks.NAME.batches"
+        ),
+        "dataloader_drop_last": "batches of a training set have nearly equal sizes, so that there is no small last one",
         **dict.fromkeys(
             ("prompts", "router_mapping"), "set model.instruction_texts, and tasks.NAME.anchor and positive"
         ),
