@@ -26,11 +26,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
 
 import mote
+from configuration_mote import MoTEConfig
 from modeling_mote import MoTEModel
 from mote import experts, plan_upcycling, transform, upcycle
 from mote.checkpoints.reading import open_mote
 from mote.cli import main
 from mote.experts import parameter_counts
+from mote.upcycling.instructions import instructions_from
 
 ROOT = Path(__file__).parents[1]
 CODE = [
@@ -345,6 +347,25 @@ def test_layers(argument: str, layers: str | list[int], with_experts: set[int], 
     found = {int(match[1]) for key in tensors_in(out) if (match := re.search(r"layer\.(\d+)\.experts\.", key))}
     assert found == with_experts
     assert MoTEModel.from_pretrained(out)(**batch(), task="clustering").pooler_output.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "instructions"),
+    [
+        ({"STS": "sts: "}, {"sts": "sts: "}),  # not that of the expert, which keeps the paper's
+        ({"STS": "sts: ", "Classification": ""}, {"sts": "sts: ", "classification": ""}),
+        ({"query": "Q: ", "document": ""}, {"query": "Q: ", "search_query": "Q: ", "search_document": ""}),
+        ({"query": "Q: ", "search_query": ""}, {"query": "Q: ", "search_query": ""}),
+    ],
+)
+def test_the_prompts_of_a_source_are_those_of_its_tasks(prompts: dict[str, str], instructions: dict[str, str]) -> None:
+    assert instructions_from(prompts, MoTEConfig()) == instructions
+
+
+def test_what_is_not_pushed_is_not_private(dense: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="`--private` is for a repository on the Hub: add `--push`"):
+        upcycle(str(dense), tmp_path / "out", private=True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_tasks_instructions_and_a_default(dense: Path, tmp_path: Path) -> None:

@@ -74,7 +74,9 @@ def weight_change_of(model: str, start: str | None = None, revision: str | None 
     source = open_checkpoint(start, revision)
     begun = _load(source, trained)
     _refuse_mismatch(trained, begun, model, start)
-    return _compare(_weights(trained), _weights(begun), source.public_name, True, trained.config)
+    without = "" if source.format == "mote" else "pooling."  # which a dense start does not have, and is made at random
+    weights = _weights(trained, without), _weights(begun, without)
+    return _compare(*weights, source.public_name, True, trained.config)
 
 
 def find_start(model: str) -> tuple[str, str | None]:
@@ -154,10 +156,17 @@ def _refuse_mismatch(trained: MoTEModel, begun: MoTEModel, model: str, start: st
         )
 
 
-def _weights(model: MoTEModel) -> Weights:
-    """Group the weights by expert and layer; for weights outside of the layers, the layer is None."""
+def _weights(model: MoTEModel, without: str = "") -> Weights:
+    """Group the weights by expert and layer; for weights outside of the layers, the layer is None.
+
+    Args:
+        model: The model.
+        without: Beginning of the names of weights that are left out. Default: none.
+    """
     weights: Weights = {}
     for key, weight in model.state_dict().items():
+        if without and key.startswith(without):
+            continue
         for expert, layer, part in _parts(model.config, key, weight):
             weights.setdefault((expert, layer), []).append(part)
     return weights

@@ -62,9 +62,11 @@ def require_writable(out: Path, options: WriteOptions, source: Path | None = Non
         FileExistsError: If `out` is in use.
         PermissionError: If the Hub would refuse the push.
         ConnectionError: If it cannot be reached.
-        ValueError: If `out` is the source or holds it, or a size or name is invalid.
+        ValueError: If `out` is the source or holds it, a size or name is invalid, or `private` is without `push`.
     """
     require_shard_size(options.max_shard_size)
+    if options.private and not options.push:
+        raise ValueError("`--private` is for a repository on the Hub: add `--push`")
     refuse_occupied(out, options.overwrite)
     if source is not None:
         refuse_source(out, source)

@@ -417,11 +417,13 @@ def memory(
         int | None, typer.Option(metavar="R", min=1, help="Rank of LoRA adapters. Default: all weights are trained.")
     ] = None,
     lora_targets: Annotated[
-        Literal["all-linear", "shared", "experts"], typer.Option(help="Layers that get adapters.")
-    ] = "all-linear",
+        Literal["all-linear", "shared", "experts"] | None,
+        typer.Option(help="Layers that get adapters; all-linear if not given."),
+    ] = None,
     base_dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Data type of the frozen linear layers under adapters.")
-    ] = "float32",
+        Literal["float32", "bfloat16"] | None,
+        typer.Option(help="Data type of the frozen linear layers under adapters; float32 if not given."),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Estimate the memory of training.
@@ -433,8 +435,11 @@ def memory(
 
     for name in ("src", "revision", "experts", "as_json", "lora_rank", "lora_targets", "base_dtype"):
         del settings[name]
-    if lora_rank is not None:
-        settings["peft"] = {"r": lora_rank, "targets": lora_targets, "base_dtype": base_dtype}
+    adapters = {"r": lora_rank, "targets": lora_targets, "base_dtype": base_dtype}
+    given = {name: value for name, value in adapters.items() if value is not None}
+    if given and lora_rank is None:
+        raise ValueError("--lora-targets and --base-dtype are settings of adapters: add --lora-rank")
+    settings["peft"] = given or None
     estimate = mote.estimate_memory(config_of(src, revision, experts), **settings)
     typer.echo(json.dumps(estimate.to_dict(), indent=2) if as_json else estimate)
 

@@ -5,6 +5,7 @@ The functions also work on a model loaded as remote code, whose classes are not 
 
 import copy
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +151,7 @@ def set_experts(block: "MoTEBlock", experts: Mapping[str, nn.Module]) -> None:
 
 def _initial_weights(model: "MoTEModel", start: str | Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     available = model.config.available_experts
+    start = os.fspath(start) if isinstance(start, os.PathLike) else start
     if not isinstance(start, str):
         expected = {key: tuple(weight.shape) for key, weight in weights(model, available[0]).items()}
         given = {key: tuple(weight.shape) for key, weight in start.items()}

@@ -1,6 +1,6 @@
 """Instructions of the result of upcycling: from the options, the source, and the paper."""
 
-from configuration_mote import MTEB_PROMPTS, PAPER_INSTRUCTIONS, UNSEEN_TASKS, MoTEConfig
+from configuration_mote import MTEB_PROMPTS, PAPER_INSTRUCTIONS, ROLE_HINTS, UNSEEN_TASKS, MoTEConfig
 from mote.checkpoints.definitions import instruction_with
 from mote.upcycling.options import UpcyclingOptions
 
@@ -33,11 +33,12 @@ def instructions_of(options: UpcyclingOptions, config: MoTEConfig, of_source: di
 def instructions_from(prompts: dict[str, str], config: MoTEConfig) -> dict[str, str]:
     """Take over the prompts of a source, which was trained with them, as instructions.
 
-    A prompt under MTEB's name of a task counts as the task's. A prompt for the role `query` also becomes that of the
-    expert that serves the role, unless the expert has its own; an empty prompt does so only if no other prompt does.
+    A prompt under MTEB's name of a task counts as the task's, and only as that. A prompt for the role `query` or
+    `document` also becomes that of the expert that serves the role, unless the expert has its own; of two roles of one
+    expert, an empty prompt does so only if the other has none.
     """
     under_mteb_names = {MTEB_PROMPTS[name]: prompts[name] for name in MTEB_PROMPTS if name in prompts}
     texts = {task: text for task, text in {**under_mteb_names, **prompts}.items() if task in config.tasks}
-    given = {task: text for task, text in texts.items() if text}
-    none = {config.tasks[task]: "" for task in texts.keys() - given.keys()}
-    return {**none, **{config.tasks[task]: text for task, text in given.items()}, **given}
+    of_roles = [(config.tasks[role], texts[role]) for role in ROLE_HINTS if role in texts]
+    of_experts = dict(sorted(of_roles, key=lambda of_role: bool(of_role[1])))
+    return {**of_experts, **{task: text for task, text in texts.items() if text or task not in ROLE_HINTS}}
