@@ -263,7 +263,7 @@ from mote.training.teachers import Teacher
 for name, revision in (("user/teacher", None), ("user/teacher", sys.argv[2]), ("user/missing", None)):
     try:
         own = Teacher(TeacherSettings(source=name, revision=revision), Path(sys.argv[1]))
-        print(own.commit, own.embed(["a", "b"]).sum())
+        print(own.commit, float(own.embed(["a", "b"]).sum()))
     except FileNotFoundError as error:
         print(error)
 """
@@ -285,7 +285,7 @@ def test_a_teacher_on_the_hub_is_that_of_a_revision(teacher: Path, tmp_path: Pat
         second = server.add_repo("user/teacher", newer)
         newest, older, missing = run("cache")
     assert [newest, older] == [
-        f"{commit} {embed(folder, tmp_path / commit, ['a', 'b']).sum()}"
+        f"{commit} {float(embed(folder, tmp_path / commit, ['a', 'b']).sum())}"
         for commit, folder in ((second, newer), (first, teacher))
     ]
     assert newest.split()[1] != older.split()[1]
