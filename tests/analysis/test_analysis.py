@@ -368,6 +368,15 @@ def test_task_experts_that_are_token_routed(token_routed: Path, hierarchical: Pa
     assert analysis.weight_change_of(str(half), str(token_routed)).shared == [0.0, 0.0]
 
 
+def test_a_dense_start_has_no_pooling_by_attention(dense: Path, tmp_path: Path) -> None:
+    folder = upcycle(str(dense), tmp_path / "attentive", pooling="latent_attention")
+    assert analysis.weight_change_of(str(folder), str(dense)).outside == 0.0
+    key = next(key for key in load_file(folder / "model.safetensors") if key.startswith("pooling."))
+    changed = copied(folder, tmp_path / "changed")
+    edit_weights(changed, **{key: load_file(folder / "model.safetensors")[key] + 1})
+    assert (analysis.weight_change_of(str(changed), str(folder)).outside or 0) > 0
+
+
 def test_a_start_of_another_architecture_is_refused(upcycled: Path, tmp_path: Path) -> None:
     other = dense_checkpoint(tmp_path / "other", "distilbert")
     with pytest.raises(ValueError, match=r"is not the start of .*: its architecture is 'distilbert', not 'bert'"):

@@ -262,6 +262,7 @@ def test_renaming_keeps_the_order_and_what_belongs_to_it(tmp_path: Path) -> None
         (("items",), "taken by torch's ModuleDict"),
         ((7,), "must be one word"),
         (("new", "clusterin"), r"Unknown expert 'clusterin'. Did you mean 'clustering'\? .*'mean'"),
+        (("new", Path("art")), "Unknown expert 'art'"),
         (("new", {}), r"The weights do not fit: \d+ are missing"),
         (("new", {"x": torch.zeros(1)}), "The weights do not fit"),
     ],

@@ -48,7 +48,7 @@ def test_a_run(kind: str, tiny: Path, data: Path, tmp_path: Path, monkeypatch: p
     assert all((count > 0) == bool(prompt) for prompt, count in prompts.items())
     seen.clear()
     run.validate()
-    assert {each["prompt"] for each in seen} == {FIND, None}  # of anchors and positives
+    assert {each["prompt"] for each in seen} == {FIND, ""}  # of anchors and positives: none, also no default prompt
     monkeypatch.undo()
     run.finish(None)
     model = tmp_path / "run" / "model"

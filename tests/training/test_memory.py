@@ -188,6 +188,12 @@ def test_the_command_with_adapters(capsys: pytest.CaptureFixture[str], fresh_fol
     assert totals[0] > 10 * totals[1] > 10 * totals[2] > 0
 
 
+def test_settings_of_adapters_need_a_rank(capsys: pytest.CaptureFixture[str], fresh_folder: Any) -> None:
+    for given in (["--lora-targets", "shared"], ["--base-dtype", "bfloat16"]):
+        assert main(["memory", str(fresh_folder), "--batch-size", "8", "--length", "16", *given]) == 1
+        assert "are settings of adapters: add --lora-rank" in capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_a_config_is_enough() -> None:
     model = fresh_mote("nomic_bert")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.runs import overrides, train_step
+from transformers import TrainerState
 
 from mote.training import losses, progress
 from mote.training import train as run
@@ -21,8 +22,8 @@ def test_pairs_per_second_include_tokenizing(tmp_path: Path) -> None:
     tracker = run.Tracker()
     tracker.last = {"task": "a", "loss": 1.0, "rows": 4}
     callback = RunCallback(tracker, tmp_path, {}, {}, scaled=False)
-    state = SimpleNamespace(global_step=0, max_steps=2, is_world_process_zero=False)
-    callback.on_train_begin(None, state, None)
+    state = TrainerState(max_steps=2, is_world_process_zero=False)
+    callback.on_train_begin(SimpleNamespace(logging_steps=1, eval_steps=1, save_steps=1), state, None)
     time.sleep(0.05)  # the trainer fetches a batch before it says that a step begins
     callback.on_step_begin(None, state, None)
     callback.on_step_end(None, state, None)

@@ -74,8 +74,8 @@ def weight_change_of(model: str, start: str | None = None, revision: str | None 
     source = open_checkpoint(start, revision)
     begun = _load(source, trained)
     _refuse_mismatch(trained, begun, model, start)
-    without = "" if source.format == "mote" else "pooling."  # which a dense start does not have, and is made at random
-    weights = _weights(trained, without), _weights(begun, without)
+    pooling = source.format == "mote"  # a dense start has none: that of `begun` is random
+    weights = _weights(trained, pooling), _weights(begun, pooling)
     return _compare(*weights, source.public_name, True, trained.config)
 
 
@@ -156,16 +156,16 @@ def _refuse_mismatch(trained: MoTEModel, begun: MoTEModel, model: str, start: st
         )
 
 
-def _weights(model: MoTEModel, without: str = "") -> Weights:
+def _weights(model: MoTEModel, pooling: bool = True) -> Weights:
     """Group the weights by expert and layer; for weights outside of the layers, the layer is None.
 
     Args:
         model: The model.
-        without: Beginning of the names of weights that are left out. Default: none.
+        pooling: Whether those of a pooling by attention are included.
     """
     weights: Weights = {}
     for key, weight in model.state_dict().items():
-        if without and key.startswith(without):
+        if key.startswith("pooling.") and not pooling:
             continue
         for expert, layer, part in _parts(model.config, key, weight):
             weights.setdefault((expert, layer), []).append(part)

@@ -295,8 +295,8 @@ def _default_prompt(source: Checkpoint, config: MoTEConfig, prompts: dict[str, s
             config.task_of([""], prompt=prompts[name])
             return name
     logger.warning(
-        "The default prompt %r of %s belongs to no task of the result, and is no default any more: pass `prompt_name=` "
-        "or `task=` to encode()",
+        "The default prompt %r of %s does not belong to any task of the result, and is no longer the default: pass "
+        "`prompt_name=` or `task=` to encode()",
         name,
         source.name,
     )

@@ -119,7 +119,7 @@ def _dense_model(recipe: Recipe, source: Checkpoint, folder: Path, names: MoTECo
     model.prompts = {**st.prompts_of(names)}
     if model.default_prompt_name not in (None, *model.prompts):  # Sentence-Transformers would refuse to load the result
         logger.warning(
-            "The default prompt %r of %s belongs to no task of the recipe, and is no default any more",
+            "The default prompt %r of %s does not belong to any task of the recipe, and is no longer the default",
             model.default_prompt_name,
             source.name,
         )

@@ -23,7 +23,7 @@ from sentence_transformers import SentenceTransformer
 from tqdm import tqdm
 
 from mote.checkpoints.hashing import folder_hash
-from mote.hub import newest_commit
+from mote.hub import commit_of
 from mote.inference.loading import load_encoder
 from mote.reporting import HOW_TO_RESUME
 from mote.training.recipe import Recipe
@@ -49,7 +49,7 @@ class Teacher:
 
     Raises:
         FileNotFoundError: If there is no such teacher.
-        ValueError: If a folder has a revision.
+        ValueError: If a folder is given with a revision, or holds an adapter.
     """
 
     def __init__(self, settings: TeacherSettings, cache: Path | None = None) -> None:
@@ -118,7 +118,8 @@ class Teacher:
         if self._model is None:
             logger.info("Loading the teacher %s …", self.settings.source)
             trust = self.settings.trust_remote_code
-            self._model = load_encoder(self.settings.source, revision=self.commit, trust_remote_code=trust)
+            revision = self.settings.revision  # not the commit: offline, a branch is found only if it was asked for
+            self._model = load_encoder(self.settings.source, revision=revision, trust_remote_code=trust)
         batch_size = self.settings.batch_size
         return self._model.encode(list(texts), prompt=prompt, batch_size=batch_size, show_progress_bar=False)
 
@@ -176,15 +177,13 @@ def teachers_of(recipe: Recipe) -> dict[str, Teacher]:
 
 
 def _commit_of(settings: TeacherSettings) -> str | None:
-    if Path(settings.source).is_dir():
-        if settings.revision is not None:
-            raise ValueError(
-                f"The teacher {settings.source} is a folder: it has no revision {settings.revision!r}, only teachers "
-                "on the Hub have one"
-            )
-        return None
+    if settings.revision is not None and Path(settings.source).is_dir():
+        raise ValueError(
+            f"The teacher {settings.source} is a folder: it has no revision {settings.revision!r}, only teachers "
+            "on the Hub have one"
+        )
     try:
-        return newest_commit(settings.source, settings.revision)
+        return commit_of(settings.source, settings.revision)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"The teacher {error}") from error
 

@@ -33,12 +33,13 @@ def instructions_of(options: UpcyclingOptions, config: MoTEConfig, of_source: di
 def instructions_from(prompts: dict[str, str], config: MoTEConfig) -> dict[str, str]:
     """Take over the prompts of a source, which was trained with them, as instructions.
 
-    A prompt under MTEB's name of a task counts as the task's, and only as that. A prompt for the role `query` or
-    `document` also becomes that of the expert that serves the role, unless the expert has its own; of two roles of one
-    expert, an empty prompt does so only if the other has none.
+    A prompt under MTEB's name of a task counts as the task's. The prompt of the role `query`, or of another task, also
+    becomes that of the expert that serves it, unless the expert has its own; an empty prompt does so only if no other
+    prompt does. Those of unseen tasks, such as `sts`, are theirs only: their expert is trained for something else.
     """
     under_mteb_names = {MTEB_PROMPTS[name]: prompts[name] for name in MTEB_PROMPTS if name in prompts}
     texts = {task: text for task, text in {**under_mteb_names, **prompts}.items() if task in config.tasks}
-    of_roles = [(config.tasks[role], texts[role]) for role in ROLE_HINTS if role in texts]
-    of_experts = dict(sorted(of_roles, key=lambda of_role: bool(of_role[1])))
+    of_unseen = UNSEEN_TASKS.keys() - {*ROLE_HINTS}
+    served = [(config.tasks[task], text) for task, text in texts.items() if task not in of_unseen]
+    of_experts = dict(sorted(served, key=lambda of_task: bool(of_task[1])))
     return {**of_experts, **{task: text for task, text in texts.items() if text or task not in ROLE_HINTS}}
