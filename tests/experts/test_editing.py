@@ -417,7 +417,7 @@ def test_the_default_prompt_follows_its_task(
     assert (renamed.encode(["bread"]) == trusted(source).encode(["bread"])).all()
     assert "default prompt" not in caplog.text
     mote.transform(source, tmp_path / "removed", mote.experts.remove, "clustering")
-    assert re.search("default prompt 'clustering' .* belongs to no task of the result", caplog.text)
+    assert re.search("default prompt 'clustering' .* does not belong to any task of the result", caplog.text)
     assert SentenceTransformer(str(tmp_path / "removed"), trust_remote_code=True).default_prompt_name is None
 
 
@@ -430,4 +430,4 @@ def test_a_default_prompt_of_no_task_is_not_taken_over(
         == "search_query"
     )
     assert trusted(upcycle(str(dense), tmp_path / "other", experts=["a", "b"])).default_prompt_name is None
-    assert re.search("default prompt 'search_query' .* belongs to no task of the result", caplog.text)
+    assert re.search("default prompt 'search_query' .* does not belong to any task of the result", caplog.text)
