@@ -197,7 +197,9 @@ def test_pairs_with_several_scores_are_dropped(tmp_path: Path) -> None:
     (report,) = load(tmp_path, "sts/tiny", task="s", settings={"loss": "CoSENTLoss"}).reports
     assert (report.dropped, report.used) == ({"repeated": 1}, 3)
     write(tmp_path, "sts/tiny", scored(0, 1))  # a teacher takes the texts alone
-    taught = {"loss": "MSELoss", "teacher": {"source": str(tmp_path)}}
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher" / "config.json").write_text("{}")
+    taught = {"loss": "MSELoss", "teacher": {"source": str(tmp_path / "teacher")}}
     recipe = recipe_of(tmp_path, "s", {"datasets": ["sts/tiny"], **taught})
     (report,) = load_data(recipe, with_teachers=False).reports
     assert (report.dropped, report.used) == ({"repeated": 1}, 3)
