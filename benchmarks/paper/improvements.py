@@ -50,8 +50,11 @@ def _labels(times: int) -> Improvement:
     return lambda variant, name: _changed(variant, *_label_weights(variant, times))
 
 
-def _two_epochs(variant: Variant, name: str) -> Variant:
-    return _changed(variant, f"training.num_train_epochs={2 * _recipe(variant).training.num_train_epochs:g}")
+def _epochs(times: float) -> Improvement:
+    """Train for `times` as many epochs."""
+    return lambda variant, name: _changed(
+        variant, f"training.num_train_epochs={times * _recipe(variant).training.num_train_epochs:g}"
+    )
 
 
 def _shared_rate(part: float) -> Improvement:
@@ -178,7 +181,8 @@ MADE_AFTER_TRAINING = {**_MADE_FOR_ALL, **_MADE_FOR_EXPERTS}
 HALF_RATE = "rate-0.5"
 SHARED_RATE = "shared-rate-0.25"
 TWO_EPOCHS = "two-epochs"
-_LAST = (HALF_RATE, TWO_EPOCHS, SHARED_RATE)
+MOST_OF_AN_EPOCH = "epochs-0.9"
+_LAST = (HALF_RATE, TWO_EPOCHS, MOST_OF_AN_EPOCH, SHARED_RATE)
 """Changes of the training that follow all others in a name, so that one model has one name."""
 
 FOR_ALL: dict[str, Improvement] = {
@@ -189,7 +193,8 @@ FOR_ALL: dict[str, Improvement] = {
     "mined": lambda variant, name: replace(variant, mined=True),
     **LABELS,
     HALF_RATE: lambda variant, name: replace(variant, rate_factor=variant.rate_factor * 0.5),
-    TWO_EPOCHS: _two_epochs,
+    TWO_EPOCHS: _epochs(2),
+    MOST_OF_AN_EPOCH: _epochs(0.9),
     "pretrained": lambda variant, name: replace(variant, start="pretrained"),
     **_MADE_FOR_ALL,
 }
