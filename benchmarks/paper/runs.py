@@ -112,7 +112,11 @@ class Runs:
             made_of = folder_hash(trained)[:8]
             folder = folder.with_name(f"{name.rpartition('+')[2]}-seed{seed}-{made_of}")
             with alone(folder):
-                return folder if folder.exists() else variant.made_by(trained, folder, self._start(variant))
+                made = folder if folder.exists() else variant.made_by(trained, folder, self._start(variant))
+            if variant.last_stage is None:
+                return made
+            stage = replace(variant, changes=(*variant.changes, *variant.last_stage))
+            return self._trained_from(str(made), name, stage, folder.with_name(f"{folder.name}-trained"), seed)
         return self._trained_variant(name, variant, folder, seed)
 
     def _start(self, variant: Variant) -> Path:
@@ -124,6 +128,9 @@ class Runs:
 
     def _trained_variant(self, name: str, variant: Variant, folder: Path, seed: int) -> Path:
         source = self._half_trained(name, variant, folder, seed) if variant.late else self.source_of(variant)
+        return self._trained_from(source, name, variant, folder, seed)
+
+    def _trained_from(self, source: str, name: str, variant: Variant, folder: Path, seed: int) -> Path:
         changes = [*self.settings_of(variant), f"output={folder}"]
         data = self.training_data(variant)
         recipe = recipe_of(variant, self.scale, source, data, seed, changes, name)
