@@ -420,6 +420,14 @@ def test_adapters_must_be_merged_first() -> None:
             verb(copy.deepcopy(model))
 
 
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")  # torch, about its own call
+def test_a_quantised_model_is_refused() -> None:
+    model = torch.ao.quantization.quantize_dynamic(trained_mote("bert"), {torch.nn.Linear})
+    for change in (*VERBS.values(), lambda model: mote.offload(model, "disk")):
+        with pytest.raises(ValueError, match="quantised model cannot be read, moved or saved: use it as it was"):
+            change(model)
+
+
 # Sentence-Transformers -----------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from mote.checkpoints.reading import ATTENTION_POOLING
-from mote.checkpoints.tensors import token_routing
+from mote.checkpoints.tensors import require_unquantised, token_routing
 
 if TYPE_CHECKING:
     from configuration_mote import MoTEConfig
@@ -59,7 +59,8 @@ def has_adapters(model: "MoTEModel") -> bool:
 
 
 def require_plain_weights(model: "MoTEModel") -> None:
-    """Raise `ValueError` if a model has adapters."""
+    """Raise `ValueError` if a model has adapters or is quantised."""
+    require_unquantised(model)
     if has_adapters(model):
         raise ValueError(
             "The model has PEFT adapters, which belong to no expert until they are merged into the weights: go on with "

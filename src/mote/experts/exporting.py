@@ -47,8 +47,8 @@ def export(
         Its weights are copies, so both models can be used and trained. Compressed weights are dequantized.
 
     Raises:
-        ValueError: If there is no such expert, it is not loaded, or the model is token-routed or has adapters; or if
-            its family has no published format of its own, or one that cannot express a setting.
+        ValueError: If there is no such expert, it is not loaded, or the model is token-routed, quantised or has
+            adapters; or if its family has no published format of its own, or one that cannot express a setting.
     """
     require_task_experts(model.config)
     require_plain_weights(model)

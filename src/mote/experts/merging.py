@@ -35,7 +35,7 @@ def average(model: "MoTEModel") -> PreTrainedModel:
         A model of the backbone's architecture, without a pooler. Blocks without experts are copied.
 
     Raises:
-        ValueError: If the model is token-routed or compressed, lacks experts, or has adapters.
+        ValueError: If the model is token-routed, compressed or quantised, lacks experts, or has adapters.
     """
     require_mergeable(model)
     dense: dict[str, torch.Tensor] = {}
