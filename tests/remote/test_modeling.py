@@ -397,6 +397,16 @@ def test_wrong_tasks_are_refused(arguments: dict, message: str) -> None:
         fresh_mote("bert")(**batch(), **arguments)
 
 
+@pytest.mark.parametrize("name", ["tsk", "tasks", "task_id"])
+def test_a_misspelt_task_does_not_go_to_the_default_one(name: str) -> None:
+    model, inputs = trained_mote("bert"), batch()
+    model.config.default_task = "alpha"
+    with pytest.raises(ValueError, match=rf"Unknown argument '{name}'\. Did you mean 'task' or 'task_ids'\?"):
+        model(**inputs, **{name: "beta"})
+    of_transformers = {"num_items_in_batch": 4, "output_attentions": False, "output_hidden_states": True}
+    assert difference(model(**inputs, **of_transformers).pooler_output, model(**inputs).pooler_output) == 0.0
+
+
 def test_resized_token_embeddings_are_saved(tmp_path: Path) -> None:
     model = trained_mote("bert")
     size = model.config.vocab_size + 5
