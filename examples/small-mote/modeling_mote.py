@@ -227,7 +227,7 @@ class MoTEModel(PreTrainedModel):
             of a row hold zeros or the output for padding.
 
         Raises:
-            ValueError: If `task` is misspelt, unknown, missing, ambiguous or not one per row, or its expert is not loaded.
+            ValueError: If `task` is misspelt, unknown, missing, ambiguous, not one per row, or of an expert not loaded.
         """
         if near := [name for name in kwargs if difflib.get_close_matches(name, ("task", "task_ids"), cutoff=0.8)]:
             raise ValueError(f"Unknown argument {near[0]!r}. Did you mean 'task' or 'task_ids'?")
@@ -377,7 +377,8 @@ class MoTEModel(PreTrainedModel):
         sources = {Path(file).parent.resolve() for file in self.weight_files}
         if self.config.loaded_experts is None or folder.resolve() not in sources:
             return
-        loaded = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("loaded_experts")
+        config = folder / "config.json"  # if it was removed, the weights may be of all experts
+        loaded = config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("loaded_experts")
         if lost := sorted({*(loaded or self.config.experts)} - {*self.config.loaded_experts}):
             raise ValueError(
                 f"{folder} also holds the experts {', '.join(lost)}, which were not loaded: saving there would remove "

@@ -364,6 +364,10 @@ def test_experts_that_were_not_loaded_are_not_lost(tmp_path: Path) -> None:
     one = MoTEModel.from_pretrained(tmp_path / "all", experts=["beta"])
     with pytest.raises(ValueError, match="all also holds the experts alpha, which were not loaded"):
         one.save_pretrained(tmp_path / "all")
+    (tmp_path / "all" / "config.json").rename(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="all also holds the experts alpha, which were not loaded"):
+        one.save_pretrained(tmp_path / "all")
+    (tmp_path / "config.json").rename(tmp_path / "all" / "config.json")
     one.save_pretrained(tmp_path / "one")
     again = MoTEModel.from_pretrained(tmp_path / "one")
     again.save_pretrained(tmp_path / "one")  # nothing else was there
