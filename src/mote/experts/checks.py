@@ -63,7 +63,7 @@ def require_plain_weights(model: "MoTEModel") -> None:
     require_unquantised(model)
     if has_adapters(model):
         raise ValueError(
-            "The model has PEFT adapters, which belong to no expert until they are merged into the weights: go on with "
+            "The model has PEFT adapters, which belong to no expert until they are merged into the weights: use "
             "what the PeftModel's `merge_and_unload()` returns or, after `add_adapter` or `load_adapter`, call "
             "`mote.training.adapters.merge_adapters(model)` first"
         )
