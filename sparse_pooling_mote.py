@@ -166,7 +166,7 @@ class HybridPooling(SparsePooling):
     """
 
     config_keys = ["sparse_from", "weight", "max_active_dims", "retrieval"]
-    forward_kwargs = {"retrieval", "weight"}
+    forward_kwargs = {"retrieval", "weight", "max_active_dims"}
 
     def __init__(
         self,
@@ -187,7 +187,12 @@ class HybridPooling(SparsePooling):
             raise ValueError(f"weight must be a number from 0, got {weight!r}")
 
     def forward(
-        self, features: dict[str, Any], retrieval: str | None = None, weight: float | None = None, **kwargs: Any
+        self,
+        features: dict[str, Any],
+        retrieval: str | None = None,
+        weight: float | None = None,
+        max_active_dims: int | None = None,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """Replace the dense `sentence_embedding` [B, H] in the features.
 
@@ -195,14 +200,23 @@ class HybridPooling(SparsePooling):
             features: Output of `Pooling`.
             retrieval: Kind of vectors. Default: the module's.
             weight: Weight of the sparse score. Default: the module's.
+            max_active_dims: Number of weights that `encode` will keep of the whole vector.
             **kwargs: Ignored.
 
         Returns:
             The features, with `sentence_embedding` [B, V + H], [B, H] or [B, V].
+
+        Raises:
+            ValueError: If a value is out of range, or `encode` would cut the dense vector, too.
         """
         retrieval = retrieval or self.retrieval
         weight = self.weight if weight is None else weight
         self._check(retrieval, weight)
+        if max_active_dims is not None and retrieval != "sparse":
+            raise ValueError(
+                f"max_active_dims={max_active_dims} of `encode` or `SparseEncoder` would also cut the dense part: "
+                f"leave it out, and for the sparse part set model[-1].max_active_dims = {max_active_dims}"
+            )
         if retrieval == "dense":
             return features
         sparse = self.sparse(features)

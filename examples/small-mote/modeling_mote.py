@@ -14,6 +14,7 @@ Models", Findings of ACL 2025 (arXiv:2506.17781).
 """
 
 import copy
+import difflib
 import json
 import re
 import shutil
@@ -124,8 +125,7 @@ class MoTEModel(PreTrainedModel):
     Args:
         config: Backbone, experts, tasks.
         backbone: A dense model to take over ("upcycle"): its layers become the experts, each a copy, so that every
-            expert gives the dense model's output. It must not be used on its own afterwards. Default: a new model
-            with random weights.
+            expert gives the dense model's output. It must not be used on its own afterwards. Default: random weights.
     """
 
     config: MoTEConfig
@@ -227,8 +227,10 @@ class MoTEModel(PreTrainedModel):
             of a row hold zeros or the output for padding.
 
         Raises:
-            ValueError: If a task is unknown, missing or ambiguous, not one per row, or its expert is not loaded.
+            ValueError: If `task` is misspelt, unknown, missing, ambiguous, not one per row, or of an expert not loaded.
         """
+        if near := [name for name in kwargs if difflib.get_close_matches(name, ("task", "task_ids"), cutoff=0.8)]:
+            raise ValueError(f"Unknown argument {near[0]!r}. Did you mean 'task' or 'task_ids'?")
         sequences = present_inputs(input_ids, inputs_embeds, attention_mask, token_type_ids, position_ids)
         if task_ids is None and (task is None or isinstance(task, str)):
             return self._run(sequences, {**kwargs, "expert": self.config.expert_of(task)})
@@ -278,8 +280,7 @@ class MoTEModel(PreTrainedModel):
                 raise ValueError("Pass either `task` or `task_ids`, not both")
             task_ids = torch.as_tensor(task_ids)
             if task_ids.dim() != 1 or task_ids.is_floating_point() or task_ids.dtype == torch.bool:
-                shape = list(task_ids.shape)
-                raise ValueError(f"task_ids must be integers of shape [B], got {task_ids.dtype}, {shape}")
+                raise ValueError(f"task_ids must be integers of shape [B], got {task_ids.dtype}, {[*task_ids.shape]}")
             names, ids = list(self.config.tasks), task_ids.tolist()
             if wrong := sorted({i for i in ids if not 0 <= i < len(names)}):
                 raise ValueError(f"task_ids {wrong} are out of range. Tasks: {dict(enumerate(names))}")
@@ -376,15 +377,15 @@ class MoTEModel(PreTrainedModel):
         sources = {Path(file).parent.resolve() for file in self.weight_files}
         if self.config.loaded_experts is None or folder.resolve() not in sources:
             return
-        loaded = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("loaded_experts")
+        config = folder / "config.json"  # if it was removed, the weights may be of all experts
+        loaded = config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("loaded_experts")
         if lost := sorted({*(loaded or self.config.experts)} - {*self.config.loaded_experts}):
             raise ValueError(
                 f"{folder} also holds the experts {', '.join(lost)}, which were not loaded: saving there would remove "
                 "them. Choose another folder"
             )
 
-    def _replicate_for_data_parallel(self) -> Any:
-        # Copies of an expert would use the attention of the first GPU.
+    def _replicate_for_data_parallel(self) -> Any:  # copies of an expert would use the first GPU's attention
         raise RuntimeError("A MoTE cannot run in nn.DataParallel: start one process per GPU (torchrun), or use one GPU")
 
 

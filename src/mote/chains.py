@@ -83,7 +83,7 @@ class Chain(Settings):
     @classmethod
     def _in_order(cls, stages: dict[str, StageSettings]) -> dict[str, StageSettings]:
         if not stages:
-            raise ValueError("the chain has no stage")
+            raise ValueError("the chain has no stages")
         earlier: list[str] = []
         for name, stage in stages.items():
             if not re.fullmatch(r"\w[\w-]*", name):

@@ -145,6 +145,8 @@ def test_nothing_is_left_of_a_failure(mote: Path, tmp_path: Path) -> None:
         transform(mote, out, take_out, "c")
     with pytest.raises(TypeError, match="missing a required argument: 'factor'"):
         transform(mote, out, scale)
+    with pytest.raises(ValueError, match="quantised"):
+        transform(mote, out, torch.ao.quantization.quantize_dynamic)
     assert contents(tmp_path) == before
 
 

@@ -58,6 +58,7 @@ def test_every_type_of_row(row: dict[str, Any], row_type: str, example: Example)
         ({"title": "a", "abstract": "b"}, {}, r"columns 'abstract', 'title' are neither pairs .* name them with `colu"),
         ({"query": "a", "question": "b", "answer": "c"}, {}, "'query' and 'question' mean the same: choose one with"),
         ({"query": "a", "positive": "b"}, {"anchor": "quary", "positive": "positive"}, "no column 'quary'. Did you"),
+        ({"e\u0301": "a", "b": "b"}, {"anchor": "\u00e9", "positive": "b"}, r"'\\xe9'\. .*Available: 'b', 'e\u0301'\."),
         ({"query": "a", "positive": "b"}, {"ancor": "query"}, "unknown column 'ancor' in `columns`. Did you"),
         ({"q": "a", "title": "b", "body": "c"}, {"anchor": "q", "positive": ["title", "body"]}, "must name one column"),
         ({"q": "a", "body": "c"}, {"anchor": "q", "positive": []}, r"'positive' .* must name one column, got \[\]"),

@@ -79,7 +79,7 @@ def test_a_pattern_takes_several_datasets(tmp_path: Path, caplog: pytest.LogCapt
     assert list(find(tmp_path, "retrieval/*", exclude=["retrieval/a"])) == ["retrieval/b"]
     with pytest.raises(ValueError, match=r"exclude: there is no dataset 'c'.*Available: 'retrieval/a', 'retrieval/b'"):
         find(tmp_path, "retrieval/*", exclude=["c"])
-    with pytest.raises(ValueError, match="`exclude` leaves no dataset"):
+    with pytest.raises(ValueError, match="`exclude` leaves no datasets"):
         find(tmp_path, "retrieval/*", exclude=["*"])
 
 

@@ -79,9 +79,10 @@ def test_texts_and_pairs_of_a_folder_are_of_all_its_datasets() -> None:
     [
         ("", "has no texts: expected one per line"),
         ('{"text": "one"}', "has 1 texts: a distribution needs at least two; give one with `--texts FILE`"),
-        ('{"text": "one"}\n{"title": "two"}', r":2 has the columns title: expected one of text, query"),
+        ('{"text": "one"}\n{"title": "two"}', r":2 has the columns 'title': expected one of text, query"),
         ('{"text": ["one"]}\n{"text": 3}', r":2: 'text' must be a text that is not empty, got 3"),
         ('{"text": " "}', r":1: 'text' must be a text that is not empty, got ' '"),
+        ('{"text\\u200b": "one"}', r":1 has the columns 'text\\u200b': expected one of text, query"),
         ('{"text": "one"}\n{"text": "\\ud800"}', r":2: 'text' is invalid Unicode: it has half of a surrogate pair"),
         ('{"text": "one"}\n{"tex', r":2: invalid JSON"),
         ("[1]", ":1: expected a JSON object, got list"),
@@ -97,7 +98,7 @@ def test_invalid_texts_are_named(content: str, message: str, tmp_path: Path) -> 
 def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"There is no file .*texts\.txt"):
         find_texts(tmp_path / "texts.txt")
-    with pytest.raises(FileNotFoundError, match="holds no dataset: expected retrieval or classification"):
+    with pytest.raises(FileNotFoundError, match="holds no datasets: expected retrieval or classification"):
         find_texts(folder=tmp_path)
     with pytest.raises(FileNotFoundError, match="There is no folder"):
         find_texts(folder=tmp_path / "data")
@@ -114,5 +115,5 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
         read_texts(tmp_path / "picture.png")
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"query": "one", "text": "two"}')
-    with pytest.raises(ValueError, match=r":1 has the columns query, text: expected one of positive"):
+    with pytest.raises(ValueError, match=r":1 has the columns 'query', 'text': expected one of positive"):
         find_pairs(pairs)

@@ -278,7 +278,7 @@ def test_folders_without_test_splits_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no data folder"):
         load_tasks(tmp_path / "absent")
     write_rows(tmp_path / "classification/alone/train.jsonl.gz", [{"text": "a", "label": "b"}])
-    with pytest.raises(FileNotFoundError, match=r"no dataset with a test split: expected TASK/NAME/test\.jsonl\.gz"):
+    with pytest.raises(FileNotFoundError, match=r"no datasets with a test split: expected TASK/NAME/test\.jsonl\.gz"):
         load_tasks(tmp_path)
     with pytest.raises(ValueError, match="limit must be at least 1"):
         load_tasks(EXAMPLES, limit=0)

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from sentence_transformers import SentenceTransformer
 import mote
 from modeling_mote import MoTEModel
 from mote import prompts_of, upcycle
+from mote.training.adapters import merge_adapters
 from token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
 THREE = ["alpha", "beta", "gamma"]
@@ -386,6 +388,44 @@ def test_weights_on_the_meta_device_are_refused() -> None:
         model = MoTEModel(fresh_mote("bert").config)
     with pytest.raises(ValueError, match=r"on the meta device: load the model with its weights"):
         mote.experts.add(model, "new", "alpha")
+
+
+VERBS: dict[str, Callable[[Any], Any]] = {
+    "add": lambda model: mote.experts.add(model, "new", "alpha"),
+    "average": mote.experts.average,
+    "compress": lambda model: mote.experts.compress(model, bits=8),
+    "export": lambda model: mote.experts.export(model, "alpha"),
+    "interpolate": lambda model: mote.experts.interpolate(model, 0.5),
+    "merge": lambda model: mote.experts.merge(model, {"alpha": 1, "beta": 1}, "new"),
+    "remove": lambda model: mote.experts.remove(model, "alpha"),
+    "rename": lambda model: mote.experts.rename(model, "alpha", "new"),
+    "weights": lambda model: mote.experts.weights(model, "alpha"),
+}
+
+
+def test_adapters_must_be_merged_first() -> None:
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(target_modules=["query", "output.dense"], init_lora_weights=False)
+    adapted = peft.get_peft_model(trained_mote("bert"), adapter).eval()
+    injected = peft.inject_adapter_in_model(adapter, trained_mote("bert")).eval()  # as by `add_adapter`
+    for model in (adapted, adapted.base_model.model, injected):
+        for verb in VERBS.values():
+            with pytest.raises(ValueError, match=r"PEFT adapters.*merge_and_unload.*merge_adapters\(model\)` first"):
+                verb(model)
+    expected = hidden(adapted, "alpha"), hidden(injected, "alpha")
+    merge_adapters(injected)
+    for model, output in zip((adapted.merge_and_unload(), injected), expected, strict=True):
+        assert (hidden(model, "alpha") - output).abs().max() <= 1e-5
+        for verb in VERBS.values():
+            verb(copy.deepcopy(model))
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")  # torch, about its own call
+def test_a_quantised_model_is_refused() -> None:
+    model = torch.ao.quantization.quantize_dynamic(trained_mote("bert"), {torch.nn.Linear})
+    for change in (*VERBS.values(), lambda model: mote.offload(model, "disk")):
+        with pytest.raises(ValueError, match="quantised model cannot be read, moved or saved: use it as it was"):
+            change(model)
 
 
 # Sentence-Transformers -----------------------------------------------------------------------------------------------

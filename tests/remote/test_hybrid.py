@@ -72,6 +72,21 @@ def test_both_vectors_come_from_one_pass(name: str, hybrids: dict[str, Path]) ->
     assert difference(sparse, weights) < 1e-6
 
 
+def test_the_dense_part_is_never_cut(hybrids: dict[str, Path]) -> None:
+    model, cut = loaded(hybrids["head"]), loaded(hybrids["head"])
+    message = r"also cut the dense part: leave it out, .* set model\[-1\]\.max_active_dims = 5"
+    for kind in ("hybrid", "dense"):
+        with pytest.raises(ValueError, match=message):
+            model.encode_query(TEXTS, retrieval=kind, max_active_dims=5)
+    with pytest.raises(ValueError, match=message):
+        SparseEncoder(str(hybrids["head"]), trust_remote_code=True, max_active_dims=5).encode_query(TEXTS)
+    pooling: Any = cut[-1]
+    pooling.max_active_dims = 5
+    sparse = model.encode_query(TEXTS, retrieval="sparse", max_active_dims=5).to_dense()
+    dense = model.encode_query(TEXTS, retrieval="dense").to_dense()
+    assert torch.equal(cut.encode_query(TEXTS).to_dense(), torch.cat([sparse, dense], dim=1))
+
+
 def test_scores_are_dense_plus_weight_times_sparse(hybrids: dict[str, Path], tmp_path: Path) -> None:
     model = loaded(hybrids["embeddings"])
     parts = {}

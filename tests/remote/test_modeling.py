@@ -364,6 +364,10 @@ def test_experts_that_were_not_loaded_are_not_lost(tmp_path: Path) -> None:
     one = MoTEModel.from_pretrained(tmp_path / "all", experts=["beta"])
     with pytest.raises(ValueError, match="all also holds the experts alpha, which were not loaded"):
         one.save_pretrained(tmp_path / "all")
+    (tmp_path / "all" / "config.json").rename(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="all also holds the experts alpha, which were not loaded"):
+        one.save_pretrained(tmp_path / "all")
+    (tmp_path / "config.json").rename(tmp_path / "all" / "config.json")
     one.save_pretrained(tmp_path / "one")
     again = MoTEModel.from_pretrained(tmp_path / "one")
     again.save_pretrained(tmp_path / "one")  # nothing else was there
@@ -395,6 +399,16 @@ def test_experts_that_were_not_loaded_are_not_lost(tmp_path: Path) -> None:
 def test_wrong_tasks_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fresh_mote("bert")(**batch(), **arguments)
+
+
+@pytest.mark.parametrize("name", ["tsk", "tasks", "task_id"])
+def test_a_misspelt_task_does_not_go_to_the_default_one(name: str) -> None:
+    model, inputs = trained_mote("bert"), batch()
+    model.config.default_task = "alpha"
+    with pytest.raises(ValueError, match=rf"Unknown argument '{name}'\. Did you mean 'task' or 'task_ids'\?"):
+        model(**inputs, **{name: "beta"})
+    of_transformers = {"num_items_in_batch": 4, "output_attentions": False, "output_hidden_states": True}
+    assert difference(model(**inputs, **of_transformers).pooler_output, model(**inputs).pooler_output) == 0.0
 
 
 def test_resized_token_embeddings_are_saved(tmp_path: Path) -> None:

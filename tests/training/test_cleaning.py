@@ -107,7 +107,7 @@ def test_a_label_with_one_example_is_dropped_by_name(tmp_path: Path) -> None:
     assert data.reports[0].dropped == {"label with one example": 1}
     assert "labels with one example: 'lonely'" in str(data)
     write(tmp_path, "classification/tiny", labelled(x=1, y=1))
-    with pytest.raises(ValueError, match=r"no row is left to train on(.|\n)*labels with one example: 'x', 'y'"):
+    with pytest.raises(ValueError, match=r"no rows are left to train on(.|\n)*labels with one example: 'x', 'y'"):
         load(tmp_path, "classification/tiny", task="c")
 
 

@@ -144,7 +144,7 @@ def test_weights_repeat_rows(tmp_path: Path) -> None:
 
 def test_a_weight_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "retrieval/tiny", pairs(3))
-    with pytest.raises(ValueError, match=r"tiny: the weight 0.01 leaves no row of 3"):
+    with pytest.raises(ValueError, match=r"tiny: the weight 0.01 leaves none of 3 rows"):
         load(tmp_path, {"path": "retrieval/tiny", "weight": 0.01})
 
 

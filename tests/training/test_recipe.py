@@ -173,7 +173,7 @@ def test_a_file_extends_one_beside_it_before_a_shipped_one(tmp_path: Path) -> No
 )
 def test_invalid_settings(override: str, message: str | None) -> None:
     if message is None:  # an override replaces what it names
-        with pytest.raises(ValueError, match="the recipe has no task"):
+        with pytest.raises(ValueError, match="the recipe has no tasks"):
             load_recipe("mote", [override])
         return
     with pytest.raises(ValueError, match=message):

@@ -89,7 +89,7 @@ def test_only_checkpoints_of_the_run_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("", "is not valid JSON"), ("[]", "must hold a dict"), ("{}", "names no recipe")]
+    ("content", "message"), [("", "is not valid JSON"), ("[]", "must hold a dict"), ("{}", "does not name a recipe")]
 )
 def test_a_damaged_checkpoint_is_named(content: str, message: str, tmp_path: Path) -> None:
     """It may be left by a power cut."""

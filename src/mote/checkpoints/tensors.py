@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers.modeling_utils import load_state_dict, str_to_torch_dtype
 
 from architectures_mote import architecture_of
@@ -156,6 +157,13 @@ def is_finite(tensor: torch.Tensor) -> bool:
         return True
     least, most = (tensor if tensor.element_size() > 1 else tensor.float()).aminmax()
     return math.isfinite(least) and math.isfinite(most)
+
+
+def require_unquantised(model: nn.Module) -> None:
+    """Raise `ValueError` if Transformers or `torch.ao` has quantised a model (`mote compress` does not count)."""
+    by_torch = any(type(module).__module__.startswith("torch.ao.") for module in model.modules())
+    if by_torch or getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError("The weights of a quantised model cannot be read, moved or saved: use it as it was before")
 
 
 def parameter_counts(model: "MoTEModel") -> dict[str, Any]:

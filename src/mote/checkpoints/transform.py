@@ -20,7 +20,7 @@ from mote.checkpoints.retrieval import retrieval_in
 from mote.checkpoints.rewriting import rewritten_card
 from mote.checkpoints.sentence_transformers import normalizes
 from mote.checkpoints.staging import refuse_source
-from mote.checkpoints.tensors import parameter_counts
+from mote.checkpoints.tensors import parameter_counts, require_unquantised
 from mote.checkpoints.writing import WriteOptions, how_to_load, require_writable, write_repository
 
 logger = logging.getLogger(__name__)
@@ -127,6 +127,7 @@ def transform(
     were_copies = _are_copies(model)
     changed = function(model, *args, **kwargs)
     result: Any = model if changed is None else _require_model(changed, name)
+    require_unquantised(result)
     if has_head(source.config) and type(result) is not type(model):
         logger.info("The head for masked language modelling is dropped: the result only embeds texts")
     if changed is not None and in_place:

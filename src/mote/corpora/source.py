@@ -6,9 +6,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configuration_mote import alternatives
 from mote.corpora.folder import sha256
-from mote.data.columns import check_string
+from mote.data.columns import check_string, no_column
 from mote.data.rows import Row, count_rows, find_datasets, load_from_hub, numbered, read_file
 from mote.data.settings import DatasetSettings
 
@@ -71,7 +70,7 @@ class CorpusColumns(NamedTuple):
 
 def _value(content: dict[str, Any], column: str) -> str:
     if column not in content:
-        raise ValueError(f"there is no column {column!r}." + alternatives(column, content))
+        raise ValueError(no_column(column, content))
     if content[column] is None:
         raise ValueError(f"{column!r} is null")
     return check_string(content[column], column)

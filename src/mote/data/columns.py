@@ -2,6 +2,7 @@
 
 import math
 import re
+import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -85,7 +86,7 @@ def _from_settings(columns: dict[str, str | list[str]], present: list[str], name
         theirs = [theirs] if isinstance(theirs, str) else theirs
         for column in theirs:
             if column not in present:
-                raise ValueError(f"{name}: there is no column {column!r}." + alternatives(column, sorted(present)))
+                raise ValueError(f"{name}: {no_column(column, sorted(present))}")
         if not theirs or (len(theirs) > 1 and ours != "negative"):
             raise ValueError(f"{name}: {ours!r} in `columns` must name one column, got {theirs}")
         meant = OURS.get(ours, ours)
@@ -141,6 +142,13 @@ def check_row(row: dict[str, Any], columns: Columns) -> Example:
     if not positives:
         raise ValueError(f"{names['positive'][0]!r} is an empty list")
     return Example(anchor, positives, negatives)
+
+
+def no_column(column: str, present: Iterable[str]) -> str:
+    """Say that there is no such column, escaped if it looks like one that there is: é can be one character or two."""
+    present = list(present)
+    looks_like = unicodedata.normalize("NFC", column) in [unicodedata.normalize("NFC", other) for other in present]
+    return f"there is no column {ascii(column) if looks_like else repr(column)}." + alternatives(column, present)
 
 
 def _value(row: dict[str, Any], column: str) -> Any:

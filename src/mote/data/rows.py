@@ -356,5 +356,5 @@ def without_excluded(found: list[Location[AnySettings]], exclude: list[str]) -> 
             raise ValueError(f"exclude: there is no dataset {pattern!r}." + alternatives(pattern, sorted(names)))
         excluded |= matching
     if names == excluded:
-        raise ValueError(f"{found[0].settings.path}: `exclude` leaves no dataset")
+        raise ValueError(f"{found[0].settings.path}: `exclude` leaves no datasets")
     return [location for location in found if location.name not in excluded]

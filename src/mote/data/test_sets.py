@@ -240,7 +240,7 @@ def find_evaluation_datasets(folder: Path, limit: int | None = None) -> list[Eva
     ]
     if not found:
         raise FileNotFoundError(
-            f"{folder} holds no dataset with a test split: expected TASK/NAME/test.jsonl.gz, where TASK is one of "
+            f"{folder} holds no datasets with a test split: expected TASK/NAME/test.jsonl.gz, where TASK is one of "
             f"{', '.join(task for task in SPLITS if task != 'beir')}, or beir/NAME/{QRELS}"
         )
     return found

@@ -158,7 +158,8 @@ def _datasets(folder: Path, names: Sequence[str]) -> list[Iterator[Row]]:
     found = [split_files(path, "test") or split_files(path, "train") for path in paths]
     if not any(found):
         raise FileNotFoundError(
-            f"{folder} holds no dataset: expected {' or '.join(names)}, with NAME/train.jsonl.gz or test.jsonl.gz in it"
+            f"{folder} holds no datasets: expected {' or '.join(names)}, with NAME/train.jsonl.gz or test.jsonl.gz in "
+            "it"
         )
     return [require_valid(read_files(files)) for files in found if files]
 
@@ -167,7 +168,7 @@ def _text(row: Row, columns: Sequence[str]) -> str:
     """Take the text of the first column that a row has."""
     column = next((column for column in columns if column in row.content), None)
     if column is None:
-        present = ", ".join(row.content) or "none"
+        present = ", ".join(map(repr, row.content)) or "none"
         raise ValueError(f"{row.where} has the columns {present}: expected one of {', '.join(columns)}")
     value = row.content[column]
     value = value[0] if isinstance(value, list) and value else value

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from mote.checkpoints.reading import ATTENTION_POOLING
-from mote.checkpoints.tensors import token_routing
+from mote.checkpoints.tensors import require_unquantised, token_routing
 
 if TYPE_CHECKING:
     from configuration_mote import MoTEConfig
@@ -53,16 +53,34 @@ def require_all_experts(config: "MoTEConfig") -> None:
         )
 
 
-def require_mergeable(config: "MoTEConfig") -> None:
+def has_adapters(model: "MoTEModel") -> bool:
+    """Whether PEFT has put adapters into a model."""
+    return any(type(module).__module__.startswith("peft.") for module in model.modules())
+
+
+def require_plain_weights(model: "MoTEModel") -> None:
+    """Raise `ValueError` if a model has adapters or is quantised."""
+    require_unquantised(model)
+    if has_adapters(model):
+        raise ValueError(
+            "The model has PEFT adapters, which belong to no expert until they are merged into the weights: use "
+            "what the PeftModel's `merge_and_unload()` returns or, after `add_adapter` or `load_adapter`, call "
+            "`mote.training.adapters.merge_adapters(model)` first"
+        )
+
+
+def require_mergeable(model: "MoTEModel") -> None:
     """Raise `ValueError` if the mean of the experts cannot be taken, or would be meaningless."""
-    require_task_experts(config)
-    require_uncompressed(config)
-    require_all_experts(config)
+    require_task_experts(model.config)
+    require_uncompressed(model.config)
+    require_all_experts(model.config)
+    require_plain_weights(model)
 
 
 def require_editable(model: "MoTEModel") -> None:
-    """Raise `ValueError` if single experts cannot be edited: token-routed, offloaded or without weights."""
+    """Raise `ValueError` if single experts cannot be edited: token-routed, adapted, offloaded or without weights."""
     require_task_experts(model.config)
+    require_plain_weights(model)
     if model.offloading is not None:
         raise ValueError("Offloaded experts cannot be edited or read one by one: call mote.restore(model) first")
     if any(weight.is_meta for block in model.blocks for weight in block.experts.parameters()):

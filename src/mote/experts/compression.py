@@ -31,9 +31,10 @@ def compress(model: MoTEModel, *, rank: int | None = None, bits: int | None = No
 
     Raises:
         ValueError: Unless exactly one of `rank` and `bits` is given, and in range; if experts are not loaded,
-            compressed already, token-routed (the model or each of them), or have non-finite weights.
+            compressed or quantised already, token-routed (the model or each of them), or have adapters or non-finite
+            weights.
     """
-    require_mergeable(model.config)
+    require_mergeable(model)
     require_dense_experts(model.config)
     require_plain_pooling(model.config)
     if (rank is None) == (bits is None):

@@ -61,7 +61,7 @@ def add(
     Raises:
         ValueError: If the name is taken or invalid, the start is unknown, does not fit or has another base, a task
             has the name of another expert, an instruction belongs to another expert, or the model's experts are
-            token-routed, compressed, offloaded or not loaded. The model is then unchanged.
+            token-routed, compressed, quantised, offloaded, not loaded or have adapters. The model is then unchanged.
     """
     require_editable(model)
     require_uncompressed(model.config)
@@ -91,8 +91,8 @@ def remove(model: "MoTEModel", name: str, *, tasks: Mapping[str, str | None] | N
 
     Raises:
         ValueError: If there is no such expert, it is the last one, one of its tasks is not given, the default task
-            would be removed, or the model's experts are token-routed, offloaded or not loaded. The model is then
-            unchanged.
+            would be removed, or the model's experts are token-routed, quantised, offloaded, not loaded or have
+            adapters. The model is then unchanged.
     """
     require_editable(model)
     names = _without_expert(model.config, name, tasks or {})
@@ -112,7 +112,7 @@ def rename(model: "MoTEModel", name: str, new_name: str) -> None:
 
     Raises:
         ValueError: If there is no such expert, the new name is taken or invalid, or the model's experts are
-            token-routed, offloaded or not loaded. The model is then unchanged.
+            token-routed, quantised, offloaded, not loaded or have adapters. The model is then unchanged.
     """
     require_editable(model)
     names = _with_new_name(model.config, name, new_name)
@@ -132,8 +132,8 @@ def weights(model: "MoTEModel", name: str) -> dict[str, torch.Tensor]:
         The model's own tensors, detached: `encoder.layer.0.output.dense.weight` → [H, I] and so on.
 
     Raises:
-        ValueError: If there is no such expert, or the model's experts are token-routed, compressed, offloaded or not
-            loaded.
+        ValueError: If there is no such expert, or the model's experts are token-routed, compressed, quantised,
+            offloaded, not loaded or have adapters.
     """
     require_editable(model)
     require_uncompressed(model.config)

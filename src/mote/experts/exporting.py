@@ -15,7 +15,7 @@ from mote.checkpoints import nomic
 from mote.checkpoints.reading import is_mote, mote_class, require_expert
 from mote.checkpoints.tensors import weight_name, without_head
 from mote.checkpoints.transform import verb
-from mote.experts.checks import require_plain_pooling, require_task_experts
+from mote.experts.checks import require_plain_pooling, require_plain_weights, require_task_experts
 
 if TYPE_CHECKING:
     from configuration_mote import MoTEConfig
@@ -47,10 +47,11 @@ def export(
         Its weights are copies, so both models can be used and trained. Compressed weights are dequantized.
 
     Raises:
-        ValueError: If there is no such expert, it is not loaded, or the model is token-routed; or if its family
-            has no published format of its own, or one that cannot express a setting.
+        ValueError: If there is no such expert, it is not loaded, or the model is token-routed, quantised or has
+            adapters; or if its family has no published format of its own, or one that cannot express a setting.
     """
     require_task_experts(model.config)
+    require_plain_weights(model)
     require_expert(model.config, name)
     published = _published_settings(model.config.backbone_config) if format == "published" else {}
     weights: dict[str, torch.Tensor] = {}

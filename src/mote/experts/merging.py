@@ -35,9 +35,9 @@ def average(model: "MoTEModel") -> PreTrainedModel:
         A model of the backbone's architecture, without a pooler. Blocks without experts are copied.
 
     Raises:
-        ValueError: If the model is token-routed or compressed, or lacks experts.
+        ValueError: If the model is token-routed, compressed or quantised, lacks experts, or has adapters.
     """
-    require_mergeable(model.config)
+    require_mergeable(model)
     dense: dict[str, torch.Tensor] = {}
     of_experts: dict[str, list[torch.Tensor]] = {}
     for key, weight in without_head(model.state_dict()).items():
@@ -65,7 +65,7 @@ def interpolate(model: "MoTEModel", weight: float | Mapping[str, float]) -> "MoT
     Raises:
         ValueError: As `average`; if an expert is unknown or a weight is not from 0 to 1.
     """
-    require_mergeable(model.config)
+    require_mergeable(model)
     shares = _interpolation_weights(model.config, weight)
     interpolated = copy.deepcopy(model)
     groups: dict[str, dict[str, torch.Tensor]] = {}

@@ -26,7 +26,8 @@ import torch
 from torch import nn
 
 from configuration_mote import MoTEConfig, alternatives
-from mote.experts.checks import require_task_experts
+from mote.checkpoints.tensors import require_unquantised
+from mote.experts.checks import has_adapters, require_task_experts
 from mote.experts.editing import set_experts
 from mote.inference.stores import SAVE_FIRST, CpuStore, DiskStore, Store
 
@@ -113,9 +114,8 @@ def check_settings(config: MoTEConfig, to: str, keep: int) -> None:
 def _require_offloadable(model: "MoTEModel") -> None:
     if model.offloading is not None:
         raise ValueError(f"Experts are already offloaded ({model.offloading!r}): call mote.restore(model) first")
-    if getattr(model, "hf_quantizer", None) is not None:
-        raise ValueError("Experts of a quantised model cannot be offloaded: load it without quantisation")
-    if any(type(module).__module__.startswith("peft.") for module in model.modules()):
+    require_unquantised(model)
+    if has_adapters(model):
         raise ValueError("Experts with adapters cannot be offloaded: merge the adapters and save the model first")
     if any(weight.is_meta for weight in model.parameters()):
         raise ValueError("Weights of the model are on the meta device: load it with its weights")

@@ -243,7 +243,7 @@ def _training_set(name: str, datasets: list[DatasetRows], seed: int, teacher: Te
     for dataset in datasets:
         dataset.report.used = len(dataset.rows)
         if not dataset.rows:
-            raise ValueError("\n  ".join([f"{dataset.name}: no row is left to train on", *dataset.report.remarks()]))
+            raise ValueError("\n  ".join([f"{dataset.name}: no rows are left to train on", *dataset.report.remarks()]))
         tables.append(_weighted(_table(dataset, seed, labels, teacher), dataset, seed))
     _refuse_mixture(name, datasets, tables)
     first = datasets[0]
@@ -370,7 +370,7 @@ def _weighted(rows: Dataset, dataset: DatasetRows, seed: int) -> Dataset:
     sample = random.Random(f"{seed} weight {dataset.name}").sample(range(count), round((weight - whole) * count))
     numbers = [*range(count)] * whole + sorted(sample)
     if not numbers:
-        raise ValueError(f"{dataset.name}: the weight {weight:g} leaves no row of {count:,}")
+        raise ValueError(f"{dataset.name}: the weight {weight:g} leaves none of {count:,} rows")
     return rows if weight == 1 else rows.select(numbers)
 
 

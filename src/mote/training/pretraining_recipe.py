@@ -177,7 +177,7 @@ class PretrainingRecipe(Settings):
     @classmethod
     def _at_least_one(cls, tasks: dict[str, TextTaskSettings]) -> dict[str, TextTaskSettings]:
         if not tasks:
-            raise ValueError("the recipe has no task")
+            raise ValueError("the recipe has no tasks")
         return tasks
 
     @model_validator(mode="after")

@@ -49,7 +49,7 @@ class Recipe(Settings):
     @classmethod
     def _at_least_one(cls, tasks: dict[str, TaskSettings]) -> dict[str, TaskSettings]:
         if not tasks:
-            raise ValueError("the recipe has no task")
+            raise ValueError("the recipe has no tasks")
         return tasks
 
     @model_validator(mode="after")

@@ -290,7 +290,7 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
     try:
         metadata: dict[str, Any] = read_json(file)
         if "recipe" not in metadata:
-            raise ValueError(f"{file} names no recipe")
+            raise ValueError(f"{file} does not name a recipe")
     except ValueError as error:
         raise ValueError(
             f"{error}. It was written last, so its checkpoint is incomplete, too (after a power cut?): remove "
