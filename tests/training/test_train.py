@@ -533,6 +533,29 @@ def test_another_source_or_teacher_is_refused_on_resuming(
     assert prepare(recipe, folder).checkpoint == seal.parent
 
 
+def test_other_settings_of_a_source_are_refused_on_resuming(
+    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path(shutil.copytree(tiny, tmp_path / "source"))
+    settings = overrides(source, data, tmp_path / "run")
+    break_off(settings, monkeypatch, at=2)
+    recipe, folder = load_recipe("mote", settings), RunFolder(tmp_path / "run")
+    (source / "README.md").write_text("A card does not change an embedding.")
+    assert prepare(recipe, folder).checkpoint is not None
+    for name in ("config.json", "tokenizer_config.json", "config_sentence_transformers.json", "1_Pooling/config.json"):
+        edit_json(source / name, of_another_model=True)
+        with pytest.raises(ValueError, match=rf"The folder of the source {source} differs .*in {name}\. Resume with"):
+            prepare(recipe, folder)
+        shutil.copytree(tiny, source, dirs_exist_ok=True)
+    (source / "added_tokens.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"in added_tokens\.json"):
+        prepare(recipe, folder)
+    seal = tmp_path / "run" / "checkpoints" / "checkpoint-1" / "checkpoint.json"
+    models = json.loads(seal.read_text())["models"]
+    edit_json(seal, models={f"source {source}": models[f"source {source}"]})  # as an earlier version wrote it
+    assert prepare(recipe, folder).checkpoint == seal.parent
+
+
 def test_a_source_on_the_hub_is_identified_by_its_commit(tmp_path: Path) -> None:
     def models(commit: str) -> dict[str, dict[str, str]]:
         return models_of(Checkpoint("user/model", tmp_path, commit * 40, MoTEConfig(), [tmp_path / "not-read"]))
