@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import published_nomic, trusted
+from helpers.checkpoints import dense_checkpoint, published_nomic, trusted
 from helpers.runs import overrides
 from safetensors.torch import load_file, save_file
 
-from mote.checkpoints.models import load_dense
+from mote import upcycle
+from mote.checkpoints.models import load_dense, positions_of
+from mote.checkpoints.plain import learned_positions
 from mote.checkpoints.reading import open_checkpoint, open_dense
 from mote.training.losses import LoadBalancedLoss
 from mote.training.model import build_model, names_of
@@ -45,6 +47,15 @@ def test_weights_that_are_missing_are_named(dense: Path, tmp_path: Path) -> None
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"broken lacks weights .*intermediate\.dense\.weight"):
         build_model(dense_recipe(broken), open_checkpoint(str(broken)), tmp_path / "run")
+
+
+@pytest.mark.parametrize(("name", "positions"), [("bert", 40), ("roberta", 39), ("modernbert", None), ("qwen3", None)])
+def test_learned_positions_are_counted_without_weights(name: str, positions: int | None, tmp_path: Path) -> None:
+    """RoBERTa's begin after the padding index, here 0."""
+    source = open_checkpoint(str(dense_checkpoint(tmp_path / name, name, max_position_embeddings=40)))
+    assert positions_of(source) == learned_positions(load_dense(source)[0]) == positions
+    mote = open_checkpoint(str(upcycle(source, tmp_path / "mote")))
+    assert positions_of(mote) == positions
 
 
 def test_the_source_is_of_the_recipes_kind(fresh_folder: Path, data: Path, tmp_path: Path) -> None:

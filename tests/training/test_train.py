@@ -455,8 +455,12 @@ def test_a_dry_run_of_a_finished_run(tiny: Path, data: Path, tmp_path: Path) -> 
 def test_more_tokens_than_learned_positions_are_refused(recipe: str, tiny: Path, data: Path, tmp_path: Path) -> None:
     positions = json.loads((tiny / "config.json").read_text())["max_position_embeddings"]
     settings = overrides(tiny, data, tmp_path / "run", f"model.max_length={positions + 1}")
-    with pytest.raises(ValueError, match=f"model.max_length is {positions + 1}, and .* for {positions} tokens"):
+    message = f"model.max_length is {positions + 1}, and .* for {positions} tokens"
+    with pytest.raises(ValueError, match=message):
         prepare(load_recipe(recipe, settings), RunFolder(tmp_path / "run"))
+    with pytest.raises(ValueError, match=message):
+        plan(recipe, settings)
+    assert "2 steps" in plan(recipe, [*settings, f"model.max_length={positions}"])
 
 
 def test_a_default_prompt_without_a_task_is_not_kept(data: Path, tmp_path: Path) -> None:
