@@ -163,6 +163,8 @@ def test_a_file_extends_one_beside_it_before_a_shipped_one(tmp_path: Path) -> No
         ("tasks.retrieval.datasets=[{path: a, max_length: 0}]", r"max_length: expected at least 1 token, got 0$"),
         ("tasks.retrieval.datasets=[{path: a, max_length: {anchor: 9, positive: -3}}]", r"at least 1 token, got -3$"),
         ("tasks.retrieval.datasets=[{path: a, label_texts: {x: b, y: ' '}}]", r"label_texts: the text of 'y' is blank"),
+        ("training.matryoshka=[256, 0]", r"training.matryoshka.*: Input should be greater than 0"),
+        ("training.matryoshka=[-64]", r"training.matryoshka.*: Input should be greater than 0"),
         ("model.kind=sparse", r"model.kind: Input should be 'mote', 'token_routed' or 'dense'"),
         ("training.num_train_epochs=many", r"training.num_train_epochs"),
         ("tasks={}", None),

@@ -218,6 +218,7 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
     settings = recipe.model
     retrieval_of(recipe, source)
     check_max_length(settings, source)
+    _check_matryoshka(recipe, source)
     if recipe.training.peft is not None:
         _check_peft(recipe, source)
     if is_mote(source.config):
@@ -260,6 +261,18 @@ def check_max_length(settings: ModelSettings, source: Checkpoint) -> None:
         raise ValueError(
             f"model.max_length is {settings.max_length:,}, and {source.name} has learned positions for {positions:,} "
             "tokens: set it to at most that, or give the source rotary positions first (`mote lengthen`)"
+        )
+
+
+def _check_matryoshka(recipe: Recipe, source: Checkpoint) -> None:
+    """Check that embeddings can be truncated to the recipe's dimensions; the library would fail at the first step."""
+    if not isinstance(recipe.training.matryoshka, list):
+        return
+    whole = st.embedding_dimension(source)
+    if above := [str(size) for size in recipe.training.matryoshka if size > whole]:
+        raise ValueError(
+            f"training.matryoshka: the embeddings of {source.name} have {whole} dimensions and cannot be truncated to "
+            f"{', '.join(above)}. Choose dimensions up to {whole}, or `halves`"
         )
 
 
