@@ -241,6 +241,19 @@ def test_texts_that_are_held_out_are_trained_nowhere(tmp_path: Path) -> None:
     assert reports["retrieval/b"].dropped == {"has a text that another dataset holds out": 1}
 
 
+def test_held_out_texts_are_no_hard_negatives(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/a", pairs(200))
+    first, second, *_ = load(tmp_path, "retrieval/a", validation={"share": 0.1}).validation[0].rows["anchor"]
+    negatives = [["n0", "n1"], [f"{first} ", "n2"], [second, first]]
+    rows = [{"query": f"other {i}", "positive": f"p{i}", "negatives": texts} for i, texts in enumerate(negatives)]
+    write(tmp_path, "retrieval/b", rows)
+    recipe = recipe_of(tmp_path, settings={"datasets": ["retrieval/*"]}, validation={"share": 0.1})
+    data = load_data(recipe)
+    trained = data.sets["retrieval/b"].rows
+    assert list(zip(trained["negative_1"], trained["negative_2"], strict=True)) == [("n0", "n1"), ("n2", "n2")]
+    assert data.reports[1].dropped == {"has a text that another dataset holds out": 1}
+
+
 def test_a_validation_split_of_one_row_is_skipped(tmp_path: Path) -> None:
     write(tmp_path, "retrieval/tiny", pairs(3))
     data = load(tmp_path, "retrieval/tiny", validation={"share": 0.001})

@@ -169,6 +169,16 @@ def test_pairs_and_documents(tmp_path: Path, tokenizer: Any) -> None:
         load_texts(recipe("cot-mae-spans", *changes, "spans.length=99"), tokenizer)
 
 
+def test_no_pair_with_a_held_out_text_is_trained_on(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"query": "what", "answer": f"{n}."} for n in range(5)] + [{"query": "one question", "answer": "it."}]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = [f"data.folder={tmp_path}", "tasks.search_document.datasets=[pairs.jsonl]", "validation.share=0.01"]
+    data = load_texts(recipe("cot-mae", *changes, "validation.limit=2"), tokenizer)  # "what" is in the share
+    assert [pair[1] for pair in data.held_out["search_document"]] == ["what", "what"]
+    assert data.texts["search_document"] == [("it.", "one question")]
+    assert data.reports[0].dropped == {"has a text that is held out": 3}
+
+
 # The decoder ---------------------------------------------------------------------------------------------------------
 
 

@@ -5,11 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import published_nomic, trusted
+from helpers.checkpoints import dense_checkpoint, published_nomic, trusted
 from helpers.runs import overrides
 from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Dense, Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
 
-from mote.checkpoints.models import load_dense
+from mote import upcycle
+from mote.checkpoints.models import load_dense, positions_of
+from mote.checkpoints.plain import learned_positions
 from mote.checkpoints.reading import open_checkpoint, open_dense
 from mote.training.losses import LoadBalancedLoss
 from mote.training.model import build_model, names_of
@@ -45,6 +50,33 @@ def test_weights_that_are_missing_are_named(dense: Path, tmp_path: Path) -> None
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"broken lacks weights .*intermediate\.dense\.weight"):
         build_model(dense_recipe(broken), open_checkpoint(str(broken)), tmp_path / "run")
+
+
+@pytest.mark.parametrize(("name", "positions"), [("bert", 40), ("roberta", 39), ("modernbert", None), ("qwen3", None)])
+def test_learned_positions_are_counted_without_weights(name: str, positions: int | None, tmp_path: Path) -> None:
+    """RoBERTa's begin after the padding index, here 0."""
+    source = open_checkpoint(str(dense_checkpoint(tmp_path / name, name, max_position_embeddings=40)))
+    assert positions_of(source) == learned_positions(load_dense(source)[0]) == positions
+    mote = open_checkpoint(str(upcycle(source, tmp_path / "mote")))
+    assert positions_of(mote) == positions
+
+
+@pytest.mark.parametrize(
+    ("dimension", "modes", "dense"), [(16, ["mean"], []), (32, ["cls", "mean"], []), (8, ["mean"], [Dense(16, 8)])]
+)
+def test_embeddings_are_not_truncated_to_more_dimensions_than_they_have(
+    dimension: int, modes: list[Any], dense: list[Any], tmp_path: Path
+) -> None:
+    modules = [Transformer(str(dense_checkpoint(tmp_path / "tiny"))), Pooling(16, pooling_mode=modes), *dense]
+    SentenceTransformer(modules=modules).save(str(tmp_path / "source"))
+    source = open_checkpoint(str(tmp_path / "source"))
+    recipe = dense_recipe(source.folder)
+    for possible in ([dimension, 4], "halves"):
+        recipe.training.matryoshka = possible  # type: ignore[assignment]
+        names_of(recipe, source)
+    recipe.training.matryoshka = [dimension, 99]
+    with pytest.raises(ValueError, match=f"{dimension} dimensions and .* to 99. Choose dimensions up to {dimension}"):
+        names_of(recipe, source)
 
 
 def test_the_source_is_of_the_recipes_kind(fresh_folder: Path, data: Path, tmp_path: Path) -> None:

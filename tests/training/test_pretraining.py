@@ -269,6 +269,24 @@ def test_texts(tmp_path: Path) -> None:
     assert [report.dropped.get("repeated") for report in data.reports] == [1, 1, 3, 1]
 
 
+def test_texts_beyond_the_limit_of_validation_are_trained_on(tmp_path: Path) -> None:
+    for name, count in (("some", 30), ("all", 60)):
+        (tmp_path / f"{name}.txt").write_text("".join(f"text {number}\n" for number in range(count)))
+    others = [f"tasks.{task}=null" for task in ("search_document", "classification")]
+    tasks = ["tasks.search_query={datasets: [some.txt], texts: all}", "tasks.clustering.datasets=[all.txt]"]
+    data = load_texts(
+        recipe(f"data.folder={tmp_path}", *tasks, *others, "validation.share=0.5", "validation.limit=3"),
+        AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path / "tokenizer")),
+    )
+    assert {task: len(texts) for task, texts in data.held_out.items()} == {"search_query": 3, "clustering": 3}
+    held_out = {text for texts in data.held_out.values() for text in texts}
+    for report in data.reports:
+        everything = {f"text {number}" for number in range(report.read)}
+        assert set(data.texts[report.task]) == everything - held_out
+        assert report.read == report.used + report.held_out + report.dropped.get("has a text that is held out", 0)
+    assert any(report.dropped for report in data.reports)  # as the other task holds it out
+
+
 @pytest.mark.parametrize("whole_words", [False, True])
 def test_masks(whole_words: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mote.training.texts.ROWS_AT_A_TIME", 150)
@@ -320,6 +338,7 @@ def test_whole_words_need_a_tokenizer_that_shows_them(tmp_path: Path) -> None:
         (["tasks.search={datasets: [retrieval/arxiv]}"], "Unknown task 'search'"),
         (["tasks.clustering.texts=anchors"], "has single texts, not pairs: leave out `texts: anchors`"),
         (["model.kind=token_routed", "training.fp16=true"], "training.bf16=true instead"),
+        (["model.max_length=513"], "model.max_length is 513, and .* positions for 512 tokens: .*`mote lengthen`"),
         (["model.end_token=eos", "model.pooling_heads=2"], "pooling_heads, end_token: no effect in pre-training"),
     ],
 )

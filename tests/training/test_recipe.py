@@ -112,7 +112,7 @@ def test_the_models_of_recipes_have_their_tasks() -> None:
     source = open_checkpoint("examples/small-encoder")
     for name in ALL:
         for_encoders = ["model.bidirectional=false"] if name.startswith("nv-") else []
-        recipe = load_recipe(name, [f"model.source={source.name}", *for_encoders])
+        recipe = load_recipe(name, [f"model.source={source.name}", "model.max_length=null", *for_encoders])
         tasks = {task for settings in recipe.tasks.values() for task in (settings.anchor, settings.positive) if task}
         assert tasks <= names_of(recipe, source).tasks.keys()
     with pytest.raises(ValueError, match=r"tasks\.clustering: the model has no task 'topics'\. Available: "):
@@ -163,6 +163,8 @@ def test_a_file_extends_one_beside_it_before_a_shipped_one(tmp_path: Path) -> No
         ("tasks.retrieval.datasets=[{path: a, max_length: 0}]", r"max_length: expected at least 1 token, got 0$"),
         ("tasks.retrieval.datasets=[{path: a, max_length: {anchor: 9, positive: -3}}]", r"at least 1 token, got -3$"),
         ("tasks.retrieval.datasets=[{path: a, label_texts: {x: b, y: ' '}}]", r"label_texts: the text of 'y' is blank"),
+        ("training.matryoshka=[256, 0]", r"training.matryoshka.*: Input should be greater than 0"),
+        ("training.matryoshka=[-64]", r"training.matryoshka.*: Input should be greater than 0"),
         ("model.kind=sparse", r"model.kind: Input should be 'mote', 'token_routed' or 'dense'"),
         ("training.num_train_epochs=many", r"training.num_train_epochs"),
         ("tasks={}", None),

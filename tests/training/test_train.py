@@ -455,8 +455,23 @@ def test_a_dry_run_of_a_finished_run(tiny: Path, data: Path, tmp_path: Path) -> 
 def test_more_tokens_than_learned_positions_are_refused(recipe: str, tiny: Path, data: Path, tmp_path: Path) -> None:
     positions = json.loads((tiny / "config.json").read_text())["max_position_embeddings"]
     settings = overrides(tiny, data, tmp_path / "run", f"model.max_length={positions + 1}")
-    with pytest.raises(ValueError, match=f"model.max_length is {positions + 1}, and .* for {positions} tokens"):
+    message = f"model.max_length is {positions + 1}, and .* for {positions} tokens"
+    with pytest.raises(ValueError, match=message):
         prepare(load_recipe(recipe, settings), RunFolder(tmp_path / "run"))
+    with pytest.raises(ValueError, match=message):
+        plan(recipe, settings)
+    assert "2 steps" in plan(recipe, [*settings, f"model.max_length={positions}"])
+
+
+@pytest.mark.parametrize("recipe", ["em", "mote"])
+def test_more_dimensions_than_the_embeddings_have_are_refused(
+    recipe: str, tiny: Path, data: Path, tmp_path: Path
+) -> None:
+    settings = overrides(tiny, data, tmp_path / "run", "training.matryoshka=[32, 16]")
+    for start in (train, plan):
+        with pytest.raises(ValueError, match=r"matryoshka: the embeddings of .* have 16 dimensions"):
+            start(recipe, settings)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_default_prompt_without_a_task_is_not_kept(data: Path, tmp_path: Path) -> None:
@@ -530,6 +545,29 @@ def test_another_source_or_teacher_is_refused_on_resuming(
         prepare(recipe, folder)
     seal = tmp_path / "run" / "checkpoints" / "checkpoint-1" / "checkpoint.json"
     edit_json(seal, models=None)  # as an earlier version wrote it
+    assert prepare(recipe, folder).checkpoint == seal.parent
+
+
+def test_other_settings_of_a_source_are_refused_on_resuming(
+    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path(shutil.copytree(tiny, tmp_path / "source"))
+    settings = overrides(source, data, tmp_path / "run")
+    break_off(settings, monkeypatch, at=2)
+    recipe, folder = load_recipe("mote", settings), RunFolder(tmp_path / "run")
+    (source / "README.md").write_text("A card does not change an embedding.")
+    assert prepare(recipe, folder).checkpoint is not None
+    for name in ("config.json", "tokenizer_config.json", "config_sentence_transformers.json", "1_Pooling/config.json"):
+        edit_json(source / name, of_another_model=True)
+        with pytest.raises(ValueError, match=rf"The folder of the source {source} differs .*in {name}\. Resume with"):
+            prepare(recipe, folder)
+        shutil.copytree(tiny, source, dirs_exist_ok=True)
+    (source / "added_tokens.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"in added_tokens\.json"):
+        prepare(recipe, folder)
+    seal = tmp_path / "run" / "checkpoints" / "checkpoint-1" / "checkpoint.json"
+    models = json.loads(seal.read_text())["models"]
+    edit_json(seal, models={f"source {source}": models[f"source {source}"]})  # as an earlier version wrote it
     assert prepare(recipe, folder).checkpoint == seal.parent
 
 

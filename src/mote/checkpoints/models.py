@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from modeling_mote import MoTEModel
 from mote.checkpoints import nomic
+from mote.checkpoints.plain import learned_positions
 from mote.checkpoints.reading import Checkpoint, has_head, is_mote, mote_class
 from mote.checkpoints.tensors import HEAD, NOT_ONLY_TENSORS, read_on_meta, read_shapes
 
@@ -114,6 +115,14 @@ def dense_without_weights(
         settings = {**_loading_arguments(checkpoint), "state_dict": weights, "device_map": "meta"}
         loaded = native.from_pretrained(None, dtype=dtype, **settings)
     return _checked(checkpoint, *loaded)
+
+
+def positions_of(checkpoint: Checkpoint) -> int | None:
+    """Return the number of tokens that have a learned position in a model, from its config; as `learned_positions`."""
+    config = checkpoint.config
+    new = mote_class(config.model_type, "model") if is_mote(config) else AutoModel.from_config
+    with quiet_transformers(), torch.device("meta"):
+        return learned_positions(new(config))
 
 
 def _native_class(checkpoint: Checkpoint, with_head: bool) -> Any:

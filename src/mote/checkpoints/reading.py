@@ -119,11 +119,13 @@ class Checkpoint:
 
     def sha256_of_weights(self) -> dict[str, str]:
         """Hash each file with weights."""
-        sums = {}
-        for path in self.weights:
-            with path.open("rb") as file:
-                sums[path.name] = sha_fileobj(file).hex()
-        return sums
+        return {path.name: _sha256(path) for path in self.weights}
+
+    def sha256_beside_weights(self) -> dict[str, str]:
+        """Hash each other file that determines the model: config, tokenizer, prompts, modules and code."""
+        patterns = [pattern for pattern in FILES_BESIDE_WEIGHTS if pattern != "README.md"]
+        paths = {path for pattern in (*patterns, "*.py") for path in self.folder.glob(pattern) if path.is_file()}
+        return {path.relative_to(self.folder).as_posix(): _sha256(path) for path in sorted(paths)}
 
     def non_finite_weights(self) -> list[str]:
         """Name the tensors that hold NaN or infinite values; reads the weights, one at a time if the format allows."""
@@ -135,6 +137,11 @@ class Checkpoint:
             with safe_open(path, framework="pt") as file:
                 found += [key for key in file.keys() if not is_finite(file.get_tensor(key))]  # noqa: SIM118
         return found
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return sha_fileobj(file).hex()
 
 
 @dataclass

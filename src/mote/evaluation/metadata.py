@@ -18,7 +18,7 @@ from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.models import dense_without_weights
 from mote.checkpoints.reading import Checkpoint, is_mote, mote_class, open_checkpoint
 from mote.checkpoints.retrieval import retrieval_in
-from mote.checkpoints.sentence_transformers import max_seq_length, source_modules, source_prompts
+from mote.checkpoints.sentence_transformers import embedding_dimension, max_seq_length, source_prompts
 from mote.checkpoints.tensors import parameter_counts
 from mote.inference.loading import is_sparse_encoder
 
@@ -103,13 +103,11 @@ def load_encoder_wrapper(path: str, name: str, revision: str | None = None, **kw
 
 
 def _dimension(checkpoint: Checkpoint) -> int:
-    """Return the size of an embedding: the hidden size, unless a layer after the pooling changes it; or V."""
+    """Return the dimension of an embedding, with that of the vocabulary if it is sparse or hybrid."""
     kind = retrieval_in(checkpoint.folder).kind
     if kind != "dense":
         return checkpoint.config.vocab_size + (checkpoint.config.hidden_size if kind == "hybrid" else 0)
-    settings = [checkpoint.read_json(f"{one['path']}/config.json") for one in source_modules(checkpoint)[1:]]
-    sizes = [one["out_features"] for one in settings if "out_features" in one]
-    return sizes[-1] if sizes else checkpoint.config.hidden_size
+    return embedding_dimension(checkpoint)
 
 
 def _max_tokens(model: PreTrainedModel, checkpoint: Checkpoint) -> int | None:

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import islice
+from itertools import cycle, islice
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -288,9 +288,17 @@ class DatasetRows:
         self.drop_texts((row.anchor for row in self.held_out), "has a text that is held out")
 
     def drop_texts(self, texts: Iterable[str], reason: str) -> None:
-        """Drop rows that have one of the texts as anchor or positive."""
+        """Drop rows that have one of the texts as anchor, as positive, or as all their hard negatives.
+
+        If only some hard negatives are among the texts, the row's others take their places.
+        """
         dropped = {text.strip() for text in texts}
-        kept = [row for row in self.rows if not any(text.strip() in dropped for text in (row.anchor, *row.positives))]
+        kept = []
+        for row in self.rows:
+            others = [text for text in row.negatives if text.strip() not in dropped]
+            if any(text.strip() in dropped for text in (row.anchor, *row.positives)) or (row.negatives and not others):
+                continue
+            kept.append(row._replace(negatives=tuple(islice(cycle(others), len(row.negatives)))))
         self.report.drop(reason, len(self.rows) - len(kept))
         self.rows = kept
 

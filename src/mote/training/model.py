@@ -23,9 +23,8 @@ from mote.checkpoints.instructions import (
     instruction_pooling_in,
     write_instruction_pooling,
 )
-from mote.checkpoints.models import load_dense, load_tokenizer
+from mote.checkpoints.models import load_dense, load_tokenizer, positions_of
 from mote.checkpoints.padding_token import with_padding_token
-from mote.checkpoints.plain import learned_positions
 from mote.checkpoints.reading import TOKEN_ROUTED, Checkpoint, has_head, is_mote, open_checkpoint
 from mote.checkpoints.retrieval import Retrieval, retrieval_in, wanted_retrieval, write_retrieval
 from mote.checkpoints.rewriting import experts_are_copies
@@ -84,7 +83,6 @@ def build_model(
     with_padding_token(model.tokenizer)
     end_as_asked(model.tokenizer, source, settings.end_token)
     if settings.max_length is not None:
-        _require_positions(model, settings.max_length, source)
         model.max_seq_length = settings.max_length
     if settings.dropout is not None:
         set_dropout(model, settings.dropout)
@@ -95,16 +93,6 @@ def build_model(
     elif recipe.training.only_experts is not None:
         _freeze_all_but(model, recipe.training.only_experts)
     return model, names
-
-
-def _require_positions(model: nn.Module, length: int, source: Checkpoint) -> None:
-    """Raise `ValueError` if texts can be longer than a source with learned positions takes."""
-    positions = learned_positions(model)
-    if positions is not None and length > positions:
-        raise ValueError(
-            f"model.max_length is {length:,}, and {source.name} has learned positions for {positions:,} tokens: set it "
-            "to at most that, or give the source rotary positions first (`mote lengthen`)"
-        )
 
 
 def _dense_model(recipe: Recipe, source: Checkpoint, folder: Path, names: MoTEConfig) -> SentenceTransformer:
@@ -229,6 +217,8 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
     """
     settings = recipe.model
     retrieval_of(recipe, source)
+    check_max_length(settings, source)
+    _check_matryoshka(recipe, source)
     if recipe.training.peft is not None:
         _check_peft(recipe, source)
     if is_mote(source.config):
@@ -260,6 +250,30 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
     if recipe.training.only_experts is not None:
         _check_only_experts(recipe, names, recipe.training.only_experts)
     return names
+
+
+def check_max_length(settings: ModelSettings, source: Checkpoint) -> None:
+    """Raise `ValueError` if texts can be longer than a source with learned positions takes."""
+    if settings.max_length is None:
+        return
+    positions = positions_of(source)
+    if positions is not None and settings.max_length > positions:
+        raise ValueError(
+            f"model.max_length is {settings.max_length:,}, and {source.name} has learned positions for {positions:,} "
+            "tokens: set it to at most that, or give the source rotary positions first (`mote lengthen`)"
+        )
+
+
+def _check_matryoshka(recipe: Recipe, source: Checkpoint) -> None:
+    """Check that embeddings can be truncated to the recipe's dimensions; the library would fail at the first step."""
+    if not isinstance(recipe.training.matryoshka, list):
+        return
+    whole = st.embedding_dimension(source)
+    if above := [str(size) for size in recipe.training.matryoshka if size > whole]:
+        raise ValueError(
+            f"training.matryoshka: the embeddings of {source.name} have {whole} dimensions and cannot be truncated to "
+            f"{', '.join(above)}. Choose dimensions up to {whole}, or `halves`"
+        )
 
 
 def check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> None:

@@ -27,6 +27,7 @@ from mote.reporting import table
 from mote.training.arguments import check_launch, common_arguments, describe_steps, rows_per_process
 from mote.training.contexts import ContextMasking, ContextRows
 from mote.training.model import (
+    check_max_length,
     check_mote,
     refuse_fp16,
     set_dropout,
@@ -388,6 +389,7 @@ def build_masked_lm(recipe: PretrainingRecipe, source: Checkpoint) -> MoTEForMas
 def _config_of(recipe: PretrainingRecipe, source: Checkpoint) -> Any:
     """Return the config of the model that a recipe pre-trains; errors as in `build_masked_lm`."""
     settings, config = recipe.model, source.config
+    check_max_length(settings, source)
     if not is_mote(config):
         config = plan_upcycling(source, options=_upcycling_options(recipe)).config
     elif settings.new_head or not has_head(config):

@@ -110,12 +110,17 @@ def models_of(source: Checkpoint, teachers: Mapping[str, str] | None = None) -> 
     """Identify the models that a run starts and learns from, for the metadata of its checkpoints.
 
     Args:
-        source: Checkpoint of the model. In a folder, all of its weights are read, to hash them.
+        source: Checkpoint of the model. In a folder, all of its files are read, to hash them.
         teachers: Teacher → its identity.
     """
-    of_source = {"commit": source.revision} if source.revision else source.sha256_of_weights()
     of_teachers = {f"teacher {name}": {"version": identity} for name, identity in (teachers or {}).items()}
-    return {f"source {source.name}": of_source, **of_teachers}
+    if source.revision:
+        return {f"source {source.name}": {"commit": source.revision}, **of_teachers}
+    return {
+        f"source {source.name}": source.sha256_of_weights(),
+        f"folder of the source {source.name}": source.sha256_beside_weights(),  # apart: older checkpoints have none
+        **of_teachers,
+    }
 
 
 def require_same_models(checkpoint: Path, models: dict[str, dict[str, str]]) -> None:

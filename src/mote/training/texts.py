@@ -59,11 +59,44 @@ class TextData:
         return hashes
 
 
+@dataclass
+class _Dataset:
+    """The texts of a dataset, of which some are then held out.
+
+    Attributes:
+        report: What became of the rows.
+        limit: Maximum number of texts to train on.
+        texts: Number that identifies a text → the text; with `cot-mae`, a pair or a `Document`.
+        candidates: The same number → numbers of single texts, for those that may be held out.
+    """
+
+    report: DatasetReport
+    limit: int | None
+    texts: dict[int, Any]
+    candidates: dict[int, set[int]]
+
+    def hold_out(self, number: int) -> tuple[Any, set[int]]:
+        """Take out a text for validation, and return it with the numbers of its single texts."""
+        self.report.held_out += 1
+        return self.texts.pop(number), self.candidates.pop(number)
+
+    def to_train_on(self, held_out: set[int], seed: int) -> list[Any]:
+        """Return the texts that are left, without those that a pair or another task holds out."""
+        kept = [text for number, text in self.texts.items() if held_out.isdisjoint(self.candidates.get(number, ()))]
+        self.report.drop("has a text that is held out", len(self.texts) - len(kept))
+        if self.limit is not None and len(kept) > self.limit:
+            self.report.drop("over the limit", len(kept) - self.limit)
+            sample = random.Random(f"{seed} limit {self.report.name}")
+            kept = [kept[place] for place in sorted(sample.sample(range(len(kept)), self.limit))]
+        self.report.used = len(kept)
+        return kept
+
+
 def load_texts(recipe: PretrainingRecipe, tokenizer: PreTrainedTokenizerBase) -> TextData:
     """Read everything that a recipe of pre-training trains on.
 
-    Repeated texts of a task are dropped. A share of all texts is held out, by a hash of the text: the same for all
-    tasks.
+    Repeated texts of a task are dropped. Of each task, a share is held out, up to a limit, by a hash of the text. No
+    task trains on a text that one of them holds out.
 
     Args:
         recipe: The recipe.
@@ -73,49 +106,58 @@ def load_texts(recipe: PretrainingRecipe, tokenizer: PreTrainedTokenizerBase) ->
         FileNotFoundError: If a dataset does not exist.
         ValueError: If a dataset has too many invalid rows or lacks a column; if a task has no text.
     """
+    tasks = {name: _read_task(name, recipe, tokenizer) for name in recipe.tasks}
     data = TextData({}, {}, [])
-    for name, task in recipe.tasks.items():
-        seen: set[int] = set()
-        used: list[Any] = []
-        held_out: list[tuple[int, Any]] = []
-        spans = recipe.objective == "cot-mae" and task.context != "pair"
-        paired = recipe.objective == "cot-mae" and task.context == "pair"
-        for settings in task.datasets:
-            for location in _find(settings, recipe.data.place):
-                report = DatasetReport(location.name, name)
-                texts = _read(location, task.texts, paired, recipe.data.max_invalid_fraction, report)
-                new: dict[int, Any] = {text_id("\n".join(texts_of)): texts_of for texts_of in texts}
-                new = {number: texts_of for number, texts_of in new.items() if number not in seen}
-                report.drop("repeated", len(texts) - len(new))
-                seen |= new.keys()
-                apart = {key for key, texts_of in new.items() if _is_held_out(texts_of, recipe.validation.share)}
-                if not paired:
-                    new = {key: text for key, (text,) in new.items()}
-                if spans:
-                    cuts = {key: cut(text, tokenizer, recipe.spans, recipe.training.seed) for key, text in new.items()}
-                    new = {key: document for key, document in cuts.items() if document is not None}
-                    report.drop(f"too short for two spans of {recipe.spans.length} tokens", len(cuts) - len(new))
-                    apart &= new.keys()
-                held_out += [(key, new[key]) for key in apart]
-                kept = [text for key, text in new.items() if key not in apart]
-                limit = settings.limit or recipe.data.limit
-                if limit is not None and len(kept) > limit:
-                    report.drop("over the limit", len(kept) - limit)
-                    sample = random.Random(f"{recipe.training.seed} limit {location.name}")
-                    kept = [kept[number] for number in sorted(sample.sample(range(len(kept)), limit))]
-                report.held_out, report.used = len(apart), len(kept)
-                used += kept
-                data.reports.append(report)
-        if not used:
+    held_out: set[int] = set()
+    for name, datasets in tasks.items():
+        candidates = sorted((number, place) for place, one in enumerate(datasets) for number in one.candidates)
+        data.held_out[name] = []
+        for number, place in candidates[: recipe.validation.limit]:
+            text, numbers = datasets[place].hold_out(number)
+            data.held_out[name].append(text)
+            held_out |= numbers
+    for name, datasets in tasks.items():
+        data.texts[name] = [text for one in datasets for text in one.to_train_on(held_out, recipe.training.seed)]
+        data.reports += [one.report for one in datasets]
+        if not data.texts[name]:
+            spans = recipe.objective == "cot-mae" and recipe.tasks[name].context != "pair"
             long = f" that is long enough for two spans of {recipe.spans.length} tokens" if spans else ""
             raise ValueError(f"tasks.{name}: no text{long} is left to train on")
-        data.texts[name] = used
-        data.held_out[name] = [text for _, text in sorted(held_out)[: recipe.validation.limit]]
     return data
 
 
-def _is_held_out(texts: tuple[str, ...], share: float) -> bool:
-    return any((text_id(text) + 2**63) / 2**64 < share for text in texts)
+def _read_task(name: str, recipe: PretrainingRecipe, tokenizer: PreTrainedTokenizerBase) -> list[_Dataset]:
+    """Read the datasets of a task, each text once."""
+    task = recipe.tasks[name]
+    paired = recipe.objective == "cot-mae" and task.context == "pair"
+    spans = recipe.objective == "cot-mae" and not paired
+    seen: set[int] = set()
+    datasets = []
+    for settings in task.datasets:
+        for location in _find(settings, recipe.data.place):
+            report = DatasetReport(location.name, name)
+            rows = _read(location, task.texts, paired, recipe.data.max_invalid_fraction, report)
+            new: dict[int, Any] = {text_id("\n".join(row)): row for row in rows}
+            new = {number: row for number, row in new.items() if number not in seen}
+            report.drop("repeated", len(rows) - len(new))
+            seen |= new.keys()
+            shares = ((number, _in_share(row, recipe.validation.share)) for number, row in new.items())
+            candidates = {number: numbers for number, numbers in shares if numbers}
+            if not paired:
+                new = {number: text for number, (text,) in new.items()}
+            if spans:
+                seed = recipe.training.seed
+                cuts = {number: cut(text, tokenizer, recipe.spans, seed) for number, text in new.items()}
+                new = {number: document for number, document in cuts.items() if document is not None}
+                report.drop(f"too short for two spans of {recipe.spans.length} tokens", len(cuts) - len(new))
+                candidates = {number: numbers for number, numbers in candidates.items() if number in new}
+            datasets.append(_Dataset(report, settings.limit or recipe.data.limit, new, candidates))
+    return datasets
+
+
+def _in_share(texts: tuple[str, ...], share: float) -> set[int]:
+    """Return the numbers of the texts that may be held out."""
+    return {number for number in map(text_id, texts) if (number + 2**63) / 2**64 < share}
 
 
 def _find(settings: TextDatasetSettings, folder: Path) -> list[Location[TextDatasetSettings]]:
