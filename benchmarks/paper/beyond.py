@@ -15,7 +15,7 @@ from mote.checkpoints.reading import is_mote, open_checkpoint, open_mote
 from mote.corpora.folder import write_whole
 from mote.reporting import markdown_table
 from mote.training.data import ValidationSet, load_data
-from mote.training.model import encodings
+from mote.training.names import encodings
 from mote.training.recipe_files import load_recipe
 from mote.training.validation import Validation
 

@@ -24,7 +24,7 @@ from mote.corpora.run import Teacher, locate
 from mote.data.rows import HUB, find_datasets
 from mote.data.settings import Settings
 from mote.reporting import HOW_TO_RESUME, table
-from mote.training.model import names_of
+from mote.training.names import names_of
 from mote.training.processes import processes
 from mote.training.recipe import SHIPPED, Recipe
 from mote.training.recipe_files import load_recipe, parse_recipe

@@ -11,7 +11,7 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 
 from mote.checkpoints.reading import open_checkpoint
 from mote.training.arguments import check_launch
-from mote.training.model import names_of
+from mote.training.names import names_of
 from mote.training.recipe_files import load_recipe
 from mote.training.train import check_recipe, plan, train
 from mote.training.trainer_settings import TrainingSettings

@@ -10,7 +10,8 @@ from helpers.runs import overrides
 import mote
 from mote.checkpoints.instructions import instruction_pooling_in
 from mote.checkpoints.reading import open_checkpoint
-from mote.training.model import build_model, upcycling_options
+from mote.training.model import build_model
+from mote.training.names import upcycling_options
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import RunFolder
 from mote.training.train import prepare, train

@@ -17,7 +17,8 @@ from mote.checkpoints.models import load_dense, positions_of
 from mote.checkpoints.plain import learned_positions
 from mote.checkpoints.reading import open_checkpoint, open_dense
 from mote.training.losses import LoadBalancedLoss
-from mote.training.model import build_model, names_of
+from mote.training.model import build_model
+from mote.training.names import names_of
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import START_FOLDER, RunFolder

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mote.checkpoints.reading import open_checkpoint
-from mote.training.model import names_of
+from mote.training.names import names_of
 from mote.training.recipe_files import load_recipe, shipped_recipes
 from mote.training.run_folder import as_yaml
 

@@ -24,7 +24,8 @@ from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import Checkpoint, open_checkpoint
 from mote.cli import main
 from mote.training import teachers
-from mote.training.model import build_model, encodings
+from mote.training.model import build_model
+from mote.training.names import encodings
 from mote.training.progress import read_log
 from mote.training.recipe_files import load_recipe, shipped_recipes
 from mote.training.run_folder import START_FOLDER, RunFolder

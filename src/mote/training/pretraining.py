@@ -26,11 +26,11 @@ from mote.experts.exporting import export
 from mote.reporting import table
 from mote.training.arguments import check_launch, common_arguments, describe_steps, rows_per_process
 from mote.training.contexts import ContextMasking, ContextRows
-from mote.training.model import (
+from mote.training.model import set_dropout
+from mote.training.names import (
     check_max_length,
     check_mote,
     refuse_fp16,
-    set_dropout,
     set_router_loss,
     tasks_of,
     upcycling_options,

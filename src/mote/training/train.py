@@ -30,7 +30,8 @@ from mote.training.arguments import Schedule, describe, plan_schedule, trainer_a
 from mote.training.blending import BlendedCollator
 from mote.training.data import TrainingData, TrainingSet, load_data
 from mote.training.losses import INFO_NCE, LoadBalancedLoss, build_loss, check_caching, check_loss
-from mote.training.model import build_model, encodings, names_of
+from mote.training.model import build_model
+from mote.training.names import encodings, names_of
 from mote.training.processes import (
     deepspeed_stage,
     processes,
