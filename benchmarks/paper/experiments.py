@@ -43,7 +43,7 @@ class Variant:
         few_seeds: Whether it is trained only with the scale's `few_seeds`.
         made_of: Variant that it is made from, if it is not trained itself.
         made_by: Function that makes it.
-        last_stage: Overrides with which what is made is trained further; None: it is not.
+        last_stage: Overrides with which what is made then learns the teacher's embeddings; None: it does not.
         own_rate: Whether it uses its own best learning rate, where the other variants of the scale share one.
         rate_factor: Its learning rate as a multiple of the shared one, if the scale has a sweep.
         expert_rate_factor: Learning rate of its experts, or of those weights of a dense model that a MoTE has once per

@@ -17,8 +17,9 @@ UNSEEN = ("sts", "pair_classification", "summarization")
 """Tasks without training data, other than search."""
 MATCHING = "text_matching"
 """Expert of these tasks where `classification` is trained on labels."""
-PARAPHRASES = f"tasks.paraphrases={{anchor: {MATCHING}, batches: heterogeneous, datasets: [paraphrases/*]}}"
+PARAPHRASED = "paraphrases"
 """Training task of this expert."""
+PARAPHRASES = f"tasks.{PARAPHRASED}={{anchor: {MATCHING}, batches: heterogeneous, datasets: [{PARAPHRASED}/*]}}"
 SEARCH = ("search_query", "search_document")
 EXPERTS = ("clustering", *SEARCH)
 LABELS_IN_TRIALS = 0.25
@@ -117,7 +118,7 @@ def _matching_by_search(variant: Variant, name: str) -> Variant:
     if variant.trained_on == "five_tasks" and variant.recipe == "sem-retrieval":
         return replace(_changed(together, PARAPHRASES), datasets=(*SERVED["retrieval"], *MATCHED))
     if variant.trained_on == "five_tasks" and variant.recipe == "sem-classification":
-        return replace(_changed(together, "tasks.paraphrases=null"), datasets=(KIND_OF_TASK["classification"],))
+        return replace(_changed(together, f"tasks.{PARAPHRASED}=null"), datasets=(KIND_OF_TASK["classification"],))
     return together
 
 
@@ -154,20 +155,20 @@ def _unseen_near_start(variant: Variant, name: str) -> Variant:
     return _of(making)(variant, name)
 
 
-def _matching_last(variant: Variant, name: str) -> Variant:
-    """Train a copy of the expert for text matching further, on its rows alone, and let it serve the unseen tasks.
+def _matching_distilled(variant: Variant, name: str) -> Variant:
+    """Let a copy of the expert for text matching learn the teacher's embeddings of its texts, with all else frozen.
 
-    All else is frozen. A tenth of an epoch's steps, in `large-gpu`.
+    It then serves the unseen tasks. At `large-gpu` this takes a tenth of an epoch's steps.
     """
     trained_for_them = _recipe(variant).model.tasks["sts"]
-    making = made_by(mote.experts.add, "matching", trained_for_them, tasks=_unseen_tasks(variant))
-    others = [task for task in _recipe(variant).tasks if task != "paraphrases"]
+    making = made_by(mote.experts.add, "distilled", trained_for_them, tasks=_unseen_tasks(variant))
     stage = (
-        "model.experts=null",  # as in what is trained further
+        "model.experts=null",  # those of the MoTE that it starts from
         "model.tasks={}",
-        *(f"tasks.{task}=null" for task in others),
-        "training.only_experts=[matching]",
-        "training.max_steps=111",
+        *(f"tasks.{task}=null" for task in _recipe(variant).tasks if task != PARAPHRASED),
+        f"tasks.{PARAPHRASED}.batches=heterogeneous",
+        "training.only_experts=[distilled]",
+        "training.num_train_epochs=0.8",
     )
     return replace(_of(making)(variant, name), last_stage=stage)
 
@@ -188,7 +189,7 @@ _SERVED_UNSEEN = {
     **{f"unseen-by-{expert}": _served_by(expert) for expert in EXPERTS},
     "unseen-by-mean": _unseen_by_mean,
     "unseen-near-start": _unseen_near_start,
-    "matching-last": _matching_last,
+    "matching-distilled": _matching_distilled,
 }
 _MADE_FOR_EXPERTS = {
     **{f"to-mean-{part:g}": _of(made_by(mote.experts.interpolate, part)) for part in (0.25, 0.5)},

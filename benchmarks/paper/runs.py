@@ -24,7 +24,7 @@ from benchmarks.paper.kept import (
     means_of,
     read_hashes,
 )
-from benchmarks.paper.starts import distilled, pretrained
+from benchmarks.paper.starts import distilled, pretrained, taught
 from benchmarks.trained import hash_of_weights, trained
 from mote import Evaluation
 from mote.checkpoints.hashing import folder_hash
@@ -116,7 +116,8 @@ class Runs:
             if variant.last_stage is None:
                 return made
             stage = replace(variant, changes=(*variant.changes, *variant.last_stage))
-            return self._trained_from(str(made), name, stage, folder.with_name(f"{folder.name}-trained"), seed)
+            folder, changes = folder.with_name(f"{folder.name}-trained"), taught(stage, self.teacher)
+            return self._trained_from(str(made), name, stage, folder, seed, changes)
         return self._trained_variant(name, variant, folder, seed)
 
     def _start(self, variant: Variant) -> Path:
@@ -130,8 +131,10 @@ class Runs:
         source = self._half_trained(name, variant, folder, seed) if variant.late else self.source_of(variant)
         return self._trained_from(source, name, variant, folder, seed)
 
-    def _trained_from(self, source: str, name: str, variant: Variant, folder: Path, seed: int) -> Path:
-        changes = [*self.settings_of(variant), f"output={folder}"]
+    def _trained_from(
+        self, source: str, name: str, variant: Variant, folder: Path, seed: int, changes: Iterable[str] = ()
+    ) -> Path:
+        changes = [*self.settings_of(variant), *changes, f"output={folder}"]
         data = self.training_data(variant)
         recipe = recipe_of(variant, self.scale, source, data, seed, changes, name)
         return trained(recipe, self.report, self.digest_of_data(variant))

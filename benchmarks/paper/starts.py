@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import mote
 from benchmarks.locking import alone
-from benchmarks.paper.experiments import recipe_of
+from benchmarks.paper.experiments import Variant, recipe_of
 from benchmarks.paper.improvements import variant_of
 from benchmarks.trained import hash_of_weights, trained
 from configuration_mote import PAPER_INSTRUCTIONS
@@ -21,13 +21,19 @@ def distilled(runs: "Runs", trained_on: str | None) -> Path:
     """Return the start after it has learned a teacher's embeddings of all training texts; train it first if missing."""
     name = f"em+{trained_on.replace('_', '-')}" if trained_on else "em"
     variant = variant_of(name)
-    changes = [*runs.settings_of(variant), f"output={runs.out / runs.kind / f'distilled-{name}'}"]
-    for task in load_recipe(variant.recipe, variant.changes).tasks:
-        changes += [f"tasks.{task}.loss=EmbedDistillLoss", f"tasks.{task}.teacher.source={runs.teacher}"]
+    changes = [*runs.settings_of(variant), *taught(variant, runs.teacher)]
+    changes.append(f"output={runs.out / runs.kind / f'distilled-{name}'}")
     seed = runs.scale.few_seeds[0]
     data = runs.training_data(variant)
     recipe = recipe_of(variant, runs.scale, runs.source, data, seed, changes)
     return trained(recipe, runs.report, {**runs.digest_of_data(variant), "teacher": hash_of_weights(runs.teacher)})
+
+
+def taught(variant: Variant, teacher: str) -> list[str]:
+    """Return the overrides with which a variant learns a teacher's embeddings, in all of its tasks."""
+    tasks = load_recipe(variant.recipe, variant.changes).tasks
+    settings = ("loss=EmbedDistillLoss", f"teacher.source={teacher}")
+    return [f"tasks.{task}.{setting}" for task in tasks for setting in settings]
 
 
 def pretrained(folder: Path, out: Path, recipe: Recipe) -> Path:

@@ -14,6 +14,7 @@ import mote
 from benchmarks.paper import best, data, experiments, improvements, reports, runs, unseen
 from benchmarks.paper.reports import make
 from configuration_mote import PAPER_INSTRUCTIONS
+from mote.checkpoints.reading import open_mote
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import fixed_settings
@@ -376,6 +377,29 @@ def test_a_late_mote_is_dense_at_first(tmp_path: Path, monkeypatch: pytest.Monke
     assert (dense.model.source, experts.model.source) == ("SOURCE", f"{dense.output}/model")
     assert dense.training.num_train_epochs == experts.training.num_train_epochs == 0.5
     assert dense.training.seed != experts.training.seed == 42
+
+
+def test_an_expert_is_distilled_last_and_alone(
+    trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[Recipe] = []
+    monkeypatch.setattr(runs, "trained", lambda recipe, *_: trained.append(recipe) or trained_folder)
+    monkeypatch.setattr(runs.Runs, "source_of", lambda *_: str(SMALL_ENCODER))
+    monkeypatch.setattr(runs.Runs, "prepared", lambda _: tmp_path)
+    monkeypatch.setattr(runs, "digest_of", lambda _: "DIGEST")
+    given = runs.Runs(experiments.SCALES["smoke"], str(SMALL_ENCODER), "DATA", tmp_path, teacher="TEACHER")
+    name = "mote+five-tasks+distilled+epochs-0.9"
+    monkeypatch.setattr(improvements, "MATCHING", "classification")  # the expert of the model that is to hand
+    made = given.model(f"{name}+matching-distilled", 42)
+    before, last = trained
+    assert made == trained_folder
+    assert (before.training.num_train_epochs, before.model.source) == (0.9, str(SMALL_ENCODER))
+    config = open_mote(last.model.source).config
+    assert {one for one, expert in config.tasks.items() if expert == "distilled"} >= {"distilled", *improvements.UNSEEN}
+    assert last.training.only_experts == ["distilled"]
+    assert {one: (task.loss, task.teacher.source) for one, task in last.tasks.items()} == {
+        "paraphrases": ("EmbedDistillLoss", "TEACHER")
+    }
 
 
 def test_unseen_tasks_are_served_at_no_cost_to_seen_ones() -> None:
