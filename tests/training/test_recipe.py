@@ -170,6 +170,8 @@ def test_a_file_extends_one_beside_it_before_a_shipped_one(tmp_path: Path) -> No
         ("tasks={}", None),
         ("training.batch_size", r"expected key=value"),
         ("model.source={", r"invalid YAML"),
+        ("tasks.retreival=null", r"tasks.retreival=null: .* has no task 'retreival'. Did you mean 'retrieval'"),
+        ("extends=em", r"'extends=em': `extends` is for recipe files. Name the recipe itself"),
         ("training={seed: 7, seed: 8}", r"The override 'training=.*' names 'seed' twice \(line 1\)"),
     ],
 )
@@ -180,6 +182,19 @@ def test_invalid_settings(override: str, message: str | None) -> None:
         return
     with pytest.raises(ValueError, match=message):
         load_recipe("mote", [override])
+
+
+def test_a_recipe_removes_only_tasks_that_are_there(tmp_path: Path) -> None:
+    (tmp_path / "one.yaml").write_text("extends: mote\ntasks: {retrieval: null}\n")
+    (tmp_path / "two.yaml").write_text("extends: one\ntasks: {retrieval: null, clustring: null}\n")
+    assert list(load_recipe(tmp_path / "one.yaml", ["tasks.retrieval=null"]).tasks) == ["classification", "clustering"]
+    message = r"no task 'clustring'. Did you mean 'clustering'\? Available: 'classification', 'clustering'\."
+    with pytest.raises(ValueError, match=message):
+        load_recipe(tmp_path / "two.yaml")
+    with pytest.raises(ValueError, match="no task 'clustring'"):
+        load_recipe("mote", changes=[{"tasks": {"clustring": None}}])
+    with pytest.raises(ValueError, match="`extends` is for recipe files"):
+        load_recipe("mote", changes=[{"extends": "em"}])
 
 
 def test_every_error_is_listed() -> None:

@@ -52,18 +52,23 @@ def load_recipe(
     """
     settings = _read(str(recipe), kind.PLACE)  # type: ignore[attr-defined]
     for change in changes:
-        settings = _merged(settings, change)
+        _refuse_extends("extends" in change, "settings that override a recipe")
+        settings = _extended(settings, change)
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
             raise ValueError(f"Override {override!r}: expected key=value, as in training.learning_rate=2e-5")
         *path, name = key.split(".")
+        _refuse_extends(key == "extends", f"override {override!r}")
         parent = settings
         for part in path:
             if not isinstance(parent.get(part), dict):
                 parent[part] = {}
             parent = parent[part]
-        parent[name] = _parse_yaml(value, f"override {override!r}")
+        given = _parse_yaml(value, f"override {override!r}")
+        if path == ["tasks"]:
+            _refuse_unknown_removals({name: given}, parent)
+        parent[name] = given
     return parse_recipe(settings, str(recipe), kind)
 
 
@@ -113,8 +118,28 @@ def _read(recipe: str, place: Any, base: Path | None = None, extended_by: tuple[
         extended = str(settings["extends"])
         if extended in extended_by:
             raise ValueError(f"The recipe {extended} extends itself, through {', '.join(extended_by)}")
-        settings = _merged(_read(extended, place, folder, (*extended_by, extended)), settings)
+        settings = _extended(_read(extended, place, folder, (*extended_by, extended)), settings)
     return settings
+
+
+def _extended(recipe: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Merge the settings of a recipe that extends another into those of the other."""
+    tasks = [one["tasks"] if isinstance(one.get("tasks"), dict) else {} for one in (changes, recipe)]
+    _refuse_unknown_removals(*tasks)
+    return _merged(recipe, changes)
+
+
+def _refuse_unknown_removals(changes: dict[str, Any], tasks: dict[str, Any]) -> None:
+    """Raise `ValueError` if changes remove (`null`) a task that the recipe does not have."""
+    for name, value in changes.items():
+        if value is None and name not in tasks:
+            left = [task for task, settings in tasks.items() if settings is not None]
+            raise ValueError(f"tasks.{name}=null: the recipe has no task {name!r}." + alternatives(name, left))
+
+
+def _refuse_extends(given: bool, where: str) -> None:
+    if given:
+        raise ValueError(f"The {where}: `extends` is for recipe files. Name the recipe itself, or write a file")
 
 
 class _Loader(yaml.SafeLoader):
