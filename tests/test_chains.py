@@ -207,7 +207,9 @@ def test_a_stage_trained_from_another_model_of_an_earlier_stage_is_refused(place
     chain(file)
     shutil.rmtree(out / "stage1")
     again = ["stages.stage1.train.training.learning_rate=1e-3"]
-    with pytest.raises(ValueError, match="stage2/train/model was trained from other weights than .*stage1/train/model"):
+    with pytest.raises(
+        ValueError, match=r"stage2/train/model was trained from other weights than .*stage1/train/model"
+    ):
         chain(file, again)
     shutil.rmtree(out / "stage2/train")  # as the message says
     assert chain(file, again) == out / "stage2/train/model"
