@@ -150,6 +150,18 @@ def test_a_file_extends_one_beside_it_before_a_shipped_one(tmp_path: Path) -> No
     assert recipe.training.batch_size == 6144
 
 
+def test_a_file_of_a_shipped_recipes_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mote.yaml").write_text("extends: mote\ntraining: {seed: 7}\n")
+    caplog.set_level("INFO", "mote")
+    recipe = load_recipe("mote")
+    assert (recipe.training.seed, recipe.training.batch_size) == (7, 6144)
+    assert caplog.messages == ["The recipe mote is the file mote.yaml, not the shipped one"]
+    assert load_recipe("em").training.seed == 42  # a shipped recipe extends a shipped one
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
