@@ -616,6 +616,13 @@ def test_a_dataset_may_have_an_objective_of_its_own(tiny: Path, data: Path, tmp_
     assert losses["retrieval/tldr_pages"].scale == 7
     assert losses["clustering"].temperature == 0.06
     ready.train()
+    ready.finish(None)
+    rows = [line.split(" | ") for line in (tmp_path / "run/model/README.md").read_text().splitlines()]
+    objectives = [row[1:4] for row in rows if row[0] == "| retrieval" and len(row) == 5]
+    assert objectives == [
+        ["homogeneous", "InfoNCE", "0.5"],
+        ["homogeneous", "MultipleNegativesRankingLoss", ""],
+    ]
     with pytest.raises(ValueError, match="a batch across datasets has one loss"):
         load_recipe("mote", ["tasks.clustering.datasets=[{path: a, temperature: 0.5}]"])
 

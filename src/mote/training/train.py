@@ -207,16 +207,13 @@ class TrainingRun(Run):
     def _write_card(self, folder: Path, step: dict[str, Any]) -> None:
         settings = ("batch_size", "learning_rate", "weight_decay", "seed", "start_weight")
         recipe = {key: getattr(self.recipe.training, key) for key in settings}
-        data = [
-            (
-                name,
-                task.batches,
-                task.loss,
-                task.temperature if task.loss == INFO_NCE else "",
-                ", ".join(f"{one['name']} ({one['used']:,})" for one in step["data"] if one["task"] == name),
-            )
-            for name, task in self.recipe.tasks.items()
-        ]
+        used = {one["name"]: one["used"] for one in step["data"]}
+        datasets: dict[tuple[Any, ...], list[str]] = {}  # of a task, and an objective: some may have their own
+        for training_set in self.data.sets.values():
+            for part in training_set.parts or [training_set]:
+                own = part.settings
+                row = (part.task, own.batches, own.loss, own.temperature if own.loss == INFO_NCE else "")
+                datasets.setdefault(row, []).extend(f"{name} ({used[name]:,})" for name in part.sources)
         write_trained_card(
             folder,
             self.folder.path.name,
@@ -225,7 +222,7 @@ class TrainingRun(Run):
             kind=self.recipe.model.kind,
             recipe={"name": self.recipe.name, "description": self.recipe.description, **recipe},
             run=step,
-            data=data,
+            data=[(*row, ", ".join(names)) for row, names in datasets.items()],
             seen=step["experts"] or step["tasks"],
             scores=scores_of_tasks(step["validation"]),
             instructions=self.recipe.model.instructions,
