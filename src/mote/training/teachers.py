@@ -9,7 +9,7 @@ later ones, after a day.
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -171,9 +171,22 @@ def _lists(values: np.ndarray, size: int) -> pyarrow.Array:
 
 def teachers_of(recipe: Recipe) -> dict[str, Teacher]:
     """Return the teachers of a recipe, each once, by their settings as JSON."""
-    settings = [task.of(dataset).teacher for task in recipe.tasks.values() for dataset in task.datasets]
-    by_key = {one.model_dump_json(): one for one in settings if one is not None}
+    by_key = {one.model_dump_json(): one for one in _settings_of(recipe)}
     return {key: Teacher(one) for key, one in by_key.items()}
+
+
+def _settings_of(recipe: Recipe) -> list[TeacherSettings]:
+    """List the teacher's settings of each dataset that has a teacher."""
+    all_settings = [task.of(dataset).teacher for task in recipe.tasks.values() for dataset in task.datasets]
+    return [settings for settings in all_settings if settings is not None]
+
+
+def versions_of(recipe: Recipe, teachers: Mapping[str, Teacher]) -> dict[str, str]:
+    """Return the identity of each teacher, by its source; if datasets use several revisions of it, those of all."""
+    versions: dict[str, list[str]] = {}
+    for one in _settings_of(recipe):
+        versions.setdefault(one.source, []).append(teachers[one.model_dump_json()].identity)
+    return {source: own[0] if len({*own}) == 1 else ", ".join(own) for source, own in versions.items()}
 
 
 def _commit_of(settings: TeacherSettings) -> str | None:

@@ -55,7 +55,7 @@ from mote.training.recipe_files import load_recipe
 from mote.training.record import build_record, scores_of_tasks, summary
 from mote.training.run_folder import CURVES_FILE, RECIPE_FILE, RunFolder, as_yaml, fixed_settings, step_of
 from mote.training.running import Run, models_of, require_same_models, restore
-from mote.training.teachers import teachers_of
+from mote.training.teachers import teachers_of, versions_of
 from mote.training.validation import Validation, tune_weight
 
 logger = logging.getLogger(__name__)
@@ -257,7 +257,7 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
             folder.clean()
     source = open_checkpoint(recipe.model.source, recipe.model.revision)
     teachers = teachers_of(recipe)
-    models = models_of(source, {one.settings.source: one.identity for one in teachers.values()})
+    models = models_of(source, versions_of(recipe, teachers))
     if checkpoint is not None:
         require_same_models(checkpoint, models)  # before another teacher embeds the texts
     model, names = _load_model(recipe, source, folder)
