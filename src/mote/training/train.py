@@ -18,7 +18,6 @@ from sentence_transformers.base.losses.gradcache import uses_gradient_cache
 from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
 from torch import nn
 from transformers import PrinterCallback, Trainer
-from transformers.trainer_utils import IntervalStrategy
 
 from configuration_mote import MoTEConfig
 from mote.checkpoints.cards import write_trained_card
@@ -111,7 +110,7 @@ def plan(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, overwrit
     names = names_of(recipe, source)
     data = load_data(recipe, load_tokenizer(source), with_teachers=False)
     schedule = plan_schedule(recipe, data.sets, processes().num_processes)
-    arguments = trainer_arguments(recipe, folder, data.sets, names)
+    arguments = trainer_arguments(recipe, folder, data, names)
     return "\n".join([as_yaml(recipe), str(data), "", describe(schedule, arguments, data.sets)])
 
 
@@ -265,9 +264,7 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
         data = load_data(recipe, model.tokenizer, teachers=teachers)
     logger.info(str(data))
     schedule = plan_schedule(recipe, data.sets, state.num_processes)
-    arguments = trainer_arguments(recipe, folder, data.sets, names)
-    if not data.validation:
-        arguments.eval_strategy = IntervalStrategy.NO
+    arguments = trainer_arguments(recipe, folder, data, names)
     logger.info(describe(schedule, arguments, data.sets))
     tracker = Tracker()
     torch.manual_seed(recipe.training.seed)  # for a loss's own weights
