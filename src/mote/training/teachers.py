@@ -121,7 +121,17 @@ class Teacher:
             revision = self.settings.revision  # not the commit: offline, a branch is found only if it was asked for
             self._model = load_encoder(self.settings.source, revision=revision, trust_remote_code=trust)
         batch_size = self.settings.batch_size
-        return self._model.encode(list(texts), prompt=prompt, batch_size=batch_size, show_progress_bar=False)
+        try:
+            return self._model.encode(list(texts), prompt=prompt, batch_size=batch_size, show_progress_bar=False)
+        except ValueError as error:
+            if "default_task" not in str(error):
+                raise
+            source = self.settings.source
+            raise ValueError(
+                f"The teacher {source} is a MoTE that knows no task for a text, whose prompt is {prompt!r}: begin the "
+                "teacher's `prompts` with the instruction of a task, or set one for all texts, "
+                f"`mote set {source} --out DIR default_task=TASK`, and take DIR"
+            ) from error
 
     def _find(self, folder: Path, name: str) -> Path | None:
         for path in sorted(folder.glob(f"{name}-*.npy")):
