@@ -300,6 +300,7 @@ def test_aliases_are_allowed(tmp_path: Path) -> None:
         ("training.weight_decay=.inf", "training.weight_decay: Input should be a finite number"),
         ("tasks.retrieval.temperature=.inf", "tasks.retrieval.temperature: Input should be a finite number"),
         ("model.router_aux_loss_coef=.nan", "model.router_aux_loss_coef"),
+        ("tasks.retrieval.datasets=[{path: a, weight: 1e9}]", "weight: Input should be less than or equal to 1000"),
         ("training.seed=-1", "training.seed: Input should be greater than or equal to 0"),
         ("training.seed=100000000000000000000", "training.seed: Input should be less than 4294967296"),
         ("training.save_total_limit=1", "training.save_total_limit"),

@@ -96,8 +96,11 @@ class RunFolder:
             )
         self._refuse_foreign()
         existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
-        with tempfile.TemporaryDirectory(dir=existing, prefix=PROBE):
-            pass
+        try:
+            with tempfile.TemporaryDirectory(dir=existing, prefix=PROBE):
+                pass
+        except OSError as error:
+            raise type(error)(f"Nothing can be written to {self.path}: {error}. Choose another `output`") from error
 
     def _refuse_foreign(self) -> None:
         """Raise `FileExistsError` if the folder holds something other than a run."""
