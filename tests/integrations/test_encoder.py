@@ -105,6 +105,11 @@ def test_no_device_is_refused(model: SentenceTransformer) -> None:
         TaskEncoder(model, device=[])
 
 
+def test_a_folder_that_does_not_exist() -> None:
+    with pytest.raises(ValueError, match="/nonexistent does not load in Sentence-Transformers"):
+        TaskEncoder("/nonexistent")
+
+
 def test_several_devices_are_for_documents(monkeypatch: pytest.MonkeyPatch, model: SentenceTransformer) -> None:
     devices: list[Any] = []
     encode = SentenceTransformer.encode
