@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -192,6 +193,26 @@ def test_each_stage_trains_on_what_is_mined_for_it(
     chain(file, ["train.training.max_steps=1", "stages.stage2.train.model.source=stage1"], overwrite=True)
     assert train_step(model)["sources"][0]["name"] == "train"
     assert any(not tensor.equal(before[name]) for name, tensor in weights(out / "stage1/train/model").items())
+
+
+def test_a_stage_trained_from_another_model_of_an_earlier_stage_is_refused(place: Path, tmp_path: Path) -> None:
+    stage = {"teacher": {"model": "bm25"}, "mining": {"negatives": 1}, "recipe": "cot-stage1"}
+    second = {**stage, "train": {"model": {"source": "stage1"}}}
+    settings = yaml.safe_load(chain_file(place, tmp_path).read_text())
+    file, out = tmp_path / "chain.yaml", tmp_path / "out"
+    del settings["extends"]
+    file.write_text(
+        yaml.safe_dump({**settings, "datasets": ["retrieval/*"], "stages": {"stage1": stage, "stage2": second}})
+    )
+    chain(file)
+    shutil.rmtree(out / "stage1")
+    again = ["stages.stage1.train.training.learning_rate=1e-3"]
+    with pytest.raises(
+        ValueError, match=r"stage2/train/model was trained from other weights than .*stage1/train/model"
+    ):
+        chain(file, again)
+    shutil.rmtree(out / "stage2/train")  # as the message says
+    assert chain(file, again) == out / "stage2/train/model"
 
 
 def test_a_killed_chain_is_resumed_to_the_same_models(place: Path, tmp_path: Path) -> None:

@@ -144,6 +144,20 @@ class Stage:
             )
         return True
 
+    def require_same_source(self) -> None:
+        """Check that its model was trained from its source as it is now, which an earlier stage may have replaced.
+
+        Raises:
+            ValueError: If it was not.
+        """
+        source = open_checkpoint(self.recipe.model.source, self.recipe.model.revision)
+        trained_from = read_steps(self.run.model)[-1]["sources"][0]
+        if source.is_local and trained_from["weights"] != source.sha256_of_weights():
+            raise ValueError(
+                f"{self.run.model} was trained from other weights than {source.name} has now: remove {self.run.path} "
+                "to train this stage again, or start over with `--overwrite`"
+            )
+
 
 def chain(recipe: Chain | str | Path, overrides: Sequence[str] = (), *, overwrite: bool = False) -> Path:
     """Run a chain: for each stage mine negatives, then train on them.
@@ -190,7 +204,9 @@ def chain(recipe: Chain | str | Path, overrides: Sequence[str] = (), *, overwrit
             logger.info("Stage %d of %d: %s", number, len(stages), stage.name)
             try:
                 mine_negatives(settings.datasets, stage.mined, stage.teacher, stage.mining, data=settings.data.place)
-                if not stage.is_trained():
+                if stage.is_trained():
+                    stage.require_same_source()
+                else:
                     train(stage.recipe)
             except KeyboardInterrupt as interrupt:
                 raise KeyboardInterrupt(f"in the stage {stage.name}: {interrupt}; {HOW_TO_RESUME}") from None

@@ -10,6 +10,7 @@ from huggingface_hub.errors import (
     HTTPError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
+    RevisionNotFoundError,
 )
 from huggingface_hub.utils import validate_repo_id
 
@@ -37,7 +38,7 @@ def fetch(src: str, revision: str | None, patterns: list[str]) -> Path:
 
 
 def newest_commit(name: str, revision: str | None = None) -> str:
-    """Find the newest commit of a repository on the Hub; without a connection, the one that was downloaded.
+    """Find the newest commit of a repository on the Hub; if it does not answer, the one that was downloaded.
 
     Args:
         name: The repository.
@@ -48,16 +49,20 @@ def newest_commit(name: str, revision: str | None = None) -> str:
     """
     try:
         return str(HfApi().model_info(name, revision=revision).sha)
-    except HfHubHTTPError as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise FileNotFoundError(f"{name} is neither a folder nor available on the Hub: {reason}") from error
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:  # also a gated one, which is a subclass
+        raise FileNotFoundError(f"{name} is neither a folder nor available on the Hub: {_reason(error)}") from error
     except HFValidationError as error:
         raise FileNotFoundError(f"{name} is neither a folder nor an id on the Hub (user/name)") from error
-    except (HTTPError, OSError, OfflineModeIsEnabled) as error:
+    except (HTTPError, OSError, OfflineModeIsEnabled) as error:  # busy, or out of reach
         file = try_to_load_from_cache(name, "config.json", revision=revision)
         if isinstance(file, str):
             return Path(file).parent.name
-        raise FileNotFoundError(f"{name} is not a folder, and the Hub cannot be reached") from error
+        problem = f"failed: {_reason(error)}" if isinstance(error, HfHubHTTPError) else "cannot be reached"
+        raise FileNotFoundError(f"{name} is not a folder, and the Hub {problem}") from error
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def commit_of(model: str, revision: str | None = None) -> str | None:

@@ -100,6 +100,16 @@ def test_a_model_is_loaded_as_the_settings_say(monkeypatch: pytest.MonkeyPatch, 
     assert asked == [("you/model-mote", {"revision": "v1", "device": "cpu", "trust_remote_code": True})]
 
 
+def test_no_device_is_refused(model: SentenceTransformer) -> None:
+    with pytest.raises(ValueError, match="names no device"):
+        TaskEncoder(model, device=[])
+
+
+def test_a_folder_that_does_not_exist() -> None:
+    with pytest.raises(ValueError, match="/nonexistent does not load in Sentence-Transformers"):
+        TaskEncoder("/nonexistent")
+
+
 def test_several_devices_are_for_documents(monkeypatch: pytest.MonkeyPatch, model: SentenceTransformer) -> None:
     devices: list[Any] = []
     encode = SentenceTransformer.encode

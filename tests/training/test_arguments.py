@@ -13,7 +13,8 @@ from mote.checkpoints.reading import open_checkpoint
 from mote.training.arguments import check_launch
 from mote.training.names import names_of
 from mote.training.recipe_files import load_recipe
-from mote.training.train import check_recipe, plan, train
+from mote.training.run_folder import RunFolder
+from mote.training.train import check_recipe, plan, prepare, train
 from mote.training.trainer_settings import TrainingSettings
 
 
@@ -32,6 +33,11 @@ from mote.training.trainer_settings import TrainingSettings
         ("training.gradient_accumulation_steps=2", r"a step is one whole batch"),
         ("tasks.retrieval.loss=InfoNCELos", r"unknown loss 'InfoNCELos'"),
         ("training.optim=adm", r"adm"),
+        (
+            "training.load_best_model_at_end=true",
+            r"training.load_best_model_at_end=true needs scores .* set training.eval_steps, and validation.share",
+        ),
+        ("training={batch_size: 16, save_strategy: best}", r"training.save_strategy=best needs scores"),
         ("training.lr_scheduler_type=straight", r"straight"),
         ("training.adam_beta2=x", r"adam_beta2: Input should be a valid number, .*, found 'x'"),
         ("model.layers=[99]", r"99"),
@@ -44,6 +50,26 @@ def test_invalid_settings(override: str, message: str, tiny: Path, data: Path, t
         with pytest.raises((ValueError, OSError), match=message):
             run_or_plan("mote", overrides(tiny, data, tmp_path / "run", override))
         assert not (tmp_path / "run").exists()  # a run that could not start leaves nothing
+
+
+def test_the_best_model_is_that_of_the_best_score(tiny: Path, data: Path, tmp_path: Path) -> None:
+    best = ("training.eval_steps=1", "training.load_best_model_at_end=true")
+    recipe = load_recipe("mote", overrides(tiny, data, tmp_path / "run", *best))
+    run = prepare(recipe, RunFolder(tmp_path / "run"))
+    run.train()
+    state = run.trainer.state
+    assert run.trainer.args.metric_for_best_model == "validation_mean"
+    assert state.best_metric == max(
+        line["eval_validation_mean"] for line in state.log_history if "eval_runtime" in line
+    )
+    without = load_recipe("mote", overrides(tiny, data, tmp_path / "run", *best, "validation.share=0"))
+    with pytest.raises(ValueError, match="needs scores on held-out texts"):
+        prepare(without, RunFolder(tmp_path / "other"))
+
+
+def test_checkpoints_are_saved_as_the_plan_says(tiny: Path, data: Path, tmp_path: Path) -> None:
+    for strategy, said in (("no", "no checkpoints"), ("epoch", "a checkpoint every epoch"), ("steps", "every 1\n")):
+        assert said in plan("mote", overrides(tiny, data, tmp_path / "run", f"training.save_strategy={strategy}"))
 
 
 @pytest.mark.long

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.datasets import CLASSIFICATION, RETRIEVAL, labelled, only, recipe_of, write
+from helpers.datasets import CLASSIFICATION, RETRIEVAL, labelled, only, pairs, recipe_of, write
 from helpers.runs import overrides, train_step
 from sentence_transformers import SentenceTransformer
 
@@ -128,6 +128,18 @@ def test_a_run_of_blended_batches(tiny: Path, data: Path, tmp_path: Path) -> Non
     assert texts["classification"] == used["classification/banking77"] * (2 + 4)
     encoder = SentenceTransformer(str(model), trust_remote_code=True)
     assert encoder.encode(["a text"], task="classification").shape == (1, 16)
+
+
+def test_rows_that_are_mostly_alone_in_a_batch_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, "retrieval/many", pairs(90))
+    write(tmp_path, "retrieval/few", pairs(10, "rare"))
+    write(tmp_path, "retrieval/mined", [{**row, "negative": "none"} for row in pairs(10, "hard")])
+    tasks = {"retrieval": {**RETRIEVAL, "batches": "blended", "datasets": ["retrieval/*"]}}
+    load_data(recipe_of(tmp_path, tasks=tasks, training={"batch_size": 32}))
+    assert not caplog.messages
+    load_data(recipe_of(tmp_path, tasks=tasks, training={"batch_size": 16}))
+    (message,) = caplog.messages
+    assert message.startswith("retrieval/few has 1.5 rows per blended batch, and no hard negatives")
 
 
 def test_labels_as_positives(tmp_path: Path) -> None:

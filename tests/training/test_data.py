@@ -95,6 +95,13 @@ def test_a_training_set_of_one_group_is_refused(tmp_path: Path) -> None:
         load(tmp_path, "classification/tiny", task="c")
 
 
+def test_a_weight_that_leaves_one_group_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "retrieval/tiny", pairs(36))
+    message = r"'retrieval/tiny' have the same label or anchor \(the weight leaves 1 of 36\): there are no negatives"
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, {"path": "retrieval/tiny", "weight": 0.03})
+
+
 def test_a_teacher_wants_a_distillation_loss(tmp_path: Path) -> None:
     write(tmp_path, "any/tiny", pairs(2))
     with pytest.raises(ValueError, match="has the loss InfoNCE: a teacher goes with"):

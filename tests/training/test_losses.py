@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.families import make_different
-from helpers.paths import SMALL_ENCODER
+from helpers.paths import SMALL_ENCODER, SMALL_MOTE
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
@@ -277,6 +277,15 @@ def test_matryoshka_needs_a_teacher_of_the_models_width(model: SentenceTransform
         assert isinstance(build_loss(model, task, TrainingSettings(), label_dim=512).projection, torch.nn.Linear)
         truncated = build_loss(model, task, TrainingSettings(matryoshka="halves"), label_dim=256)
         assert gradients(model, truncated, torch.randn(5, 256))["loss"] > 0
+
+
+def test_arguments_that_the_library_refuses_are_named(model: SentenceTransformer) -> None:
+    wrong = settings(loss="MultipleNegativesRankingLoss", loss_arguments={"hardness_strength": "high"})
+    with pytest.raises(ValueError, match=r"MultipleNegativesRankingLoss refuses .*'hardness_strength': 'high'"):
+        build_loss(model, wrong, TrainingSettings())
+    guided = settings(loss="GISTEmbedLoss", loss_arguments={"guide": str(SMALL_MOTE)})
+    with pytest.raises(ValueError, match=r"loss_arguments.guide: .* has code of its own.*`mote export` writes"):
+        build_loss(model, guided, TrainingSettings())
 
 
 def test_every_other_loss_of_the_library_can_be_made(model: SentenceTransformer) -> None:

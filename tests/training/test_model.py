@@ -157,6 +157,19 @@ def test_the_recipe_decides_on_the_load_balancing_of_a_token_routed_source(token
         built("model.num_experts_per_tok=3")
 
 
+@pytest.mark.parametrize("kind", ["mote", "dense"])
+def test_settings_of_token_routing_need_it(kind: str, dense: Path, upcycled: Path) -> None:
+    kept = ("model.num_experts=3", "model.router_aux_loss_coef=0.1")
+    with pytest.raises(ValueError, match=r"model\.num_experts, model\.router_aux_loss_coef: for token-routed models"):
+        names_of(
+            load_recipe("mote", [f"model.kind={kind}", f"model.source={dense}", *kept]), open_checkpoint(str(dense))
+        )
+    for setting in kept:
+        settings = load_recipe("mote", [f"model.source={upcycled}", setting])
+        with pytest.raises(ValueError, match=f"is already a MoTE, and differs .* in {setting.partition('=')[0]}"):
+            names_of(settings, open_checkpoint(str(upcycled)))
+
+
 def test_instructions_of_a_mote_are_not_half_left_out(upcycled: Path) -> None:
     recipe = load_recipe("mote", [f"model.source={upcycled}", "model.instructions=false"])
     with pytest.raises(ValueError, match=r"model.instructions is false, but .* has instructions: remove them first"):

@@ -150,6 +150,18 @@ def test_a_file_extends_one_beside_it_before_a_shipped_one(tmp_path: Path) -> No
     assert recipe.training.batch_size == 6144
 
 
+def test_a_file_of_a_shipped_recipes_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mote.yaml").write_text("extends: mote\ntraining: {seed: 7}\n")
+    caplog.set_level("INFO", "mote")
+    recipe = load_recipe("mote")
+    assert (recipe.training.seed, recipe.training.batch_size) == (7, 6144)
+    assert caplog.messages == ["The recipe mote is the file mote.yaml, not the shipped one"]
+    assert load_recipe("em").training.seed == 42  # a shipped recipe extends a shipped one
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -170,6 +182,8 @@ def test_a_file_extends_one_beside_it_before_a_shipped_one(tmp_path: Path) -> No
         ("tasks={}", None),
         ("training.batch_size", r"expected key=value"),
         ("model.source={", r"invalid YAML"),
+        ("tasks.retreival=null", r"tasks.retreival=null: .* has no task 'retreival'. Did you mean 'retrieval'"),
+        ("extends=em", r"'extends=em': `extends` is for recipe files. Name the recipe itself"),
         ("training={seed: 7, seed: 8}", r"The override 'training=.*' names 'seed' twice \(line 1\)"),
     ],
 )
@@ -180,6 +194,19 @@ def test_invalid_settings(override: str, message: str | None) -> None:
         return
     with pytest.raises(ValueError, match=message):
         load_recipe("mote", [override])
+
+
+def test_a_recipe_removes_only_tasks_that_are_there(tmp_path: Path) -> None:
+    (tmp_path / "one.yaml").write_text("extends: mote\ntasks: {retrieval: null}\n")
+    (tmp_path / "two.yaml").write_text("extends: one\ntasks: {retrieval: null, clustring: null}\n")
+    assert list(load_recipe(tmp_path / "one.yaml", ["tasks.retrieval=null"]).tasks) == ["classification", "clustering"]
+    message = r"no task 'clustring'. Did you mean 'clustering'\? Available: 'classification', 'clustering'\."
+    with pytest.raises(ValueError, match=message):
+        load_recipe(tmp_path / "two.yaml")
+    with pytest.raises(ValueError, match="no task 'clustring'"):
+        load_recipe("mote", changes=[{"tasks": {"clustring": None}}])
+    with pytest.raises(ValueError, match="`extends` is for recipe files"):
+        load_recipe("mote", changes=[{"extends": "em"}])
 
 
 def test_every_error_is_listed() -> None:
@@ -273,6 +300,7 @@ def test_aliases_are_allowed(tmp_path: Path) -> None:
         ("training.weight_decay=.inf", "training.weight_decay: Input should be a finite number"),
         ("tasks.retrieval.temperature=.inf", "tasks.retrieval.temperature: Input should be a finite number"),
         ("model.router_aux_loss_coef=.nan", "model.router_aux_loss_coef"),
+        ("tasks.retrieval.datasets=[{path: a, weight: 1e9}]", "weight: Input should be less than or equal to 1000"),
         ("training.seed=-1", "training.seed: Input should be greater than or equal to 0"),
         ("training.seed=100000000000000000000", "training.seed: Input should be less than 4294967296"),
         ("training.save_total_limit=1", "training.save_total_limit"),

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.checkpoints import dense_checkpoint
+from helpers.paths import SMALL_MOTE
 from hub.hub_server import HubServer
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
@@ -284,6 +285,8 @@ def test_a_teacher_on_the_hub_is_that_of_a_revision(teacher: Path, tmp_path: Pat
         first = server.add_repo("user/teacher", teacher)
         second = server.add_repo("user/teacher", newer)
         newest, older, missing = run("cache")
+        server.fail("model_info", 400, "busy")  # as with 429 or 503, which are asked again for long
+        assert run("cache")[:2] == [newest, older]
     assert [newest, older] == [
         f"{commit} {float(embed(folder, tmp_path / commit, ['a', 'b']).sum())}"
         for commit, folder in ((second, newer), (first, teacher))
@@ -292,6 +295,12 @@ def test_a_teacher_on_the_hub_is_that_of_a_revision(teacher: Path, tmp_path: Pat
     assert missing.startswith("The teacher user/missing is neither a folder nor available on the Hub: 404")
     unreachable = "The teacher user/missing is not a folder, and the Hub cannot be reached"
     assert run("cache") == run("other cache") == [newest, older, unreachable]  # without a connection
+
+
+def test_a_mote_without_a_task_for_the_texts_says_how_to_set_one(tmp_path: Path) -> None:
+    teacher = Teacher(TeacherSettings(source=str(SMALL_MOTE), trust_remote_code=True), tmp_path)
+    with pytest.raises(ValueError, match=rf"The teacher {SMALL_MOTE} .*`mote set {SMALL_MOTE} --out DIR default_task="):
+        teacher.embed(TEXTS)
 
 
 def test_a_folder_has_no_revision(teacher: Path) -> None:

@@ -585,6 +585,34 @@ def test_a_source_on_the_hub_is_identified_by_its_commit(tmp_path: Path) -> None
         require_same_models(tmp_path, models("b"))
 
 
+def test_a_teacher_on_the_hub_is_identified_by_its_commit(tmp_path: Path) -> None:
+    source = Checkpoint("user/model", tmp_path, "c" * 40, MoTEConfig(), [])
+    (tmp_path / "checkpoint.json").write_text(
+        json.dumps({"recipe": {}, "models": models_of(source, {"user/teacher": f"user/teacher@{'a' * 40}"})})
+    )
+    with pytest.raises(
+        ValueError, match=r"The teacher user/teacher differs .*with `revision: a{40}` among .*`teacher`"
+    ):
+        require_same_models(tmp_path, models_of(source, {"user/teacher": f"user/teacher@{'b' * 40}"}))
+
+
+def test_each_revision_of_a_teacher_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teachers, "commit_of", lambda source, revision: f"commit of {revision}")
+
+    def versions(*revisions: str) -> dict[str, str]:
+        tasks = ", ".join(
+            f"t{n}: {{anchor: clustering, batches: homogeneous, datasets: [a], loss: MSELoss, teacher: {{source: s/t, "
+            f"revision: {revision}}}}}"
+            for n, revision in enumerate(revisions)
+        )
+        recipe = load_recipe("mote", [f"tasks={{{tasks}}}"])
+        return teachers.versions_of(recipe, teachers.teachers_of(recipe))
+
+    assert versions("x", "x") == {"s/t": "s/t@commit of x"}
+    assert versions("x", "y") == {"s/t": "s/t@commit of x, s/t@commit of y"}
+    assert versions("x", "y", "x") != versions("x", "y", "y")
+
+
 def test_a_full_disk(tiny: Path, data: Path, tmp_path: Path) -> None:
     """Files may not grow over 60 kB: the first checkpoint cannot be written."""
 
@@ -616,6 +644,13 @@ def test_a_dataset_may_have_an_objective_of_its_own(tiny: Path, data: Path, tmp_
     assert losses["retrieval/tldr_pages"].scale == 7
     assert losses["clustering"].temperature == 0.06
     ready.train()
+    ready.finish(None)
+    rows = [line.split(" | ") for line in (tmp_path / "run/model/README.md").read_text().splitlines()]
+    objectives = [row[1:4] for row in rows if row[0] == "| retrieval" and len(row) == 5]
+    assert objectives == [
+        ["homogeneous", "InfoNCE", "0.5"],
+        ["homogeneous", "MultipleNegativesRankingLoss", ""],
+    ]
     with pytest.raises(ValueError, match="a batch across datasets has one loss"):
         load_recipe("mote", ["tasks.clustering.datasets=[{path: a, temperature: 0.5}]"])
 

@@ -138,7 +138,11 @@ def load_encoder(
     if offload is None:
         _refuse_keep(keep)
     path = os.fspath(path)
-    if is_sparse_encoder(path, revision):
+    try:
+        is_sparse = is_sparse_encoder(path, revision)
+    except OSError as error:
+        raise ValueError(f"{path} does not load in Sentence-Transformers: {first_line(error)}") from error
+    if is_sparse:
         raise ValueError(
             f"{path} is a sparse encoder, but dense vectors are needed here: `mote evaluate` scores it, "
             "sentence_transformers.SparseEncoder(…, trust_remote_code=True) loads it"

@@ -44,6 +44,8 @@ class TaskEncoder:
         device: str | Sequence[str] | None = None,
         encode_kwargs: dict[str, Any] | None = None,
     ) -> None:
+        if device is not None and not device:
+            raise ValueError(f"device={device!r} names no device: name at least one, or leave it out")
         self.path: str | None = None
         self._model: SentenceTransformer | None = None
         if isinstance(model, str | os.PathLike):

@@ -11,15 +11,17 @@ import torch
 from sentence_transformers import SentenceTransformerTrainingArguments, SparseEncoderTrainingArguments
 from sentence_transformers.base.training_args import BaseTrainingArguments
 from transformers import TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 
 from configuration_mote import MoTEConfig
 from mote.reporting import table
 from mote.training.batches import EvenBatchSampler, TaskBatchSampler, even_batch_sampler
-from mote.training.data import TrainingSet
+from mote.training.data import TrainingData, TrainingSet
 from mote.training.processes import processes
 from mote.training.recipe import Recipe
 from mote.training.run_folder import RunFolder
 from mote.training.trainer_settings import TrainerSettings
+from mote.training.validation import Validation
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +81,13 @@ def rows_per_process(training: TrainerSettings, processes: int) -> int:
 def describe_steps(steps: int, arguments: TrainingArguments) -> str:
     """Describe the steps of a run."""
     every = math.ceil(arguments.save_steps * (steps if arguments.save_steps < 1 else 1))
-    return f"{steps:,} steps, {arguments.get_warmup_steps(steps)} of them warmup; a checkpoint every {every}"
+    saved = {
+        SaveStrategy.NO: "no checkpoints",
+        SaveStrategy.STEPS: f"a checkpoint every {every}",
+        SaveStrategy.EPOCH: "a checkpoint every epoch",
+        SaveStrategy.BEST: "a checkpoint at each new best score",
+    }[SaveStrategy(arguments.save_strategy)]
+    return f"{steps:,} steps, {arguments.get_warmup_steps(steps)} of them warmup; {saved}"
 
 
 def describe(schedule: Schedule, arguments: BaseTrainingArguments, sets: dict[str, TrainingSet]) -> str:
@@ -119,26 +127,42 @@ def common_arguments(training: TrainerSettings, folder: RunFolder, **defaults: A
     }
 
 
+BY_SCORE = {"load_best_model_at_end": True, "save_strategy": "best", "lr_scheduler_type": "reduce_lr_on_plateau"}
+"""Arguments whose values need a score on held-out texts during the run."""
+
+
 def trainer_arguments(
-    recipe: Recipe, folder: RunFolder, sets: dict[str, TrainingSet], names: MoTEConfig
+    recipe: Recipe, folder: RunFolder, data: TrainingData, names: MoTEConfig
 ) -> BaseTrainingArguments:
     """Build the training arguments: the recipe's, and those that follow from the rest of the recipe.
 
     Args:
         recipe: The recipe.
         folder: Folder of the run.
-        sets: Training sets.
+        data: Training sets, and held-out texts.
         names: Tasks and instructions of the model.
 
     Raises:
-        ValueError: If the trainer refuses an argument, or the run was launched with other settings.
+        ValueError: If the trainer refuses an argument, an argument needs held-out texts and there are none, or the run
+            was launched with other settings.
     """
+    sets = data.sets
     training, count = recipe.training, processes().num_processes
     settings: dict[str, Any] = {
         **common_arguments(training, folder, lr_scheduler_type="linear", per_device_eval_batch_size=64),
         "batch_sampler": partial(even_batch_sampler, rows_of_a_batch=training.batch_size, processes=count),
         "multi_dataset_batch_sampler": TaskBatchSampler,
     }
+    if not data.validation:
+        settings["eval_strategy"] = "no"
+    if by_score := [name for name, value in BY_SCORE.items() if getattr(training, name, None) == value]:
+        if settings["eval_strategy"] == "no":
+            value = str(BY_SCORE[by_score[0]]).lower()
+            raise ValueError(
+                f"training.{by_score[0]}={value} needs scores on held-out texts during the run: set "
+                "training.eval_steps, and validation.share above 0"
+            )
+        settings.setdefault("metric_for_best_model", Validation.primary_metric)
     if recipe.model.instructions:
         settings["prompts"] = {name: training_set.instructions(names) for name, training_set in sets.items()}
     if recipe.model.kind == "mote":

@@ -216,7 +216,23 @@ def _training_sets(
     parts = [sets.pop(name) for name in [*sets] if sets[name].settings.batches == "blended"]
     if parts and BLENDED in sets:
         raise ValueError(f"With blended batches, no dataset or task may be named {BLENDED!r}: rename it")
+    if parts:
+        _warn_of_rare_rows(parts, recipe.training.batch_size)
     return {**sets, BLENDED: _blended(parts)} if parts else sets
+
+
+def _warn_of_rare_rows(parts: list[TrainingSet], batch_size: int) -> None:
+    """Warn of datasets that are mostly alone in a blended batch, where their rows have no negatives: a loss of 0."""
+    total = sum(len(part.rows) for part in parts)
+    for part in parts:
+        expected = batch_size * len(part.rows) / total
+        if expected < 2 and "negative_1" not in part.column_tasks:
+            logger.warning(
+                "%s has %.2g rows per blended batch, and no hard negatives: mostly, its rows have no negatives at all. "
+                "Raise its `weight` or training.batch_size, or mine negatives (`mote mine`)",
+                part.name,
+                expected,
+            )
 
 
 def _blended(parts: list[TrainingSet]) -> TrainingSet:
@@ -247,15 +263,11 @@ def _training_set(name: str, datasets: list[DatasetRows], seed: int, teacher: Te
         tables.append(_weighted(_table(dataset, seed, labels, teacher), dataset, seed))
     _refuse_mixture(name, datasets, tables)
     first = datasets[0]
-    if first.label_type in ("pairs", "labelled") and not first.rows[0].negatives:
-        groups = {
-            (dataset.name, row.label) if dataset.row_type == "labelled" else row.anchor
-            for dataset in datasets
-            for row in dataset.rows
-        }
-        if len(groups) == 1:
-            raise ValueError(f"All rows of {name!r} have the same label or anchor: there are no negatives")
     rows = concatenate_datasets(tables) if len(tables) > 1 else tables[0]
+    if first.label_type in ("pairs", "labelled") and "negative_1" not in rows.column_names and _is_one_group(rows):
+        count = sum(len(dataset.rows) for dataset in datasets)
+        left = f" (the weight leaves {len(rows):,} of {count:,})" if len(rows) < count else ""
+        raise ValueError(f"All rows of {name!r} have the same label or anchor{left}: there are no negatives")
     anchor, positive = first.tasks
     text_columns = [column for column in rows.column_names if column != "label"]
     column_tasks = {column: anchor if column == "anchor" else positive for column in text_columns}
@@ -266,6 +278,13 @@ def _training_set(name: str, datasets: list[DatasetRows], seed: int, teacher: Te
         )
     sources = {dataset.name: len(rows) for dataset, rows in zip(datasets, tables, strict=True)}
     return TrainingSet(name, first.task_name, first.task, rows, column_tasks, first.label_type, sources)
+
+
+def _is_one_group(rows: Dataset) -> bool:
+    """Whether all rows have the same label, or the same group at the end of their ids."""
+    groups = (label[-1] if isinstance(label, list) else label for label in rows["label"])
+    first = next(groups)
+    return all(group == first for group in groups)
 
 
 def _refuse_mixture(name: str, datasets: list[DatasetRows], tables: list[Dataset]) -> None:

@@ -477,5 +477,14 @@ def _library_loss(
             )
         arguments.setdefault("projection_dim", label_dim)
     if isinstance(arguments.get("guide"), str):
-        arguments["guide"] = load_encoder(arguments["guide"])
-    return cls(model, **arguments)
+        try:
+            arguments["guide"] = load_encoder(arguments["guide"])
+        except ValueError as error:
+            raise ValueError(
+                f"loss_arguments.guide: {error}. A guide is a model without code of its own; of a MoTE, `mote export` "
+                "writes one expert as such a model"
+            ) from error
+    try:
+        return cls(model, **arguments)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{task.loss} refuses its loss_arguments, {task.loss_arguments}: {error}") from error

@@ -97,6 +97,11 @@ def upcycling_options(settings: ModelSettings, retrieval: RetrievalSettings | No
     if not settings.instructions:
         instructions = dict.fromkeys(tasks_of(settings).tasks, "")
     routers = {name: value for name in TOKEN_ROUTING if (value := getattr(settings, name)) is not None}
+    if routers and settings.kind != "token_routed":
+        raise ValueError(
+            f"model.{', model.'.join(routers)}: for token-routed models, but the recipe says "
+            f"model.kind={settings.kind}. Set model.kind=token_routed, or leave them out (`null`)"
+        )
     return UpcyclingOptions(
         experts=settings.experts,
         layers=settings.layers,
@@ -177,7 +182,8 @@ def check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> N
         "model.tasks": not settings.tasks.items() <= config.tasks.items(),
         "model.instruction_texts": not settings.instruction_texts.items() <= config.instructions.items(),
         "model.definitions": not defined.items() <= config.instructions.items(),
-        **{f"model.{name}": routing is not None and _differs(settings, routing, name) for name in ROUTERS},
+        **{f"model.{name}": _differs(settings, routing, name) for name in ROUTERS},
+        "model.router_aux_loss_coef": routing is None and settings.router_aux_loss_coef is not None,
     }
     wrong = [key for key, differs in differing.items() if differs]
     if wrong:

@@ -4,6 +4,7 @@ A class of settings defines what they may hold: `Recipe` of training, unless ano
 """
 
 import copy
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from typing_extensions import TypeVar
 from configuration_mote import alternatives
 from mote.data.settings import Settings
 from mote.training.recipe import SHIPPED, Recipe
+
+logger = logging.getLogger(__name__)
 
 MAX_VALUES = 100_000  # in a recipe, with aliases counted as often as they are used
 MAX_DEPTH = 30
@@ -52,18 +55,23 @@ def load_recipe(
     """
     settings = _read(str(recipe), kind.PLACE)  # type: ignore[attr-defined]
     for change in changes:
-        settings = _merged(settings, change)
+        _refuse_extends("extends" in change, "settings that override a recipe")
+        settings = _extended(settings, change)
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
             raise ValueError(f"Override {override!r}: expected key=value, as in training.learning_rate=2e-5")
         *path, name = key.split(".")
+        _refuse_extends(key == "extends", f"override {override!r}")
         parent = settings
         for part in path:
             if not isinstance(parent.get(part), dict):
                 parent[part] = {}
             parent = parent[part]
-        parent[name] = _parse_yaml(value, f"override {override!r}")
+        given = _parse_yaml(value, f"override {override!r}")
+        if path == ["tasks"]:
+            _refuse_unknown_removals({name: given}, parent)
+        parent[name] = given
     return parse_recipe(settings, str(recipe), kind)
 
 
@@ -93,16 +101,35 @@ def parse_recipe(
         raise ValueError("\n".join([f"The recipe {name} is invalid:", *errors])) from None
 
 
-def _read(recipe: str, place: Any, base: Path | None = None, extended_by: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Read a recipe's settings, merged into the recipe that it extends, which is first looked up next to it."""
-    path = Path(recipe) if base is None else base / recipe
-    found = next((candidate for candidate in (path, path.with_name(path.name + ".yaml")) if candidate.is_file()), None)
+def _read(
+    recipe: str,
+    place: Any,
+    extended_by: tuple[str, ...] = (),
+    folder: Path | None = Path(),
+    extending: Path | None = None,
+) -> dict[str, Any]:
+    """Read a recipe's settings, merged into those of the recipe that it extends.
+
+    Args:
+        recipe: File, or name of a shipped recipe.
+        place: Folder of the shipped recipes.
+        extended_by: Names of the recipes that extend it.
+        folder: Where a file is looked up before the shipped recipes. None: only these are.
+        extending: File that extends it; a recipe of the same name in the same folder is not looked for.
+    """
+    path = None if folder is None else folder / recipe
+    candidates = [] if path is None else [path, path.with_name(path.name + ".yaml")]
+    files = (one for one in candidates if one.is_file() and (extending is None or not one.samefile(extending)))
+    found = next(files, None)
+    is_shipped = recipe in shipped_recipes(place)
     if found is not None:
+        if is_shipped:
+            logger.info("The recipe %s is the file %s, not the shipped one", recipe, found)
         try:
             text, folder = found.read_text(encoding="utf-8"), found.parent
         except UnicodeDecodeError as error:
             raise ValueError(f"The recipe {recipe} is not a text in UTF-8 ({error}): save it as one") from None
-    elif recipe in shipped_recipes(place):
+    elif is_shipped:
         text, folder = (place / f"{recipe}.yaml").read_text(encoding="utf-8"), None
     else:
         raise FileNotFoundError(f"There is no recipe {recipe!r}." + alternatives(recipe, shipped_recipes(place)))
@@ -113,8 +140,28 @@ def _read(recipe: str, place: Any, base: Path | None = None, extended_by: tuple[
         extended = str(settings["extends"])
         if extended in extended_by:
             raise ValueError(f"The recipe {extended} extends itself, through {', '.join(extended_by)}")
-        settings = _merged(_read(extended, place, folder, (*extended_by, extended)), settings)
+        settings = _extended(_read(extended, place, (*extended_by, extended), folder, found), settings)
     return settings
+
+
+def _extended(recipe: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Merge the settings of a recipe that extends another into those of the other."""
+    tasks = [one["tasks"] if isinstance(one.get("tasks"), dict) else {} for one in (changes, recipe)]
+    _refuse_unknown_removals(*tasks)
+    return _merged(recipe, changes)
+
+
+def _refuse_unknown_removals(changes: dict[str, Any], tasks: dict[str, Any]) -> None:
+    """Raise `ValueError` if changes remove (`null`) a task that the recipe does not have."""
+    for name, value in changes.items():
+        if value is None and name not in tasks:
+            left = [task for task, settings in tasks.items() if settings is not None]
+            raise ValueError(f"tasks.{name}=null: the recipe has no task {name!r}." + alternatives(name, left))
+
+
+def _refuse_extends(given: bool, where: str) -> None:
+    if given:
+        raise ValueError(f"The {where}: `extends` is for recipe files. Name the recipe itself, or write a file")
 
 
 class _Loader(yaml.SafeLoader):

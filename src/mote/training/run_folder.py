@@ -96,8 +96,11 @@ class RunFolder:
             )
         self._refuse_foreign()
         existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
-        with tempfile.TemporaryDirectory(dir=existing, prefix=PROBE):
-            pass
+        try:
+            with tempfile.TemporaryDirectory(dir=existing, prefix=PROBE):
+                pass
+        except OSError as error:
+            raise type(error)(f"Nothing can be written to {self.path}: {error}. Choose another `output`") from error
 
     def _refuse_foreign(self) -> None:
         """Raise `FileExistsError` if the folder holds something other than a run."""
@@ -148,10 +151,11 @@ class RunFolder:
                 )
             return None
         kept, ours = read_metadata(checkpoint), fixed_settings(recipe)
-        theirs = dict(kept["recipe"])
-        if "models" in kept:  # with the commit of the source, which has to be the same, however it is named
-            for settings in (theirs, ours):
-                settings.pop("model.revision", None)
+        theirs = kept["recipe"]
+        if (
+            "models" in kept
+        ):  # with the commits of source and teachers: these have to be the same, however they are named
+            theirs, ours = _without_revisions(theirs), _without_revisions(ours)
         differing = differences(theirs, ours)
         if differing:
             raise ValueError(
@@ -262,6 +266,22 @@ def fixed_settings(recipe: AnyRecipe, given_only: bool = False) -> dict[str, Any
     """
     flat = _flat(recipe.model_dump(mode="json", exclude_unset=given_only))
     return {key: value for key, value in flat.items() if key not in FREE_SETTINGS}
+
+
+def _without_revisions(fixed: dict[str, Any]) -> dict[str, Any]:
+    """Leave the revisions of source and teachers out of fixed settings, in which a task's datasets are one value."""
+    left = {}
+    for key, value in fixed.items():
+        if key == "model.revision" or re.fullmatch(r"tasks\..*\.teacher\.revision", key):
+            continue
+        if isinstance(value, list) and re.fullmatch(r"tasks\..*\.datasets", key):
+            teachers = [dataset.get("teacher") for dataset in value]
+            value = [
+                {**dataset, "teacher": teacher and {**teacher, "revision": None}}
+                for dataset, teacher in zip(value, teachers, strict=True)
+            ]
+        left[key] = value
+    return left
 
 
 def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What training and pre-training runs share: training to the end, resuming, writing the model."""
 
 import errno
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,11 +138,19 @@ def require_same_models(checkpoint: Path, models: dict[str, dict[str, str]]) -> 
     for name, ours in models.items():
         theirs = kept.get(name, ours)
         if theirs != ours:
-            named = f", with model.revision={theirs['commit']}" if "commit" in theirs else ""
             raise ValueError(
                 f"The {name} differs from the one that {checkpoint} was trained with, in "
-                f"{', '.join(differences(theirs, ours))}. Resume with that one{named}, or start over with `--overwrite`"
+                f"{', '.join(differences(theirs, ours))}. Resume with that one{_how_to_name(theirs)}, or start over "
+                "with `--overwrite`"
             )
+
+
+def _how_to_name(model: dict[str, str]) -> str:
+    """Name the setting that selects a model of the Hub at the commit that a checkpoint records."""
+    if "commit" in model:
+        return f", with model.revision={model['commit']}"
+    commits = re.findall("@([0-9a-f]{40})", model.get("version", ""))
+    return f", with `revision: {commits[0]}` among the settings of this `teacher`" if len(commits) == 1 else ""
 
 
 def restore(checkpoint: Path, metadata: dict[str, Any], tracker: Tracker) -> None:

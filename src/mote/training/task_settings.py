@@ -55,7 +55,7 @@ class DatasetSettings(mote.data.settings.DatasetSettings):
     positive: str | None = None
     instruction: str | None = None
     definition: str | None = None
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0, le=1000)
     limit: int | None = Field(default=None, ge=1)
     max_length: int | dict[str, int] | None = None
     negatives: int | None = Field(default=None, ge=0)
@@ -116,7 +116,7 @@ class TaskSettings(Settings):
     batches: Literal["homogeneous", "heterogeneous", "blended"]
     pairs: Literal["same_label", "label_text"] = "same_label"
     temperature: float = Field(default=0.03, gt=0)
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0, le=1000)
     in_batch_negatives: bool = True
     symmetric: bool = False
     loss: str = "InfoNCE"

@@ -9,7 +9,7 @@ later ones, after a day.
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -121,7 +121,17 @@ class Teacher:
             revision = self.settings.revision  # not the commit: offline, a branch is found only if it was asked for
             self._model = load_encoder(self.settings.source, revision=revision, trust_remote_code=trust)
         batch_size = self.settings.batch_size
-        return self._model.encode(list(texts), prompt=prompt, batch_size=batch_size, show_progress_bar=False)
+        try:
+            return self._model.encode(list(texts), prompt=prompt, batch_size=batch_size, show_progress_bar=False)
+        except ValueError as error:
+            if "default_task" not in str(error):
+                raise
+            source = self.settings.source
+            raise ValueError(
+                f"The teacher {source} is a MoTE that knows no task for a text, whose prompt is {prompt!r}: begin the "
+                "teacher's `prompts` with the instruction of a task, or set one for all texts, "
+                f"`mote set {source} --out DIR default_task=TASK`, and take DIR"
+            ) from error
 
     def _find(self, folder: Path, name: str) -> Path | None:
         for path in sorted(folder.glob(f"{name}-*.npy")):
@@ -171,9 +181,22 @@ def _lists(values: np.ndarray, size: int) -> pyarrow.Array:
 
 def teachers_of(recipe: Recipe) -> dict[str, Teacher]:
     """Return the teachers of a recipe, each once, by their settings as JSON."""
-    settings = [task.of(dataset).teacher for task in recipe.tasks.values() for dataset in task.datasets]
-    by_key = {one.model_dump_json(): one for one in settings if one is not None}
+    by_key = {one.model_dump_json(): one for one in _settings_of(recipe)}
     return {key: Teacher(one) for key, one in by_key.items()}
+
+
+def _settings_of(recipe: Recipe) -> list[TeacherSettings]:
+    """List the teacher's settings of each dataset that has a teacher."""
+    all_settings = [task.of(dataset).teacher for task in recipe.tasks.values() for dataset in task.datasets]
+    return [settings for settings in all_settings if settings is not None]
+
+
+def versions_of(recipe: Recipe, teachers: Mapping[str, Teacher]) -> dict[str, str]:
+    """Return the identity of each teacher, by its source; if datasets use several revisions of it, those of all."""
+    versions: dict[str, list[str]] = {}
+    for one in _settings_of(recipe):
+        versions.setdefault(one.source, []).append(teachers[one.model_dump_json()].identity)
+    return {source: own[0] if len({*own}) == 1 else ", ".join(own) for source, own in versions.items()}
 
 
 def _commit_of(settings: TeacherSettings) -> str | None:

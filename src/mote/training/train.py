@@ -18,7 +18,6 @@ from sentence_transformers.base.losses.gradcache import uses_gradient_cache
 from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
 from torch import nn
 from transformers import PrinterCallback, Trainer
-from transformers.trainer_utils import IntervalStrategy
 
 from configuration_mote import MoTEConfig
 from mote.checkpoints.cards import write_trained_card
@@ -55,7 +54,7 @@ from mote.training.recipe_files import load_recipe
 from mote.training.record import build_record, scores_of_tasks, summary
 from mote.training.run_folder import CURVES_FILE, RECIPE_FILE, RunFolder, as_yaml, fixed_settings, step_of
 from mote.training.running import Run, models_of, require_same_models, restore
-from mote.training.teachers import teachers_of
+from mote.training.teachers import teachers_of, versions_of
 from mote.training.validation import Validation, tune_weight
 
 logger = logging.getLogger(__name__)
@@ -111,7 +110,7 @@ def plan(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, overwrit
     names = names_of(recipe, source)
     data = load_data(recipe, load_tokenizer(source), with_teachers=False)
     schedule = plan_schedule(recipe, data.sets, processes().num_processes)
-    arguments = trainer_arguments(recipe, folder, data.sets, names)
+    arguments = trainer_arguments(recipe, folder, data, names)
     return "\n".join([as_yaml(recipe), str(data), "", describe(schedule, arguments, data.sets)])
 
 
@@ -207,16 +206,13 @@ class TrainingRun(Run):
     def _write_card(self, folder: Path, step: dict[str, Any]) -> None:
         settings = ("batch_size", "learning_rate", "weight_decay", "seed", "start_weight")
         recipe = {key: getattr(self.recipe.training, key) for key in settings}
-        data = [
-            (
-                name,
-                task.batches,
-                task.loss,
-                task.temperature if task.loss == INFO_NCE else "",
-                ", ".join(f"{one['name']} ({one['used']:,})" for one in step["data"] if one["task"] == name),
-            )
-            for name, task in self.recipe.tasks.items()
-        ]
+        used = {one["name"]: one["used"] for one in step["data"]}
+        datasets: dict[tuple[Any, ...], list[str]] = {}  # of a task, and an objective: some may have their own
+        for training_set in self.data.sets.values():
+            for part in training_set.parts or [training_set]:
+                own = part.settings
+                row = (part.task, own.batches, own.loss, own.temperature if own.loss == INFO_NCE else "")
+                datasets.setdefault(row, []).extend(f"{name} ({used[name]:,})" for name in part.sources)
         write_trained_card(
             folder,
             self.folder.path.name,
@@ -225,7 +221,7 @@ class TrainingRun(Run):
             kind=self.recipe.model.kind,
             recipe={"name": self.recipe.name, "description": self.recipe.description, **recipe},
             run=step,
-            data=data,
+            data=[(*row, ", ".join(names)) for row, names in datasets.items()],
             seen=step["experts"] or step["tasks"],
             scores=scores_of_tasks(step["validation"]),
             instructions=self.recipe.model.instructions,
@@ -260,7 +256,7 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
             folder.clean()
     source = open_checkpoint(recipe.model.source, recipe.model.revision)
     teachers = teachers_of(recipe)
-    models = models_of(source, {one.settings.source: one.identity for one in teachers.values()})
+    models = models_of(source, versions_of(recipe, teachers))
     if checkpoint is not None:
         require_same_models(checkpoint, models)  # before another teacher embeds the texts
     model, names = _load_model(recipe, source, folder)
@@ -268,9 +264,7 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
         data = load_data(recipe, model.tokenizer, teachers=teachers)
     logger.info(str(data))
     schedule = plan_schedule(recipe, data.sets, state.num_processes)
-    arguments = trainer_arguments(recipe, folder, data.sets, names)
-    if not data.validation:
-        arguments.eval_strategy = IntervalStrategy.NO
+    arguments = trainer_arguments(recipe, folder, data, names)
     logger.info(describe(schedule, arguments, data.sets))
     tracker = Tracker()
     torch.manual_seed(recipe.training.seed)  # for a loss's own weights

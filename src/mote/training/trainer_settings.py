@@ -86,6 +86,8 @@ class TrainerSettings(Settings):
                 continue
             if key in cls.RESERVED:
                 raise ValueError(f"{key!r} cannot be set here: {cls.RESERVED[key]}")
+            if value is False and key.endswith("_strategy"):
+                value = "no"  # which YAML reads as false
             known = _argument_types(cls.ARGUMENTS)
             if key not in known:
                 nearest = difflib.get_close_matches(str(key), [*cls.model_fields, *known], n=1)
