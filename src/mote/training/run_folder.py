@@ -152,9 +152,7 @@ class RunFolder:
             return None
         kept, ours = read_metadata(checkpoint), fixed_settings(recipe)
         theirs = kept["recipe"]
-        if (
-            "models" in kept
-        ):  # with the commits of source and teachers: these have to be the same, however they are named
+        if "models" in kept:  # with the commits of source and teachers, which have to be the same, however named
             theirs, ours = _without_revisions(theirs), _without_revisions(ours)
         differing = differences(theirs, ours)
         if differing:
