@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.checkpoints import edit_json
 from helpers.paths import ROOT, SMALL_ENCODER
 from helpers.rows import read_rows, write_rows
 
@@ -27,6 +28,7 @@ from mote import Evaluation, evaluate
 from mote.cli import main
 from mote.evaluation import evaluate as evaluating
 from mote.evaluation.evaluate import write
+from mote.inference.loading import has_own_code
 
 
 @pytest.fixture
@@ -126,6 +128,51 @@ def test_what_a_score_depends_on_is_not_mixed_up(data: Path, changed_encoder: Pa
     change_weights(changed_encoder)
     changed = evaluate([models[1]], tasks=["trivia"], **where).scores["small-encoder"]
     assert changed["clustering-trivia"] != second["clustering-trivia"]
+
+
+@pytest.mark.long
+def test_with_and_without_the_code_of_a_model_scores_are_not_mixed_up(data: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(SMALL_ENCODER, tmp_path / "rounding-encoder")
+    edit_json(folder / "config.json", auto_map={"AutoModel": "rounding.RoundingModel"})
+    (folder / "rounding.py").write_text(ROUNDING)
+    where: dict[str, Any] = {"data": data, "tasks": ["part0"], "out": tmp_path / "out"}
+    without, trusted = evaluate(folder, **where), evaluate(folder, trust_remote_code=True, **where)
+    assert without.scores != trusted.scores
+    assert (without.settings["trust_remote_code"], trusted.settings["trust_remote_code"]) == (False, True)
+    assert evaluate(folder, **where).scores == without.scores
+    assert {"own_code_False" in str(path) for path in results(tmp_path / "out")} == {True, False}
+    for trust in (True, False):  # without code, trust changes nothing
+        assert evaluate(SMALL_ENCODER, trust_remote_code=trust, **where).scores["small-encoder"]
+    assert len(results(tmp_path / "out")) == 3
+
+
+ROUNDING = """
+from transformers import BertModel
+
+
+class RoundingModel(BertModel):
+    def forward(self, *inputs, **kwargs):
+        output = super().forward(*inputs, **kwargs)
+        output.last_hidden_state = output.last_hidden_state.round()
+        return output
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("modules.json", [{"idx": 0, "name": "0", "path": "", "type": "rounding.Transformer"}]),
+        ("config.json", {"auto_map": {}}),
+        ("tokenizer_config.json", {"auto_map": {}}),
+    ],
+)
+def test_the_code_of_a_model_is_found_where_its_files_name_it(file: str, content: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(SMALL_ENCODER, tmp_path / "encoder")
+    assert not has_own_code(str(folder))
+    (folder / file).write_text(json.dumps(content))
+    assert has_own_code(str(folder))
+    (folder / file).write_text("damaged")
+    assert not has_own_code(str(folder))
 
 
 def test_two_runs_into_one_folder_do_not_share_unfinished_files(

@@ -126,6 +126,7 @@ def evaluate(
             "instructions": instructions,
             "batch_size": batch_size,
             "dtype": dtype,
+            "trust_remote_code": trust_remote_code,
             "mteb": sorted(run.versions),
             "models": {model.label: {"path": model.path, "revision": model.revision} for model in found},
             "seconds": {label: dict(seconds) for label, seconds in run.seconds.items()},
