@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -326,23 +328,49 @@ def test_a_killed_run_resumes(data: Path, tmp_path: Path, caplog: pytest.LogCapt
     )
 
 
-def test_an_interrupted_run_says_how_to_resume(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@contextmanager
+def interrupted_at(progress: str) -> Iterator[None]:
+    """Interrupts a run when it logs this."""
+
     class Interrupt(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "2/4" in record.getMessage():
+            if progress in record.getMessage():
                 raise KeyboardInterrupt
 
     logger, handler = logging.getLogger("mote.evaluation"), Interrupt()
     logger.addHandler(handler)
     try:
-        with (
-            caplog.at_level(logging.INFO, "mote"),
-            pytest.raises(KeyboardInterrupt, match=r"2 of 4 scores are cached in .*; the same command resumes there"),
-        ):
-            evaluate([str(SMALL_ENCODER)], data=data, out=tmp_path)
+        yield
     finally:
         logger.removeHandler(handler)
+
+
+def test_an_interrupted_run_says_how_to_resume(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.INFO, "mote"),
+        interrupted_at("2/4"),
+        pytest.raises(KeyboardInterrupt, match=r"2 of 4 scores are cached in .*; the same command resumes there"),
+    ):
+        evaluate([str(SMALL_ENCODER)], data=data, out=tmp_path)
     assert len(results(tmp_path)) == 2
+
+
+@pytest.mark.long
+def test_an_interrupted_run_with_overwrite_leaves_no_earlier_scores(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    where: dict[str, Any] = {"data": data, "tasks": ["sts/*"], "out": tmp_path}
+    first = evaluate(SMALL_ENCODER, **where)
+    for path in results(tmp_path):
+        path.write_text(re.sub(r'"main_score": [-.0-9]+', '"main_score": 0.123', path.read_text()))
+    assert set(evaluate(SMALL_ENCODER, **where).scores["small-encoder"].values()) == {12.3}
+    with (
+        caplog.at_level(logging.INFO, "mote"),
+        interrupted_at("1/3"),
+        pytest.raises(KeyboardInterrupt, match="the same command without --overwrite resumes there"),
+    ):
+        evaluate(SMALL_ENCODER, overwrite=True, **where)
+    assert evaluate(SMALL_ENCODER, **where).scores == first.scores
 
 
 # Invalid arguments ---------------------------------------------------------------------------------------------------

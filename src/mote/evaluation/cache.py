@@ -52,6 +52,19 @@ class Cache(mteb.ResultCache):
             return None
         return result if result is not None and result.dataset_revision == self.revisions.get(task_name) else None
 
+    def remove(self, task: Any, meta: ModelMeta) -> None:
+        """Delete the results of a task and its subtasks, if there are any.
+
+        Raises:
+            CacheError: If they cannot be deleted.
+        """
+        for part in with_subtasks([task]):
+            path = self.get_task_result_path(part.metadata.name, meta)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise CacheError(f"The earlier result {path} cannot be deleted: {error}") from error
+
     def find(self, task: Any, meta: ModelMeta) -> Any:
         """Load the result of a task, if there is a complete one."""
         result = self.load_task_result(task.metadata.name, meta)

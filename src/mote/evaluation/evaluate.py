@@ -111,6 +111,8 @@ def evaluate(
         instructions = _instructions(definitions or {}, template, [task.metadata.name for task in chosen])
         run = _Run(found, chosen, Cache(folder, chosen), limit, batch_size, overwrite, instructions)
         run.check_models()
+        if overwrite:
+            run.forget()
         run.score_all()
     evaluation = Evaluation(
         scores={model.label: run.scores[model.label] for model in found},
@@ -169,6 +171,12 @@ class _Run:
         for model in self.models:
             if missing[model.label]:
                 model.check()
+
+    def forget(self) -> None:
+        """Delete all earlier scores at once, so that those left after an interruption are new."""
+        for model in self.models:
+            for task in self.tasks:
+                self.cache.remove(task, self._meta(model, task))
 
     def score_all(self) -> None:
         """Score each model on each task.
