@@ -18,7 +18,7 @@ import mteb
 import numpy as np
 import torch
 from huggingface_hub import cached_assets_path
-from mteb.abstasks import AbsTask
+from mteb.abstasks import AbsTask, AbsTaskRetrieval
 from mteb.models import SentenceTransformerEncoderWrapper, SparseEncoderWrapper
 from mteb.results import TaskResult
 from sentence_transformers import SparseEncoder
@@ -331,23 +331,25 @@ def instructed(encoder: Any, task: AbsTask, instruction: str | None) -> Iterator
     Raises:
         ValueError: If the model is a MoTE that has no such task.
     """
-    name, kind = task.metadata.name, str(task.metadata.type)
-    role = "-query" if f"{kind}-query" in MTEB_PROMPTS else ""
+    kind, parts = str(task.metadata.type), [*with_subtasks([task])]
+    names = [part.metadata.name for part in parts]  # mteb looks prompts up by the name of a subtask
+    role = "-query" if any(isinstance(part, AbsTaskRetrieval) for part in parts) else ""
     prompts: Any = encoder.model_prompts
     config: Any = getattr(encoder.model[0], "config", None)  # a static model has none
     own = None
     if config is not None and is_mote(config) and config.routes_by_task:
-        served = MTEB_PROMPTS.get(f"{kind}{role}", "")
+        served = "query" if role else MTEB_PROMPTS.get(kind, "")
         own = (config.tasks, config.instructions, config.default_task)
         if instruction is not None and served not in config.tasks:
             raise ValueError(f"The model has no task for datasets of the type {kind!r}")
         if not role and served in config.tasks and not config.instruction_of(served):
             config.default_task = config.default_task or served
         if instruction is not None:  # in front: among tasks with the same instruction, the first counts
-            config.instructions = {**{one: config.instruction_of(one) for one in config.tasks}, name: instruction}
-            config.tasks = {name: config.tasks[served], **config.tasks}
+            own_instructions = {one: config.instruction_of(one) for one in config.tasks}
+            config.instructions = {**own_instructions, **dict.fromkeys(names, instruction)}
+            config.tasks = {**dict.fromkeys(names, config.tasks[served]), **config.tasks}
     if instruction is not None:
-        encoder.model_prompts = {**(prompts or {}), f"{name}{role}": instruction}
+        encoder.model_prompts = {**(prompts or {}), **{f"{name}{role}": instruction for name in names}}
     try:
         yield
     finally:
