@@ -72,7 +72,7 @@ class EvaluatedModel:
 
         try:
             meta = model_meta(self.path, None if Path(self.path).is_dir() else self.revision)
-        except (ValueError, OSError):  # other modules or architectures: mteb fills in what it knows
+        except Exception:  # other modules or architectures, odd cards: mteb fills in what it knows
             return {}
         return {name: value for name, value in meta if value is not None and name != "loader_kwargs"}
 
