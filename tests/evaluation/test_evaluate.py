@@ -251,6 +251,20 @@ def test_failures_do_not_stop_the_others(
     assert (out / "datasets.md").read_text().count("failed") == 3
 
 
+def test_prompts_that_mteb_does_not_use_are_named(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = shutil.copytree(SMALL_ENCODER, tmp_path / "prompted")
+    settings = folder / "config_sentence_transformers.json"
+    where: dict[str, Any] = {"data": data, "tasks": ["part0"], "out": tmp_path / "out"}
+    edit_json(settings, prompts={"search_query": "find: ", "STS": "compare: ", "sts": "compare: ", "clustering": ""})
+    assert not evaluate(folder, **where).failures
+    (warning,) = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warning.startswith("prompted: MTEB does not use the prompts 'search_query', whose names it does not know.")
+    caplog.clear()
+    edit_json(settings, default_prompt_name="search_query")  # which Sentence-Transformers uses where mteb has none
+    assert not evaluate(folder, **where).failures
+    assert not caplog.records
+
+
 def test_a_model_that_embeds_as_nan_has_no_score(tmp_path: Path) -> None:
     folder = shutil.copytree(SMALL_ENCODER, tmp_path / "without-numbers")
     weights = load_file(folder / "model.safetensors")

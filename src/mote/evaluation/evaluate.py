@@ -268,7 +268,25 @@ class _Run:
         if self.encoder is None:
             found = model.load()
             self.encoder = _FiniteSparse(found) if isinstance(found, SparseEncoder) else _FiniteEncoder(found)
+            _warn_of_unused_prompts(model.label, self.encoder)
         return self.encoder
+
+
+def _warn_of_unused_prompts(label: str, encoder: "_FiniteEncoder | _FiniteSparse") -> None:
+    """Name the prompts that mteb ignores; `_quiet` silences its own warning.
+
+    It also ignores a MoTE's own names of its instructions, which it uses under the names of its types.
+    """
+    prompts: dict[str, str | None] = encoder.model.prompts
+    default = prompts.get(encoder.model.default_prompt_name or "")
+    used = {"", None, default, *(encoder.model_prompts or {}).values()}
+    unused = [name for name, text in prompts.items() if text not in used]
+    if unused:
+        with tqdm.external_write_mode():
+            logger.warning(
+                f"{label}: MTEB does not use the prompts {', '.join(map(repr, unused))}, whose names it does not know. "
+                "It knows `query`, `document`, and its task types and tasks, such as `STS` or `Retrieval-query`"
+            )
 
 
 class _Finite:
