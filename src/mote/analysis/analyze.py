@@ -4,8 +4,9 @@ import dataclasses
 import json
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from mote.analysis.weight_change import WeightChange, find_start, weight_change_
 from mote.data.texts import Pairs, Texts, find_pairs, find_texts
 from mote.hub import commit_of
 from mote.inference.loading import check_device, check_retrieval, load_any_encoder
-from mote.reporting import Report, labelled_models, markdown_table, table
+from mote.reporting import Report, labelled_models, markdown_table, table, write_together
 
 logger = logging.getLogger(__name__)
 
@@ -142,24 +143,32 @@ class Analysis(Report):
         """Write analysis.json, analysis.md and the charts.
 
         Args:
-            folder: Folder, created if needed; files of an earlier analysis are replaced.
+            folder: Folder, created if needed; files of an earlier analysis are replaced once all are complete.
+
+        Raises:
+            OSError: If they cannot be written.
         """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         by_label = {model.label: model for model in self.models}
-        content = json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
-        (folder / "analysis.json").write_text(content + "\n", encoding="utf-8")
-        for name in CHARTS:  # an earlier analysis may have had them
-            (folder / name).unlink(missing_ok=True)
+        charts: dict[str, Callable[[Path], object]] = {}  # name → writer
         if similarities := {label: model.similarity for label, model in by_label.items() if model.similarity}:
-            plots.draw_similarity(similarities, folder / "similarity.png")
+            charts["similarity.png"] = partial(plots.draw_similarity, similarities)
         if layouts := {label: model.layout for label, model in by_label.items() if model.layout is not None}:
-            plots.draw_tsne(layouts, folder / "tsne.png")
+            charts["tsne.png"] = partial(plots.draw_tsne, layouts)
         if changes := {label: model.weight_change for label, model in by_label.items() if model.weight_change}:
-            plots.draw_weight_change(changes, folder / "weight_change.png")
-        charts = [f"![{name}]({name})" for name in CHARTS if (folder / name).is_file()]
-        text = "\n\n".join([self.to_markdown(), "## Charts", *charts]) + "\n"
-        (folder / "analysis.md").write_text(text, encoding="utf-8")
+            charts["weight_change.png"] = partial(plots.draw_weight_change, changes)
+        texts = {
+            "analysis.json": json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False),
+            "analysis.md": "\n\n".join([self.to_markdown(), "## Charts", *(f"![{name}]({name})" for name in charts)]),
+        }
+        writers = {**charts}
+        for name, text in texts.items():
+            writers[name] = partial(Path.write_text, data=f"{text}\n", encoding="utf-8")
+        write_together(
+            {folder / name: writer for name, writer in writers.items()},
+            obsolete=[folder / name for name in CHARTS if name not in charts],
+            name="The analysis",
+        )
         return folder
 
 

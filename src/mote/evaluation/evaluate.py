@@ -3,11 +3,10 @@
 import logging
 import os
 import random
-import secrets
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -34,6 +33,7 @@ from mote.evaluation.models import EvaluatedModel, find_models
 from mote.evaluation.scores import Evaluation
 from mote.evaluation.tasks import choose_tasks
 from mote.inference.loading import check_device, check_retrieval, first_line
+from mote.reporting import write_together
 
 logger = logging.getLogger(__name__)
 
@@ -438,24 +438,5 @@ def write(evaluation: Evaluation, folder: Path) -> list[Path]:
     }
     if evaluation.reference is not None and any(evaluation.gains(evaluation.reference).values()):
         writers[chart] = partial(draw_gains, evaluation, evaluation.reference)
-    parts = {file: _part(file) for file in writers}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file, part in parts.items():
-            writers[file](part)
-        for file, part in parts.items():
-            part.replace(file)
-        if chart not in parts:
-            chart.unlink(missing_ok=True)  # of an earlier run
-    except OSError as error:
-        raise OSError(f"The scores cannot be written to {folder}: {error}") from error
-    finally:
-        for part in parts.values():
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
-    return [*parts]
-
-
-def _part(file: Path) -> Path:
-    """Return a new path for writing a file before it is moved into place."""
-    return file.with_name(f".{file.name}.{secrets.token_hex(4)}.part")
+    write_together(writers, [] if chart in writers else [chart], "The scores")
+    return [*writers]
