@@ -117,7 +117,8 @@ def _recorded_start(folder: Path) -> str | None:
 
 def _recorded_source(folder: Path) -> dict[str, Any]:
     """Return the source in `mote.json` of the last step that made the model out of another; empty if there is none."""
-    started = [step for step in read_steps(folder) if step["step"] in ("upcycle", "train") and step["sources"]]
+    steps = ("upcycle", "train", "pretrain")
+    started = [step for step in read_steps(folder) if step["step"] in steps and step["sources"]]
     return started[-1]["sources"][0] if started else {}
 
 
