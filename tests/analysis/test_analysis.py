@@ -128,6 +128,11 @@ def test_a_dense_model_without_prompts_is_refused_with_what_would_work() -> None
         analyze([SMALL_ENCODER], texts=TEXTS)
 
 
+def test_the_model_without_tasks_is_named_among_others(trained_folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"^plain cannot be compared over tasks"):
+        analyze({"MoTE": trained_folder, "plain": SMALL_ENCODER}, texts=TEXTS)
+
+
 def test_welchs_test_equals_scipy_s() -> None:
     generator = np.random.default_rng(0)
     first, second = ({("a", "b"): generator.normal(m, s, 9), ("a", "c"): generator.normal(m, s, 9)} for m, s in
@@ -400,6 +405,37 @@ def test_a_start_of_another_architecture_is_refused(upcycled: Path, tmp_path: Pa
         analysis.weight_change_of(str(upcycled), str(wide))
     with pytest.raises(FileNotFoundError, match="no-model"):
         analysis.weight_change_of(str(upcycled), str(tmp_path / "no-model"))
+
+
+def test_a_start_of_one_model_does_not_discard_the_others(
+    upcycled: Path, dense: Path, fresh_folder: Path, tmp_path: Path
+) -> None:
+    models = {"tiny": upcycled, "small": fresh_folder}
+    tiny, small = analyze(models, texts=TEXTS, start=str(dense)).models
+    assert tiny.weight_change is not None
+    assert small.weight_change is None
+    assert small.notes[-1].startswith("No weight change from tiny: ")
+    other = dense_checkpoint(tmp_path / "other", "distilbert")
+    with pytest.raises(ValueError, match=f"{other} is not the start of any model.*distilbert.*; small: .*distilbert"):
+        analyze(models, texts=TEXTS, start=str(other))
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"start": "no/such"}, "no/such"),
+        ({"seed": -1}, "The seed is -1: expected 0 to 4294967295"),
+    ],
+)
+def test_the_start_and_the_seed_are_checked_before_models_are_loaded(
+    setting: dict[str, Any], said: str, trained_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_yet(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr(sys.modules["mote.analysis.analyze"], "load_any_encoder", not_yet)
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
+        analyze([trained_folder], texts=TEXTS, **setting)
 
 
 # All of it -----------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from mote.analysis.similarity import (
     welch_tests,
 )
 from mote.analysis.weight_change import WeightChange, find_start, weight_change_of
+from mote.checkpoints.reading import open_checkpoint
 from mote.data.texts import Pairs, Texts, find_pairs, find_texts
 from mote.hub import commit_of
 from mote.inference.loading import check_device, check_retrieval, load_any_encoder
@@ -214,7 +215,7 @@ def analyze(
         FileNotFoundError: If a model, file or folder does not exist.
         OSError: If `out` is not writable.
         ValueError: If a file is damaged, a task is unknown, a model has fewer than two tasks, brings code that is not
-            trusted, lacks the kind of vectors, or does not match `start`.
+            trusted, or lacks the kind of vectors; or if `start` matches no model.
     """
     if texts is None or isinstance(texts, str | Path):
         found = find_texts(texts, data, limit, seed)
@@ -225,9 +226,7 @@ def analyze(
     if not named:
         raise ValueError("No models given: name one or more")
     logger.info("Texts: %d (%s)", len(found.texts), found.source)
-    check_device(device)
-    if retrieval is not None:
-        check_retrieval(retrieval)
+    _check(device, retrieval, seed, start)
     commits = {label: commit_of(name) for label, name in named.items()}  # all exist, before any is loaded
     loaded = {}
     for label, name in named.items():
@@ -244,6 +243,7 @@ def analyze(
         logger.info("%s: weights …", label)
         change, notes = _weight_change(name, start)
         analyses.append(dataclasses.replace(seen, weight_change=change, notes=(*seen.notes, *notes)))
+    _refuse_unused_start(start, analyses)
     first, *others = analyses
     tests = [
         test
@@ -259,6 +259,23 @@ def analyze(
     return result
 
 
+def _check(device: str | None, retrieval: str | None, seed: int, start: str | None) -> None:
+    """Check what is needed only after models are loaded and texts embedded."""
+    check_device(device)
+    if retrieval is not None:
+        check_retrieval(retrieval)
+    if not 0 <= seed < 2**32:  # what scikit-learn takes
+        raise ValueError(f"The seed is {seed}: expected 0 to {2**32 - 1}")
+    if start is not None:
+        open_checkpoint(start)
+
+
+def _refuse_unused_start(start: str | None, analyses: Sequence[ModelAnalysis]) -> None:
+    if start is not None and not any(one.weight_change for one in analyses):
+        reasons = "; ".join(f"{one.label}: {one.notes[-1]}" for one in analyses)
+        raise ValueError(f"{start} is not the start of any model. {reasons}")
+
+
 def _prepare(out: Path) -> None:
     """Create the folder, to fail before the work begins if it is not writable."""
     try:
@@ -271,12 +288,14 @@ def _prepare(out: Path) -> None:
 
 def _tasks(models: Mapping[str, Encoder], tasks: Sequence[str] | None, only_pairs: bool) -> list[str]:
     """Choose the tasks to compare, and check that every model knows them; none if `only_pairs` is allowed."""
-    if tasks is None:
-        first = next(iter(models.values()))
-        chosen = [task for task in default_tasks(first) if all(task in instructions_of(m) for m in models.values())]
-    else:
-        chosen = list(tasks)
     try:
+        if tasks is None:  # a model without tasks is named, rather than the first one, of which no task would be left
+            for label, model in models.items():
+                check_tasks(model, default_tasks(model), label)
+            first = next(iter(models.values()))
+            chosen = [task for task in default_tasks(first) if all(task in instructions_of(m) for m in models.values())]
+        else:
+            chosen = list(tasks)
         for label, model in models.items():
             check_tasks(model, chosen, label)
     except ValueError as error:
@@ -337,7 +356,10 @@ def _of_embeddings(
 def _weight_change(name: str, start: str | None) -> tuple[WeightChange | None, list[str]]:
     """Measure from the start given, else the recorded one, else the mean of the experts; with notes on that."""
     if start is not None:
-        return weight_change_of(name, start), []
+        try:
+            return weight_change_of(name, start), []
+        except (ValueError, OSError) as error:
+            return None, [f"No weight change from {Path(start).name}: {error}"]
     try:
         return weight_change_of(name, *find_start(name)), []
     except (ValueError, OSError) as error:

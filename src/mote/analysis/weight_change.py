@@ -68,12 +68,13 @@ def weight_change_of(model: str, start: str | None = None, revision: str | None 
         ValueError: If the two differ in architecture or shapes, or if there is no start and the model has fewer than
             two experts.
     """
-    trained = _load(open_checkpoint(model))
+    checkpoint = open_checkpoint(model)
+    trained = _load(checkpoint)
     if start is None:
         return _from_mean(trained)
     source = open_checkpoint(start, revision)
     begun = _load(source, trained)
-    _refuse_mismatch(trained, begun, model, start)
+    _refuse_mismatch(trained, begun, checkpoint.public_name, source.public_name)
     pooling = source.format == "mote"  # a dense start has none: that of `begun` is random
     weights = _weights(trained, pooling), _weights(begun, pooling)
     return _compare(*weights, source.public_name, True, trained.config)
