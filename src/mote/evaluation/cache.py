@@ -42,10 +42,15 @@ class Cache(mteb.ResultCache):
             with suppress(FileNotFoundError):  # its writer is alive, and has finished
                 if time.time() - leftover.stat().st_mtime > 60:
                     shutil.rmtree(leftover, ignore_errors=True)
-        self.revisions = {task.metadata.name: task.metadata.revision for task in with_subtasks(tasks)}
+        every = [*with_subtasks(tasks)]
+        self.revisions = {task.metadata.name: task.metadata.revision for task in every}
+        self.subtasks = {task.metadata.name: task.metadata.tasks for task in every if task.is_aggregate}
 
     def load_task_result(self, task_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Load a result, if there is one for the same data."""
+        """Load a result, if there is one for the same data; the data of an aggregate are those of its subtasks."""
+        for part in self.subtasks.get(task_name, ()):
+            if self.load_task_result(part.metadata.name, *args, **kwargs) is None:
+                return None
         try:
             result = super().load_task_result(task_name, *args, **kwargs)
         except (ValueError, KeyError, TypeError, AttributeError):  # damaged: invalid JSON, or not what mteb writes
