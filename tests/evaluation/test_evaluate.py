@@ -30,6 +30,7 @@ from mote import Evaluation, evaluate
 from mote.cli import main
 from mote.evaluation import evaluate as evaluating
 from mote.evaluation.evaluate import write
+from mote.evaluation.models import EvaluatedModel
 from mote.inference.loading import has_own_code
 
 
@@ -263,6 +264,24 @@ def test_prompts_that_mteb_does_not_use_are_named(data: Path, tmp_path: Path, ca
     edit_json(settings, default_prompt_name="search_query")  # which Sentence-Transformers uses where mteb has none
     assert not evaluate(folder, **where).failures
     assert not caplog.records
+
+
+def test_a_model_that_does_not_load_is_not_loaded_for_each_dataset(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def load(model: EvaluatedModel, device: str | None) -> Any:
+        if device != "meta":  # all checks pass
+            tried.append(model.label)
+            raise RuntimeError(f"out of memory: {model.label}")
+
+    monkeypatch.setattr(EvaluatedModel, "_load", load)
+    models = {"first": str(SMALL_ENCODER), "second": str(SMALL_ENCODER)}
+    evaluation = evaluate(models, data=data, tasks=["sts/*"], out=tmp_path)
+    assert tried == ["first", "second"]
+    for label in models:
+        assert [*evaluation.failures[label].values()] == [f"RuntimeError: out of memory: {label}"] * 3
 
 
 def test_a_model_that_embeds_as_nan_has_no_score(tmp_path: Path) -> None:

@@ -156,6 +156,7 @@ class _Run:
     seconds: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
     versions: set[str] = field(default_factory=set)
     encoder: "_FiniteEncoder | _FiniteSparse | None" = None
+    not_loaded: Exception | None = None  # of the same model
 
     def check_models(self) -> None:
         """Check each model that has scores to compute, so that loading errors show before the work starts.
@@ -195,7 +196,7 @@ class _Run:
                         outcome = self._score(model, task)
                         bar.update()
                         _log(f"  {index}/{len(self.tasks)} {task.metadata.name}: {outcome}")
-                    self.encoder = None
+                    self.encoder = self.not_loaded = None
                     model.release()
             except KeyboardInterrupt:
                 cached = sum(len(scores) for scores in self.scores.values())
@@ -265,8 +266,14 @@ class _Run:
 
     def _encoder(self, model: EvaluatedModel) -> "_FiniteEncoder | _FiniteSparse":
         """Return mteb's encoder of a model, the same for all datasets: it takes a while to check the prompts."""
+        if self.not_loaded is not None:
+            raise self.not_loaded
         if self.encoder is None:
-            found = model.load()
+            try:
+                found = model.load()
+            except Exception as error:
+                self.not_loaded = error
+                raise
             self.encoder = _FiniteSparse(found) if isinstance(found, SparseEncoder) else _FiniteEncoder(found)
             _warn_of_unused_prompts(model.label, self.encoder)
         return self.encoder
