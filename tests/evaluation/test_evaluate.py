@@ -436,6 +436,21 @@ def test_invalid_arguments(words: list[str], said: str, data: Path, capsys: pyte
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [{"retrieval": "lexical"}, {"tasks": "part9"}, {"definitions": {"part9": "x"}}, {"template": "{definition}"}],
+)
+def test_arguments_are_checked_before_weights_are_hashed(
+    setting: dict[str, Any], data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_yet(*_: Any, **__: Any) -> None:
+        raise AssertionError("models are read")
+
+    monkeypatch.setattr(evaluating, "find_models", not_yet)
+    with pytest.raises(ValueError, match=r"lexical|part9|template"):
+        evaluate(SMALL_ENCODER, data=data, **setting)
+
+
 def test_a_batch_size_below_one(data: Path) -> None:
     with pytest.raises(ValueError, match="The batch size is 0: expected 1 or more"):
         evaluate([str(SMALL_ENCODER)], data=data, batch_size=0)

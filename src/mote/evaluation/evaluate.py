@@ -97,18 +97,19 @@ def evaluate(
     if dtype not in (None, *DTYPES):
         raise ValueError(f"Unknown dtype {dtype!r}: expected {', '.join(DTYPES)}")
     check_device(device)
-    found = find_models(models, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     for kind in retrieval:
         check_retrieval(kind)
+    with _quiet():
+        chosen = choose_tasks(benchmark, data, tasks, limit)
+    instructions = _instructions(definitions or {}, template, [task.metadata.name for task in chosen])
+    found = find_models(models, device=device, dtype=dtype, trust_remote_code=trust_remote_code)  # reads all weights
     if retrieval:
         kinds = [*dict.fromkeys(retrieval)]
         labels = {kind: f" ({kind})" if len(kinds) > 1 else "" for kind in kinds}
         found = [replace(one, label=one.label + labels[kind], retrieval=kind) for one in found for kind in kinds]
     base = _reference(reference, found)
     with _quiet():
-        chosen = choose_tasks(benchmark, data, tasks, limit)
         folder = cached_assets_path("mote", "evaluation") if out is None else Path(out)
-        instructions = _instructions(definitions or {}, template, [task.metadata.name for task in chosen])
         run = _Run(found, chosen, Cache(folder, chosen), limit, batch_size, overwrite, instructions)
         run.check_models()
         if overwrite:
