@@ -2,8 +2,10 @@
 
 import logging
 import os
+import secrets
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Literal
@@ -127,6 +129,37 @@ def _last_parts(models: Sequence[str]) -> list[str]:
         "/".join(next(one[-n:] for n in count(1) if sum(other[-n:] == one[-n:] for other in parts) == 1))
         for one in parts
     ]
+
+
+def write_together(
+    writers: Mapping[Path, Callable[[Path], object]], obsolete: Iterable[Path] = (), name: str = "The results"
+) -> None:
+    """Write files of one folder beside their places, and move them there once all are complete.
+
+    Args:
+        writers: File → function that writes it to the path given.
+        obsolete: Files of an earlier run that this one does not have, to delete.
+        name: What they are, in the error message.
+
+    Raises:
+        OSError: If they cannot be written; those of an earlier run are still there.
+    """
+    folder = next(iter(writers)).parent
+    parts = {file: file.with_name(f".{secrets.token_hex(4)}.part.{file.name}") for file in writers}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, part in parts.items():
+            writers[file](part)
+        for file, part in parts.items():
+            part.replace(file)
+        for file in obsolete:
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(f"{name} cannot be written to {folder}: {error}") from error
+    finally:
+        for part in parts.values():
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
 
 
 class Console(logging.Handler):

@@ -1,8 +1,11 @@
 """`mote analyze`: similarity between tasks, divergence, weight change of the experts."""
 
+import dataclasses
+import errno
 import gzip
 import json
 import math
+import re
 import shutil
 import struct
 import subprocess
@@ -26,8 +29,10 @@ from transformers import PreTrainedConfig
 
 import mote
 from mote import analysis, upcycle
+from mote.analysis import plots
 from mote.analysis.similarity import embed, instructions_of
 from mote.checkpoints.provenance import new_step, write_steps
+from mote.checkpoints.reading import open_checkpoint
 from mote.cli import main
 
 TEXTS = [
@@ -121,6 +126,11 @@ def test_tasks_can_be_chosen_and_others_are_refused(trained_folder: Path, prompt
 def test_a_dense_model_without_prompts_is_refused_with_what_would_work() -> None:
     with pytest.raises(ValueError, match=r"small-encoder cannot .* What works: a MoTE.*`mote train ic`.*`--task`"):
         analyze([SMALL_ENCODER], texts=TEXTS)
+
+
+def test_the_model_without_tasks_is_named_among_others(trained_folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"^plain cannot be compared over tasks"):
+        analyze({"MoTE": trained_folder, "plain": SMALL_ENCODER}, texts=TEXTS)
 
 
 def test_welchs_test_equals_scipy_s() -> None:
@@ -314,6 +324,15 @@ def test_the_start_is_found_by_what_a_folder_records(upcycled: Path, dense: Path
         analysis.find_start(str(folder))
 
 
+@pytest.mark.parametrize("step", ["train", "pretrain"])
+def test_the_start_is_that_of_the_last_training(step: str, upcycled: Path, tmp_path: Path) -> None:
+    folder = copied(upcycled, tmp_path / "trained")
+    sources = ({"name": "tiny", "weights": {"other": "hash"}}, open_checkpoint(str(upcycled)).provenance())
+    write_steps([new_step(name, sources=[one]) for name, one in zip(("upcycle", step), sources, strict=True)], folder)
+    (folder / "recipe.yaml").write_text(f"model:\n  source: {upcycled}\n")
+    assert analysis.find_start(str(folder)) == (str(upcycled), None)
+
+
 def test_a_start_whose_weights_have_changed_is_not_used(dense: Path, tmp_path: Path) -> None:
     source = copied(dense, tmp_path / "tiny")
     folder = upcycle(str(source), tmp_path / "mote")
@@ -388,6 +407,37 @@ def test_a_start_of_another_architecture_is_refused(upcycled: Path, tmp_path: Pa
         analysis.weight_change_of(str(upcycled), str(tmp_path / "no-model"))
 
 
+def test_a_start_of_one_model_does_not_discard_the_others(
+    upcycled: Path, dense: Path, fresh_folder: Path, tmp_path: Path
+) -> None:
+    models = {"tiny": upcycled, "small": fresh_folder}
+    tiny, small = analyze(models, texts=TEXTS, start=str(dense)).models
+    assert tiny.weight_change is not None
+    assert small.weight_change is None
+    assert small.notes[-1].startswith("No weight change from tiny: ")
+    other = dense_checkpoint(tmp_path / "other", "distilbert")
+    with pytest.raises(ValueError, match=f"{other} is not the start of any model.*distilbert.*; small: .*distilbert"):
+        analyze(models, texts=TEXTS, start=str(other))
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"start": "no/such"}, "no/such"),
+        ({"seed": -1}, "The seed is -1: expected 0 to 4294967295"),
+    ],
+)
+def test_the_start_and_the_seed_are_checked_before_models_are_loaded(
+    setting: dict[str, Any], said: str, trained_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_yet(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr(sys.modules["mote.analysis.analyze"], "load_any_encoder", not_yet)
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
+        analyze([trained_folder], texts=TEXTS, **setting)
+
+
 # All of it -----------------------------------------------------------------------------------------------------------
 
 
@@ -422,6 +472,27 @@ def test_an_analysis_is_written_as_tables_json_and_charts(found: analysis.Analys
     again = analysis.Analysis.from_dict(content)
     assert again.to_markdown() == found.to_markdown()
     assert json.dumps(again.to_dict()) == json.dumps(found.to_dict())
+
+
+@pytest.mark.long
+def test_without_space_for_all_files_the_earlier_analysis_remains(
+    found: analysis.Analysis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found.save(tmp_path)
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def draw_half(_changes: Any, path: Path) -> None:
+        path.write_bytes(b"half a chart")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(plots, "draw_weight_change", draw_half)
+    said = re.escape(f"The analysis cannot be written to {tmp_path}: [Errno 28] No space left on device")
+    with pytest.raises(OSError, match=said):
+        dataclasses.replace(found, seed=1).save(tmp_path)
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+    unchanged = [dataclasses.replace(model, weight_change=None) for model in found.models]
+    dataclasses.replace(found, models=tuple(unchanged)).save(tmp_path)
+    assert not (tmp_path / "weight_change.png").exists()  # of the earlier analysis
 
 
 @pytest.mark.long

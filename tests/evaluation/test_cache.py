@@ -9,6 +9,9 @@ from helpers.paths import SMALL_ENCODER
 
 pytest.importorskip("mteb")
 
+import mteb
+from mteb.results import TaskResult
+
 from mote import evaluate
 from mote.evaluation import evaluate as module
 from mote.evaluation.cache import Cache
@@ -63,3 +66,18 @@ def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
     Cache(tmp_path, [])
     assert not old.exists()
     assert new.exists()  # perhaps of a running writer
+
+
+def test_an_aggregate_counts_only_with_all_of_its_subtasks(tmp_path: Path) -> None:
+    task, (model,) = mteb.get_task("CQADupstackRetrieval"), find_models([str(SMALL_ENCODER)])
+    cache, meta = Cache(tmp_path, [task]), model.meta()
+    for part in (*task.metadata.tasks, task):
+        splits: Any = {"test": {"default": {"main_score": 0.5, "ndcg_at_10": 0.5}}}
+        cache.save_to_cache(TaskResult.from_task_results(part, splits, evaluation_time=1), meta)
+    assert cache.find(task, meta) is not None
+    path = cache.get_task_result_path(task.metadata.tasks[3].metadata.name, meta)
+    path.write_text(path.read_text().replace(task.metadata.tasks[3].metadata.revision, "another revision"))
+    assert cache.find(task, meta) is None
+    assert cache.find(task.metadata.tasks[2], meta) is not None
+    cache.remove(task, meta)
+    assert not results(tmp_path)

@@ -9,10 +9,14 @@ from helpers.paths import ROOT
 
 pytest.importorskip("mteb")
 
+import mteb
+from mteb.models import SentenceTransformerEncoderWrapper
+from mteb.types import PromptType
 from sentence_transformers import SentenceTransformer
 
 import mote
 from mote import evaluate
+from mote.evaluation.evaluate import instructed
 
 TOPIC, FIND = mote.instruction_with("Find the topic"), mote.instruction_with("Find papers")
 
@@ -84,3 +88,18 @@ def test_tasks_without_instructions(trained: Path, both: Path, tmp_path: Path, m
     assert not evaluate([str(model)], data=both, out=tmp_path / "out", **where).failures
     assert {task for _, task in seen} == {"clustering", "query", "document"}
     assert not any(prompt for prompt, _ in seen)
+
+
+@pytest.mark.parametrize("name", ["CQADupstackRetrieval", "Core17InstructionRetrieval", "InstructIR"])
+@pytest.mark.filterwarnings("ignore:Task name", "ignore:Some prompts")
+def test_definitions_of_other_tasks_with_documents(name: str, trained: Path) -> None:
+    """An aggregate, and types that no prompt is named after: the definition is in front of queries, not documents."""
+    model = SentenceTransformer(str(trained), trust_remote_code=True)
+    encoder, task = SentenceTransformerEncoderWrapper(model), mteb.get_task(name)
+    part = task.metadata.tasks[0] if task.is_aggregate else task
+    with instructed(encoder, task, FIND):
+        prompts = [encoder.model_prompts[encoder.get_prompt_name(part.metadata, role)] for role in PromptType]
+        config = model[0].config
+        assert config.expert_of(config.task_of(["a"], prompt=FIND)) == "search_query"
+    assert prompts == [FIND, "search_document: "]
+    assert FIND not in encoder.model_prompts.values()

@@ -9,11 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers.checkpoints import edit_json
 from helpers.paths import ROOT, SMALL_ENCODER
 from helpers.rows import read_rows, write_rows
 
@@ -27,6 +30,8 @@ from mote import Evaluation, evaluate
 from mote.cli import main
 from mote.evaluation import evaluate as evaluating
 from mote.evaluation.evaluate import write
+from mote.evaluation.models import EvaluatedModel
+from mote.inference.loading import has_own_code
 
 
 @pytest.fixture
@@ -128,6 +133,51 @@ def test_what_a_score_depends_on_is_not_mixed_up(data: Path, changed_encoder: Pa
     assert changed["clustering-trivia"] != second["clustering-trivia"]
 
 
+@pytest.mark.long
+def test_with_and_without_the_code_of_a_model_scores_are_not_mixed_up(data: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(SMALL_ENCODER, tmp_path / "rounding-encoder")
+    edit_json(folder / "config.json", auto_map={"AutoModel": "rounding.RoundingModel"})
+    (folder / "rounding.py").write_text(ROUNDING)
+    where: dict[str, Any] = {"data": data, "tasks": ["part0"], "out": tmp_path / "out"}
+    without, trusted = evaluate(folder, **where), evaluate(folder, trust_remote_code=True, **where)
+    assert without.scores != trusted.scores
+    assert (without.settings["trust_remote_code"], trusted.settings["trust_remote_code"]) == (False, True)
+    assert evaluate(folder, **where).scores == without.scores
+    assert {"own_code_False" in str(path) for path in results(tmp_path / "out")} == {True, False}
+    for trust in (True, False):  # without code, trust changes nothing
+        assert evaluate(SMALL_ENCODER, trust_remote_code=trust, **where).scores["small-encoder"]
+    assert len(results(tmp_path / "out")) == 3
+
+
+ROUNDING = """
+from transformers import BertModel
+
+
+class RoundingModel(BertModel):
+    def forward(self, *inputs, **kwargs):
+        output = super().forward(*inputs, **kwargs)
+        output.last_hidden_state = output.last_hidden_state.round()
+        return output
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("modules.json", [{"idx": 0, "name": "0", "path": "", "type": "rounding.Transformer"}]),
+        ("config.json", {"auto_map": {}}),
+        ("tokenizer_config.json", {"auto_map": {}}),
+    ],
+)
+def test_the_code_of_a_model_is_found_where_its_files_name_it(file: str, content: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(SMALL_ENCODER, tmp_path / "encoder")
+    assert not has_own_code(str(folder))
+    (folder / file).write_text(json.dumps(content))
+    assert has_own_code(str(folder))
+    (folder / file).write_text("damaged")
+    assert not has_own_code(str(folder))
+
+
 def test_two_runs_into_one_folder_do_not_share_unfinished_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +250,38 @@ def test_failures_do_not_stop_the_others(
     assert "clustering-trivia" in evaluation.scores["small-encoder"]
     assert "Means are over the 2 of 4 datasets" in printed.out
     assert (out / "datasets.md").read_text().count("failed") == 3
+
+
+def test_prompts_that_mteb_does_not_use_are_named(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = shutil.copytree(SMALL_ENCODER, tmp_path / "prompted")
+    settings = folder / "config_sentence_transformers.json"
+    where: dict[str, Any] = {"data": data, "tasks": ["part0"], "out": tmp_path / "out"}
+    edit_json(settings, prompts={"search_query": "find: ", "STS": "compare: ", "sts": "compare: ", "clustering": ""})
+    assert not evaluate(folder, **where).failures
+    (warning,) = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warning.startswith("prompted: MTEB does not use the prompts 'search_query', whose names it does not know.")
+    caplog.clear()
+    edit_json(settings, default_prompt_name="search_query")  # which Sentence-Transformers uses where mteb has none
+    assert not evaluate(folder, **where).failures
+    assert not caplog.records
+
+
+def test_a_model_that_does_not_load_is_not_loaded_for_each_dataset(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def load(model: EvaluatedModel, device: str | None) -> Any:
+        if device != "meta":  # all checks pass
+            tried.append(model.label)
+            raise RuntimeError(f"out of memory: {model.label}")
+
+    monkeypatch.setattr(EvaluatedModel, "_load", load)
+    models = {"first": str(SMALL_ENCODER), "second": str(SMALL_ENCODER)}
+    evaluation = evaluate(models, data=data, tasks=["sts/*"], out=tmp_path)
+    assert tried == ["first", "second"]
+    for label in models:
+        assert [*evaluation.failures[label].values()] == [f"RuntimeError: out of memory: {label}"] * 3
 
 
 def test_a_model_that_embeds_as_nan_has_no_score(tmp_path: Path) -> None:
@@ -279,23 +361,49 @@ def test_a_killed_run_resumes(data: Path, tmp_path: Path, caplog: pytest.LogCapt
     )
 
 
-def test_an_interrupted_run_says_how_to_resume(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@contextmanager
+def interrupted_at(progress: str) -> Iterator[None]:
+    """Interrupts a run when it logs this."""
+
     class Interrupt(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "2/4" in record.getMessage():
+            if progress in record.getMessage():
                 raise KeyboardInterrupt
 
     logger, handler = logging.getLogger("mote.evaluation"), Interrupt()
     logger.addHandler(handler)
     try:
-        with (
-            caplog.at_level(logging.INFO, "mote"),
-            pytest.raises(KeyboardInterrupt, match=r"2 of 4 scores are cached in .*; the same command resumes there"),
-        ):
-            evaluate([str(SMALL_ENCODER)], data=data, out=tmp_path)
+        yield
     finally:
         logger.removeHandler(handler)
+
+
+def test_an_interrupted_run_says_how_to_resume(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.INFO, "mote"),
+        interrupted_at("2/4"),
+        pytest.raises(KeyboardInterrupt, match=r"2 of 4 scores are cached in .*; the same command resumes there"),
+    ):
+        evaluate([str(SMALL_ENCODER)], data=data, out=tmp_path)
     assert len(results(tmp_path)) == 2
+
+
+@pytest.mark.long
+def test_an_interrupted_run_with_overwrite_leaves_no_earlier_scores(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    where: dict[str, Any] = {"data": data, "tasks": ["sts/*"], "out": tmp_path}
+    first = evaluate(SMALL_ENCODER, **where)
+    for path in results(tmp_path):
+        path.write_text(re.sub(r'"main_score": [-.0-9]+', '"main_score": 0.123', path.read_text()))
+    assert set(evaluate(SMALL_ENCODER, **where).scores["small-encoder"].values()) == {12.3}
+    with (
+        caplog.at_level(logging.INFO, "mote"),
+        interrupted_at("1/3"),
+        pytest.raises(KeyboardInterrupt, match="the same command without --overwrite resumes there"),
+    ):
+        evaluate(SMALL_ENCODER, overwrite=True, **where)
+    assert evaluate(SMALL_ENCODER, **where).scores == first.scores
 
 
 # Invalid arguments ---------------------------------------------------------------------------------------------------
@@ -326,6 +434,21 @@ def test_invalid_arguments(words: list[str], said: str, data: Path, capsys: pyte
     words = [str(data) if word == "DATA" else word for word in words]
     assert main(["evaluate", str(SMALL_ENCODER), *words]) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"retrieval": "lexical"}, {"tasks": "part9"}, {"definitions": {"part9": "x"}}, {"template": "{definition}"}],
+)
+def test_arguments_are_checked_before_weights_are_hashed(
+    setting: dict[str, Any], data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_yet(*_: Any, **__: Any) -> None:
+        raise AssertionError("models are read")
+
+    monkeypatch.setattr(evaluating, "find_models", not_yet)
+    with pytest.raises(ValueError, match=r"lexical|part9|template"):
+        evaluate(SMALL_ENCODER, data=data, **setting)
 
 
 def test_a_batch_size_below_one(data: Path) -> None:

@@ -75,6 +75,17 @@ def test_a_licence_that_mteb_does_not_know(name: str | None, upcycled: Path, tmp
     assert mote.model_meta(folder).license is None
 
 
+@pytest.mark.parametrize(
+    ("language", "known"),
+    [("no", ["nor-Latn"]), ("[en, no]", ["eng-Latn", "nor-Latn"]), ("{en: 1}", None), ("[5, null]", None), ("", None)],
+)
+def test_languages_of_a_card(language: str, known: list[str] | None, upcycled: Path, tmp_path: Path) -> None:
+    """YAML reads an unquoted `no`, Norwegian, as false."""
+    folder = shutil.copytree(upcycled, tmp_path / "tiny-mote")
+    (folder / "README.md").write_text(f"---\nlanguage: {language}\n---\n")
+    assert mote.model_meta(folder).languages == known
+
+
 def test_what_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         mote.model_meta(tmp_path)

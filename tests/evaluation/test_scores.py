@@ -98,3 +98,15 @@ def test_scores_that_do_not_hold_are_refused() -> None:
         Evaluation({"a": {"s9": 1.0}}, {"s1": "STS"})
     with pytest.raises(ValueError, match="Unknown model 'c'"):
         Evaluation({"a": {"s1": 1.0}}, {"s1": "STS"}, reference="c")
+
+
+def test_the_heading_says_what_was_scored_if_it_is_not_the_models_own() -> None:
+    scores: dict[str, Any] = {"scores": {"a": {"s": 1.0, "t": 2.0}}, "types": {"s": "STS", "t": "STS"}}
+    assert (
+        Evaluation(**scores, settings={"retrieval": [], "instructions": {}})
+        .table()
+        .startswith("Main scores of MTEB x 100.\n")
+    )
+    changed = Evaluation(**scores, settings={"retrieval": ["sparse"], "instructions": {"s": "Find: ", "t": "Look: "}})
+    for table in (changed.table(), changed.per_dataset("markdown")):
+        assert "; vectors: sparse; instructions given by --definition for s, t." in table

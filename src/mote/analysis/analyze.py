@@ -4,8 +4,9 @@ import dataclasses
 import json
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,11 @@ from mote.analysis.similarity import (
     welch_tests,
 )
 from mote.analysis.weight_change import WeightChange, find_start, weight_change_of
+from mote.checkpoints.reading import open_checkpoint
 from mote.data.texts import Pairs, Texts, find_pairs, find_texts
 from mote.hub import commit_of
 from mote.inference.loading import check_device, check_retrieval, load_any_encoder
-from mote.reporting import Report, labelled_models, markdown_table, table
+from mote.reporting import Report, labelled_models, markdown_table, table, write_together
 
 logger = logging.getLogger(__name__)
 
@@ -142,24 +144,32 @@ class Analysis(Report):
         """Write analysis.json, analysis.md and the charts.
 
         Args:
-            folder: Folder, created if needed; files of an earlier analysis are replaced.
+            folder: Folder, created if needed; files of an earlier analysis are replaced once all are complete.
+
+        Raises:
+            OSError: If they cannot be written.
         """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         by_label = {model.label: model for model in self.models}
-        content = json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
-        (folder / "analysis.json").write_text(content + "\n", encoding="utf-8")
-        for name in CHARTS:  # an earlier analysis may have had them
-            (folder / name).unlink(missing_ok=True)
+        charts: dict[str, Callable[[Path], object]] = {}  # name → writer
         if similarities := {label: model.similarity for label, model in by_label.items() if model.similarity}:
-            plots.draw_similarity(similarities, folder / "similarity.png")
+            charts["similarity.png"] = partial(plots.draw_similarity, similarities)
         if layouts := {label: model.layout for label, model in by_label.items() if model.layout is not None}:
-            plots.draw_tsne(layouts, folder / "tsne.png")
+            charts["tsne.png"] = partial(plots.draw_tsne, layouts)
         if changes := {label: model.weight_change for label, model in by_label.items() if model.weight_change}:
-            plots.draw_weight_change(changes, folder / "weight_change.png")
-        charts = [f"![{name}]({name})" for name in CHARTS if (folder / name).is_file()]
-        text = "\n\n".join([self.to_markdown(), "## Charts", *charts]) + "\n"
-        (folder / "analysis.md").write_text(text, encoding="utf-8")
+            charts["weight_change.png"] = partial(plots.draw_weight_change, changes)
+        texts = {
+            "analysis.json": json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False),
+            "analysis.md": "\n\n".join([self.to_markdown(), "## Charts", *(f"![{name}]({name})" for name in charts)]),
+        }
+        writers = {**charts}
+        for name, text in texts.items():
+            writers[name] = partial(Path.write_text, data=f"{text}\n", encoding="utf-8")
+        write_together(
+            {folder / name: writer for name, writer in writers.items()},
+            obsolete=[folder / name for name in CHARTS if name not in charts],
+            name="The analysis",
+        )
         return folder
 
 
@@ -205,7 +215,7 @@ def analyze(
         FileNotFoundError: If a model, file or folder does not exist.
         OSError: If `out` is not writable.
         ValueError: If a file is damaged, a task is unknown, a model has fewer than two tasks, brings code that is not
-            trusted, lacks the kind of vectors, or does not match `start`.
+            trusted, or lacks the kind of vectors; or if `start` matches no model.
     """
     if texts is None or isinstance(texts, str | Path):
         found = find_texts(texts, data, limit, seed)
@@ -216,9 +226,7 @@ def analyze(
     if not named:
         raise ValueError("No models given: name one or more")
     logger.info("Texts: %d (%s)", len(found.texts), found.source)
-    check_device(device)
-    if retrieval is not None:
-        check_retrieval(retrieval)
+    _check(device, retrieval, seed, start)
     commits = {label: commit_of(name) for label, name in named.items()}  # all exist, before any is loaded
     loaded = {}
     for label, name in named.items():
@@ -235,6 +243,7 @@ def analyze(
         logger.info("%s: weights …", label)
         change, notes = _weight_change(name, start)
         analyses.append(dataclasses.replace(seen, weight_change=change, notes=(*seen.notes, *notes)))
+    _refuse_unused_start(start, analyses)
     first, *others = analyses
     tests = [
         test
@@ -250,6 +259,23 @@ def analyze(
     return result
 
 
+def _check(device: str | None, retrieval: str | None, seed: int, start: str | None) -> None:
+    """Check what is needed only after models are loaded and texts embedded."""
+    check_device(device)
+    if retrieval is not None:
+        check_retrieval(retrieval)
+    if not 0 <= seed < 2**32:  # what scikit-learn takes
+        raise ValueError(f"The seed is {seed}: expected 0 to {2**32 - 1}")
+    if start is not None:
+        open_checkpoint(start)
+
+
+def _refuse_unused_start(start: str | None, analyses: Sequence[ModelAnalysis]) -> None:
+    if start is not None and not any(one.weight_change for one in analyses):
+        reasons = "; ".join(f"{one.label}: {one.notes[-1]}" for one in analyses)
+        raise ValueError(f"{start} is not the start of any model. {reasons}")
+
+
 def _prepare(out: Path) -> None:
     """Create the folder, to fail before the work begins if it is not writable."""
     try:
@@ -262,12 +288,14 @@ def _prepare(out: Path) -> None:
 
 def _tasks(models: Mapping[str, Encoder], tasks: Sequence[str] | None, only_pairs: bool) -> list[str]:
     """Choose the tasks to compare, and check that every model knows them; none if `only_pairs` is allowed."""
-    if tasks is None:
-        first = next(iter(models.values()))
-        chosen = [task for task in default_tasks(first) if all(task in instructions_of(m) for m in models.values())]
-    else:
-        chosen = list(tasks)
     try:
+        if tasks is None:  # a model without tasks is named, rather than the first one, of which no task would be left
+            for label, model in models.items():
+                check_tasks(model, default_tasks(model), label)
+            first = next(iter(models.values()))
+            chosen = [task for task in default_tasks(first) if all(task in instructions_of(m) for m in models.values())]
+        else:
+            chosen = list(tasks)
         for label, model in models.items():
             check_tasks(model, chosen, label)
     except ValueError as error:
@@ -328,7 +356,10 @@ def _of_embeddings(
 def _weight_change(name: str, start: str | None) -> tuple[WeightChange | None, list[str]]:
     """Measure from the start given, else the recorded one, else the mean of the experts; with notes on that."""
     if start is not None:
-        return weight_change_of(name, start), []
+        try:
+            return weight_change_of(name, start), []
+        except (ValueError, OSError) as error:
+            return None, [f"No weight change from {Path(start).name}: {error}"]
     try:
         return weight_change_of(name, *find_start(name)), []
     except (ValueError, OSError) as error:

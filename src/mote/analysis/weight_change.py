@@ -68,12 +68,13 @@ def weight_change_of(model: str, start: str | None = None, revision: str | None 
         ValueError: If the two differ in architecture or shapes, or if there is no start and the model has fewer than
             two experts.
     """
-    trained = _load(open_checkpoint(model))
+    checkpoint = open_checkpoint(model)
+    trained = _load(checkpoint)
     if start is None:
         return _from_mean(trained)
     source = open_checkpoint(start, revision)
     begun = _load(source, trained)
-    _refuse_mismatch(trained, begun, model, start)
+    _refuse_mismatch(trained, begun, checkpoint.public_name, source.public_name)
     pooling = source.format == "mote"  # a dense start has none: that of `begun` is random
     weights = _weights(trained, pooling), _weights(begun, pooling)
     return _compare(*weights, source.public_name, True, trained.config)
@@ -117,7 +118,8 @@ def _recorded_start(folder: Path) -> str | None:
 
 def _recorded_source(folder: Path) -> dict[str, Any]:
     """Return the source in `mote.json` of the last step that made the model out of another; empty if there is none."""
-    started = [step for step in read_steps(folder) if step["step"] in ("upcycle", "train") and step["sources"]]
+    steps = ("upcycle", "train", "pretrain")
+    started = [step for step in read_steps(folder) if step["step"] in steps and step["sources"]]
     return started[-1]["sources"][0] if started else {}
 
 

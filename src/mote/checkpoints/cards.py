@@ -349,7 +349,7 @@ def card_data(source: Checkpoint, relation: str, tags: tuple[str, ...] = ()) -> 
     return ModelCardData(
         base_model=base_model,
         base_model_relation=relation if base_model else None,
-        language=_languages(of_source.get("language")),
+        language=languages(of_source.get("language")),
         license=of_source.get("license", nv_embed.LICENSE if source.format == "nv_embed" else None),
         library_name="sentence-transformers",
         pipeline_tag="sentence-similarity",
@@ -358,10 +358,10 @@ def card_data(source: Checkpoint, relation: str, tags: tuple[str, ...] = ()) -> 
     )
 
 
-def _languages(of_source: Any) -> Any:
+def languages(of_source: Any) -> Any:
     """Return the languages of a card; YAML reads an unquoted `no`, Norwegian, as false."""
     if isinstance(of_source, list):
-        return [_languages(one) for one in of_source]
+        return [languages(one) for one in of_source]
     return "no" if of_source is False else of_source
 
 

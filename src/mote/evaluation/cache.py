@@ -42,15 +42,33 @@ class Cache(mteb.ResultCache):
             with suppress(FileNotFoundError):  # its writer is alive, and has finished
                 if time.time() - leftover.stat().st_mtime > 60:
                     shutil.rmtree(leftover, ignore_errors=True)
-        self.revisions = {task.metadata.name: task.metadata.revision for task in with_subtasks(tasks)}
+        every = [*with_subtasks(tasks)]
+        self.revisions = {task.metadata.name: task.metadata.revision for task in every}
+        self.subtasks = {task.metadata.name: task.metadata.tasks for task in every if task.is_aggregate}
 
     def load_task_result(self, task_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Load a result, if there is one for the same data."""
+        """Load a result, if there is one for the same data; the data of an aggregate are those of its subtasks."""
+        for part in self.subtasks.get(task_name, ()):
+            if self.load_task_result(part.metadata.name, *args, **kwargs) is None:
+                return None
         try:
             result = super().load_task_result(task_name, *args, **kwargs)
         except (ValueError, KeyError, TypeError, AttributeError):  # damaged: invalid JSON, or not what mteb writes
             return None
         return result if result is not None and result.dataset_revision == self.revisions.get(task_name) else None
+
+    def remove(self, task: Any, meta: ModelMeta) -> None:
+        """Delete the results of a task and its subtasks, if there are any.
+
+        Raises:
+            CacheError: If they cannot be deleted.
+        """
+        for part in with_subtasks([task]):
+            path = self.get_task_result_path(part.metadata.name, meta)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise CacheError(f"The earlier result {path} cannot be deleted: {error}") from error
 
     def find(self, task: Any, meta: ModelMeta) -> Any:
         """Load the result of a task, if there is a complete one."""

@@ -3,11 +3,10 @@
 import logging
 import os
 import random
-import secrets
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -18,7 +17,7 @@ import mteb
 import numpy as np
 import torch
 from huggingface_hub import cached_assets_path
-from mteb.abstasks import AbsTask
+from mteb.abstasks import AbsTask, AbsTaskRetrieval
 from mteb.models import SentenceTransformerEncoderWrapper, SparseEncoderWrapper
 from mteb.results import TaskResult
 from sentence_transformers import SparseEncoder
@@ -34,6 +33,7 @@ from mote.evaluation.models import EvaluatedModel, find_models
 from mote.evaluation.scores import Evaluation
 from mote.evaluation.tasks import choose_tasks
 from mote.inference.loading import check_device, check_retrieval, first_line
+from mote.reporting import write_together
 
 logger = logging.getLogger(__name__)
 
@@ -97,20 +97,23 @@ def evaluate(
     if dtype not in (None, *DTYPES):
         raise ValueError(f"Unknown dtype {dtype!r}: expected {', '.join(DTYPES)}")
     check_device(device)
-    found = find_models(models, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     for kind in retrieval:
         check_retrieval(kind)
+    with _quiet():
+        chosen = choose_tasks(benchmark, data, tasks, limit)
+    instructions = _instructions(definitions or {}, template, [task.metadata.name for task in chosen])
+    found = find_models(models, device=device, dtype=dtype, trust_remote_code=trust_remote_code)  # reads all weights
     if retrieval:
         kinds = [*dict.fromkeys(retrieval)]
         labels = {kind: f" ({kind})" if len(kinds) > 1 else "" for kind in kinds}
         found = [replace(one, label=one.label + labels[kind], retrieval=kind) for one in found for kind in kinds]
     base = _reference(reference, found)
     with _quiet():
-        chosen = choose_tasks(benchmark, data, tasks, limit)
         folder = cached_assets_path("mote", "evaluation") if out is None else Path(out)
-        instructions = _instructions(definitions or {}, template, [task.metadata.name for task in chosen])
         run = _Run(found, chosen, Cache(folder, chosen), limit, batch_size, overwrite, instructions)
         run.check_models()
+        if overwrite:
+            run.forget()
         run.score_all()
     evaluation = Evaluation(
         scores={model.label: run.scores[model.label] for model in found},
@@ -126,6 +129,7 @@ def evaluate(
             "instructions": instructions,
             "batch_size": batch_size,
             "dtype": dtype,
+            "trust_remote_code": trust_remote_code,
             "mteb": sorted(run.versions),
             "models": {model.label: {"path": model.path, "revision": model.revision} for model in found},
             "seconds": {label: dict(seconds) for label, seconds in run.seconds.items()},
@@ -153,6 +157,7 @@ class _Run:
     seconds: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
     versions: set[str] = field(default_factory=set)
     encoder: "_FiniteEncoder | _FiniteSparse | None" = None
+    not_loaded: Exception | None = None  # of the same model
 
     def check_models(self) -> None:
         """Check each model that has scores to compute, so that loading errors show before the work starts.
@@ -168,6 +173,12 @@ class _Run:
         for model in self.models:
             if missing[model.label]:
                 model.check()
+
+    def forget(self) -> None:
+        """Delete all earlier scores at once, so that those left after an interruption are new."""
+        for model in self.models:
+            for task in self.tasks:
+                self.cache.remove(task, self._meta(model, task))
 
     def score_all(self) -> None:
         """Score each model on each task.
@@ -186,7 +197,7 @@ class _Run:
                         outcome = self._score(model, task)
                         bar.update()
                         _log(f"  {index}/{len(self.tasks)} {task.metadata.name}: {outcome}")
-                    self.encoder = None
+                    self.encoder = self.not_loaded = None
                     model.release()
             except KeyboardInterrupt:
                 cached = sum(len(scores) for scores in self.scores.values())
@@ -256,10 +267,34 @@ class _Run:
 
     def _encoder(self, model: EvaluatedModel) -> "_FiniteEncoder | _FiniteSparse":
         """Return mteb's encoder of a model, the same for all datasets: it takes a while to check the prompts."""
+        if self.not_loaded is not None:
+            raise self.not_loaded
         if self.encoder is None:
-            found = model.load()
+            try:
+                found = model.load()
+            except Exception as error:
+                self.not_loaded = error
+                raise
             self.encoder = _FiniteSparse(found) if isinstance(found, SparseEncoder) else _FiniteEncoder(found)
+            _warn_of_unused_prompts(model.label, self.encoder)
         return self.encoder
+
+
+def _warn_of_unused_prompts(label: str, encoder: "_FiniteEncoder | _FiniteSparse") -> None:
+    """Name the prompts that mteb ignores; `_quiet` silences its own warning.
+
+    It also ignores a MoTE's own names of its instructions, which it uses under the names of its types.
+    """
+    prompts: dict[str, str | None] = encoder.model.prompts
+    default = prompts.get(encoder.model.default_prompt_name or "")
+    used = {"", None, default, *(encoder.model_prompts or {}).values()}
+    unused = [name for name, text in prompts.items() if text not in used]
+    if unused:
+        with tqdm.external_write_mode():
+            logger.warning(
+                f"{label}: MTEB does not use the prompts {', '.join(map(repr, unused))}, whose names it does not know. "
+                "It knows `query`, `document`, and its task types and tasks, such as `STS` or `Retrieval-query`"
+            )
 
 
 class _Finite:
@@ -322,23 +357,25 @@ def instructed(encoder: Any, task: AbsTask, instruction: str | None) -> Iterator
     Raises:
         ValueError: If the model is a MoTE that has no such task.
     """
-    name, kind = task.metadata.name, str(task.metadata.type)
-    role = "-query" if f"{kind}-query" in MTEB_PROMPTS else ""
+    kind, parts = str(task.metadata.type), [*with_subtasks([task])]
+    names = [part.metadata.name for part in parts]  # mteb looks prompts up by the name of a subtask
+    role = "-query" if any(isinstance(part, AbsTaskRetrieval) for part in parts) else ""
     prompts: Any = encoder.model_prompts
     config: Any = getattr(encoder.model[0], "config", None)  # a static model has none
     own = None
     if config is not None and is_mote(config) and config.routes_by_task:
-        served = MTEB_PROMPTS.get(f"{kind}{role}", "")
+        served = "query" if role else MTEB_PROMPTS.get(kind, "")
         own = (config.tasks, config.instructions, config.default_task)
         if instruction is not None and served not in config.tasks:
             raise ValueError(f"The model has no task for datasets of the type {kind!r}")
         if not role and served in config.tasks and not config.instruction_of(served):
             config.default_task = config.default_task or served
         if instruction is not None:  # in front: among tasks with the same instruction, the first counts
-            config.instructions = {**{one: config.instruction_of(one) for one in config.tasks}, name: instruction}
-            config.tasks = {name: config.tasks[served], **config.tasks}
+            own_instructions = {one: config.instruction_of(one) for one in config.tasks}
+            config.instructions = {**own_instructions, **dict.fromkeys(names, instruction)}
+            config.tasks = {**dict.fromkeys(names, config.tasks[served]), **config.tasks}
     if instruction is not None:
-        encoder.model_prompts = {**(prompts or {}), f"{name}{role}": instruction}
+        encoder.model_prompts = {**(prompts or {}), **{f"{name}{role}": instruction for name in names}}
     try:
         yield
     finally:
@@ -409,24 +446,5 @@ def write(evaluation: Evaluation, folder: Path) -> list[Path]:
     }
     if evaluation.reference is not None and any(evaluation.gains(evaluation.reference).values()):
         writers[chart] = partial(draw_gains, evaluation, evaluation.reference)
-    parts = {file: _part(file) for file in writers}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file, part in parts.items():
-            writers[file](part)
-        for file, part in parts.items():
-            part.replace(file)
-        if chart not in parts:
-            chart.unlink(missing_ok=True)  # of an earlier run
-    except OSError as error:
-        raise OSError(f"The scores cannot be written to {folder}: {error}") from error
-    finally:
-        for part in parts.values():
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
-    return [*parts]
-
-
-def _part(file: Path) -> Path:
-    """Return a new path for writing a file before it is moved into place."""
-    return file.with_name(f".{file.name}.{secrets.token_hex(4)}.part")
+    write_together(writers, [] if chart in writers else [chart], "The scores")
+    return [*writers]

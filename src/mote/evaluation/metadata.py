@@ -13,7 +13,7 @@ from mteb.types import Licenses
 from transformers import PreTrainedModel
 
 from configuration_mote import MTEB_PROMPTS, ROLE_HINTS
-from mote.checkpoints.cards import front_matter
+from mote.checkpoints.cards import front_matter, languages
 from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.models import dense_without_weights
 from mote.checkpoints.reading import Checkpoint, is_mote, mote_class, open_checkpoint
@@ -122,7 +122,9 @@ def _license(name: Any) -> str | None:
     return name if name in get_args(Licenses) or name.startswith(("https://", "http://")) else None
 
 
-def _languages(codes: Any) -> list[str] | None:
+def _languages(of_card: Any) -> list[str] | None:
     """Turn a card's languages, such as "en", into MTEB's, such as "eng-Latn"."""
     convert = getattr(iso_mappings, "_hf_langs_to_iso_lang_scripts", None)  # for which mteb has no public name
-    return None if convert is None else convert(codes)
+    found = languages(of_card)
+    codes = [code for code in (found if isinstance(found, list) else [found]) if isinstance(code, str)]
+    return convert(codes) if convert is not None and codes else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mote.checkpoints.hashing import folder_hash
 from mote.hub import commit_of
-from mote.inference.loading import load_any_encoder
+from mote.inference.loading import has_own_code, load_any_encoder
 from mote.reporting import labelled_models
 
 if TYPE_CHECKING:
@@ -50,11 +50,17 @@ class EvaluatedModel:
 
         name = f"local/{Path(self.path).resolve().name}" if Path(self.path).is_dir() else self.path
         name = name if "/" in name else f"sentence-transformers/{name}"  # the organisation that the library assumes
-        settings = {"dtype": self.dtype, "retrieval": self.retrieval, **experiment}
+        settings = {"dtype": self.dtype, "retrieval": self.retrieval, "own_code": self._own_code, **experiment}
         experiment = {key: value for key, value in settings.items() if value is not None}
         return ModelMeta.create_empty(
             overwrites={"name": name, "revision": self.revision, "experiment_kwargs": experiment or None}
         )
+
+    @cached_property
+    def _own_code(self) -> bool | None:
+        """False if the model has code of its own that is not trusted: a class of the library may take its place."""
+        revision = None if Path(self.path).is_dir() else self.revision
+        return False if not self.trust_remote_code and has_own_code(self.path, revision) else None
 
     @cached_property
     def described(self) -> dict[str, Any]:
@@ -66,7 +72,7 @@ class EvaluatedModel:
 
         try:
             meta = model_meta(self.path, None if Path(self.path).is_dir() else self.revision)
-        except (ValueError, OSError):  # other modules or architectures: mteb fills in what it knows
+        except Exception:  # other modules or architectures, odd cards: mteb fills in what it knows
             return {}
         return {name: value for name, value in meta if value is not None and name != "loader_kwargs"}
 

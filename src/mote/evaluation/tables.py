@@ -80,6 +80,10 @@ def _heading(evaluation: "Evaluation", format: Format) -> Iterator[str]:  # noqa
         yield f"mteb {', '.join(versions)}"
     if dtype := evaluation.settings.get("dtype"):
         yield f"weights in {dtype}"
+    if retrieval := evaluation.settings.get("retrieval"):
+        yield f"vectors: {', '.join(retrieval)}"
+    if instructions := evaluation.settings.get("instructions"):
+        yield f"instructions given by --definition for {', '.join(instructions)}"
     if limit := evaluation.settings.get("limit"):
         yield f"datasets cut by --limit {limit}, not comparable with scores on full datasets"
     if len(evaluation.models) > 1:

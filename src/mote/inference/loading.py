@@ -246,6 +246,24 @@ def is_sparse_encoder(path: str, revision: str | None = None) -> bool:
     return isinstance(settings, dict) and settings.get("model_type") == "SparseEncoder"
 
 
+def has_own_code(path: str, revision: str | None = None) -> bool:
+    """Whether the files of a model name code of its own, which the libraries run only if it is trusted."""
+    from transformers.utils import cached_file
+
+    def read(name: str, folder: str = "") -> Any:
+        file = cached_file(path, name, revision=revision, subfolder=folder, _raise_exceptions_for_missing_entries=False)
+        return json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+
+    try:
+        modules = read("modules.json") or [{"path": "", "type": "sentence_transformers"}]
+        names = ("config.json", "tokenizer_config.json")
+        configs = [read(name, module["path"]) for module in modules for name in names]
+        others = [module for module in modules if not module["type"].startswith("sentence_transformers")]
+    except (ValueError, KeyError, TypeError, AttributeError):  # damaged: loading says so
+        return False
+    return bool(others) or any("auto_map" in config for config in configs)
+
+
 def _mote_config(path: str | os.PathLike, experts: Any = None, **kwargs: Any) -> "MoTEConfig":
     """Read the config of a MoTE with the installed class.
 
