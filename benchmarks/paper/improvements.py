@@ -158,15 +158,18 @@ def _unseen_near_start(variant: Variant, name: str) -> Variant:
 def _matching_distilled(variant: Variant, name: str) -> Variant:
     """Let a copy of the expert for text matching learn the teacher's embeddings of its texts, with all else frozen.
 
-    It then serves the unseen tasks. At `large-gpu` this takes a tenth of an epoch's steps.
+    It then serves the unseen tasks. At `large-gpu` this takes a tenth of an epoch's steps. If all tasks have pairs, the
+    texts are those of classification.
     """
-    trained_for_them = _recipe(variant).model.tasks["sts"]
+    tasks = _recipe(variant).tasks
+    matching = PARAPHRASED if PARAPHRASED in tasks else "classification"
+    trained_for_them = _recipe(variant).model.tasks.get("sts", UNSEEN_TASKS["sts"])
     making = made_by(mote.experts.add, "distilled", trained_for_them, tasks=_unseen_tasks(variant))
     stage = (
         "model.experts=null",  # those of the MoTE that it starts from
         "model.tasks={}",
-        *(f"tasks.{task}=null" for task in _recipe(variant).tasks if task != PARAPHRASED),
-        f"tasks.{PARAPHRASED}.batches=heterogeneous",
+        *(f"tasks.{task}=null" for task in tasks if task != matching),
+        *(f"tasks.{matching}.{setting}" for setting in ("anchor=sts", "positive=sts", "batches=heterogeneous")),
         "training.only_experts=[distilled]",
         "training.num_train_epochs=0.8",
     )

@@ -14,7 +14,8 @@ import mote
 from benchmarks.paper import best, data, experiments, improvements, reports, runs, unseen
 from benchmarks.paper.reports import make
 from configuration_mote import PAPER_INSTRUCTIONS
-from mote.checkpoints.reading import open_mote
+from mote.checkpoints.reading import open_checkpoint, open_mote
+from mote.training.names import names_of
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import fixed_settings
@@ -392,14 +393,15 @@ def test_an_expert_is_distilled_last_and_alone(
     monkeypatch.setattr(improvements, "MATCHING", "classification")  # the expert of the model that is to hand
     made = given.model(f"{name}+matching-distilled", 42)
     before, last = trained
+    names_of(last, open_checkpoint(last.model.source))  # it suits what it starts from
     assert made == trained_folder
     assert (before.training.num_train_epochs, before.model.source) == (0.9, str(SMALL_ENCODER))
     config = open_mote(last.model.source).config
     assert {one for one, expert in config.tasks.items() if expert == "distilled"} >= {"distilled", *improvements.UNSEEN}
     assert last.training.only_experts == ["distilled"]
-    assert {one: (task.loss, task.teacher.source) for one, task in last.tasks.items()} == {
-        "paraphrases": ("EmbedDistillLoss", "TEACHER")
-    }
+    ((name, task),) = last.tasks.items()
+    assert (name, task.anchor, task.positive) == ("paraphrases", "sts", "sts")
+    assert (task.loss, task.teacher and task.teacher.source) == ("EmbedDistillLoss", "TEACHER")
 
 
 def test_unseen_tasks_are_served_at_no_cost_to_seen_ones() -> None:

@@ -119,6 +119,7 @@ def fail(model: Any) -> None:
     raise ValueError("cannot be done")
 
 
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")  # torch, about its own call
 def test_nothing_is_left_of_a_failure(mote: Path, tmp_path: Path) -> None:
     dense = dense_checkpoint(tmp_path / "dense")
     (tmp_path / "used").mkdir()
