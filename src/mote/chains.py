@@ -203,10 +203,10 @@ def chain(recipe: Chain | str | Path, overrides: Sequence[str] = (), *, overwrit
         for number, stage in enumerate(stages, start=1):
             logger.info("Stage %d of %d: %s", number, len(stages), stage.name)
             try:
-                mine_negatives(settings.datasets, stage.mined, stage.teacher, stage.mining, data=settings.data.place)
                 if stage.is_trained():
                     stage.require_same_source()
-                else:
+                mine_negatives(settings.datasets, stage.mined, stage.teacher, stage.mining, data=settings.data.place)
+                if not stage.is_trained():
                     train(stage.recipe)
             except KeyboardInterrupt as interrupt:
                 raise KeyboardInterrupt(f"in the stage {stage.name}: {interrupt}; {HOW_TO_RESUME}") from None

@@ -142,9 +142,10 @@ def write_together(
         name: What they are, in the error message.
 
     Raises:
-        OSError: If they cannot be written; those of an earlier run are still there.
+        OSError: If they cannot be written; those of an earlier run are then still there, unless moving itself failed.
     """
     folder = next(iter(writers)).parent
+    writers = {file.resolve(): write for file, write in writers.items()}  # a link stays one
     parts = {file: file.with_name(f".{secrets.token_hex(4)}.part.{file.name}") for file in writers}
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -79,5 +79,8 @@ def test_an_aggregate_counts_only_with_all_of_its_subtasks(tmp_path: Path) -> No
     path.write_text(path.read_text().replace(task.metadata.tasks[3].metadata.revision, "another revision"))
     assert cache.find(task, meta) is None
     assert cache.find(task.metadata.tasks[2], meta) is not None
-    cache.remove(task, meta)
+    before = results(tmp_path)
+    cache.set_aside(task, meta)
     assert not results(tmp_path)
+    cache.restore(task, meta)
+    assert {*results(tmp_path)} == {*before}

@@ -406,6 +406,27 @@ def test_an_interrupted_run_with_overwrite_leaves_no_earlier_scores(
     assert evaluate(SMALL_ENCODER, **where).scores == first.scores
 
 
+@pytest.mark.long
+def test_a_dataset_that_fails_with_overwrite_keeps_its_score(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where: dict[str, Any] = {"data": data, "tasks": ["sts/*"], "out": tmp_path}
+    first = evaluate(SMALL_ENCODER, **where)
+    files = {path: path.read_bytes() for path in results(tmp_path)}
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mteb.evaluate", fail)
+        assert evaluate(SMALL_ENCODER, overwrite=True, **where).failures["small-encoder"].keys() == {
+            *first.scores["small-encoder"]
+        }
+    assert {path: path.read_bytes() for path in results(tmp_path)} == files
+    assert evaluate(SMALL_ENCODER, overwrite=True, **where).scores == first.scores
+    assert not [*tmp_path.rglob("*.earlier")]
+
+
 # Invalid arguments ---------------------------------------------------------------------------------------------------
 
 

@@ -204,7 +204,9 @@ def test_a_recipe_removes_only_tasks_that_are_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         load_recipe(tmp_path / "two.yaml")
     with pytest.raises(ValueError, match="no task 'clustring'"):
-        load_recipe("mote", changes=[{"tasks": {"clustring": None}}])
+        load_recipe("mote", ["tasks.clustring=null"])
+    both = {"tasks": {"clustering": None, "paraphrases": None}}  # as a chain's `train`, for stages with different tasks
+    assert list(load_recipe("mote", changes=[both]).tasks) == ["retrieval", "classification"]
     with pytest.raises(ValueError, match="`extends` is for recipe files"):
         load_recipe("mote", changes=[{"extends": "em"}])
 

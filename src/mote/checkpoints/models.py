@@ -121,7 +121,7 @@ def positions_of(checkpoint: Checkpoint) -> int | None:
     """Return the number of tokens that have a learned position in a model, from its config; as `learned_positions`."""
     config = checkpoint.config
     new = mote_class(config.model_type, "model") if is_mote(config) else AutoModel.from_config
-    with quiet_transformers(), torch.device("meta"):
+    with _reading(checkpoint), torch.device("meta"):
         return learned_positions(new(config))
 
 

@@ -109,13 +109,20 @@ def _pooling_in(source: Checkpoint, module: dict[str, Any]) -> str:
     return POOLING_NAMES.get(mode, mode)
 
 
-def embedding_dimension(source: Checkpoint) -> int:
-    """Return the dimension of a source's dense embeddings: the hidden size, unless a later module changes it."""
+def embedding_dimension(source: Checkpoint, pooling: str | None = None) -> int:
+    """Return the dimension of a source's dense embeddings: the hidden size, unless a later module changes it.
+
+    Args:
+        source: The source.
+        pooling: Way of pooling, in place of the source's, which may concatenate several.
+    """
     dimension = int(source.config.hidden_size)
     for module in source_modules(source)[1:]:
         settings = source.read_json(f"{module['path']}/config.json")
         if _pools(module):
-            modes = settings.get("pooling_mode", [mode for mode, flag in POOLING_FLAGS.items() if settings.get(flag)])
+            modes = pooling or settings.get(
+                "pooling_mode", [mode for mode, flag in POOLING_FLAGS.items() if settings.get(flag)]
+            )
             tokens = settings.get("embedding_dimension", settings.get("word_embedding_dimension", dimension))
             dimension = tokens * (1 if isinstance(modes, str) else max(len(modes), 1))  # several are concatenated
         dimension = settings.get("out_features", dimension)

@@ -57,18 +57,29 @@ class Cache(mteb.ResultCache):
             return None
         return result if result is not None and result.dataset_revision == self.revisions.get(task_name) else None
 
-    def remove(self, task: Any, meta: ModelMeta) -> None:
-        """Delete the results of a task and its subtasks, if there are any.
+    def set_aside(self, task: Any, meta: ModelMeta) -> None:
+        """Rename the results of a task and its subtasks, so that they count as missing; see `restore`.
 
         Raises:
-            CacheError: If they cannot be deleted.
+            CacheError: If they cannot be renamed.
         """
-        for part in with_subtasks([task]):
-            path = self.get_task_result_path(part.metadata.name, meta)
+        for path in self._paths(task, meta):
             try:
-                path.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    path.replace(_earlier(path))
             except OSError as error:
-                raise CacheError(f"The earlier result {path} cannot be deleted: {error}") from error
+                raise CacheError(f"The earlier result {path} cannot be renamed: {error}") from error
+
+    def restore(self, task: Any, meta: ModelMeta) -> None:
+        """Take back those results that were set aside and have not been computed again, and delete the others."""
+        for path in self._paths(task, meta):
+            with suppress(OSError):
+                if not path.exists():
+                    _earlier(path).replace(path)
+                _earlier(path).unlink(missing_ok=True)
+
+    def _paths(self, task: Any, meta: ModelMeta) -> list[Path]:
+        return [self.get_task_result_path(part.metadata.name, meta) for part in with_subtasks([task])]
 
     def find(self, task: Any, meta: ModelMeta) -> Any:
         """Load the result of a task, if there is a complete one."""
@@ -99,3 +110,7 @@ def with_subtasks(tasks: Iterable[Any]) -> Iterator[Any]:
         yield task
         if task.is_aggregate:
             yield from with_subtasks(task.metadata.tasks)
+
+
+def _earlier(path: Path) -> Path:
+    return path.with_name(f"{path.name}.earlier")

@@ -113,7 +113,7 @@ def evaluate(
         run = _Run(found, chosen, Cache(folder, chosen), limit, batch_size, overwrite, instructions)
         run.check_models()
         if overwrite:
-            run.forget()
+            run.set_aside()
         run.score_all()
     evaluation = Evaluation(
         scores={model.label: run.scores[model.label] for model in found},
@@ -174,11 +174,11 @@ class _Run:
             if missing[model.label]:
                 model.check()
 
-    def forget(self) -> None:
-        """Delete all earlier scores at once, so that those left after an interruption are new."""
+    def set_aside(self) -> None:
+        """Set all earlier scores aside at once, so that those found after an interruption are new."""
         for model in self.models:
             for task in self.tasks:
-                self.cache.remove(task, self._meta(model, task))
+                self.cache.set_aside(task, self._meta(model, task))
 
     def score_all(self) -> None:
         """Score each model on each task.
@@ -218,11 +218,17 @@ class _Run:
             raise
         except Exception as error:  # of a dataset, of a model's code, of a device: the others continue
             self.failures[label][name] = first_line(error)
+            self._restore(model, task)
             return f"failed: {first_line(error)}"
+        self._restore(model, task)
         self.scores[label][name] = score
         self.seconds[label][name] = round(result.evaluation_time or 0.0, 2)
         self.versions.add(str(result.mteb_version))
         return f"{score:.2f}, {self.seconds[label][name]:.1f} s{how}"
+
+    def _restore(self, model: EvaluatedModel, task: AbsTask) -> None:
+        if self.overwrite:
+            self.cache.restore(task, self._meta(model, task))
 
     def _cached(self, model: EvaluatedModel, task: AbsTask) -> TaskResult | None:
         return None if self.overwrite else self.cache.find(task, self._meta(model, task))

@@ -256,10 +256,10 @@ def has_own_code(path: str, revision: str | None = None) -> bool:
 
     try:
         modules = read("modules.json") or [{"path": "", "type": "sentence_transformers"}]
-        names = ("config.json", "tokenizer_config.json")
-        configs = [read(name, module["path"]) for module in modules for name in names]
+        names = ("config.json", "tokenizer_config.json")  # of the network; other modules name code by their type
+        configs = [read(name, modules[0]["path"]) for name in names]
         others = [module for module in modules if not module["type"].startswith("sentence_transformers")]
-    except (ValueError, KeyError, TypeError, AttributeError):  # damaged: loading says so
+    except (ValueError, LookupError, TypeError, AttributeError):  # damaged: loading says so
         return False
     return bool(others) or any("auto_map" in config for config in configs)
 

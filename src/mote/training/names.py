@@ -30,8 +30,6 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
     """
     settings = recipe.model
     retrieval_of(recipe, source)
-    check_max_length(settings, source)
-    _check_matryoshka(recipe, source)
     if recipe.training.peft is not None:
         _check_peft(recipe, source)
     if is_mote(source.config):
@@ -57,6 +55,8 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
         names.validate()
     else:
         names = plan_upcycling(source, options=upcycling_options(settings, recipe.retrieval)).config
+    check_max_length(settings, source)
+    _check_matryoshka(recipe, source)
     if recipe.training.fp16:
         refuse_fp16(names)
     _check_tasks(recipe, names)
@@ -213,7 +213,7 @@ def _check_matryoshka(recipe: Recipe, source: Checkpoint) -> None:
     """Check that embeddings can be truncated to the recipe's dimensions; the library would fail at the first step."""
     if not isinstance(recipe.training.matryoshka, list):
         return
-    whole = st.embedding_dimension(source)
+    whole = st.embedding_dimension(source, recipe.model.pooling)
     if above := [str(size) for size in recipe.training.matryoshka if size > whole]:
         raise ValueError(
             f"training.matryoshka: the embeddings of {source.name} have {whole} dimensions and cannot be truncated to "

@@ -389,7 +389,6 @@ def build_masked_lm(recipe: PretrainingRecipe, source: Checkpoint) -> MoTEForMas
 def _config_of(recipe: PretrainingRecipe, source: Checkpoint) -> Any:
     """Return the config of the model that a recipe pre-trains; errors as in `build_masked_lm`."""
     settings, config = recipe.model, source.config
-    check_max_length(settings, source)
     if not is_mote(config):
         config = plan_upcycling(source, options=_upcycling_options(recipe)).config
     elif settings.new_head or not has_head(config):
@@ -400,6 +399,7 @@ def _config_of(recipe: PretrainingRecipe, source: Checkpoint) -> Any:
     else:
         check_mote(settings, config, source.is_local)
         set_router_loss(config, settings)
+    check_max_length(settings, source)
     if recipe.training.fp16:
         refuse_fp16(config)
     for name, task in recipe.tasks.items():

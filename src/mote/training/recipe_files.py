@@ -56,7 +56,7 @@ def load_recipe(
     settings = _read(str(recipe), kind.PLACE)  # type: ignore[attr-defined]
     for change in changes:
         _refuse_extends("extends" in change, "settings that override a recipe")
-        settings = _extended(settings, change)
+        settings = _merged(settings, change)  # may remove a task that only other recipes have
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:

@@ -96,7 +96,8 @@ def load_texts(recipe: PretrainingRecipe, tokenizer: PreTrainedTokenizerBase) ->
     """Read everything that a recipe of pre-training trains on.
 
     Repeated texts of a task are dropped. Of each task, a share is held out, up to a limit, by a hash of the text. No
-    task trains on a text that one of them holds out.
+    task trains on a text that one of them holds out. Of a pair, that is the text whose hash decides; the other may
+    occur in training.
 
     Args:
         recipe: The recipe.
