@@ -73,6 +73,11 @@ class Variant:
     late: bool = False
     trial_changes: tuple[str, ...] = ()
 
+    @property
+    def has_teacher(self) -> bool:
+        """Whether its start, its mined negatives or its last stage come from a teacher."""
+        return self.start == "distilled" or self.mined or self.last_stage is not None
+
 
 def base_of(name: str) -> str:
     """Return a variant's name without its improvements: `mote` of `mote+mined`."""

@@ -357,8 +357,7 @@ class Runs:
         shipped = load_recipe(variant.recipe)
         own = _changed(fixed_settings(recipe, given_only=True), {**fixed_settings(shipped), **common})
         data = _changed(self.digest_of_data(variant), common)
-        learned = variant.start == "distilled" or variant.mined
-        teacher = {"teacher": Path(self.teacher).name} if learned else {}
+        teacher = {"teacher": Path(self.teacher).name} if variant.has_teacher else {}
         names = {"variant": self.trained_as(name), "recipe": f"{variant.recipe} {digest_of_recipe(shipped)}"}
         return {**data, **teacher, **names, **own}
 
@@ -370,7 +369,7 @@ class Runs:
         """
         hashes = {"start": hash_of_weights(self.source)}
         variant = variant_of(name)
-        if variant.start == "distilled" or variant.mined:
+        if variant.has_teacher:
             hashes["teacher"] = hash_of_weights(self.teacher)
         if variant.start == "given":
             return hashes

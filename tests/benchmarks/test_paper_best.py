@@ -393,6 +393,8 @@ def test_an_expert_is_distilled_last_and_alone(
     monkeypatch.setattr(improvements, "MATCHING", "classification")  # the expert of the model that is to hand
     made = given.model(f"{name}+matching-distilled", 42)
     before, last = trained
+    assert improvements.variant_of("mote+matching-distilled").has_teacher
+    assert not improvements.variant_of("mote+matching-distilled+to-mean-0.25").last_stage
     names_of(last, open_checkpoint(last.model.source))  # it suits what it starts from
     assert made == trained_folder
     assert (before.training.num_train_epochs, before.model.source) == (0.9, str(SMALL_ENCODER))
