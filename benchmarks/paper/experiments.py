@@ -233,6 +233,17 @@ LARGE_GPU = replace(
 )
 """With more rows of the same datasets, and without mined negatives, which take long to find."""
 
+MEDIUM_CPU = replace(
+    MEDIUM_GPU,
+    changes=(*MEDIUM.changes, *BF16),
+    distilled_by="medium-bf16",
+    candidates=tuple(
+        f"mote+five-tasks+matching-by-search+homogeneous+distilled+labels-twice+to-mean-0.25+{served}"
+        for served in ("matching-distilled", "unseen-near-start")
+    ),
+)
+"""As `medium-bf16`, without mined negatives; the expert for text matching learns last."""
+
 SCALES = {
     "smoke": Scale(
         source="examples/small-encoder",
@@ -278,6 +289,7 @@ SCALES = {
     "medium-bf16": replace(MEDIUM, changes=(*MEDIUM.changes, *BF16), chosen_by=None, dtype="bfloat16"),
     "medium-gpu": MEDIUM_GPU,
     "large-gpu": LARGE_GPU,
+    "medium-cpu": MEDIUM_CPU,
     "medium-labels": replace(MEDIUM_GPU, trained_on="labels", repeats=False),
     "medium-embedder": replace(
         MEDIUM,
