@@ -158,8 +158,8 @@ def _unseen_near_start(variant: Variant, name: str) -> Variant:
 def _matching_distilled(variant: Variant, name: str) -> Variant:
     """Let a copy of the expert for text matching learn the teacher's embeddings of its texts, with all else frozen.
 
-    It then serves the unseen tasks. With five tasks this takes a tenth of an epoch's steps. If all tasks have pairs, the
-    texts are those of classification.
+    It then serves the unseen tasks. With five tasks this takes a tenth of an epoch's steps. If all tasks have pairs,
+    the texts are those of classification.
     """
     tasks = _recipe(variant).tasks
     matching = PARAPHRASED if PARAPHRASED in tasks else "classification"
@@ -176,6 +176,12 @@ def _matching_distilled(variant: Variant, name: str) -> Variant:
     return replace(_of(making)(variant, name), last_stage=stage)
 
 
+def _distilled_last(variant: Variant, name: str) -> Variant:
+    """Let all weights learn the teacher's embeddings of all texts, in a further tenth of an epoch's steps."""
+    unchanged = _of(lambda source, out, start: source)
+    return replace(unchanged(variant, name), last_stage=("training.num_train_epochs=0.1",))
+
+
 def _search_to_start(weight: float) -> Improvement:
     """Interpolate the experts of search with the start, as `to-start` does with all weights."""
     return _of(lambda source, out, start: mote.transform(source, out, move_experts_to_start, start, SEARCH, weight))
@@ -187,7 +193,10 @@ DATA: dict[str, Improvement] = {"five-tasks": _five_tasks}
 LABELS: dict[str, Improvement] = {"labels-twice": _labels(2), "labels-four-times": _labels(4)}
 """More steps on labelled texts, for models of any kind."""
 
-_MADE_FOR_ALL = {f"to-start-{weight:g}": _to_start(weight) for weight in (0.25, 0.5)}
+_MADE_FOR_ALL = {
+    **{f"to-start-{weight:g}": _to_start(weight) for weight in (0.25, 0.5)},
+    "distilled-last": _distilled_last,
+}
 _SERVED_UNSEEN = {
     **{f"unseen-by-{expert}": _served_by(expert) for expert in EXPERTS},
     "unseen-by-mean": _unseen_by_mean,
@@ -200,6 +209,7 @@ _MADE_FOR_EXPERTS = {
     **{f"search-to-start-{weight:g}": _search_to_start(weight) for weight in (0.25, 0.5)},
 }
 MADE_AFTER_TRAINING = {**_MADE_FOR_ALL, **_MADE_FOR_EXPERTS}
+"""Changes of a trained model; some also train it further."""
 
 HALF_RATE = "rate-0.5"
 SHARED_RATE = "shared-rate-0.25"

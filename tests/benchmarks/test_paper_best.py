@@ -406,6 +406,23 @@ def test_an_expert_is_distilled_last_and_alone(
     assert (task.loss, task.teacher and task.teacher.source) == ("EmbedDistillLoss", "TEACHER")
 
 
+def test_a_dense_model_is_distilled_last_as_a_whole(
+    trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[Recipe] = []
+    monkeypatch.setattr(runs, "trained", lambda recipe, *_: trained.append(recipe) or trained_folder)
+    given = runs.Runs(experiments.SCALES["smoke"], str(SMALL_ENCODER), "DATA", tmp_path, teacher="TEACHER")
+    given.model("ic+epochs-1.1+distilled-last", 42)
+    before, last = trained
+    assert (before.training.num_train_epochs, last.training.num_train_epochs) == (1.1, 0.1)
+    assert (last.model.source, last.model.kind) == (str(trained_folder), "dense")
+    assert not last.training.only_experts
+    assert last.tasks.keys() == before.tasks.keys()
+    assert {(task.loss, task.teacher and task.teacher.source) for task in last.tasks.values()} == {
+        ("EmbedDistillLoss", "TEACHER")
+    }
+
+
 def test_unseen_tasks_are_served_at_no_cost_to_seen_ones() -> None:
     def scores(seen: float, unseen_ones: float) -> dict[str, float]:
         return {**dict.fromkeys(unseen.SEEN_TYPES, seen), **dict.fromkeys(unseen.UNSEEN_TYPES, unseen_ones)}
