@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import mote
 from benchmarks.paper.experiments import KIND_OF_TASK, MATCHED, SERVED, TASKS, VARIANTS, Making, Variant, made_by
@@ -155,25 +156,47 @@ def _unseen_near_start(variant: Variant, name: str) -> Variant:
     return _of(making)(variant, name)
 
 
-def _matching_distilled(variant: Variant, name: str) -> Variant:
+def _distilled_alone(variant: Variant, name: str, expert: str, task: str, *changes: str, **settings: Any) -> Variant:
     """Let a copy of the expert for text matching learn the teacher's embeddings of its texts, with all else frozen.
 
-    It then serves the unseen tasks. With five tasks this takes a tenth of an epoch's steps. If all tasks have pairs,
-    the texts are those of classification.
+    With five tasks this takes a tenth of an epoch's steps. If all tasks have pairs, the texts are those of
+    classification.
+
+    Args:
+        variant: The variant.
+        name: Its name.
+        expert: Name of the copy.
+        task: Unseen task that the texts are embedded for.
+        changes: Further overrides.
+        settings: For `mote.experts.add`.
     """
     tasks = _recipe(variant).tasks
     matching = PARAPHRASED if PARAPHRASED in tasks else "classification"
     trained_for_them = _recipe(variant).model.tasks.get("sts", UNSEEN_TASKS["sts"])
-    making = made_by(mote.experts.add, "distilled", trained_for_them, tasks=_unseen_tasks(variant))
+    making = made_by(mote.experts.add, expert, trained_for_them, **settings)
     stage = (
         "model.experts=null",  # those of the MoTE that it starts from
         "model.tasks={}",
-        *(f"tasks.{task}=null" for task in tasks if task != matching),
-        *(f"tasks.{matching}.{setting}" for setting in ("anchor=sts", "positive=sts", "batches=heterogeneous")),
-        "training.only_experts=[distilled]",
+        *(f"tasks.{one}=null" for one in tasks if one != matching),
+        *(f"tasks.{matching}.{setting}" for setting in (f"anchor={task}", f"positive={task}", "batches=heterogeneous")),
+        f"training.only_experts=[{expert}]",
         "training.num_train_epochs=0.8",
+        *changes,
     )
     return replace(_of(making)(variant, name), last_stage=stage)
+
+
+def _matching_distilled(variant: Variant, name: str) -> Variant:
+    """Serve all unseen tasks by an expert that learns the teacher's embeddings alone."""
+    return _distilled_alone(variant, name, "distilled", "sts", tasks=_unseen_tasks(variant))
+
+
+def _summaries_distilled(variant: Variant, name: str) -> Variant:
+    """Serve summarization by an expert that learns the teacher's embeddings alone, at a higher rate."""
+    task = "summarization"
+    own = f"{task}: "  # that of text matching is another expert's
+    changes = ("training.learning_rate=1.6e-3", "model.instruction_texts={}")
+    return _distilled_alone(variant, name, task, task, *changes, instruction=own)
 
 
 def _distilled_last(variant: Variant, name: str) -> Variant:
@@ -207,6 +230,7 @@ _MADE_FOR_EXPERTS = {
     **{f"to-mean-{part:g}": _of(made_by(mote.experts.interpolate, part)) for part in (0.25, 0.5)},
     **_SERVED_UNSEEN,
     **{f"search-to-start-{weight:g}": _search_to_start(weight) for weight in (0.25, 0.5)},
+    "summaries-distilled": _summaries_distilled,
 }
 MADE_AFTER_TRAINING = {**_MADE_FOR_ALL, **_MADE_FOR_EXPERTS}
 """Changes of a trained model; some also train it further."""
