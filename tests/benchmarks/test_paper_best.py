@@ -406,6 +406,29 @@ def test_an_expert_is_distilled_last_and_alone(
     assert (task.loss, task.teacher and task.teacher.source) == ("EmbedDistillLoss", "TEACHER")
 
 
+def test_summarization_gets_an_expert_that_is_distilled_last(
+    trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[Recipe] = []
+    monkeypatch.setattr(runs, "trained", lambda recipe, *_: trained.append(recipe) or trained_folder)
+    monkeypatch.setattr(runs.Runs, "source_of", lambda *_: str(SMALL_ENCODER))
+    monkeypatch.setattr(runs.Runs, "prepared", lambda _: tmp_path)
+    monkeypatch.setattr(runs, "digest_of", lambda _: "DIGEST")
+    given = runs.Runs(experiments.SCALES["smoke"], str(SMALL_ENCODER), "DATA", tmp_path, teacher="TEACHER")
+    monkeypatch.setattr(improvements, "MATCHING", "classification")  # the expert of the model that is to hand
+    given.model("mote+five-tasks+distilled+summaries-distilled", 42)
+    last = trained[-1]
+    names_of(last, open_checkpoint(last.model.source))
+    config = open_mote(last.model.source).config
+    assert [task for task, expert in config.tasks.items() if expert == "summarization"] == ["summarization"]
+    assert config.instruction_of("summarization") == "summarization: "
+    assert config.tasks["sts"] == "classification"
+    assert last.training.only_experts == ["summarization"]
+    assert last.training.learning_rate == 1.6e-3
+    ((_, task),) = last.tasks.items()
+    assert (task.anchor, task.positive, task.loss) == ("summarization", "summarization", "EmbedDistillLoss")
+
+
 def test_a_dense_model_is_distilled_last_as_a_whole(
     trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
