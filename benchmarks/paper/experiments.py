@@ -237,12 +237,11 @@ MEDIUM_CPU = replace(
     MEDIUM_GPU,
     changes=(*MEDIUM.changes, *BF16),
     distilled_by="medium-bf16",
-    candidates=tuple(
-        f"mote+five-tasks+matching-by-search+homogeneous+distilled+labels-twice+to-mean-0.25{served}"
-        for served in ("", "+unseen-near-start", "+matching-distilled")
+    candidates=(
+        "mote+five-tasks+matching-by-search+homogeneous+distilled+labels-twice+to-mean-0.25+summaries-distilled",
     ),
 )
-"""As `medium-bf16`, from the start of `large-gpu`, without mined negatives."""
+"""As `medium-bf16`, from the start of `large-gpu`, without mined negatives; summarization has an expert of its own."""
 
 SCALES = {
     "smoke": Scale(
