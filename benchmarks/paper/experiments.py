@@ -238,6 +238,7 @@ MEDIUM_CPU = replace(
     changes=(*MEDIUM.changes, *BF16),
     distilled_by="medium-bf16",
     candidates=(
+        "mote+five-tasks+matching-by-search+homogeneous+distilled+labels-twice+own-moves+summaries-distilled",
         "mote+five-tasks+matching-by-search+homogeneous+distilled+labels-twice+to-mean-0.25+summaries-distilled",
     ),
 )

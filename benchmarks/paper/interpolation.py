@@ -1,10 +1,11 @@
 """Trained models moved towards the model that they started from."""
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from safetensors.torch import load_file, save_file
 
 import mote
@@ -72,6 +73,22 @@ def move_experts_to_start(model: "MoTEModel", start: Path, tasks: Iterable[str],
         weight: Interpolation weight of the start, from 0 (as trained) to 1 (as the start).
     """
     _move_to_start(model, start, {model.config.tasks[task] for task in tasks}, weight)
+
+
+def move_experts(model: "MoTEModel", start: Path, weights: Mapping[str, tuple[float, float]]) -> None:
+    """Move each of some experts by its own amounts: towards the mean of all experts and the start, or away from them.
+
+    Args:
+        model: A MoTE; changed in place.
+        start: The dense model that it was trained from.
+        weights: Expert → weights of the mean and of the start; the rest of 1 is the expert's own. Negative: away.
+    """
+    initial = load_file(start / WEIGHTS)
+    trained = {expert: mote.experts.weights(model, expert) for expert in model.config.available_experts}
+    means = {name: torch.stack([of[name] for of in trained.values()]).mean(0) for name in next(iter(trained.values()))}
+    for expert, (of_mean, of_start) in weights.items():
+        for name, one in trained[expert].items():  # the model's own tensors
+            one.copy_((1 - of_mean - of_start) * one + of_mean * means[name] + of_start * initial[name].to(one))
 
 
 def _move_to_start(model: "MoTEModel", start: Path, experts: Iterable[str], weight: float) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import mote
 from benchmarks.paper import experiments, improvements, runs
-from benchmarks.paper.interpolation import towards_start
+from benchmarks.paper.interpolation import move_experts, towards_start
 from mote.checkpoints.reading import open_mote
 from mote.checkpoints.tensors import weight_name
 
@@ -69,6 +69,23 @@ def test_experts_of_search_move_to_the_start(trained_folder: Path, tmp_path: Pat
     for name in moved:
         dense = start[weight_name(name, open_mote(str(made)).config).dense]
         assert after[name].allclose(0.75 * before[name] + 0.25 * dense, atol=1e-7)
+
+
+def test_each_expert_is_moved_by_its_own_amounts(trained_folder: Path, tmp_path: Path) -> None:
+    weights = {"classification": (0.0, -0.25), "clustering": (-0.25, 0.0), "search_query": (0.5, 0.25)}
+    made = mote.transform(trained_folder, tmp_path / "made", move_experts, SMALL_ENCODER, weights)
+    before, start, after = (load_file(folder / "model.safetensors") for folder in (trained_folder, SMALL_ENCODER, made))
+    experts = open_mote(str(trained_folder)).config.experts
+    for name, one in after.items():
+        expert = next((expert for expert in experts if f".experts.{expert}." in name), None)
+        if expert not in weights:
+            assert one.equal(before[name])
+            continue
+        of_mean, of_start = weights[expert]
+        mean = sum(before[name.replace(expert, other)] for other in experts) / len(experts)
+        initial = start[name.removeprefix("backbone.").replace(f"experts.{expert}.", "")]
+        moved = before[name] + of_mean * (mean - before[name]) + of_start * (initial - before[name])
+        assert one.allclose(moved, atol=1e-6)
 
 
 def test_made_after_training_in_short_folders(
