@@ -14,8 +14,6 @@ import mote
 from benchmarks.paper import best, data, experiments, improvements, reports, runs, unseen
 from benchmarks.paper.reports import make
 from configuration_mote import PAPER_INSTRUCTIONS
-from mote.checkpoints.reading import open_checkpoint, open_mote
-from mote.training.names import names_of
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import fixed_settings
@@ -378,72 +376,6 @@ def test_a_late_mote_is_dense_at_first(tmp_path: Path, monkeypatch: pytest.Monke
     assert (dense.model.source, experts.model.source) == ("SOURCE", f"{dense.output}/model")
     assert dense.training.num_train_epochs == experts.training.num_train_epochs == 0.5
     assert dense.training.seed != experts.training.seed == 42
-
-
-def test_an_expert_is_distilled_last_and_alone(
-    trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained: list[Recipe] = []
-    monkeypatch.setattr(runs, "trained", lambda recipe, *_: trained.append(recipe) or trained_folder)
-    monkeypatch.setattr(runs.Runs, "source_of", lambda *_: str(SMALL_ENCODER))
-    monkeypatch.setattr(runs.Runs, "prepared", lambda _: tmp_path)
-    monkeypatch.setattr(runs, "digest_of", lambda _: "DIGEST")
-    given = runs.Runs(experiments.SCALES["smoke"], str(SMALL_ENCODER), "DATA", tmp_path, teacher="TEACHER")
-    name = "mote+five-tasks+distilled+epochs-0.9"
-    monkeypatch.setattr(improvements, "MATCHING", "classification")  # the expert of the model that is to hand
-    made = given.model(f"{name}+matching-distilled", 42)
-    before, last = trained
-    assert improvements.variant_of("mote+matching-distilled").has_teacher
-    assert not improvements.variant_of("mote+matching-distilled+to-mean-0.25").last_stage
-    names_of(last, open_checkpoint(last.model.source))  # it suits what it starts from
-    assert made == trained_folder
-    assert (before.training.num_train_epochs, before.model.source) == (0.9, str(SMALL_ENCODER))
-    config = open_mote(last.model.source).config
-    assert {one for one, expert in config.tasks.items() if expert == "distilled"} >= {"distilled", *improvements.UNSEEN}
-    assert last.training.only_experts == ["distilled"]
-    ((name, task),) = last.tasks.items()
-    assert (name, task.anchor, task.positive) == ("paraphrases", "sts", "sts")
-    assert (task.loss, task.teacher and task.teacher.source) == ("EmbedDistillLoss", "TEACHER")
-
-
-def test_summarization_gets_an_expert_that_is_distilled_last(
-    trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained: list[Recipe] = []
-    monkeypatch.setattr(runs, "trained", lambda recipe, *_: trained.append(recipe) or trained_folder)
-    monkeypatch.setattr(runs.Runs, "source_of", lambda *_: str(SMALL_ENCODER))
-    monkeypatch.setattr(runs.Runs, "prepared", lambda _: tmp_path)
-    monkeypatch.setattr(runs, "digest_of", lambda _: "DIGEST")
-    given = runs.Runs(experiments.SCALES["smoke"], str(SMALL_ENCODER), "DATA", tmp_path, teacher="TEACHER")
-    monkeypatch.setattr(improvements, "MATCHING", "classification")  # the expert of the model that is to hand
-    given.model("mote+five-tasks+distilled+summaries-distilled", 42)
-    last = trained[-1]
-    names_of(last, open_checkpoint(last.model.source))
-    config = open_mote(last.model.source).config
-    assert [task for task, expert in config.tasks.items() if expert == "summarization"] == ["summarization"]
-    assert config.instruction_of("summarization") == "summarization: "
-    assert config.tasks["sts"] == "classification"
-    assert last.training.only_experts == ["summarization"]
-    assert last.training.learning_rate == 1.6e-3
-    ((_, task),) = last.tasks.items()
-    assert (task.anchor, task.positive, task.loss) == ("summarization", "summarization", "EmbedDistillLoss")
-
-
-def test_a_dense_model_is_distilled_last_as_a_whole(
-    trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained: list[Recipe] = []
-    monkeypatch.setattr(runs, "trained", lambda recipe, *_: trained.append(recipe) or trained_folder)
-    given = runs.Runs(experiments.SCALES["smoke"], str(SMALL_ENCODER), "DATA", tmp_path, teacher="TEACHER")
-    given.model("ic+epochs-1.1+distilled-last", 42)
-    before, last = trained
-    assert (before.training.num_train_epochs, last.training.num_train_epochs) == (1.1, 0.1)
-    assert (last.model.source, last.model.kind) == (str(trained_folder), "dense")
-    assert not last.training.only_experts
-    assert last.tasks.keys() == before.tasks.keys()
-    assert {(task.loss, task.teacher and task.teacher.source) for task in last.tasks.values()} == {
-        ("EmbedDistillLoss", "TEACHER")
-    }
 
 
 def test_unseen_tasks_are_served_at_no_cost_to_seen_ones() -> None:
