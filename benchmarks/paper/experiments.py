@@ -44,6 +44,7 @@ class Variant:
         made_of: Variant that it is made from, if it is not trained itself.
         made_by: Function that makes it.
         last_stage: Overrides with which what is made then learns the teacher's embeddings; None: it does not.
+        after_training: Details of what is done after training that its name does not give, for the stored scores.
         own_rate: Whether it uses its own best learning rate, where the other variants of the scale share one.
         rate_factor: Its learning rate as a multiple of the shared one, if the scale has a sweep.
         expert_rate_factor: Learning rate of its experts, or of those weights of a dense model that a MoTE has once per
@@ -63,6 +64,7 @@ class Variant:
     made_of: str | None = None
     made_by: Making | None = None
     last_stage: tuple[str, ...] | None = None
+    after_training: tuple[str, ...] = ()
     own_rate: bool = False
     rate_factor: float = 1.0
     expert_rate_factor: float | None = None
@@ -238,11 +240,11 @@ MEDIUM_CPU = replace(
     changes=(*MEDIUM.changes, *BF16),
     distilled_by="medium-bf16",
     candidates=(
-        "mote+five-tasks+matching-by-search+homogeneous+distilled+labels-twice+own-moves+summaries-distilled",
-        "mote+five-tasks+matching-by-search+homogeneous+distilled+labels-twice+to-mean-0.25+summaries-distilled",
+        "mote+five-tasks+matching-by-search+homogeneous+distilled+mined+labels-twice+own-moves+summaries-distilled",
+        "mote+five-tasks+matching-by-search+homogeneous+distilled+mined+labels-twice+to-mean-0.25+summaries-distilled",
     ),
 )
-"""As `medium-bf16`, from the start of `large-gpu`, without mined negatives; summarization has an expert of its own."""
+"""As `medium-bf16`, from the start of `large-gpu`, with and without mined negatives; summarization has its own expert."""
 
 SCALES = {
     "smoke": Scale(

@@ -133,6 +133,10 @@ def _of(making: Making) -> Improvement:
     return lambda variant, name: replace(variant, made_of=name, made_by=making, last_stage=None)
 
 
+def _then_learns(made: Variant, *stage: str) -> Variant:
+    return replace(made, last_stage=stage, after_training=(*made.after_training, *stage))
+
+
 def _served_by(expert: str) -> Improvement:
     return _of(lambda source, out, start: mote.configure(source, out, tasks=dict.fromkeys(UNSEEN, expert)))
 
@@ -189,7 +193,7 @@ def _distilled_alone(variant: Variant, name: str, expert: str, task: str, *chang
         "training.num_train_epochs=0.8",
         *changes,
     )
-    return replace(_of(making)(variant, name), last_stage=stage)
+    return _then_learns(_of(making)(variant, name), *stage)
 
 
 def _matching_distilled(variant: Variant, name: str) -> Variant:
@@ -208,12 +212,14 @@ def _summaries_distilled(variant: Variant, name: str) -> Variant:
 def _distilled_last(variant: Variant, name: str) -> Variant:
     """Let all weights learn the teacher's embeddings of all texts, in a further tenth of an epoch's steps."""
     unchanged = _of(lambda source, out, start: source)
-    return replace(unchanged(variant, name), last_stage=("training.num_train_epochs=0.1",))
+    return _then_learns(unchanged(variant, name), "training.num_train_epochs=0.1")
 
 
 def _own_moves(variant: Variant, name: str) -> Variant:
     """Move each expert by its own amounts (`OWN_MOVES`), in place of `to-mean`."""
-    return _of(lambda source, out, start: mote.transform(source, out, move_experts, start, OWN_MOVES))(variant, name)
+    moved = _of(lambda source, out, start: mote.transform(source, out, move_experts, start, OWN_MOVES))(variant, name)
+    amounts = (f"{expert} moved by {of_mean:g}, {of_start:g}" for expert, (of_mean, of_start) in OWN_MOVES.items())
+    return replace(moved, after_training=(*variant.after_training, *amounts))
 
 
 def _search_to_start(weight: float) -> Improvement:

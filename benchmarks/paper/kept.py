@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from statistics import mean
@@ -16,7 +16,10 @@ from mote.training.run_folder import differences, fixed_settings
 
 DECIMALS = 4  # of scores x 100
 
+VARIANT = "variant"
 SEED = "training.seed"  # a setting that `benchmarks.paper` omits for the seed of the shipped recipes
+OWN = (VARIANT, SEED)
+"""Settings in the file of the scores itself. Models of other variants and seeds often have all other settings, too."""
 
 Hashes = dict[str, str]
 """What scores depend on besides settings (the weights of the start or of a teacher, the test sets) → its hash."""
@@ -36,10 +39,12 @@ class Common:
     Attributes:
         settings: Settings of all scores.
         datasets: Task type → names of its datasets, in the order of the scores.
+        trainings: Hash → further settings of the scores whose files name it.
     """
 
     settings: dict[str, Any]
     datasets: dict[str, list[str]]
+    trainings: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def beside(cls, file: Path) -> "Common | None":
@@ -49,8 +54,7 @@ class Common:
 
     def digest(self, kinds: Iterable[str]) -> str:
         """Return a hash of what a file with scores of these task types leaves out."""
-        left_out = [self.settings, [self.datasets[kind] for kind in kinds]]
-        return blake2b(json.dumps(left_out, sort_keys=True).encode(), digest_size=4).hexdigest()
+        return _digest([self.settings, [self.datasets[kind] for kind in kinds]])
 
 
 @dataclass(frozen=True)
@@ -147,9 +151,22 @@ def score_files(folder: Path) -> list[Path]:
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """Return the settings of the scores in a file of `KeptScores`, without those of their fields that are empty."""
-    common = Common.beside(file)
-    return {**(common.settings if common else {}), **_short(_read(file)["settings"])}
+    """Return the settings of the scores in a file of `KeptScores`, without those of their fields that are empty.
+
+    Raises:
+        ValueError: If the `COMMON` beside it lacks some of them.
+    """
+    stored, common = _read(file), Common.beside(file)
+    own = _short(stored["settings"])
+    if "training" in stored:  # earlier versions stored all in the file
+        training = common.trainings.get(stored["training"]) if common else None
+        if training is None or _digest(training) != stored["training"]:
+            raise ValueError(
+                f"{file.with_name(COMMON)} lacks the settings of {file.name}, or has others: restore it from the "
+                "folder that this file comes from"
+            )
+        own |= training
+    return {**(common.settings if common else {}), **own}
 
 
 def read_hashes(file: Path) -> Hashes:
@@ -227,7 +244,11 @@ def _store(
     """
     before = Common.beside(file)
     names = {kind: [*of_type] for kind, of_type in scores.items()}
-    common = Common(before.settings, {**names, **before.datasets}) if before else Common(common_settings, names)
+    settings = _short(settings)
+    own = {key: settings.pop(key) for key in OWN if key in settings}
+    training = _digest(settings)
+    common = before or Common(common_settings, names)
+    common = Common(common.settings, {**names, **common.datasets}, {**common.trainings, training: settings})
     for kind, of_type in names.items():
         if differing := {*of_type} ^ {*common.datasets[kind]}:
             raise ValueError(
@@ -237,8 +258,8 @@ def _store(
     if common != before:
         _write(file.with_name(COMMON), asdict(common))
     listed = {kind: [of_type[name] for name in common.datasets[kind]] for kind, of_type in scores.items()}
-    parts = {"settings": _short(settings), "hashes": hashes, "scores": listed, "common": common.digest(listed)}
-    _write(file, parts)
+    parts = {"settings": own, "training": training, "hashes": hashes, "scores": listed}
+    _write(file, {**parts, "common": common.digest(listed)})
 
 
 def _write(file: Path, parts: dict[str, Any]) -> None:
@@ -251,6 +272,10 @@ def _write(file: Path, parts: dict[str, Any]) -> None:
 
     content = "{" + ", ".join(f"{json.dumps(name)}: {formatted(part)}" for name, part in parts.items()) + "}\n"
     write_whole(file, lambda unfinished: unfinished.write_text(content, encoding="utf-8"))
+
+
+def _digest(settings: Any) -> str:
+    return blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=4).hexdigest()
 
 
 def _short(settings: dict[str, Any]) -> dict[str, Any]:

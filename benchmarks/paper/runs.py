@@ -16,6 +16,7 @@ from benchmarks.paper.experiments import SCALES, START, SWEPT, VARIANTS, Scale, 
 from benchmarks.paper.improvements import variant_of
 from benchmarks.paper.kept import (
     SEED,
+    VARIANT,
     Hashes,
     KeptScores,
     Means,
@@ -358,8 +359,9 @@ class Runs:
         own = _changed(fixed_settings(recipe, given_only=True), {**fixed_settings(shipped), **common})
         data = _changed(self.digest_of_data(variant), common)
         teacher = {"teacher": Path(self.teacher).name} if variant.has_teacher else {}
-        names = {"variant": self.trained_as(name), "recipe": f"{variant.recipe} {digest_of_recipe(shipped)}"}
-        return {**data, **teacher, **names, **own}
+        names = {VARIANT: self.trained_as(name), "recipe": f"{variant.recipe} {digest_of_recipe(shipped)}"}
+        after = {"after training": [*variant.after_training]} if variant.after_training else {}
+        return {**data, **teacher, **names, **own, **after}
 
     def weights_before(self, name: str) -> Hashes:
         """Return the hashes of the weights that a variant is trained from.

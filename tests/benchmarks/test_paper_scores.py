@@ -169,9 +169,10 @@ def test_scores_with_a_failure_are_not_stored(tmp_path: Path) -> None:
         found = kept.get("mote", settings, start, partial(list, evaluations))
         assert found == {"STS": {"b": 1.0}, "Retrieval": {"c": 2.0}}
     file = tmp_path / "mote.json"
+    assert read_settings(file) == {"datasets": [{"path": "a"}], "empty": {}, "rate": 0.1}
     stored = json.loads(file.read_text())
-    assert stored["settings"] == {"datasets": [{"path": "a"}], "empty": {}, "rate": 0.1}
     assert stored["hashes"] == {"start": "abc"}
+    del stored["training"]
     file.write_text(json.dumps({**stored, "settings": settings}))  # as earlier versions stored them
     assert kept.get("mote", settings, start, list) == found
     with pytest.raises(ValueError, match=r"differ in datasets \(\[{'path': 'a'}\] there, \[{'path': 'b'}\] here\)"):
@@ -225,7 +226,7 @@ def test_scores_are_stored_without_the_names_of_their_datasets(tmp_path: Path) -
         assert not kept.file("test/others").exists()
     file = tmp_path / "test" / COMMON
     common = {"settings": {}, "datasets": {"Retrieval": ["r1", "r2"], "STS": ["s"]}}
-    assert json.loads(file.read_text()) == common
+    assert {**json.loads(file.read_text()), "trainings": {}} == {**common, "trainings": {}}
     file.write_text(json.dumps({**common, "datasets": {"Retrieval": ["r2", "r1"], "STS": ["s"]}}))
     assert kept.get("test/sts", {}, dict, list)
     for label in ("test/retrieval", "test/whole"):
@@ -249,8 +250,7 @@ def test_settings_that_all_scores_have_are_stored_once(tmp_path: Path) -> None:
 
     score("test/em", {"rate": 0.1}, common)
     score("test/mote", {"rate": 0.1, "batch": 128}, common)  # its own setting wins
-    stored = {path.stem: json.loads(path.read_text())["settings"] for path in tmp_path.glob("test/*.json")}
-    assert stored == {"common": common, "em": {"rate": 0.1}, "mote": {"rate": 0.1, "batch": 128}}
+    assert json.loads((tmp_path / "test" / COMMON).read_text())["settings"] == common
     assert read_settings(kept.file("test/mote")) == {"dtype": None, "batch": 128, "rate": 0.1}
     score("test/em", {"rate": 0.1}, common)
     score("test/em", {"rate": 0.1, "batch": 256}, {"dtype": None})  # wherever they come from
@@ -272,6 +272,37 @@ def test_settings_that_all_scores_have_are_stored_once(tmp_path: Path) -> None:
     (tmp_path / "test" / COMMON).write_text(json.dumps({"settings": {"batch": 64}, "datasets": {"STS": ["b"]}}))
     with pytest.raises(ValueError, match=r"stored beside another common.json, with other settings"):
         read_scores(kept.file("test/em"))
+
+
+def test_settings_that_several_scores_have_are_stored_once(tmp_path: Path) -> None:
+    kept = KeptScores(tmp_path, tmp_path / "locks")
+    evaluations = [mote.Evaluation({"any": {"b": 1.0}}, {"b": "STS"})]
+    of_models = {
+        "em-seed42": {"variant": "em", "rate": 0.1, "texts": ["a", "b"]},
+        "em-seed43": {"variant": "em", SEED: 43, "rate": 0.1, "texts": ["a", "b"]},
+        "ic-seed42": {"variant": "ic", "rate": 0.1, "texts": ["a", "b"]},
+        "mote-seed42": {"variant": "mote", "rate": 0.2},
+        "start": {},
+    }
+    for label, settings in of_models.items():
+        kept.get(label, settings, dict, lambda: evaluations)
+    common = json.loads((tmp_path / COMMON).read_text())
+    trained = [{}, {"rate": 0.2}, {"rate": 0.1, "texts": ["a", "b"]}]
+    assert sorted(common["trainings"].values(), key=len) == trained
+    for label, settings in of_models.items():
+        own = json.loads(kept.file(label).read_text())["settings"]
+        assert own == {key: settings[key] for key in ("variant", SEED) if key in settings}
+        assert read_settings(kept.file(label)) == settings
+        assert kept.get(label, settings, dict, list)
+    with pytest.raises(ValueError, match=r"differ in rate \(0.1 there, 0.2 here\)"):
+        kept.get("em-seed43", {**of_models["em-seed43"], "rate": 0.2}, dict, list)
+    lost, *_ = (key for key, settings in common["trainings"].items() if settings == {"rate": 0.2})
+    for of_lost in ({}, {lost: {"rate": 0.3}}):
+        kept_trainings = {key: settings for key, settings in common["trainings"].items() if key != lost}
+        (tmp_path / COMMON).write_text(json.dumps({**common, "trainings": kept_trainings | of_lost}))
+        with pytest.raises(ValueError, match=r"common.json lacks the settings of mote-seed42.json, or has others"):
+            read_settings(kept.file("mote-seed42"))
+    assert read_settings(kept.file("start")) == {}
 
 
 def test_work_is_shared(tmp_path: Path) -> None:
