@@ -244,7 +244,7 @@ MEDIUM_CPU = replace(
         "mote+five-tasks+matching-by-search+homogeneous+distilled+mined+labels-twice+to-mean-0.25+summaries-distilled",
     ),
 )
-"""As `medium-bf16`, from the start of `large-gpu`, with and without mined negatives; summarization has its own expert."""
+"""As `medium-bf16`, from the start of `large-gpu`, also without mined negatives; summarization has its own expert."""
 
 SCALES = {
     "smoke": Scale(
