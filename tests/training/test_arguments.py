@@ -52,6 +52,12 @@ def test_invalid_settings(override: str, message: str, tiny: Path, data: Path, t
         assert not (tmp_path / "run").exists()  # a run that could not start leaves nothing
 
 
+@pytest.mark.parametrize("setting", ["layers=every_other", "shared_modules=[]"])
+def test_a_dense_model_has_no_blocks_with_experts(setting: str, tiny: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"for models with experts, but model.kind is dense\. Set model.kind=mote"):
+        plan("mote", overrides(tiny, data, tmp_path / "run", "model.kind=dense", f"model.{setting}"))
+
+
 def test_the_best_model_is_that_of_the_best_score(tiny: Path, data: Path, tmp_path: Path) -> None:
     best = ("training.eval_steps=1", "training.load_best_model_at_end=true")
     recipe = load_recipe("mote", overrides(tiny, data, tmp_path / "run", *best))

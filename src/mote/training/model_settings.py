@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from mote.data.settings import Settings
 
@@ -81,6 +81,15 @@ class ModelSettings(Settings):
         if isinstance(layers, str) and layers not in ("every", "every_other"):
             raise ValueError(f"expected 'every', 'every_other', or a list of indices, got {layers!r}")
         return layers
+
+    @model_validator(mode="after")
+    def _fits_kind(self) -> "ModelSettings":
+        if self.kind == "dense" and (self.layers != "every" or self.shared_modules is not None):
+            raise ValueError(
+                "layers and shared_modules are for models with experts, but model.kind is dense. Set model.kind=mote, "
+                "or leave them at their defaults (model.layers=every, model.shared_modules=null)"
+            )
+        return self
 
 
 class RetrievalSettings(Settings):
