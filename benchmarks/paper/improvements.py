@@ -1,6 +1,6 @@
 """Possible improvements of a variant, one change at a time: `mote+distilled+mined` is `mote` with two of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -31,6 +31,10 @@ OWN_MOVES = {"classification": (0.0, -0.25), "clustering": (-0.25, 0.0)}
 
 That for search stays as trained.
 """
+SHARED_MOVE = 0.25
+"""Weight of the start for the shared weights, where they are moved, too."""
+MOVES_WITH_SHARED = {"classification": (0.0, -0.5), "search": (0.0, 0.25)}
+"""As `OWN_MOVES`, for experts whose shared weights are moved: chosen on validation sets, with mined negatives."""
 
 Improvement = Callable[[Variant, str], Variant]
 """Function that takes a variant and its name, and returns the improved variant."""
@@ -215,11 +219,19 @@ def _distilled_last(variant: Variant, name: str) -> Variant:
     return _then_learns(unchanged(variant, name), "training.num_train_epochs=0.1")
 
 
-def _own_moves(variant: Variant, name: str) -> Variant:
-    """Move each expert by its own amounts (`OWN_MOVES`), in place of `to-mean`."""
-    moved = _of(lambda source, out, start: mote.transform(source, out, move_experts, start, OWN_MOVES))(variant, name)
-    amounts = (f"{expert} moved by {of_mean:g}, {of_start:g}" for expert, (of_mean, of_start) in OWN_MOVES.items())
-    return replace(moved, after_training=(*variant.after_training, *amounts))
+def _own_moves(moves: Mapping[str, tuple[float, float]], shared: float = 0.0) -> Improvement:
+    """Move each expert by its own amounts, and the shared weights, in place of `to-mean`."""
+    amounts = [f"{expert} moved by {of_mean:g}, {of_start:g}" for expert, (of_mean, of_start) in moves.items()]
+    if shared:
+        amounts.append(f"shared weights moved by {shared:g}")
+
+    def making(source: Path, out: Path, start: Path) -> Path:
+        return mote.transform(source, out, move_experts, start, moves, shared)
+
+    def improve(variant: Variant, name: str) -> Variant:
+        return replace(_of(making)(variant, name), after_training=(*variant.after_training, *amounts))
+
+    return improve
 
 
 def _search_to_start(weight: float) -> Improvement:
@@ -247,7 +259,8 @@ _MADE_FOR_EXPERTS = {
     **{f"to-mean-{part:g}": _of(made_by(mote.experts.interpolate, part)) for part in (0.25, 0.5)},
     **_SERVED_UNSEEN,
     **{f"search-to-start-{weight:g}": _search_to_start(weight) for weight in (0.25, 0.5)},
-    "own-moves": _own_moves,
+    "own-moves": _own_moves(OWN_MOVES),
+    "own-moves-and-shared": _own_moves(MOVES_WITH_SHARED, SHARED_MOVE),
     "summaries-distilled": _summaries_distilled,
 }
 MADE_AFTER_TRAINING = {**_MADE_FOR_ALL, **_MADE_FOR_EXPERTS}

@@ -75,15 +75,22 @@ def move_experts_to_start(model: "MoTEModel", start: Path, tasks: Iterable[str],
     _move_to_start(model, start, {model.config.tasks[task] for task in tasks}, weight)
 
 
-def move_experts(model: "MoTEModel", start: Path, weights: Mapping[str, tuple[float, float]]) -> None:
+def move_experts(
+    model: "MoTEModel", start: Path, weights: Mapping[str, tuple[float, float]], shared: float = 0.0
+) -> None:
     """Move each of some experts by its own amounts: towards the mean of all experts and the start, or away from them.
 
     Args:
         model: A MoTE; changed in place.
         start: The dense model that it was trained from.
         weights: Expert → weights of the mean and of the start; the rest of 1 is the expert's own. Negative: away.
+        shared: Interpolation weight of the start for all weights that are no expert's.
     """
     initial = load_file(start / WEIGHTS)
+    for key, one in model.state_dict().items() if shared else ():
+        name = weight_name(key, model.config)
+        if name.expert is None and name.dense in initial:
+            one.lerp_(initial[name.dense].to(one), shared)
     trained = {expert: mote.experts.weights(model, expert) for expert in model.config.available_experts}
     means = {name: torch.stack([of[name] for of in trained.values()]).mean(0) for name in next(iter(trained.values()))}
     for expert, (of_mean, of_start) in weights.items():

@@ -88,6 +88,23 @@ def test_each_expert_is_moved_by_its_own_amounts(trained_folder: Path, tmp_path:
         assert one.allclose(moved, atol=1e-6)
 
 
+def test_shared_weights_are_moved_with_the_experts(trained_folder: Path, tmp_path: Path) -> None:
+    start = {name: 2 * one.float() for name, one in load_file(SMALL_ENCODER / "model.safetensors").items()}
+    tmp_path.joinpath("start").mkdir()
+    save_file(start, tmp_path / "start" / "model.safetensors")
+    weights = {"clustering": (0.0, 0.5)}
+    made = mote.transform(trained_folder, tmp_path / "made", move_experts, tmp_path / "start", weights, 0.25)
+    before, after = (load_file(folder / "model.safetensors") for folder in (trained_folder, made))
+    config = open_mote(str(made)).config
+    moved = set()
+    for key, one in after.items():
+        name = weight_name(key, config)
+        weight = {None: 0.25, "clustering": 0.5}.get(name.expert, 0.0) if name.dense in start else 0.0
+        assert one.allclose(before[key].lerp(start.get(name.dense, one), weight), atol=1e-6)
+        moved |= set() if one.equal(before[key]) else {name.expert}
+    assert moved == {None, "clustering"}
+
+
 def test_made_after_training_in_short_folders(
     trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
