@@ -26,6 +26,9 @@ EXPERTS = ("clustering", *SEARCH)
 LABELS_IN_TRIALS = 0.25
 """Share of the labelled rows in trials of five tasks: its many datasets are too small for the limit of a trial."""
 
+OF_EXPERTS = r"\bencoder\.layer\.\d+\.(?!shared\.|attention\.(self|output\.dense)\.)"
+"""Weights of a BERT that belong to an expert, or would in a MoTE: feed-forward networks and both norms of each block."""
+
 OWN_MOVES = {"classification": (0.0, -0.25), "clustering": (-0.25, 0.0)}
 """Expert → weights of the mean of the experts and of the start, chosen on validation sets at `medium-cpu`.
 
@@ -149,6 +152,11 @@ def _to_start(weight: float) -> Improvement:
     return _of(lambda source, out, start: towards_start(source, out, start, weight))
 
 
+def _shared_to_start(weight: float) -> Improvement:
+    """Interpolate the weights that a MoTE's experts share, or in a dense model their counterparts, with the start."""
+    return _of(lambda source, out, start: towards_start(source, out, start, weight, OF_EXPERTS))
+
+
 def _unseen_tasks(variant: Variant) -> tuple[str, ...]:
     """Return the unseen tasks, and text matching, too, if it shares its instruction with them."""
     return (*UNSEEN, *(task for task in _recipe(variant).model.tasks if task == MATCHING))
@@ -247,6 +255,7 @@ LABELS: dict[str, Improvement] = {"labels-twice": _labels(2), "labels-four-times
 
 _MADE_FOR_ALL = {
     **{f"to-start-{weight:g}": _to_start(weight) for weight in (0.25, 0.5)},
+    "shared-to-start-0.25": _shared_to_start(0.25),
     "distilled-last": _distilled_last,
 }
 _SERVED_UNSEEN = {

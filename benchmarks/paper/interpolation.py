@@ -1,5 +1,6 @@
 """Trained models moved towards the model that they started from."""
 
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 WEIGHTS = "model.safetensors"
 
 
-def towards_start(trained: Path, out: Path, start: Path, weight: float) -> Path:
+def towards_start(trained: Path, out: Path, start: Path, weight: float, unmoved: str | None = None) -> Path:
     """Copy a model, and interpolate its weights with those that it started from, as `training.start_weight` does.
 
     Args:
@@ -28,6 +29,7 @@ def towards_start(trained: Path, out: Path, start: Path, weight: float) -> Path:
         start: The dense model that it was trained from.
         weight: Interpolation weight of the start, from 0 (as trained) to 1 (as the start). What the start lacks, such
             as an unused pooler, stays as trained.
+        unmoved: Regular expression of names of weights that stay as trained, too.
 
     Returns:
         `out`.
@@ -38,7 +40,8 @@ def towards_start(trained: Path, out: Path, start: Path, weight: float) -> Path:
     config, initial = open_checkpoint(str(trained)).config, load_file(start / WEIGHTS)
     weights, moved = load_file(trained / WEIGHTS), {}
     for name, one in weights.items():
-        of_start = initial.get(weight_name(name, config).dense if is_mote(config) else name)
+        dense = weight_name(name, config).dense if is_mote(config) else name
+        of_start = None if unmoved and re.search(unmoved, name) else initial.get(dense)
         moved[name] = one if of_start is None else one.lerp(of_start.to(one), weight)
     if not any(moved[name] is not one for name, one in weights.items()):
         raise ValueError(f"{start} has none of the weights of {trained}: it is not what this model was trained from")
