@@ -239,9 +239,9 @@ MEDIUM_CPU = replace(
     MEDIUM_GPU,
     changes=(*MEDIUM.changes, *BF16),
     distilled_by="medium-bf16",
-    candidates=(
-        "mote+five-tasks+matching-by-search+homogeneous+distilled+mined+labels-twice+own-moves+summaries-distilled",
-        "mote+five-tasks+matching-by-search+homogeneous+distilled+mined+labels-twice+to-mean-0.25+summaries-distilled",
+    candidates=tuple(
+        f"mote+five-tasks+matching-by-search+homogeneous+distilled+mined+labels-twice+{moved}+summaries-distilled"
+        for moved in ("own-moves-and-shared", "own-moves", "to-mean-0.25")
     ),
 )
 """As `medium-bf16`, from the start of `large-gpu`, also without mined negatives; summarization has its own expert."""

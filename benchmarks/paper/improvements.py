@@ -27,7 +27,7 @@ LABELS_IN_TRIALS = 0.25
 """Share of the labelled rows in trials of five tasks: its many datasets are too small for the limit of a trial."""
 
 OF_EXPERTS = r"\bencoder\.layer\.\d+\.(?!shared\.|attention\.(self|output\.dense)\.)"
-"""Weights of a BERT that belong to an expert, or would in a MoTE: feed-forward networks and both norms of each block."""
+"""Weights of a BERT that an expert has, or would have in a MoTE: feed-forward networks and both norms of each block."""
 
 OWN_MOVES = {"classification": (0.0, -0.25), "clustering": (-0.25, 0.0)}
 """Expert → weights of the mean of the experts and of the start, chosen on validation sets at `medium-cpu`.
@@ -36,7 +36,7 @@ That for search stays as trained.
 """
 SHARED_MOVE = 0.25
 """Weight of the start for the shared weights, where they are moved, too."""
-MOVES_WITH_SHARED = {"classification": (0.0, -0.5), "search": (0.0, 0.25)}
+MOVES_WITH_SHARED = {"classification": (0.0, -0.5)}
 """As `OWN_MOVES`, for experts whose shared weights are moved: chosen on validation sets, with mined negatives."""
 
 Improvement = Callable[[Variant, str], Variant]
