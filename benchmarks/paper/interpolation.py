@@ -91,9 +91,9 @@ def move_experts(
     """
     initial = load_file(start / WEIGHTS)
     for key, one in model.state_dict().items() if shared else ():
-        name = weight_name(key, model.config)
-        if name.expert is None and name.dense in initial:
-            one.lerp_(initial[name.dense].to(one), shared)
+        of = weight_name(key, model.config)
+        if of.expert is None and of.dense in initial:
+            one.lerp_(initial[of.dense].to(one), shared)
     trained = {expert: mote.experts.weights(model, expert) for expert in model.config.available_experts}
     means = {name: torch.stack([of[name] for of in trained.values()]).mean(0) for name in next(iter(trained.values()))}
     for expert, (of_mean, of_start) in weights.items():

@@ -63,7 +63,11 @@ def test_the_recipe_mote_best_is_that_of_the_trials() -> None:
     tried, shipped = (
         fixed_settings(recipe) for recipe in (load_recipe(variant.recipe, variant.changes), load_recipe("mote-best"))
     )
-    assert {key for key in tried.keys() | shipped.keys() if tried.get(key) != shipped.get(key)} == {
+    moves = {"shared": improvements.SHARED_MOVE}
+    moves |= {expert: of_start for expert, (_, of_start) in improvements.MOVES_WITH_SHARED.items()}
+    assert load_recipe("mote-best").training.start_weight == moves
+    differing = {key for key in tried.keys() | shipped.keys() if tried.get(key) != shipped.get(key)}
+    assert {key for key in differing if not key.startswith("training.start_weight")} == {
         "name",
         "model.source",
         "training.batch_size",  # a setting of the scale

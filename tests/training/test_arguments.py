@@ -42,6 +42,9 @@ from mote.training.trainer_settings import TrainingSettings
         ("training.adam_beta2=x", r"adam_beta2: Input should be a valid number, .*, found 'x'"),
         ("model.layers=[99]", r"99"),
         ("model.layers=odd", r"expected 'every', 'every_other', or a list of indices, got 'odd'"),
+        ("training.start_weight={search: 0.5}", r"no part 'search'. Did you mean 'search_query'|no part 'search'"),
+        ("training.start_weight={shared: 1}", r"training.start_weight"),
+        ("training.start_weight={}", r"training.start_weight"),
         ("model.experts=[search_query]", r"no task 'search_document'"),
     ],
 )
@@ -56,6 +59,13 @@ def test_invalid_settings(override: str, message: str, tiny: Path, data: Path, t
 def test_a_dense_model_has_no_blocks_with_experts(setting: str, tiny: Path, data: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"for models with experts, but model.kind is dense\. Set model.kind=mote"):
         plan("mote", overrides(tiny, data, tmp_path / "run", "model.kind=dense", f"model.{setting}"))
+
+
+def test_a_dense_model_has_one_weight_of_the_start(tiny: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"training.start_weight: a model of the kind 'dense' has no task experts. Give"
+    ):
+        plan("ic", overrides(tiny, data, tmp_path / "run", "training.start_weight={shared: 0.25}"))
 
 
 def test_the_best_model_is_that_of_the_best_score(tiny: Path, data: Path, tmp_path: Path) -> None:

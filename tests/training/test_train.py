@@ -313,6 +313,23 @@ def test_the_start_has_a_weight_in_the_final_model(name: str, tiny: Path, data: 
 
 
 @pytest.mark.long
+def test_parts_of_a_mote_have_their_own_weights_of_the_start(tiny: Path, data: Path, tmp_path: Path) -> None:
+    fast = "training.learning_rate=1e-2"
+    trained = weights(train("mote", overrides(tiny, data, tmp_path / "trained", fast)))
+    by_part = "training.start_weight={shared: 0.25, clustering: -0.5}"
+    model = train("mote", overrides(tiny, data, tmp_path / "moved", fast, by_part))
+    moved, start = weights(model), weights(upcycle(str(tiny), tmp_path / "upcycled"))
+    differing = set()
+    for key, one in moved.items():
+        expert = key.split(".experts.")[1].split(".")[0] if ".experts." in key else None
+        weight = {None: 0.25, "clustering": -0.5}.get(expert, 0.0)
+        torch.testing.assert_close(one, torch.lerp(trained[key], start.get(key, one), weight), atol=1e-6, rtol=0)
+        differing |= set() if one.equal(trained[key]) else {expert}
+    assert differing == {None, "clustering"}
+    assert "with a weight of 0.25 (shared), -0.5 (clustering)." in (model / "README.md").read_text()
+
+
+@pytest.mark.long
 def test_matryoshka_and_given_negatives(tiny: Path, tmp_path: Path) -> None:
     folder = tmp_path / "data" / "search" / "made"
     folder.mkdir(parents=True)

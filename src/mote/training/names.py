@@ -20,6 +20,8 @@ from mote.upcycling.plan import plan_upcycling
 
 ROUTERS = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_type")
 """Settings that a token-routed model keeps."""
+SHARED = "shared"
+"""Part of a MoTE in `training.start_weight`: all weights but those of its experts."""
 
 
 def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
@@ -62,6 +64,8 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
     _check_tasks(recipe, names)
     if recipe.training.only_experts is not None:
         _check_only_experts(recipe, names, recipe.training.only_experts)
+    if isinstance(recipe.training.start_weight, dict):
+        _check_start_weight(recipe, names, recipe.training.start_weight)
     return names
 
 
@@ -262,6 +266,18 @@ def _check_only_experts(recipe: Recipe, names: MoTEConfig, only: list[str]) -> N
                     f"tasks.{name}: {dataset.path} trains {' and '.join(trained)}, none of training.only_experts "
                     f"({', '.join(only)}): send it to one of them by `anchor`, or remove it (`tasks.{name}=null`)"
                 )
+
+
+def _check_start_weight(recipe: Recipe, names: MoTEConfig, weights: dict[str, float]) -> None:
+    """Check that a model has the parts whose weight of the start is given."""
+    if recipe.model.kind != "mote":
+        raise ValueError(
+            f"training.start_weight: a model of the kind {recipe.model.kind!r} has no task experts. Give one number"
+        )
+    parts = [SHARED, *names.experts]
+    for part in weights:
+        if part not in parts:
+            raise ValueError(f"training.start_weight: the model has no part {part!r}." + alternatives(part, parts))
 
 
 def _check_peft(recipe: Recipe, source: Checkpoint) -> None:

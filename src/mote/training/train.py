@@ -23,14 +23,14 @@ from configuration_mote import MoTEConfig
 from mote.checkpoints.cards import write_trained_card
 from mote.checkpoints.models import load_tokenizer
 from mote.checkpoints.reading import Checkpoint, open_checkpoint
-from mote.checkpoints.tensors import token_routing
+from mote.checkpoints.tensors import token_routing, weight_name
 from mote.training.adapters import AdapterCheckpoints, merge_adapters, network_of, trained_weights
 from mote.training.arguments import Schedule, describe, plan_schedule, trainer_arguments
 from mote.training.blending import BlendedCollator
 from mote.training.data import TrainingData, TrainingSet, load_data
 from mote.training.losses import INFO_NCE, LoadBalancedLoss, build_loss, check_caching, check_loss
 from mote.training.model import build_model
-from mote.training.names import encodings, names_of
+from mote.training.names import SHARED, encodings, names_of
 from mote.training.processes import (
     deepspeed_stage,
     processes,
@@ -174,9 +174,14 @@ class TrainingRun(Run):
         if not weight:
             return
         start, _ = _load_model(self.recipe, self.source, self.folder)
+        experts = {}
+        if isinstance(weight, dict):
+            network = network_of(self.model)
+            experts = {id(one): weight_name(key, network.config).expert for key, one in network.named_parameters()}
         with torch.no_grad():
             for trained, initial in zip(self.model.parameters(), start.parameters(), strict=True):
-                trained.lerp_(initial.to(trained), weight)
+                own = weight.get(experts[id(trained)] or SHARED, 0.0) if isinstance(weight, dict) else weight
+                trained.lerp_(initial.to(trained), own)
 
     def finish(self, before: dict[str, float] | None) -> None:
         """Score the model, write its repository, replacing an earlier one, and remove the checkpoints."""
@@ -206,6 +211,8 @@ class TrainingRun(Run):
     def _write_card(self, folder: Path, step: dict[str, Any]) -> None:
         settings = ("batch_size", "learning_rate", "weight_decay", "seed", "start_weight")
         recipe = {key: getattr(self.recipe.training, key) for key in settings}
+        if isinstance(recipe["start_weight"], dict):
+            recipe["start_weight"] = ", ".join(f"{one} ({part})" for part, one in recipe["start_weight"].items())
         used = {one["name"]: one["used"] for one in step["data"]}
         datasets: dict[tuple[Any, ...], list[str]] = {}  # of a task, and an objective: some may have their own
         for training_set in self.data.sets.values():

@@ -172,7 +172,8 @@ class TrainingSettings(TrainerSettings):
             Without it, a step of InfoNCE is faster, in the memory of the whole batch.
         only_experts: Experts to train; everything else is frozen. Default: the whole model.
         start_weight: Weight of the start in the final model, from 0 (the weights as trained) to below 1: less of what
-            the start could do is lost (Wortsman et al. 2022, "Robust fine-tuning of zero-shot models", Section 3).
+            the start could do is lost (Wortsman et al. 2022, "Robust fine-tuning of zero-shot models", Section 3). In a
+            MoTE also by part: `shared` weights, or an expert → weight, negative to move away from the start.
         peft: Adapters to train, with everything else frozen. Default: none.
         cross_device_negatives: Whether the rows of all processes are negatives of one another.
         matryoshka: Dimensions to which embeddings can be truncated, or `halves`: the model's own, half of it, and so on
@@ -182,7 +183,10 @@ class TrainingSettings(TrainerSettings):
     mini_batch_size: int | None = Field(default=None, ge=1)
     gradient_caching: bool = True
     only_experts: list[str] | None = Field(default=None, min_length=1)
-    start_weight: float = Field(default=0.0, ge=0, lt=1)
+    start_weight: (
+        Annotated[float, Field(ge=0, lt=1)]
+        | Annotated[dict[str, Annotated[float, Field(gt=-1, lt=1)]], Field(min_length=1)]
+    ) = 0.0
     peft: PeftSettings | None = None
     cross_device_negatives: bool = True
     matryoshka: Annotated[list[PositiveInt], Field(min_length=1)] | Literal["halves"] | None = None
