@@ -61,6 +61,12 @@ def test_a_dense_model_has_no_blocks_with_experts(setting: str, tiny: Path, data
         plan("mote", overrides(tiny, data, tmp_path / "run", "model.kind=dense", f"model.{setting}"))
 
 
+def test_an_expert_called_shared_has_no_weight_of_the_start(tiny: Path, data: Path, tmp_path: Path) -> None:
+    experts = ("model.experts=[search_query, search_document, classification, clustering, shared]",)
+    with pytest.raises(ValueError, match=r"'shared' stands for the shared weights, but an expert has this name"):
+        plan("mote", overrides(tiny, data, tmp_path / "run", *experts, "training.start_weight={shared: 0.25}"))
+
+
 def test_a_dense_model_has_one_weight_of_the_start(tiny: Path, data: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"training.start_weight: a model of the kind 'dense' has no task experts. Give"

@@ -274,6 +274,11 @@ def _check_start_weight(recipe: Recipe, names: MoTEConfig, weights: dict[str, fl
         raise ValueError(
             f"training.start_weight: a model of the kind {recipe.model.kind!r} has no task experts. Give one number"
         )
+    if SHARED in names.experts:
+        raise ValueError(
+            f"training.start_weight: {SHARED!r} stands for the shared weights, but an expert has this name. Give it "
+            "another name (`mote experts rename`), or one number for all weights"
+        )
     parts = [SHARED, *names.experts]
     for part in weights:
         if part not in parts:

@@ -180,7 +180,7 @@ class TrainingRun(Run):
             experts = {id(one): weight_name(key, network.config).expert for key, one in network.named_parameters()}
         with torch.no_grad():
             for trained, initial in zip(self.model.parameters(), start.parameters(), strict=True):
-                own = weight.get(experts[id(trained)] or SHARED, 0.0) if isinstance(weight, dict) else weight
+                own = weight.get(experts.get(id(trained)) or SHARED, 0.0) if isinstance(weight, dict) else weight
                 trained.lerp_(initial.to(trained), own)
 
     def finish(self, before: dict[str, float] | None) -> None:
