@@ -105,6 +105,25 @@ def test_shared_weights_are_moved_with_the_experts(trained_folder: Path, tmp_pat
     assert moved == {None, "clustering"}
 
 
+@pytest.mark.parametrize("kind", ["mote", "dense"])
+def test_only_shared_weights_move_to_the_start(kind: str, trained_folder: Path, tmp_path: Path) -> None:
+    trained = trained_folder
+    if kind == "dense":
+        trained = mote.transform(trained_folder, tmp_path / "dense", mote.experts.average)
+    initial = {name: 2 * one.float() for name, one in load_file(SMALL_ENCODER / "model.safetensors").items()}
+    tmp_path.joinpath("start").mkdir()
+    save_file(initial, tmp_path / "start" / "model.safetensors")
+    variant = improvements.variant_of(f"{'mote' if kind == 'mote' else 'ic'}+shared-to-start-0.25")
+    made = variant.made_by(trained, tmp_path / "made", tmp_path / "start")  # type: ignore[misc]
+    before, after = (load_file(folder / "model.safetensors") for folder in (trained, made))
+    moved = {re.sub(r"\d+", "N", name) for name, one in after.items() if not one.equal(before[name])}
+    of_blocks = {name.rpartition("layer.N.")[2] for name in moved if "layer.N." in name}
+    projections = {f"self.{name}" for name in ("query", "key", "value")} | {"output.dense"}
+    shared = "shared." if kind == "mote" else ""
+    assert of_blocks == {f"{shared}attention.{name}.{of}" for name in projections for of in ("weight", "bias")}
+    assert {name for name in moved if "word_embeddings" in name}
+
+
 def test_made_after_training_in_short_folders(
     trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
