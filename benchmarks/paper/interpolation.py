@@ -87,7 +87,7 @@ def move_experts(
         model: A MoTE; changed in place.
         start: The dense model that it was trained from.
         weights: Expert → weights of the mean and of the start; the rest of 1 is the expert's own. Negative: away.
-        shared: Interpolation weight of the start for all weights that are no expert's.
+        shared: Interpolation weight of the start for all weights outside the experts.
     """
     initial = load_file(start / WEIGHTS)
     for key, one in model.state_dict().items() if shared else ():

@@ -42,7 +42,7 @@ from mote.training.trainer_settings import TrainingSettings
         ("training.adam_beta2=x", r"adam_beta2: Input should be a valid number, .*, found 'x'"),
         ("model.layers=[99]", r"99"),
         ("model.layers=odd", r"expected 'every', 'every_other', or a list of indices, got 'odd'"),
-        ("training.start_weight={search: 0.5}", r"no part 'search'. Did you mean 'search_query'|no part 'search'"),
+        ("training.start_weight={search: 0.5}", r"the model has no part 'search'\..*'shared'"),
         ("training.start_weight={shared: 1}", r"training.start_weight"),
         ("training.start_weight={}", r"training.start_weight"),
         ("model.experts=[search_query]", r"no task 'search_document'"),
