@@ -110,8 +110,8 @@ class Recipe(Settings):
             raise ValueError(f"training.peft.targets={peft.targets}: a dense model has no experts; try all-linear")
         if self.training.start_weight:
             raise ValueError(
-                "training.start_weight moves the model's own weights, which adapters leave as they are: set it to 0; for "
-                "weaker adapters, lower training.peft.alpha"
+                "training.start_weight moves the model's own weights, which adapters leave as they are: set it to 0; "
+                "for weaker adapters, lower training.peft.alpha"
             )
         if peft.base_dtype == "bfloat16" and not self.training.bf16:
             raise ValueError("training.peft.base_dtype=bfloat16 needs mixed precision: set training.bf16=true")
