@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from transformers import BertConfig, MistralConfig, NomicBertConfig
 
-from configuration_mote import MoTEConfig
 from mote import MemoryEstimate, estimate_memory
+from mote.remote.configuration_mote import MoTEConfig
 from mote.reporting import markdown_table
 
 GIB = 2**30

@@ -19,10 +19,10 @@ from helpers.families import make_different
 from helpers.paths import SHARED, SMALL_ENCODER
 from helpers.tiers import starts_processes
 
-from hierarchical_mote import HierarchicalMoTEModel
-from modeling_mote import MoTEModel
 from mote import upcycle
-from token_routing_mote import TokenRoutedModel
+from mote.remote.hierarchical_mote import HierarchicalMoTEModel
+from mote.remote.modeling_mote import MoTEModel
+from mote.remote.token_routing_mote import TokenRoutedModel
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

@@ -15,9 +15,9 @@ from helpers.paths import ROOT
 from pydantic import BaseModel
 
 import mote
-from architectures_mote import ARCHITECTURES
 from mote.chains import Chain
 from mote.cli import command_tree
+from mote.remote.architectures_mote import ARCHITECTURES
 from mote.training.pretraining_recipe import PretrainingRecipe
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import shipped_recipes

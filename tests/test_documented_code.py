@@ -32,9 +32,9 @@ from helpers.rows import read_rows, write_rows
 from sentence_transformers import SentenceTransformer
 
 import mote
-from configuration_mote import PAPER_INSTRUCTIONS
-from modeling_mote import MoTEModel
 from mote.cli import main
+from mote.remote.configuration_mote import PAPER_INSTRUCTIONS
+from mote.remote.modeling_mote import MoTEModel
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 

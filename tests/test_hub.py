@@ -64,7 +64,7 @@ def test_from_the_hub_to_the_hub_to_a_stranger(server: HubServer, tmp_path: Path
     import torch
     from sentence_transformers import SentenceTransformer
 
-    from modeling_mote import MoTEModel
+    from mote.remote.modeling_mote import MoTEModel
 
     published_nomic(tmp_path / "nomic", prefix=True, tokenizer=False)
     commit = server.add_repo("nomic-ai/nomic-bert-2048", tmp_path / "nomic")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.paths import ROOT, SMALL_ENCODER, SMALL_MOTE
+from helpers.paths import REMOTE, ROOT, SMALL_ENCODER, SMALL_MOTE
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 
@@ -43,7 +43,7 @@ def test_its_code_is_that_of_the_project() -> None:
     copies = [SMALL_MOTE / name for name in FILES if name.endswith(".py")]
     assert len(copies) == 6
     for file in copies:
-        assert file.read_bytes() == (ROOT / file.name).read_bytes(), f"{file}: copy {file.name} from {ROOT}"
+        assert file.read_bytes() == (REMOTE / file.name).read_bytes(), f"{file}: copy {file.name} from {REMOTE}"
 
 
 def test_its_card_loads_one_of_its_experts() -> None:

@@ -26,12 +26,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
 
 import mote
-from configuration_mote import MoTEConfig
-from modeling_mote import MoTEModel
 from mote import experts, plan_upcycling, transform, upcycle
 from mote.checkpoints.reading import open_mote
 from mote.cli import main
 from mote.experts import parameter_counts
+from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.modeling_mote import MoTEModel
 from mote.upcycling.instructions import instructions_from
 
 ROOT = Path(__file__).parents[1]
@@ -125,7 +125,7 @@ def test_no_file_names_a_folder_of_this_machine(tmp_path: Path, monkeypatch: pyt
 FRESH_PROCESS = """
 import importlib.abc, json, sys
 
-PROJECT = ("mote", "configuration_mote", "modeling_mote", "sentence_transformer_mote", "hierarchical_mote")
+PROJECT = ("mote",)
 
 
 class Blocker(importlib.abc.MetaPathFinder):

@@ -10,7 +10,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from helpers.paths import ROOT, SMALL_ENCODER
+from helpers.paths import REMOTE, ROOT, SMALL_ENCODER
 
 # The wheel is tried with these interpreters, whose environments have its dependencies: `A/bin/python:B/bin/python`.
 PYTHONS = [sys.executable, *filter(None, os.environ.get("MOTE_TEST_PYTHONS", "").split(os.pathsep))]
@@ -79,10 +79,9 @@ def test_links_in_the_metadata_lead_somewhere(wheel: Path, tmp_path: Path) -> No
 def test_what_it_holds(wheel: Path) -> None:
     with ZipFile(wheel) as file:
         names = set(file.namelist())
-        for stub in (name for name in names if name.endswith("-stubs/__init__.pyi")):
-            assert file.read(stub) == file.read(stub.replace("-stubs/__init__.pyi", ".py"))
-    modules = {path.stem for path in ROOT.glob("*_mote.py")}
-    assert {f"{module}-stubs/__init__.pyi" for module in modules} <= names
+        for path in REMOTE.glob("*_mote.py"):
+            assert file.read(f"mote/remote/{path.name}") == path.read_bytes()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"mote"}
     assert {"mote/py.typed", "mote/recipes/smoke.yaml", "mote/example_data/README.md"} <= names
     assert not any(name.startswith(("tests/", "setup", "examples/")) for name in names)
     assert wheel.stat().st_size < 1_000_000
@@ -104,8 +103,8 @@ mote.configure("folder", defualt_task="sts")
 MoTEConfig().task_of(3)
 """
 SHOWN = """\
-5: note: Revealed type is "modeling_mote.MoTEModel"
-6: note: Revealed type is "configuration_mote.MoTEConfig"
+5: note: Revealed type is "mote.remote.modeling_mote.MoTEModel"
+6: note: Revealed type is "mote.remote.configuration_mote.MoTEConfig"
 7: note: Revealed type is "dict[str, str]"
 8: note: Revealed type is "pathlib.Path"
 9: note: Revealed type is "mote.experts.artefact.ExpertList"

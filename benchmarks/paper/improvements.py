@@ -9,7 +9,7 @@ from typing import Any
 import mote
 from benchmarks.paper.experiments import KIND_OF_TASK, MATCHED, SERVED, TASKS, VARIANTS, Making, Variant, made_by
 from benchmarks.paper.interpolation import add_near_start, move_experts, move_experts_to_start, towards_start
-from configuration_mote import PAPER_INSTRUCTIONS, UNSEEN_TASKS, alternatives
+from mote.remote.configuration_mote import PAPER_INSTRUCTIONS, UNSEEN_TASKS, alternatives
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
 

@@ -14,7 +14,7 @@ from mote.checkpoints.reading import is_mote, open_checkpoint
 from mote.checkpoints.tensors import weight_name
 
 if TYPE_CHECKING:
-    from modeling_mote import MoTEModel
+    from mote.remote.modeling_mote import MoTEModel
 
 WEIGHTS = "model.safetensors"
 

@@ -8,8 +8,8 @@ from benchmarks.locking import alone
 from benchmarks.paper.experiments import Variant, recipe_of
 from benchmarks.paper.improvements import variant_of
 from benchmarks.trained import hash_of_weights, trained
-from configuration_mote import PAPER_INSTRUCTIONS
 from mote.checkpoints.reading import open_mote
+from mote.remote.configuration_mote import PAPER_INSTRUCTIONS
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
 

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from benchmarks.pairing import compare
 from benchmarks.performance.benchmark import Benchmark, Options
 from benchmarks.performance.models import TASKS, load_dense, made_up, make_mote, milliseconds, seconds, waiting
-from modeling_mote import MoTEModel
+from mote.remote.modeling_mote import MoTEModel
 
 LENGTHS = (16, 24, 48, 96, 128)
 ROWS = (1, 8, 32)

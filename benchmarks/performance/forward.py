@@ -9,7 +9,7 @@ import torch
 from benchmarks.pairing import compare
 from benchmarks.performance.benchmark import Benchmark, Options, Target
 from benchmarks.performance.models import load_dense, made_up, make_mote, milliseconds, seconds, waiting
-from modeling_mote import pool
+from mote.remote.modeling_mote import pool
 
 
 def measure(options: Options) -> Benchmark:

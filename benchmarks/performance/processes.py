@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModel
 from transformers.utils import logging
 import mote
-from modeling_mote import MoTEModel
+from mote.remote.modeling_mote import MoTEModel
 
 logging.disable_progress_bar()
 

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from benchmarks.pairing import compare
 from benchmarks.performance.benchmark import Benchmark, Options
 from benchmarks.performance.models import TASKS, load_dense, make_mote, milliseconds, real_texts, seconds, waiting
-from modeling_mote import pool
+from mote.remote.modeling_mote import pool
 
 ROWS = 64
 

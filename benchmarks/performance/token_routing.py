@@ -8,7 +8,7 @@ import torch
 from benchmarks.pairing import compare
 from benchmarks.performance.benchmark import Benchmark, Options, Target
 from benchmarks.performance.models import TASKS, load_dense, made_up, make_mote, milliseconds, seconds, waiting
-from token_routing_mote import TokenRoutedConfig, TokenRoutedModel
+from mote.remote.token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
 SHAPES = ((1, 128), (32, 128))
 

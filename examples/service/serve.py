@@ -39,10 +39,10 @@ from sentence_transformers.util import batch_to_device, select_max_active_dims
 from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from configuration_mote import alternatives
 from mote.checkpoints.reading import open_mote
 from mote.checkpoints.retrieval import retrieval_in
 from mote.inference.loading import check_device, load_encoder, load_sparse_encoder
+from mote.remote.configuration_mote import alternatives
 
 PATHS = "POST /v1/embeddings, GET /v1/models, GET /health, GET /metrics"
 

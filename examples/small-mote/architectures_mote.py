@@ -1,17 +1,11 @@
 """The model families that MoTE supports. This file is copied into every saved model and loaded from there."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import MPNetModel
 from transformers.masking_utils import create_bidirectional_mask
 
-if TYPE_CHECKING or not __package__:  # installed, as a top-level module
-    try:  # transformers takes an import outside of a `try` for a package that must be installed
-        from configuration_mote import MoTEConfig, alternatives
-    finally:
-        pass
-else:  # remote code
-    from .configuration_mote import MoTEConfig, alternatives
+from .configuration_mote import MoTEConfig, alternatives
 
 
 class Architecture(NamedTuple):

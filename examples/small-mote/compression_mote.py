@@ -7,22 +7,15 @@ a model from a `CompressedConfig` compresses the weights that it is built with. 
 This file is only copied into saved models whose `auto_map` names it.
 """
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from transformers import PreTrainedModel
 
-if TYPE_CHECKING or not __package__:  # installed, as a top-level module
-    try:  # transformers takes an import outside of a `try` for a package that must be installed
-        from configuration_mote import MoTEConfig
-        from modeling_mote import MoTEBlock, MoTEModel, SharedModule
-    finally:
-        pass
-else:  # remote code
-    from .configuration_mote import MoTEConfig
-    from .modeling_mote import MoTEBlock, MoTEModel, SharedModule
+from .configuration_mote import MoTEConfig
+from .modeling_mote import MoTEBlock, MoTEModel, SharedModule
 
 
 class CompressedConfig(MoTEConfig):

@@ -22,7 +22,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,17 +31,9 @@ from transformers import AutoModel, MPNetModel, PreTrainedConfig, PreTrainedMode
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import cached_file, can_return_tuple
 
-if TYPE_CHECKING or not __package__:  # installed, as a top-level module
-    try:  # transformers takes an import outside of a `try` for a package that must be installed
-        from architectures_mote import MPNetBackbone, architecture_of
-        from configuration_mote import MoTEConfig
-        from mixed_batch_mote import groups_of
-    finally:
-        pass
-else:  # remote code
-    from .architectures_mote import MPNetBackbone, architecture_of
-    from .configuration_mote import MoTEConfig
-    from .mixed_batch_mote import groups_of
+from .architectures_mote import MPNetBackbone, architecture_of
+from .configuration_mote import MoTEConfig
+from .mixed_batch_mote import groups_of
 
 SEQUENCE_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids")
 

@@ -5,8 +5,6 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from configuration_mote import MoTEConfig
-    from modeling_mote import MoTEModel
     from mote import experts
     from mote.analysis.analyze import Analysis, analyze
     from mote.chains import chain
@@ -27,6 +25,8 @@ if TYPE_CHECKING:
     from mote.inference.runtimes import load_exported
     from mote.inference.searching import HybridIndex
     from mote.lengthening import lengthen
+    from mote.remote.configuration_mote import MoTEConfig
+    from mote.remote.modeling_mote import MoTEModel
     from mote.training.memory import MemoryEstimate, estimate_memory
     from mote.training.pretraining import pretrain
     from mote.training.train import train
@@ -77,8 +77,8 @@ _MODULES = {
     **dict.fromkeys(["Analysis", "analyze"], "mote.analysis.analyze"),
     "Evaluation": "mote.evaluation.scores",
     **dict.fromkeys(["MemoryEstimate", "estimate_memory"], "mote.training.memory"),
-    "MoTEConfig": "configuration_mote",
-    "MoTEModel": "modeling_mote",
+    "MoTEConfig": "mote.remote.configuration_mote",
+    "MoTEModel": "mote.remote.modeling_mote",
     "UpcyclingOptions": "mote.upcycling.options",
     **dict.fromkeys(["UpcyclingPlan", "plan_upcycling"], "mote.upcycling.plan"),
     "upcycle": "mote.upcycling.upcycle",

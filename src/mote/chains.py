@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import yaml  # type: ignore[import-untyped]
 from pydantic import Field, field_validator
 
-from configuration_mote import alternatives
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import open_checkpoint
 from mote.corpora.folder import write_whole
@@ -23,6 +22,7 @@ from mote.corpora.negatives import mine_negatives
 from mote.corpora.run import Teacher, locate
 from mote.data.rows import HUB, find_datasets
 from mote.data.settings import Settings
+from mote.remote.configuration_mote import alternatives
 from mote.reporting import HOW_TO_RESUME, table
 from mote.training.names import names_of
 from mote.training.processes import processes

@@ -12,7 +12,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from configuration_mote import MTEB_PROMPTS
 from mote.checkpoints import cards
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.models import dense_without_weights, load_dense, load_tokenizer, quiet_transformers
@@ -21,6 +20,7 @@ from mote.checkpoints.provenance import command_line, new_step
 from mote.checkpoints.reading import Checkpoint, is_mote, open_checkpoint, read_json
 from mote.checkpoints.tensors import read_shapes
 from mote.checkpoints.writing import WriteOptions, how_to_load, require_writable, write_repository
+from mote.remote.configuration_mote import MTEB_PROMPTS
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import mote
 from benchmarks.paper import best, data, experiments, improvements, reports, runs, unseen
 from benchmarks.paper.reports import make
-from configuration_mote import PAPER_INSTRUCTIONS
+from mote.remote.configuration_mote import PAPER_INSTRUCTIONS
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import fixed_settings

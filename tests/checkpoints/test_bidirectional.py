@@ -11,10 +11,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, 
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from modeling_mote import MoTEModel
 from mote import upcycle
 from mote.checkpoints.bidirectional import DECODERS, with_both_directions
 from mote.checkpoints.reading import open_checkpoint, open_dense
+from mote.remote.modeling_mote import MoTEModel
 from mote.training.model import build_model
 from mote.training.recipe_files import load_recipe
 from mote.upcycling.plan import plan_upcycling

@@ -12,10 +12,10 @@ from helpers.checkpoints import (
 )
 from huggingface_hub import ModelCard
 
-from configuration_mote import MoTEConfig
 from mote import upcycle, write_card
 from mote.checkpoints import cards
 from mote.checkpoints.reading import open_dense, open_mote
+from mote.remote.configuration_mote import MoTEConfig
 
 TEXTS = ["whales breathe air", "a recipe for bread", "bread"]
 LONG = "a long text " * 50

@@ -21,12 +21,12 @@ from helpers.nomic_reference import published_tensors, reference_forward
 from safetensors.torch import load_file
 from transformers import AutoModel
 
-from modeling_mote import MoTEModel
 from mote import transform, upcycle
 from mote.checkpoints import nomic
 from mote.checkpoints.models import load_dense, load_tokenizer
 from mote.checkpoints.reading import open_dense, stored_dtype
 from mote.experts import export
+from mote.remote.modeling_mote import MoTEModel
 
 EXPERTS = ["classification", "clustering", "search_query", "search_document"]
 

@@ -17,8 +17,8 @@ from mote import upcycle
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import open_checkpoint, open_dense, open_mote
 from mote.experts import parameter_counts
+from mote.remote.token_routing_mote import TokenRoutedModel, load_balancing_loss
 from mote.upcycling.plan import plan_upcycling
-from token_routing_mote import TokenRoutedModel, load_balancing_loss
 
 IMPLEMENTATIONS = ["eager", "grouped_mm", "batched_mm"]
 EXPERTS_OF_1 = "encoder__layers__1__mlp__experts__mlp__w1"

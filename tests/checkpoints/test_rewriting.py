@@ -13,11 +13,11 @@ from helpers.families import make_different
 from huggingface_hub import ModelCard, metadata_load
 
 import mote
-from modeling_mote import MoTEModel
 from mote import experts, transform, upcycle, write_card
 from mote.checkpoints.reading import open_mote
 from mote.checkpoints.rewriting import experts_are_copies
 from mote.cli import main
+from mote.remote.modeling_mote import MoTEModel
 
 # What Sentence-Transformers' trainer writes, in short.
 TRAINED = """---

@@ -17,10 +17,10 @@ from helpers.checkpoints import (
 )
 from sentence_transformers import SentenceTransformer
 
-from modeling_mote import MoTEModel
 from mote import plan_upcycling, upcycle
 from mote.checkpoints.sentence_transformers import prompts_of
 from mote.cli import main
+from mote.remote.modeling_mote import MoTEModel
 
 TEXTS = ["whales breathe air", "a recipe for bread", "bread"]
 LONG = "a long text " * 50

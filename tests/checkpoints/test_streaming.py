@@ -24,7 +24,6 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 
-from modeling_mote import MoTEModel
 from mote import plan_upcycling, upcycle
 from mote.checkpoints import streaming
 from mote.checkpoints.models import load_dense
@@ -32,7 +31,8 @@ from mote.checkpoints.plain import POOLING_FLAGS
 from mote.checkpoints.reading import open_dense
 from mote.checkpoints.sentence_transformers import OUR_TRANSFORMER, POOLING, POOLING_NAMES, TRANSFORMER, source_pooling
 from mote.cli import main
-from sentence_transformer_mote import MoTETransformer
+from mote.remote.modeling_mote import MoTEModel
+from mote.remote.sentence_transformer_mote import MoTETransformer
 
 
 def in_memory(source: Path, folder: Path, max_shard_size: str = "5GB", **arguments: Any) -> Path:

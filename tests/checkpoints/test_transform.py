@@ -11,10 +11,10 @@ from helpers.checkpoints import contents, dense_checkpoint, e5_checkpoint, files
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
-from modeling_mote import MoTEModel
 from mote import UpcyclingOptions, WriteOptions, experts, hub, transform, upcycle
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.transform import verb
+from mote.remote.modeling_mote import MoTEModel
 
 TEXTS = ["whales breathe air", "bread"]
 

@@ -7,7 +7,7 @@ from accelerate import FullyShardedDataParallelPlugin
 from accelerate.commands.config.config_args import load_config_from_file
 from helpers.paths import ROOT
 
-import modeling_mote
+from mote.remote import modeling_mote
 
 FOLDER = ROOT / "examples" / "accelerate"
 

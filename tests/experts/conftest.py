@@ -8,9 +8,9 @@ from helpers.checkpoints import dense_checkpoint
 from helpers.families import make_different
 from helpers.on_disk import add
 
-from modeling_mote import MoTEModel
 from mote import upcycle
 from mote.experts import extract
+from mote.remote.modeling_mote import MoTEModel
 
 
 @pytest.fixture(scope="session")

@@ -20,12 +20,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 import mote
-from modeling_mote import MoTEModel
 from mote import upcycle
 from mote.checkpoints.provenance import read_steps
 from mote.cli import main
 from mote.experts import extract, list_experts
 from mote.experts.artefact import FORMAT, open_artefact
+from mote.remote.modeling_mote import MoTEModel
 
 TEXTS = ["a contract", "bread"]
 

@@ -22,16 +22,16 @@ from torch import nn
 from transformers import AutoModel
 
 import mote
-from compression_mote import CompressedConfig, CompressedModel, Int8Linear, LowRankLinear
-from modeling_mote import MoTEModel
 from mote import estimate_memory
 from mote.analysis.weight_change import weight_change_of
 from mote.checkpoints import writing
 from mote.checkpoints.provenance import read_steps
 from mote.cli import main
 from mote.experts.compression import expert_bytes, relative_error
+from mote.remote.compression_mote import CompressedConfig, CompressedModel, Int8Linear, LowRankLinear
+from mote.remote.modeling_mote import MoTEModel
+from mote.remote.token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 from mote.training.memory import config_of
-from token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
 EXPERTS = ["alpha", "beta", "gamma"]
 TEXTS = ["whales breathe air", "a recipe for bread", "search_query: bread"]
@@ -392,7 +392,7 @@ def test_it_loads_where_nothing_of_ours_is_installed(trained: Path, tmp_path: Pa
         sys.meta_path = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", "")]
         sys.path = [place for place in sys.path if place not in ("", {str(Path(__file__).parents[2])!r})]
         try:
-            import modeling_mote
+            from mote.remote import modeling_mote
         except ImportError:
             pass
         else:

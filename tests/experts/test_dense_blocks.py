@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from transformers import AutoModel
 
 import mote
-from modeling_mote import MoTEModel
 from mote.checkpoints.provenance import read_steps
 from mote.cli import main
 from mote.experts import compress, open_dense
+from mote.remote.modeling_mote import MoTEModel
 
 
 def test_an_expert_of_the_dense_blocks_is_the_dense_model(trained: Path, dense: Path, tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from helpers.paths import SMALL_ENCODER
 from sentence_transformers import SentenceTransformer
 
 import mote
-from modeling_mote import MoTEModel
 from mote import prompts_of, upcycle
+from mote.remote.modeling_mote import MoTEModel
+from mote.remote.token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 from mote.training.adapters import merge_adapters
-from token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
 THREE = ["alpha", "beta", "gamma"]
 PAPER = ["classification", "clustering", "search_query", "search_document"]

@@ -13,12 +13,12 @@ from helpers.on_disk import add, base_hash, hidden, merge
 from safetensors.torch import load_file
 
 import mote
-from modeling_mote import MoTEModel
 from mote import WriteOptions, upcycle
 from mote.checkpoints.provenance import read_steps
 from mote.cli import main
 from mote.experts import extract, list_experts
 from mote.experts.artefact import open_artefact
+from mote.remote.modeling_mote import MoTEModel
 
 
 def test_copies_of_a_fresh_model_are_not_called_trained(upcycled: Path, tmp_path: Path) -> None:

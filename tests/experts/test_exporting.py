@@ -19,12 +19,12 @@ from helpers.paths import SMALL_ENCODER
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
-from configuration_mote import PAPER_INSTRUCTIONS
-from modeling_mote import MoTEModel
 from mote import upcycle
 from mote.checkpoints import writing
 from mote.checkpoints.provenance import read_steps
 from mote.cli import main
+from mote.remote.configuration_mote import PAPER_INSTRUCTIONS
+from mote.remote.modeling_mote import MoTEModel
 
 EXPERTS = list(PAPER_INSTRUCTIONS)
 TEXTS = ["whales breathe air", "a recipe for bread", "a"]

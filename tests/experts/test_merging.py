@@ -19,11 +19,11 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 
 import mote
-from modeling_mote import MoTEModel
 from mote.checkpoints import writing
 from mote.checkpoints.provenance import read_steps
 from mote.cli import main
-from token_routing_mote import TokenRoutedConfig, TokenRoutedModel
+from mote.remote.modeling_mote import MoTEModel
+from mote.remote.token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
 EXPERTS = ["classification", "clustering", "search_query", "search_document"]
 TEXTS = ["whales breathe air", "a recipe for bread", "search_query: bread"]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModel, PreTrainedModel
 
-from configuration_mote import MoTEConfig
-from modeling_mote import MoTEModel
+from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.modeling_mote import MoTEModel
 
 VOCAB_SIZE = 60
 

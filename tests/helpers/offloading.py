@@ -7,9 +7,9 @@ import torch
 from helpers.families import batch, trained_mote
 
 import mote
-from modeling_mote import MoTEModel
 from mote.inference.offloading import Offloading, weights_of_experts
 from mote.inference.stores import CpuStore
+from mote.remote.modeling_mote import MoTEModel
 
 FOUR = ["a", "b", "c", "d"]
 

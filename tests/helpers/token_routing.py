@@ -9,8 +9,8 @@ from helpers.families import dense_model, difference
 from torch import nn
 from transformers import PreTrainedModel
 
-from hierarchical_mote import HierarchicalMoTEConfig, HierarchicalMoTEModel
-from token_routing_mote import TokenRoutedConfig, TokenRoutedModel
+from mote.remote.hierarchical_mote import HierarchicalMoTEConfig, HierarchicalMoTEModel
+from mote.remote.token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
 EXPERTS = ["a", "b", "c", "d"]
 

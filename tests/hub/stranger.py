@@ -7,7 +7,7 @@ from importlib.abc import MetaPathFinder
 
 class NotInstalled(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("mote", "modeling_mote", "configuration_mote", "sentence_transformer_mote"):
+        if name.split(".")[0] == "mote":
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, NotInstalled())

@@ -19,11 +19,11 @@ from helpers.paths import SMALL_ENCODER
 from transformers import AutoModel
 
 import mote
-from modeling_mote import MoTEModel
 from mote import upcycle
 from mote.inference.offloading import Offloading
 from mote.inference.stores import DiskStore
-from token_routing_mote import TokenRoutedConfig, TokenRoutedModel
+from mote.remote.modeling_mote import MoTEModel
+from mote.remote.token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
 
 @all_families
@@ -386,7 +386,7 @@ def peak_of(kind: str, small: Path, folder: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux to tell the peak of a process")
 def test_loading_takes_no_more_memory_than_the_dense_model(tmp_path: Path) -> None:
-    from modeling_mote import MoTEConfig
+    from mote.remote.modeling_mote import MoTEConfig
 
     dense_model("bert").save_pretrained(tmp_path / "small")
     sizes = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 6, "num_attention_heads": 4}

@@ -11,7 +11,7 @@ from helpers.families import batch, in_threads
 from helpers.offloading import FOUR, assert_same, offloaded, outputs, saved
 
 import mote
-from modeling_mote import MoTEModel
+from mote.remote.modeling_mote import MoTEModel
 
 
 @pytest.mark.long

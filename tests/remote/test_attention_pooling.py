@@ -13,10 +13,10 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
 import mote
-from attention_pooling_mote import AttentionPoolingConfig
-from attention_pooling_transformer_mote import AttentionPooling
 from mote import upcycle
 from mote.checkpoints.reading import open_dense
+from mote.remote.attention_pooling_mote import AttentionPoolingConfig
+from mote.remote.attention_pooling_transformer_mote import AttentionPooling
 from mote.training.memory import estimate_memory
 from mote.training.model import build_model
 from mote.training.recipe_files import load_recipe

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import BertConfig, CLIPConfig
 
-from configuration_mote import MoTEConfig
-from token_routing_mote import TokenRoutedConfig
+from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.token_routing_mote import TokenRoutedConfig
 
 BACKBONE = {"model_type": "bert", "num_hidden_layers": 6}
 

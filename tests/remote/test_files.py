@@ -12,9 +12,9 @@ from helpers.paths import ROOT
 from helpers.token_routing import trained, trained_hierarchical
 from transformers import AutoModel, PreTrainedModel
 
-from attention_pooling_mote import AttentionPoolingConfig, AttentionPoolingModel
-from compression_mote import CompressedConfig, CompressedModel
-from configuration_mote import INSTALL
+from mote.remote.attention_pooling_mote import AttentionPoolingConfig, AttentionPoolingModel
+from mote.remote.compression_mote import CompressedConfig, CompressedModel
+from mote.remote.configuration_mote import INSTALL
 
 TASK_MOTE = {
     "architectures_mote.py",
@@ -152,7 +152,6 @@ def test_old_versions_themselves(call: str, trained_folder: Path, tmp_path: Path
     ],
 )
 def test_the_real_error_is_the_last_one(model_type: str, module: str, name: str, tmp_path: Path) -> None:
-    """Not "No module named 'modeling_mote'", of the import that is meant for the installed files."""
     MODELS[model_type][0]().save_pretrained(tmp_path)
     missing = last_line(tmp_path, f"import {module}\ndel {module}.{name}")
     assert missing.startswith(f"ImportError: cannot import name '{name}' from '{module}'")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.families import EAGER_ONLY, EXPERTS, all_families, batch, in_threads, trained_mote
 
-from modeling_mote import MoTEModel
+from mote.remote.modeling_mote import MoTEModel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

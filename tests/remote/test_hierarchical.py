@@ -18,9 +18,9 @@ from helpers.token_routing import (
     without_dropout,
 )
 
-from hierarchical_mote import HierarchicalMoTEConfig, HierarchicalMoTEModel
 from mote.experts import add, parameter_counts
-from token_routing_mote import FeedForwardExperts, load_balancing_loss
+from mote.remote.hierarchical_mote import HierarchicalMoTEConfig, HierarchicalMoTEModel
+from mote.remote.token_routing_mote import FeedForwardExperts, load_balancing_loss
 
 TASKS = ["x", "y", "y", "x"]
 IMPLEMENTATIONS = ["eager", "batched_mm", "grouped_mm"]

@@ -13,7 +13,7 @@ from sentence_transformers import SparseEncoder
 from transformers import AutoModel, AutoModelForMaskedLM
 
 from mote import HybridIndex, upcycle
-from sparse_pooling_mote import HybridPooling
+from mote.remote.sparse_pooling_mote import HybridPooling
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")  # torch, about its products
 

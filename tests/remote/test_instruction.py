@@ -17,7 +17,7 @@ from sentence_transformers.sentence_transformer import losses
 from transformers import AutoTokenizer
 
 import mote
-from modeling_mote import MoTEModel
+from mote.remote.modeling_mote import MoTEModel
 
 DEFINITION = "Given a question, retrieve passages that answer it"
 QUERY = mote.instruction_with(DEFINITION)

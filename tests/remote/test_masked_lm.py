@@ -38,12 +38,12 @@ from transformers import (
     pipeline,
 )
 
-from masked_lm_mote import MoTEForMaskedLM
-from modeling_mote import MoTEModel
 from mote import experts as verbs
 from mote import plan_upcycling, transform, upcycle
 from mote.checkpoints.models import load_mote
 from mote.checkpoints.reading import open_mote
+from mote.remote.masked_lm_mote import MoTEForMaskedLM
+from mote.remote.modeling_mote import MoTEModel
 
 EXPERTS = ["alpha", "beta"]
 WITH_HEAD = {
@@ -332,7 +332,7 @@ def test_sources_without_a_head(dense: Path, source: Path, tmp_path: Path) -> No
 FRESH_PROCESS = """
 import importlib.abc, sys
 
-PROJECT = ("mote", "configuration_mote", "modeling_mote", "masked_lm_mote")
+PROJECT = ("mote",)
 
 
 class Blocker(importlib.abc.MetaPathFinder):

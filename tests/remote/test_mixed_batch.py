@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers.families import EXPERTS, batch, trained_mote
 
-import mixed_batch_mote
-from configuration_mote import MoTEConfig
-from mixed_batch_mote import Group, groups_of
+from mote.remote import mixed_batch_mote
+from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.mixed_batch_mote import Group, groups_of
 
 CPU = torch.device("cpu")
 

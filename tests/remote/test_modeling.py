@@ -25,10 +25,10 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig
 
 import mote
-from architectures_mote import ARCHITECTURES
-from configuration_mote import MoTEConfig
-from modeling_mote import MoTEBlock, MoTEModel, pool
 from mote.checkpoints.tensors import weight_name
+from mote.remote.architectures_mote import ARCHITECTURES
+from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.modeling_mote import MoTEBlock, MoTEModel, pool
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -12,7 +12,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 
 import mote
-from modeling_mote import MoTEModel
+from mote.remote.modeling_mote import MoTEModel
 
 TEXTS = [
     "how do whales breathe",

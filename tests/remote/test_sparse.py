@@ -20,7 +20,7 @@ from transformers import AutoModel, BertConfig, BertModel
 from mote import configure, experts, plan_upcycling, transform, upcycle
 from mote.checkpoints.retrieval import copy_code
 from mote.inference.loading import load_encoder
-from sparse_pooling_mote import HighestLogits, SparsePooling
+from mote.remote.sparse_pooling_mote import HighestLogits, SparsePooling
 
 EXPERTS = ["search_query", "search_document"]
 TEXTS = ["whales breathe air", "a", "tides come twice a day, mostly"]
@@ -168,7 +168,7 @@ import sys
 sys.path[:] = [path for path in sys.path if path not in ("", {root!r})]
 sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in str(finder)]
 import importlib.util
-assert importlib.util.find_spec("mote") is None and importlib.util.find_spec("sparse_pooling_mote") is None
+assert importlib.util.find_spec("mote") is None
 import torch
 from sentence_transformers import SparseEncoder
 for folder in {folders!r}:

@@ -15,7 +15,7 @@ from transformers import AutoModel
 
 from mote import plan_upcycling, upcycle
 from mote.cli import main
-from token_routing_mote import TokenRoutedModel, load_balancing_loss
+from mote.remote.token_routing_mote import TokenRoutedModel, load_balancing_loss
 
 TEXTS = ["how do whales breathe", "Whales come up for air.", "a recipe for bread that needs no kneading", "bread"]
 

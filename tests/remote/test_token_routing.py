@@ -23,11 +23,11 @@ from helpers.token_routing import (
 from torch import nn
 from transformers import CONFIG_MAPPING
 
-from architectures_mote import ARCHITECTURES
-from configuration_mote import MoTEConfig
-from modeling_mote import MoTEModel
 from mote.experts import parameter_counts
-from token_routing_mote import (
+from mote.remote.architectures_mote import ARCHITECTURES
+from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.modeling_mote import MoTEModel
+from mote.remote.token_routing_mote import (
     FEED_FORWARDS,
     TokenRoutedBlock,
     TokenRoutedConfig,

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer, SparseEncoder
 from transformers import AutoModel
 
-from modeling_mote import MoTEModel
 from mote import upcycle
+from mote.remote.modeling_mote import MoTEModel
 from mote.training.adapters import adapt, merge_adapters, network_of, share_weights, trained_weights
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import RunFolder

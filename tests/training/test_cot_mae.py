@@ -16,9 +16,9 @@ from helpers.runs import weights
 from torch import nn
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from configuration_mote import MoTEConfig
-from masked_lm_mote import MoTEForMaskedLM, native_with_head
 from mote.checkpoints.provenance import read_steps
+from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.masked_lm_mote import MoTEForMaskedLM, native_with_head
 from mote.training.contexts import ContextMasking, ContextRows
 from mote.training.objectives import Decoder, Pretraining
 from mote.training.pretraining import plan_pretraining, prepare, pretrain

@@ -9,9 +9,9 @@ from helpers.paths import ROOT
 from safetensors.torch import load_file
 from transformers import BertConfig, BertForMaskedLM
 
-from configuration_mote import MoTEConfig
-from masked_lm_mote import MoTEForMaskedLM
 from mote.checkpoints.tensors import weight_name
+from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.masked_lm_mote import MoTEForMaskedLM
 from mote.training.objectives import Pretraining
 from mote.training.pretraining_recipe import DecoderSettings
 

@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, BertConfig
 
-from modeling_mote import MoTEConfig, MoTEModel
 from mote import estimate_memory
 from mote.cli import main
+from mote.remote.modeling_mote import MoTEConfig, MoTEModel
+from mote.remote.token_routing_mote import TokenRoutedConfig
 from mote.training.memory import SHARDINGS, Activations, fake_model, measure_activations
-from token_routing_mote import TokenRoutedConfig
 
 ROWS, LENGTH = 8, 32
 SMALL = {"batch_size": 16, "mini_batch_size": 8, "length": LENGTH}
@@ -286,7 +286,7 @@ import json, resource, sys
 sys.path[:0] = sys.argv[1:2]
 import psutil, torch
 from transformers import NomicBertConfig
-from modeling_mote import MoTEConfig, MoTEModel
+from mote.remote.modeling_mote import MoTEConfig, MoTEModel
 from mote import estimate_memory
 
 torch.set_num_threads(1)

@@ -18,11 +18,11 @@ from helpers.paths import SMALL_ENCODER
 from helpers.runs import break_off, command, environment, overrides, train_step, weights
 from sentence_transformers import SentenceTransformer, SparseEncoder
 
-from configuration_mote import MoTEConfig
 from mote import upcycle
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import Checkpoint, open_checkpoint
 from mote.cli import main
+from mote.remote.configuration_mote import MoTEConfig
 from mote.training import teachers
 from mote.training.model import build_model
 from mote.training.names import encodings

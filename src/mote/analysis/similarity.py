@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from scipy.stats import ttest_ind
 from sentence_transformers import SentenceTransformer, SparseEncoder
 
-from configuration_mote import PAPER_INSTRUCTIONS, alternatives
 from mote.hub import commit_of
 from mote.inference.loading import check_device, load_any_encoder
+from mote.remote.configuration_mote import PAPER_INSTRUCTIONS, alternatives
 
 Encoder = SentenceTransformer | SparseEncoder
 Similarity = dict[tuple[str, str], NDArray[np.float64]]

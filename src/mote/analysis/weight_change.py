@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 import yaml  # type: ignore[import-untyped]
 
-from architectures_mote import architecture_of
-from configuration_mote import MoTEConfig
-from modeling_mote import MoTEModel
 from mote.checkpoints.models import load_dense, load_mote
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import Checkpoint, open_checkpoint
 from mote.checkpoints.tensors import weight_name
+from mote.remote.architectures_mote import architecture_of
+from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.modeling_mote import MoTEModel
 
 DENSE = "feed-forward"  # stands for the experts in a dense model
 

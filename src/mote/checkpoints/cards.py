@@ -13,13 +13,13 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
-from architectures_mote import ARCHITECTURES
-from configuration_mote import MoTEConfig
 from mote.checkpoints import nv_embed
 from mote.checkpoints.instructions import instruction_pooling_in
 from mote.checkpoints.reading import Checkpoint, has_head, is_mote
 from mote.checkpoints.retrieval import retrieval_in
 from mote.checkpoints.tensors import token_routing
+from mote.remote.architectures_mote import ARCHITECTURES
+from mote.remote.configuration_mote import MoTEConfig
 from mote.reporting import millions
 
 MOTE_TAGS = ("mote", "mixture-of-experts", "custom_code")

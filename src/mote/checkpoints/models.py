@@ -17,11 +17,11 @@ from safetensors import SafetensorError
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from modeling_mote import MoTEModel
 from mote.checkpoints import nomic
 from mote.checkpoints.plain import learned_positions
 from mote.checkpoints.reading import Checkpoint, has_head, is_mote, mote_class
 from mote.checkpoints.tensors import HEAD, NOT_ONLY_TENSORS, read_on_meta, read_shapes
+from mote.remote.modeling_mote import MoTEModel
 
 logger = logging.getLogger(__name__)
 

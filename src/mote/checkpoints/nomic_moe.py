@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import JinaEmbeddingsV3Config
 
-from token_routing_mote import TokenRoutedConfig, TokenRoutedModel
+from mote.remote.token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
 # The original accepts 2,048 positions, but was trained, and is published, with texts of at most 512 tokens.
 MAX_SEQ_LENGTH = 512

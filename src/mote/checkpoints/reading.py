@@ -16,11 +16,11 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from architectures_mote import ARCHITECTURES
-from configuration_mote import MoTEConfig, alternatives
 from mote import hub
 from mote.checkpoints import nomic, nomic_moe, nv_embed
 from mote.checkpoints.tensors import is_finite, load_pickle, read_on_meta, read_shapes
+from mote.remote.architectures_mote import ARCHITECTURES
+from mote.remote.configuration_mote import MoTEConfig, alternatives
 
 TOKEN_ROUTED = "mote_token_routed"
 ATTENTION_POOLING = "mote_attention_pooling"
@@ -232,7 +232,7 @@ def mote_class(model_type: str, kind: Literal["config", "model", "masked_lm"]) -
     if kind not in MOTE_CLASSES[model_type]:
         raise ValueError(f"A {model_type!r} cannot have a head for masked language modelling: leave out `--with-head`")
     module, _, name = MOTE_CLASSES[model_type][kind].partition(".")
-    return getattr(import_module(module), name)
+    return getattr(import_module(f"mote.remote.{module}"), name)
 
 
 def _locate(src: str, revision: str | None) -> tuple[Path, str | None]:

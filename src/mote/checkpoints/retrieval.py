@@ -3,10 +3,10 @@
 import json
 import shutil
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from mote import remote
 from mote.checkpoints.reading import read_json
 
 SPLADE_POOLING = "sentence_transformers.sparse_encoder.modules.splade_pooling.SpladePooling"
@@ -145,7 +145,7 @@ def _pooling(retrieval: Retrieval) -> tuple[str, dict[str, Any]]:
 
 def copy_code(module_type: str, folder: Path) -> None:
     """Copy the file of one of our modules into a model's folder."""
-    code = Path(find_spec(module_type.partition(".")[0]).origin)  # type: ignore[union-attr, arg-type]  # it is installed
+    code = Path(remote.__file__).with_name(f"{module_type.partition('.')[0]}.py")
     (folder / code.name).unlink(missing_ok=True)  # it may be a link to the source's
     shutil.copy(code, folder)
 

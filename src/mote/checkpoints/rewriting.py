@@ -16,7 +16,6 @@ import yaml  # type: ignore[import-untyped]
 from huggingface_hub import ModelCardData, metadata_load
 from safetensors import safe_open
 
-from configuration_mote import MTEB_PROMPTS
 from mote import hub
 from mote.checkpoints.cards import MOTE_TAGS, cell, escaped, front_matter, hub_ids, mote_values, render
 from mote.checkpoints.instructions import instruction_pooling_in
@@ -26,6 +25,7 @@ from mote.checkpoints.reading import Checkpoint, is_mote, mote_class, open_check
 from mote.checkpoints.retrieval import retrieval_in
 from mote.checkpoints.sentence_transformers import normalizes, source_pooling, source_prompts
 from mote.checkpoints.tensors import parameter_counts, read_shapes, weight_name
+from mote.remote.configuration_mote import MTEB_PROMPTS
 from mote.reporting import millions
 
 logger = logging.getLogger(__name__)

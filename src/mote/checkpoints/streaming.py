@@ -24,9 +24,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from modeling_mote import MoTEModel
 from mote.checkpoints.reading import Checkpoint
 from mote.checkpoints.tensors import TensorLocation, load_pickle, read_header, read_on_meta, weight_name
+from mote.remote.modeling_mote import MoTEModel
 from mote.reporting import megabytes
 
 logger = logging.getLogger(__name__)

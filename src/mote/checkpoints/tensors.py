@@ -15,12 +15,12 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers.modeling_utils import load_state_dict, str_to_torch_dtype
 
-from architectures_mote import architecture_of
-from configuration_mote import MoTEConfig
+from mote.remote.architectures_mote import architecture_of
+from mote.remote.configuration_mote import MoTEConfig
 
 if TYPE_CHECKING:
-    from modeling_mote import MoTEModel
-    from token_routing_mote import TokenRoutedConfig
+    from mote.remote.modeling_mote import MoTEModel
+    from mote.remote.token_routing_mote import TokenRoutedConfig
 
 DTYPES = ("float32", "float16", "bfloat16")  # in which models are loaded and written
 NOT_ONLY_TENSORS = "it is damaged, or holds more than tensors, such as code, which is not run"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME
 
-from configuration_mote import MoTEConfig
 from mote import hub
 from mote.checkpoints.models import quiet_transformers
 from mote.checkpoints.plain import write_plainly
@@ -19,6 +18,7 @@ from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, has_head, is_mo
 from mote.checkpoints.retrieval import Retrieval, retrieval_in, write_retrieval
 from mote.checkpoints.sentence_transformers import max_seq_length, write_sentence_transformer
 from mote.checkpoints.staging import Staging, refuse_occupied, refuse_source, require_shard_size, require_space
+from mote.remote.configuration_mote import MoTEConfig
 from mote.reporting import megabytes
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from configuration_mote import alternatives
 from mote.corpora.cluster import on_ray, require_ray
 from mote.corpora.encoding import Devices, Model
 from mote.corpora.job import Finished, Job, embed_shards
 from mote.inference.loading import check_device
+from mote.remote.configuration_mote import alternatives
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

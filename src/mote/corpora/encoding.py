@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from configuration_mote import ROLE_HINTS, alternatives
 from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.tensors import DTYPES
 from mote.corpora.source import Document
 from mote.hub import commit_of
 from mote.inference.loading import load_encoder
+from mote.remote.configuration_mote import ROLE_HINTS, alternatives
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer, SparseEncoder

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from configuration_mote import alternatives
 from mote.data.settings import DatasetSettings
+from mote.remote.configuration_mote import alternatives
 
 RowType = Literal["pairs", "scored", "labelled", "texts"]
 

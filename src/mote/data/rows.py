@@ -19,7 +19,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from configuration_mote import alternatives
+from mote.remote.configuration_mote import alternatives
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from configuration_mote import alternatives
+from mote.remote.configuration_mote import alternatives
 
 
 class Settings(BaseModel):

@@ -13,10 +13,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configuration_mote import alternatives
 from mote.data.columns import check_string
 from mote.data.rows import ENDINGS, read_files, read_text_lines, require_valid, split_files
 from mote.data.sampling import ranks, sample
+from mote.remote.configuration_mote import alternatives
 
 Rows = list[dict[str, Any]]
 Qrels = dict[str, dict[str, int]]  # query → document → grade

@@ -23,7 +23,6 @@ from mteb.results import TaskResult
 from sentence_transformers import SparseEncoder
 from tqdm import tqdm
 
-from configuration_mote import MTEB_PROMPTS, alternatives
 from mote.checkpoints.definitions import instruction_with
 from mote.checkpoints.reading import is_mote
 from mote.checkpoints.tensors import DTYPES
@@ -33,6 +32,7 @@ from mote.evaluation.models import EvaluatedModel, find_models
 from mote.evaluation.scores import Evaluation
 from mote.evaluation.tasks import choose_tasks
 from mote.inference.loading import check_device, check_retrieval, first_line
+from mote.remote.configuration_mote import MTEB_PROMPTS, alternatives
 from mote.reporting import write_together
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ from mteb.models.models_protocols import MTEBModels
 from mteb.types import Licenses
 from transformers import PreTrainedModel
 
-from configuration_mote import MTEB_PROMPTS, ROLE_HINTS
 from mote.checkpoints.cards import front_matter, languages
 from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.models import dense_without_weights
@@ -21,6 +20,7 @@ from mote.checkpoints.retrieval import retrieval_in
 from mote.checkpoints.sentence_transformers import embedding_dimension, max_seq_length, source_prompts
 from mote.checkpoints.tensors import parameter_counts
 from mote.inference.loading import is_sparse_encoder
+from mote.remote.configuration_mote import MTEB_PROMPTS, ROLE_HINTS
 
 
 def model_meta(source: str | Path, revision: str | None = None) -> ModelMeta:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from configuration_mote import alternatives
 from mote.evaluation.statistics import Comparison, compare_scores
 from mote.evaluation.tables import Format, dataset_table, mean_table
+from mote.remote.configuration_mote import alternatives
 from mote.reporting import Report
 
 TASK_TYPES = (

@@ -25,9 +25,9 @@ from mteb.abstasks import (
 )
 from mteb.abstasks.task_metadata import MetadataDatasetDict, TaskMetadata, TaskType
 
-from configuration_mote import alternatives
 from mote.data import test_sets
 from mote.data.test_sets import EvaluationDataset
+from mote.remote.configuration_mote import alternatives
 
 TEXTS_PER_LABEL = 20
 """Minimum number of texts per label, on average, in a clustering set when a dataset is divided into several sets."""

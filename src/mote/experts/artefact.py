@@ -19,8 +19,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
-from architectures_mote import architecture_of
-from configuration_mote import MoTEConfig
 from mote import hub
 from mote.checkpoints import cards
 from mote.checkpoints.provenance import command_line, new_step, origin_of, read_steps, recorded_files, write_steps
@@ -29,10 +27,12 @@ from mote.checkpoints.staging import EXPERT_FILE, Staging
 from mote.checkpoints.tensors import HEAD, weight_name
 from mote.checkpoints.writing import WriteOptions, require_writable
 from mote.experts.checks import require_task_experts, require_uncompressed
+from mote.remote.architectures_mote import architecture_of
+from mote.remote.configuration_mote import MoTEConfig
 from mote.reporting import Report, markdown_table, millions, table
 
 if TYPE_CHECKING:
-    from modeling_mote import MoTEModel
+    from mote.remote.modeling_mote import MoTEModel
 
 logger = logging.getLogger(__name__)
 

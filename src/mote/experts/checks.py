@@ -6,8 +6,8 @@ from mote.checkpoints.reading import ATTENTION_POOLING
 from mote.checkpoints.tensors import require_unquantised, token_routing
 
 if TYPE_CHECKING:
-    from configuration_mote import MoTEConfig
-    from modeling_mote import MoTEModel
+    from mote.remote.configuration_mote import MoTEConfig
+    from mote.remote.modeling_mote import MoTEModel
 
 
 def require_task_experts(config: "MoTEConfig") -> None:

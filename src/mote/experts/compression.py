@@ -5,14 +5,14 @@ import logging
 import torch
 from torch import nn
 
-from architectures_mote import architecture_of
-from compression_mote import CompressedConfig, CompressedModel, compress_block
-from configuration_mote import MoTEConfig
-from modeling_mote import MoTEModel
 from mote.checkpoints.tensors import without_head
 from mote.checkpoints.transform import verb
 from mote.experts.checks import require_dense_experts, require_mergeable, require_plain_pooling
 from mote.experts.exporting import dequantized_state_dict, export
+from mote.remote.architectures_mote import architecture_of
+from mote.remote.compression_mote import CompressedConfig, CompressedModel, compress_block
+from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.modeling_mote import MoTEModel
 
 logger = logging.getLogger(__name__)
 

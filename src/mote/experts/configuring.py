@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from configuration_mote import alternatives
 from mote.checkpoints.definitions import instruction_with
 from mote.checkpoints.end_token import with_end_token
 from mote.checkpoints.instructions import (
@@ -18,9 +17,10 @@ from mote.checkpoints.models import load_tokenizer
 from mote.checkpoints.reading import open_mote
 from mote.checkpoints.transform import transform, verb
 from mote.checkpoints.writing import WriteOptions
+from mote.remote.configuration_mote import alternatives
 
 if TYPE_CHECKING:
-    from modeling_mote import MoTEModel
+    from mote.remote.modeling_mote import MoTEModel
 
 EXPERT = "expert."  # and the task, as in "expert.sts"
 INSTRUCTION = "instruction."  # and the task, as in "instruction.clustering"

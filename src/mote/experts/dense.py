@@ -16,7 +16,7 @@ from mote.checkpoints.tensors import weight_name
 from mote.experts.artefact import ExpertArtefact, open_artefact
 
 if TYPE_CHECKING:
-    from modeling_mote import MoTEModel
+    from mote.remote.modeling_mote import MoTEModel
 
 BACKBONE = "backbone."  # prefix of the dense model's weights in a MoTE
 POOLER = "pooler."  # which a MoTE lacks: it pools by itself

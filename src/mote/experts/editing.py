@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from architectures_mote import architecture_of
-from configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, alternatives
 from mote.checkpoints.reading import require_expert
 from mote.checkpoints.tensors import weight_name
 from mote.checkpoints.transform import verb
@@ -21,9 +19,11 @@ from mote.experts.artefact import ExpertArtefact
 from mote.experts.checks import require_all_experts, require_editable, require_uncompressed
 from mote.experts.dense import DenseBlocks
 from mote.experts.means import mean_of_experts
+from mote.remote.architectures_mote import architecture_of
+from mote.remote.configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, alternatives
 
 if TYPE_CHECKING:
-    from modeling_mote import MoTEBlock, MoTEModel
+    from mote.remote.modeling_mote import MoTEBlock, MoTEModel
 
 logger = logging.getLogger(__name__)
 

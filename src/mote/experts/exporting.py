@@ -18,8 +18,8 @@ from mote.checkpoints.transform import verb
 from mote.experts.checks import require_plain_pooling, require_plain_weights, require_task_experts
 
 if TYPE_CHECKING:
-    from configuration_mote import MoTEConfig
-    from modeling_mote import MoTEModel
+    from mote.remote.configuration_mote import MoTEConfig
+    from mote.remote.modeling_mote import MoTEModel
 
 
 # Model type → keys of its published config, where that differs from transformers' own.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from configuration_mote import MoTEConfig, alternatives
 from mote.checkpoints.tensors import weight_name, without_head
 from mote.checkpoints.transform import verb
 from mote.experts import editing
@@ -17,9 +16,10 @@ from mote.experts.checks import require_editable, require_mergeable, require_unc
 from mote.experts.dense import DenseBlocks
 from mote.experts.exporting import native_model
 from mote.experts.means import mean, mean_of_experts
+from mote.remote.configuration_mote import MoTEConfig, alternatives
 
 if TYPE_CHECKING:
-    from modeling_mote import MoTEModel
+    from mote.remote.modeling_mote import MoTEModel
 
 
 @verb("average", "the mean of the experts of")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer, SparseEncoder
 
-    from configuration_mote import MoTEConfig
-    from modeling_mote import MoTEModel
+    from mote.remote.configuration_mote import MoTEConfig
+    from mote.remote.modeling_mote import MoTEModel
 
 
 def require_all_weights(encoder: "SentenceTransformer | SparseEncoder", path: str, revision: str | None = None) -> None:

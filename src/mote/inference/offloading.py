@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from configuration_mote import MoTEConfig, alternatives
 from mote.checkpoints.tensors import require_unquantised
 from mote.experts.checks import has_adapters, require_task_experts
 from mote.experts.editing import set_experts
 from mote.inference.stores import SAVE_FIRST, CpuStore, DiskStore, Store
+from mote.remote.configuration_mote import MoTEConfig, alternatives
 
 if TYPE_CHECKING:
-    from modeling_mote import MoTEBlock, MoTEModel
+    from mote.remote.modeling_mote import MoTEBlock, MoTEModel
 
 PLACES = ("cpu", "disk")
 _OVERRIDDEN = ("state_dict", "save_pretrained")  # methods of a model that need all experts

@@ -16,11 +16,11 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutput
 
-from configuration_mote import alternatives
 from mote import hub
 from mote.checkpoints.instructions import instruction_pooling_in
 from mote.checkpoints.reading import is_mote, open_checkpoint
 from mote.inference.loading import first_line, load_encoder
+from mote.remote.configuration_mote import alternatives
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

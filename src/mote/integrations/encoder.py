@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from configuration_mote import alternatives
 from mote.inference.loading import load_encoder
+from mote.remote.configuration_mote import alternatives
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

@@ -13,7 +13,7 @@ from sentence_transformers.base.training_args import BaseTrainingArguments
 from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
-from configuration_mote import MoTEConfig
+from mote.remote.configuration_mote import MoTEConfig
 from mote.reporting import table
 from mote.training.batches import EvenBatchSampler, TaskBatchSampler, even_batch_sampler
 from mote.training.data import TrainingData, TrainingSet

@@ -10,9 +10,9 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from configuration_mote import alternatives
 from mote.data.columns import KNOWN, OURS, Example, RowType, check_row, find_columns
 from mote.data.rows import Location, read_rows
+from mote.remote.configuration_mote import alternatives
 from mote.reporting import table
 from mote.training.recipe import Recipe
 from mote.training.task_settings import DatasetSettings, TaskSettings, ValidationSettings

@@ -19,9 +19,9 @@ import pyarrow
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
-from configuration_mote import MoTEConfig
 from mote.data.columns import Example
 from mote.data.rows import find_datasets
+from mote.remote.configuration_mote import MoTEConfig
 from mote.training.cleaning import (
     MOST_NEGATIVES,
     TEACHER_LOSSES,

@@ -19,8 +19,8 @@ from sentence_transformers.util import all_gather, all_gather_with_grad, get_ran
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from configuration_mote import alternatives
 from mote.inference.loading import load_encoder
+from mote.remote.configuration_mote import alternatives
 from mote.training.cleaning import SPARSE_SCORED_LOSSES
 from mote.training.model_settings import RetrievalSettings
 from mote.training.progress import count_texts

@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
-from configuration_mote import MoTEConfig, alternatives
-from modeling_mote import MoTEModel
 from mote.checkpoints.reading import is_mote, mote_class, open_checkpoint
 from mote.checkpoints.tensors import token_routing
+from mote.remote.configuration_mote import MoTEConfig, alternatives
+from mote.remote.modeling_mote import MoTEModel
 from mote.reporting import Report, markdown_table, table
 from mote.training.adapters import adapt, share_weights
 

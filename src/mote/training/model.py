@@ -12,8 +12,6 @@ from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 from torch import nn
 
-from configuration_mote import MoTEConfig
-from instruction_mote import InstructedTransformer, TextPooling, check_pooling, check_tokenizer
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.bidirectional import asks_for_both_directions, with_both_directions
 from mote.checkpoints.end_token import end_as_asked
@@ -28,6 +26,8 @@ from mote.checkpoints.retrieval import retrieval_in, write_retrieval
 from mote.checkpoints.rewriting import experts_are_copies
 from mote.checkpoints.staging import Staging
 from mote.inference.loading import require_all_weights
+from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.instruction_mote import InstructedTransformer, TextPooling, check_pooling, check_tokenizer
 from mote.training.adapters import add_adapters, network_of, share_weights
 from mote.training.model_settings import ModelSettings
 from mote.training.names import names_of, retrieval_of, set_router_loss, upcycling_options

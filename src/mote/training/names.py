@@ -3,7 +3,6 @@
 import copy
 from typing import Any
 
-from configuration_mote import MoTEConfig, alternatives
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.bidirectional import asks_for_both_directions, with_both_directions
 from mote.checkpoints.definitions import instruction_with
@@ -11,6 +10,7 @@ from mote.checkpoints.models import positions_of
 from mote.checkpoints.reading import TOKEN_ROUTED, Checkpoint, has_head, is_mote
 from mote.checkpoints.retrieval import Retrieval, retrieval_in, wanted_retrieval
 from mote.checkpoints.tensors import token_routing
+from mote.remote.configuration_mote import MoTEConfig, alternatives
 from mote.training.model_settings import ModelSettings, RetrievalSettings
 from mote.training.recipe import Recipe
 from mote.upcycling.configs import with_unseen_tasks

@@ -15,7 +15,7 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.utils import ModelOutput
 
-from masked_lm_mote import MoTEForMaskedLM
+from mote.remote.masked_lm_mote import MoTEForMaskedLM
 from mote.training.pretraining_recipe import DecoderSettings
 
 IGNORED = -100  # a token that is not predicted

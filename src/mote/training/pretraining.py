@@ -15,7 +15,6 @@ from accelerate.utils import reduce
 from torch import nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from masked_lm_mote import MoTEForMaskedLM, native_with_head
 from mote.checkpoints.cards import write_dense_card, write_mote_card
 from mote.checkpoints.models import dense_without_weights, load_dense, load_mote, load_tokenizer
 from mote.checkpoints.provenance import command_line
@@ -23,6 +22,7 @@ from mote.checkpoints.reading import Checkpoint, has_head, is_mote, mote_class, 
 from mote.checkpoints.sentence_transformers import max_seq_length, normalizes
 from mote.checkpoints.tensors import parameter_counts
 from mote.experts.exporting import export
+from mote.remote.masked_lm_mote import MoTEForMaskedLM, native_with_head
 from mote.reporting import table
 from mote.training.arguments import check_launch, common_arguments, describe_steps, rows_per_process
 from mote.training.contexts import ContextMasking, ContextRows

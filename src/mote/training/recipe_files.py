@@ -13,8 +13,8 @@ import yaml  # type: ignore[import-untyped]
 from pydantic import ValidationError
 from typing_extensions import TypeVar
 
-from configuration_mote import alternatives
 from mote.data.settings import Settings
+from mote.remote.configuration_mote import alternatives
 from mote.training.recipe import SHIPPED, Recipe
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from configuration_mote import MoTEConfig
+from mote.remote.configuration_mote import MoTEConfig
 from mote.reporting import table
 from mote.training.data import TrainingData
 from mote.training.processes import processes

@@ -19,11 +19,11 @@ from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
 from torch import nn
 from transformers import PrinterCallback, Trainer
 
-from configuration_mote import MoTEConfig
 from mote.checkpoints.cards import write_trained_card
 from mote.checkpoints.models import load_tokenizer
 from mote.checkpoints.reading import Checkpoint, open_checkpoint
 from mote.checkpoints.tensors import token_routing, weight_name
+from mote.remote.configuration_mote import MoTEConfig
 from mote.training.adapters import AdapterCheckpoints, merge_adapters, network_of, trained_weights
 from mote.training.arguments import Schedule, describe, plan_schedule, trainer_arguments
 from mote.training.blending import BlendedCollator

@@ -3,12 +3,12 @@
 from dataclasses import replace
 from typing import Any, get_args
 
-from architectures_mote import ARCHITECTURES
-from configuration_mote import UNSEEN_TASKS, MoTEConfig, alternatives
 from mote.checkpoints import nv_embed
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.reading import ATTENTION_POOLING, TOKEN_ROUTED, Checkpoint, mote_class
 from mote.checkpoints.retrieval import Retrieval, retrieval_in, wanted_retrieval
+from mote.remote.architectures_mote import ARCHITECTURES
+from mote.remote.configuration_mote import UNSEEN_TASKS, MoTEConfig, alternatives
 from mote.upcycling.options import POOLING_BY_ATTENTION, POOLING_SIZES, TOKEN_ROUTING, UpcyclingOptions
 
 _FIXED_IN_TOKEN_ROUTED = ("routing", "layer_path", "shared_modules", *TOKEN_ROUTING, *POOLING_SIZES)

@@ -1,7 +1,7 @@
 """Instructions of the result of upcycling: from the options, the source, and the paper."""
 
-from configuration_mote import MTEB_PROMPTS, PAPER_INSTRUCTIONS, ROLE_HINTS, UNSEEN_TASKS, MoTEConfig
 from mote.checkpoints.definitions import instruction_with
+from mote.remote.configuration_mote import MTEB_PROMPTS, PAPER_INSTRUCTIONS, ROLE_HINTS, UNSEEN_TASKS, MoTEConfig
 from mote.upcycling.options import UpcyclingOptions
 
 

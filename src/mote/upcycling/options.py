@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from configuration_mote import alternatives
 from mote.checkpoints.writing import WriteOptions
+from mote.remote.configuration_mote import alternatives
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from configuration_mote import MoTEConfig, alternatives
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.bidirectional import asks_for_both_directions, with_both_directions
 from mote.checkpoints.instructions import check_instruction_pooling
@@ -15,6 +14,7 @@ from mote.checkpoints.reading import Checkpoint, mote_class, open_dense, stored_
 from mote.checkpoints.retrieval import Retrieval
 from mote.checkpoints.staging import require_shard_size
 from mote.checkpoints.tensors import DTYPES, parameter_counts, token_routing
+from mote.remote.configuration_mote import MoTEConfig, alternatives
 from mote.reporting import Report, markdown_table, megabytes, millions
 from mote.upcycling.configs import as_published, config_of, pooling_of, retrieval_of
 from mote.upcycling.instructions import instructions_from, instructions_of

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from modeling_mote import MoTEModel
 from mote.checkpoints import cards, nomic_moe, nv_embed
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.end_token import EOS, end_as_asked, ends_texts
@@ -21,6 +20,7 @@ from mote.checkpoints.provenance import RECORD_FILE, command_line, new_step
 from mote.checkpoints.reading import Checkpoint, mote_class
 from mote.checkpoints.streaming import DenseWeights, MappedFiles, can_stream, write_weights
 from mote.checkpoints.writing import how_to_load, require_writable, write_repository
+from mote.remote.modeling_mote import MoTEModel
 from mote.upcycling.options import UpcyclingOptions
 from mote.upcycling.plan import UpcyclingPlan, default_out, plan_upcycling
 

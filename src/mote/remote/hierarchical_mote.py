@@ -9,38 +9,23 @@ of Experts and the EM Algorithm", Neural Computation 6, 1994, for routing at two
 lower one is that of `token_routing_mote.py`.
 """
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-if TYPE_CHECKING or not __package__:  # installed, as a top-level module
-    try:  # transformers takes an import outside of a `try` for a package that must be installed
-        from architectures_mote import architecture_of
-        from configuration_mote import MoTEConfig
-        from modeling_mote import MoTEModel
-        from token_routing_mote import (
-            FeedForwardExperts,
-            TokenRoutedBlock,
-            TokenRoutedConfig,
-            TokenRoutedModel,
-            TokenRoutedOutput,
-        )
-    finally:
-        pass
-else:  # remote code
-    from .architectures_mote import architecture_of
-    from .configuration_mote import MoTEConfig
-    from .modeling_mote import MoTEModel
-    from .token_routing_mote import (
-        FeedForwardExperts,
-        TokenRoutedBlock,
-        TokenRoutedConfig,
-        TokenRoutedModel,
-        TokenRoutedOutput,
-    )
+from .architectures_mote import architecture_of
+from .configuration_mote import MoTEConfig
+from .modeling_mote import MoTEModel
+from .token_routing_mote import (
+    FeedForwardExperts,
+    TokenRoutedBlock,
+    TokenRoutedConfig,
+    TokenRoutedModel,
+    TokenRoutedOutput,
+)
 
 
 class HierarchicalMoTEConfig(MoTEConfig):

@@ -8,7 +8,7 @@ This file is only copied into saved models that have a head. For these, `AutoMod
 head.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,17 +22,9 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling, MaskedLMOutput
 from transformers.utils import can_return_tuple
 
-if TYPE_CHECKING or not __package__:  # installed, as a top-level module
-    try:  # transformers takes an import outside of a `try` for a package that must be installed
-        from architectures_mote import ARCHITECTURES
-        from configuration_mote import MoTEConfig, NoHead
-        from modeling_mote import MoTEModel
-    finally:
-        pass
-else:  # remote code
-    from .architectures_mote import ARCHITECTURES
-    from .configuration_mote import MoTEConfig, NoHead
-    from .modeling_mote import MoTEModel
+from .architectures_mote import ARCHITECTURES
+from .configuration_mote import MoTEConfig, NoHead
+from .modeling_mote import MoTEModel
 
 
 class HiddenStates(nn.Module):

@@ -8,7 +8,7 @@ code differs from the paper (norms, projections, the gate, wide heads), this fil
 This file is only copied into saved models that pool in this way; their `auto_map` names it.
 """
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,15 +17,8 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-if TYPE_CHECKING or not __package__:  # installed, as a top-level module
-    try:  # transformers takes an import outside of a `try` for a package that must be installed
-        from configuration_mote import MoTEConfig
-        from modeling_mote import MoTEModel, pool
-    finally:
-        pass
-else:  # remote code
-    from .configuration_mote import MoTEConfig
-    from .modeling_mote import MoTEModel, pool
+from .configuration_mote import MoTEConfig
+from .modeling_mote import MoTEModel, pool
 
 
 class AttentionPoolingConfig(MoTEConfig):

@@ -3,19 +3,10 @@
 This file is only copied into saved models of this kind.
 """
 
-from typing import TYPE_CHECKING
-
 from transformers import AutoModelForMaskedLM, PreTrainedModel
 
-if TYPE_CHECKING or not __package__:  # installed, as a top-level module
-    try:  # transformers takes an import outside of a `try` for a package that must be installed
-        from masked_lm_mote import MoTEForMaskedLM
-        from token_routing_mote import TokenRoutedConfig, TokenRoutedModel
-    finally:
-        pass
-else:  # remote code
-    from .masked_lm_mote import MoTEForMaskedLM
-    from .token_routing_mote import TokenRoutedConfig, TokenRoutedModel
+from .masked_lm_mote import MoTEForMaskedLM
+from .token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
 
 class TokenRoutedForMaskedLM(MoTEForMaskedLM, TokenRoutedModel):

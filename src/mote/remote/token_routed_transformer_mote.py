@@ -3,19 +3,12 @@
 This file is only copied into saved token-routed models, whose `modules.json` names `TokenRoutedTransformer`.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sentence_transformers.base.modules import Transformer
 
-if TYPE_CHECKING or not __package__:  # installed, as a top-level module
-    try:  # transformers takes an import outside of a `try` for a package that must be installed
-        from configuration_mote import ROLE_HINTS
-        from sentence_transformer_mote import MoTETransformer, require_one_prompt
-    finally:
-        pass
-else:  # remote code
-    from .configuration_mote import ROLE_HINTS
-    from .sentence_transformer_mote import MoTETransformer, require_one_prompt
+from .configuration_mote import ROLE_HINTS
+from .sentence_transformer_mote import MoTETransformer, require_one_prompt
 
 
 class TokenRoutedTransformer(MoTETransformer):

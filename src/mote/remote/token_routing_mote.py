@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -30,15 +30,8 @@ from transformers.integrations.moe import use_experts_implementation
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
 
-if TYPE_CHECKING or not __package__:  # installed, as a top-level module
-    try:  # transformers takes an import outside of a `try` for a package that must be installed
-        from configuration_mote import MAX_EXPERTS, PAPER_INSTRUCTIONS, MoTEConfig, alternatives
-        from modeling_mote import MoTEModel, present_inputs
-    finally:
-        pass
-else:  # remote code
-    from .configuration_mote import MAX_EXPERTS, PAPER_INSTRUCTIONS, MoTEConfig, alternatives
-    from .modeling_mote import MoTEModel, present_inputs
+from .configuration_mote import MAX_EXPERTS, PAPER_INSTRUCTIONS, MoTEConfig, alternatives
+from .modeling_mote import MoTEModel, present_inputs
 
 
 class FeedForward(NamedTuple):

@@ -1,19 +1,12 @@
 """The Sentence-Transformers module of a MoTE that leaves instructions out of its pooling."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING or not __package__:  # installed, as a top-level module
-    try:  # transformers takes an import outside of a `try` for a package that must be installed
-        from instruction_mote import InstructedTransformer, check_prompts
-        from sentence_transformer_mote import MoTETransformer
-    finally:
-        pass
-else:  # remote code
-    from .instruction_mote import InstructedTransformer, check_prompts
-    from .sentence_transformer_mote import MoTETransformer
+from .instruction_mote import InstructedTransformer, check_prompts
+from .sentence_transformer_mote import MoTETransformer
 
 
 class InstructedMoTETransformer(InstructedTransformer, MoTETransformer):
