@@ -1,6 +1,5 @@
 """Lengthening: replaces the learned positions of a dense encoder by rotary ones, so that it accepts longer texts."""
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,10 @@ from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.models import dense_without_weights, load_dense, load_tokenizer, quiet_transformers
 from mote.checkpoints.plain import longest_sequence
 from mote.checkpoints.provenance import command_line, new_step
-from mote.checkpoints.reading import Checkpoint, is_mote, open_checkpoint, read_json
+from mote.checkpoints.reading import Checkpoint, is_mote, open_checkpoint
 from mote.checkpoints.tensors import read_shapes
 from mote.checkpoints.writing import WriteOptions, how_to_load, require_writable, write_repository
+from mote.files import read_json, write_json
 from mote.remote.configuration_mote import MTEB_PROMPTS
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def lengthen(
             ("tokenizer_config.json", "model_max_length"),
         ):
             content = {**read_json(folder / name), key: length}
-            (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            write_json(folder / name, content)
         return {}
 
     details: dict[str, Any] = {"made": made, "dropped": dropped, "parameters": count}

@@ -191,7 +191,7 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
     "config nested too deeply": (
         {},
         lambda folder: (folder / "config.json").write_text("[" * 100_000 + "]" * 100_000),
-        "config.json is nested too deeply to be read",
+        "config.json is not valid JSON: maximum recursion depth",
     ),
     **{
         f"{file} of {content}": (

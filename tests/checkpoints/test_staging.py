@@ -16,10 +16,9 @@ import pytest
 from helpers.checkpoints import contents, files_in
 from transformers import PreTrainedModel
 
-from mote import upcycle
-from mote.checkpoints import staging
+from mote import files, upcycle
 from mote.checkpoints.provenance import new_step, write_steps
-from mote.checkpoints.staging import Staging, refuse_occupied, refuse_source
+from mote.checkpoints.staging import ModelStaging, refuse_occupied, refuse_source
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -45,7 +44,7 @@ def test_threads_that_write_to_one_place(writers: int, overwrite: bool, tmp_path
 
         def work(number: int, started: Barrier = started, written: Barrier = written) -> None:
             started.wait()
-            with Staging(out, overwrite) as folder:
+            with ModelStaging(out, overwrite) as folder:
                 write(folder, str(number), *(f"file{i}" for i in range(20)))
                 written.wait(timeout=60)  # an error before here would leave the others waiting
 
@@ -72,7 +71,7 @@ def test_a_leftover_that_goes_while_it_is_looked_at(tmp_path: Path, monkeypatch:
         return listed(folder)
 
     monkeypatch.setattr(Path, "iterdir", removed_by_another)
-    with Staging(tmp_path / "out") as folder:
+    with ModelStaging(tmp_path / "out") as folder:
         write(folder, "text", "file")
     assert files_in(tmp_path / "out") >= {"file"}
 
@@ -92,9 +91,9 @@ def test_threads_that_upcycle_to_one_place(dense: Path, upcycled: Path, tmp_path
 WRITER = """
 import sys
 from pathlib import Path
-from mote.checkpoints.staging import Staging
+from mote.checkpoints.staging import ModelStaging
 
-with Staging(Path(sys.argv[1])) as folder:
+with ModelStaging(Path(sys.argv[1])) as folder:
     (folder / "model.safetensors").write_text("other")
     print("writing", flush=True)
     input()
@@ -106,7 +105,7 @@ def test_a_process_does_not_disturb_another(tmp_path: Path) -> None:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", WRITER, str(out)], text=True, **pipes) as process:  # type: ignore[call-overload]
         assert process.stdout.readline() == "writing\n"
-        with Staging(out) as folder:  # which does not mistake the other's folder for a leftover
+        with ModelStaging(out) as folder:  # which does not mistake the other's folder for a leftover
             write(folder, "ours")
         _, printed = process.communicate("\n")
     assert process.returncode == 1
@@ -131,7 +130,7 @@ def without_a_file(folder: Path) -> None:
 @pytest.mark.parametrize("damage", [removed, replaced, without_a_file])
 def test_a_result_that_is_lost_is_not_reported_as_a_success(damage: Callable[[Path], None], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(OSError, match="out was not written: another process removed"), Staging(out) as folder:  # noqa: PT012
+    with pytest.raises(OSError, match="out was not written: another process removed"), ModelStaging(out) as folder:  # noqa: PT012
         write(folder, "x")
         damage(folder)
     assert not out.exists()
@@ -147,9 +146,9 @@ def test_leftovers_are_removed_unless_their_writer_is_running(tmp_path: Path) ->
     for name in not_ours:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
-    with pytest.raises(FileExistsError, match="in use"), Staging(tmp_path / "out") as running:  # noqa: PT012
+    with pytest.raises(FileExistsError, match="in use"), ModelStaging(tmp_path / "out") as running:  # noqa: PT012
         write(running, "first")
-        with Staging(tmp_path / "out") as folder:
+        with ModelStaging(tmp_path / "out") as folder:
             write(folder, "second")
         assert (running / "model.safetensors").is_file()
     assert {path.name for path in tmp_path.iterdir()} == {*not_ours, "out"}
@@ -159,10 +158,10 @@ def test_a_replaced_model_stays_until_its_successor_is_there(tmp_path: Path) -> 
     out, old = tmp_path / "out", tmp_path / ".out.writing-killed" / "replaced"
     old.mkdir(parents=True)
     write(old, "old")
-    with pytest.raises(OSError, match="No space"), Staging(out):
+    with pytest.raises(OSError, match="No space"), ModelStaging(out):
         raise FULL
     assert (old / "model.safetensors").is_file()
-    with Staging(out) as folder:
+    with ModelStaging(out) as folder:
         write(folder, "new")
         assert old.is_dir()
     assert list(tmp_path.iterdir()) == [out]
@@ -182,7 +181,7 @@ def test_a_model_stays_where_its_successor_cannot_take_its_place(
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", no_second_rename)
-    with pytest.raises(OSError, match="No space"), Staging(out, overwrite=True) as folder:
+    with pytest.raises(OSError, match="No space"), ModelStaging(out, overwrite=True) as folder:
         write(folder, "new")
     assert contents(out) == before
     assert list(tmp_path.iterdir()) == [out]
@@ -192,24 +191,24 @@ def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def refuse(*_: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(staging.fcntl, "flock", refuse)
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
     (tmp_path / ".out.writing-whose" / "new").mkdir(parents=True)
-    with Staging(tmp_path / "out") as folder:
+    with ModelStaging(tmp_path / "out") as folder:
         write(folder, "x")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.writing-whose", "out"]  # it may be running
 
 
 def test_without_the_module_of_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "fcntl", None)  # as on Windows
+    monkeypatch.setattr(files, "fcntl", None)  # as on Windows
     (tmp_path / ".out.writing-killed" / "new").mkdir(parents=True)
-    with Staging(tmp_path / "out") as folder:
+    with ModelStaging(tmp_path / "out") as folder:
         write(folder, "x")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_result_has_the_usual_permissions(tmp_path: Path) -> None:
     (tmp_path / "usual").mkdir()
-    with Staging(tmp_path / "out") as folder:
+    with ModelStaging(tmp_path / "out") as folder:
         write(folder, "x")
     assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == stat.S_IMODE((tmp_path / "usual").stat().st_mode)
 
@@ -235,7 +234,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 def test_files_of_others_are_kept(clone: Path) -> None:
-    with Staging(clone, overwrite=True) as folder:
+    with ModelStaging(clone, overwrite=True) as folder:
         write(folder, "new", "README.md")
     kept = {".git/HEAD", ".git/objects/12/34", "diary.txt", "plots/a.png", "link"}
     assert files_in(clone) == {"model.safetensors", "README.md", "mote.json", *kept}
@@ -246,7 +245,7 @@ def test_files_of_others_are_kept(clone: Path) -> None:
 
 
 def test_a_change_in_place_keeps_all_but_weights_and_code(clone: Path) -> None:
-    with Staging(clone, overwrite=True, in_place=True) as folder:
+    with ModelStaging(clone, overwrite=True, in_place=True) as folder:
         write(folder, "new", "vocab.txt")
     assert {"2_Dense/config.json", "recipe.yaml", "diary.txt", "link"} <= files_in(clone)
     assert not {"model-00001-of-00002.safetensors", "old_mote.py"} & files_in(clone)
@@ -259,7 +258,7 @@ def test_files_named_like_those_of_a_model_are_kept(in_place: bool, clone: Path)
     for name in names:
         (clone / name).parent.mkdir(exist_ok=True)
         (clone / name).write_text("mine")
-    with Staging(clone, overwrite=True, in_place=in_place) as folder:
+    with ModelStaging(clone, overwrite=True, in_place=in_place) as folder:
         write(folder, "new")
     assert {(clone / name).read_text() for name in names} == {"mine"}
     assert not {"model-00001-of-00002.safetensors", "old_mote.py"} & files_in(clone)
@@ -269,7 +268,7 @@ def test_files_named_like_those_of_a_model_are_kept(in_place: bool, clone: Path)
 def test_a_kill_loses_no_file_of_others(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = contents(clone)
     monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt), Staging(clone, overwrite=True) as folder:
+    with pytest.raises(KeyboardInterrupt), ModelStaging(clone, overwrite=True) as folder:
         write(folder, "new")
     assert contents(clone) == before
 

@@ -22,12 +22,12 @@ from helpers.rows import write_rows
 from sentence_transformers import SentenceTransformer
 
 import mote
-from mote.checkpoints.staging import try_lock
 from mote.cli import main
 from mote.corpora import MiningSettings, Teacher, negatives, read_embeddings, run
 from mote.corpora.encoding import Model
 from mote.data.columns import check_row, find_columns
 from mote.data.settings import DatasetSettings
+from mote.files import try_lock
 from mote.reporting import HOW_TO_RESUME
 
 pytest.importorskip("faiss")
@@ -317,7 +317,7 @@ def test_two_processes_start_once_and_change_nothing(data: Path, model: Path, mo
 
 def test_a_second_writer_is_refused(data: Path) -> None:
     (data.parent / "mined").mkdir()
-    lock = try_lock(data.parent / "mined", ours=True)
+    lock = try_lock(data.parent / "mined" / "lock")
     assert lock is not None
     with pytest.raises(OSError, match="is being written by another process"):
         mine(data, "bm25")

@@ -21,10 +21,10 @@ from pyarrow import parquet
 from sentence_transformers import SentenceTransformer
 
 import mote
-from mote.checkpoints.staging import try_lock
 from mote.cli import main
 from mote.corpora import job, read_embeddings, store
 from mote.corpora.encoding import Model, TokenCounter
+from mote.files import try_lock
 from mote.inference.loading import load_encoder
 from mote.reporting import HOW_TO_RESUME
 
@@ -341,7 +341,7 @@ def test_what_others_left_is_not_touched(model: Path, corpus: Path) -> None:
 
 def test_a_second_writer_is_refused(model: Path, corpus: Path) -> None:
     (corpus.parent / "out").mkdir()
-    lock = try_lock(corpus.parent / "out", ours=True)
+    lock = try_lock(corpus.parent / "out" / "lock")
     assert lock is not None
     with pytest.raises(OSError, match="is being written by another process"):
         embed(model, corpus)

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from mote.checkpoints.reading import read_json
-from mote.checkpoints.retrieval import MODULES, TRANSFORMER_SETTINGS, copy_code, name_of, retrieval_in, write_json
+from mote.checkpoints.retrieval import MODULES, TRANSFORMER_SETTINGS, copy_code, name_of, retrieval_in
+from mote.files import read_json, write_json
 from mote.remote.configuration_mote import alternatives
 
 POOLED = ("included", "excluded", "excluded_by_count")

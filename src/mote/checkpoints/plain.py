@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from mote.checkpoints.retrieval import write_json
+from mote.files import write_json
 
 logger = logging.getLogger(__name__)
 

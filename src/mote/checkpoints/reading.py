@@ -1,6 +1,5 @@
 """Open checkpoints, dense or MoTE, in a folder or on the Hub: their configs are read and checked, not their weights."""
 
-import json
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any, Literal, TypeGuard
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from huggingface_hub.utils.sha import sha_fileobj
 from safetensors import safe_open
 from transformers import (
     CONFIG_MAPPING,
@@ -19,6 +17,7 @@ from transformers import (
 from mote import hub
 from mote.checkpoints import nomic, nomic_moe, nv_embed
 from mote.checkpoints.tensors import is_finite, load_pickle, read_on_meta, read_shapes
+from mote.files import read_json, sha256_of
 from mote.remote.architectures_mote import ARCHITECTURES
 from mote.remote.configuration_mote import MoTEConfig, alternatives
 
@@ -119,13 +118,13 @@ class Checkpoint:
 
     def sha256_of_weights(self) -> dict[str, str]:
         """Hash each file with weights."""
-        return {path.name: _sha256(path) for path in self.weights}
+        return {path.name: sha256_of(path) for path in self.weights}
 
     def sha256_beside_weights(self) -> dict[str, str]:
         """Hash each other file that determines the model: config, tokenizer, prompts, modules and code."""
         patterns = [pattern for pattern in FILES_BESIDE_WEIGHTS if pattern != "README.md"]
         paths = {path for pattern in (*patterns, "*.py") for path in self.folder.glob(pattern) if path.is_file()}
-        return {path.relative_to(self.folder).as_posix(): _sha256(path) for path in sorted(paths)}
+        return {path.relative_to(self.folder).as_posix(): sha256_of(path) for path in sorted(paths)}
 
     def non_finite_weights(self) -> list[str]:
         """Name the tensors that hold NaN or infinite values; reads the weights, one at a time if the format allows."""
@@ -137,11 +136,6 @@ class Checkpoint:
             with safe_open(path, framework="pt") as file:
                 found += [key for key in file.keys() if not is_finite(file.get_tensor(key))]  # noqa: SIM118
         return found
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return sha_fileobj(file).hex()
 
 
 @dataclass
@@ -352,23 +346,6 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
         return checkpoint.config.dtype
     tensors = read_on_meta(checkpoint.weights).values()
     return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
-
-
-def read_json(path: Path, kind: type = dict) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        ValueError: If it is damaged, nested too deeply, or holds another kind of value.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise ValueError(f"{path} is nested too deeply to be read") from error
-    if not isinstance(content, kind):
-        raise ValueError(f"{path} must hold a {kind.__name__}, got a {type(content).__name__}")  # noqa: TRY004
-    return content
 
 
 def require_expert(config: MoTEConfig, name: str) -> str:

@@ -1,13 +1,12 @@
 """Which vectors a model gives for retrieval (dense, sparse or both), a setting in Sentence-Transformers' files."""
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from mote import remote
-from mote.checkpoints.reading import read_json
+from mote.files import read_json, write_json
 
 SPLADE_POOLING = "sentence_transformers.sparse_encoder.modules.splade_pooling.SpladePooling"
 SPARSE_POOLING = "sparse_pooling_mote.SparsePooling"
@@ -153,9 +152,3 @@ def copy_code(module_type: str, folder: Path) -> None:
 def name_of(module: dict[str, Any]) -> str:
     """Return the name of a module's class."""
     return str(module["type"]).rpartition(".")[2]
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file, replacing an existing one."""
-    path.unlink(missing_ok=True)  # it may be a link to the source's
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

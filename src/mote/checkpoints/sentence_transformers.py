@@ -13,7 +13,8 @@ from mote.checkpoints import nv_embed
 from mote.checkpoints.instructions import INSTRUCTED, TEXT_POOLING, copy_instruction_code, first_module
 from mote.checkpoints.plain import POOLING_FLAGS, longest_sequence
 from mote.checkpoints.reading import ATTENTION_POOLING, Checkpoint, has_head, is_mote
-from mote.checkpoints.retrieval import OUR_POOLINGS, copy_code, name_of, retrieval_in, write_json
+from mote.checkpoints.retrieval import OUR_POOLINGS, copy_code, name_of, retrieval_in
+from mote.files import write_json
 from mote.remote.configuration_mote import MTEB_PROMPTS, ROLE_HINTS, MoTEConfig
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ from mote.checkpoints.provenance import Described, read_steps, recorded_files, w
 from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, has_head, is_mote
 from mote.checkpoints.retrieval import Retrieval, retrieval_in, write_retrieval
 from mote.checkpoints.sentence_transformers import max_seq_length, write_sentence_transformer
-from mote.checkpoints.staging import Staging, refuse_occupied, refuse_source, require_shard_size, require_space
+from mote.checkpoints.staging import ModelStaging, refuse_occupied, refuse_source, require_shard_size
+from mote.files import require_space
 from mote.remote.configuration_mote import MoTEConfig
 from mote.reporting import megabytes
 
@@ -130,7 +131,7 @@ def write_repository(
         earlier = read_steps(source.folder) if source else []
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     require_space(out, size)
-    with ThreadPoolExecutor(1) as thread, Staging(out, options.overwrite, in_place) as folder:
+    with ThreadPoolExecutor(1) as thread, ModelStaging(out, options.overwrite, in_place) as folder:
         described = thread.submit(_describe, sources)  # reads them completely
         logger.info("Writing %s …", megabytes(size))
         if isinstance(model, PreTrainedModel):

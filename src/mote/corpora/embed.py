@@ -10,13 +10,13 @@ from pathlib import Path
 
 from huggingface_hub.utils import tqdm
 
-from mote.checkpoints.staging import require_space
 from mote.corpora.embedder import Embedder
 from mote.corpora.encoding import find_model
 from mote.corpora.index import check_index, write_index
 from mote.corpora.job import Job
 from mote.corpora.source import find_corpus
 from mote.corpora.store import DTYPES, Store, open_store, read_manifest
+from mote.files import require_space
 from mote.remote.configuration_mote import alternatives
 from mote.reporting import HOW_TO_RESUME
 

@@ -5,7 +5,6 @@ again, with the same content.
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from uuid import uuid4
 
 from huggingface_hub.utils.sha import sha_fileobj
 
-from mote.checkpoints.staging import try_lock
+from mote.files import release, try_lock
 from mote.reporting import HOW_TO_RESUME
 
 FORMAT = 1  # readers refuse later formats
@@ -28,14 +27,14 @@ def only_writer(folder: Path) -> Iterator[None]:
         OSError: If another process is writing there, or the folder cannot be made.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = try_lock(folder, ours=True)
+    lock = try_lock(folder / "lock")
     if lock is None:
         raise OSError(f"{folder} is being written by another process: wait for it, or choose another folder")
     try:
         yield
     finally:
         (folder / "lock").unlink(missing_ok=True)
-        os.close(lock)
+        release(lock)
         with suppress(OSError):  # not empty
             folder.rmdir()
 

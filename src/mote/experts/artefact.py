@@ -22,11 +22,12 @@ from transformers import CONFIG_MAPPING
 from mote import hub
 from mote.checkpoints import cards
 from mote.checkpoints.provenance import command_line, new_step, origin_of, read_steps, recorded_files, write_steps
-from mote.checkpoints.reading import MoTECheckpoint, is_mote, open_mote, read_json, require_expert
-from mote.checkpoints.staging import EXPERT_FILE, Staging
+from mote.checkpoints.reading import MoTECheckpoint, is_mote, open_mote, require_expert
+from mote.checkpoints.staging import EXPERT_FILE, ModelStaging
 from mote.checkpoints.tensors import HEAD, weight_name
 from mote.checkpoints.writing import WriteOptions, require_writable
 from mote.experts.checks import require_task_experts, require_uncompressed
+from mote.files import read_json
 from mote.remote.architectures_mote import architecture_of
 from mote.remote.configuration_mote import MoTEConfig
 from mote.reporting import Report, markdown_table, millions, table
@@ -225,7 +226,7 @@ def extract(
     require_expert(config, name)
     logger.info("Extracting the expert %s …", name)
     command = command_line("experts", "extract", source.public_name, name, out=out.resolve())
-    with Staging(out, options.overwrite) as folder:
+    with ModelStaging(out, options.overwrite) as folder:
         _write(source, name, folder, repo_id, command)
     logger.info("Wrote %s", out)
     if options.push:

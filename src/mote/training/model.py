@@ -24,7 +24,7 @@ from mote.checkpoints.padding_token import with_padding_token
 from mote.checkpoints.reading import Checkpoint, is_mote, open_checkpoint
 from mote.checkpoints.retrieval import retrieval_in, write_retrieval
 from mote.checkpoints.rewriting import experts_are_copies
-from mote.checkpoints.staging import Staging
+from mote.checkpoints.staging import ModelStaging
 from mote.inference.loading import require_all_weights
 from mote.remote.configuration_mote import MoTEConfig
 from mote.remote.instruction_mote import InstructedTransformer, TextPooling, check_pooling, check_tokenizer
@@ -169,7 +169,7 @@ def native_folder(source: Checkpoint, folder: Path, bidirectional: bool = False)
         config = MoTEConfig(pooling=st.source_pooling(source))
         config.instructions = dict.fromkeys(config.tasks, "")
         dense, _ = load_dense(source)
-        with Staging(folder) as staged:
+        with ModelStaging(folder) as staged:
             dense.save_pretrained(staged, save_original_format=False)  # native names, not the source's
             load_tokenizer(source).save_pretrained(staged)
             st.write_sentence_transformer(dense, source, staged, config)

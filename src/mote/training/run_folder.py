@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from mote.checkpoints.reading import read_json
 from mote.data.settings import Settings
+from mote.files import read_json
 from mote.reporting import HOW_TO_RESUME
 from mote.training.pretraining_recipe import AnyRecipe
 from mote.training.progress import CHECKPOINT_FILE

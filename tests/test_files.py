@@ -1,0 +1,154 @@
+"""Atomic files and locks; atomic folders are tested in checkpoints/test_staging.py, kills in test_interruptions.py."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from mote import files
+
+
+@pytest.fixture(params=["fcntl", "none"])
+def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "none":
+        monkeypatch.setattr(files, "fcntl", None)  # as on Windows
+    return request.param
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+def test_a_file_is_replaced_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file.json"
+    files.write_json(path, {"a": "ä"})
+    with files.replaced(path) as temporary:
+        temporary.write_text("{}")
+        assert temporary.suffix == ".json"
+        assert files.read_json(path) == {"a": "ä"}
+    assert files.read_json(path) == {}
+    assert names(path.parent) == ["file.json"]
+
+
+def test_an_error_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    message = r"^\[Errno 28\] No space left on device: '.*/file'$"
+    with pytest.raises(OSError, match=message), files.replaced(path) as new:  # noqa: PT012
+        new.write_text("half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["file"]
+
+
+def test_a_link_is_replaced_and_not_what_it_points_to(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_text("of others")
+    (tmp_path / "link.json").symlink_to("blob")
+    files.write_json(tmp_path / "link.json", [1])
+    assert (tmp_path / "blob").read_text() == "of others"
+    assert files.read_json(tmp_path / "link.json", list) == [1]
+
+
+def test_files_that_belong_together(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    with pytest.raises(KeyError), ExitStack() as stack:  # noqa: PT012
+        for path in paths:
+            stack.enter_context(files.replaced(path)).write_text("new")
+        raise KeyError
+    assert names(tmp_path) == []
+
+
+def test_leftovers(tmp_path: Path) -> None:
+    with files.replaced(tmp_path / "sub" / "file") as temporary:
+        temporary.write_text("x")
+        left = temporary.read_bytes()
+    temporary.write_bytes(left)
+    files.remove_leftovers(tmp_path)
+    assert names(tmp_path / "sub") == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "is not valid JSON"),
+        (b"\xff", "is not valid JSON"),
+        (b"[" * 100_000, "is not valid JSON"),
+        (b"[]", "must hold a dict"),
+    ],
+)
+def test_damaged_json(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file.json").write_bytes(content)
+    with pytest.raises(ValueError, match=f"file.json {message}"):
+        files.read_json(tmp_path / "file.json")
+
+
+def test_hash(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abc")
+    assert files.sha256_of(tmp_path / "file") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+def test_a_lock_is_held_once(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "lock"
+    with files.lock(path):
+        with pytest.raises(BlockingIOError, match=f"folder is in use by process {os.getpid()} on "), files.lock(path):
+            pass
+        assert path.is_file()
+    assert names(tmp_path) == []
+
+
+def test_a_lock_leaves_other_files(system: str, tmp_path: Path) -> None:
+    with files.lock(tmp_path / "folder" / "lock"):
+        (tmp_path / "folder" / "file").touch()
+    assert names(tmp_path / "folder") == ["file"]
+    with files.lock(tmp_path / "folder" / "lock"):
+        pass
+
+
+WITH_A_CHILD = """
+import os, sys, time
+from pathlib import Path
+from mote.files import lock
+
+with lock(Path(sys.argv[1])):
+    if os.fork() == 0:
+        print("child", os.getpid(), flush=True)
+        time.sleep(60)
+    time.sleep(60)
+"""
+
+
+def test_a_killed_process_frees_its_lock_although_its_child_lives(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITH_A_CHILD, str(tmp_path / "lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline().split()[1])
+        with pytest.raises(BlockingIOError, match="is in use by process"), files.lock(tmp_path / "lock"):
+            pass
+        process.kill()
+        process.wait()
+        try:
+            with files.lock(tmp_path / "lock"):
+                os.kill(child, 0)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_an_atomic_folder(system: str, tmp_path: Path) -> None:
+    with files.Staging(tmp_path / "out") as folder:
+        (folder / "file").touch()
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(FileExistsError, match="out is in use"), files.Staging(tmp_path / "out") as folder:
+        pass
+    assert names(tmp_path) == ["out"]
+    assert names(tmp_path / "out") == ["file"]
+
+
+def test_space(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"new needs 1,000,000,000,000\.0 MB, but its disk has "):
+        files.require_space(tmp_path / "new", 10**18)
