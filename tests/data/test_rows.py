@@ -2,11 +2,9 @@
 
 import json
 import logging
-import os
 import re
 import subprocess
 import sys
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import pytest
 from helpers.rows import write_rows
 from hub.hub_server import HubServer
 
-from mote.data import rows as rows_module
 from mote.data.rows import find_datasets, read_files, read_rows, read_text_lines, require_valid
 from mote.data.settings import DatasetSettings
 
@@ -83,26 +80,19 @@ def test_a_pattern_takes_several_datasets(tmp_path: Path, caplog: pytest.LogCapt
         find(tmp_path, "retrieval/*", exclude=["*"])
 
 
-def test_a_pattern_passes_over_files_of_other_kinds_and_brackets_of_the_folder(tmp_path: Path) -> None:
-    write(tmp_path / "data [v1]", "retrieval/a", ROWS[:1])
-    (tmp_path / "data [v1]/retrieval/README.md").write_text("# Datasets")
-    assert find(tmp_path / "data [v1]", "retrieval/*") == {"retrieval/a": ROWS[:1]}
-    (tmp_path / "only").mkdir()
-    (tmp_path / "only/README.md").write_text("# Datasets")
-    with pytest.raises(ValueError, match=r"README.md: unknown format"):
-        find(tmp_path, "only/*")
-
-
 def test_a_pattern_names_the_files_that_it_passes_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(tmp_path, "", ROWS, "part-1.jsonl")
-    others = ["part-2.jsonl.bz2", "part-3.JSONL", "part-4.json"]
-    for name in (*others, "README", "part.md", ".part"):
-        (tmp_path / name).touch()
-    assert find(tmp_path, "*") == {"part-1": ROWS}
-    endings = ".jsonl, .jsonl.gz, .json.gz, .parquet"
+    folder = tmp_path / "data [v1]"
+    write(folder, "", ROWS, "part-1.jsonl")
+    others = ["README.md", "part-2.jsonl.bz2", "part-3.JSONL", "part-4.json"]
+    for name in others:
+        (folder / name).touch()
+    assert find(folder, "*") == {"part-1": ROWS}
     assert caplog.messages == [
-        f"{tmp_path / name}: unknown format, skipped: expected one of {endings}" for name in others
+        f"{folder / name}: unknown format, skipped: expected one of .jsonl, .jsonl.gz, .json.gz, .parquet"
+        for name in others
     ]
+    with pytest.raises(ValueError, match=r"README.md: unknown format, expected one of .jsonl"):
+        find(folder, "*.md")
 
 
 def test_missing_datasets_are_named_with_what_is_there(tmp_path: Path) -> None:
@@ -117,9 +107,6 @@ def test_missing_datasets_are_named_with_what_is_there(tmp_path: Path) -> None:
         find(tmp_path, "retrieval")
     with pytest.raises(FileNotFoundError, match=r"There is no folder .*nowhere \(data.folder\)"):
         find(tmp_path / "nowhere", "retrieval")
-    write(tmp_path, "retrieval/arxiv", ROWS, "readme.txt")
-    with pytest.raises(ValueError, match=r"readme.txt: unknown format, expected one of .jsonl"):
-        find(tmp_path, "retrieval/arxiv/readme.txt")
 
 
 def test_a_split_in_two_formats_is_refused(tmp_path: Path) -> None:
@@ -131,25 +118,20 @@ def test_a_split_in_two_formats_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "message"),
+    "files",
     [
-        (
-            ["train-00000-of-00003", "train-00002-of-00003"],
-            r"lacks 1 of 3 shards \(train-00001-of-00003\): add what",
-        ),
-        (["train/part-2-of-2"], r"lacks 1 of 2 shards \(part-00001-of-00002\)"),
-        (["train-00000-of-00020"], r"lacks 19 of 20 shards \(train-00001-of-00020, .*00010-of-00020, …\)"),
-        (
-            ["train-00000-of-00001", "train-00000-of-00002", "train-00001-of-00002"],
-            r"two exports \(train-00000-of-00001.parquet and train-00000-of-00002.parquet\): remove those of one",
-        ),
-        (["train-00000-of-00001-0abc", "train-00000-of-00001-1def"], r"of two exports \(.*0abc.* and .*1def"),
+        ["train-00000-of-00003", "train-00002-of-00003"],
+        ["train/part-2-of-2"],
+        ["train-00000-of-00020"],
+        ["train-00000-of-00001", "train-00000-of-00002", "train-00001-of-00002"],
+        ["train-00000-of-00001-0abc", "train-00000-of-00001-1def"],
     ],
 )
-def test_missing_and_mixed_shards_are_refused(tmp_path: Path, files: list[str], message: str) -> None:
+def test_missing_and_mixed_shards_are_refused(tmp_path: Path, files: list[str]) -> None:
     for file in files:
         write(tmp_path, "retrieval/tiny", ROWS, f"{file}.parquet")
-    with pytest.raises(ValueError, match=f"retrieval/tiny .*{message}"):
+    message = f"retrieval/tiny lacks shards of a dataset, or holds two sets .{Path(files[0]).name}.parquet"
+    with pytest.raises(ValueError, match=message):
         find(tmp_path, "retrieval/tiny")
     assert find(tmp_path, f"retrieval/tiny/{files[0]}.parquet")
 
@@ -185,7 +167,7 @@ def test_a_dataset_on_the_hub(tmp_path: Path) -> None:
         done = subprocess.run(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
     found, missing, *_ = done.stdout.split("\n")
     assert found == f"user/pairs {[(f'user/pairs: row {i}', f'text {i - 1}') for i in (1, 2, 3)]}"
-    assert missing.startswith("The dataset user/missing cannot be loaded from the Hub")
+    assert missing.startswith("Dataset 'user/missing' doesn't exist on the Hub")
 
 
 def test_a_hub_dataset_that_is_also_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +194,6 @@ def test_a_byte_order_mark_blank_lines_and_windows_lines(tmp_path: Path) -> None
     [
         ('{"query": "a", "posi', "invalid JSON (Unterminated string"),
         ('["a", "b"]', "expected a JSON object, got list"),
-        ("[" * 100_000, "invalid JSON (maximum recursion depth"),
         (b'{"query": "\xff"}', "invalid JSON ('utf-8' codec can't decode"),
     ],
 )
@@ -259,42 +240,3 @@ def test_plain_text_that_is_not_utf_8(tmp_path: Path) -> None:
     assert next(lines) == (f"{tmp_path / 'texts.txt'}:1", "one")
     with pytest.raises(ValueError, match=r"texts.txt:2: not a text in UTF-8"):
         next(lines)
-
-
-def test_a_line_that_unpacks_to_much_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "train.jsonl.gz"
-    packer = zlib.compressobj(9, wbits=31)
-    with path.open("wb") as file:
-        file.write(packer.compress(b'{"query": "a"}\n{"query": "'))
-        for _ in range(128):
-            file.write(packer.compress(b"a" * 2**20))
-        file.write(packer.flush())
-    assert path.stat().st_size < 2**18
-    lines = read_files([path])
-    assert next(lines).content == {"query": "a"}
-    with pytest.raises(ValueError, match=r"train.jsonl.gz:2: the line is longer than 67,108,864 bytes"):
-        next(lines)
-
-
-def test_a_line_may_have_the_greatest_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path, "", [{"query": "a" * 100}])
-    monkeypatch.setattr(rows_module, "MAX_LINE", path.stat().st_size)
-    assert len(list(read_files([path]))) == 1
-    monkeypatch.setattr(rows_module, "MAX_LINE", path.stat().st_size - 1)
-    with pytest.raises(ValueError, match="the line is longer than"):
-        list(read_files([path]))
-
-
-@pytest.mark.parametrize("name", ["train.jsonl", "train.jsonl.gz", "train.parquet"])
-def test_a_named_pipe_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "tiny").mkdir()
-    os.mkfifo(tmp_path / "tiny" / name)
-    for path in ("tiny", f"tiny/{name}"):
-        with pytest.raises(ValueError, match=re.escape(f"{name} is a folder, a pipe or a device, expected a file")):
-            find(tmp_path, path)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    for name in ("missing.jsonl", "missing.parquet"):
-        with pytest.raises(FileNotFoundError, match=f"There is no file .*{name}"):
-            list(read_files([tmp_path / name]))

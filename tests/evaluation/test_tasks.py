@@ -275,7 +275,7 @@ def test_a_name_that_looks_like_a_pattern_matches_itself(tmp_path: Path) -> None
 
 
 def test_folders_without_test_splits_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no data folder"):
+    with pytest.raises(FileNotFoundError, match="holds no datasets"):
         load_tasks(tmp_path / "absent")
     write_rows(tmp_path / "classification/alone/train.jsonl.gz", [{"text": "a", "label": "b"}])
     with pytest.raises(FileNotFoundError, match=r"no datasets with a test split: expected TASK/NAME/test\.jsonl\.gz"):
@@ -380,7 +380,7 @@ def test_a_broken_dataset_fails_alone(tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES / "sts", tmp_path / "sts")
     write_rows(tmp_path / "sts/broken/test.jsonl.gz", [{"sentence1": "a", "sentence2": "b"}])
     tasks = {task.source.path: task for task in load_tasks(tmp_path)}
-    with pytest.raises(ValueError, match=r"broken/test\.jsonl\.gz:1: no column 'score', expected a number"):
+    with pytest.raises(ValueError, match=r"broken/test\.jsonl\.gz:1: there is no column 'score'"):
         tasks["sts/broken"].load_data()
     assert not tasks["sts/broken"].data_loaded
     tasks["sts/sts17_en"].load_data()

@@ -13,14 +13,14 @@ from mote.analysis.divergence import (
 from mote.analysis.plots import draw_similarity, draw_tsne, draw_weight_change
 from mote.analysis.similarity import Similarity, WelchTest, inter_task_similarity, welch_tests
 from mote.analysis.weight_change import WeightChange, find_start, weight_change_of
-from mote.data.texts import Pairs, Texts, find_pairs, find_texts
+from mote.data.texts import TextPairs, Texts, find_pairs, find_texts
 
 __all__ = [
     "Analysis",
     "Divergence",
     "ModelAnalysis",
-    "Pairs",
     "Similarity",
+    "TextPairs",
     "Texts",
     "WeightChange",
     "WelchTest",

@@ -32,7 +32,7 @@ from mote.analysis.similarity import (
 )
 from mote.analysis.weight_change import WeightChange, find_start, weight_change_of
 from mote.checkpoints.reading import open_checkpoint
-from mote.data.texts import Pairs, Texts, find_pairs, find_texts
+from mote.data.texts import TextPairs, Texts, find_pairs, find_texts
 from mote.hub import commit_of
 from mote.inference.loading import check_device, check_retrieval, load_any_encoder
 from mote.reporting import Report, labelled_models, markdown_table, table, write_together
@@ -84,7 +84,7 @@ class Analysis(Report):
     models: tuple[ModelAnalysis, ...]
     tests: tuple[WelchTest, ...]
     texts: Texts
-    pairs: Pairs | None
+    pairs: TextPairs | None
     seed: int
     retrieval: str | None = None
 
@@ -135,7 +135,7 @@ class Analysis(Report):
             tuple(_model_from_json(model) for model in content["models"]),
             tuple(WelchTest(**test) for test in tests),
             Texts(tuple(texts["texts"]), texts["source"]),
-            Pairs(no_texts, no_texts, pairs["source"]) if pairs else None,
+            TextPairs(no_texts, no_texts, pairs["source"]) if pairs else None,
             content["seed"],
             content.get("retrieval"),
         )
@@ -322,7 +322,7 @@ def _of_embeddings(
     model: Encoder,
     tasks: list[str],
     texts: Texts,
-    pairs: Pairs | None,
+    pairs: TextPairs | None,
     batch_size: int,
     seed: int,
 ) -> ModelAnalysis:

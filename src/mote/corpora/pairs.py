@@ -149,7 +149,7 @@ def read_pairs(location: Location[Any], corpus: Iterable[str] = ()) -> PairDatas
     if not rows:
         raise ValueError(f"{location.name} has no rows")
     present = dict.fromkeys(column for row in rows for column in row.content)  # some have fewer negatives than others
-    columns = find_columns(location.settings, present, location.name, by_recipe=False)
+    columns = find_columns(location.settings, present, location.name)
     if columns.row_type != "pairs":
         raise ValueError(f"{location.name}: expected pairs (anchor, positive), got {columns.row_type} rows")
     examples = []

@@ -2,9 +2,9 @@
 
 import math
 import re
-import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from mote.data.settings import DatasetSettings
@@ -12,17 +12,25 @@ from mote.remote.configuration_mote import alternatives
 
 RowType = Literal["pairs", "scored", "labelled", "texts"]
 
+# Usual names of columns.
 ANCHORS = ("anchor", "query", "question", "sentence1", "sentence_1", "text1", "premise")
 POSITIVES = ("positive", "document", "answer", "passage", "sentence2", "sentence_2", "text2", "hypothesis")
-NEGATIVES = ("negative", "negatives")
+NEGATIVES = re.compile(r"negatives?|negative_?(\d+)")
 TEXTS = ("text", "sentence")
 SCORES = ("score", "similarity", "similarity_score", "label")
-LABELS = ("label",)
 
-OURS = {"sentence1": "anchor", "sentence2": "positive", "text": "anchor", "score": "label"}
-KNOWN = ("anchor", "positive", "negative", "text", "label", "sentence1", "sentence2", "score")
+# Names that settings use for columns → what the column holds.
+MEANINGS = {
+    "anchor": "anchor",
+    "positive": "positive",
+    "negative": "negative",
+    "text": "anchor",
+    "label": "label",
+    "sentence1": "anchor",
+    "sentence2": "positive",
+    "score": "label",
+}
 
-_NUMBERED_NEGATIVE = re.compile(r"negative_?\d+")
 _ROW_TYPES: dict[frozenset[str], RowType] = {
     frozenset({"anchor", "positive"}): "pairs",
     frozenset({"anchor", "positive", "negative"}): "pairs",
@@ -54,70 +62,65 @@ class Example(NamedTuple):
     label: str | float | None = None
 
 
-def find_columns(settings: DatasetSettings, present: Iterable[str], name: str, by_recipe: bool = True) -> Columns:
+def find_columns(settings: DatasetSettings, present: Iterable[str], name: str) -> Columns:
     """Determine what the columns of a dataset mean: from its settings, or else by their usual names.
 
     Args:
         settings: The dataset's settings.
         present: The dataset's columns.
         name: The dataset's name, for errors.
-        by_recipe: Whether the settings are of a recipe, where `columns` can name others, for errors.
 
     Raises:
         ValueError: If a column is missing, or the names are ambiguous.
     """
     present = list(present)
-    names = _from_settings(settings.columns, present, name) if settings.columns else _usual(present, name, by_recipe)
+    names = _from_settings(settings.columns, present, name) if settings.columns else _by_usual_names(present, name)
     row_type = _ROW_TYPES.get(frozenset(names))
     if row_type is None:
         raise ValueError(
             f"{name}: its columns {', '.join(map(repr, sorted(present)))} are neither pairs (anchor, positive) nor "
-            "labelled texts (text, label) nor scored pairs (sentence1, sentence2, score): "
-            + ("name them with `columns`" if by_recipe else "rename them in the files")
+            "labelled texts (text, label) nor scored pairs (sentence1, sentence2, score): rename them, or name them "
+            "with `columns` in a recipe"
         )
     return Columns(row_type, names)
 
 
 def _from_settings(columns: dict[str, str | list[str]], present: list[str], name: str) -> dict[str, tuple[str, ...]]:
     names: dict[str, tuple[str, ...]] = {}
-    for ours, theirs in columns.items():
-        if ours not in KNOWN:
-            raise ValueError(f"{name}: unknown column {ours!r} in `columns`." + alternatives(ours, KNOWN))
-        theirs = [theirs] if isinstance(theirs, str) else theirs
-        for column in theirs:
+    for key, given in columns.items():
+        if key not in MEANINGS:
+            raise ValueError(f"{name}: unknown column {key!r} in `columns`." + alternatives(key, MEANINGS))
+        meaning, found = MEANINGS[key], (given,) if isinstance(given, str) else tuple(given)
+        for column in found:
             if column not in present:
                 raise ValueError(f"{name}: {no_column(column, sorted(present))}")
-        if not theirs or (len(theirs) > 1 and ours != "negative"):
-            raise ValueError(f"{name}: {ours!r} in `columns` must name one column, got {theirs}")
-        meant = OURS.get(ours, ours)
-        if meant in names:
-            raise ValueError(
-                f"{name}: two entries in `columns` name the {meant}: {names[meant][0]!r} and {theirs[0]!r}"
-            )
-        names[meant] = tuple(theirs)
+        if meaning in names or (len(found) != 1 and meaning != "negative"):
+            all_found = [*names.get(meaning, ()), *found]
+            raise ValueError(f"{name}: `columns` must name one column for the {meaning}, got {all_found}")
+        names[meaning] = found
     return names
 
 
-def _usual(present: list[str], name: str, by_recipe: bool) -> dict[str, tuple[str, ...]]:
+def _by_usual_names(present: list[str], name: str) -> dict[str, tuple[str, ...]]:
     def one_of(usual: tuple[str, ...]) -> tuple[str, ...]:
         found = tuple(column for column in usual if column in present)
         if len(found) > 1:
-            remedy = "choose one with `columns`" if by_recipe else "remove or rename all but one in the files"
-            raise ValueError(f"{name}: {' and '.join(map(repr, found))} mean the same: {remedy}")
+            raise ValueError(
+                f"{name}: {' and '.join(map(repr, found))} mean the same: rename all but one, or choose one with "
+                "`columns` in a recipe"
+            )
         return found
 
     anchor, positive = one_of(ANCHORS), one_of(POSITIVES)
+    names = {"anchor": anchor, "positive": positive}
     if anchor and positive:
-        numbered = (column for column in present if _NUMBERED_NEGATIVE.fullmatch(column))
-        negatives = [column for column in NEGATIVES if column in present]
-        negatives += sorted(numbered, key=lambda column: int(re.sub(r"\D", "", column)))
-        score = () if negatives else one_of(SCORES)
-        names = {"anchor": anchor, "positive": positive, "negative": tuple(negatives), "label": score}
+        matches = [match for match in map(NEGATIVES.fullmatch, present) if match]
+        matches.sort(key=lambda match: int(match[1] or 0))
+        names["negative"] = tuple(match[0] for match in matches)
+        names["label"] = () if matches else one_of(SCORES)
     elif text := one_of(TEXTS):
-        names = {"anchor": text, "label": one_of(LABELS)}
-    else:
-        names = {"anchor": anchor, "positive": positive}
-    return {ours: theirs for ours, theirs in names.items() if theirs}
+        names = {"anchor": text, "label": one_of(("label",))}
+    return {meaning: columns for meaning, columns in names.items() if columns}
 
 
 def check_row(row: dict[str, Any], columns: Columns) -> Example:
@@ -126,29 +129,39 @@ def check_row(row: dict[str, Any], columns: Columns) -> Example:
     Raises:
         ValueError: If the row is invalid; the message says why.
     """
-    names = columns.names
-    anchor = _text(_value(row, names["anchor"][0]), names["anchor"][0])
+    names = {meaning: columns[0] for meaning, columns in columns.names.items()}
+    anchor = _text(_value(row, names["anchor"]), names["anchor"])
     if columns.row_type == "texts":
         return Example(anchor)
     if columns.row_type == "labelled":
-        return Example(anchor, label=_label(_value(row, names["label"][0]), names["label"][0]))
-    positive = _value(row, names["positive"][0])
+        return Example(anchor, label=_label(_value(row, names["label"]), names["label"]))
+    positive = _value(row, names["positive"])
     if columns.row_type == "scored":
-        score = _score(_value(row, names["label"][0]), names["label"][0])
-        return Example(anchor, (_text(positive, names["positive"][0]),), label=score)
-    given = ((row.get(column), column) for column in names.get("negative", ()))  # a row may have fewer than others
-    negatives = tuple(text for value, column in given if value is not None for text in _texts(value, column))
-    positives = tuple(_texts(positive, names["positive"][0]))
+        score = _score(_value(row, names["label"]), names["label"])
+        return Example(anchor, (_text(positive, names["positive"]),), label=score)
+    positives = tuple(_texts(positive, names["positive"]))
     if not positives:
-        raise ValueError(f"{names['positive'][0]!r} is an empty list")
-    return Example(anchor, positives, negatives)
+        raise ValueError(f"{names['positive']!r} is an empty list")
+    # A row may have fewer negatives than others.
+    negatives = [_texts(row[name], name) for name in columns.names.get("negative", ()) if row.get(name) is not None]
+    return Example(anchor, positives, tuple(chain.from_iterable(negatives)))
 
 
 def no_column(column: str, present: Iterable[str]) -> str:
-    """Say that there is no such column, escaped if it looks like one that there is: é can be one character or two."""
-    present = list(present)
-    looks_like = unicodedata.normalize("NFC", column) in [unicodedata.normalize("NFC", other) for other in present]
-    return f"there is no column {ascii(column) if looks_like else repr(column)}." + alternatives(column, present)
+    """Return the error message for an unknown column."""
+    return f"there is no column {column!r}." + alternatives(column, present)
+
+
+def check_string(text: Any, column: str) -> str:
+    """Return a value that is a string in valid Unicode, and may be empty; anything else is a `ValueError`."""
+    if not isinstance(text, str):
+        raise ValueError(f"{column!r} must be a string, got {type(text).__name__}")  # noqa: TRY004
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        # Half of a surrogate pair, of an emoji that another program has cut.
+        raise ValueError(f"{column!r} is invalid Unicode: {error}") from None
+    return text
 
 
 def _value(row: dict[str, Any], column: str) -> Any:
@@ -167,38 +180,13 @@ def _text(text: Any, column: str) -> str:
     return text
 
 
-def check_string(text: Any, column: str) -> str:
-    """Return a value of a column that is a string in valid Unicode, and may be empty.
-
-    Raises:
-        ValueError: If it is anything else.
-    """
-    if not isinstance(text, str):
-        raise ValueError(f"{column!r} must be a string, got {type(text).__name__}")  # noqa: TRY004
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{column!r} is invalid Unicode: it has half of a surrogate pair") from None
-    return text
-
-
 def _label(label: Any, column: str) -> str:
     if not isinstance(label, str | int):
         raise ValueError(f"{column!r} must be a string or an integer, got {type(label).__name__}")  # noqa: TRY004
-    text = check_string(str(label), column).strip()
-    if not text:
-        raise ValueError(f"{column!r} is empty")
-    return text
+    return _text(str(label), column).strip()
 
 
 def _score(score: Any, column: str) -> float:
-    if not isinstance(score, int | float):
-        raise ValueError(f"{column!r} must be a number, got {type(score).__name__}")  # noqa: TRY004
-    try:
-        number = float(score)
-    except OverflowError:  # of an integer; other numbers are infinite then
-        digits = len(str(abs(score)))
-        raise ValueError(f"{column!r} must be within ±1.8e308, got an integer of {digits} digits") from None
-    if not math.isfinite(number):
-        raise ValueError(f"{column!r} must be finite, got {score}")
-    return number
+    if not isinstance(score, int | float) or not math.isfinite(score):
+        raise ValueError(f"{column!r} must be a finite number, got {score!r}")
+    return float(score)

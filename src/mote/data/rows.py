@@ -1,8 +1,7 @@
-"""The one reader of text data: finds the files of a dataset, and reads its rows, each with its location.
+"""The reader of text data: finds the files of a dataset, and reads its rows, each with its location.
 
-Datasets on the Hub are read by `datasets.load_dataset`. Files are read here instead, because the library's JSON reader
-fails on a whole file if one row is invalid (or holds a number where another holds a string), knows no line numbers,
-and writes a copy of the data into the user's cache. Here rows are read one by one, and an error concerns one row.
+Datasets on the Hub are read by `datasets.load_dataset`. Files are read here, because the library's JSON reader rejects
+a whole file for one invalid row, knows no line numbers, and copies the data into the user's cache.
 """
 
 import codecs
@@ -11,6 +10,7 @@ import json
 import logging
 import re
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,18 +22,15 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from mote.remote.configuration_mote import alternatives
 
 if TYPE_CHECKING:
-    from pyarrow.parquet import ParquetFile
-
     from mote.data.settings import DatasetSettings
 
 HUB = "hub:"
 ENDINGS = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
-MAX_LINE = 2**26
-"""Maximum length of a line in bytes: longer ones come from damaged files and compression bombs."""
 PARQUET_BATCH = 4096
 """Rows of a parquet file held in memory at once, besides those of its reader."""
 
-_SHARD = re.compile(r"(?P<start>.*?)(?P<number>\d+)-of-(?P<total>\d+)\b")  # some exports append a hash
+# Some exports append a hash to the names.
+_SHARD = re.compile(r"(?P<start>.*?)(?P<number>\d+)-of-(?P<total>\d+)\b")
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +55,7 @@ def read_files(files: Iterable[Path]) -> Iterator[Row]:
     """Read JSON lines (compressed or not) and parquet files, one after another.
 
     Raises:
-        FileNotFoundError: If a file does not exist.
-        ValueError: If a file is of another format, truncated or damaged, or has a line longer than `MAX_LINE`.
+        ValueError: If a file is truncated or damaged.
     """
     for file in files:
         yield from read_file(file)
@@ -74,14 +70,12 @@ def read_file(file: Path, start: int = 0) -> Iterator[Row]:
     """
     if file.suffix == ".parquet":
         yield from _read_parquet(file, start)
-    elif has_columns(file):
-        yield from (_parse(where, line) for where, line in islice(_read_lines(file), start, None))
     else:
-        raise ValueError(f"{file}: unknown format, expected one of {', '.join(ENDINGS)}")
+        yield from (_parse(where, line) for where, line in islice(_read_lines(file), start, None))
 
 
 def count_rows(file: Path) -> int:
-    """Count the rows of a file, invalid ones included, without parsing them; errors as in `read_files`."""
+    """Count the rows of a file, invalid ones included, without parsing them."""
     if file.suffix != ".parquet":
         return sum(1 for _ in _read_lines(file))
     with _open_parquet(file) as table:
@@ -89,11 +83,7 @@ def count_rows(file: Path) -> int:
 
 
 def require_valid(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield rows up to the first invalid one.
-
-    Raises:
-        ValueError: If a row is invalid.
-    """
+    """Yield rows up to the first invalid one, which is a `ValueError`."""
     for row in rows:
         if row.fault:
             raise ValueError(f"{row.where}: {row.fault}")
@@ -104,8 +94,7 @@ def read_text_lines(file: Path) -> Iterator[tuple[str, str]]:
     """Read a text file, compressed or not: the location of each non-blank line, and the line without its line break.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it is not UTF-8, truncated or damaged, or has a line longer than `MAX_LINE`.
+        ValueError: If it is not UTF-8, or truncated or damaged.
     """
     for where, line in _read_lines(file):
         try:
@@ -115,31 +104,23 @@ def read_text_lines(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def _read_lines(file: Path) -> Iterator[tuple[str, bytes]]:
-    _require_regular(file)
-    if file.suffix == ".gz" and not file.stat().st_size:  # `gzip` reads it as no lines
-        raise ValueError(f"{file} is truncated or damaged: it has 0 bytes, as after an interrupted download")
-    with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
+    compressed = file.suffix == ".gz"
+    if compressed and not file.stat().st_size:
+        # `gzip` takes this for a file without lines.
+        raise ValueError(f"{file} is truncated or damaged: it has 0 bytes")
+    with gzip.open(file) if compressed else file.open("rb") as lines:
         try:
-            for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), b""), start=1):
-                if len(line) > MAX_LINE:
-                    raise ValueError(f"{file}:{number}: the line is longer than {MAX_LINE:,} bytes, expected one row")
+            for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield f"{file}:{number}", line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n")
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"{file} is truncated or damaged: {error}") from error
 
 
-def _require_regular(file: Path) -> None:
-    if not file.exists():
-        raise FileNotFoundError(f"There is no file {file}")
-    if not file.is_file():
-        raise ValueError(f"{file} is a folder, a pipe or a device, expected a file")
-
-
 def _parse(where: str, line: bytes) -> Row:
     try:
         content = json.loads(line.decode())
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return Row(where, {}, f"invalid JSON ({error})")
     if not isinstance(content, dict):
         return Row(where, {}, f"expected a JSON object, got {type(content).__name__}")
@@ -148,25 +129,25 @@ def _parse(where: str, line: bytes) -> Row:
 
 def _read_parquet(file: Path, start: int) -> Iterator[Row]:
     with _open_parquet(file) as table:
-        sizes = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
-        first, passed = 0, 0  # whole groups before `start` are not read
-        while first < len(sizes) and passed + sizes[first] <= start:
-            passed += sizes[first]
-            first += 1
-        batches = table.iter_batches(PARQUET_BATCH, row_groups=list(range(first, len(sizes))))
+        # Row groups that end before `start` are not read.
+        groups, skipped = list(range(table.num_row_groups)), 0
+        while groups and skipped + table.metadata.row_group(groups[0]).num_rows <= start:
+            skipped += table.metadata.row_group(groups.pop(0)).num_rows
+        batches = table.iter_batches(PARQUET_BATCH, row_groups=groups)
         rows = chain.from_iterable(batch.to_pylist() for batch in batches)
-        yield from numbered(str(file), islice(rows, start - passed, None), start)
+        yield from numbered(str(file), islice(rows, start - skipped, None), start)
 
 
 @contextmanager
-def _open_parquet(file: Path) -> "Iterator[ParquetFile]":
+def _open_parquet(file: Path) -> Iterator[Any]:
     import pyarrow
     from pyarrow import parquet
 
-    _require_regular(file)
     try:
         with parquet.ParquetFile(file) as table:
             yield table
+    except FileNotFoundError:
+        raise
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise ValueError(f"{file} is truncated or damaged: {error}") from error
 
@@ -209,20 +190,19 @@ def find_datasets(settings: AnySettings, folder: Path) -> list[Location[AnySetti
 
     Raises:
         FileNotFoundError: If there is no such dataset, or no such split.
-        ValueError: If the split exists in more than one format, or `exclude` matches no dataset.
+        ValueError: If the split exists in more than one form, or `exclude` matches no dataset.
     """
     if settings.path.startswith(HUB):
         name = settings.path.removeprefix(HUB)
         return [Location(f"{name}/{settings.subset}" if settings.subset else name, settings)]
     found = []
     paths = matching_paths(settings.path, folder)
-    of_datasets = [path for path in paths if path.is_dir() or has_columns(path)]  # a pattern may match a README, too
-    for path in paths if of_datasets else ():
-        if path not in of_datasets and path.suffix != ".md" and not path.name.startswith((".", "README", "LICENSE")):
-            logger.warning("%s: unknown format, skipped: expected one of %s", path, ", ".join(ENDINGS))
-    for path in of_datasets or paths:
+    readable = [path for path in paths if path.is_dir() or has_columns(path)] or paths
+    for path in paths:
         name = _name(path, folder, settings.split)
-        if files := split_files(path, settings.split):
+        if path not in readable:
+            logger.warning("%s: unknown format, skipped: expected one of %s", path, ", ".join(ENDINGS))
+        elif files := split_files(path, settings.split):
             found.append(Location(name, settings, files))
         else:
             logger.info("%s: no %r split, skipped", name, settings.split)
@@ -239,8 +219,8 @@ def split_files(path: Path, split: str) -> tuple[Path, ...]:
     A path to a file stands for itself, whatever the split is. Without a file for the split there are none.
 
     Raises:
-        ValueError: If the split exists in more than one form, shards of it are missing or of different exports, or the
-            path is a file of another format.
+        ValueError: If the split exists in more than one form, shards of it are missing, or the path is a file of
+            another format.
     """
     if not path.is_dir():
         if not has_columns(path):
@@ -251,63 +231,45 @@ def split_files(path: Path, split: str) -> tuple[Path, ...]:
     if len({(file.parent, ending, file.name == split + ending) for file, ending in found.items()}) > 1:
         names = ", ".join(str(file.relative_to(path)) for file in sorted(found))
         raise ValueError(f"{path} has its {split!r} split in several forms ({names}): name the file to read")
-    _require_all_shards(path, sorted(found))
+    _require_all_shards(path, found)
     return tuple(sorted(found))
 
 
 def _require_all_shards(folder: Path, files: Iterable[Path]) -> None:
-    """Refuse shards, such as `train-00000-of-00003.parquet`, that are not exactly those of one export."""
-    exports: dict[str, tuple[int, dict[int, str]]] = {}  # start of the names → number of shards, and those found
-    for file in files:
-        if (shard := _SHARD.match(file.name)) is None:
-            continue
-        number, total = int(shard["number"]), int(shard["total"])
-        expected, found = exports.setdefault(shard["start"], (total, {}))
-        if number in found or total != expected:
-            other = found.get(number) or next(iter(found.values()))
+    """Refuse an incomplete set of shards, or two sets: nothing else would tell them from a whole dataset."""
+    exports: dict[str, list[re.Match[str]]] = defaultdict(list)
+    for shard in filter(None, (_SHARD.match(file.name) for file in files)):
+        exports[shard["start"]].append(shard)
+    for shards in exports.values():
+        numbers, totals = {shard["number"] for shard in shards}, {int(shard["total"]) for shard in shards}
+        if len(numbers) != len(shards) or totals != {len(shards)}:
+            names = ", ".join(sorted(shard.string for shard in shards)[:5])
             raise ValueError(
-                f"{folder} holds shards of two exports ({other} and {file.name}): remove those of one of them"
-            )
-        found[number] = file.name
-    for start, (total, found) in exports.items():
-        first = int(total in found)  # some count from 1
-        missing = [number for number in range(first, total + first) if number not in found]
-        if missing:
-            names = ", ".join(f"{start}{number:05}-of-{total:05}" for number in missing[:10])
-            raise ValueError(
-                f"{folder} lacks {len(missing)} of {total} shards ({names}{', …' if len(missing) > 10 else ''}): "
-                "add what is missing, or name the files to read"
+                f"{folder} lacks shards of a dataset, or holds two sets ({names} …): name the files to read"
             )
 
 
 def read_rows(location: Location[Any]) -> Iterator[Row]:
-    """Read a dataset, with invalid rows.
-
-    Raises:
-        FileNotFoundError: If there is no such dataset on the Hub.
-        ValueError: If a file is truncated or damaged, or the dataset on the Hub has no such split.
-    """
-    yield from (
-        read_files(location.files) if location.files else numbered(location.name, load_from_hub(location.settings))
-    )
+    """Read a dataset, with invalid rows; errors as in `read_files` and `load_from_hub`."""
+    if location.files:
+        return read_files(location.files)
+    return numbered(location.name, load_from_hub(location.settings))
 
 
 def load_from_hub(settings: "DatasetSettings") -> Any:
     """Load a dataset from the Hub, or from the cache of `datasets`.
 
     Raises:
-        FileNotFoundError: If there is none, or the Hub cannot be reached.
+        FileNotFoundError: If there is none.
         ValueError: If the dataset has no such split, or its name is also a folder.
     """
     import datasets
 
     name = settings.path.removeprefix(HUB)
-    if Path(name).is_dir():  # `datasets` would read it instead
+    if Path(name).is_dir():
+        # `datasets` would read the folder.
         raise ValueError(f"{settings.path} is also a folder here: leave out `{HUB}`, or run elsewhere")
-    try:
-        return datasets.load_dataset(name, name=settings.subset, split=settings.split, revision=settings.revision)
-    except OSError as error:  # missing, no connection, and other errors from the Hub
-        raise FileNotFoundError(f"The dataset {name} cannot be loaded from the Hub: {error}") from error
+    return datasets.load_dataset(name, name=settings.subset, split=settings.split, revision=settings.revision)
 
 
 def matching_paths(path: str, folder: Path) -> list[Path]:
@@ -317,12 +279,12 @@ def matching_paths(path: str, folder: Path) -> list[Path]:
         FileNotFoundError: If there are none.
     """
     target = folder / path
-    if not folder.is_dir() and not Path(path).is_absolute():
+    absolute = Path(path).is_absolute()
+    if not absolute and not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder} (data.folder)")
     if target.exists():
         return [target]
     if set("*?[") & set(path):
-        absolute = Path(path).is_absolute()
         start, pattern = (Path(target.anchor), target.relative_to(target.anchor)) if absolute else (folder, path)
         if matches := sorted(start.glob(str(pattern))):
             return matches

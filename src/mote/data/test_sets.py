@@ -3,25 +3,24 @@
 docs/evaluation.md describes the folder. Nothing here depends on mteb.
 """
 
-import json
-import re
-import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from mote.data.columns import check_string
-from mote.data.rows import ENDINGS, read_files, read_text_lines, require_valid, split_files
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
+
+from mote.data.columns import no_column
+from mote.data.rows import read_files, read_text_lines, require_valid, split_files
 from mote.data.sampling import ranks, sample
 from mote.remote.configuration_mote import alternatives
 
 Rows = list[dict[str, Any]]
 Qrels = dict[str, dict[str, int]]  # query → document → grade
 
-SPLITS = {  # folder of a task → the splits that are read; in MTEB's order of task types
+# Folder of a task → the splits that are read; in MTEB's order of task types.
+SPLITS = {
     "classification": ("train", "test"),
     "clustering": ("test",),
     "pair": ("test",),
@@ -45,36 +44,16 @@ of them suggest that the labels are spelt differently."""
 TEXTS_PER_CLUSTER = 8
 """Texts per label that a limited clustering dataset keeps on average, at the cost of labels."""
 
-_VERSION = 2  # of the reader: increase it when scores of the same files change
+# What a column must hold.
+TEXT = TypeAdapter[Any](str)
+LABEL = TypeAdapter[Any](str | int)
+NUMBER = TypeAdapter[Any](FiniteFloat)
+BINARY = TypeAdapter[Any](Literal[0, 1])
+TEXTS = TypeAdapter[Any](Annotated[list[str], Field(min_length=1)])
+NUMBERS = TypeAdapter[Any](Annotated[list[FiniteFloat], Field(min_length=1)])
 
-
-class Column(NamedTuple):
-    """What a column must hold: in words, and as a test."""
-
-    expected: str
-    fits: Callable[[Any], bool]
-
-
-def _is_string(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_number(value: Any) -> bool:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    return abs(value) <= sys.float_info.max  # neither NaN nor infinite, nor an integer that no float holds
-
-
-TEXT = Column("a string", _is_string)
-LABEL = Column("a label: a string or an integer", lambda value: isinstance(value, str | int) and value != "")
-NUMBER = Column("a number", _is_number)
-BINARY = Column("1 (same meaning) or 0 (another)", lambda value: _is_number(value) and value in (0, 1))
-TEXTS = Column("a list of strings that is not empty", lambda value: _is_list(value) and all(map(_is_string, value)))
-NUMBERS = Column("a list of numbers that is not empty", lambda value: _is_list(value) and all(map(_is_number, value)))
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list) and bool(value)
+# Version of the reader: increase it when scores of the same files change.
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -98,33 +77,23 @@ class EvaluationDataset:
         """Path in the data folder, which names it in errors."""
         return f"{self.task}/{self.name}"
 
-    def split_files(self, split: str) -> tuple[Path, ...]:
-        """Find the files of a split.
+    def files(self, split: str) -> tuple[Path, ...]:
+        """The files of a split; there may be none."""
+        return split_files(self.folder / self.path, split)
 
-        Raises:
-            FileNotFoundError: If there are none.
-            ValueError: If the split exists in more than one format.
-        """
-        place = self.folder / self.path
-        if not (found := split_files(place, split)):
-            endings = ", ".join(split + ending for ending in ENDINGS)
-            raise FileNotFoundError(f"{place} has no {split!r} split: expected one of {endings}")
-        return found
-
-    def files(self) -> list[Path]:
-        """The files that are read and exist."""
-        found = [self.folder / self.path / QRELS] if self.task == "beir" else []
-        for split in SPLITS[self.task]:
-            try:
-                found += self.split_files(split)
-            except (FileNotFoundError, ValueError):
-                continue  # raised when the dataset is loaded, so that one broken dataset does not stop the others
-        return [file for file in found if file.is_file()]
+    # The next three are called for all datasets of a folder before any is loaded. What they cannot read is an error
+    # when it is loaded, so that one broken dataset does not stop the others.
 
     def revision(self) -> str:
         """Hash the files and the limit, to distinguish results on different data."""
         digest = blake2b(f"{_VERSION} {self.limit}".encode(), digest_size=8)
-        for file in self.files():
+        files = [self.folder / self.path / QRELS] if self.task == "beir" else []
+        for split in SPLITS[self.task]:
+            try:
+                files += self.files(split)
+            except ValueError:
+                continue
+        for file in filter(Path.is_file, files):
             digest.update(f"\0{file.relative_to(self.folder)}\0".encode())
             digest.update(file.read_bytes())
         return digest.hexdigest()
@@ -134,104 +103,75 @@ class EvaluationDataset:
         try:
             if self.task == "beir":
                 return sum(len(documents) for documents in self.qrels().values())
-            return sum(1 for _ in read_files(self.split_files("test")))
+            return sum(1 for _ in read_files(self.files("test")))
         except (OSError, ValueError):
             return 0
-
-    def rows(self, split: str, **columns: Column) -> Rows:
-        """Read all rows of a split, with only these columns (`_id` is renamed to `id`).
-
-        Raises:
-            FileNotFoundError: If there is no such split.
-            ValueError: If a row is invalid, or there are none.
-        """
-        rows = []
-        for where, content, _ in require_valid(read_files(self.split_files(split))):
-            try:
-                rows.append({name.removeprefix("_"): _value(content, name, column) for name, column in columns.items()})
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from None
-        if not rows:
-            raise ValueError(f"{self.path}: the {split!r} split has no rows")
-        return rows
 
     def first_row(self) -> dict[str, Any]:
         """The first test row, whatever it holds; empty if it cannot be read."""
         try:
-            return next((row.content for row in read_files(self.split_files("test"))), {})
+            return next((row.content for row in read_files(self.files("test"))), {})
         except (OSError, ValueError):
-            return {}  # raised when the dataset is loaded
+            return {}
+
+    def rows(self, split: str, **columns: TypeAdapter[Any]) -> Rows:
+        """Read all rows of a split, with only these columns (`_id` is renamed to `id`).
+
+        Raises:
+            ValueError: If a row is invalid, or there are none.
+        """
+        rows = []
+        for row in require_valid(read_files(self.files(split))):
+            for name, column in columns.items():
+                if name not in row.content:
+                    raise ValueError(f"{row.where}: {no_column(name, row.content)}")
+                try:
+                    column.validate_python(row.content[name], strict=True)
+                except ValidationError as error:
+                    fault = error.errors()[0]["msg"]
+                    raise ValueError(f"{row.where}: {name!r}: {fault}, got {row.content[name]!r:.80}") from None
+            rows.append({name.removeprefix("_"): row.content[name] for name in columns})
+        if not rows:
+            raise ValueError(f"{self.path}: no {split!r} split, or one without rows")
+        return rows
 
     def qrels(self) -> Qrels:
         """Read which documents are relevant to which queries.
 
         Raises:
             FileNotFoundError: If there is no such file.
-            ValueError: If a line is invalid, or there are none.
+            ValueError: If a line is invalid.
         """
         file = self.folder / self.path / QRELS
-        if not file.exists():
-            raise FileNotFoundError(f"{file} is missing: expected lines of {', '.join(QRELS_COLUMNS)}, tab-separated")
         lines = ((where, line.split("\t")) for where, line in read_text_lines(file))
-        where, header = next(lines, (f"{file}:1", [""]))
+        where, header = next(lines, (str(file), []))
         if header != QRELS_COLUMNS:
-            got = "\t".join(header)[:80]
-            raise ValueError(f"{where}: expected the header {', '.join(QRELS_COLUMNS)}, tab-separated; got {got!r}")
+            raise ValueError(f"{where}: expected the header {', '.join(QRELS_COLUMNS)}, tab-separated; got {header}")
         qrels: Qrels = defaultdict(dict)
         for where, fields in lines:
-            if len(fields) != len(QRELS_COLUMNS) or not re.fullmatch(r"-?[0-9]{1,9}", fields[2].strip()):
-                got = "\t".join(fields)[:80]
-                raise ValueError(f"{where}: expected query, document and an integer of up to 9 digits, got {got!r}")
-            qrels[fields[0]][fields[1]] = int(fields[2])
-        if not qrels:
-            raise ValueError(f"{file}: no qrels, so that no query could be scored")
+            try:
+                query, document, grade = fields
+                qrels[query][document] = int(grade)
+            except ValueError:
+                raise ValueError(f"{where}: expected query, document and an integer, got {fields}") from None
         return dict(qrels)
 
     def require_two(self, values: set[Any], what: str) -> None:
-        """Refuse rows that all have one value, even if only because of the limit.
-
-        Raises:
-            ValueError: If there are fewer than two values.
-        """
+        """Raise `ValueError` if rows all have one value, which has no score, even if only because of the limit."""
         if len(values) < 2:
-            got = repr(next(iter(values)))
-            raise ValueError(f"{self.path}: {what}{self.within_limit} are {got}, expected two values or more")
-
-    @property
-    def within_limit(self) -> str:
-        """The limit, for errors that a higher one may avoid; empty without a limit."""
-        return f" within a limit of {self.limit} (raise it?)" if self.limit is not None else ""
-
-
-def _value(row: dict[str, Any], name: str, column: Column) -> Any:
-    if name not in row:
-        raise ValueError(f"no column {name!r}, expected {column.expected}." + alternatives(name, row))
-    value = row[name]
-    if not column.fits(value):
-        raise ValueError(f"{name!r} must be {column.expected}, got {_shown(value)}")
-    for text in value if isinstance(value, list) else [value]:
-        if isinstance(text, str):
-            check_string(text, name)
-    return value
-
-
-def _shown(value: Any) -> str:
-    """Return a value as JSON, shortened, and in valid Unicode."""
-    text = json.dumps(value, ensure_ascii=False, default=str).encode(errors="backslashreplace").decode()
-    return text if len(text) <= 80 else f"{text[:80]}… ({len(text)} characters)"
+            within_limit = f" within the limit of {self.limit}" if self.limit is not None else ""
+            raise ValueError(f"{self.path}: all {what}{within_limit} are {next(iter(values))!r}, expected two or more")
 
 
 def find_evaluation_datasets(folder: Path, limit: int | None = None) -> list[EvaluationDataset]:
     """Find all datasets with a test split, in the order of `SPLITS` and by name.
 
     Raises:
-        FileNotFoundError: If there is no such folder, or no dataset in it.
+        FileNotFoundError: If there is no dataset in the folder.
         ValueError: If the limit is not positive.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
-    if not folder.is_dir():
-        raise FileNotFoundError(f"There is no data folder {folder}")
     found = [
         EvaluationDataset(task, place.name, folder, limit)
         for task in SPLITS
@@ -266,7 +206,7 @@ def read_classification(dataset: EvaluationDataset) -> dict[str, Rows]:
             f"{dataset.path}: {unseen.total()} test rows have one of {len(unseen)} labels that the train split lacks, "
             f"for instance {example!r}." + alternatives(example, labels)
         )
-    dataset.require_two(set(labels), "all labels of the train split")
+    dataset.require_two(set(labels), "labels of the train split")
     if dataset.limit is not None:
         splits["test"] = sample(splits["test"], dataset.limit, "label")
         each = max(2 * SHOTS, dataset.limit // len(labels))
@@ -282,11 +222,7 @@ def read_classification(dataset: EvaluationDataset) -> dict[str, Rows]:
 
 
 def read_clustering(dataset: EvaluationDataset) -> Rows:
-    """Read `text` and `label`. A limit drops the smallest labels, so that 8 texts are left for each.
-
-    Raises:
-        ValueError: If rows are invalid, all have one label, or each has its own: any clustering would be perfect.
-    """
+    """Read `text` and `label`. A limit drops the smallest labels, so that 8 texts are left for each."""
     rows = dataset.rows("test", text=TEXT, label=LABEL)
     rows = [{"text": row["text"], "label": str(row["label"])} for row in rows]
     sizes = Counter(row["label"] for row in rows)
@@ -295,11 +231,9 @@ def read_clustering(dataset: EvaluationDataset) -> Rows:
         kept = kept[: max(2, dataset.limit // TEXTS_PER_CLUSTER)]
         rows = sample([row for row in rows if row["label"] in kept], dataset.limit, "label")
     labels = {row["label"] for row in rows}
-    dataset.require_two(labels, "all labels")
+    dataset.require_two(labels, "labels")
     if len(labels) == len(rows):
-        raise ValueError(
-            f"{dataset.path}: no label has two texts{dataset.within_limit}, so there is nothing to cluster"
-        )
+        raise ValueError(f"{dataset.path}: no label has two texts, so any clustering would be perfect")
     return rows
 
 
@@ -310,14 +244,14 @@ def read_pairs(dataset: EvaluationDataset) -> Rows:
         rows = [row for row, (rank, _) in zip(rows, ranks(rows, "label"), strict=True) if rank == 0]
     else:
         rows = sample(rows, dataset.limit, "label")
-    dataset.require_two({row["label"] for row in rows}, "all labels")
+    dataset.require_two({row["label"] for row in rows}, "labels")
     return [{**row, "labels": int(row.pop("label"))} for row in rows]
 
 
 def read_sts(dataset: EvaluationDataset) -> Rows:
     """Read `sentence1`, `sentence2`, `score`."""
     rows = sample(dataset.rows("test", sentence1=TEXT, sentence2=TEXT, score=NUMBER), dataset.limit)
-    dataset.require_two({row["score"] for row in rows}, "all scores")
+    dataset.require_two({row["score"] for row in rows}, "scores")
     return rows
 
 
@@ -330,30 +264,19 @@ def read_summaries(dataset: EvaluationDataset) -> Rows:
     """Read `text`, `machine_summaries`, `human_summaries`, and the human scores as `relevance`.
 
     If there are no human summaries, machine summaries are compared with the text itself.
-
-    Raises:
-        ValueError: If rows are invalid, or the scores of each text are all equal.
     """
     rows = _read_summaries(dataset)
     if all(len(set(row["relevance"])) == 1 for row in rows):
-        dataset.require_two({0}, "all differences between the scores of a text")
+        raise ValueError(f"{dataset.path}: all summaries of a text have the same score, in every text")
     return rows
 
 
 def read_summary_pairs(dataset: EvaluationDataset) -> Rows:
-    """Read a dataset with one machine summary per text as scored pairs: `sentence1` (reference), `sentence2`, `score`.
-
-    Raises:
-        ValueError: If a row has several machine summaries or references.
-    """
+    """Read one machine summary per text as scored pairs: `sentence1` (reference), `sentence2`, `score`."""
     rows = _read_summaries(dataset)
-    for row in rows:
-        if len(row["machine_summaries"]) > 1 or len(row["human_summaries"]) > 1:
-            raise ValueError(
-                f"{dataset.path}: the first text has one machine summary, another has "
-                f"{len(row['machine_summaries'])} ({len(row['human_summaries'])} human ones): expected one for all"
-            )
-    dataset.require_two({row["relevance"][0] for row in rows}, "all scores")
+    if any(len(row["machine_summaries"]) > 1 or len(row["human_summaries"]) > 1 for row in rows):
+        raise ValueError(f"{dataset.path}: the first text has one machine summary, others have several")
+    dataset.require_two({row["relevance"][0] for row in rows}, "scores")
     return [
         {"sentence1": row["human_summaries"][0], "sentence2": row["machine_summaries"][0], "score": row["relevance"][0]}
         for row in rows
@@ -363,25 +286,17 @@ def read_summary_pairs(dataset: EvaluationDataset) -> Rows:
 def _read_summaries(dataset: EvaluationDataset) -> Rows:
     first = dataset.first_row()
     scores = next((name for name in SUMMARY_SCORES if name in first), SUMMARY_SCORES[0])
-    if first and scores not in first:
-        raise ValueError(
-            f"{dataset.path}: no human scores, expected a column of one of these names: "
-            f"{', '.join(SUMMARY_SCORES)}. Found: {', '.join(first)}"
-        )
     references = {"human_summaries": TEXTS} if "human_summaries" in first else {}
     rows = dataset.rows("test", text=TEXT, machine_summaries=TEXTS, **references, **{scores: NUMBERS})
     for number, row in enumerate(rows, start=1):
-        if len(row["machine_summaries"]) != len(row[scores]):
-            raise ValueError(
-                f"{dataset.path}: row {number} of the test split has {len(row['machine_summaries'])} machine "
-                f"summaries, but {len(row[scores])} scores under {scores!r}; expected one score for each"
-            )
         row["relevance"] = row.pop(scores)
         row.setdefault("human_summaries", [row["text"]])
+        if len(row["machine_summaries"]) != len(row["relevance"]):
+            raise ValueError(f"{dataset.path}: row {number} has not one score for each machine summary ({scores!r})")
     return sample(rows, dataset.limit)
 
 
-class Retrieval(NamedTuple):
+class RetrievalDataset(NamedTuple):
     """A retrieval dataset: documents (`id`, `title`, `text`), queries with qrels (`id`, `text`), and their qrels."""
 
     corpus: Rows
@@ -402,7 +317,7 @@ class Retrieval(NamedTuple):
         return same > 0.5 * len(own)
 
 
-def read_retrieval(dataset: EvaluationDataset) -> Retrieval:
+def read_retrieval(dataset: EvaluationDataset) -> RetrievalDataset:
     """Read a retrieval dataset, with only the queries that have a relevant document.
 
     With a limit, the corpus consists of all documents in the qrels of the queries, and others, up to ten per query.
@@ -410,32 +325,35 @@ def read_retrieval(dataset: EvaluationDataset) -> Retrieval:
     corpus = dataset.rows("corpus", _id=TEXT, title=TEXT, text=TEXT)
     queries = dataset.rows("queries", _id=TEXT, text=TEXT)
     qrels = dataset.qrels()
-    for noun, rows, named in (
-        ("query", queries, set(qrels)),
-        ("document", corpus, {document for documents in qrels.values() for document in documents}),
-    ):
-        _check_ids(dataset, noun, [row["id"] for row in rows], named)
+    _check_ids(dataset, "query", queries, set(qrels))
+    _check_ids(dataset, "document", corpus, _documents(qrels))
     queries = [query for query in queries if any(grade > 0 for grade in qrels.get(query["id"], {}).values())]
     if not queries:
         raise ValueError(f"{dataset.path}: in {QRELS} no document is relevant to any query")
     queries = sample(queries, dataset.limit)
     qrels = {query["id"]: qrels[query["id"]] for query in queries}
     if dataset.limit is not None:
-        named = {document for documents in qrels.values() for document in documents}
-        others = [row for row in corpus if row["id"] not in named]
-        size = max(0, CORPUS_PER_QUERY * dataset.limit - len(named))
-        kept = named | {row["id"] for row in (sample(others, size) if size else [])}
+        kept = _documents(qrels)
+        others = [row for row in corpus if row["id"] not in kept]
+        size = max(0, CORPUS_PER_QUERY * dataset.limit - len(kept))
+        kept |= {row["id"] for row in (sample(others, size) if size else [])}
         corpus = [row for row in corpus if row["id"] in kept]
-    return Retrieval(corpus, queries, qrels)
+    return RetrievalDataset(corpus, queries, qrels)
 
 
-def _check_ids(dataset: EvaluationDataset, noun: str, ids: list[str], named: set[str]) -> None:
-    repeated, count = Counter(ids).most_common(1)[0]
+def _documents(qrels: Qrels) -> set[str]:
+    return {document for documents in qrels.values() for document in documents}
+
+
+def _check_ids(dataset: EvaluationDataset, noun: str, rows: Rows, judged: set[str]) -> None:
+    """Refuse repeated ids, and qrels of rows that are missing: scores would be wrong."""
+    counts = Counter(row["id"] for row in rows)
+    repeated, count = counts.most_common(1)[0]
     if count > 1:
         raise ValueError(f"{dataset.path}: {count} rows have the {noun} id {repeated!r}, expected one")
-    unknown = sorted(named - set(ids))
+    unknown = sorted(judged - counts.keys())
     if unknown:
         raise ValueError(
             f"{dataset.path}: {QRELS} names {len(unknown)} unknown {noun} ids, for instance {unknown[0]!r}; "
-            f"there are {len(ids)}, for instance {ids[0]!r}"
+            f"there are {len(counts)}, for instance {next(iter(counts))!r}"
         )

@@ -194,10 +194,10 @@ def _fill_reranking(task: "_FromFolder") -> dict[str, Any]:
                 document = f"{name}_{query}_{index:05}"
                 corpus.append({"id": document, "title": "", "text": text})
                 qrels[query][document] = relevant
-    return _searchable(test_sets.Retrieval(corpus, queries, dict(qrels)), candidates=True)
+    return _searchable(test_sets.RetrievalDataset(corpus, queries, dict(qrels)), candidates=True)
 
 
-def _searchable(retrieval: test_sets.Retrieval, candidates: bool = False) -> dict[str, Any]:
+def _searchable(retrieval: test_sets.RetrievalDataset, candidates: bool = False) -> dict[str, Any]:
     split = {
         "corpus": Dataset.from_list(retrieval.corpus),
         "queries": Dataset.from_list(retrieval.queries),

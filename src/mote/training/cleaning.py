@@ -10,7 +10,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from mote.data.columns import KNOWN, OURS, Example, RowType, check_row, find_columns
+from mote.data.columns import MEANINGS, Example, RowType, check_row, find_columns
 from mote.data.rows import Location, read_rows
 from mote.remote.configuration_mote import alternatives
 from mote.reporting import table
@@ -393,7 +393,7 @@ def _max_lengths(settings: DatasetSettings, name: str) -> dict[str, int]:
         return {}
     if isinstance(settings.max_length, int):
         return dict.fromkeys(("anchor", "positive", "negative"), settings.max_length)
-    ours = {column: OURS.get(column, column) for column in KNOWN if OURS.get(column, column) != "label"}
+    ours = {column: meaning for column, meaning in MEANINGS.items() if meaning != "label"}
     for column in settings.max_length:
         if column not in ours:
             raise ValueError(f"{name}: unknown column {column!r} in `max_length`." + alternatives(column, ours))
