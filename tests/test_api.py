@@ -22,16 +22,15 @@ def test_every_public_name_exists(module: str) -> None:
 def test_results_are_shown_as_tables(fresh_folder: Path) -> None:
     experts = mote.experts.list_experts(str(fresh_folder))
     assert repr(experts) == str(experts)
-    assert experts._repr_markdown_().startswith("| expert | parameters | instruction | tasks |\n")
+    assert experts._repr_markdown_().split()[:6] == ["|", "expert", "|", "parameters", "|", "instruction"]
     plan = mote.plan_upcycling(SMALL_ENCODER, "out")
     assert repr(plan).startswith("source:            ")
-    assert "| parameters | 3.7 M active, 6.1 M in all: " in plan._repr_markdown_()
+    assert "| 3.7 M active, 6.1 M in all: " in plan._repr_markdown_()
     estimate = mote.estimate_memory(experts.config, batch_size=4, length=8)
-    assert "\ntotal " in repr(estimate)
-    assert "\n| total | " in estimate._repr_markdown_()
+    assert "\n| total  " in repr(estimate)
     evaluation = mote.Evaluation({"a": {"x": 1.0}}, {"x": "STS"})
-    assert repr(evaluation) == evaluation.table()
-    assert "| STS (1) | 1.00 |" in evaluation._repr_markdown_()
+    assert "| STS (1)                | 1.00 |" in repr(evaluation)
+    assert repr(evaluation) == evaluation._repr_markdown_()
 
 
 def test_the_version() -> None:

@@ -179,7 +179,7 @@ def test_each_stage_trains_on_what_is_mined_for_it(
         ("stage1", "bm25", sum(map(len, bm25))),
         ("stage2", "stage1", 60),
     ]
-    assert caplog.messages[-1].splitlines()[-1].split()[:5] == ["stage2", "stage1", "20", "60", "3"]
+    assert caplog.messages[-1].splitlines()[-1].replace("|", " ").split()[:5] == ["stage2", "stage1", "20", "60", "3"]
     with pytest.raises(FileExistsError, match=r"holds a finished chain: its model is in .*stage2/train/model"):
         chain(file)
     (out / "chain.json").write_text(json.dumps({"stage1": record["stage1"]}))  # killed before the last record

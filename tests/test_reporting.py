@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mote.reporting import console_logging, labelled_models, markdown_table, megabytes, millions, name_models, table
+from mote.reporting import console_logging, label_models, megabytes, millions, table
 
 
 @pytest.fixture
@@ -13,29 +13,19 @@ def logger() -> logging.Logger:
     return logging.getLogger("mote.somewhere")
 
 
-def test_the_first_column_is_aligned_left_and_the_others_right() -> None:
-    assert table(["name", "n"], [["a", 1], ["longer", 22]]) == "name     n\n------  --\na        1\nlonger  22"
-
-
-def test_alignment_can_be_given() -> None:
-    assert table(["n", "name"], [[10, "a"]], align="rl") == " n  name\n--  ----\n10  a"
-
-
-def test_wide_characters_take_two_columns() -> None:
-    assert table(["task", "n"], [["検索", 1], ["ab", 2]]).splitlines()[2:] == ["検索  1", "ab    2"]
-
-
-def test_a_table_without_rows_has_a_header() -> None:
-    assert table(["a", "b"], []) == "a  b\n-  -"
-
-
-def test_rows_of_another_length_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"zip\(\)"):
-        table(["a", "b"], [["only one"]])
-
-
-def test_markdown_escapes_pipes_and_line_breaks() -> None:
-    assert markdown_table(["a", "b"], [["x|y", "1\n2"]]) == "| a | b |\n| --- | ---: |\n| x\\|y | 1 2 |"
+def test_a_table_is_markdown_and_its_columns_line_up() -> None:
+    """The first column is aligned left and the others right; wide characters take two columns."""
+    assert table(["name", "n"], [["検索", 1], ["[b] :x:", 22]]).splitlines() == [
+        "| name    |  n |",
+        "|---------|---:|",
+        "| 検索    |  1 |",
+        "| [b] :x: | 22 |",
+    ]
+    assert table(["n", "name"], [[10, "x|y\nz"]], align="rl").splitlines()[1:] == [
+        "|---:|--------|",
+        r"| 10 | x\|y z |",
+    ]
+    assert table(["a", "b"], []) == "| a | b |\n|---|--:|"
 
 
 def test_sizes() -> None:
@@ -93,24 +83,20 @@ def test_models_are_called_by_the_ends_of_their_paths_or_by_labels(
     for place in ("a/run1/model", "a/run2/model", "a/run/model", "b/run/model", "a/one", "b/one", "b/two", "other"):
         Path(place).mkdir(parents=True)
     Path("lr=0.1/model").mkdir(parents=True)
-    named = name_models(places)
+    named = label_models(places)
     assert list(named) == labels
     assert all(place.endswith(model) for place, model in zip(places, named.values(), strict=True))
 
 
 def test_one_model_several_or_labelled_ones() -> None:
-    assert labelled_models("user/name") == labelled_models(["user/name"]) == {"user/name": "user/name"}
-    assert labelled_models(Path("run")) == {"run": "run"}
-    assert labelled_models({"a": Path("x"), "b": "y"}) == {"a": "x", "b": "y"}
+    assert label_models("user/name") == label_models(["user/name"]) == {"user/name": "user/name"}
+    assert label_models(Path("run")) == {"run": "run"}
+    assert label_models({"a": Path("x"), "b": "y"}) == {"a": "x", "b": "y"}
 
 
-def test_labels_that_do_not_tell_models_apart(tmp_path: Path) -> None:
-    (tmp_path / "one").mkdir()
-    one = str(tmp_path / "one")
-    for words, said in (
-        ([one, one], "one is given twice"),
-        ([one, "one=user/name"], r"Two models have the same label \(one, one\): choose others, as in LABEL=MODEL"),
-        (["one="], "'one=' names no model: expected MODEL or LABEL=MODEL"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            name_models(words)
+@pytest.mark.parametrize("words", [["one", "one"], ["one", "./one"], ["one", "one=user/name"]])
+def test_two_models_of_one_label(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("one").mkdir()
+    with pytest.raises(ValueError, match=r"Two models have the same label \(.*\): choose others, as in LABEL=MODEL"):
+        label_models(words)

@@ -1,4 +1,4 @@
-"""Output for the user: tables, sizes, progress lines, and the colors of charts."""
+"""Output for the user: tables, sizes, log lines, and the colors of charts."""
 
 import logging
 import os
@@ -6,11 +6,14 @@ import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import count
+from io import StringIO
 from pathlib import Path
 from typing import Literal
 
-from rich.cells import cell_len
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 HOW_TO_RESUME = "the same command (without --overwrite) resumes"
 
@@ -19,49 +22,44 @@ COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0
 
 
 def table(header: Sequence[object], rows: Iterable[Sequence[object]], *, align: str = "") -> str:
-    """Lay out a plain-text table with a rule under its header.
+    """Lay out a Markdown table whose columns line up, so that it also reads well in a terminal.
 
     Args:
         header: Column titles.
-        rows: Cells of each row, as many as there are columns.
+        rows: Cells of each row.
         align: `l` or `r` for each column. Default: the first column left, the others right.
     """
     align = align or "l" + "r" * (len(header) - 1)
-    cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
-    cells.insert(1, ["-" * width for width in widths])
-    return "\n".join(
-        "  ".join(
-            cell + " " * (width - cell_len(cell)) if side == "l" else " " * (width - cell_len(cell)) + cell
-            for cell, width, side in zip(row, widths, align, strict=True)
-        ).rstrip()
-        for row in cells
-    )
+    grid = Table(box=box.MARKDOWN)
+    for title, side in zip(header, align, strict=True):
+        grid.add_column(_cell(title), justify="left" if side == "l" else "right", no_wrap=True)
+    for row in rows:
+        grid.add_row(*map(_cell, row))
+    output = StringIO()
+    Console(file=output, width=10**6, color_system=None).print(grid)
+    lines = [line.rstrip() for line in output.getvalue().strip().splitlines()]
+    # rich leaves the alignment out of the rule under the header
+    rules = zip(lines[1].strip("|").split("|"), align, strict=True)
+    lines[1] = f"|{'|'.join(rule[:-1] + ':' if side == 'r' else rule for rule, side in rules)}|"
+    return "\n".join(lines)
 
 
-def markdown_table(header: Sequence[object], rows: Iterable[Sequence[object]], *, align: str = "") -> str:
-    r"""Lay out a Markdown table; a `|` in a cell is written as `\|`, a line break as a space.
+markdown_table = table  # until benchmarks/ has moved
 
-    Args:
-        header: Column titles.
-        rows: Cells of each row, as many as there are columns.
-        align: `l` or `r` for each column. Default: the first column left, the others right.
-    """
-    align = align or "l" + "r" * (len(header) - 1)
-    rule = ["---" if side == "l" else "---:" for side in align]
-    lines = ([" ".join(str(cell).replace("|", r"\|").splitlines()) for cell in row] for row in (header, rule, *rows))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+def _cell(content: object) -> Text:
+    return Text(" ".join(str(content).splitlines()).replace("|", r"\|"))
 
 
 class Report:
     """A result that an interactive Python shell shows as text, and a notebook as Markdown."""
 
-    def to_markdown(self) -> str:
-        """Format as Markdown."""
-        raise NotImplementedError
-
     def __repr__(self) -> str:
         """Show as `print` does."""
+        return str(self)
+
+    def to_markdown(self) -> str:
+        """Format as Markdown."""
         return str(self)
 
     def _repr_markdown_(self) -> str:
@@ -78,57 +76,46 @@ def millions(count: int) -> str:
     return f"{count / 1e6:,.1f} M"
 
 
-def labelled_models(models: str | Path | Sequence[str | Path] | Mapping[str, str | Path]) -> dict[str, str]:
-    """Return label → model, for one model, several (as in `name_models`), or such a mapping.
+def label_models(models: str | Path | Sequence[str | Path] | Mapping[str, str | Path]) -> dict[str, str]:
+    """Label models for tables and charts.
 
-    Raises:
-        ValueError: As `name_models`.
-    """
-    if isinstance(models, Mapping):
-        return {label: str(model) for label, model in models.items()}
-    return name_models([str(one) for one in ([models] if isinstance(models, str | Path) else models)])
-
-
-def name_models(words: Sequence[str]) -> dict[str, str]:
-    """Label models for tables, from words such as `MODEL` or `LABEL=MODEL`.
-
-    Without a label, a folder is named by the shortest end of its path that is unique (the folder `RUN/model` of a
-    training run by `RUN`), and a model on the Hub by its id.
+    Args:
+        models: One model or several, each a folder, an id on the Hub, or LABEL=MODEL; or label → model. Without a
+            label, a folder is named by the shortest end of its path that is unique (the folder `RUN/model` of a
+            training run by `RUN`), and a model on the Hub by its id.
 
     Returns:
         Label → model, in order.
 
     Raises:
-        ValueError: If a model is given twice without a label, two have the same label, or a label has no model.
+        ValueError: If two models have the same label.
     """
-    pairs = []
-    for word in words:
+    if isinstance(models, Mapping):
+        return {label: str(model) for label, model in models.items()}
+    named: list[tuple[str, str]] = []
+    for word in [str(one) for one in ([models] if isinstance(models, str | Path) else models)]:
         label, equals, model = word.partition("=")
-        if not equals or Path(word).exists():
-            label, model = "", word
-        if not model and equals:
-            raise ValueError(f"{word!r} names no model: expected MODEL or LABEL=MODEL")
-        pairs.append((label, model))
-    names = iter(_last_parts([model for label, model in pairs if not label]))
-    named = [(label or next(names), model) for label, model in pairs]
-    labels = [label for label, _ in named]
-    if len(set(labels)) < len(labels):
-        raise ValueError(f"Two models have the same label ({', '.join(labels)}): choose others, as in LABEL=MODEL")
-    return dict(named)
+        named.append((label, model) if equals and not Path(word).exists() else ("", word))
+    unlabelled = list(dict.fromkeys(model for label, model in named if not label))
+    labels = dict(zip(unlabelled, _unique_ends(unlabelled), strict=True))
+    labelled = [(label or labels[model], model) for label, model in named]
+    if len(dict(labelled)) < len(labelled):
+        said = ", ".join(label for label, _ in labelled)
+        raise ValueError(f"Two models have the same label ({said}): choose others, as in LABEL=MODEL")
+    return dict(labelled)
 
 
-def _last_parts(models: Sequence[str]) -> list[str]:
+def _unique_ends(models: Sequence[str]) -> list[str]:
     """Name folders by the shortest ends of their paths that are unique, and other models by themselves."""
     parts = [Path(model).resolve().parts if Path(model).is_dir() else (model,) for model in models]
-    for index, one in enumerate(parts):
-        if one in parts[:index]:
-            raise ValueError(f"{models[index]} is given twice")
     of_runs = [len(one) > 2 and one[-1] == "model" and one[:-1] not in parts for one in parts]
     parts = [one[:-1] if of_run else one for one, of_run in zip(parts, of_runs, strict=True)]
-    return [
-        "/".join(next(one[-n:] for n in count(1) if sum(other[-n:] == one[-n:] for other in parts) == 1))
-        for one in parts
-    ]
+    return ["/".join(_unique_end(one, parts)) for one in parts]
+
+
+def _unique_end(path: tuple[str, ...], others: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    lengths = (n for n in range(1, len(path)) if sum(other[-n:] == path[-n:] for other in others) == 1)
+    return path[-next(lengths, len(path)) :]
 
 
 def write_together(
@@ -163,25 +150,21 @@ def write_together(
                 part.unlink(missing_ok=True)
 
 
-class Console(logging.Handler):
-    """Progress to stdout (or wherever `progress` says) as plain lines, warnings and errors to stderr."""
+class ConsoleHandler(logging.Handler):
+    """Log lines on the terminal: progress to stdout (or wherever `progress` says), warnings and errors to stderr."""
 
     progress: Literal["stdout", "stderr"] = "stdout"
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record to the current stream, which tests and notebooks replace."""
-        to_stderr = record.levelno >= logging.WARNING or self.progress == "stderr"
-        stream = sys.stderr if to_stderr else sys.stdout
-        stream.write(self.format(record) + "\n")
+        warned = record.levelno >= logging.WARNING
+        stream = sys.stderr if warned or self.progress == "stderr" else sys.stdout
+        prefix = f"{record.levelname.lower()}: " if warned else ""
+        stream.write(f"{prefix}{self.format(record)}\n")
         stream.flush()
 
-    def format(self, record: logging.LogRecord) -> str:
-        """Put the level's name in front of warnings and errors."""
-        message = super().format(record)
-        return f"{record.levelname.lower()}: {message}" if record.levelno >= logging.WARNING else message
 
-
-def console_logging(level: int = logging.INFO) -> Console:
+def console_logging(level: int = logging.INFO) -> ConsoleHandler:
     """Print what the package logs, as the command line does.
 
     In a job of several processes (`RANK` is set) only the first prints progress; all print warnings.
@@ -193,7 +176,7 @@ def console_logging(level: int = logging.INFO) -> Console:
         The handler, to remove it from the logger `mote`. A second call returns the same one.
     """
     logger = logging.getLogger("mote")
-    console = next((handler for handler in logger.handlers if isinstance(handler, Console)), None) or Console()
+    console = next((handler for handler in logger.handlers if isinstance(handler, ConsoleHandler)), ConsoleHandler())
     console.setLevel(logging.WARNING if os.environ.get("RANK", "0") != "0" else logging.NOTSET)
     logger.addHandler(console)  # a logger takes a handler once
     logger.setLevel(level)

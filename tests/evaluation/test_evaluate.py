@@ -335,8 +335,8 @@ def test_the_command_writes_tables_scores_and_a_chart(fresh_folder: Path, tmp_pa
     assert "--limit 30" in done.stdout
     evaluation = Evaluation.from_json((tmp_path / "scores.json").read_text())
     assert evaluation.reference == "dense"
-    assert evaluation.table() in done.stdout
-    assert evaluation.table("markdown") in (tmp_path / "table.md").read_text()
+    assert str(evaluation) in done.stdout
+    assert str(evaluation) in (tmp_path / "table.md").read_text()
     assert (tmp_path / "gains.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "gains.png").stat().st_size > 5000
     assert not list(tmp_path.glob(".*"))

@@ -81,10 +81,10 @@ def test_shards_of_a_model_changed_in_place(with_legal: Path, tmp_path: Path) ->
 def test_the_list(with_legal: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["experts", "list", str(with_legal)]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].split() == ["expert", "parameters", "instruction", "tasks"]
-    assert printed[-2].split(None, 3)[0] == "legal"
-    assert printed[-2].split("'legal: '")[1].strip() == "legal, contracts"
-    assert printed[-1] == f"base  {base_hash(with_legal)}"
+    assert printed[0].replace("|", " ").split() == ["expert", "parameters", "instruction", "tasks"]
+    _, name, _, instruction, tasks, _ = map(str.strip, printed[-3].split("|"))
+    assert (name, instruction, tasks) == ("legal", "'legal: '", "legal, contracts")
+    assert printed[-1] == f"base `{base_hash(with_legal)}`"
 
 
 @pytest.mark.parametrize(

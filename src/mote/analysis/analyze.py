@@ -35,7 +35,7 @@ from mote.checkpoints.reading import open_checkpoint
 from mote.data.texts import TextPairs, Texts, find_pairs, find_texts
 from mote.hub import commit_of
 from mote.inference.loading import check_device, check_retrieval, load_any_encoder
-from mote.reporting import Report, labelled_models, markdown_table, table, write_together
+from mote.reporting import Report, label_models, table, write_together
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class Analysis(Report):
         blocks = ["# How far the experts have specialised", "  \n".join(about)]
         for title, content in _sections(self):
             blocks.append(f"## {title}")
-            blocks += [f"- {part}" if isinstance(part, str) else markdown_table(part[0], part[1:]) for part in content]
+            blocks += [f"- {part}" if isinstance(part, str) else table(part[0], part[1:]) for part in content]
         return "\n\n".join(blocks)
 
     def to_dict(self) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def analyze(
     else:
         found = Texts(tuple(texts), "given texts")
     found_pairs = find_pairs(pairs, data, limit, seed)
-    named = labelled_models(models)
+    named = label_models(models)
     if not named:
         raise ValueError("No models given: name one or more")
     logger.info("Texts: %d (%s)", len(found.texts), found.source)

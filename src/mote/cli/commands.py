@@ -330,7 +330,7 @@ def evaluate(
     with options.extra("evaluate"):
         run = mote.evaluate
     evaluation = run(**settings)
-    typer.echo(evaluation.to_json().rstrip() if as_json else "\n" + evaluation.table())
+    typer.echo(evaluation.to_json().rstrip() if as_json else f"\n{evaluation}")
     if out is not None and not as_json:
         typer.echo(f"\nWrote {out}")
     if failed := evaluation.failed():

@@ -442,8 +442,8 @@ def write(evaluation: Evaluation, folder: Path) -> list[Path]:
         OSError: If they cannot be written.
     """
     texts = {
-        "table.md": evaluation.table("markdown") + "\n",
-        "datasets.md": evaluation.per_dataset("markdown") + "\n",
+        "table.md": f"{evaluation}\n",
+        "datasets.md": evaluation.per_dataset() + "\n",
         "scores.json": evaluation.to_json(),
     }
     chart = folder / "gains.png"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mote.checkpoints.hashing import folder_hash
 from mote.hub import commit_of
 from mote.inference.loading import has_own_code, load_any_encoder
-from mote.reporting import labelled_models
+from mote.reporting import label_models
 
 if TYPE_CHECKING:
     from mteb.models import ModelMeta
@@ -120,7 +120,7 @@ def find_models(models: str | Path | Sequence[str] | Mapping[str, str], **settin
         FileNotFoundError: If a model is neither a folder with a model nor on the Hub.
         ValueError: If no model is given, one is given twice, or one is an adapter.
     """
-    named = labelled_models(models)
+    named = label_models(models)
     if not named:
         raise ValueError("No model to evaluate")
     return [

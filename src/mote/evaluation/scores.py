@@ -1,15 +1,15 @@
-"""Scores of models on datasets: means, gains, comparisons."""
+"""Scores of models on datasets: means, gains, comparisons, tables."""
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from mote.evaluation.statistics import Comparison, compare_scores
-from mote.evaluation.tables import Format, dataset_table, mean_table
 from mote.remote.configuration_mote import alternatives
-from mote.reporting import Report
+from mote.reporting import Report, table
 
 TASK_TYPES = (
     "Retrieval",
@@ -114,20 +114,28 @@ class Evaluation(Report):
         return [self.compare(model, reference) for model in self.models if reference is not None and model != reference]
 
     def __str__(self) -> str:
-        """Format mean scores by task type as text."""
-        return self.table()
+        """Mean scores: a row for each task type, for all datasets and for all types; a column for each model."""
+        means = {model: self.means(model) for model in self.models}
+        counts = Counter(self.types[name] for name in self.common)
+        rows = [
+            [f"{task_type} ({counts[task_type]})", *self._cells([means[model].get(task_type) for model in self.models])]
+            for task_type in self.task_types
+        ]
+        rows.append([f"mean over datasets ({counts.total()})", *self._cells(map(self.mean, self.models))])
+        rows.append([f"mean over types ({len(counts)})", *self._cells(map(self.mean_over_types, self.models))])
+        return self._with_notes(table(["", *self.models], rows))
 
-    def to_markdown(self) -> str:
-        """Format mean scores by task type as Markdown."""
-        return self.table("markdown")
-
-    def table(self, format: Format = "text") -> str:  # noqa: A002
-        """Mean scores by task type, as text or Markdown."""
-        return mean_table(self, format)
-
-    def per_dataset(self, format: Format = "text") -> str:  # noqa: A002
-        """Scores by dataset, as text or Markdown."""
-        return dataset_table(self, format)
+    def per_dataset(self) -> str:
+        """Scores: a row for each dataset, a column for each model."""
+        rows = []
+        for name in self.datasets:
+            cells = self._cells([scores.get(name) for scores in self.scores.values()])
+            for column, model in enumerate(self.models):
+                if name in self.failures.get(model, {}):
+                    cells[column] = "failed"
+            rows.append([name, self.types[name], self.metrics.get(name, ""), *cells])
+        header = ["dataset", "type", "score", *self.models]
+        return self._with_notes(table(header, rows, align="lll" + "r" * len(self.models)))
 
     def failed(self) -> list[str]:
         """Each failure in one line."""
@@ -137,39 +145,69 @@ class Evaluation(Report):
 
     def to_json(self) -> str:
         """Serialize to JSON, with means and comparisons, which `from_json` computes again."""
-        content = {
-            "settings": dict(self.settings),
-            "reference": self.reference,
-            "means": {
-                model: {
-                    **self.means(model),
-                    "mean over datasets": _or_none(self.mean(model)),
-                    "mean over types": _or_none(self.mean_over_types(model)),
-                }
-                for model in self.models
-            },
-            "averaged over": self.common,
-            "comparisons": [asdict(comparison) for comparison in self.comparisons()],
-            "scores": {model: dict(of_model) for model, of_model in self.scores.items()},
-            "types": dict(self.types),
-            "metrics": dict(self.metrics),
-            "failures": {model: dict(some) for model, some in self.failures.items()},
+        means = {
+            model: {
+                **self.means(model),
+                "mean over datasets": _or_none(self.mean(model)),
+                "mean over types": _or_none(self.mean_over_types(model)),
+            }
+            for model in self.models
         }
-        return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        comparisons = [asdict(comparison) for comparison in self.comparisons()]
+        content = {"means": means, "averaged over": self.common, "comparisons": comparisons, **asdict(self)}
+        return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Evaluation":
-        """Read what `to_json` wrote.
-
-        Raises:
-            ValueError: If it is something else.
-        """
+        """Read what `to_json` wrote, as from scores.json."""
         content = json.loads(text)
-        names = ("scores", "types", "metrics", "failures", "settings", "reference")
-        missing = [name for name in names if not isinstance(content, dict) or name not in content]
-        if missing:
-            raise ValueError(f"Not the scores.json of `mote evaluate`: {', '.join(missing)} missing")
-        return cls(**{name: content[name] for name in names})
+        return cls(**{field.name: content[field.name] for field in fields(cls)})
+
+    def _cells(self, scores: Iterable[float | None]) -> list[str]:
+        """Format the score of each model: the best one in bold, with the gain over the reference."""
+        known = {
+            model: score
+            for model, score in zip(self.models, scores, strict=True)
+            if score is not None and not math.isnan(score)
+        }
+        best = f"{max(known.values()):.2f}" if len(known) > 1 else None
+        base = known.get(self.reference) if self.reference is not None else None
+        cells = []
+        for model in self.models:
+            cell = f"{known[model]:.2f}" if model in known else "-"
+            cell = f"**{cell}**" if cell == best else cell
+            if base is not None and model in known and model != self.reference:
+                gain = round(known[model] - base, 2) + 0.0  # no minus before a zero
+                cell += f" ({gain:+.2f})"
+            cells.append(cell)
+        return cells
+
+    def _with_notes(self, rows: str) -> str:
+        """Add a heading above a table and notes below it."""
+        notes = [f"Failed: {failure}" for failure in self.failed()]
+        notes += [f"{comparison}." for comparison in self.comparisons()]
+        if len(self.common) < len(self.types):
+            missing = f"{len(self.common)} of {len(self.types)} datasets"
+            notes.insert(0, f"Means are over the {missing} that all models have scores on.")
+        lines = [f"{'; '.join(self._heading())}.", "", rows]
+        return "\n".join([*lines, "", *(f"- {note}" for note in notes)] if notes else lines)
+
+    def _heading(self) -> Iterator[str]:
+        yield "Main scores of MTEB x 100"
+        if versions := self.settings.get("mteb"):
+            yield f"mteb {', '.join(versions)}"
+        if dtype := self.settings.get("dtype"):
+            yield f"weights in {dtype}"
+        if retrieval := self.settings.get("retrieval"):
+            yield f"vectors: {', '.join(retrieval)}"
+        if instructions := self.settings.get("instructions"):
+            yield f"instructions given by --definition for {', '.join(instructions)}"
+        if limit := self.settings.get("limit"):
+            yield f"datasets cut by --limit {limit}, not comparable with scores on full datasets"
+        if len(self.models) > 1:
+            if self.reference is not None:
+                yield f"in brackets: gain over {self.reference}"
+            yield "best in bold"
 
     def _of(self, model: str) -> Mapping[str, float]:
         if model not in self.scores:

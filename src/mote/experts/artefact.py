@@ -30,7 +30,7 @@ from mote.experts.checks import require_task_experts, require_uncompressed
 from mote.files import read_json
 from mote.remote.architectures_mote import architecture_of
 from mote.remote.configuration_mote import MoTEConfig
-from mote.reporting import Report, markdown_table, millions, table
+from mote.reporting import Report, millions, table
 
 if TYPE_CHECKING:
     from mote.remote.modeling_mote import MoTEModel
@@ -284,11 +284,7 @@ class ExpertList(Report):
 
     def __str__(self) -> str:
         """Format as a table."""
-        return f"{table(*self._table(), align='lrll')}\nbase  {self.base_hash}"
-
-    def to_markdown(self) -> str:
-        """Format as Markdown."""
-        return f"{markdown_table(*self._table(), align='lrll')}\n\nbase `{self.base_hash}`"
+        return f"{table(*self._table(), align='lrll')}\n\nbase `{self.base_hash}`"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the list as JSON values; the number of parameters is None for an expert that is not in the files."""

@@ -28,7 +28,7 @@ from mote.checkpoints.reading import is_mote, mote_class, open_checkpoint
 from mote.checkpoints.tensors import token_routing
 from mote.remote.configuration_mote import MoTEConfig, alternatives
 from mote.remote.modeling_mote import MoTEModel
-from mote.reporting import Report, markdown_table, table
+from mote.reporting import Report, table
 from mote.training.adapters import adapt, share_weights
 
 if TYPE_CHECKING:  # recipes need the extra `train`, estimates do not
@@ -80,10 +80,6 @@ class MemoryEstimate(Report):
     def __str__(self) -> str:
         """A table in GiB."""
         return table(["", "GiB"], self._rows())
-
-    def to_markdown(self) -> str:
-        """A table in GiB, as Markdown."""
-        return markdown_table(["", "GiB"], self._rows())
 
     def to_dict(self) -> dict[str, int]:
         """Return the bytes of each part, and of the peak as `total`."""

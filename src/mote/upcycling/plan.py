@@ -15,7 +15,7 @@ from mote.checkpoints.retrieval import Retrieval
 from mote.checkpoints.staging import require_shard_size
 from mote.checkpoints.tensors import DTYPES, parameter_counts, token_routing
 from mote.remote.configuration_mote import MoTEConfig, alternatives
-from mote.reporting import Report, markdown_table, megabytes, millions
+from mote.reporting import Report, megabytes, millions, table
 from mote.upcycling.configs import as_published, config_of, pooling_of, retrieval_of
 from mote.upcycling.instructions import instructions_from, instructions_of
 from mote.upcycling.options import UpcyclingOptions
@@ -56,7 +56,7 @@ class UpcyclingPlan(Report):
 
     def to_markdown(self) -> str:
         """Format as Markdown."""
-        rows = markdown_table(["", ""], [(name, "; ".join(texts)) for name, texts in self._lines().items()], align="ll")
+        rows = table(["", ""], [(name, "; ".join(texts)) for name, texts in self._lines().items()], align="ll")
         return "\n\n".join([rows, *self.notes])
 
     def _lines(self) -> dict[str, list[str]]:
