@@ -44,7 +44,11 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]], *, align: 
     return "\n".join(lines)
 
 
-markdown_table = table  # until benchmarks/ has moved
+def markdown_table(header: Sequence[object], rows: Iterable[Sequence[object]], *, align: str = "") -> str:
+    """Lay out a table without padding, as stored cards and results have it."""
+    align = align or "l" + "r" * (len(header) - 1)
+    rule = ["---" if side == "l" else "---:" for side in align]
+    return "\n".join(f"| {' | '.join(str(_cell(cell)) for cell in row)} |" for row in (header, rule, *rows))
 
 
 def _cell(content: object) -> Text:
