@@ -14,7 +14,7 @@ Models", Findings of ACL 2025 (arXiv:2506.17781).
 """
 
 import copy
-import difflib
+import inspect
 import json
 import re
 import shutil
@@ -29,13 +29,14 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModel, MPNetModel, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
-from transformers.utils import cached_file, can_return_tuple
+from transformers.utils import TransformersKwargs, cached_file, can_return_tuple
 
 from .architectures_mote import MPNetBackbone, architecture_of
-from .configuration_mote import MoTEConfig
+from .configuration_mote import MoTEConfig, alternatives
 from .mixed_batch_mote import groups_of
 
 SEQUENCE_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids")
+TOKENIZER_EXTRAS = ("length", "offset_mapping", "special_tokens_mask")  # which no model uses
 
 
 class SharedModule:
@@ -130,6 +131,7 @@ class MoTEModel(PreTrainedModel):
     unwanted_weights = ""  # pattern of the names of weights that are in the files, but not loaded
     offloading: Any = None  # set by `mote.load(path, offload=…)`: brings an expert to the device for a call
     routing_argument = "expert"  # of the blocks; layers that stay dense (`mote_layers`) do not get it
+    own_arguments: tuple[str, ...] = ("task", "task_ids", "pooling_mask")  # of `forward`, beside the backbone's
     base_model_prefix = ""
     supports_gradient_checkpointing = True
     _no_split_modules = ["MoTEBlock"]
@@ -145,14 +147,9 @@ class MoTEModel(PreTrainedModel):
             config.backbone_config = backbone.config
         super().__init__(config)
         self.backbone = _adapt(AutoModel.from_config(config.backbone_config) if backbone is None else backbone)
-        architecture = architecture_of(config)
-        try:
-            layers: Any = self.backbone.get_submodule(architecture.layer_path)
-            for path in self._shared_modules(layers[0]):
-                layers[0].get_submodule(path)
-        except (AttributeError, IndexError) as error:  # no such path, or no layers
-            name = type(self.backbone).__name__
-            raise ValueError(f"{name} is not built as described, {tuple(architecture)}: {error}") from error
+        named = inspect.signature(self.backbone.forward).parameters
+        self.arguments = {*named, *TransformersKwargs.__annotations__, *TOKENIZER_EXTRAS, *self.own_arguments}
+        layers: Any = self.backbone.get_submodule(architecture_of(config).layer_path)
         for index, layer in enumerate(layers):
             if index in config.mote_layer_indices:
                 layers[index] = self._make_block(layer)
@@ -219,14 +216,18 @@ class MoTEModel(PreTrainedModel):
             of a row hold zeros or the output for padding.
 
         Raises:
-            ValueError: If `task` is misspelt, unknown, missing, ambiguous, not one per row, or of an expert not loaded.
+            ValueError: If `task` is invalid for this model or batch, or an argument is unknown.
         """
-        if near := [name for name in kwargs if difflib.get_close_matches(name, ("task", "task_ids"), cutoff=0.8)]:
-            raise ValueError(f"Unknown argument {near[0]!r}. Did you mean 'task' or 'task_ids'?")
+        self._refuse_unknown(kwargs)
         sequences = present_inputs(input_ids, inputs_embeds, attention_mask, token_type_ids, position_ids)
         if task_ids is None and (task is None or isinstance(task, str)):
             return self._run(sequences, {**kwargs, "expert": self.config.expert_of(task)})
         return self._run_groups(task, task_ids, sequences, kwargs)
+
+    def _refuse_unknown(self, kwargs: dict) -> None:
+        """Raise `ValueError` for an argument that the backbone would drop without a word, such as `taks=`."""
+        if unknown := [name for name in kwargs if name not in self.arguments]:
+            raise ValueError(f"Unknown argument {unknown[0]!r}." + alternatives(unknown[0], self.own_arguments))
 
     def _run(self, sequences: dict[str, torch.Tensor], kwargs: dict) -> BaseModelOutputWithPooling:
         """Run rows with the same routing: the computation of the dense model, and pooling."""
@@ -270,11 +271,8 @@ class MoTEModel(PreTrainedModel):
         if task_ids is not None:
             if task is not None:
                 raise ValueError("Pass either `task` or `task_ids`, not both")
-            task_ids = torch.as_tensor(task_ids)
-            if task_ids.dim() != 1 or task_ids.is_floating_point() or task_ids.dtype == torch.bool:
-                raise ValueError(f"task_ids must be integers of shape [B], got {task_ids.dtype}, {[*task_ids.shape]}")
-            names, ids = list(self.config.tasks), task_ids.tolist()
-            if wrong := sorted({i for i in ids if not 0 <= i < len(names)}):
+            names, ids = list(self.config.tasks), torch.as_tensor(task_ids).tolist()
+            if wrong := [i for i in ids if type(i) is not int or not 0 <= i < len(names)]:
                 raise ValueError(f"task_ids {wrong} are out of range. Tasks: {dict(enumerate(names))}")
             task = [names[i] for i in ids]
         if not isinstance(task, list | tuple):
@@ -286,8 +284,7 @@ class MoTEModel(PreTrainedModel):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the layers in place, not the whole model: all experts of all layers share one graph.
 
-        Takes the arguments of `torch.compile`; `dynamic` is True by default. Experts that are added later are not
-        compiled until `compile` is called again. See `docs/serving.md`.
+        Takes the arguments of `torch.compile`; `dynamic` is True by default. Call it again after adding an expert.
         """
         layers: Any = self.backbone.get_submodule(architecture_of(self.config).layer_path)
         for layer in layers:
@@ -301,18 +298,11 @@ class MoTEModel(PreTrainedModel):
         Takes what `PreTrainedModel.from_pretrained` takes, and `experts=[…]` to load only these experts.
 
         Raises:
-            ValueError: If weights are missing, left over, of another shape or unreadable, an expert is unknown, or a
-                setting of the config is given beside a config.
+            ValueError: If weights are missing, left over, of another shape or unreadable, or an expert is unknown.
         """
-        if isinstance(kwargs.get("config"), PreTrainedConfig):
-            if (experts := kwargs.pop("experts", None)) is not None:
-                kwargs["config"] = copy.deepcopy(kwargs["config"])
-                kwargs["config"].load_only(experts)
-            if given := {key: kwargs[key] for key in kwargs if key in MoTEConfig.__annotations__}:
-                raise ValueError(
-                    f"Beside a config, its settings cannot be given, got {given}: set them in the config. "
-                    f"In Sentence-Transformers, pass config_kwargs={given}, not model_kwargs."
-                )
+        if isinstance(kwargs.get("config"), PreTrainedConfig) and kwargs.get("experts") is not None:
+            kwargs["config"] = copy.deepcopy(kwargs["config"])
+            kwargs["config"].load_only(kwargs.pop("experts"))
         name = args[0] if args else kwargs.get("pretrained_model_name_or_path")  # None: of a state_dict
         kwargs["ignore_mismatched_sizes"] = True  # reported by the error below, which names them
         try:
@@ -383,8 +373,6 @@ class MoTEModel(PreTrainedModel):
 
 def present_inputs(*inputs: torch.Tensor | None) -> dict[str, torch.Tensor]:
     """Map the names in `SEQUENCE_INPUTS` to those of the five inputs that are given; the tokens come first."""
-    if inputs[0] is None and inputs[1] is None:
-        raise ValueError("Pass input_ids or inputs_embeds")
     return {name: value for name, value in zip(SEQUENCE_INPUTS, inputs, strict=True) if value is not None}
 
 

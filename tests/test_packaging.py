@@ -18,14 +18,11 @@ REMOTE_CODE = [
     "masked_lm_mote",
     "token_routing_mote",
     "token_routed_masked_lm_mote",
-    "token_routed_transformer_mote",
     "hierarchical_mote",
     "sparse_pooling_mote",
     "instruction_mote",
     "task_instruction_mote",
-    "token_routed_instruction_mote",
     "attention_pooling_mote",
-    "attention_pooling_transformer_mote",
 ]
 
 

@@ -22,6 +22,7 @@ from helpers.checkpoints import (
     trusted,
 )
 from helpers.families import batch
+from helpers.paths import REMOTE
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
 
@@ -79,7 +80,7 @@ def test_the_folder_is_complete(upcycled: Path) -> None:
     }
     assert (config["model_type"], config["architectures"]) == ("mote", ["MoTEModel"])
     for name in CODE:
-        assert (upcycled / name).read_bytes() == (ROOT / name).read_bytes()
+        assert (upcycled / name).read_bytes() == (REMOTE / name).read_bytes()
     assert [module["type"].rsplit(".", 1)[-1] for module in read_json(upcycled / "modules.json")] == [
         "MoTETransformer",
         "Pooling",

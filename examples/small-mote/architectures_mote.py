@@ -46,9 +46,8 @@ def architecture_of(config: MoTEConfig) -> Architecture:
     if model_type not in ARCHITECTURES:
         raise ValueError(
             f"MoTE does not know the architecture {model_type!r}." + alternatives(model_type, ARCHITECTURES) + " For "
-            "another one, set both of these in MoTEConfig: layer_path (where its list of layers is, as in "
-            f"{_BERT.layer_path!r}) and shared_modules (the submodules of a layer that make up its attention, as in "
-            f"{list(_BERT.shared_modules)!r}); `mote upcycle` takes them as --layer-path and --shared-module."
+            "another one, set its layer_path (path of the list of layers, as in 'encoder.layer') and shared_modules "
+            "(paths of the attention in a layer) in MoTEConfig, or `mote upcycle --layer-path … --shared-module …`."
         )
     return ARCHITECTURES[model_type]
 

@@ -11,21 +11,20 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar
 
-from torch import nn
 from transformers.utils import logging
 from transformers.utils.versions import require_version
 
 INSTALL = 'A MoTE needs: pip install -U "transformers>=5.17" "sentence-transformers>=6.0", or `mote export` an expert'
 require_version("transformers>=5.17", INSTALL)
 
-import transformers  # noqa: E402
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig  # noqa: E402
 
 logger: Any = logging.get_logger(__name__)
 
 # The experts and instructions of the paper (Romero Calvo et al., arXiv:2506.17781).
-_PAPER_EXPERTS = ("classification", "clustering", "search_query", "search_document")
-PAPER_INSTRUCTIONS = {expert: f"{expert}: " for expert in _PAPER_EXPERTS}
+PAPER_INSTRUCTIONS = {
+    expert: f"{expert}: " for expert in ("classification", "clustering", "search_query", "search_document")
+}
 
 # Tasks that no expert is trained on → the task whose expert serves each, if the model has that task. `query` and
 # `document` are Sentence-Transformers' names for the two sides of search and reranking.
@@ -55,16 +54,6 @@ MTEB_PROMPTS = {
 
 EXPERT_NAME = re.compile(r"[\w-]+")
 
-# A config with larger sizes is damaged or hostile, and building its model would take forever.
-MAX_EXPERTS = 1024
-MAX_SIZES = {
-    "num_hidden_layers": 1024,
-    "hidden_size": 2**17,
-    "intermediate_size": 2**20,
-    "num_attention_heads": 2**12,
-    "vocab_size": 2**27,
-}
-
 
 def alternatives(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message about an unknown `name`: the nearest known name, then all known names."""
@@ -85,23 +74,6 @@ def _refuse_misspelled(names: Iterable[str], config_class: type["MoTEConfig"]) -
     for name in sorted({*names}.difference(known)):
         if near := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
             raise ValueError(f"Unknown setting {name!r}. Did you mean {near[0]!r}?")
-
-
-class NoHead:
-    """What `AutoModelForMaskedLM` and `AutoModelForSequenceClassification` (`CrossEncoder`) find for a MoTE."""
-
-    __module__ = "transformers.none"  # from any other module, it would take precedence over a folder's `auto_map`
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> None:
-        """Raise a `ValueError` that says what to do instead."""
-        raise ValueError(
-            "A MoTE is an embedding model, and has no head for scores or classes. Train one on an exported expert, "
-            "which is a dense model: `mote export MODEL --expert NAME --out DIR`. A head for masked language modelling "
-            "is there after `mote upcycle --src SRC --with-head`, which keeps the source's"
-        )
-
-    _from_config = from_pretrained
 
 
 class MoTEConfig(PreTrainedConfig):
@@ -169,9 +141,7 @@ class MoTEConfig(PreTrainedConfig):
         self.experts = list(PAPER_INSTRUCTIONS if self.experts is None else self.experts)
         own_names = {expert: expert for expert in self.experts}
         unseen = {task: like for task, like in UNSEEN_TASKS.items() if like in own_names}
-        others = {**unseen, **(self.tasks or {})}
-        # Sorted, because JSON sorts keys, and `task_ids` are indices into this order.
-        self.tasks = {**own_names, **{task: others[task] for task in sorted(others, key=str)}}
+        self.tasks = {**own_names, **unseen, **(self.tasks or {})}
         if self.instructions is None:
             self.instructions = {task: text for task, text in PAPER_INSTRUCTIONS.items() if task in own_names}
         kwargs.pop("model_type", None)  # set by the class: a subclass may be built from another class's dict
@@ -204,19 +174,10 @@ class MoTEConfig(PreTrainedConfig):
         self.loaded_experts = [name for name in present if name in selected]
         self.validate()
 
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """As in the base class; also registers `NoHead` for the classes of models with a head."""
-        super().register_for_auto_class(auto_class)
-        for with_head in (transformers.AutoModelForMaskedLM, transformers.AutoModelForSequenceClassification):
-            with_head.register(cls, NoHead, exist_ok=True)
-
     def validate(self) -> None:
         """Check names, references between them, sizes and layer indices; raise `ValueError` on the first problem."""
         self._validate_experts()
         for task, expert in self.tasks.items():
-            if not isinstance(task, str) or not task:
-                raise ValueError(f"A task's name must be a string that is not empty, got {task!r}")
             if expert not in self.experts:
                 raise ValueError(f"Task {task!r} names the expert {expert!r}." + alternatives(expert, self.experts))
             if task in self.experts and task != expert:
@@ -227,24 +188,18 @@ class MoTEConfig(PreTrainedConfig):
             raise ValueError(f"Unknown pooling {self.pooling!r}." + alternatives(self.pooling, self.pooling_modes))
         if (self.layer_path is None) != (self.shared_modules is None):
             raise ValueError("layer_path and shared_modules describe one architecture: set both or neither")
-        for name, largest in MAX_SIZES.items():
-            size = getattr(self.backbone_config, name, None)
-            if isinstance(size, int) and not 1 <= size <= largest:
-                raise ValueError(f"The backbone's {name} must be from 1 to {largest:,}, got {size:,}")
         self._validate_instructions()
         _ = self.mote_layer_indices
-        # As when it is loaded again: JSON sorts keys, and `task_ids` are indices into this order.
+        # `task_ids` are indices into this order, which must outlive JSON, where keys are sorted.
         others = sorted(self.tasks.keys() - {*self.experts})
         self.tasks = {task: self.tasks[task] for task in [*self.experts, *others] if task in self.tasks}
 
     def _validate_experts(self) -> None:
-        if not 1 <= len(self.experts) <= MAX_EXPERTS:
-            raise ValueError(f"experts must name at least one expert and at most {MAX_EXPERTS:,}")
+        if not self.experts:
+            raise ValueError("experts must name at least one expert")
         for name in self.experts:
             if not isinstance(name, str) or not EXPERT_NAME.fullmatch(name):
                 raise ValueError(f"Expert name {name!r} must be one word of letters, digits, '_' and '-'")
-            if hasattr(nn.ModuleDict(), name):
-                raise ValueError(f"Expert name {name!r} is taken by torch's ModuleDict: choose another")
         if repeated := sorted({name for name in self.experts if self.experts.count(name) > 1}):
             raise ValueError(f"Expert names must differ; repeated: {', '.join(map(repr, repeated))}")
         if self.loaded_experts is not None and not set() < set(self.loaded_experts) <= set(self.experts):
@@ -281,10 +236,7 @@ class MoTEConfig(PreTrainedConfig):
     @property
     def mote_layer_indices(self) -> list[int]:
         """Indices, from 0, of the blocks that have experts."""
-        count = getattr(self.backbone_config, "num_hidden_layers", None)
-        if count is None:
-            model_type = self.backbone_config.model_type
-            raise ValueError(f"MoTE does not know the architecture {model_type!r}: it has no num_hidden_layers")
+        count = self.backbone_config.num_hidden_layers
         if self.mote_layers == "every":
             return list(range(count))
         if self.mote_layers == "every_other" and count > 1:
@@ -307,9 +259,8 @@ class MoTEConfig(PreTrainedConfig):
         task = self.default_task if task is None else task
         if task is None:
             raise ValueError(
-                "No task, and the model has no default_task. Pass `task=` to the model; or load it with "
-                "from_pretrained(…, default_task=…), in a pipeline with model_kwargs={'default_task': …}; or write it "
-                "into a folder: `mote set DIR default_task=…`." + alternatives("", self.tasks)
+                "No task, and the model has no default_task. Pass `task=`; or load with from_pretrained(…, "
+                "default_task=…), in a pipeline with model_kwargs={'default_task': …}." + alternatives("", self.tasks)
             )
         if not isinstance(task, str) or (expert := self.tasks.get(task)) is None:
             raise ValueError(f"Unknown task {task!r}." + alternatives(task, self.tasks))
@@ -351,8 +302,7 @@ class MoTEConfig(PreTrainedConfig):
             The task, if it is the same for all inputs, otherwise one task per input.
 
         Raises:
-            ValueError: If the task is unknown, no rule applies (there is never a silent default), or rule 4 or 5
-                meets an input without a text.
+            ValueError: If the task is unknown, no rule applies, or rule 4 or 5 meets an input without a text.
         """
         if task is not None and not isinstance(task, str):
             raise ValueError(
@@ -385,20 +335,20 @@ class MoTEConfig(PreTrainedConfig):
 
     def _no_task(self, text: str, prompt: str | None) -> str:
         """Return the error message for a text without a task, which says what to do."""
-        off = "its own instruction does not count (route_by_text=False)"
-        reason = "it begins with no known instruction" if self.route_by_text else off
-        start, task = "".join(text.split()).casefold(), self.available_experts[0]
-        nearly = [each for each in self._tasks_of_instructions() if start.startswith("".join(each.split()).casefold())]
-        for name in self.tasks:  # a prompt's name where its text belongs
+        known, task = self._tasks_of_instructions(), self.available_experts[0]
+        nearly = [each for each in known if _letters(text).startswith(_letters(each))]
+        for name in self.tasks:  # a library may put a prompt's name where its text belongs
             if prompt == name or (name in self.experts and re.match(rf"{name}\w", text)):
                 nearly.append(self.instruction_of(name))
-        hint = f" Did you mean {nearly[0]!r}?" if any(nearly) and self.route_by_text else ""
+        reason = "it begins with no known instruction"
+        if not self.route_by_text:
+            nearly, reason = [], "its own instruction does not count (route_by_text=False)"
+        hint = f" Did you mean {nearly[0]!r}?" if any(nearly) else ""
         return (
-            f"No task for the text {text[:60]!r}: {reason}, and the model has no default_task.{hint}\n"
-            "Pass `task=` or `prompt_name=`; in training, `prompts=` with the tasks' instructions."
-            f"{alternatives('', self.tasks)}\nWhere nothing can be passed, load with SentenceTransformer(…, "
-            f'default_prompt_name="{task}") for instruction and expert, or config_kwargs={{"default_task": "{task}"}} '
-            f"for the expert alone, also in training; `mote set DIR default_task={task}` writes that into a folder."
+            f"No task for the text {text[:60]!r}: {reason}, and the model has no default_task.{hint}"
+            f"{alternatives('', self.tasks)}\nPass `task=` or `prompt_name=`, in training `prompts=`. Else load "
+            f'with default_prompt_name="{task}" or config_kwargs={{"default_task": "{task}"}}, '
+            f"or write it into a folder: `mote set DIR default_task={task}`."
         )
 
     def warn_of_instructions(self, inputs: Sequence[Any], prompt: str | None) -> None:
@@ -408,9 +358,12 @@ class MoTEConfig(PreTrainedConfig):
         if (found := next(twice, None)) is not None:
             logger.warning_once(
                 f"The prompt {prompt!r} is put in front of a text that already begins with the instruction {found!r}: "
-                "the model reads both. Keep one, the prompt (`prompt_name=`, `encode_query`, a default prompt) or the "
-                "instruction in the text (a library's prefix or instruction)."
+                "the model reads both. Keep the prompt, or the instruction in the text (a library's prefix)."
             )
+
+
+def _letters(text: str) -> str:
+    return "".join(text.split()).casefold()
 
 
 def _text_of(value: Any) -> str:

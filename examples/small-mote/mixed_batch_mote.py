@@ -28,16 +28,10 @@ class Group(NamedTuple):
         return value[self.rows] if has_rows else value
 
     def write(self, part: Any, whole: Any, batch_size: int, length: int) -> Any:
-        """Write the group's output into the batch's.
+        """Write an output of the group into the batch's, `whole` (None before the first group), and return that.
 
-        Args:
-            part: [b, H], [b, l, H], attentions [b, heads, l, l], or a tuple of such tensors, one per layer.
-            whole: The batch's output so far; None before the first group.
-            batch_size: B.
-            length: L.
-
-        Returns:
-            `whole`, [B, H], [B, L, H] or [B, heads, L, L]: zeros where a group is shorter.
+        [b, H] goes into [B, H], [b, l, H] into [B, L, H], attentions [b, heads, l, l] into [B, heads, L, L], and tuples
+        of these layer by layer. What no group writes is zero.
         """
         if isinstance(part, tuple):
             layers = [None] * len(part) if whole is None else whole

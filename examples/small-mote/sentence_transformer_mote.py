@@ -10,12 +10,12 @@ import torch
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils.versions import require_version
 
-HINT = 'A MoTE needs: pip install -U "transformers>=5.17" "sentence-transformers>=6.0", or `mote export` an expert'
-require_version("transformers>=5.17", HINT)
-require_version("sentence-transformers>=6.0", HINT)
+from .configuration_mote import INSTALL, ROLE_HINTS
+
+require_version("sentence-transformers>=6.0", INSTALL)
 
 from sentence_transformers import SentenceTransformerModelCardData  # noqa: E402
-from sentence_transformers.base.modules import Transformer  # noqa: E402  # a name that older versions lack
+from sentence_transformers.base.modules import Transformer  # noqa: E402  # missing in older versions
 
 
 class MoTECardData(SentenceTransformerModelCardData):
@@ -56,24 +56,16 @@ class MoTETransformer(Transformer):
 
     The decision is made once, in `preprocess`, and travels with the features as `route`: the task's name, or, in a
     batch of several tasks, a tensor [B] of indices into the config's tasks, which losses that cut batches into
-    mini-batches cut along with the rest.
+    mini-batches cut along with the rest. If the model does not route by task, there is no `route`.
     """
 
     forward_kwargs = {"task"}  # otherwise `encode(task=…)` would be silently ignored
 
     def __init__(self, *args: Any, backend: str = "torch", **kwargs: Any) -> None:
         if backend != "torch":
-            raise ValueError(
-                f"A MoTE runs on torch alone. For backend={backend!r}, export an expert: "
-                f"`mote export MODEL --expert NAME --backend {backend} --out DIR`"
-            )
+            export = f"export an expert: `mote export MODEL --expert NAME --backend {backend} --out DIR`"
+            raise ValueError(f"A MoTE runs on torch alone. For backend={backend!r}, {export}")
         super().__init__(*args, backend=backend, **kwargs)
-
-    def __repr__(self) -> str:
-        shown = {"experts": self.config.available_experts, "tasks": list(self.config.tasks)}
-        shown |= {name: getattr(self.config, name) for name in ("default_task", "route_by_text")}
-        shown |= {"backbone": self.config.backbone_config.model_type, "max_seq_length": self.max_seq_length}
-        return f"{type(self).__name__}({shown})"
 
     def preprocess(
         self,
@@ -83,37 +75,42 @@ class MoTETransformer(Transformer):
         task: str | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Tokenize, and decide on the task.
-
-        Args:
-            inputs: Texts.
-            prompt: Text to put in front of each text; a `TaskPrompt` or an instruction of the config decides the task.
-            processing_kwargs: See the base class.
-            task: A task of the config, or the hints "query" and "document".
-            **kwargs: See the base class.
-
-        Returns:
-            The features of the base class, and `route`.
-
-        Raises:
-            ValueError: If the task is unknown, no rule decides on one, or the prompt is a list.
-        """
-        if "mixed_tasks" in kwargs:  # called by the base class to count the prompt's tokens, whatever the task
+        """Tokenize, and decide on the task: the features of the base class, and `route`."""
+        # The base class calls this to count the prompt's tokens, whatever the task.
+        if "mixed_tasks" in kwargs:
             return super().preprocess(inputs, prompt, processing_kwargs, **kwargs)
         if not inputs:
             return {}
-        require_one_prompt(prompt)
+        if prompt is not None and not isinstance(prompt, str):
+            raise ValueError(
+                f"The prompt must be one text for all inputs, got a {type(prompt).__name__}: set "
+                "instruction_pooling=excluded, which takes a list, or call it once per prompt"
+            )
         prompt = self.prompt_for(task, prompt)
-        tasks = self.config.task_of(inputs, task, prompt)
+        route = self.route_of(inputs, task, prompt)
         self.config.warn_of_instructions(inputs, prompt)
-        mixed = not isinstance(tasks, str)
+        mixed = isinstance(route, list)
         features = super().preprocess(inputs, prompt, processing_kwargs, task=task, mixed_tasks=mixed, **kwargs)
-        features["route"] = torch.tensor([list(self.config.tasks).index(name) for name in tasks]) if mixed else tasks
+        if route is not None:
+            features["route"] = self.task_ids_of(route) if isinstance(route, list) else route
         return features
+
+    def route_of(self, inputs: Any, task: str | None, prompt: str | None) -> str | list[str] | None:
+        """Return the task of the texts, or a list with the task of each; None if the model does not route by task."""
+        if self.config.routes_by_task:
+            return self.config.task_of(inputs, task, prompt)
+        if task is not None and task not in ROLE_HINTS:
+            self.config.expert_of(task)  # an unknown task is an error even where it has no effect
+        return None
+
+    def task_ids_of(self, tasks: list[str]) -> torch.Tensor:
+        """Return the index of each row's task among the config's tasks, [B]."""
+        return torch.tensor([list(self.config.tasks).index(name) for name in tasks])
 
     def prompt_for(self, task: str | None, prompt: Any) -> Any:
         """Return the prompt; None for the default one if `task=` names another task, whose texts stay as they are."""
-        default = getattr(getattr(self, "owner", None), "default_prompt_name", None)  # which can change after loading
+        # Asked at each call, because the default can change after loading.
+        default = getattr(getattr(self, "owner", None), "default_prompt_name", None)
         is_default = default is not None and getattr(prompt, "name", None) == default
         return None if is_default and self.config.task_of([""], task, prompt) != prompt.task else prompt
 
@@ -122,23 +119,15 @@ class MoTETransformer(Transformer):
         return not mixed_tasks and super()._should_flatten_inputs(*args, **kwargs)
 
     def forward(self, features: dict[str, Any], task: str | None = None, **kwargs: Any) -> dict[str, Any]:
-        """Run the model.
-
-        Args:
-            features: The output of `preprocess`.
-            task: Ignored if the features have a `route`, which already reflects it.
-            **kwargs: See the base class.
-
-        Returns:
-            The features, with `token_embeddings` [B, L, H].
-        """
-        route = features.get("route", task or features.get("task"))
+        """Add `token_embeddings` [B, L, H] to the features. A `route` among them already reflects `task`."""
+        route = features.get("route", task or features.get("task")) if self.config.routes_by_task else None
         if isinstance(route, torch.Tensor) and hasattr(self.model, "peft_config"):  # whose `task_ids` are its own
             route = [list(self.config.tasks)[index] for index in route.tolist()]
         routing = {"task": None, "task_ids": route} if isinstance(route, torch.Tensor) else {"task": route}
-        out = super().forward({name: value for name, value in features.items() if name != "route"}, **routing, **kwargs)
-        features.update(out)  # as the base class leaves them; losses over layers read them there
-        return out
+        known: Any = self.model.arguments
+        inputs = {name: value for name, value in features.items() if name in known or name == "modality"}
+        features.update(super().forward(inputs, **routing, **kwargs))
+        return features
 
     def on_model_ready(self, model: Any) -> None:
         """Let prompts know their tasks, make the card that is saved with the model a MoTE's, and correct its text."""
@@ -159,12 +148,3 @@ class MoTETransformer(Transformer):
         """Save the model, the tokenizer, the settings, and the code that loads them."""
         super().save(output_path, *args, **kwargs)
         custom_object_save(self, output_path)
-
-
-def require_one_prompt(prompt: Any) -> None:
-    """Raise `ValueError` if there is a list of prompts, which only `InstructedTransformer` takes."""
-    if prompt is not None and not isinstance(prompt, str):
-        raise ValueError(
-            f"The prompt must be one text for all inputs, got a {type(prompt).__name__}: call it once per prompt, put "
-            "each text's instruction in front of it, or set instruction_pooling=excluded, which takes a list"
-        )

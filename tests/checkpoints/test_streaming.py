@@ -131,7 +131,11 @@ def test_files_are_laid_out_as_the_library_does(tmp_path: Path) -> None:
 
 
 def test_names_of_modules_are_the_library_s() -> None:
-    for ours, cls in ((TRANSFORMER, Transformer), (POOLING, Pooling), (OUR_TRANSFORMER, MoTETransformer)):
+    for ours, cls in (
+        (TRANSFORMER, Transformer),
+        (POOLING, Pooling),
+        (f"mote.remote.{OUR_TRANSFORMER}", MoTETransformer),
+    ):
         assert ours == f"{cls.__module__}.{cls.__name__}"
 
 

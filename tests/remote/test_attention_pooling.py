@@ -15,8 +15,7 @@ from transformers import AutoModel
 import mote
 from mote import upcycle
 from mote.checkpoints.reading import open_dense
-from mote.remote.attention_pooling_mote import AttentionPoolingConfig
-from mote.remote.attention_pooling_transformer_mote import AttentionPooling
+from mote.remote.attention_pooling_mote import AttentionPooling, AttentionPoolingConfig
 from mote.training.memory import estimate_memory
 from mote.training.model import build_model
 from mote.training.recipe_files import load_recipe
@@ -27,7 +26,7 @@ LATENT: dict[str, Any] = {"pooling": "latent_attention", **SIZES}
 SELF: dict[str, Any] = {"pooling": "self_attention", "pooling_heads": 3}
 TEXTS = ["a b c", "dd e f g h", "i"]
 EXPERTS = ["alpha", "beta"]
-FILES = {"attention_pooling_mote.py", "attention_pooling_transformer_mote.py"}
+FILES = {"attention_pooling_mote.py"}
 
 kinds = pytest.mark.parametrize("kind", ["latent_attention", "self_attention"])
 
@@ -226,7 +225,7 @@ def test_streamed_and_built_in_memory(tmp_path: Path) -> None:
         ({"pooling": "latent_attention", "with_head": True}, "cannot have a head for masked language modelling"),
         ({"pooling_heads": 4}, "pooling_heads is a setting of pooling by attention: add `--pooling latent_attention`"),
         ({"pooling": "self_attention", "pooling_latents": 4}, "pooling_latents is a setting of pooling by attention"),
-        ({"pooling": "latent_attention", "pooling_heads": 0}, "pooling_heads must be an integer from 1"),
+        ({"pooling": "latent_attention", "pooling_heads": 0}, "pooling_heads must be a positive integer"),
         ({"pooling": "latent"}, "Unknown pooling 'latent'. .*'last_token', 'latent_attention', 'self_attention'"),
     ],
 )

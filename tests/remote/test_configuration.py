@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BertConfig, CLIPConfig
+from transformers import BertConfig
 
 from mote.remote.configuration_mote import MoTEConfig
 from mote.remote.token_routing_mote import TokenRoutedConfig
@@ -110,9 +110,6 @@ def test_layers_that_have_experts(layers: Any, indices: list[int]) -> None:
         ({"experts": [""]}, "Expert name '' must be one word"),
         ({"experts": [3]}, "Expert name 3 must be one word"),
         ({"experts": ["a", None]}, "Expert name None must be one word"),
-        ({"experts": ["keys"]}, "'keys' is taken by torch"),
-        ({"experts": ["forward"]}, "'forward' is taken by torch"),
-        ({"experts": ["training"]}, "'training' is taken by torch"),
         ({"loaded_experts": ["clusterin"]}, r"loaded_experts \['clusterin'\] must be some of the experts"),
         ({"loaded_experts": []}, r"loaded_experts \[\] must be some of the experts"),
         (
@@ -120,8 +117,6 @@ def test_layers_that_have_experts(layers: Any, indices: list[int]) -> None:
             "Task 'topics' names the expert 'clusterin'. Did you mean 'clustering'. Available: 'classification', 'clus",
         ),
         ({"tasks": {"topics": None}}, "Task 'topics' names the expert None"),
-        ({"tasks": {"": "clustering"}}, "must be a string that is not empty, got ''"),
-        ({"tasks": {3: "clustering"}}, "must be a string that is not empty, got 3"),
         ({"tasks": {"search_query": "clustering"}}, "Task 'search_query' must go to the expert of its own name"),
         ({"instructions": {"clusterin": "x"}}, "unknown task 'clusterin'. Did you mean 'clustering'"),
         ({"instructions": {"clustering": None}}, "instruction of task 'clustering' must be a string, got None"),
@@ -141,19 +136,6 @@ def test_layers_that_have_experts(layers: Any, indices: list[int]) -> None:
         ({"mote_layers": ["1"]}, r"got \['1'\]"),
         ({"mote_layers": [True]}, r"got \[True\]"),
         ({"mote_layers": 3}, "got 3"),
-        ({"experts": [f"e{i}" for i in range(1025)]}, "at least one expert and at most 1,024"),
-        *[
-            ({"backbone_config": {**BACKBONE, name: size}}, f"The backbone's {name} must be from 1 to .*, got {size:,}")
-            for name, size in (
-                ("hidden_size", -1),
-                ("hidden_size", 10**9),
-                ("vocab_size", 10**12),
-                ("num_attention_heads", 0),
-                ("num_hidden_layers", 10**6),
-                ("num_hidden_layers", 0),
-                ("intermediate_size", -3),
-            )
-        ],
         ({"mote_layers": "every_other", "backbone_config": {**BACKBONE, "num_hidden_layers": 1}}, "of two layers"),
         ({"route_by_text": "false"}, "route_by_text must be True or False, got 'false'"),
         ({"default_tasks": "sts"}, "Unknown setting 'default_tasks'. Did you mean 'default_task'"),
@@ -168,7 +150,6 @@ def test_layers_that_have_experts(layers: Any, indices: list[int]) -> None:
         ({"shared_modules": ["attention"]}, "set both or neither"),
         ({"backbone_config": {"model_type": "nope"}}, "model_type that this transformers lacks: 'nope'"),
         ({"backbone_config": {"hidden_size": 8}}, "lacks: None"),
-        ({"backbone_config": CLIPConfig()}, "does not know the architecture 'clip'"),
     ],
 )
 def test_invalid_settings(settings: dict[str, Any], message: str) -> None:
@@ -311,7 +292,7 @@ def test_an_unknown_task(task: Any) -> None:
 
 def test_no_task_is_the_default_task() -> None:
     assert config(default_task="sts").expert_of(None) == "classification"
-    with pytest.raises(ValueError, match=r"no default_task\. Pass `task=` .* Available: 'classification'"):
+    with pytest.raises(ValueError, match=r"no default_task\. Pass `task=`.* Available: 'classification'"):
         config().expert_of(None)
 
 
@@ -435,7 +416,7 @@ NEARLY = [
 def test_a_nearly_right_instruction(text: str, prompt: str | None, meant: str) -> None:
     with pytest.raises(ValueError, match=f"Did you mean '{meant}'") as error:
         config(**RULES).task_of([text], prompt=prompt)
-    assert len(str(error.value).splitlines()) == 3
+    assert len(str(error.value).splitlines()) == 2
     with pytest.raises(ValueError, match="route_by_text=False") as error:
         config(**RULES, route_by_text=False).task_of([text])
     assert "Did you mean" not in str(error.value)

@@ -194,11 +194,6 @@ def test_a_reworded_prompt_keeps_its_task(trained_folder: Path, expected: dict) 
         assert np.abs(model.encode(TEXTS, prompt_name=name) - expected[expert, prefix]).max() <= 1e-6
 
 
-def test_a_setting_beside_a_config_is_refused(trained_folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"pass config_kwargs=\{'default_task': 'sts'\}, not model_kwargs"):
-        SentenceTransformer(str(trained_folder), trust_remote_code=True, model_kwargs={"default_task": "sts"})
-
-
 @pytest.mark.parametrize("kwargs", ["config_kwargs", "model_kwargs"])
 def test_one_expert_alone(trained_folder: Path, expected: dict, kwargs: str) -> None:
     model = SentenceTransformer(str(trained_folder), trust_remote_code=True, **{kwargs: {"experts": ["search_query"]}})

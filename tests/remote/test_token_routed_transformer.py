@@ -65,7 +65,6 @@ def test_the_folder_of_an_upcycled_encoder(upcycled_folder: Path, trained_folder
         "mixed_batch_mote.py",
         "modeling_mote.py",
         "sentence_transformer_mote.py",
-        "token_routed_transformer_mote.py",
         "token_routing_mote.py",
     }
     for folder in (upcycled_folder, trained_folder):  # written by the command, and by `model.save`

@@ -16,12 +16,10 @@ _LIBRARY_POOLING = "sentence_transformers.sentence_transformer.modules.pooling.P
 _INSTRUCTED = {
     "Transformer": "instruction_mote.InstructedTransformer",
     "MoTETransformer": "task_instruction_mote.InstructedMoTETransformer",
-    "TokenRoutedTransformer": "token_routed_instruction_mote.InstructedTokenRoutedTransformer",
 }
 _PLAIN = {
     "InstructedTransformer": "sentence_transformers.base.modules.transformer.Transformer",
     "InstructedMoTETransformer": "sentence_transformer_mote.MoTETransformer",
-    "InstructedTokenRoutedTransformer": "token_routed_transformer_mote.TokenRoutedTransformer",
 }
 _POOLINGS = ("Pooling", "TextPooling")
 INSTRUCTED = tuple(_INSTRUCTED.values())

@@ -27,9 +27,8 @@ _KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta",
 
 # Import paths of the modules' classes; importing them takes longer than upcycling.
 OUR_TRANSFORMER = "sentence_transformer_mote.MoTETransformer"
-TOKEN_ROUTED_TRANSFORMER = "token_routed_transformer_mote.TokenRoutedTransformer"
 TRANSFORMER = "sentence_transformers.base.modules.transformer.Transformer"
-ATTENTION_POOLING_MODULE = "attention_pooling_transformer_mote.AttentionPooling"
+ATTENTION_POOLING_MODULE = "attention_pooling_mote.AttentionPooling"
 NORMALIZE = "sentence_transformers.base.modules.normalize.Normalize"
 POOLING = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
 
@@ -64,11 +63,7 @@ def transformer_settings(source: Checkpoint) -> dict[str, Any]:
 
 
 def _is_ours(module: dict[str, Any], index: int = 0) -> bool:
-    ours = (
-        (*OUR_POOLINGS, TEXT_POOLING, ATTENTION_POOLING_MODULE)
-        if index
-        else (OUR_TRANSFORMER, TOKEN_ROUTED_TRANSFORMER, *INSTRUCTED)
-    )
+    ours = (*OUR_POOLINGS, TEXT_POOLING, ATTENTION_POOLING_MODULE) if index else (OUR_TRANSFORMER, *INSTRUCTED)
     return name_of(module) in [name.rsplit(".", 1)[-1] for name in ours]
 
 
@@ -258,15 +253,13 @@ def write_sentence_transformer(
     """
     _refuse_to_lose_vectors(model, source)
     config: Any = of_mote or (model.config if is_mote(model.config) else None)  # None: dense, as its source
-    transformer = TRANSFORMER
-    if is_mote(model.config):
-        transformer = OUR_TRANSFORMER if config.routes_by_task else TOKEN_ROUTED_TRANSFORMER
+    transformer = OUR_TRANSFORMER if is_mote(model.config) else TRANSFORMER
     modules, settings = _write_modules(model, source, folder, None if config is None else config.pooling)
     modules[0]["type"] = first_module(transformer, modules[0]["type"])
     copy_instruction_code(modules, folder)
     if is_mote(model.config):
         poolings = [module["type"] for index, module in enumerate(modules) if index and _is_ours(module, index)]
-        for name in dict.fromkeys([OUR_TRANSFORMER, transformer, *poolings]):  # the second imports the first
+        for name in dict.fromkeys([OUR_TRANSFORMER, *poolings]):
             copy_code(name, folder)
     carried_over = _carried_over(source)
     if source.format == "nv_embed" and config.default_task is None:

@@ -8,6 +8,8 @@ code differs from the paper (norms, projections, the gate, wide heads), this fil
 This file is only copied into saved models that pool in this way; their `auto_map` names it.
 """
 
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -15,10 +17,16 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from .configuration_mote import MoTEConfig
 from .modeling_mote import MoTEModel, pool
+
+try:
+    from sentence_transformers.sentence_transformer.modules import Pooling
+except ImportError:  # `AutoModel` does not need it
+    Pooling: Any = nn.Module  # type: ignore[no-redef]
 
 
 class AttentionPoolingConfig(MoTEConfig):
@@ -49,8 +57,8 @@ class AttentionPoolingConfig(MoTEConfig):
         self.pooling_head_dim = self.hidden_size if self.pooling_head_dim is None else self.pooling_head_dim
         for name in ("pooling_latents", "pooling_heads", "pooling_head_dim"):
             size = getattr(self, name)
-            if type(size) is not int or not 1 <= size <= 2**17:  # larger, building the model would take forever
-                raise ValueError(f"{name} must be an integer from 1 to {2**17:,}, got {size!r}")
+            if type(size) is not int or size < 1:
+                raise ValueError(f"{name} must be a positive integer, got {size!r}")
 
 
 class AttentionLayer(nn.Module):
@@ -159,6 +167,50 @@ class AttentionPoolingModel(MoTEModel):
         pooled = pool(self.pooling(hidden, attention_mask), mask, "mean").to(hidden.dtype) if self.pools else None
         out.pooler_output = pooled
         return out
+
+
+class AttentionPooling(Pooling):
+    """A `Pooling` of the states of the network's pooling layer, whose weights are saved and trained with the network.
+
+    As in the base class, `include_prompt=False` leaves the prompt out of the mean. If the features have a
+    `pooling_mask` [B, L], it determines which tokens of each row are pooled.
+    """
+
+    def on_model_ready(self, model: Any) -> None:
+        """Find the network, without registering it a second time, and tell it not to pool as well."""
+        object.__setattr__(self, "network", model[0].model)
+        self.network.pools = False
+
+    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Add `sentence_embedding` [B, H] to the features; the mask for the mean does not affect the attention.
+
+        Raises:
+            RuntimeError: If the module is not part of a model.
+            ValueError: If a row has no token to pool.
+        """
+        if not hasattr(self, "network"):
+            raise RuntimeError("AttentionPooling is not part of a model: call `on_model_ready(model)`")
+        hidden, mask = features["token_embeddings"], features.get("attention_mask")
+        layer = self.network.pooling
+        if "cu_seq_lens_q" in features:  # flash attention: texts are concatenated in one row
+            ends = features["cu_seq_lens_q"].tolist()
+            states = torch.cat([layer(hidden[:, start:end]) for start, end in pairwise(ends)], dim=1)
+        else:
+            states = layer(hidden, mask)
+        pooled = {**features, "token_embeddings": states}
+        if not self.include_prompt and "pooling_mask" in features:
+            mask = pooled["attention_mask"] = features["pooling_mask"]
+        elif not self.include_prompt and "prompt_length" in features and mask is not None:
+            mask = mask.cumsum(dim=1) > torch.as_tensor(features["prompt_length"], device=mask.device).view(-1)[:1]
+        if mask is not None and not torch.compiler.is_compiling() and not mask.any(dim=1).all():
+            raise ValueError(f"No token to pool in the rows {(~mask.any(dim=1)).nonzero().flatten().tolist()}")
+        features["sentence_embedding"] = super().forward(pooled, **kwargs)["sentence_embedding"].to(hidden.dtype)
+        return features
+
+    def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
+        """Save the settings, and this file next to the model's own code."""
+        super().save(output_path, *args, **kwargs)
+        custom_object_save(self, Path(output_path).parent)
 
 
 AttentionPoolingConfig.register_for_auto_class()

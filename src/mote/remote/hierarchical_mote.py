@@ -87,6 +87,7 @@ class HierarchicalMoTEModel(MoTEModel):
         super().__init__(
             config, TokenRoutedModel._from_config(config.backbone_config) if backbone is None else backbone
         )
+        self.backbone.arguments.add("expert")  # type: ignore[operator, union-attr]  # which its layers take
 
     def _shared_modules(self, layer: nn.Module) -> tuple[str, ...]:
         paths = super()._shared_modules(layer)

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPo
 from transformers.utils import can_return_tuple
 
 from .architectures_mote import ARCHITECTURES
-from .configuration_mote import MoTEConfig, NoHead
+from .configuration_mote import MoTEConfig
 from .modeling_mote import MoTEModel
 
 
@@ -139,7 +139,10 @@ class MoTEForMaskedLM(MoTEModel):
         """Raise an error if a folder was saved without a head: the library would initialise a random one."""
         saved_as = model.config.architectures
         if saved_as and not any(name.endswith("ForMaskedLM") for name in saved_as):
-            NoHead.from_pretrained()
+            raise ValueError(
+                "This MoTE was saved without a head for masked language modelling: keep that of the source with "
+                "`mote upcycle --with-head`"
+            )
         return MoTEModel._load_pretrained_model(model, *args, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
@@ -172,4 +175,4 @@ def _name_here(key: str, prefix: str) -> str:
 
 
 MoTEForMaskedLM.register_for_auto_class("AutoModelForMaskedLM")
-AutoModelForMaskedLM.register(MoTEConfig, MoTEForMaskedLM, exist_ok=True)  # in place of `NoHead`
+AutoModelForMaskedLM.register(MoTEConfig, MoTEForMaskedLM, exist_ok=True)

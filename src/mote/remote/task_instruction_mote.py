@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from .instruction_mote import InstructedTransformer, check_prompts
 from .sentence_transformer_mote import MoTETransformer
 
@@ -42,8 +40,8 @@ class InstructedMoTETransformer(InstructedTransformer, MoTETransformer):
         if not inputs or prompt is None or isinstance(prompt, str):
             return super().preprocess(inputs, prompt, processing_kwargs, task=task, **kwargs)
         check_prompts(prompt, inputs)
-        tasks = [self.config.task_of([text], task, start) for text, start in zip(inputs, prompt, strict=True)]
-        features = super().preprocess(inputs, prompt, processing_kwargs, task=tasks[0], **kwargs)
+        tasks: list[Any] = [self.route_of([text], task, start) for text, start in zip(inputs, prompt, strict=True)]
+        features = super().preprocess(inputs, prompt, processing_kwargs, task=tasks[0] or task, **kwargs)
         if len(set(tasks)) > 1:
-            features["route"] = torch.tensor([list(self.config.tasks).index(name) for name in tasks])
+            features["route"] = self.task_ids_of(tasks)
         return features

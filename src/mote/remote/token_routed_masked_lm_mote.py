@@ -28,4 +28,4 @@ class TokenRoutedForMaskedLM(MoTEForMaskedLM, TokenRoutedModel):
 
 
 TokenRoutedForMaskedLM.register_for_auto_class("AutoModelForMaskedLM")
-AutoModelForMaskedLM.register(TokenRoutedConfig, TokenRoutedForMaskedLM, exist_ok=True)  # in place of `NoHead`
+AutoModelForMaskedLM.register(TokenRoutedConfig, TokenRoutedForMaskedLM, exist_ok=True)

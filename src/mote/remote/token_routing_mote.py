@@ -30,7 +30,7 @@ from transformers.integrations.moe import use_experts_implementation
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
 
-from .configuration_mote import MAX_EXPERTS, PAPER_INSTRUCTIONS, MoTEConfig, alternatives
+from .configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, alternatives
 from .modeling_mote import MoTEModel, present_inputs
 
 
@@ -116,8 +116,8 @@ class TokenRoutedConfig(MoTEConfig):
                 "feed-forward network that token routing replaces"
             )
         total, count = self.num_experts, self.num_experts_per_tok
-        if type(total) is not int or not 1 <= total <= MAX_EXPERTS:
-            raise ValueError(f"num_experts must be an integer from 1 to {MAX_EXPERTS:,}, got {total!r}")
+        if type(total) is not int or total < 1:
+            raise ValueError(f"num_experts must be a positive integer, got {total!r}")
         if type(count) is not int or not 1 <= count <= total:
             raise ValueError(
                 f"num_experts_per_tok must be an integer from 1 to {total}, the number of experts, got {count!r}"
@@ -415,6 +415,7 @@ class TokenRoutedModel(MoTEModel):
     config: TokenRoutedConfig
     config_class = TokenRoutedConfig
     routing_argument = "routing"
+    own_arguments = (*MoTEModel.own_arguments, "balance_share")
     _no_split_modules = ["TokenRoutedBlock"]
 
     def __init__(self, config: TokenRoutedConfig, backbone: PreTrainedModel | None = None) -> None:
@@ -465,8 +466,9 @@ class TokenRoutedModel(MoTEModel):
             As `MoTEModel.forward`, and `router_logits`, [B, L, E] for each routed block, if requested.
 
         Raises:
-            ValueError: If a task is unknown, or there is not one per row.
+            ValueError: If a task or an argument is unknown, or there is not one task per row.
         """
+        self._refuse_unknown(kwargs)
         sequences = present_inputs(input_ids, inputs_embeds, attention_mask, token_type_ids, position_ids)
         rows = next(iter(sequences.values())).shape[0]
         if task is not None or task_ids is not None:
