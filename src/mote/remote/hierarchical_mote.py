@@ -87,7 +87,8 @@ class HierarchicalMoTEModel(MoTEModel):
         super().__init__(
             config, TokenRoutedModel._from_config(config.backbone_config) if backbone is None else backbone
         )
-        self.backbone.arguments.add("expert")  # type: ignore[operator, union-attr]  # which its layers take
+        routed: Any = self.backbone
+        routed.arguments.add("expert")  # which its layers take
 
     def _shared_modules(self, layer: nn.Module) -> tuple[str, ...]:
         paths = super()._shared_modules(layer)
