@@ -346,8 +346,6 @@ class MoTEModel(PreTrainedModel):
         Raises:
             ValueError: If the folder is the one that only some of the experts were loaded from.
         """
-        if self.offloading is not None:
-            self.offloading.before_saving(save_directory)
         self._require_no_loss(Path(save_directory))
         (getattr(self.config, "auto_map", None) or {}).pop("AutoModelForMaskedLM", None)  # a class with a head adds it
         super().save_pretrained(save_directory, *args, **{"save_original_format": False, **kwargs})

@@ -12,10 +12,8 @@ from tempfile import TemporaryDirectory
 import torch
 
 from benchmarks.performance.benchmark import Benchmark, Options
-from benchmarks.performance.models import TASKS, load_dense, made_up, make_mote, milliseconds, waiting
+from benchmarks.performance.models import TASKS, load_dense, make_mote, milliseconds, waiting
 from mote import MoTEModel, offload
-from mote.inference.offloading import Offloading, weights_of_experts
-from mote.inference.stores import CpuStore
 
 
 def measure(options: Options) -> Benchmark:
@@ -27,8 +25,7 @@ def measure(options: Options) -> Benchmark:
         whole.save_pretrained(folder)
         file = folder / "model.safetensors"
         from_cpu, from_disk = copy.deepcopy(whole), MoTEModel.from_pretrained(folder).to(options.device)
-        # `mote.offload` refuses to offload a model on the CPU to the CPU, as this saves nothing; here it is timed.
-        Offloading(from_cpu, CpuStore(weights_of_experts(from_cpu).items())).start(from_cpu)
+        offload(from_cpu, "cpu")
         offload(from_disk, "disk")
         size = sum(t.nbytes for block in whole.blocks for t in block.experts[TASKS[0]].state_dict().values())
         rows = [
@@ -38,8 +35,6 @@ def measure(options: Options) -> Benchmark:
         cold = _cold(file)
         if cold is not None:
             rows.append(_row("from disk, not cached", options, from_disk, repeats, _reading(file, size), size, cold))
-        if options.device.startswith("cuda"):
-            rows.append(_hidden(options, whole, repeats))
     return Benchmark(
         "switching",
         f"Switching experts of {options.checkpoint.name} ({size / 1e6:.1f} MB each), {options.device}",
@@ -132,26 +127,3 @@ def _cold(file: Path) -> Callable[[], None] | None:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     return forget
-
-
-def _hidden(options: Options, whole: MoTEModel, repeats: int) -> list[str]:
-    """Measure how much of a switch is hidden behind the previous call's compute, with room for two experts."""
-    model = copy.deepcopy(whole)
-    Offloading(model, CpuStore(weights_of_experts(model).items()), 2).start(model)
-    inputs, wait = made_up(whole, 64, 256), waiting(options)
-
-    def calls(network: MoTEModel, tasks: list[str]) -> float:
-        def run() -> None:
-            with torch.inference_mode():
-                for task in tasks:
-                    network(**inputs, task=task)
-            wait()
-
-        run()
-        return statistics.median(_time(run, wait) for _ in range(repeats)) / len(tasks)
-
-    compute, switched = calls(whole, TASKS), calls(model, TASKS)
-    alone = statistics.median(_time(_switching(options, model), lambda: None) for _ in range(repeats))
-    hidden = 1 - max(0.0, switched - compute) / alone
-    what = f"hidden behind a call of 64 rows of 256 ({milliseconds(compute)} ms), keep=2"
-    return [what, milliseconds(switched - compute), "", f"{hidden:.0%} hidden", ""]

@@ -41,7 +41,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mote.checkpoints.reading import open_mote
 from mote.checkpoints.retrieval import retrieval_in
-from mote.inference.loading import check_device, load_encoder, load_sparse_encoder
+from mote.inference.loading import check_device, load_any_encoder
 from mote.remote.configuration_mote import alternatives
 
 PATHS = "POST /v1/embeddings, GET /v1/models, GET /health, GET /metrics"
@@ -408,8 +408,8 @@ def main() -> None:
         source = open_mote(options.model, options.revision)
         with listen(options.host, options.port) as listener:
             retrieval = retrieval_in(source.folder).kind
-            load: Any = load_encoder if retrieval == "dense" else load_sparse_encoder
-            model = load(str(source.folder), device=options.device, dtype=options.dtype, trust_remote_code=True)
+            settings = {"device": options.device, "dtype": options.dtype, "trust_remote_code": True}
+            model = load_any_encoder(source.folder, **settings)
             if options.no_route_by_text:
                 model[0].config.route_by_text = False
             name = options.name or source.short_name

@@ -7,8 +7,6 @@ import torch
 from helpers.families import batch, trained_mote
 
 import mote
-from mote.inference.offloading import Offloading, weights_of_experts
-from mote.inference.stores import CpuStore
 from mote.remote.modeling_mote import MoTEModel
 
 FOUR = ["a", "b", "c", "d"]
@@ -22,12 +20,7 @@ def saved(folder: Path, name: str = "bert", shards: bool = False, **settings: An
 
 
 def offloaded(folder: Path, to: str = "disk", keep: int = 1, **kwargs: Any) -> MoTEModel:
-    """Load it with experts offloaded; to the CPU on machines without a GPU, too, where users get an error."""
-    if to == "disk" or torch.accelerator.is_available():
-        return mote.load(folder, offload=to, keep=keep, **kwargs)
-    model = mote.load(folder, **kwargs)
-    Offloading(model, CpuStore(weights_of_experts(model).items()), keep).start(model)
-    return model
+    return mote.load(folder, offload=to, keep=keep, **kwargs)
 
 
 def outputs(model: MoTEModel, tasks: list[Any]) -> list[torch.Tensor]:

@@ -1,8 +1,6 @@
 """Experts that are not in use leave the device, and come when they are called."""
 
-import copy
 import os
-import pickle
 import random
 import shutil
 import subprocess
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import edit_weights, trusted
+from helpers.checkpoints import edit_weights, to_bin, trusted
 from helpers.families import all_families, batch, dense_model, fresh_mote, trained_mote
 from helpers.offloading import FOUR, assert_same, experts_in, offloaded, outputs, saved
 from helpers.paths import SMALL_ENCODER
@@ -20,8 +18,6 @@ from transformers import AutoModel
 
 import mote
 from mote import upcycle
-from mote.inference.offloading import Offloading
-from mote.inference.stores import DiskStore
 from mote.remote.modeling_mote import MoTEModel
 from mote.remote.token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
@@ -112,7 +108,8 @@ def test_frozen_experts_come_back_frozen(tmp_path: Path) -> None:
     for block in model.blocks:
         block.experts["c"].requires_grad_(False)
     before = {key: weight.requires_grad for key, weight in model.named_parameters()}
-    Offloading(model, DiskStore([str(tmp_path / "model.safetensors")])).start(model)
+    model.weight_files = (str(tmp_path / "model.safetensors"),)
+    mote.offload(model, "disk")
     outputs(model, ["c"])
     mote.restore(model)
     assert {key: weight.requires_grad for key, weight in model.named_parameters()} == before
@@ -133,14 +130,6 @@ def test_saved_again_it_is_the_same_file_by_file(to: str, shards: bool, tmp_path
     one, two = (MoTEModel.from_pretrained(tmp_path / name).config.to_diff_dict() for name in ("one", "two"))
     assert one | {"_name_or_path": None} == two | {"_name_or_path": None}
     assert model.offloading.on_device == ["d"]
-
-
-def test_it_is_not_saved_over_the_files_it_reads(tmp_path: Path) -> None:
-    expected = outputs(saved(tmp_path), FOUR)
-    model = offloaded(tmp_path)
-    with pytest.raises(ValueError, match="save to another folder"):
-        model.save_pretrained(tmp_path)
-    assert_same(outputs(model, FOUR), expected)
 
 
 def test_to_another_type(tmp_path: Path) -> None:
@@ -236,22 +225,15 @@ def test_in_memory_to_disk_only_as_in_the_file(tmp_path: Path) -> None:
     with torch.no_grad():
         next(model.blocks[1].experts["c"].parameters()).add_(1)
     before = outputs(model, FOUR)
-    with pytest.raises(ValueError, match=r"experts\.c\..*save it with save_pretrained"):
+    with pytest.raises(ValueError, match=r"experts\.c\..*save_pretrained"):
         mote.offload(model, "disk")
     assert_same(outputs(model, FOUR), before)
-    with pytest.raises(ValueError, match="save it with save_pretrained"):
+    with pytest.raises(ValueError, match="save_pretrained"):
         mote.offload(fresh_mote("bert"), "disk")
-    with pytest.raises(ValueError, match="on the meta device"):
-        mote.offload(MoTEModel.from_pretrained(tmp_path, device_map="meta"), "disk")
-
-
-def test_a_pickled_checkpoint_has_no_file_to_read_from(tmp_path: Path) -> None:
-    from helpers.checkpoints import to_bin
-
-    saved(tmp_path)
     to_bin(tmp_path)
-    with pytest.raises(ValueError, match="safetensors"):
-        mote.load(tmp_path, offload="disk")
+    for load in (lambda: mote.load(tmp_path, offload="disk"), lambda: mote.offload(mote.load(tmp_path), "disk")):
+        with pytest.raises(ValueError, match=r"differs from the safetensors files .*, or is not in them"):
+            load()
 
 
 def test_weights_changed_meanwhile_are_not_lost(tmp_path: Path) -> None:
@@ -273,7 +255,7 @@ def test_modules_replaced_meanwhile_are_refused(tmp_path: Path) -> None:
     saved(tmp_path)
     model = offloaded(tmp_path)
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["output.dense"]))
-    with pytest.raises(ValueError, match="were replaced"), torch.no_grad():
+    with pytest.raises(ValueError, match="was changed while experts are offloaded"), torch.no_grad():
         adapted(**batch(), task="b")
     adapted = peft.get_peft_model(MoTEModel.from_pretrained(tmp_path), peft.LoraConfig(target_modules=["output.dense"]))
     with pytest.raises(ValueError, match="adapters"):
@@ -292,7 +274,7 @@ def delete(folder: Path) -> None:
     ("harm", "error", "message"),
     [
         (touch, ValueError, "has changed since"),
-        (delete, FileNotFoundError, "is gone"),
+        (delete, FileNotFoundError, "model.safetensors"),
     ],
 )
 def test_a_file_that_changes_under_a_running_model(harm: Any, error: type, message: str, tmp_path: Path) -> None:
@@ -309,14 +291,6 @@ def test_a_file_that_changes_under_a_running_model(harm: Any, error: type, messa
     assert model.offloading.on_device == ["a"]
 
 
-def test_copies_are_refused(tmp_path: Path) -> None:
-    saved(tmp_path)
-    model = offloaded(tmp_path)
-    for act in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(ValueError, match="neither copied nor pickled"):
-            act(model)
-
-
 def test_changes_of_experts_are_refused(tmp_path: Path) -> None:
     saved(tmp_path)
     model = offloaded(tmp_path)
@@ -331,21 +305,15 @@ def test_changes_of_experts_are_refused(tmp_path: Path) -> None:
             act()
 
 
-def test_settings_out_of_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_out_of_range(tmp_path: Path) -> None:
     model = saved(tmp_path)
-    for keep in (0, 5, True, "1", 1.0):
-        with pytest.raises(ValueError, match="keep must be an integer from 1 to 4"):
-            mote.offload(model, "disk", keep=keep)  # type: ignore[arg-type]
+    for keep in (0, 5):
+        with pytest.raises(ValueError, match="keep must be from 1 to 4"):
+            mote.offload(model, "disk", keep=keep)
     with pytest.raises(ValueError, match="Did you mean 'disk'"):
         mote.offload(model, "disc")
     with pytest.raises(ValueError, match="token-routed"):
         mote.offload(TokenRoutedModel(TokenRoutedConfig(backbone_config=model.config.backbone_config)), "disk")
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="there is none here: offload to 'disk'"):
-        mote.load(tmp_path, offload="cpu")
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    with pytest.raises(ValueError, match="The model is on the CPU"):
-        mote.offload(model, "cpu")
 
 
 PEAK = """
@@ -417,7 +385,6 @@ def test_on_a_gpu_copies_are_pinned_and_leave_the_device(tmp_path: Path) -> None
     with torch.no_grad():
         for task in FOUR:
             model(**inputs, task=task)
-            assert model.offloading.slots[0].ready is not None
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() - kept < size
     model.half().float().cpu()  # moves what is there, and continues

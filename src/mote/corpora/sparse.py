@@ -12,7 +12,7 @@ from mote.corpora.encoding import Model
 from mote.corpora.folder import write_whole
 from mote.corpora.pairs import Pairs
 from mote.corpora.scorers import SparseScorer
-from mote.inference.loading import check_device, load_sparse_encoder
+from mote.inference.loading import check_device, load_any_encoder
 from mote.inference.searching import rows_of
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class SparseTeacher:
             ValueError: If it does not load, reads fewer tokens than asked for, or knows no such task.
         """
         model = self.of_queries
-        encoder = load_sparse_encoder(
+        encoder: Any = load_any_encoder(
             model.source,
             revision=model.revision,
             device=self.device,
@@ -60,7 +60,7 @@ class SparseTeacher:
         )
         model.shorten(encoder)
         for each in (self.of_queries, self.of_documents):
-            each.arguments(encoder)  # type: ignore[arg-type]  # prompts and tasks are found alike
+            each.arguments(encoder)  # prompts and tasks are found alike
         return encoder
 
     def scorer(self, pairs: Pairs, work: Path) -> SparseScorer:

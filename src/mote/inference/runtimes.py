@@ -6,7 +6,7 @@ directly.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from mote import hub
 from mote.checkpoints.instructions import instruction_pooling_in
-from mote.checkpoints.reading import is_mote, open_checkpoint
 from mote.inference.loading import first_line, load_encoder
 from mote.remote.configuration_mote import alternatives
 
@@ -29,8 +28,7 @@ BACKENDS = ("torch", "onnx", "openvino")
 QUANTIZATIONS = ("int8",)
 FILES = {"onnx": "onnx/model.onnx", "openvino": "openvino/openvino_model.xml"}
 
-_TO_RUN = {"torch": (), "onnx": ("onnxruntime",), "openvino": ("openvino",)}
-_TO_CONVERT = {"torch": (), "onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("openvino", "nncf")}
+_PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("openvino", "nncf")}
 _LARGEST_ONNX = 1.9e9  # bytes: a single ONNX file is limited to 2 GiB
 _BATCH = 4  # texts per calibration step
 # Lower cosines mean a wrong conversion; rounding alone stays above them.
@@ -39,42 +37,31 @@ _LEAST_COSINES = {None: 0.9999, "int8": 0.9}
 logger = logging.getLogger(__name__)
 
 
-def require(backend: str, quantize: str | None = None, *, packages: dict[str, tuple[str, ...]] = _TO_CONVERT) -> None:
-    """Check that a backend is known and installed.
+def require(backend: str, quantize: str | None = None) -> None:
+    """Check that a model can be converted for a backend.
 
     Args:
         backend: One of `BACKENDS`.
         quantize: One of `QUANTIZATIONS`, or None.
-        packages: Packages by backend. Default: those for a conversion.
 
     Raises:
-        ValueError: If the backend is unknown, or does not support the quantization.
+        ValueError: If the backend is `torch`, and a quantization is given.
         OSError: If a package is not installed.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"Unknown backend {backend!r}." + alternatives(backend, BACKENDS))
-    if quantize is not None and quantize not in QUANTIZATIONS:
-        raise ValueError(f"Unknown quantization {quantize!r}." + alternatives(quantize, QUANTIZATIONS))
     if quantize is not None and backend == "torch":
         raise ValueError("quantize is for the backends 'onnx' and 'openvino': choose one, as in `--backend openvino`")
-    missing = [package for package in packages[backend] if find_spec(package) is None]
+    missing = [package for package in _PACKAGES.get(backend, ()) if find_spec(package) is None]
     if missing:
         raise OSError(
-            f"The backend {backend} needs {', '.join(missing)}, which {'are' if len(missing) > 1 else 'is'} not "
-            f'installed: pip install "mote-embeddings[{backend}]"'
+            f"The backend {backend} needs packages that are not installed ({', '.join(missing)}): "
+            f'pip install "mote-embeddings[{backend}]"'
         )
 
 
 # Conversion ----------------------------------------------------------------------------------------------------------
 
 
-def convert(
-    folder: Path,
-    *,
-    backend: str,
-    quantize: str | None = None,
-    texts: Sequence[str],
-) -> dict[str, Any]:
+def convert(folder: Path, *, backend: str, quantize: str | None = None, texts: Sequence[str]) -> dict[str, Any]:
     """Add a dense model in the format of a runtime to its folder, and compare the two.
 
     For `mote.transform(…, after=partial(convert, backend="openvino", texts=texts))`.
@@ -93,29 +80,21 @@ def convert(
     Raises:
         ValueError: If the architecture cannot be converted, or the embeddings differ.
     """
-    if is_mote(open_checkpoint(str(folder)).config):
-        raise ValueError(
-            f"A token-routed model cannot be converted to {backend}, only dense ones: export the expert for torch, "
-            "without `--backend`"
-        )
     logger.info("Converting to %s …", FILES[backend])
     trusted = instruction_pooling_in(folder) != "included"  # its code was written by this package
-    encoder = load_encoder(str(folder), device="cpu", dtype="float32", trust_remote_code=trusted)
-    transformer: Any = encoder[0]
-    expected = encoder.encode(list(texts), convert_to_tensor=True)
-    features = list(_batches(encoder, texts))
     file = folder / FILES[backend]
     file.parent.mkdir()
     try:
-        program = _traced(transformer.model, features[0])
-        (_write_onnx if backend == "onnx" else _write_openvino)(program, file, quantize, features)
-    except OSError:
-        raise
+        encoder: Any = load_encoder(folder, device="cpu", dtype="float32", trust_remote_code=trusted)
+        expected = encoder.encode(list(texts), convert_to_tensor=True)
+        features = list(_batches(encoder, texts))
+        program = _traced(encoder[0].model, features[0])
+        write = {"onnx": _write_onnx, "openvino": _write_openvino}[backend]
+        write(program, file, quantize, features)
     except Exception as error:  # anything that a converter raises
-        architecture = transformer.model.config.model_type
         raise ValueError(
-            f"The architecture {architecture!r} could not be converted to {backend} ({first_line(error)}): export it "
-            "for torch, without `--backend`"
+            f"This architecture could not be converted to {backend} ({first_line(error)}): export the expert for "
+            "torch, without `--backend`"
         ) from error
     precise = {"INFERENCE_PRECISION_HINT": "f32"} if backend == "openvino" else None
     converted = load_exported(folder, backend, ov_config=precise, trust_remote_code=trusted)
@@ -153,10 +132,7 @@ def _batches(encoder: "SentenceTransformer", texts: Sequence[str]) -> Iterator[d
     prompt = encoder.prompts.get(encoder.default_prompt_name or "")
     for start in range(0, len(texts), _BATCH):
         features = transformer.preprocess(list(texts[start : start + _BATCH]), prompt=prompt)
-        names = [
-            name for name in transformer.tokenizer.model_input_names if isinstance(features.get(name), torch.Tensor)
-        ]
-        yield {name: features[name] for name in names}
+        yield {name: features[name] for name in transformer.tokenizer.model_input_names if name in features}
 
 
 def _traced(model: nn.Module, example: dict[str, torch.Tensor]) -> torch.export.ExportedProgram:
@@ -244,103 +220,75 @@ def load_exported(
             have any.
 
     Raises:
-        FileNotFoundError: If the model, or the runtime's file in it, does not exist or cannot be fetched.
-        OSError: If the runtime is not installed.
-        ValueError: If the backend is unknown.
+        FileNotFoundError: If the model does not exist or cannot be fetched, or was not exported for the backend.
+        ValueError: If the backend is unknown, or the model does not load.
     """
-    require(backend, packages=_TO_RUN)
-    if ov_config is not None and backend != "openvino":
-        raise ValueError(f"ov_config is for the backend openvino, got {backend!r}")
+    if backend not in BACKENDS:
+        raise ValueError(f"Unknown backend {backend!r}." + alternatives(backend, BACKENDS))
     folder = Path(path) if Path(path).is_dir() else hub.fetch(str(path), revision, ["*"])
-    if not (folder / "modules.json").is_file():
-        raise FileNotFoundError(f"{path} is not an exported model: `mote export` writes one")
     if backend == "torch":
-        return load_encoder(str(folder), trust_remote_code=trust_remote_code)
+        return load_encoder(folder, trust_remote_code=trust_remote_code)
     file = folder / FILES[backend]
     if not file.is_file():
         raise FileNotFoundError(f"{path} has no {FILES[backend]}: `mote export … --backend {backend}` writes it")
-    encoder = load_encoder(str(folder), device="cpu", trust_remote_code=trust_remote_code)
-    transformer: Any = encoder[0]
-    config = transformer.model.config
-    transformer.model = OnnxEncoder(file, config) if backend == "onnx" else OpenVinoEncoder(file, config, ov_config)
+    encoder: Any = load_encoder(folder, device="cpu", trust_remote_code=trust_remote_code)
+    config = encoder[0].model.config
+    encoder[0].model = onnx_encoder(file, config) if backend == "onnx" else openvino_encoder(file, config, ov_config)
     return encoder
 
 
 class RuntimeEncoder(nn.Module):
     """A model in a runtime, in place of the one that Sentence-Transformers loads.
 
-    Attributes:
+    Args:
         config: Config of the model.
         inputs: Names of the inputs, in order.
+        run: Arrays of the inputs by name → last hidden state.
     """
 
-    inputs: list[str]
-
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, inputs: list[str], run: Callable[[dict[str, Any]], Any]) -> None:
         super().__init__()
         self.config = config
         self.device = torch.device("cpu")
+        self.inputs = inputs
+        self.run = run
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        token_type_ids: torch.Tensor | None = None,
-        **_: Any,
-    ) -> BaseModelOutput:
+    def forward(self, input_ids: torch.Tensor, **others: Any) -> BaseModelOutput:
         """Run the model.
 
         Args:
             input_ids: Tokens, [B, L].
-            attention_mask: 1 for tokens, 0 for padding, [B, L].
-            token_type_ids: Segments, [B, L], if the model has them.
+            **others: `attention_mask`: 1 for tokens, 0 for padding, [B, L]; `token_type_ids`: segments, [B, L], if the
+                model has them.
 
         Returns:
             `last_hidden_state` [B, L, H].
         """
-        given = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
-        hidden = self._run({name: given[name].numpy(force=True) for name in self.inputs})  # type: ignore[union-attr]
-        return BaseModelOutput(last_hidden_state=hidden.to(input_ids.device))
-
-    def save_pretrained(self, *_: Any, **__: Any) -> None:
-        """Not supported: the model is the folder that it was loaded from.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError("A model in a runtime cannot be saved: copy the folder that it was loaded from")
-
-    def _run(self, inputs: dict[str, Any]) -> torch.Tensor:
-        raise NotImplementedError
+        given = {"input_ids": input_ids, **others}
+        hidden = self.run({name: given[name].numpy(force=True) for name in self.inputs})
+        return BaseModelOutput(last_hidden_state=torch.from_numpy(hidden).to(input_ids.device))
 
 
-class OpenVinoEncoder(RuntimeEncoder):
-    """A model in OpenVINO."""
+def openvino_encoder(file: Path, config: PreTrainedConfig, ov_config: dict[str, Any] | None = None) -> RuntimeEncoder:
+    """Open a model in OpenVINO."""
+    import openvino
 
-    def __init__(self, file: Path, config: PreTrainedConfig, ov_config: dict[str, Any] | None = None) -> None:
-        super().__init__(config)
-        import openvino
+    settings = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), **(ov_config or {})}
+    compiled = openvino.Core().compile_model(file, "CPU", settings)
 
-        settings = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), **(ov_config or {})}
-        self.compiled = openvino.Core().compile_model(file, "CPU", settings)
-        self.inputs = [port.any_name for port in self.compiled.inputs]
+    def run(inputs: dict[str, Any]) -> Any:
+        # A request for each call, because requests are not thread-safe.
+        return compiled.create_infer_request().infer(inputs, share_inputs=True)[0]
 
-    def _run(self, inputs: dict[str, Any]) -> torch.Tensor:
-        request = self.compiled.create_infer_request()  # per call: requests are not thread-safe
-        return torch.from_numpy(request.infer(inputs, share_inputs=True)[0])
+    return RuntimeEncoder(config, [port.any_name for port in compiled.inputs], run)
 
 
-class OnnxEncoder(RuntimeEncoder):
-    """A model in ONNX Runtime."""
+def onnx_encoder(file: Path, config: PreTrainedConfig) -> RuntimeEncoder:
+    """Open a model in ONNX Runtime."""
+    import onnxruntime
 
-    def __init__(self, file: Path, config: PreTrainedConfig) -> None:
-        super().__init__(config)
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        self.session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-        self.inputs = [port.name for port in self.session.get_inputs()]
-
-    def _run(self, inputs: dict[str, Any]) -> torch.Tensor:
-        return torch.from_numpy(self.session.run(["last_hidden_state"], inputs)[0])
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    names = [port.name for port in session.get_inputs()]
+    return RuntimeEncoder(config, names, lambda inputs: session.run(["last_hidden_state"], inputs)[0])

@@ -1,154 +1,85 @@
 """Stores: weights of experts outside the model, in CPU memory or in the files of its checkpoint."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from safetensors import safe_open
 
 from mote.checkpoints.tensors import read_header
 
-SAVE_FIRST = "save it with save_pretrained(), then load it with mote.load(folder, offload='disk')"
-
-
-class Store(Protocol):
-    """Weights of all experts, by their keys in the model's state dict."""
-
-    name: str
-
-    def require(self, keys: Iterable[str]) -> None:
-        """Raise an error if some weights are missing."""
-
-    def read(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return some weights, on the CPU, read-only."""
-
-    def write_to(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Copy weights into tensors, by their keys; on a GPU asynchronously, on the current stream."""
-
 
 class CpuStore:
-    """Weights in the CPU's memory, pinned if there is a GPU to copy them to.
+    """Copies of weights in CPU memory, pinned if there is a GPU to copy them to.
 
     Args:
-        weights: Key and weight of all experts. They are copied.
+        weights: Key in the model's state dict → weight, of all experts.
     """
 
     name = "cpu"
 
-    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
         pin = torch.cuda.is_available()
         self.weights = {
             key: torch.empty(weight.shape, dtype=weight.dtype, pin_memory=pin).copy_(weight.detach())
-            for key, weight in weights
+            for key, weight in weights.items()
         }
 
-    def require(self, keys: Iterable[str]) -> None:
+    def check(self, keys: Iterable[str]) -> None:
         """No effect: all weights are in memory."""
 
-    def read(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return some weights."""
-        return {key: self.weights[key] for key in keys}
-
-    def write_to(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Copy weights into tensors."""
+    def copy_into(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy weights into tensors, by their keys."""
         for key, tensor in tensors.items():
-            tensor.copy_(self.weights[key], non_blocking=True)
+            tensor.copy_(self.weights[key])
 
 
 class DiskStore:
     """Weights in safetensors files, of which nothing stays in memory.
 
-    Headers are read once. Weights are then read straight into their slot: the pages of a memory map would also count as
-    memory of the process.
+    Headers are read once. Weights are then read straight into their tensors: the pages of a memory map would also count
+    as memory of the process.
 
     Args:
-        files: Weight files of the checkpoint.
-
-    Raises:
-        ValueError: If there are none, or they are in another format.
+        files: Weight files of the checkpoint; those in other formats are left out.
     """
 
     name = "disk"
 
-    def __init__(self, files: Iterable[str]) -> None:
-        paths = [Path(file) for file in files]
-        if not paths or any(path.suffix != ".safetensors" for path in paths):
-            raise ValueError(
-                "Experts are read from the safetensors files that the model was loaded from, but it has none: "
-                + SAVE_FIRST
-            )
+    def __init__(self, files: Iterable[str | Path]) -> None:
+        paths = [Path(file) for file in files if Path(file).suffix == ".safetensors"]
         self.states = {path: _state_of(path) for path in paths}
         self.locations = {key: entry for path in paths for key, entry in read_header(path).items()}
 
-    def require(self, keys: Iterable[str]) -> None:
-        """Check that some weights are in the files, and that these have not changed.
+    def check(self, keys: Iterable[str]) -> None:
+        """Check that the files with these weights are the ones that were opened.
 
         Raises:
-            ValueError: If a weight is not in the files, or a file has changed since.
+            ValueError: If a file has changed since.
             FileNotFoundError: If a file is gone.
         """
-        self._by_file(keys)
+        for path in {self.locations[key].path for key in keys}:
+            if _state_of(path) != self.states[path]:
+                raise ValueError(
+                    f"{path} has changed since the model was loaded: restore the original file, or load the model again"
+                )
 
-    def read(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Memory-map some weights.
-
-        Raises:
-            ValueError: If a weight is not in the files, or a file has changed since.
-            FileNotFoundError: If a file is gone.
-        """
-        weights: dict[str, torch.Tensor] = {}
-        for path, wanted in self._by_file(keys).items():
-            with safe_open(path, framework="pt") as file:
-                weights.update({key: file.get_tensor(key) for key in wanted})
-        return weights
-
-    def write_to(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Read weights into tensors.
-
-        Raises:
-            ValueError: If a weight is not in the files, or a file has changed since.
-            FileNotFoundError: If a file is gone.
-        """
-        for path, keys in self._by_file(tensors).items():
+    def copy_into(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Read weights into tensors; errors as from `check`."""
+        self.check(tensors)
+        for path in self.states:
             with path.open("rb") as file:
-                for key in keys:
-                    tensor, entry = tensors[key], self.locations[key]
-                    if tensor.dtype != entry.torch_dtype:  # the model's dtype has changed
-                        tensor.copy_(self.read([key])[key])
+                for key, tensor in tensors.items():
+                    entry = self.locations[key]
+                    if entry.path != path:
                         continue
-                    on_cpu = tensor.device.type == "cpu" and tensor.is_contiguous()
-                    part = tensor.detach() if on_cpu else torch.empty(tensor.shape, dtype=tensor.dtype)
+                    direct = tensor.is_cpu and tensor.is_contiguous() and tensor.dtype == entry.torch_dtype
+                    read = tensor.detach() if direct else torch.empty(entry.shape, dtype=entry.torch_dtype)
                     file.seek(entry.offset)
-                    if file.readinto(part.view(-1).view(torch.uint8).numpy().data) != entry.size:
-                        raise ValueError(_changed(path))
-                    if not on_cpu:
-                        tensor.copy_(part)
-
-    def _by_file(self, keys: Iterable[str]) -> dict[Path, list[str]]:
-        """Group keys by file, and check that the files have not changed."""
-        found: dict[Path, list[str]] = {}
-        for key in keys:
-            if key not in self.locations:
-                raise ValueError(f"{key} is not in the files that the model was loaded from: {SAVE_FIRST}")
-            found.setdefault(self.locations[key].path, []).append(key)
-        for path in found:
-            try:
-                unchanged = _state_of(path) == self.states[path]
-            except FileNotFoundError as error:
-                raise FileNotFoundError(
-                    f"{path} is gone, and with it the offloaded experts: put it back, or load the model from its new "
-                    "location"
-                ) from error
-            if not unchanged:
-                raise ValueError(_changed(path))
-        return found
+                    file.readinto(read.view(-1).view(torch.uint8).numpy().data)
+                    if not direct:
+                        tensor.copy_(read)
 
 
 def _state_of(path: Path) -> tuple[int, int, int]:
     state = path.stat()
     return state.st_ino, state.st_size, state.st_mtime_ns
-
-
-def _changed(path: Path) -> str:
-    return f"{path} has changed since the model was loaded: restore the original file, or load the model again"
