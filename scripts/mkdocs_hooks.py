@@ -11,7 +11,7 @@ from typing import Any
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace `<!-- commands -->`, `<!-- names of MODULE -->`, and links to files that are not part of the site."""
-    markdown = re.sub(r"\[([^\]]+)\]\(\.\./((?:examples|src|tests|scripts)/[^)]+)\)", r"\1 (`\2`)", markdown)
+    markdown = re.sub(r"\[([^\]]+)\]\(\.\./((?:examples|src|tests|scripts|research)/[^)]+)\)", r"\1 (`\2`)", markdown)
     if "<!-- commands -->" in markdown:
         markdown = markdown.replace("<!-- commands -->", "\n".join(command_reference()))
     return re.sub(r"<!-- names of ([\w.]+) -->", lambda found: "\n\n".join(name_reference(found[1])), markdown)

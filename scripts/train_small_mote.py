@@ -3,38 +3,36 @@
     python -m scripts.train_small_mote --data DATA --work-dir RUNS
 
 The recipe is `scripts/small_mote.yaml`. Rows that share a text with a test split of DATA are left out. An interrupted
-command resumes when it is run again; several share the work; models whose scores are in `docs/results/small_mote` are
-not trained again. A MoTE is stored with 8-bit experts and all other weights in float16, the one with `OWN_SEED` in
-`examples/small-mote`. Its card gets the scores of every model on all test splits, averaged over the seeds, and the
-sources and licences of the training texts. `python -m benchmarks.results` writes tables of the scores.
+command resumes when it is run again; models whose scores are in `research/scores.jsonl.gz` are not trained again. A
+MoTE is stored with 8-bit experts and all other weights in float16, that of `OWN_SEED` in `examples/small-mote`. Its
+card gets the scores of every model on all test splits, averaged over the seeds, and the sources and licences of the
+training texts. `python -m research.pages` writes tables of the scores.
 """
 
 import argparse
-import json
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain, product
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 import mote
-from benchmarks.locking import alone
-from benchmarks.paper.claims import Claim, Table
-from benchmarks.paper.data import copy_without_tests, digest_of_rows, digest_of_tests
-from benchmarks.paper.experiments import SCALES, START
-from benchmarks.paper.kept import SEED, Hashes, KeptScores, ScoresOfTypes, digest_of_recipe
-from benchmarks.paper.readme import NAMES, readme_table
-from benchmarks.paper.runs import Scores, gathered, scores_of_models, with_seeds_of_starts
-from benchmarks.paper.tables import claims_of
-from benchmarks.trained import hash_of_weights, trained
-from mote.evaluation.tasks import OFFICIAL
 from mote.reporting import console_logging, markdown_table
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
+from mote.training.run_folder import fixed_settings
+from research import scores as stored
+from research.data import copy_without_tests, digest_of_rows, digest_of_tests
+from research.experiments import LIMITS
+from research.gains import readme_table
+from research.pages import SMALL_MOTE, stored_table
+from research.run import commit, evaluate, hash_of_weights
+from research.scores import START, ScoredModel, Store
+from research.tables import claims_of
 from scripts.text_sets import MOTE_SETS
 
 logger = logging.getLogger("mote.train_small_mote")  # `console_logging` prints what is logged below `mote`
@@ -48,18 +46,6 @@ VARIANTS = {
     "ic": ("model.kind=dense", "model.instructions=true"),
 }
 """Trained model → its changes of the recipe."""
-TABLE = Table(
-    "The small MoTE, and dense models with the same training",
-    tuple(NAMES),
-    "em",
-    claims=(
-        Claim("mote", "em"),
-        Claim("mote", "ic"),
-        Claim("mote", START),
-        *(Claim("mote", other, "Retrieval") for other in ("em", "ic", START)),
-    ),
-)
-LIMITS = SCALES["medium"].limits  # patterns of test splits → number of queries or rows
 MAX_BYTES = 10_000_000
 SECTIONS = """
 ## Scores
@@ -71,8 +57,8 @@ SECTIONS = """
 `em` is the dense model, `ic` the one with instructions, `start` the one that is not trained:
 [small-encoder](../small-encoder), from which all others start. They had the same texts in the same number of steps, and
 all three end halfway between what was learned and the start (`training.start_weight`). MoTE has no instructions. Both
-were chosen on validation sets (docs/lab.md), but only after a first attempt, without the former and with instructions,
-had been scored on these test splits: all three models were below the start.
+were chosen on validation sets (research/lab.md), but only after a first attempt, without the former and with
+instructions, had been scored on these test splits: all three models were below the start.
 Seeds: {seeds}; the MoTE stored here has seed {own_seed}. MoTEs are scored as stored. The tests are paired over
 datasets, each score averaged over the seeds, and, in one column, over the seeds.
 
@@ -102,78 +88,63 @@ class Comparison:
 
     Attributes:
         data: Data folder.
-        texts: The part of it that is trained on.
-        work: Folder for trained models and scores.
+        work: Folder for training texts, trained models and scores.
         out: Folder of the stored MoTE, which is that of `OWN_SEED`.
-        kept: Folder of the stored scores of single models, which need no model.
     """
 
-    data: str
-    texts: Path
+    data: Path
     work: Path
     out: Path
-    kept: Path
 
-    @cached_property
-    def digest(self) -> str:
-        """Hash of the training texts."""
-        return digest_of_rows(self.texts)
+    def texts(self) -> Path:
+        """Return the folder of the training texts; write it first if it does not exist."""
+        return copy_without_tests(self.data, datasets_of(load_recipe(RECIPE)), self.work / "data")
 
     def model(self, name: str, seed: int) -> Path:
         """Return the folder of a model; train it first if it does not exist. A MoTE is stored as in the repository."""
         if name == START:
             return Path(load_recipe(RECIPE).model.source)
-        label = f"{name}-seed{seed}"
-        changes = [f"data.folder={self.texts}", f"output={self.work / label}", f"training.seed={seed}"]
-        model = trained(load_recipe(RECIPE, [*changes, *VARIANTS[name]]), hashes={"data": self.digest})
+        folder = self.work / f"{name}-seed{seed}"
+        if not (folder / "model").exists():
+            changes = [f"data.folder={self.texts()}", f"output={folder}", f"training.seed={seed}"]
+            mote.train(load_recipe(RECIPE, [*changes, *VARIANTS[name]]))
         if name != "mote":
-            return model
-        out = self.out if seed == OWN_SEED else self.work / f"{label}-stored"
-        store(model, out)
+            return folder / "model"
+        out = self.out if seed == OWN_SEED else folder / "stored"
+        store(folder / "model", out)
         return out
 
-    def evaluations(self, name: str, seed: int) -> Iterator[mote.Evaluation]:
-        """Score a model on all test splits; scores that exist are reused."""
-        model, out = self.model(name, seed), self.work / "scores" / f"{name}-seed{seed}"
-        for patterns, limit in LIMITS.items():
-            yield mote.evaluate(
-                {name: str(model)},
-                data=self.data,
-                tasks=list(patterns),
-                limit=limit,
-                out=out / f"limit-{limit}",
-                trust_remote_code=True,
-            )
-
-    def scores_of(self, name: str, seed: int, timeout: float = -1) -> ScoresOfTypes:
-        """Return the scores of a model; if they are not stored, make the model and score it.
-
-        Raises:
-            filelock.Timeout: If another command works on it for longer than `timeout`, in seconds.
-        """
-        settings = {"variant": name, SEED: seed}
+    def scored(self, name: str, seed: int) -> ScoredModel:
+        """Score one model; make it first if it does not exist."""
+        scores = evaluate(self.model(name, seed), self.data, LIMITS, self.work / "scores" / f"{name}-seed{seed}")
+        settings: dict[str, Any] = {"variant": name, "data": digest_of_rows(self.texts())}
         if name != START:
-            recipe = load_recipe(RECIPE, VARIANTS[name])
-            settings["recipe"] = f"{recipe.name} {digest_of_recipe(recipe)}"
-        limits = {f"limit of {' '.join(patterns)}": limit for patterns, limit in LIMITS.items()}
-        return KeptScores(self.kept, self.work / "locks", logger.warning).get(
-            f"{name}-seed{seed}",
-            settings,
-            self.hashes,
-            partial(self.evaluations, name, seed),
-            timeout,
-            {"data": self.digest, **limits},
+            settings |= fixed_settings(load_recipe(RECIPE, VARIANTS[name]), given_only=True)
+        settings |= {f"limit of {' '.join(patterns)}": limit for patterns, limit in LIMITS.items()}
+        hashes = {
+            "start": hash_of_weights(self.model(START, seed)),
+            "tests": digest_of_tests(self.data, chain(*LIMITS)),
+        }
+        return ScoredModel(
+            SMALL_MOTE,
+            name,
+            seed,
+            scores,
+            settings=settings,
+            hashes=hashes,
+            source=f"scripts.train_small_mote@{commit()}",
+            command="python -m scripts.train_small_mote --data DATA",
         )
 
-    def hashes(self) -> Hashes:
-        """Return the hashes of what all models start from, and of the test sets."""
-        tests = digest_of_tests(Path(self.data), [*chain(*LIMITS)])
-        return {"start": hash_of_weights(load_recipe(RECIPE).model.source), "tests": tests}
-
-    def scores(self, seeds: Sequence[int]) -> Scores:
-        """Score all models; the dense start has no seeds."""
-        found = scores_of_models([(START, OWN_SEED), *product(VARIANTS, seeds)], self.scores_of)
-        return gathered(with_seeds_of_starts(found, lambda name, seed: {}))  # there is one start
+    def completed(self, kept: Path, seeds: Sequence[int]) -> Store:
+        """Return the stored scores, with those of all models that were missing; store these at once."""
+        every = stored.read(kept)
+        done = {one.key for one in every.models}
+        for name, seed in ((START, OWN_SEED), *product(VARIANTS, seeds)):
+            if ScoredModel(SMALL_MOTE, name, seed, {}).key not in done:
+                every = every.with_models([self.scored(name, seed)])
+                stored.write(every, kept)
+        return every
 
 
 def store(model: Path, out: Path) -> None:
@@ -206,15 +177,6 @@ def halve(folder: Path) -> dict[str, str]:
     return {"other_weights": "float16"}
 
 
-def labelled_tests(recipe: Recipe) -> list[str]:
-    """Return the names that `mote evaluate` gives to the test splits of the recipe's labelled datasets."""
-    return [
-        OFFICIAL[path].name if path in OFFICIAL else path.replace("/", "-")
-        for path in datasets_of(recipe)
-        if path.startswith(("classification/", "clustering/"))
-    ]
-
-
 def licences(recipe: Recipe) -> str:
     """Format the sources and licences of the recipe's datasets."""
     sets = {one.path: one for one in MOTE_SETS}
@@ -228,26 +190,22 @@ def compare(data: Path, out: Path, kept: Path, work: Path, seeds: Sequence[int])
     Args:
         data: Data folder.
         out: Folder of the stored model.
-        kept: Folder for the scores.
+        kept: File of the stored scores.
         work: Folder for models.
         seeds: Seeds of the trained models, with `OWN_SEED` among them.
     """
-    recipe = load_recipe(RECIPE)
-    with alone(work / "data"):
-        texts = copy_without_tests(data, datasets_of(recipe), work / "data")
-    comparison = Comparison(str(data), texts, work, out, kept / "small_mote")
-    scores = comparison.scores(seeds)
+    comparison = Comparison(data, work, out)
+    every = comparison.completed(kept, seeds)
     if not out.exists():  # its scores were stored without it
         comparison.model("mote", OWN_SEED)
-    content = {"table": asdict(TABLE), "trained_on": labelled_tests(recipe), **asdict(scores)}
-    (kept / "small_mote.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
+    scores = stored.scores_of(every.of_scale(SMALL_MOTE))
     sections = SECTIONS.format(
         scores=readme_table(scores),
-        tests=claims_of(TABLE, scores),
+        tests=claims_of(stored_table(every.contents("table", SMALL_MOTE)[SMALL_MOTE]), scores),
         count=len(scores.types),
         seeds=", ".join(map(str, seeds)),
         own_seed=OWN_SEED,
-        texts=licences(recipe),
+        texts=licences(load_recipe(RECIPE)),
     )
     card = out / "README.md"
     own, _, _ = card.read_text(encoding="utf-8").partition("\n## Scores\n")
@@ -261,7 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="data folder")
     parser.add_argument("--out", type=Path, default=Path("examples/small-mote"), help="folder of the stored model")
-    parser.add_argument("--kept", type=Path, default=Path("docs/results"), help="folder for the scores")
+    parser.add_argument("--kept", type=Path, default=stored.FILE, help="file of the scores")
     parser.add_argument("--work-dir", type=Path, default=Path("runs/small-mote"), help="folder for models")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="seeds (default: %(default)s)")
     options = parser.parse_args()

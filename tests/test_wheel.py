@@ -27,7 +27,7 @@ def run(*command: object, cwd: Path, status: int = 0) -> str:
 def built(folder: Path, source: str | None = None) -> Path:
     """Build the wheel, as if the repository were published at `source`."""
     copy = folder / "clone"
-    unused = shutil.ignore_patterns(".*", "tests", "benchmarks", "docs", "runs", "build", "*.egg-info")
+    unused = shutil.ignore_patterns(".*", "tests", "benchmarks", "research", "docs", "runs", "build", "*.egg-info")
     shutil.copytree(ROOT, copy, ignore=unused)
     if source is not None:
         settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from helpers.paths import ROOT
 
-DATED = ("lab.md", "changelog.md")  # what was true when it was written
+DATED = ("changelog.md",)  # what was true when it was written
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
