@@ -37,5 +37,7 @@ def name_reference(module: str) -> Iterator[str]:
     home = importlib.import_module(module)
     for name in getattr(home, "__all__", ()):
         thing = getattr(home, name)
-        if getattr(thing, "__module__", "").startswith("mote."):  # classes of the model have a page of their own
-            yield f"::: {thing.__module__}.{thing.__qualname__}"
+        own_module = getattr(thing, "__module__", "")
+        # Classes of the model have a page of their own.
+        if own_module.startswith("mote.") and not own_module.startswith("mote.remote."):
+            yield f"::: {own_module}.{thing.__qualname__}"
