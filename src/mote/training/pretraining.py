@@ -417,7 +417,9 @@ def _upcycling_options(recipe: PretrainingRecipe) -> UpcyclingOptions:
         names = tasks_of(settings)
         options.experts = names.experts[:1]
         options.tasks = dict.fromkeys(names.tasks, names.experts[0])
-        options.instructions = {task: names.instruction_of(task) for task in names.tasks} | (options.instructions or {})
+        if options.instructions:
+            papers = {task: names.instruction_of(task) for task in names.tasks}
+            options.instructions = {**papers, **options.instruction_texts}
     return options
 
 

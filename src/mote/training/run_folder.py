@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from mote.data.settings import Settings
 from mote.files import read_json
 from mote.reporting import HOW_TO_RESUME
+from mote.settings import Settings
 from mote.training.pretraining_recipe import AnyRecipe
 from mote.training.progress import CHECKPOINT_FILE
 
