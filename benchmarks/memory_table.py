@@ -14,6 +14,7 @@ from transformers import BertConfig, MistralConfig, NomicBertConfig
 from mote import MemoryEstimate, estimate_memory
 from mote.remote.configuration_mote import MoTEConfig
 from mote.reporting import markdown_table
+from mote.training.memory import Sharding
 
 GIB = 2**30
 BATCH_SIZE = 6144  # as in the paper
@@ -30,7 +31,7 @@ MODELS = {
 }
 
 # GPUs → mini-batch size, sharding, gradient checkpointing
-SETTINGS = {
+SETTINGS: dict[int, list[tuple[int, Sharding, bool]]] = {
     1: [(64, "ddp", False), (256, "ddp", True)],
     8: [(64, "ddp", False), (256, "ddp", True), (64, "fsdp2", False)],
     128: [(48, "ddp", False), (48, "fsdp2", False)],
@@ -68,7 +69,8 @@ def rows() -> Iterator[tuple[str, ...]]:
 def rows_with_adapters() -> Iterator[tuple[str, ...]]:
     """Estimate LoRA of rank 16 on all linear layers: 128 queries, each with its positive and 7 hard negatives."""
     for name, config in (("dense", MistralConfig()), ("MoTE", MoTEConfig(backbone_config=MistralConfig()))):
-        for processes, sharding in ((1, "ddp"), (8, "ddp"), (8, "fsdp2")):
+        setups: list[tuple[int, Sharding]] = [(1, "ddp"), (8, "ddp"), (8, "fsdp2")]
+        for processes, sharding in setups:
             for base_dtype in ("float32", "bfloat16"):
                 estimate = estimate_memory(
                     config,

@@ -31,6 +31,7 @@ import time
 from pathlib import Path
 
 import datasets
+import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -39,7 +40,7 @@ from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimil
 from sentence_transformers.sentence_transformer.losses import EmbedDistillLoss
 
 from mote.training.task_settings import TeacherSettings
-from mote.training.teachers import Teacher
+from mote.training.teachers import TeacherEmbeddings
 from scripts.distill_small_encoder.card import Facts, write_card
 from scripts.distill_small_encoder.figures import encode_batch_size, evaluate, sts_evaluator
 from scripts.distill_small_encoder.student import DIMENSIONS, build_student, check_folder, folder_bytes, save_student
@@ -128,7 +129,8 @@ def main() -> None:
     student = build_student(options.teacher, texts, untrained)
 
     settings = TeacherSettings(source=str(options.teacher), batch_size=encode_batch_size())
-    embeddings = Teacher(settings, options.work_dir / "teacher").embed(texts)
+    chunks = TeacherEmbeddings(settings, options.work_dir / "teacher").embed({"text": texts})
+    embeddings = np.concatenate(chunks)[:, 0]
     directions, kept = principal_directions(embeddings, DIMENSIONS)
     logger.info("%d dimensions keep %.1f%% of the teacher's squared length", DIMENSIONS, 100 * kept)
 

@@ -1,5 +1,6 @@
 """Small training runs."""
 
+import json
 import os
 import re
 import sys
@@ -45,6 +46,11 @@ def train_step(folder: Path) -> dict[str, Any]:
     step = read_steps(folder)[-1]
     assert step["step"] == "train"
     return step
+
+
+def read_log(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log."""
+    return [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def command(*arguments: str) -> list[str]:

@@ -16,12 +16,11 @@ import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint
 from helpers.paths import ROOT, SMALL_ENCODER
-from helpers.runs import overrides, train_step, weights
+from helpers.runs import overrides, read_log, train_step, weights
 
 from mote import upcycle
 from mote.checkpoints.reading import open_checkpoint
 from mote.training.model import build_model
-from mote.training.progress import read_log
 from mote.training.recipe_files import load_recipe
 
 EXAMPLES = ROOT / "examples" / "data"

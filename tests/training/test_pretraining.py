@@ -16,7 +16,7 @@ import torch
 from helpers.checkpoints import dense_checkpoint, edit_json, files_in, read_json, tiny_tokenizer
 from helpers.families import batch
 from helpers.paths import EXAMPLE_DATA, ROOT
-from helpers.runs import environment, weights
+from helpers.runs import environment, read_log, weights
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from mote import upcycle
@@ -25,7 +25,7 @@ from mote.cli import main
 from mote.reporting import HOW_TO_RESUME
 from mote.training.pretraining import plan_pretraining, pretrain
 from mote.training.pretraining_recipe import MaskingSettings, PretrainingRecipe
-from mote.training.progress import NonFiniteError, RunCallback, read_log
+from mote.training.progress import NonFiniteError, RunCallback
 from mote.training.recipe_files import load_recipe
 from mote.training.texts import Masking, TextRows, load_texts
 
@@ -87,7 +87,7 @@ def run(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run(run: Path, source: Path) -> None:
-    assert {path.name for path in run.iterdir()} == {"model", "log.jsonl", "recipe.yaml"}
+    assert {path.name for path in run.iterdir()} == {"model", "log.jsonl", "mote-run.json", "recipe.yaml"}
     assert {"masked_lm_mote.py", "recipe.yaml", "curves.png", "README.md"} <= files_in(run / "model")
     step = read_steps(run / "model")[-1]
     assert (step["step"], step["steps"], step["command"]) == ("pretrain", 12, "mote pretrain recipe.yaml")
@@ -96,7 +96,7 @@ def test_a_run(run: Path, source: Path) -> None:
     assert all(step["loss"]["after"][task] < loss for task, loss in step["loss"]["before"].items())
     log = read_log(run)
     assert [line["step"] for line in log] == [*range(1, 13)]
-    assert all(line["texts_per_second"] > 0 for line in log)
+    assert all(line["rows_per_second"] > 0 for line in log)
     assert "pre-trained by masked language modelling (recipe `mlm`) from" in (run / "model" / "README.md").read_text()
     model = AutoModelForMaskedLM.from_pretrained(run / "model", trust_remote_code=True)
     logits = {task: model(**batch(), task=task).logits for task in TASKS}
@@ -114,20 +114,15 @@ def test_a_stopped_run_ends_as_if_it_had_not_been(
         with pytest.raises(KeyboardInterrupt, match=re.escape(f"checkpoint-8; {HOW_TO_RESUME} from it.")):
             pretrain("mlm", settings(source, tmp_path / "run"))
     assert not (tmp_path / "run" / "model").exists()
-    with pytest.raises(ValueError, match=r"another recipe, which differs in masking.rate \(0.3 there, 0.2 here"):
+    with pytest.raises(ValueError, match=r"The settings differ .*: masking.rate \(0.3 there, 0.2 here"):
         pretrain("mlm", settings(source, tmp_path / "run", "masking.rate=0.2"))
-    checkpoint = tmp_path / "run" / "checkpoints" / "checkpoint-8" / "checkpoint.json"
-    data = read_json(checkpoint)["data"]
-    edit_json(checkpoint, data={**data, "clustering": "other"})
-    with pytest.raises(
-        ValueError, match=r"The data differ from those that .*checkpoint-8 was trained on: clustering changed"
-    ):
-        pretrain("mlm", settings(source, tmp_path / "run"))
-    models = read_json(checkpoint)["models"]
-    edit_json(checkpoint, data=data, models={f"source {source}": {"model.safetensors": "other"}})
-    with pytest.raises(ValueError, match=rf"The source {source} differs from .*checkpoint-8"):
-        pretrain("mlm", settings(source, tmp_path / "run"))
-    edit_json(checkpoint, models=models)
+    file = tmp_path / "run" / "mote-run.json"
+    identity = read_json(file)
+    for part, changed in (("data", "clustering"), ("models", f"source {source}")):
+        edit_json(file, **{part: {**identity[part], changed: "other"}})
+        with pytest.raises(ValueError, match=f"The {part} differ from those of the run in .*: {changed} "):
+            pretrain("mlm", settings(source, tmp_path / "run"))
+        edit_json(file, **identity)
     model = pretrain("mlm", settings(source, tmp_path / "run"))
     found, expected = weights(model), weights(run / "model")
     assert found.keys() == expected.keys()

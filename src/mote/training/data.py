@@ -34,7 +34,7 @@ from mote.training.cleaning import (
 )
 from mote.training.recipe import Recipe
 from mote.training.task_settings import TaskSettings
-from mote.training.teachers import Teacher, teachers_of
+from mote.training.teachers import TeacherEmbeddings, teachers_of
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ def load_data(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     with_teachers: bool = True,
-    teachers: Mapping[str, Teacher] | None = None,
+    teachers: Mapping[str, TeacherEmbeddings] | None = None,
 ) -> TrainingData:
     """Read and prepare everything that a recipe trains on.
 
@@ -200,7 +200,7 @@ def _find_datasets(recipe: Recipe) -> list[DatasetRows]:
 
 
 def _training_sets(
-    datasets: list[DatasetRows], recipe: Recipe, teachers: Mapping[str, Teacher], with_teachers: bool
+    datasets: list[DatasetRows], recipe: Recipe, teachers: Mapping[str, TeacherEmbeddings], with_teachers: bool
 ) -> dict[str, TrainingSet]:
     sets: dict[str, TrainingSet] = {}
     for name, task in recipe.tasks.items():
@@ -253,7 +253,7 @@ def _blended(parts: list[TrainingSet]) -> TrainingSet:
     return TrainingSet(BLENDED, BLENDED, parts[0].settings, rows, {}, "pairs", sources, parts=parts)
 
 
-def _training_set(name: str, datasets: list[DatasetRows], seed: int, teacher: Teacher | None) -> TrainingSet:
+def _training_set(name: str, datasets: list[DatasetRows], seed: int, teacher: TeacherEmbeddings | None) -> TrainingSet:
     labels: dict[tuple[str, Any], int] = {}
     tables = []
     for dataset in datasets:
@@ -298,7 +298,9 @@ def _refuse_mixture(name: str, datasets: list[DatasetRows], tables: list[Dataset
             raise ValueError(f"The batches of task {name!r} mix datasets with different {what} ({listed}): {remedy}")
 
 
-def _table(dataset: DatasetRows, seed: int, labels: dict[tuple[str, Any], int], teacher: Teacher | None) -> Dataset:
+def _table(
+    dataset: DatasetRows, seed: int, labels: dict[tuple[str, Any], int], teacher: TeacherEmbeddings | None
+) -> Dataset:
     """Build the rows of one dataset, each once, with the labels that the loss takes."""
     if dataset.label_type == "embeddings":
         columns = _text_columns(dataset.rows)

@@ -47,7 +47,7 @@ def build_model(
     Args:
         recipe: The recipe.
         source: Its opened source.
-        scratch: Temporary folder for a MoTE that is upcycled from the dense source.
+        scratch: Folder for a temporary one, `.mote-start`, with a model that is made from the source: upcycled, e.g.
 
     Returns:
         The model, and a config with its tasks and instructions (the model's own if it has experts).

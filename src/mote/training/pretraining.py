@@ -13,14 +13,7 @@ from typing import Any
 import torch
 from accelerate.utils import reduce
 from torch import nn
-from transformers import (
-    AutoModelForMaskedLM,
-    PreTrainedModel,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from mote.checkpoints.cards import write_dense_card, write_mote_card
 from mote.checkpoints.models import dense_without_weights, load_dense, load_mote, load_tokenizer
@@ -29,7 +22,8 @@ from mote.checkpoints.reading import Checkpoint, has_head, is_mote, mote_class, 
 from mote.checkpoints.sentence_transformers import max_seq_length, normalizes
 from mote.checkpoints.tensors import parameter_counts
 from mote.experts.exporting import export
-from mote.remote.masked_lm_mote import MoTEForMaskedLM
+from mote.files import read_json
+from mote.remote.masked_lm_mote import MoTEForMaskedLM, native_with_head
 from mote.reporting import table
 from mote.training.arguments import check_launch, common_arguments, describe_steps, rows_per_process
 from mote.training.contexts import ContextMasking, ContextRows
@@ -52,8 +46,8 @@ from mote.training.progress import (
     Tracker,
 )
 from mote.training.recipe_files import load_recipe
-from mote.training.run_folder import RECIPE_FILE, RunFolder, as_yaml, fixed_settings, step_of
-from mote.training.running import Run, models_of, require_same_models, restore
+from mote.training.run import BaseRun, identity_of
+from mote.training.run_folder import CHECKPOINT_FILE, RECIPE_FILE, RunFolder, as_yaml, fixed_settings, step_of
 from mote.training.texts import Masking, NewMasks, TextData, TextRows, load_texts
 from mote.upcycling.options import UpcyclingOptions
 from mote.upcycling.plan import plan_upcycling
@@ -166,16 +160,12 @@ class TextTracker(Tracker):
         rows = sum(texts_of)
         if not math.isfinite(loss):
             raise NonFiniteError(f"The loss is {loss} at step {self.step + 1}, in a batch of {rows} texts")
-        seen = self.training_sets.setdefault(self.objective, {"steps": 0, "rows": 0, "loss": 0.0})
-        for key, value in (("steps", 1), ("rows", rows), ("loss", loss)):
-            seen[key] += value
+        self.add_step(self.objective, rows, loss)
         for name, texts, count in zip(self.names, texts_of, tokens_of, strict=True):
             if not texts:
                 continue
             self.used.add(name)
-            of_task = self.tasks.setdefault(name, {"texts": 0, "tokens": 0})
-            of_task["texts"] += texts
-            of_task["tokens"] += count
+            self.add_texts(name, texts, count)
         self.last = {"training_set": self.objective, "task": self.objective, **means, "rows": rows}
 
 
@@ -200,7 +190,7 @@ class UnusedExperts(TrainerCallback):
 
 
 @dataclass
-class PretrainingRun(Run):
+class PretrainingRun(BaseRun):
     """A run of pre-training that is ready to start.
 
     Attributes:
@@ -289,9 +279,6 @@ def prepare(recipe: PretrainingRecipe, folder: RunFolder, overwrite: bool = Fals
     state = processes()
     checkpoint = folder.open(recipe, overwrite)
     source = open_checkpoint(recipe.model.source, recipe.model.revision)
-    models = models_of(source)
-    if checkpoint is not None:
-        require_same_models(checkpoint, models)
     tokenizer = load_tokenizer(source)
     data = load_texts(recipe, tokenizer)
     logger.info("%s", data)
@@ -302,15 +289,16 @@ def prepare(recipe: PretrainingRecipe, folder: RunFolder, overwrite: bool = Fals
     if recipe.model.dropout is not None:
         set_dropout(trained, recipe.model.dropout)
     tokenizer.model_max_length = recipe.model.max_length or max_seq_length(model, source) or tokenizer.model_max_length
-    metadata: dict[str, Any] = {
-        "recipe": fixed_settings(recipe),
-        "models": models,
+    identity: dict[str, dict[str, Any]] = {
+        "settings": fixed_settings(recipe),
+        "models": identity_of(source),
         "data": data.hashes(),
-        "processes": state.num_processes,
+        "processes": {"number": state.num_processes},
     }
     tracker = TextTracker(recipe.objective, list(model.config.tasks))
     if checkpoint is not None:
-        restore(checkpoint, metadata, tracker)
+        folder.require_same(**identity)
+        tracker.restore(read_json(checkpoint / CHECKPOINT_FILE))
     trained.register_forward_hook(tracker.observe, with_kwargs=True)
     if recipe.training.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -326,14 +314,14 @@ def prepare(recipe: PretrainingRecipe, folder: RunFolder, overwrite: bool = Fals
         eval_dataset={task: new_rows({task: texts}) for task, texts in data.held_out.items() if texts},
         callbacks=[
             NewMasks(rows),
-            RunCallback(tracker, folder.path, {}, metadata, scaled=recipe.training.fp16, unit="texts"),
+            RunCallback(tracker, folder.path, {}, scaled=recipe.training.fp16),
             TaskProgress(tracker),
             *([UnusedExperts(model, tracker)] if with_fsdp() and model.config.routes_by_task else []),
         ],
     )
     trainer.remove_callback(PrinterCallback)
     if state.is_main_process:
-        folder.begin(recipe, checkpoint)
+        folder.begin(recipe, identity, checkpoint)
     return PretrainingRun(recipe, folder, source, data, model, tracker, trainer, checkpoint, tokenizer=tokenizer)
 
 
@@ -381,7 +369,7 @@ def build_masked_lm(recipe: PretrainingRecipe, source: Checkpoint) -> MoTEForMas
         config.dtype = torch.float32
         dense: Any
         if settings.new_head:
-            dense = AutoModelForMaskedLM.from_config(source.config).float()
+            dense = native_with_head(source.config).float()
             encoder = load_dense(source, torch.float32)[0].state_dict()
             missing, _ = dense.base_model.load_state_dict(encoder, strict=False)  # it may lack the pooler
             assert not missing, missing
@@ -424,16 +412,14 @@ def _upcycling_options(recipe: PretrainingRecipe) -> UpcyclingOptions:
         names = tasks_of(settings)
         options.experts = names.experts[:1]
         options.tasks = dict.fromkeys(names.tasks, names.experts[0])
-        if options.instructions:
-            papers = {task: names.instruction_of(task) for task in names.tasks}
-            options.instructions = {**papers, **options.instruction_texts}
+        options.instructions = {task: names.instruction_of(task) for task in names.tasks} | (options.instructions or {})
     return options
 
 
 def dense_with_head(model: MoTEForMaskedLM) -> PreTrainedModel:
     """Turn a MoTE with one expert into the native model with its head; the weights are copies."""
     encoder = export(model, model.config.experts[0])
-    native = AutoModelForMaskedLM.from_config(encoder.config)
+    native = native_with_head(encoder.config)
     prefix = f"{native.base_model_prefix}."
     weights = {f"{prefix}{name}": weight for name, weight in encoder.state_dict().items()} | model.head.state_dict()
     native.load_state_dict(weights)

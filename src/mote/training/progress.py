@@ -1,11 +1,11 @@
-"""Progress of a run: progress bar, a log of its steps, and checkpoints with metadata that mark them complete."""
+"""Progress of a run: counts for each task, progress bar, log, and checkpoints with a file that marks them complete."""
 
 import json
 import math
-import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ from sentence_transformers.sparse_encoder.losses import SpladeLoss
 from torch import Tensor, nn
 from transformers import ProgressCallback, TrainerCallback
 
+from mote.files import write_json
 from mote.training.model_settings import RetrievalSettings
 from mote.training.processes import processes
+from mote.training.run_folder import CHECKPOINT_FILE
 
 LOG_FILE = "log.jsonl"
-CHECKPOINT_FILE = "checkpoint.json"  # written last: a checkpoint without it is incomplete
 LOSS_FILE = "loss.pt"
-HELD_OUT = re.compile(r"eval_(validation.*|.+_loss)")  # scores and losses on held-out texts, as the trainers name them
 
 
 class NonFiniteError(ValueError):
@@ -86,32 +86,34 @@ class Tracker:
         rows = count_texts(features[0]) * state.num_processes
         if not math.isfinite(mean):
             raise NonFiniteError(f"The loss is {mean} at step {self.step + 1}, in a batch of {rows} rows of {name}")
-        seen = self.training_sets.setdefault(name, {"steps": 0, "rows": 0, "loss": 0.0})
-        seen["steps"] += 1
-        seen["rows"] += rows
-        seen["loss"] += mean
+        self.add_step(name, rows, mean)
         numbers = iter(map(int, seen_counts))
         for tasks in column_tasks:
             texts = next(numbers)
             for column_task in tasks:
-                of_task = self.tasks.setdefault(column_task, {"texts": 0, "tokens": 0})
-                of_task["texts"] += texts
-                of_task["tokens"] += next(numbers)
+                self.add_texts(column_task, texts, next(numbers))
         self.last = {"training_set": name, "task": task, "loss": mean, "rows": rows}
+
+    def add_step(self, name: str, rows: int, loss: float) -> None:
+        """Add a step to the counts of a training set."""
+        seen = self.training_sets.setdefault(name, {"steps": 0, "rows": 0, "loss": 0.0})
+        for key, value in (("steps", 1), ("rows", rows), ("loss", loss)):
+            seen[key] += value
+
+    def add_texts(self, task: str, texts: int, tokens: int) -> None:
+        """Add to the counts of a task."""
+        seen = self.tasks.setdefault(task, {"texts": 0, "tokens": 0})
+        seen["texts"] += texts
+        seen["tokens"] += tokens
 
     def state(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint."""
-        return {
-            "step": self.step,
-            "training_sets": self.training_sets,
-            "tasks": self.tasks,
-            "seconds": self.seconds,
-        }
+        return {name: getattr(self, name) for name in ("step", "training_sets", "tasks", "seconds")}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore the state of a checkpoint."""
-        self.step, self.training_sets, self.tasks = state["step"], state["training_sets"], state["tasks"]
-        self.seconds = state["seconds"]
+        for name, value in state.items():
+            setattr(self, name, value)
 
 
 def count_texts(column: dict[str, Any]) -> int:
@@ -236,103 +238,72 @@ class TaskProgress(ProgressCallback):
 
 
 class RunCallback(TrainerCallback):
-    """Writes the log, stops on non-finite values, and completes the checkpoints.
+    """Writes the trainer's log with the counts of each step, stops on non-finite values, completes the checkpoints.
 
     Args:
         tracker: Tracker of the run.
         folder: Folder of the run.
         losses: Training set → its loss.
-        metadata: Metadata of the run, recorded in each checkpoint.
         scaled: Whether gradients are scaled and may occasionally overflow, as in fp16.
-        unit: Name of a row, for the rate in the log.
     """
 
-    def __init__(
-        self,
-        tracker: Tracker,
-        folder: Path,
-        losses: dict[str, TrackedLoss],
-        metadata: dict[str, Any],
-        scaled: bool,
-        unit: str = "pairs",
-    ) -> None:
-        self.tracker, self.folder, self.losses, self.metadata = tracker, folder, losses, metadata
-        self.scaled, self.unit = scaled, unit
-        self.timed: dict[str, float] = defaultdict(float)
+    def __init__(self, tracker: Tracker, folder: Path, losses: dict[str, TrackedLoss], scaled: bool) -> None:
+        self.tracker, self.file, self.losses, self.scaled = tracker, folder / LOG_FILE, losses, scaled
         self.training = False  # otherwise losses are from before or after the run, and in its record
-        self.started = self.begun = 0.0
+        self.started, self.rows = 0.0, 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Cut the log back to the step from which the run resumes, and take the intervals that are set now."""
         state.compute_steps(args, state.max_steps)  # a checkpoint's state has those of its own run
         self.tracker.step = state.global_step
         if state.is_world_process_zero:
-            kept = [line for line in read_log(self.folder) if line.get("step", 0) <= state.global_step]
-            text = "".join(json.dumps(line) + "\n" for line in kept)
-            (self.folder / LOG_FILE).write_text(text, encoding="utf-8")
+            self.file.write_text("".join(map(_json_line, state.log_history)), encoding="utf-8")
         self.training = True
-        self.begun = time.perf_counter()
-        self.started = self.begun - self.tracker.seconds
+        self.started, self.rows = time.perf_counter() - self.tracker.seconds, 0
+        self.resumed = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Record the duration of the step, tokenizing included."""
+        """Count the step."""
         self.tracker.step = state.global_step
-        now = time.perf_counter()
-        self.timed["seconds"] += now - self.begun
-        self.timed["rows"] += self.tracker.last["rows"]
-        self.begun = now
+        self.rows += self.tracker.last["rows"]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         """Write a line of the log; raise `NonFiniteError` on a non-finite gradient."""
         logs = logs or {}
+        if "train_runtime" in logs:  # the trainer's summary of the run, which has a record of its own
+            return
         if not math.isfinite(logs.get("grad_norm", 0.0)) and not self.scaled:
             raise NonFiniteError(
                 f"The gradient is {logs['grad_norm']} at step {state.global_step}, after a batch of "
                 f"{self.tracker.last['training_set']}"
             )
-        line: dict[str, Any] = {}
         if "grad_norm" in logs:
-            rate = round(self.timed["rows"] / self.timed["seconds"], 1)
-            line = {**self.tracker.last, "learning_rate": logs["learning_rate"], "grad_norm": logs["grad_norm"]}
-            line[f"{self.unit}_per_second"] = rate
-        else:
-            names = [key for key in logs if HELD_OUT.fullmatch(key)] if self.training else ()
-            line = {name: logs[name] for name in names}
-        if line and state.is_world_process_zero:
-            with (self.folder / LOG_FILE).open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": state.global_step, **line}) + "\n")
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Exclude the validation from the duration of the next step."""
-        self.begun = time.perf_counter()
+            rate = self.rows / (time.perf_counter() - self.resumed)
+            state.log_history[-1] |= {**self.tracker.last, "rows_per_second": round(rate, 1)}
+        if self.training and state.is_world_process_zero:
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(_json_line(state.log_history[-1]))
 
     def on_save(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
-        """Complete the checkpoint by writing its metadata, after all processes have written their parts."""
+        """Complete the checkpoint, after all processes have written their parts."""
         check_finite(model, state.global_step)
         self.tracker.seconds = time.perf_counter() - self.started
         processes().wait_for_everyone()
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             own = {name: loss.own_parameters() for name, loss in self.losses.items()}
-            torch.save(
-                {
-                    name: {key: weight.detach() for key, weight in weights.items()}
-                    for name, weights in own.items()
-                    if weights
-                },
-                folder / LOSS_FILE,
-            )
-            content = json.dumps({**self.metadata, "tracker": self.tracker.state()})
-            unfinished = folder / (CHECKPOINT_FILE + ".part")
-            unfinished.write_text(content, encoding="utf-8")
-            unfinished.replace(folder / CHECKPOINT_FILE)
-        self.begun = time.perf_counter()
+            torch.save({name: weights for name, weights in own.items() if weights}, folder / LOSS_FILE)
+            write_json(folder / CHECKPOINT_FILE, self.tracker.state())
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
         """Record the total duration, and check the trained weights."""
         self.training = False
         self.tracker.seconds = time.perf_counter() - self.started
         check_finite(model, state.global_step)
+
+
+def _json_line(line: dict[str, Any]) -> str:
+    return json.dumps(line) + "\n"
 
 
 def check_finite(model: nn.Module | None, step: int) -> None:
@@ -350,56 +321,39 @@ def _is_finite(weight: Tensor) -> bool:
     return bool(torch.isfinite(local).all())
 
 
-def read_log(folder: Path) -> list[dict[str, Any]]:
-    """Read a run's log, without a last line that a kill has truncated."""
-    path = folder / LOG_FILE
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            break
-    return lines
-
-
 def draw_curves(log: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw the loss of each task, and scores on held-out texts, over the steps."""
+    """Draw the smoothed loss of each task, and losses and scores on held-out texts, over the steps.
+
+    Args:
+        log: The trainer's log, with the counts of each step.
+        path: PNG file to write.
+        title: Title of the chart.
+    """
     from matplotlib.figure import Figure  # pyplot selects a GUI backend
 
-    curves: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    held_out: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for line in log:
-        if "loss" in line:
-            curves[line["task"]].append((line["step"], line["loss"]))
-        for key, value in line.items():
-            if key in ("encoder_loss", "decoder_loss"):
-                curves[key.replace("_", "'s ")].append((line["step"], value))
-            elif HELD_OUT.fullmatch(key) and key.endswith("_loss"):
-                held_out[key.removeprefix("eval_").removesuffix("_loss")].append((line["step"], value))
-    scores = [(line["step"], line["eval_validation_mean"]) for line in log if "eval_validation_mean" in line]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    for name, points in curves.items():
-        steps, losses = zip(*points, strict=True)
-        (drawn,) = axes.plot(steps, losses, alpha=0.3, linewidth=1)
-        axes.plot(steps, _smoothed(losses), label=name, color=drawn.get_color())
+    losses: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    held_out: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for line in log:
+        if "task" in line:
+            losses[line["task"]].append((line["step"], line["loss"]))
+        for key, value in line.items():
+            if key in ("encoder_loss", "decoder_loss"):
+                losses[key].append((line["step"], value))
+            elif key.startswith("eval_") and key.endswith("_loss"):
+                held_out[key.removeprefix("eval_").removesuffix("_loss")].append((line["step"], value))
+    for name, points in losses.items():
+        steps, values = zip(*points, strict=True)
+        (curve,) = axes.plot(steps, values, alpha=0.3, linewidth=1)
+        smoothed = accumulate(values, lambda mean, value: 0.9 * mean + 0.1 * value)
+        axes.plot(steps, list(smoothed), label=name, color=curve.get_color())
     for name, points in held_out.items():
         axes.plot(*zip(*points, strict=True), "--o", markersize=3, label=f"{name}, held out")
     axes.set(xlabel="step", ylabel="loss (thin: each batch; thick: smoothed)", title=title)
-    if len(scores) > 1:
+    if scores := [(line["step"], line["eval_validation_mean"]) for line in log if "eval_validation_mean" in line]:
         right = axes.twinx()
-        right.plot(*zip(*scores, strict=True), "k--o", markersize=3, label="validation (right)")
-        right.set_ylabel("mean validation score, x 100")
-        axes.plot([], [], "k--o", markersize=3, label="validation (right)")
+        right.plot(*zip(*scores, strict=True), "k--o", markersize=3)
+        right.set_ylabel("mean validation score, x 100 (dashed)")
     axes.legend(loc="upper right")
     figure.savefig(path, dpi=110)
-
-
-def _smoothed(values: Iterable[float]) -> list[float]:
-    """Smooth exponentially, without bias towards the first value."""
-    keep = 0.9
-    total, weight, result = 0.0, 0.0, []
-    for value in values:
-        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        result.append(total / weight)
-    return result

@@ -20,7 +20,6 @@ def build_record(
     names: MoTEConfig,
     data: TrainingData,
     tracker: Tracker,
-    log: list[dict[str, Any]],
     *,
     parameters: dict[str, int],
     resumed_from_step: int | None,
@@ -33,12 +32,11 @@ def build_record(
         names: Tasks and instructions of the model.
         data: Data of the run.
         tracker: Counts of the run.
-        log: Lines of its log.
         parameters: Numbers of parameters in the run: `trained`, and `all` (shared ones counted once).
         resumed_from_step: Step of the checkpoint from which it was last resumed.
         validation: Validation scores, `before` and `after`.
     """
-    rates = [line["pairs_per_second"] for line in log if "pairs_per_second" in line]
+    rows = sum(seen["rows"] for seen in tracker.training_sets.values())
     device = processes().device
     experts: dict[str, dict[str, int]] = {}
     if recipe.model.kind == "mote":
@@ -51,7 +49,7 @@ def build_record(
         "steps": tracker.step,
         "seconds": round(tracker.seconds, 1),
         "resumed_from_step": resumed_from_step,
-        "pairs_per_second": rates[-1] if rates else None,
+        "rows_per_second": round(rows / tracker.seconds, 1),
         "processes": processes().num_processes,
         "device": torch.cuda.get_device_name(device)
         if device.type == "cuda"

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from mote.checkpoints.cards import write_trained_card
 from mote.checkpoints.models import load_tokenizer
 from mote.checkpoints.reading import Checkpoint, open_checkpoint
 from mote.checkpoints.tensors import token_routing, weight_name
+from mote.files import read_json
 from mote.remote.configuration_mote import MoTEConfig
 from mote.training.adapters import AdapterCheckpoints, merge_adapters, network_of, trained_weights
 from mote.training.arguments import Schedule, describe, plan_schedule, trainer_arguments
@@ -47,14 +49,21 @@ from mote.training.progress import (
     TaskProgress,
     TrackedLoss,
     Tracker,
-    read_log,
 )
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import load_recipe
 from mote.training.record import build_record, scores_of_tasks, summary
-from mote.training.run_folder import CURVES_FILE, RECIPE_FILE, RunFolder, as_yaml, fixed_settings, step_of
-from mote.training.running import Run, models_of, require_same_models, restore
-from mote.training.teachers import teachers_of, versions_of
+from mote.training.run import BaseRun, identity_of
+from mote.training.run_folder import (
+    CHECKPOINT_FILE,
+    CURVES_FILE,
+    RECIPE_FILE,
+    RunFolder,
+    as_yaml,
+    fixed_settings,
+    step_of,
+)
+from mote.training.teachers import teacher_identities, teachers_of
 from mote.training.validation import Validation, tune_weight
 
 logger = logging.getLogger(__name__)
@@ -127,7 +136,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 @dataclass
-class TrainingRun(Run):
+class TrainingRun(BaseRun):
     """A run of training that is ready to start.
 
     Attributes:
@@ -200,7 +209,6 @@ class TrainingRun(Run):
             self.names,
             self.data,
             self.tracker,
-            read_log(self.folder.path),
             parameters=parameters,
             resumed_from_step=None if self.checkpoint is None else step_of(self.checkpoint),
             validation={"before": before, "after": self.validate()},
@@ -231,7 +239,7 @@ class TrainingRun(Run):
             data=[(*row, ", ".join(names)) for row, names in datasets.items()],
             seen=step["experts"] or step["tasks"],
             scores=scores_of_tasks(step["validation"]),
-            instructions=bool(self.recipe.model.instructions),
+            instructions=self.recipe.model.instructions,
             relation="adapter" if self.recipe.training.peft and not self.recipe.training.peft.merge else "finetune",
             recipe_file=RECIPE_FILE,
             curves_file=CURVES_FILE,
@@ -260,12 +268,12 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
     with state.main_process_first():
         checkpoint = folder.open(recipe, overwrite)
         if state.is_main_process:
-            folder.clean()
+            shutil.rmtree(folder.start, ignore_errors=True)  # left by a kill, perhaps of another source
     source = open_checkpoint(recipe.model.source, recipe.model.revision)
     teachers = teachers_of(recipe)
-    models = models_of(source, versions_of(recipe, teachers))
+    models = {**identity_of(source), **teacher_identities(recipe, teachers)}
     if checkpoint is not None:
-        require_same_models(checkpoint, models)  # before another teacher embeds the texts
+        folder.require_same(models=models)  # before another teacher embeds the texts
     model, names = _load_model(recipe, source, folder)
     with state.main_process_first():  # the others find teachers' embeddings in the cache
         data = load_data(recipe, model.tokenizer, teachers=teachers)
@@ -277,14 +285,15 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
     torch.manual_seed(recipe.training.seed)  # for a loss's own weights
     losses = {name: _loss(recipe, model, names, training_set, tracker) for name, training_set in data.sets.items()}
     validation = _validation(recipe, data, names, arguments.per_device_eval_batch_size)
-    metadata = {
-        "recipe": fixed_settings(recipe),
+    identity: dict[str, dict[str, Any]] = {
+        "settings": fixed_settings(recipe),
         "models": models,
         "data": {name: training_set.rows_hash() for name, training_set in data.sets.items()},
-        "processes": state.num_processes,
+        "processes": {"number": state.num_processes},
     }
     if checkpoint is not None:
-        restore(checkpoint, metadata, tracker)
+        folder.require_same(**identity)
+        tracker.restore(read_json(checkpoint / CHECKPOINT_FILE))
         for name, weights in torch.load(checkpoint / LOSS_FILE, weights_only=True).items():
             losses[name].load_state_dict(weights, strict=False)
     if recipe.training.gradient_checkpointing:
@@ -301,13 +310,13 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
         callbacks=[
             SparsitySchedule(recipe.retrieval, losses),
             AverageLossGradients(losses),
-            RunCallback(tracker, folder.path, losses, metadata, scaled=recipe.training.fp16),
+            RunCallback(tracker, folder.path, losses, scaled=recipe.training.fp16),
             TaskProgress(tracker),
         ],
     )
     trainer.remove_callback(PrinterCallback)
     if state.is_main_process:
-        folder.begin(recipe, checkpoint)
+        folder.begin(recipe, identity, checkpoint)
     shared = (recipe, folder, source, data, model, tracker, trainer, checkpoint)
     return TrainingRun(*shared, schedule=schedule, names=names, validation=validation)
 
@@ -324,7 +333,7 @@ def _load_model(
     finally:
         state.wait_for_everyone()
         if state.is_main_process:
-            folder.clean()
+            shutil.rmtree(folder.start, ignore_errors=True)
 
 
 def _loss(
