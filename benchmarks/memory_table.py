@@ -21,12 +21,7 @@ BATCH_SIZE = 6144  # as in the paper
 
 # all-MiniLM-L6-v2 and nomic-bert-2048 (137 M parameters, no dropout), each with the paper's four experts
 MODELS = {
-    "all-MiniLM-L6-v2": (
-        BertConfig(
-            hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536, vocab_size=30522
-        ),
-        256,
-    ),
+    "all-MiniLM-L6-v2": (BertConfig(hidden_size=384, num_hidden_layers=6, intermediate_size=1536), 256),
     "nomic-bert-2048": (NomicBertConfig(), 512),
 }
 
@@ -56,14 +51,8 @@ def rows() -> Iterator[tuple[str, ...]]:
                     gradient_checkpointing=checkpointing,
                 )
                 how = f"{sharding}, checkpointing" if checkpointing else sharding
-                yield (
-                    name,
-                    str(length),
-                    str(processes),
-                    how if processes > 1 else how.replace("ddp", "one process"),
-                    str(mini_batch_size),
-                    *_sizes(estimate),
-                )
+                how = how if processes > 1 else how.replace("ddp", "one process")
+                yield (name, str(length), str(processes), how, str(mini_batch_size), *_sizes(estimate))
 
 
 def rows_with_adapters() -> Iterator[tuple[str, ...]]:
@@ -96,10 +85,8 @@ def _sizes(estimate: MemoryEstimate) -> Iterator[str]:
 
 def main() -> None:
     """Print the table that the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_table", description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "table", nargs="?", choices=["all", "adapters"], default="all", help="which weights are trained"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", nargs="?", choices=["all", "adapters"], default="all", help="trained weights")
     if parser.parse_args().table == "adapters":
         heads = ["model", "GPUs", "how", "frozen layers", "weights", *SIZES]
         print(markdown_table(heads, rows_with_adapters(), align="lrllrrrrr"))

@@ -1,19 +1,18 @@
-"""Cost of training: pairs per second compared with the dense model, memory of a large batch, start-up time.
+"""Cost of training: pairs per second compared with the dense model, memory of a large batch.
 
     python -m benchmarks.training speed [--model MODEL] [--seconds N] [--steps N]
     python -m benchmarks.training memory [--model MODEL] [--batch-size N] [--recipe NAME]
-    python -m benchmarks.training start
 
 `speed` trains MoTE alternating with the dense model (with instructions), with token routing and with task LoRAs, on the
 same batches with the same trainer. `memory` measures one step in a separate process, with and without gradient caching.
-`start` measures the time from the command to the end of the first step.
 """
 
 import argparse
 import contextlib
+import json
 import os
+import random
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,9 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.pairing import compare
+from mote.training.recipe_files import load_recipe
+from mote.training.run_folder import RunFolder
+from mote.training.train import TrainingRun, prepare
 
 ROOT = Path(__file__).parents[1]
 SMALL_ENCODER = ROOT / "examples" / "small-encoder"
@@ -33,7 +35,7 @@ COMMON = (f"data.folder={DATA}", "validation.share=0", "training.save_strategy='
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("speed", "memory", "start", "one-step"))
+    parser.add_argument("what", choices=("speed", "memory", "one-step"))
     parser.add_argument("--model", default=str(SMALL_ENCODER), help="dense checkpoint (default: the repository's)")
     parser.add_argument("--seconds", type=float, default=60, help="duration of each speed comparison, at least 7 pairs")
     parser.add_argument("--steps", type=int, default=12, help="steps of each run in a speed comparison")
@@ -41,14 +43,11 @@ def main() -> None:
     parser.add_argument("--mini-batch-size", type=int, default=None)
     parser.add_argument("--recipe", default="mote", help="recipe of the memory benchmark")
     options = parser.parse_args()
-    {"speed": speed, "memory": memory, "start": start, "one-step": one_step}[options.what](options)
+    {"speed": speed, "memory": memory, "one-step": one_step}[options.what](options)
 
 
 def speed(options: argparse.Namespace) -> None:
     """Print pairs per second and ratios."""
-    from mote.training.recipe_files import load_recipe
-    from mote.training.run_folder import RunFolder
-    from mote.training.train import TrainingRun, prepare
 
     def ready(name: str, folder: str) -> TrainingRun:
         out = Path(folder) / name
@@ -67,9 +66,8 @@ def speed(options: argparse.Namespace) -> None:
         runs = {name: ready(name, folder) for name in ("mote", *LABELS)}
         for name in LABELS:
             train(runs[name])
-            rows = sum(
-                of_set["rows"] for of_set in runs[name].tracker.training_sets.values()
-            )  # same seed, so the same data in all
+            # The same seed draws the same rows for all.
+            rows = sum(of_set["rows"] for of_set in runs[name].tracker.training_sets.values())
             measured = compare(partial(train, runs[name]), partial(train, runs["mote"]), seconds=options.seconds)
             cells = (f"{rows / measured.baseline:.1f}", f"{rows / measured.candidate:.1f}", f"{1 / measured.ratio:.3f}")
             print(f"| {LABELS[name]} | {' | '.join(cells)} |", flush=True)
@@ -96,25 +94,16 @@ def memory(options: argparse.Namespace) -> None:
 
 def one_step(options: argparse.Namespace) -> None:
     """Run one step on synthetic texts in this process; print its peak memory in MB and its time in seconds."""
-    import json
-    import random
-
-    from mote.training.recipe_files import load_recipe
-    from mote.training.run_folder import RunFolder
-    from mote.training.train import prepare
-
     draw = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data" / "retrieval" / "made"
         data.mkdir(parents=True)
-        words = [
-            " ".join(draw.choices(("gold", "water", "river", "stone", "house", "light"), k=24)) for _ in range(500)
-        ]
+        nouns = ("gold", "water", "river", "stone", "house", "light")
+        words = [" ".join(draw.choices(nouns, k=24)) for _ in range(500)]
         with (data / "train.jsonl").open("w") as file:
             for row in range(options.batch_size):
-                file.write(
-                    json.dumps({"query": f"{row} {words[row % 500]}", "positive": f"{row} {words[-row % 500]}"}) + "\n"
-                )
+                pair = {"query": f"{row} {words[row % 500]}", "positive": f"{row} {words[-row % 500]}"}
+                file.write(json.dumps(pair) + "\n")
         mini = "null" if options.mini_batch_size is None else options.mini_batch_size
         task = "{anchor: search_query, positive: search_document, batches: homogeneous, datasets: [retrieval/*]}"
         settings = [*COMMON, f"model.source={options.model}", f"output={folder}/run", "model.max_length=16"]
@@ -125,25 +114,6 @@ def one_step(options: argparse.Namespace) -> None:
         run.trainer.train()
         seconds = time.perf_counter() - began
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000, seconds)
-
-
-def start(options: argparse.Namespace) -> None:
-    """Print the seconds from the command to the end of the first step."""
-    times = []
-    for _ in range(3):
-        with tempfile.TemporaryDirectory() as folder:
-            settings = [*COMMON, f"output={folder}/run", f"model.source={options.model}", "training.max_steps=1"]
-            command = [sys.executable, "-m", "mote", "train", "smoke", *settings, "training.eval_steps=null"]
-            began = time.perf_counter()
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            log = Path(folder) / "run" / "log.jsonl"
-            while not (log.exists() and log.stat().st_size):
-                if process.poll() is not None and not log.exists():
-                    raise RuntimeError("the run ended before its first step")
-                time.sleep(0.01)
-            times.append(time.perf_counter() - began)
-            process.wait()
-    print(f"from the command to the end of the first step: {statistics.median(times):.1f} s (median of {len(times)})")
 
 
 if __name__ == "__main__":

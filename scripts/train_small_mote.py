@@ -47,34 +47,8 @@ VARIANTS = {
 }
 """Trained model → its changes of the recipe."""
 MAX_BYTES = 10_000_000
-SECTIONS = """
-## Scores
-
-{scores}
-
-{tests}
-
-`em` is the dense model, `ic` the one with instructions, `start` the one that is not trained:
-[small-encoder](../small-encoder), from which all others start. They had the same texts in the same number of steps, and
-all three end halfway between what was learned and the start (`training.start_weight`). MoTE has no instructions. Both
-were chosen on validation sets (research/lab.md), but only after a first attempt, without the former and with
-instructions, had been scored on these test splits: all three models were below the start.
-Seeds: {seeds}; the MoTE stored here has seed {own_seed}. MoTEs are scored as stored. The tests are paired over
-datasets, each score averaged over the seeds, and, in one column, over the seeds.
-
-Scores are means x 100 over the test splits of {count} datasets: nDCG@10 (retrieval), MAP (reranking), accuracy,
-V-measure, average precision (pair classification) and Spearman correlation (STS, summarization); of each dataset at
-most 100 queries, or 500 rows. The learning rate, one for all, was chosen by held-out training texts of MoTE, after an
-earlier version with a lower rate had been too weak on the test splits of banking77 and arxiv_titles, which are among
-those scored here. `python -m scripts.train_small_mote --data DATA --work-dir RUNS` repeats all of this.
-
-## Texts and their licences
-
-Training splits alone, without the rows that share a text with any of the test splits above. The texts themselves are
-not in this folder.
-
-{texts}
-"""
+SECTIONS = Path("scripts/small_mote_card.md")
+"""Sections of its card."""
 
 
 def datasets_of(recipe: Recipe) -> list[str]:
@@ -121,20 +95,11 @@ class Comparison:
         if name != START:
             settings |= fixed_settings(load_recipe(RECIPE, VARIANTS[name]), given_only=True)
         settings |= {f"limit of {' '.join(patterns)}": limit for patterns, limit in LIMITS.items()}
-        hashes = {
-            "start": hash_of_weights(self.model(START, seed)),
-            "tests": digest_of_tests(self.data, chain(*LIMITS)),
-        }
-        return ScoredModel(
-            SMALL_MOTE,
-            name,
-            seed,
-            scores,
-            settings=settings,
-            hashes=hashes,
-            source=f"scripts.train_small_mote@{commit()}",
-            command="python -m scripts.train_small_mote --data DATA",
-        )
+        tests = digest_of_tests(self.data, chain(*LIMITS))
+        hashes = {"start": hash_of_weights(self.model(START, seed)), "tests": tests}
+        source, command = f"scripts.train_small_mote@{commit()}", "python -m scripts.train_small_mote --data DATA"
+        described: dict[str, Any] = {"settings": settings, "hashes": hashes, "source": source, "command": command}
+        return ScoredModel(SMALL_MOTE, name, seed, scores, **described)
 
     def completed(self, kept: Path, seeds: Sequence[int]) -> Store:
         """Return the stored scores, with those of all models that were missing; store these at once."""
@@ -199,7 +164,7 @@ def compare(data: Path, out: Path, kept: Path, work: Path, seeds: Sequence[int])
     if not out.exists():  # its scores were stored without it
         comparison.model("mote", OWN_SEED)
     scores = stored.scores_of(every.of_scale(SMALL_MOTE))
-    sections = SECTIONS.format(
+    sections = SECTIONS.read_text(encoding="utf-8").format(
         scores=readme_table(scores),
         tests=claims_of(stored_table(every.contents("table", SMALL_MOTE)[SMALL_MOTE]), scores),
         count=len(scores.types),
@@ -209,7 +174,7 @@ def compare(data: Path, out: Path, kept: Path, work: Path, seeds: Sequence[int])
     )
     card = out / "README.md"
     own, _, _ = card.read_text(encoding="utf-8").partition("\n## Scores\n")
-    card.write_text(own + sections, encoding="utf-8")
+    card.write_text(f"{own}\n{sections}", encoding="utf-8")
     mote.write_card(out)
     logger.info("%s", sections)
 

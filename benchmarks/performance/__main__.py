@@ -1,26 +1,23 @@
 """Speed and memory of MoTE compared with the dense model: the benchmarks of docs/performance.md.
 
     python -m benchmarks.performance --quick                                       # minutes: only checks that all run
-    python -m benchmarks.performance --checkpoint FOLDER --data FOLDER --out DIR   # an hour on a CPU
+    python -m benchmarks.performance --checkpoint FOLDER --data FOLDER > new.md    # an hour on a CPU
     python -m benchmarks.performance forward mixed --checkpoint FOLDER             # some of them
 
 Benchmarks run one after another, each in its own process; ratios come from paired runs within that process. A missed
-target is reported and does not stop the other benchmarks; the exit status is 1 if a benchmark fails to run. With --out,
-each result is written to NAME.json, and all results in that folder to `performance.md`.
+target is reported and does not stop the other benchmarks; the exit status is 1 if a benchmark fails to run.
 """
 
 import argparse
-import json
 import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 
-from benchmarks.performance.benchmark import Benchmark, Options, Target, measure
-from mote.reporting import markdown_table
+from benchmarks.performance.benchmark import Options, measure
 
 BENCHMARKS = {
     "forward": "forward pass of one task compared with the native dense model",
@@ -32,18 +29,12 @@ BENCHMARKS = {
     "switching": "switching experts from the CPU and from disk",
     "upcycling": "upcycling compared with copying the result",
     "exported": "encode with an exported expert, all CPU runtimes",
-    "task_lora": "compared with one LoRA adapter per task",
-    "batch_size": "batch size of encode",
-    "compiled": "torch.compile",
-    "compression": "experts as low-rank differences, or in 8 bits",
-    "sparse_training": "a training step of hybrid models, with and without all logits in memory",
-    "service": "the HTTP service under load",
 }
 
 
 def main() -> int:
     """Run the chosen benchmarks and print their results."""
-    options, out, names = _arguments()
+    options, names = _arguments()
     failures = 0
     for name in names:
         print(f"… {name}: {BENCHMARKS[name]}", file=sys.stderr, flush=True)
@@ -55,33 +46,10 @@ def main() -> int:
             print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             continue
         print(f"{benchmark}\n", flush=True)
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-            (out / f"{name}.json").write_text(json.dumps(asdict(benchmark), indent=2, ensure_ascii=False) + "\n")
-    if out is not None:
-        results = [result for name in BENCHMARKS if (result := _read(out / f"{name}.json"))]
-        (out / "performance.md").write_text(report(results))
     return 1 if failures else 0
 
 
-def report(benchmarks: list[Benchmark]) -> str:
-    """Format a table of all targets, then each benchmark."""
-    rows = [
-        [
-            benchmark.title,
-            target.what,
-            f"{target.value:.3f}",
-            f"{'≥' if target.at_least else '≤'} {target.limit:g}",
-            "yes" if target.met else "**no**",
-        ]
-        for benchmark in benchmarks
-        for target in benchmark.targets
-    ]
-    targets = markdown_table(["benchmark", "measure", "value", "target", "met"], rows, align="llrrl")
-    return "\n\n".join([targets, *map(str, benchmarks)]) + "\n"
-
-
-def _arguments() -> tuple[Options, Path | None, list[str]]:
+def _arguments() -> tuple[Options, list[str]]:
     defaults = Options()
     listing = "\n".join(f"  {name:<14} {what}" for name, what in BENCHMARKS.items())
     parser = argparse.ArgumentParser(
@@ -98,7 +66,6 @@ def _arguments() -> tuple[Options, Path | None, list[str]]:
     add("--dtype", default="float32", help="float32 (default) or bfloat16")
     add("--seconds", type=float, default=defaults.seconds, help="measuring time per ratio (default: %(default)s)")
     add("--quick", action="store_true", help="few repeats and small inputs, to check that it runs")
-    add("--out", type=Path, metavar="DIR", help="folder for the results")
     words = parser.parse_args()
     unknown = [name for name in words.names if name not in BENCHMARKS]
     if unknown:
@@ -107,14 +74,7 @@ def _arguments() -> tuple[Options, Path | None, list[str]]:
         parser.error(f"{words.checkpoint} has no config.json: expected a dense checkpoint")
     settings = {field.name: getattr(words, field.name) for field in fields(Options)}
     settings["dtype"] = getattr(torch, words.dtype)
-    return Options(**settings), words.out, words.names or list(BENCHMARKS)
-
-
-def _read(path: Path) -> Benchmark | None:
-    if not path.is_file():
-        return None
-    content = json.loads(path.read_text())
-    return Benchmark(**{**content, "targets": [Target(**target) for target in content["targets"]]})
+    return Options(**settings), words.names or list(BENCHMARKS)
 
 
 if __name__ == "__main__":

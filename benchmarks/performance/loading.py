@@ -6,7 +6,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from transformers import AutoModel
 from transformers.utils import logging
 
@@ -51,8 +50,6 @@ def measure(options: Options) -> Benchmark:
             "Memory: each model is loaded in a separate process. The value is its peak resident memory minus its "
             "resident memory after loading and using a small dense model and a small MoTE. Every weight is read once, "
             "because loading only maps the file. In parentheses: the peak including the libraries.",
-            "With the first text: as loading only maps the file, the weights are read in the first forward pass; this "
-            "time includes one of 16 tokens.",
             "With 64 experts, the file header is many times as long as with one, and safetensors parses all of it.",
         ],
     )
@@ -95,7 +92,6 @@ def _times(options: Options, folder: Path) -> tuple[list[list[str]], list[Target
             None,
         ),
         "dense / dense": (dense, dense, None),
-        "with the first text, one of 4 / dense": (lambda: _embed(dense()), lambda: _embed(four(), task=FIRST), None),
     }
     rows, targets = [], []
     for what, (baseline, candidate, limit) in pairs.items():
@@ -105,12 +101,6 @@ def _times(options: Options, folder: Path) -> tuple[list[list[str]], list[Target
         if limit is not None:
             targets.append(Target(f"time, {what}", found.ratio, limit))
     return rows, targets
-
-
-def _embed(model: Any, **task: str) -> None:
-    """Run a model once, which reads the weights that loading has only mapped into memory."""
-    with torch.inference_mode():
-        model(input_ids=torch.arange(5, 21, device=model.device)[None], **task)
 
 
 def _memory(options: Options, folder: Path) -> tuple[list[list[str]], list[Target]]:

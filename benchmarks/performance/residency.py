@@ -27,16 +27,13 @@ def measure(options: Options) -> Benchmark:
         make_mote(dense).save_pretrained(folder / "mote")
         kinds: dict[str, Callable[[], Any]] = {
             "dense": lambda: AutoModel.from_pretrained(folder / "dense", add_pooling_layer=False, **arguments),
-            'MoTE, offload="disk"': lambda: _offloaded(folder / "mote", "disk"),
+            'MoTE, offload="disk"': lambda: load(folder / "mote", offload="disk", **arguments),
             "MoTE, all experts": lambda: MoTEModel.from_pretrained(folder / "mote", **arguments),
         }
         arguments: dict[str, Any] = {"dtype": options.dtype, "device_map": options.device}
 
-        def _offloaded(path: Path, to: str) -> MoTEModel:
-            return load(path, offload=to, **arguments)
-
         if options.device != "cpu":
-            kinds['MoTE, offload="cpu"'] = lambda: _offloaded(folder / "mote", "cpu")
+            kinds['MoTE, offload="cpu"'] = lambda: load(folder / "mote", offload="cpu", **arguments)
         found = {kind: _on_device(options, load) for kind, load in kinds.items()}
         if options.device == "cpu":
             upcycle(str(SMALL_ENCODER), folder / "small")

@@ -1,7 +1,6 @@
 """Switching experts from the CPU's memory and from disk, compared with the time that moving the bytes takes."""
 
 import copy
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -30,11 +29,8 @@ def measure(options: Options) -> Benchmark:
         size = sum(t.nbytes for block in whole.blocks for t in block.experts[TASKS[0]].state_dict().values())
         rows = [
             _row("from the CPU", options, from_cpu, repeats, _copying(options, from_cpu), size),
-            _row("from disk, in the page cache", options, from_disk, repeats, _reading(file, size), size),
+            _row("from disk (in the page cache)", options, from_disk, repeats, _reading(file, size), size),
         ]
-        cold = _cold(file)
-        if cold is not None:
-            rows.append(_row("from disk, not cached", options, from_disk, repeats, _reading(file, size), size, cold))
     return Benchmark(
         "switching",
         f"Switching experts of {options.checkpoint.name} ({size / 1e6:.1f} MB each), {options.device}",
@@ -44,7 +40,6 @@ def measure(options: Options) -> Benchmark:
         [
             f"Medians of {repeats} switches, each to another of four experts, with keep=1. Bytes alone: the same "
             "number of bytes, copied in one piece from memory (pinned memory on a GPU) or read from the same file.",
-            "Not cached: each run follows `posix_fadvise(DONTNEED)`, which a file system may ignore.",
         ],
     )
 
@@ -69,19 +64,17 @@ def _row(
     repeats: int,
     bytes_alone: Callable[[], None],
     size: int,
-    before: Callable[[], None] = lambda: None,
 ) -> list[str]:
     switch = _switching(options, model)
     pairs = []
     for _ in range(repeats):
-        pairs.append((_time(switch, before), _time(bytes_alone, before)))
+        pairs.append((_time(switch), _time(bytes_alone)))
     switched, moved = (statistics.median(times) for times in zip(*pairs, strict=True))
     ratio = statistics.median(one / other for one, other in pairs)
     return [what, milliseconds(switched), milliseconds(moved), f"{ratio:.2f}", f"{size / moved / 1e9:.2f}"]
 
 
-def _time(act: Callable[[], None], before: Callable[[], None]) -> float:
-    before()
+def _time(act: Callable[[], None]) -> float:
     started = time.perf_counter()
     act()
     return time.perf_counter() - started
@@ -113,17 +106,3 @@ def _reading(file: Path, size: int) -> Callable[[], None]:
             stream.readinto(target)
 
     return read
-
-
-def _cold(file: Path) -> Callable[[], None] | None:
-    """Return a function that drops a file from the page cache; None if the system cannot."""
-    if not hasattr(os, "posix_fadvise"):
-        return None
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())  # only pages that are on disk can be dropped
-
-    def forget() -> None:
-        with file.open("rb") as stream:
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    return forget

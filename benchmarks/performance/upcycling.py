@@ -7,9 +7,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -38,16 +38,15 @@ print(json.dumps([imported - started, time.perf_counter() - imported, before, pe
 """
 
 
-@dataclass(frozen=True)
-class Run:
-    """Seconds and bytes of one upcycling and one copy of its result."""
+class Run(NamedTuple):
+    """Seconds of one upcycling and one copy of its result, and bytes of memory."""
 
     whole: float
     imports: float
     work: float
+    copy: float
     imported: int
     peak: int
-    copy: float
 
 
 def measure(options: Options) -> Benchmark:
@@ -96,7 +95,7 @@ def run_pairs(source: Path, folder: Path, count: int) -> list[Run]:
         imports, work, imported, peak = json.loads(told.splitlines()[-1])
         reflink = ["--reflink=never"] if sys.platform == "linux" else []  # copy the bytes, not references to them
         copy, _ = _timed(["cp", "-r", *reflink, str(folder / "mote")], folder / "copy")
-        runs.append(Run(seconds, imports, work, imported, peak, copy))
+        runs.append(Run(seconds, imports, work, copy, imported, peak))
     return runs[1:]
 
 
@@ -110,16 +109,10 @@ def _timed(command: list[str], out: Path, *option: str) -> tuple[float, str]:
 
 
 def _row(label: str, written: int, runs: list[Run]) -> list[str]:
-    parts: tuple[Callable[[Run], float], ...] = (
-        lambda run: run.whole,
-        lambda run: run.imports,
-        lambda run: run.work,
-        lambda run: run.copy,
-        lambda run: run.whole / run.copy,
-        lambda run: run.work / run.copy,
-    )
+    times = [statistics.median(of_runs) for of_runs in list(zip(*runs, strict=True))[:4]]
+    times += [_median(runs, lambda run: run.whole / run.copy), _median(runs, lambda run: run.work / run.copy)]
     peak = max(run.peak for run in runs) / 1e6
-    return [label, f"{written / 1e6:,.1f}", *(f"{_median(runs, part):.2f}" for part in parts), f"{peak:,.0f}"]
+    return [label, f"{written / 1e6:,.1f}", *(f"{time:.2f}" for time in times), f"{peak:,.0f}"]
 
 
 def _median(runs: list[Run], of: Callable[[Run], float]) -> float:

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import sentence_transformers
 import torch
@@ -20,72 +21,7 @@ from scripts.distill_small_encoder.student import (
 )
 from scripts.text_sets import ENCODER_SETS
 
-CARD = """\
----
-license: apache-2.0
-language: en
-library_name: sentence-transformers
-pipeline_tag: sentence-similarity
-base_model: sentence-transformers/all-MiniLM-L6-v2
-tags:
-- sentence-transformers
-- sentence-similarity
-- feature-extraction
-- distillation
----
-
-# A small sentence encoder
-
-A dense English sentence encoder of {megabytes:.1f} MB, small enough to ship with the repository's code:
-{parameters:.2f} M parameters, {layers} BERT layers of width {dimensions} ({heads} heads, feed-forward {feed_forward}),
-{vocabulary:,} word pieces, texts up to {tokens} tokens. It is distilled from `all-MiniLM-L6-v2` and meant for trying
-things out: when quality matters, use the teacher.
-
-```python
-from sentence_transformers import SentenceTransformer
-
-model = SentenceTransformer("examples/small-encoder")
-documents = ["The cat sleeps on the sofa.", "Interest rates rose again.", "Boil the pasta for ten minutes."]
-print(model.similarity(model.encode("how do I cook noodles"), model.encode(documents)))
-```
-
-## Figures
-
-{figures}
-
-Measured with the evaluators of sentence-transformers on the fp16 file in this folder. Relevance in NFCorpus is treated
-as binary, so its figures cannot be compared with published ones. The last column is the upper bound for distillation
-into {dimensions} dimensions. Neither dataset was trained on, and nothing was chosen on a test split.
-
-## How it was made
-
-```
-{command}
-```
-
-- **Texts**: {texts:,} distinct texts{limited}: all columns of the datasets below, train splits only, and runs of one to
-  three sentences from the long texts. No labels were used.
-- **Targets**: the teacher's embeddings projected onto their {dimensions} principal directions, which hold {kept:.1%} of
-  the squared length, and scaled to length 1 again.
-- **Student**: word, position and segment embeddings are initialised with the teacher's, projected by a PCA; the layers
-  are initialised at random. The word pieces are the teacher's most useful {vocabulary:,}; the model is uncased.
-- **Training**: `EmbedDistillLoss` (cosine), AdamW, {epochs} epochs, batches of {batch_size} texts of similar length,
-  learning rate {learning_rate} with 5% warm-up and cosine decay, weight decay 0.01, no dropout, seed {seed}.
-  {minutes:.1f} minutes on {device}, including the teacher's embeddings. transformers {transformers},
-  sentence-transformers {sentence_transformers}, torch {torch}.
-- **Format**: weights in fp16, loaded into fp32 (set in the config). BERT's pooler is not in the file, and not used.
-
-## Texts and their licences
-
-The texts themselves are not in this folder.
-
-{sets}
-
-## Licence
-
-Apache-2.0, as is the teacher, [all-MiniLM-L6-v2](https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2) by
-the sentence-transformers authors.
-"""
+CARD = Path(__file__).with_suffix(".md")
 
 
 def shown_command(options: argparse.Namespace) -> str:
@@ -127,7 +63,7 @@ def write_card(
     models = ["this model", "teacher", f"teacher, {DIMENSIONS} dimensions"]
     figures = [[name, *(f"{figures[name]:.2f}" for figures in measured)] for name in measured[0]]
     sets = [[one.path, one.source, one.licence, f"{counts[one.path]:,}"] for one in ENCODER_SETS]
-    card = CARD.format(
+    card = CARD.read_text(encoding="utf-8").format(
         megabytes=folder_bytes(options.out) / 1e6,
         layers=LAYERS,
         dimensions=DIMENSIONS,

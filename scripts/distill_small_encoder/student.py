@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
-from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizer
+from transformers import AutoModel, BertConfig, BertModel, BertTokenizer
 
 from scripts.distill_small_encoder.targets import principal_directions
 from scripts.distill_small_encoder.vocabulary import choose_pieces
@@ -43,9 +43,7 @@ def copy_embeddings(student: BertModel, teacher: BertModel, teacher_ids: Sequenc
 
 def build_student(teacher_folder: Path, texts: Sequence[str], folder: Path) -> SentenceTransformer:
     """Build the untrained student, through a folder from which sentence-transformers loads its first module."""
-    teacher_tokenizer = AutoTokenizer.from_pretrained(teacher_folder)
-    if not isinstance(teacher_tokenizer, BertTokenizer):
-        raise TypeError(f"The teacher's tokenizer is a {type(teacher_tokenizer).__name__}; expected a BertTokenizer.")
+    teacher_tokenizer = BertTokenizer.from_pretrained(teacher_folder)
     pieces = choose_pieces(teacher_tokenizer, texts, VOCABULARY_SIZE)
     tokenizer = BertTokenizer(
         vocab={piece: index for index, piece in enumerate(pieces)},
@@ -102,8 +100,6 @@ def check_folder(folder: Path, student: SentenceTransformer, texts: Sequence[str
     missing = set(loading["missing_keys"]) - {"pooler.dense.weight", "pooler.dense.bias"}
     if missing or loading["unexpected_keys"]:
         raise RuntimeError(f"{folder}: missing {sorted(missing)}, unexpected {sorted(loading['unexpected_keys'])}")
-    if (length := AutoTokenizer.from_pretrained(folder)("A TEST", return_length=True)["length"]) != [4]:
-        raise RuntimeError(f"{folder}: the tokenizer should give 'A TEST' four tokens, got {length}")
     loaded = SentenceTransformer(str(folder))
     cosines = (loaded.encode(list(texts)) * student.encode(list(texts))).sum(axis=1)
     if cosines.min() < 0.9999:

@@ -2,12 +2,11 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from helpers.paths import ROOT
 
-from benchmarks.performance.__main__ import BENCHMARKS, report
+from benchmarks.performance.__main__ import BENCHMARKS
 from benchmarks.performance.benchmark import Benchmark, Target
 
 
@@ -23,15 +22,10 @@ def test_targets_are_upper_or_lower_limits() -> None:
     assert not Target("faster", 1.9, 2, at_least=True).met
 
 
-def test_the_report_lists_met_and_missed_targets() -> None:
+def test_a_benchmark_lists_met_and_missed_targets() -> None:
     targets = [Target("batch 1", 1.001, 1.01), Target("batch 32", 1.02, 1.01)]
-    benchmark = Benchmark(
-        "forward", "Forward", ["batch", "ratio"], [["1", "1.001"], ["32", "1.020"]], targets, ["One thread."]
-    )
-    text = report([benchmark])
-    assert "| Forward | batch 1 | 1.001 | ≤ 1.01 | yes |" in text
-    assert "| Forward | batch 32 | 1.020 | ≤ 1.01 | **no** |" in text
-    assert "- batch 32: 1.020 (≤ 1.01), MISSED\n- One thread." in text
+    benchmark = Benchmark("forward", "Forward", ["batch", "ratio"], [["1", "1.001"]], targets, ["One thread."])
+    assert "- batch 1: 1.001 (≤ 1.01), met\n- batch 32: 1.020 (≤ 1.01), MISSED\n- One thread." in str(benchmark)
 
 
 def test_every_benchmark_has_a_module() -> None:
@@ -53,8 +47,7 @@ def test_invalid_arguments(words: list[str], said: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_benchmark_runs(tmp_path: Path) -> None:
-    done = run("--quick", "--out", str(tmp_path))
+def test_every_benchmark_runs() -> None:
+    done = run("--quick")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert {path.stem for path in tmp_path.glob("*.json")} == set(BENCHMARKS)
-    assert (tmp_path / "performance.md").read_text().count("### ") == len(BENCHMARKS)
+    assert done.stdout.count("### ") == len(BENCHMARKS)
