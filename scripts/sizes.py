@@ -1,0 +1,148 @@
+"""Size of the repository by room, against its budgets, and how the library is written: `python scripts/sizes.py`.
+
+A room may grow only by what an issue grants, and rates hold for good. `--measure` adds figures without a limit.
+"""
+
+import argparse
+import ast
+import re
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+# Room → patterns of its files, and its budget in lines.
+LIBRARY = {
+    "root, remote": ((":(glob)*_mote.py", "src/mote/remote/*.py"), 2750),
+    "checkpoints": (("src/mote/checkpoints/*.py",), 2900),
+    "training": (("src/mote/training/*.py",), 4000),
+    "corpora": (("src/mote/corpora/*.py",), 1200),
+    "data": (("src/mote/data/*.py",), 800),
+    "evaluation, analysis": (("src/mote/evaluation/*.py", "src/mote/analysis/*.py"), 1800),
+    "experts, upcycling, lengthening": (
+        ("src/mote/experts/*.py", "src/mote/upcycling/*.py", "src/mote/lengthening.py"),
+        1700,
+    ),
+    "inference": (("src/mote/inference/*.py",), 900),
+    "cli, integrations, hub, reporting": (
+        ("src/mote/cli/*.py", "src/mote/integrations/*.py", "src/mote/hub.py", "src/mote/reporting.py"),
+        900,
+    ),
+}
+REST = 650  # files, options, and what else is in the package
+ALL = 17_600
+OTHERS = {
+    "tests": (("tests/*.py",), 20_000),
+    "benchmarks, scripts": (("benchmarks/*.py", "scripts/*.py"), 2500),
+    "research": (("research/*.py",), 2500),
+    "examples": (("examples/*.py",), 3031),
+}
+DOCS = 25_000  # words
+RAISES = 12  # in 1,000 lines
+VALIDATION = 0.07  # of the lines of code
+
+
+def tracked(patterns: Iterable[str]) -> list[Path]:
+    """Return the repository's files that match, without links."""
+    names = subprocess.run(["git", "ls-files", *patterns], capture_output=True, text=True, check=True).stdout.split()
+    return sorted({Path(name) for name in names if Path(name).is_file() and not Path(name).is_symlink()})
+
+
+def lines_of(files: Iterable[Path]) -> int:
+    """Count all lines."""
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+def code_lines(tree: ast.Module, text: str) -> int:
+    """Count lines that are neither blank, nor a comment, nor of a docstring."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    strings = [node.body[0] for node in ast.walk(tree) if isinstance(node, documented) and ast.get_docstring(node)]
+    prose = {line for string in strings for line in range(string.lineno, (string.end_lineno or 0) + 1)}
+    lines = enumerate(text.splitlines(), start=1)
+    return sum(bool(line.strip()) and not line.strip().startswith("#") and at not in prose for at, line in lines)
+
+
+def refuses(node: ast.AST) -> bool:
+    """Whether a statement only raises errors: an assertion, or a condition, loop or handler around them, too."""
+    if isinstance(node, ast.If | ast.For | ast.With):
+        return all(map(refuses, [*node.body, *getattr(node, "orelse", ())]))
+    if isinstance(node, ast.ExceptHandler):
+        return all(map(refuses, node.body))
+    return isinstance(node, ast.Raise | ast.Assert)
+
+
+def validation_lines(tree: ast.Module) -> set[int]:
+    """Return the lines of statements that only raise errors, and of functions that do little else."""
+    found: set[int] = set()
+    for node in ast.walk(tree):
+        steps: list[Any] = [node] if refuses(node) else []
+        if isinstance(node, ast.FunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            others = [step for step in body if not refuses(step)]
+            if len(others) < len(body) / 2 and all(isinstance(step, ast.Assign | ast.Return) for step in others):
+                steps = body
+                found.add(node.lineno)
+        found |= {line for step in steps for line in range(step.lineno, step.end_lineno + 1)}
+    return found
+
+
+def functions_in(trees: Iterable[ast.Module]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Iterate over all functions and methods."""
+    for tree in trees:
+        yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def main() -> int:
+    """Print the table; return 1 if something is over its limit."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--measure", action="store_true", help="also print figures without a limit")
+    measure = parser.parse_args().measure
+    files = {room: tracked(patterns) for room, (patterns, _) in LIBRARY.items()}
+    library = tracked(["src/mote/*.py", ":(glob)*_mote.py", "upcycle.py"])
+    named = {file for room in files.values() for file in room}
+    rows = [(room, lines_of(files[room]), budget) for room, (_, budget) in LIBRARY.items()]
+    rows += [
+        ("the rest of the package", lines_of(set(library) - named), REST),
+        ("root and src", lines_of(library), ALL),
+    ]
+    rows += [(room, lines_of(tracked(patterns)), budget) for room, (patterns, budget) in OTHERS.items()]
+    words = sum(len(file.read_text(encoding="utf-8").split()) for file in tracked(["docs/*.md"]))
+    rows.append(("docs, in words", words, DOCS))
+    texts = {file: file.read_text(encoding="utf-8") for file in library}
+    trees = {file: ast.parse(text) for file, text in texts.items()}
+    raises = sum(isinstance(node, ast.Raise) for tree in trees.values() for node in ast.walk(tree))
+    rows.append(("raise in 1,000 lines", round(1000 * raises / lines_of(library)), RAISES))
+    code = sum(code_lines(tree, texts[file]) for file, tree in trees.items())
+    validation = sum(len(validation_lines(tree)) for tree in trees.values())
+    rows.append(("validation, % of code", round(100 * validation / code), round(100 * VALIDATION)))
+    print(f"{'room':35}{'now':>8}{'at most':>9}")
+    for room, now, limit in rows:
+        print(f"{room:35}{now:>8,}{limit:>9,}{'  over' if now > limit else ''}")
+    if measure:
+        print_measures(trees, texts)
+    return int(any(now > limit for _, now, limit in rows))
+
+
+def print_measures(trees: dict[Path, ast.Module], texts: dict[Path, str]) -> None:
+    """Print the lengths of functions, private functions with one caller, public names, and what is not typed."""
+    functions = list(functions_in(trees.values()))
+    lengths = sorted((node.end_lineno or 0) - node.lineno + 1 for node in functions)
+    words = Counter(re.findall(r"\w+", "\n".join(texts.values())))
+    private = {node.name for node in functions if node.name.startswith("_") and not node.name.startswith("__")}
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    top = [node.name for tree in trees.values() for node in tree.body if isinstance(node, definitions)]
+    everything = "\n".join(texts.values())
+    print(
+        f"\nfunctions: {len(lengths)}, lines: median {statistics.median(lengths):g}, "
+        f"p90 {lengths[int(0.9 * len(lengths))]}, longest {lengths[-1]}\n"
+        f"private functions: {len(private)}, named once more: {sum(words[name] == 2 for name in private)}\n"
+        f"public functions and classes of modules: {sum(not name.startswith('_') for name in top)}\n"
+        f"': Any': {everything.count(': Any')}, 'type: ignore': {everything.count('type: ignore')}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
