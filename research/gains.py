@@ -1,6 +1,7 @@
 """Table and chart of the small MoTE: the dense model without and with instructions, and MoTE, by task type."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +27,12 @@ Gains = dict[str, dict[str, list[float]]]
 """Name → group of datasets → gains over the dense model without instructions, one per seed."""
 
 
-def readme_table(scores: Scores) -> str:
+def readme_table(scores: Scores, labels: Iterable[str] = tuple(ROWS)) -> str:
     """Format means over datasets and seeds, with the best of each row in bold."""
     names = tuple(NAMES)
     rows = []
-    for label, types in ROWS.items():
+    for label in labels:
+        types = ROWS[label]
         datasets = datasets_of(scores, types, names)
         means = [cell(scores, name, datasets).mean for name in names]
         shown = [f"**{mean:.2f}**" if mean == max(means) else f"{mean:.2f}" for mean in means]

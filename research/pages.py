@@ -66,7 +66,8 @@ def known_tables(store: Store) -> dict[str, str]:
             store.contents("sweep", "task_loras")["task_loras"]["sweep"], scores_of(store.of_scale("task_loras"))
         ),
         "small_mote": _small_mote(store.contents("table", SMALL_MOTE)[SMALL_MOTE], of_scales[SMALL_MOTE]),
-        "readme": readme_table(of_scales[SMALL_MOTE]),
+        "readme": readme_table(of_scales[SMALL_MOTE], ("retrieval", "classification", "clustering", "all")),
+        "small_mote/types": readme_table(of_scales[SMALL_MOTE]),
     }
     tables |= {f"summary/{name}": summary_table(rows, of_scales) for name, rows in SUMMARIES.items()}
     for scale in SCALES:

@@ -15,7 +15,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def test_the_first_screen_has_two_commands_in_short_lines() -> None:
     block = re.search(r"```bash\n(.*?)```", README, re.DOTALL)
     assert block is not None
-    assert max(map(len, block[1].splitlines())) <= 100
+    assert max(map(len, block[1].splitlines())) <= 110
     commands = re.findall(r"^python3 -m venv .*?(?:&&\n.*?)*$", block[1], re.MULTILINE)
     assert [re.split(r"&&\s+", command)[-1] for command in commands] == [
         ".venv/bin/python examples/00_quickstart.py",
@@ -23,8 +23,12 @@ def test_the_first_screen_has_two_commands_in_short_lines() -> None:
     ]
 
 
+def test_what_decides_is_read_in_one_minute() -> None:
+    assert len(README.split("\n## How it works")[0].splitlines()) <= 45
+
+
 def test_the_python_lines_print_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    block = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", README, re.DOTALL)
+    block = re.search(r"```python\n(.*?)```\n```\n(.*?)```", README, re.DOTALL)
     assert block is not None
     code, shown = block.groups()
     (tmp_path / "examples").symlink_to(ROOT / "examples")

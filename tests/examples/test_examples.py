@@ -33,7 +33,7 @@ def test_every_example_is_listed() -> None:
 @pytest.mark.long
 def test_quickstart(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     printed = run("00_quickstart", capsys, monkeypatch, "--out", str(tmp_path / "map.png"))
-    in_readme = re.search(r"```\n(How do I .*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    in_readme = re.search(r"```\n(How do I .*?)```", (EXAMPLES / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert in_readme is not None
     shown = in_readme[1]
     assert_same_output(printed.split("\n\nThe titles in both", 1)[0] + "\n", shown, tolerance=0.03)
