@@ -63,13 +63,13 @@ _FIVE_TASKS = (
 _MATCHING = (
     "model.experts=[classification, clustering, search_query, search_document, text_matching]",
     *(f"model.tasks.{task}=text_matching" for task in _UNSEEN),
-    "model.instruction_texts.text_matching='text_matching: '",
+    "model.instructions.text_matching='text_matching: '",
 )
 _MATCHING_BY_SEARCH = (  # as in mote-best
     "model.experts=[classification, clustering, search]",
     *(f"model.tasks.{task}=search" for task in ("search_query", "search_document", "text_matching", *_UNSEEN)),
-    *(f"model.instruction_texts.{task}='{task}: '" for task in ("search_query", "search_document", "text_matching")),
-    *(f"model.instruction_texts.{task}='text_matching: '" for task in _UNSEEN),
+    *(f"model.instructions.{task}='{task}: '" for task in ("search_query", "search_document", "text_matching")),
+    *(f"model.instructions.{task}='text_matching: '" for task in _UNSEEN),
 )
 _BACK = "training.start_weight=0.25"  # a quarter back to the start
 

@@ -20,7 +20,6 @@ VERBS = [
     "lengthen",
     "train",
     "pretrain",
-    "chain",
     "evaluate",
     "analyze",
     "embed",
@@ -79,7 +78,7 @@ def test_quiet_prints_results_and_warnings_alone(
     assert main(["-q", "upcycle", "--src", str(dense), "--out", out]) == 0
     assert capsys.readouterr().out == ""
     assert main(["-q", "experts", "list", out]) == 0
-    assert capsys.readouterr().out.startswith("expert ")
+    assert capsys.readouterr().out.startswith("| expert ")
     assert "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ
 
 

@@ -1,27 +1,24 @@
 """What the documentation says is so: commands, options, settings, architectures, pages."""
 
-import inspect
-import json
 import re
 from collections.abc import Iterator
-from dataclasses import is_dataclass
 from importlib.util import find_spec
 from pkgutil import resolve_name
-from typing import Any, get_args
 
 import pytest
 from helpers import pages
 from helpers.paths import ROOT
-from pydantic import BaseModel
 
 import mote
-from mote.chains import Chain
 from mote.cli import command_tree
 from mote.remote.architectures_mote import ARCHITECTURES
+from mote.settings import Settings
 from mote.training.pretraining_recipe import PretrainingRecipe
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import shipped_recipes
 from mote.training.train import train
+from mote.upcycling.options import UpcyclingOptions
+from scripts import mkdocs_hooks
 
 GUIDE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 
@@ -79,54 +76,11 @@ def test_every_page_is_in_the_navigation() -> None:
     assert set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)) == pages
 
 
-def settings_in(annotation: Any) -> type[BaseModel] | None:
-    """The class of settings that an annotation is about, as in `list[DatasetSettings]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next(filter(None, map(settings_in, get_args(annotation))), None)
-
-
-def description(settings: type[BaseModel], name: str) -> str:
-    """A setting's description in the docstring of its class, or of the class that it is inherited from."""
-    pattern = re.compile(rf"^    {name}: (.*?)(?=^    \w+: |^\S|\Z)", re.DOTALL | re.MULTILINE)
-    found = (pattern.search(inspect.cleandoc(each.__doc__ or "")) for each in settings.__mro__)
-    return " ".join(next(match[1] for match in found if match).split())
-
-
-def all_settings(settings: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Name every key of a recipe, with its default and its description."""
-    refused = getattr(settings, "WITHOUT_EFFECT", ())
-    for name, field in settings.model_fields.items():
-        if name in refused:
-            continue
-        inside = settings_in(field.annotation)
-        if inside is not None:
-            inner = {"tasks": ".TASK", "datasets": "[]", "stages": ".STAGE"}.get(name, "")
-            yield from all_settings(inside, f"{prefix}{name}{inner}.")
-            continue
-        if field.is_required():
-            default = "required"
-        elif field.default == "":
-            default = "empty"
-        elif is_dataclass(field.default):
-            default = "the options' defaults"
-        else:
-            value = field.default if isinstance(field.default, str) else json.dumps(field.default)
-            default = f"`{value}`".replace("e-06", "e-6")
-        yield prefix + name, default, description(settings, name)
-
-
-@pytest.mark.parametrize(
-    ("page", "settings"), [("training", Recipe), ("pretraining", PretrainingRecipe), ("chains", Chain)]
-)
-def test_every_setting_is_in_the_table(page: str, settings: type[BaseModel]) -> None:
-    table = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split("## All settings", 1)[1]
-    found = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| (.*) \|$", table, re.MULTILINE)
-    expected = {key: rest for key, *rest in all_settings(settings)}
-    for key in expected:
-        if key.startswith("tasks.TASK.datasets[].teacher."):
-            expected[key][1] = "As in `tasks.TASK.teacher`."
-    assert [(key, *rest) for key, rest in expected.items()] == found
+@pytest.mark.parametrize("settings", [Recipe, PretrainingRecipe, UpcyclingOptions])
+def test_every_setting_is_described(settings: type[Settings]) -> None:
+    shown = list(mkdocs_hooks.all_settings(settings))
+    assert len(shown) > 30
+    assert not [key for key, _, text in shown if not text.endswith(".")]
 
 
 def test_every_shipped_recipe_is_listed() -> None:

@@ -162,8 +162,6 @@ def run_command(command: str) -> int:
             words += [*SHORT_TRAINING, *(FLOAT32 if words[1].startswith("nv-") else [])]
         case "pretrain":
             words += [*SHORT, *(["spans.length=8"] if "cot-mae-spans" in words else [])]
-        case "chain":
-            words += [f"train.{setting}" for setting in SHORT_TRAINING]
     if words[1:] and words[1].endswith(".yaml"):
         words.append("data.folder=DATA")  # not the reader's own
     return main(words)

@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 from benchmarks.performance.benchmark import Options
 from mote import MoTEConfig, MoTEModel
 from mote.data.rows import find_datasets, read_rows
-from mote.data.settings import DatasetSettings
+from mote.data.settings import DatasetSource
 
 COLUMNS = {  # task → folder of its datasets below the data folder, and column of its texts
     "classification": ("classification", "text"),
@@ -45,7 +45,7 @@ def real_texts(options: Options, rows: int) -> dict[str, list[str]]:
     """Read `rows` texts per task, evenly from its datasets."""
     texts = {}
     for task, (folder, column) in COLUMNS.items():
-        found = find_datasets(DatasetSettings(path=f"{folder}/*"), options.data)
+        found = find_datasets(DatasetSource(path=f"{folder}/*"), options.data)
         share = -(-rows // len(found))
         lines = [line.content.get(column) for location in found for line in islice(read_rows(location), share)]
         texts[task] = [text if isinstance(text, str) else str(text[0]) for text in lines if text][:rows]

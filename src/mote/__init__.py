@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mote import experts
     from mote.analysis.analyze import Analysis, analyze
-    from mote.chains import chain
     from mote.checkpoints.definitions import instruction_with
+    from mote.checkpoints.options import WriteOptions
     from mote.checkpoints.rewriting import write_card
     from mote.checkpoints.sentence_transformers import prompts_of
     from mote.checkpoints.transform import transform
-    from mote.checkpoints.writing import WriteOptions
     from mote.corpora.embed import embed_corpus
     from mote.corpora.filtering import filter_pairs
     from mote.corpora.negatives import mine_negatives
@@ -47,7 +46,6 @@ __all__ = [
     "UpcyclingPlan",
     "WriteOptions",
     "analyze",
-    "chain",
     "configure",
     "embed_corpus",
     "estimate_memory",
@@ -82,8 +80,7 @@ _MODULES = {
     "UpcyclingOptions": "mote.upcycling.options",
     **dict.fromkeys(["UpcyclingPlan", "plan_upcycling"], "mote.upcycling.plan"),
     "upcycle": "mote.upcycling.upcycle",
-    "WriteOptions": "mote.checkpoints.writing",
-    "chain": "mote.chains",
+    "WriteOptions": "mote.checkpoints.options",
     "configure": "mote.experts.configuring",
     "embed_corpus": "mote.corpora.embed",
     "filter_pairs": "mote.corpora.filtering",

@@ -14,11 +14,12 @@ from transformers import (
 from mote.checkpoints import cards
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.models import dense_without_weights, load_dense, load_tokenizer, quiet_transformers
+from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.plain import longest_sequence
 from mote.checkpoints.provenance import command_line, new_step
 from mote.checkpoints.reading import Checkpoint, is_mote, open_checkpoint
 from mote.checkpoints.tensors import read_shapes
-from mote.checkpoints.writing import WriteOptions, how_to_load, require_writable, write_repository
+from mote.checkpoints.writing import how_to_load, require_writable, write_repository
 from mote.files import read_json, write_json
 from mote.remote.configuration_mote import MTEB_PROMPTS
 

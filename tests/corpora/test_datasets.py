@@ -26,7 +26,7 @@ from mote.cli import main
 from mote.corpora import MiningSettings, Teacher, negatives, read_embeddings, run
 from mote.corpora.encoding import Model
 from mote.data.columns import check_row, find_columns
-from mote.data.settings import DatasetSettings
+from mote.data.settings import DatasetSource
 from mote.files import try_lock
 from mote.reporting import HOW_TO_RESUME
 
@@ -73,7 +73,7 @@ def test_rows_come_back_with_negatives_that_recipes_read(data: Path) -> None:
     assert main([*command, "--relative-margin", "0.3"]) == 0
     mined = rows_in(out / "retrieval/animals/train.jsonl.gz")
     assert [{key: row[key] for key in ROWS[0]} for row in mined] == ROWS
-    columns = find_columns(DatasetSettings(path="x"), mined[0], "mined")
+    columns = find_columns(DatasetSource(path="x"), mined[0], "mined")
     for row in mined:
         negatives = check_row(row, columns).negatives
         animal, place = row["query"].split()

@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 
 from mote.data.columns import Example, check_row, find_columns
-from mote.data.settings import DatasetSettings
+from mote.data.settings import DatasetSource
 
 PAIR = {"sentence1": "a", "sentence2": "b"}
 
 
 def check(row: dict[str, Any], columns: dict[str, Any] | None = None, present: tuple[str, ...] = ()) -> Example:
     """Read a row of a dataset that has the row's columns, if no others are named."""
-    settings = DatasetSettings(path="tiny", columns=columns or {})
+    settings = DatasetSource(path="tiny", columns=columns or {})
     return check_row(row, find_columns(settings, present or row, "retrieval/tiny"))
 
 
@@ -50,7 +50,7 @@ def test_pairs_under_many_names(row: dict[str, Any], columns: dict[str, str]) ->
     ],
 )
 def test_every_type_of_row(row: dict[str, Any], row_type: str, example: Example) -> None:
-    assert find_columns(DatasetSettings(path="tiny"), row, "tiny").row_type == row_type
+    assert find_columns(DatasetSource(path="tiny"), row, "tiny").row_type == row_type
     assert check(row) == example
 
 

@@ -14,7 +14,7 @@ from helpers.rows import write_rows
 from hub.hub_server import HubServer
 
 from mote.data.rows import find_datasets, read_files, read_rows, read_text_lines, require_valid
-from mote.data.settings import DatasetSettings
+from mote.data.settings import DatasetSource
 
 ROWS = [{"query": f"text {i}", "positive": f"answer to text {i}"} for i in range(3)]
 
@@ -25,7 +25,7 @@ def write(folder: Path, name: str, rows: Sequence[dict[str, Any]], file: str = "
 
 def find(folder: Path, path: str, **settings: Any) -> dict[str, list[dict[str, Any]]]:
     """The datasets that a path stands for, by name, and their rows."""
-    found = find_datasets(DatasetSettings(path=path, **settings), folder)
+    found = find_datasets(DatasetSource(path=path, **settings), folder)
     return {location.name: [row.content for row in read_rows(location)] for location in found}
 
 
@@ -147,10 +147,10 @@ HUB = """
 from pathlib import Path
 
 from mote.data.rows import find_datasets, read_rows
-from mote.data.settings import DatasetSettings
+from mote.data.settings import DatasetSource
 
 for name in ("user/pairs", "user/missing"):
-    (location,) = find_datasets(DatasetSettings(path="hub:" + name), Path())
+    (location,) = find_datasets(DatasetSource(path="hub:" + name), Path())
     try:
         print(location.name, [(row.where, row.content["query"]) for row in read_rows(location)])
     except FileNotFoundError as error:

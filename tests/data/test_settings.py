@@ -6,17 +6,17 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from mote.data.settings import DatasetSettings
+from mote.data.settings import DatasetSource
 
 
 def test_a_path_alone_is_enough() -> None:
-    settings = DatasetSettings.model_validate("retrieval/*")
+    settings = DatasetSource.model_validate("retrieval/*")
     assert (settings.path, settings.split, settings.columns, settings.exclude) == ("retrieval/*", "train", {}, [])
 
 
 def test_a_mistyped_key_names_the_nearest() -> None:
     with pytest.raises(ValidationError, match=r"unknown key 'splitt'\. Did you mean 'split'"):
-        DatasetSettings.model_validate({"path": "a", "splitt": "dev"})
+        DatasetSource.model_validate({"path": "a", "splitt": "dev"})
 
 
 @pytest.mark.processes

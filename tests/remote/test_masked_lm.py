@@ -321,7 +321,7 @@ def test_sources_without_a_head(dense: Path, source: Path, tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"has no head for masked language modelling \(missing: .*leave out"):
         upcycle(str(dense), tmp_path / "out", with_head=True)
     decoder = dense_checkpoint(tmp_path / "qwen3", "qwen3")
-    with pytest.raises(ValueError, match=r"no masked-language-model head for 'qwen3'. It has one for: nomic_bert, "):
+    with pytest.raises(ValueError, match=r"Unrecognized configuration class .*Qwen3Config.* AutoModelForMaskedLM"):
         upcycle(str(decoder), tmp_path / "out", with_head=True)
     published = published_nomic_moe(tmp_path / "moe")
     with pytest.raises(ValueError, match="moe has no head for masked language modelling: leave out `--with-head`"):

@@ -485,19 +485,10 @@ def test_blocks_on_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"num_experts_per_tok": 0},
-            "num_experts_per_tok must be an integer from 1 to 4, the number of experts, got 0",
-        ),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok must be from 1 to 4, the number of experts, got 0"),
         ({"num_experts_per_tok": 5}, "got 5"),
-        ({"num_experts_per_tok": 1.5}, "got 1.5"),
-        ({"num_experts_per_tok": True}, "got True"),
         ({"experts": ["a"]}, "from 1 to 1, the number of experts, got 2"),
-        ({"router_aux_loss_coef": -0.1}, "router_aux_loss_coef must be a finite number, 0 or more, got -0.1"),
-        ({"router_aux_loss_coef": float("nan")}, "got nan"),
-        ({"router_aux_loss_coef": "much"}, "got 'much'"),
-        ({"loaded_experts": ["a"]}, "With token routing every text needs all experts"),
-        ({"layer_path": "layers", "shared_modules": ["mlp"]}, "cannot describe the feed-forward network"),
+        ({"router_aux_loss_type": "equation_2"}, "Unknown router_aux_loss_type 'equation_2'"),
         (
             {"backbone_config": {"model_type": "albert", "hidden_size": 64, "intermediate_size": 64}},
             "does not support 'albert': it uses one layer again",

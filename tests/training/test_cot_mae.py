@@ -18,7 +18,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from mote.checkpoints.provenance import read_steps
 from mote.remote.configuration_mote import MoTEConfig
-from mote.remote.masked_lm_mote import MoTEForMaskedLM, native_with_head
+from mote.remote.masked_lm_mote import MoTEForMaskedLM
 from mote.training.contexts import ContextMasking, ContextRows
 from mote.training.objectives import Decoder, Pretraining
 from mote.training.pretraining import plan_pretraining, prepare, pretrain
@@ -196,7 +196,7 @@ def test_an_autoregressive_decoder_sees_the_vector_and_a_window() -> None:
 @pytest.mark.parametrize("vector", ["dense", "sparse"])
 def test_the_decoder_trains_the_encoder_through_the_vector(vector: Any, source: Path) -> None:
     torch.manual_seed(0)
-    native = native_with_head(dense_model("bert").config)
+    native = AutoModelForMaskedLM.from_config(dense_model("bert").config)
     config = MoTEConfig(backbone_config=native.config, experts=["a", "b"], pooling="cls")
     model = Pretraining(MoTEForMaskedLM(config, native), DecoderSettings(vector=vector, layers=1))
     ids = torch.randint(5, 50, (4, 6))
@@ -215,7 +215,7 @@ def test_the_decoder_trains_the_encoder_through_the_vector(vector: Any, source: 
 
 def test_a_batch_without_masked_tokens() -> None:
     """As the last batch of an epoch, of a single short text, may be: its loss is 0, not the mean over nothing."""
-    native = native_with_head(dense_model("bert").config)
+    native = AutoModelForMaskedLM.from_config(dense_model("bert").config)
     model = Pretraining(MoTEForMaskedLM(MoTEConfig(backbone_config=native.config, experts=["a", "b"]), native))
     ids = torch.randint(5, 50, (2, 4))
     output = model(ids, torch.ones_like(ids), torch.full_like(ids, -100), None, torch.tensor([0, 1]))
@@ -229,7 +229,7 @@ def test_the_same_passes_give_the_same_losses_and_gradients() -> None:
     torch.manual_seed(0)
     bert = dense_model("bert").config
     bert.hidden_dropout_prob = bert.attention_probs_dropout_prob = 0.0
-    native = native_with_head(bert)
+    native = AutoModelForMaskedLM.from_config(bert)
     config = MoTEConfig(backbone_config=native.config, experts=["a", "b", "c"], tasks={"d": "a"}, pooling="cls")
     model = MoTEForMaskedLM(config, native)
     ids, mask = torch.randint(5, 50, (5, 6)), torch.ones(5, 6, dtype=torch.long)

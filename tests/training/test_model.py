@@ -8,9 +8,6 @@ import torch
 from helpers.checkpoints import dense_checkpoint, published_nomic, trusted
 from helpers.runs import overrides
 from safetensors.torch import load_file, save_file
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.base.modules import Dense, Transformer
-from sentence_transformers.sentence_transformer.modules import Pooling
 
 from mote import upcycle
 from mote.checkpoints.models import load_dense, positions_of
@@ -60,24 +57,6 @@ def test_learned_positions_are_counted_without_weights(name: str, positions: int
     assert positions_of(source) == learned_positions(load_dense(source)[0]) == positions
     mote = open_checkpoint(str(upcycle(source, tmp_path / "mote")))
     assert positions_of(mote) == positions
-
-
-@pytest.mark.parametrize(
-    ("dimension", "modes", "dense"), [(16, ["mean"], []), (32, ["cls", "mean"], []), (8, ["mean"], [Dense(16, 8)])]
-)
-def test_embeddings_are_not_truncated_to_more_dimensions_than_they_have(
-    dimension: int, modes: list[Any], dense: list[Any], tmp_path: Path
-) -> None:
-    modules = [Transformer(str(dense_checkpoint(tmp_path / "tiny"))), Pooling(16, pooling_mode=modes), *dense]
-    SentenceTransformer(modules=modules).save(str(tmp_path / "source"))
-    source = open_checkpoint(str(tmp_path / "source"))
-    recipe = dense_recipe(source.folder)
-    for possible in ([dimension, 4], "halves"):
-        recipe.training.matryoshka = possible  # type: ignore[assignment]
-        names_of(recipe, source)
-    recipe.training.matryoshka = [dimension, 99]
-    with pytest.raises(ValueError, match=f"{dimension} dimensions and .* to 99. Choose dimensions up to {dimension}"):
-        names_of(recipe, source)
 
 
 def test_the_source_is_of_the_recipes_kind(fresh_folder: Path, data: Path, tmp_path: Path) -> None:
@@ -160,7 +139,7 @@ def test_the_recipe_decides_on_the_load_balancing_of_a_token_routed_source(token
 @pytest.mark.parametrize("kind", ["mote", "dense"])
 def test_settings_of_token_routing_need_it(kind: str, dense: Path, upcycled: Path) -> None:
     kept = ("model.num_experts=3", "model.router_aux_loss_coef=0.1")
-    with pytest.raises(ValueError, match=r"model\.num_experts, model\.router_aux_loss_coef: for token-routed models"):
+    with pytest.raises(ValueError, match="num_experts"):
         names_of(
             load_recipe("mote", [f"model.kind={kind}", f"model.source={dense}", *kept]), open_checkpoint(str(dense))
         )

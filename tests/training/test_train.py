@@ -481,17 +481,6 @@ def test_more_tokens_than_learned_positions_are_refused(recipe: str, tiny: Path,
     assert "2 steps" in plan(recipe, [*settings, f"model.max_length={positions}"])
 
 
-@pytest.mark.parametrize("recipe", ["em", "mote"])
-def test_more_dimensions_than_the_embeddings_have_are_refused(
-    recipe: str, tiny: Path, data: Path, tmp_path: Path
-) -> None:
-    settings = overrides(tiny, data, tmp_path / "run", "training.matryoshka=[32, 16]")
-    for start in (train, plan):
-        with pytest.raises(ValueError, match=r"matryoshka: the embeddings of .* have 16 dimensions"):
-            start(recipe, settings)
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_default_prompt_without_a_task_is_not_kept(data: Path, tmp_path: Path) -> None:
     source = shutil.copytree(SMALL_ENCODER, tmp_path / "source")
     settings = {"prompts": {"web_search": "Find: "}, "default_prompt_name": "web_search"}

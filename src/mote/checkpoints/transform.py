@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from mote.checkpoints import cards
 from mote.checkpoints.models import load_mote, load_tokenizer
+from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.provenance import command_line, new_step, plain, read_steps, write_steps
 from mote.checkpoints.reading import MoTECheckpoint, has_head, is_mote, open_mote, require_expert
 from mote.checkpoints.retrieval import retrieval_in
@@ -21,7 +22,7 @@ from mote.checkpoints.rewriting import rewritten_card
 from mote.checkpoints.sentence_transformers import normalizes
 from mote.checkpoints.staging import refuse_source
 from mote.checkpoints.tensors import parameter_counts, require_unquantised
-from mote.checkpoints.writing import WriteOptions, how_to_load, require_writable, write_repository
+from mote.checkpoints.writing import how_to_load, require_writable, write_repository
 
 logger = logging.getLogger(__name__)
 

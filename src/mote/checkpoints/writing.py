@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 
 from mote import hub
 from mote.checkpoints.models import quiet_transformers
+from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.plain import write_plainly
 from mote.checkpoints.provenance import Described, read_steps, recorded_files, write_steps
 from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, has_head, is_mote
@@ -26,26 +26,6 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer, SparseEncoder
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(kw_only=True)
-class WriteOptions:
-    """How a result is written.
-
-    Attributes:
-        overwrite: Replace the content of `out`, if it is a model or an expert that this package wrote; other files in
-            the folder are kept.
-        max_shard_size: Maximum size of a weight file, as in `"5GB"`.
-        push: Push the result to the Hub.
-        repo_id: Repository to push to. Default: the name of `out`, under the user of the token.
-        private: Make a new repository on the Hub private.
-    """
-
-    overwrite: bool = False
-    max_shard_size: str = "5GB"
-    push: bool = False
-    repo_id: str | None = None
-    private: bool = False
 
 
 def require_writable(out: Path, options: WriteOptions, source: Path | None = None) -> str:

@@ -150,7 +150,6 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "lengthen": commands.lengthen,
     "train": commands.train,
     "pretrain": commands.pretrain,
-    "chain": commands.chain,
     "evaluate": commands.evaluate,
     "analyze": commands.analyze,
     "embed": corpora.embed,

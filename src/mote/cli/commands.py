@@ -158,6 +158,7 @@ def upcycle(
     settings["tasks"] = options.mapping(tasks, "--task")
     settings["instructions"] = options.mapping(instructions, "--instruction")
     settings["definitions"] = options.mapping(definitions, "--definition")
+    settings = {name: value for name, value in settings.items() if value is not None}
     if dry_run:
         typer.echo(mote.plan_upcycling(src, out, **settings))
         typer.echo("Dry run: nothing was written.")
@@ -238,36 +239,6 @@ def _run(
         typer.echo("Dry run: nothing was trained.")
     else:
         start(recipe, overrides or [], overwrite=overwrite)
-
-
-def chain(
-    recipe: Annotated[str, typer.Argument(help="Chain: a file, or the name of a shipped one.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Settings that override those of the chain.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all stages, print the plan, run nothing.")] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Discard a finished or interrupted chain and start over.")
-    ] = False,
-) -> None:
-    """Mine negatives and train, stage by stage.
-
-    A stage may mine with the model of an earlier one. The same command resumes an interrupted chain.
-    """
-    from transformers.utils import logging
-
-    with options.extra("train"):
-        from datasets.utils import logging as datasets_logging
-    with options.extra("corpora"):
-        from mote import chains
-
-    for library in (logging, datasets_logging):
-        library.disable_progress_bar()
-    if dry_run:
-        typer.echo(chains.plan_chain(recipe, overrides or []))
-        typer.echo("Dry run: nothing was run.")
-    else:
-        chains.chain(recipe, overrides or [], overwrite=overwrite)
 
 
 def evaluate(

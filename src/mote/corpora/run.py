@@ -37,7 +37,7 @@ from mote.corpora.source import find_corpus
 from mote.corpora.sparse import SparseTeacher
 from mote.corpora.store import key_of, read_embeddings, without_names
 from mote.data.rows import Location, find_datasets, load_from_hub
-from mote.data.settings import DatasetSettings
+from mote.data.settings import DatasetSource
 from mote.inference.loading import is_sparse_encoder
 from mote.reporting import HOW_TO_RESUME
 
@@ -348,7 +348,7 @@ def locate(datasets: Sequence[str], folder: str | Path, split: str, subset: str 
         FileNotFoundError: If there is none.
         ValueError: If one is named twice.
     """
-    settings = [DatasetSettings(path=path, split=split, subset=subset) for path in datasets]
+    settings = [DatasetSource(path=path, split=split, subset=subset) for path in datasets]
     found = [location for one in settings for location in find_datasets(one, Path(folder))]
     names = [location.name for location in found]
     repeated = sorted({name for name in names if names.count(name) > 1})

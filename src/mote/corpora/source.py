@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from mote.corpora.folder import sha256
 from mote.data.columns import check_string, no_column
 from mote.data.rows import Row, count_rows, find_datasets, load_from_hub, numbered, read_file
-from mote.data.settings import DatasetSettings
+from mote.data.settings import DatasetSource
 
 TEXT_COLUMNS = ("text", "sentence", "document", "passage", "content", "query", "question")
 TITLE = "title"
@@ -100,7 +100,7 @@ class Part:
     """
 
     name: str
-    settings: DatasetSettings
+    settings: DatasetSource
     file: Path | None
     rows: int = 0
     sha256: str = ""
@@ -211,7 +211,7 @@ def find_corpus(
     parts = tuple(
         Part(location.name if file is None else file.name, location.settings, file)
         for word in files
-        for location in find_datasets(DatasetSettings(path=word, split=split, subset=subset), here)
+        for location in find_datasets(DatasetSource(path=word, split=split, subset=subset), here)
         for file in location.files or (None,)
     )
     columns = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
-from mote.data.settings import DatasetSettings
+from mote.data.settings import DatasetSource
 from mote.remote.configuration_mote import alternatives
 
 RowType = Literal["pairs", "scored", "labelled", "texts"]
@@ -62,7 +62,7 @@ class Example(NamedTuple):
     label: str | float | None = None
 
 
-def find_columns(settings: DatasetSettings, present: Iterable[str], name: str) -> Columns:
+def find_columns(settings: DatasetSource, present: Iterable[str], name: str) -> Columns:
     """Determine what the columns of a dataset mean: from its settings, or else by their usual names.
 
     Args:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from mote.remote.configuration_mote import alternatives
 
 if TYPE_CHECKING:
-    from mote.data.settings import DatasetSettings
+    from mote.data.settings import DatasetSource
 
 HUB = "hub:"
 ENDINGS = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
@@ -159,7 +159,7 @@ def numbered(name: str, rows: Iterable[dict[str, Any]], start: int = 0) -> Itera
 
 # Datasets ------------------------------------------------------------------------------------------------------------
 
-AnySettings = TypeVar("AnySettings", bound="DatasetSettings")
+AnySettings = TypeVar("AnySettings", bound="DatasetSource")
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ def read_rows(location: Location[Any]) -> Iterator[Row]:
     return numbered(location.name, load_from_hub(location.settings))
 
 
-def load_from_hub(settings: "DatasetSettings") -> Any:
+def load_from_hub(settings: "DatasetSource") -> Any:
     """Load a dataset from the Hub, or from the cache of `datasets`.
 
     Raises:

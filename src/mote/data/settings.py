@@ -1,27 +1,13 @@
-"""Settings that name a dataset; recipes of training extend them."""
+"""Where a dataset is; recipes of training extend this."""
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
-from mote.remote.configuration_mote import alternatives
-
-
-class Settings(BaseModel):
-    """Settings in which a mistyped key is an error that names the nearest known one."""
-
-    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unknown_keys(cls, settings: Any) -> Any:
-        for key in settings if isinstance(settings, dict) and cls.model_config["extra"] == "forbid" else ():
-            if key not in cls.model_fields:
-                raise ValueError(f"unknown key {key!r}." + alternatives(key, cls.model_fields))
-        return settings
+from mote.settings import Settings
 
 
-class DatasetSettings(Settings):
+class DatasetSource(Settings):
     """Where a dataset is, and what its columns mean.
 
     Attributes:

@@ -21,11 +21,12 @@ from transformers import CONFIG_MAPPING
 
 from mote import hub
 from mote.checkpoints import cards
+from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.provenance import command_line, new_step, origin_of, read_steps, recorded_files, write_steps
 from mote.checkpoints.reading import MoTECheckpoint, is_mote, open_mote, require_expert
 from mote.checkpoints.staging import EXPERT_FILE, ModelStaging
 from mote.checkpoints.tensors import HEAD, weight_name
-from mote.checkpoints.writing import WriteOptions, require_writable
+from mote.checkpoints.writing import require_writable
 from mote.experts.checks import require_task_experts, require_uncompressed
 from mote.files import read_json
 from mote.remote.architectures_mote import architecture_of

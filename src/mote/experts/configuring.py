@@ -1,7 +1,6 @@
 """Settings of a MoTE on disk that decide which expert a text goes to, and which instruction is put in front of it."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +13,9 @@ from mote.checkpoints.instructions import (
     write_instruction_pooling,
 )
 from mote.checkpoints.models import load_tokenizer
+from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.reading import open_mote
 from mote.checkpoints.transform import transform, verb
-from mote.checkpoints.writing import WriteOptions
 from mote.remote.configuration_mote import alternatives
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def configure(
         raise ValueError(f"Nothing to set: expected {' or '.join(KEYS)}")
     options = options or WriteOptions()
     if out is None:
-        options = replace(options, overwrite=True)
+        options = options.updated(overwrite=True)
     return transform(
         src, out, _set, changes, revision=revision, options=options, after=partial(_write, changes=changes)
     )

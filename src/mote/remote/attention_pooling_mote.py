@@ -40,7 +40,7 @@ class AttentionPoolingConfig(MoTEConfig):
             `pooling_heads` times as wide as the hidden states.
 
     Raises:
-        ValueError: As in `MoTEConfig`; or if a size is not a positive integer.
+        ValueError: As in `MoTEConfig`.
     """
 
     model_type = "mote_attention_pooling"
@@ -52,13 +52,9 @@ class AttentionPoolingConfig(MoTEConfig):
     pooling_head_dim: int | None = None
 
     def validate(self) -> None:
-        """Check the settings; raise `ValueError` on the first invalid one."""
+        """Check the settings, and fill in the width of a head."""
         super().validate()
         self.pooling_head_dim = self.hidden_size if self.pooling_head_dim is None else self.pooling_head_dim
-        for name in ("pooling_latents", "pooling_heads", "pooling_head_dim"):
-            size = getattr(self, name)
-            if type(size) is not int or size < 1:
-                raise ValueError(f"{name} must be a positive integer, got {size!r}")
 
 
 class AttentionLayer(nn.Module):
@@ -185,11 +181,8 @@ class AttentionPooling(Pooling):
         """Add `sentence_embedding` [B, H] to the features; the mask for the mean does not affect the attention.
 
         Raises:
-            RuntimeError: If the module is not part of a model.
             ValueError: If a row has no token to pool.
         """
-        if not hasattr(self, "network"):
-            raise RuntimeError("AttentionPooling is not part of a model: call `on_model_ready(model)`")
         hidden, mask = features["token_embeddings"], features.get("attention_mask")
         layer = self.network.pooling
         if "cu_seq_lens_q" in features:  # flash attention: texts are concatenated in one row

@@ -89,7 +89,6 @@ class InstructedTransformer(Transformer):
         if prompt is None or isinstance(prompt, str):
             starts, whole = [prompt or ""] * len(inputs), inputs
         else:
-            check_prompts(prompt, inputs)
             starts, whole = list(prompt), [start + text for start, text in zip(prompt, inputs, strict=True)]
             prompt = None
         features = super().preprocess(whole, prompt, processing_kwargs, task=task, **kwargs)
@@ -187,15 +186,9 @@ class TextPooling(Pooling):
         check_pooling(self)
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Add `sentence_embedding` [B, H] to the features.
-
-        Raises:
-            ValueError: If the features have no `pooling_mask`.
-        """
+        """Add `sentence_embedding` [B, H] to the features, which must have a `pooling_mask`."""
         if self.include_prompt:
             return super().forward(features, **kwargs)
-        if "pooling_mask" not in features:
-            raise ValueError("No pooling_mask in the features: TextPooling goes with an InstructedTransformer")
         masked = {**features, "attention_mask": features["pooling_mask"]}
         features["sentence_embedding"] = super().forward(masked, **kwargs)["sentence_embedding"]
         return features
@@ -204,12 +197,6 @@ class TextPooling(Pooling):
         """Save the settings, and this file next to the model's own code."""
         super().save(output_path, *args, **kwargs)
         custom_object_save(self, Path(output_path).parent)
-
-
-def check_prompts(prompts: Sequence[str], inputs: Sequence[Any]) -> None:
-    """Raise `ValueError` if there is not one prompt for each text."""
-    if len(prompts) != len(inputs):
-        raise ValueError(f"{len(prompts)} prompts for {len(inputs)} texts: give one for each, or one for all")
 
 
 def check_tokenizer(tokenizer: Any) -> None:

@@ -12,17 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-    AutoModelForMaskedLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForMaskedLM, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling, MaskedLMOutput
 from transformers.utils import can_return_tuple
 
-from .architectures_mote import ARCHITECTURES
 from .configuration_mote import MoTEConfig
 from .modeling_mote import MoTEModel
 
@@ -54,7 +47,7 @@ class MoTEForMaskedLM(MoTEModel):
     _tied_with_head: dict[str, str] = {}  # none until there is a head
 
     def __init__(self, config: MoTEConfig, dense: PreTrainedModel | None = None) -> None:
-        native: Any = native_with_head(config.backbone_config) if dense is None else dense
+        native: Any = AutoModelForMaskedLM.from_config(config.backbone_config) if dense is None else dense
         prefix, encoder, tied = native.base_model_prefix, native.base_model, native.all_tied_weights_keys
         setattr(native, prefix, HiddenStates())
         native.all_tied_weights_keys = {}  # this model ties them now
@@ -151,22 +144,6 @@ class MoTEForMaskedLM(MoTEModel):
         where = f"{headless.__module__.rpartition('.')[2]}.{headless.__name__}"
         self.config.auto_map = {**(getattr(self.config, "auto_map", None) or {}), "AutoModel": where}
         super().save_pretrained(*args, **kwargs)
-
-
-def native_with_head(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build the native model of a config with its masked-language-model head, with random weights.
-
-    Raises:
-        ValueError: If transformers has no such head for the family.
-    """
-    if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
-        known = [name for name in ARCHITECTURES if name in CONFIG_MAPPING]  # versions differ
-        families = [name for name in known if CONFIG_MAPPING[name] in MODEL_FOR_MASKED_LM_MAPPING]
-        raise ValueError(
-            f"transformers has no masked-language-model head for {config.model_type!r}. It has one for: "
-            f"{', '.join(families)}"
-        )
-    return AutoModelForMaskedLM.from_config(config)
 
 
 def _name_here(key: str, prefix: str) -> str:

@@ -107,8 +107,6 @@ class SparsePooling(Module):
     @property
     def network(self) -> Any:
         """Network of the first module."""
-        if not hasattr(self, "transformer"):
-            raise RuntimeError(f"{type(self).__name__} is not part of a model: call `on_model_ready(model)`")
         return self.transformer.model
 
     def sparse(self, features: dict[str, Any]) -> torch.Tensor:
@@ -177,14 +175,6 @@ class HybridPooling(SparsePooling):
     ) -> None:
         super().__init__(sparse_from)
         self.weight, self.max_active_dims, self.retrieval = weight, max_active_dims, retrieval
-        self._check(retrieval, weight)
-
-    @staticmethod
-    def _check(retrieval: str, weight: float) -> None:
-        if retrieval not in ("hybrid", "dense", "sparse"):
-            raise ValueError(f"retrieval must be 'hybrid', 'dense' or 'sparse', got {retrieval!r}")
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"weight must be a number from 0, got {weight!r}")
 
     def forward(
         self,
@@ -211,7 +201,8 @@ class HybridPooling(SparsePooling):
         """
         retrieval = retrieval or self.retrieval
         weight = self.weight if weight is None else weight
-        self._check(retrieval, weight)
+        if retrieval not in ("hybrid", "dense", "sparse"):
+            raise ValueError(f"retrieval must be 'hybrid', 'dense' or 'sparse', got {retrieval!r}")
         if max_active_dims is not None and retrieval != "sparse":
             raise ValueError(
                 f"max_active_dims={max_active_dims} of `encode` or `SparseEncoder` would also cut the dense part: "

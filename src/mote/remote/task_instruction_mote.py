@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from .instruction_mote import InstructedTransformer, check_prompts
+from .instruction_mote import InstructedTransformer
 from .sentence_transformer_mote import MoTETransformer
 
 
@@ -39,7 +39,6 @@ class InstructedMoTETransformer(InstructedTransformer, MoTETransformer):
         """
         if not inputs or prompt is None or isinstance(prompt, str):
             return super().preprocess(inputs, prompt, processing_kwargs, task=task, **kwargs)
-        check_prompts(prompt, inputs)
         tasks: list[Any] = [self.route_of([text], task, start) for text, start in zip(inputs, prompt, strict=True)]
         features = super().preprocess(inputs, prompt, processing_kwargs, task=tasks[0] or task, **kwargs)
         if len(set(tasks)) > 1:

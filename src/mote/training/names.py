@@ -1,6 +1,5 @@
 """Tasks, instructions and vectors of the model that a recipe trains, and whether its source suits the recipe."""
 
-import copy
 from typing import Any
 
 from mote.checkpoints import sentence_transformers as st
@@ -15,7 +14,7 @@ from mote.training.model_settings import ModelSettings, RetrievalSettings
 from mote.training.recipe import Recipe
 from mote.upcycling.configs import with_unseen_tasks
 from mote.upcycling.instructions import instructions_from, instructions_of
-from mote.upcycling.options import POOLING_BY_ATTENTION, POOLING_SIZES, TOKEN_ROUTING, UpcyclingOptions
+from mote.upcycling.options import POOLING_SIZES, MoTESettings, UpcyclingOptions
 from mote.upcycling.plan import plan_upcycling
 
 ROUTERS = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_type")
@@ -32,8 +31,6 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
     """
     settings = recipe.model
     retrieval_of(recipe, source)
-    if recipe.training.peft is not None:
-        _check_peft(recipe, source)
     if is_mote(source.config):
         names: Any = source.config
         check_mote(settings, names, source.is_local)
@@ -43,30 +40,35 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
                 f"`mote set {settings.source} --out DIR instruction.TASK=`"
             )
         set_router_loss(names, settings)
-    elif settings.kind == "dense":  # the tasks and instructions of a MoTE upcycled from it
+    elif settings.kind == "dense":
         if settings.bidirectional:
             with_both_directions(source.config, source.name)  # or an error
-        if settings.pooling in POOLING_BY_ATTENTION:
-            raise ValueError(
-                f"model.pooling={settings.pooling} is for model.kind=mote: for a dense model with this pooling, use a "
-                "MoTE with one expert, as in model.experts=[all]"
-            )
+        # The tasks and instructions of a MoTE upcycled from it.
         names = tasks_of(settings)
         of_source = instructions_from(st.source_prompts(source), names)
         names.instructions = instructions_of(upcycling_options(settings), names, of_source)
         names.validate()
     else:
         names = plan_upcycling(source, options=upcycling_options(settings, recipe.retrieval)).config
-    check_max_length(settings, source)
-    _check_matryoshka(recipe, source)
+    _check_training(recipe, source, names)
+    return names
+
+
+def _check_training(recipe: Recipe, source: Checkpoint, names: MoTEConfig) -> None:
+    """Check that a model suits the recipe's data and training."""
+    check_max_length(recipe.model, source)
     if recipe.training.fp16:
         refuse_fp16(names)
-    _check_tasks(recipe, names)
+    for task in recipe.tasks.values():
+        own = [name for dataset in task.datasets for name in (dataset.anchor, dataset.positive) if name]
+        for name in (task.anchor, task.positive, *own):
+            names.expert_of(name)  # an error if the task is unknown
     if recipe.training.only_experts is not None:
         _check_only_experts(recipe, names, recipe.training.only_experts)
     if isinstance(recipe.training.start_weight, dict):
-        _check_start_weight(recipe, names, recipe.training.start_weight)
-    return names
+        _check_start_weight(names, recipe.training.start_weight)
+    if recipe.training.peft is not None:
+        _check_peft(recipe, source)
 
 
 def encodings(names: MoTEConfig, kind: str) -> dict[str, dict[str, Any]]:
@@ -91,36 +93,15 @@ def tasks_of(settings: ModelSettings) -> MoTEConfig:
 
 def upcycling_options(settings: ModelSettings, retrieval: RetrievalSettings | None = None) -> UpcyclingOptions:
     """Return the recipe's settings of upcycling."""
-    vectors: dict[str, Any] = {}
+    shared = {name: getattr(settings, name) for name in MoTESettings.model_fields}
+    if not settings.definitions:
+        shared["template"] = None  # it may only be for definitions of datasets
+    if settings.kind == "token_routed":
+        shared["routing"] = "token"
     if retrieval is not None and retrieval.kind != "dense":
-        names = {"sparse_from", "max_active_dims"}
-        vectors = {"retrieval": retrieval.kind, **{name: getattr(retrieval, name) for name in names}}
-    instructions = settings.instruction_texts
-    if not settings.instructions and settings.definitions:
-        raise ValueError("model.definitions are instructions, but model.instructions is false")
-    if not settings.instructions:
-        instructions = dict.fromkeys(tasks_of(settings).tasks, "")
-    routers = {name: value for name in TOKEN_ROUTING if (value := getattr(settings, name)) is not None}
-    if routers and settings.kind != "token_routed":
-        raise ValueError(
-            f"model.{', model.'.join(routers)}: for token-routed models, but the recipe says "
-            f"model.kind={settings.kind}. Set model.kind=token_routed, or leave them out (`null`)"
-        )
-    return UpcyclingOptions(
-        experts=settings.experts,
-        layers=settings.layers,
-        shared_modules=settings.shared_modules,
-        bidirectional=settings.bidirectional,
-        **{name: getattr(settings, name) for name in ("pooling", *POOLING_SIZES)},
-        tasks=settings.tasks,
-        instructions=instructions,
-        definitions=settings.definitions,
-        template=settings.template if settings.definitions else None,  # it may only be for definitions of datasets
-        instruction_pooling=settings.instruction_pooling,
-        end_token=settings.end_token,
-        **vectors,
-        **({"routing": "token", **routers} if settings.kind == "token_routed" else {}),
-    )
+        shared |= {name: getattr(retrieval, name) for name in ("sparse_from", "max_active_dims")}
+        shared["retrieval"] = retrieval.kind
+    return UpcyclingOptions(**shared)
 
 
 def retrieval_of(recipe: Recipe, source: Checkpoint) -> Retrieval:
@@ -136,8 +117,6 @@ def retrieval_of(recipe: Recipe, source: Checkpoint) -> Retrieval:
         return own
     weight = 1.0 if wanted.weight == "tuned" else wanted.weight
     retrieval = wanted_retrieval(own, wanted.kind, wanted.sparse_from, wanted.max_active_dims, weight)
-    if retrieval.kind == "hybrid" and own.kind == "sparse":
-        raise ValueError(f"{source.name} only gives sparse vectors, and has no pooling for dense ones")
     if is_mote(source.config) and retrieval.needs_head and not has_head(source.config):
         raise ValueError(
             f"{source.name} has no head for masked language modelling, which sparse vectors are made from: set "
@@ -156,13 +135,16 @@ def set_router_loss(config: MoTEConfig, settings: ModelSettings) -> None:
 
 def check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> None:
     """Check that a source that already is a MoTE matches the recipe."""
-    name = settings.source
-    if settings.kind == "dense":
-        raise ValueError(f"{name} is a MoTE: set model.kind=mote, or average its experts first (`mote average`)")
-    found = "token_routed" if config.model_type == TOKEN_ROUTED else "mote"
+    name, found = settings.source, "token_routed" if config.model_type == TOKEN_ROUTED else "mote"
     if found != settings.kind:
-        remedy = f": for task experts, run `mote upcycle --src {name}` first" if found == "token_routed" else ""
-        raise ValueError(f"{name} is of the kind {found!r}, but the recipe says model.kind={settings.kind}{remedy}")
+        remedies = {
+            "mote": f"for task experts, run `mote upcycle --src {name}` first",
+            "dense": "average its experts first (`mote average`)",
+        }
+        raise ValueError(
+            f"{name} is a MoTE of the kind {found!r}, but the recipe says model.kind={settings.kind}: set it to "
+            f"{found}" + (f", or {remedies[settings.kind]}" if settings.kind in remedies else "")
+        )
     if getattr(config, "expert_bits", None) is not None:
         raise ValueError(
             f"{name} has 8-bit experts, which cannot be trained: train the model as it was before `mote compress`, and "
@@ -170,35 +152,31 @@ def check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> N
         )
     if not is_local and not settings.trust_remote_code:
         raise ValueError(f"{name} comes with code of its own: read it, then set model.trust_remote_code=true")
-    described = copy.copy(config)
-    described.mote_layers = settings.layers
-    defined = {
-        task: instruction_with(definition, settings.template) for task, definition in settings.definitions.items()
-    }
-    routing = token_routing(config)
-    differing = {
-        "model.layers": described.mote_layer_indices != config.mote_layer_indices,
-        "model.shared_modules": settings.shared_modules not in (None, config.shared_modules),
-        "model.pooling": settings.pooling not in (None, config.pooling),
-        **{f"model.{name}": _differs(settings, config, name) for name in POOLING_SIZES},
-        "model.bidirectional": settings.bidirectional and getattr(config.backbone_config, "is_causal", True),
-        "model.experts": settings.experts is not None and {*settings.experts} != {*config.experts},
-        "model.tasks": not settings.tasks.items() <= config.tasks.items(),
-        "model.instruction_texts": not settings.instruction_texts.items() <= config.instructions.items(),
-        "model.definitions": not defined.items() <= config.instructions.items(),
-        **{f"model.{name}": _differs(settings, routing, name) for name in ROUTERS},
-        "model.router_aux_loss_coef": routing is None and settings.router_aux_loss_coef is not None,
-    }
-    wrong = [key for key, differs in differing.items() if differs]
-    if wrong:
+    if wrong := _differing(settings, config):
         raise ValueError(
             f"{name} is already a MoTE, and differs from the recipe in {', '.join(wrong)}. Its experts: "
             f"{', '.join(config.experts)}, in blocks {', '.join(map(str, config.mote_layer_indices))}"
         )
 
 
-def _differs(settings: ModelSettings, config: Any, name: str) -> bool:
-    return getattr(settings, name) not in (None, getattr(config, name, None))
+def _differing(settings: ModelSettings, config: MoTEConfig) -> list[str]:
+    """Name the settings of a recipe that a MoTE does not have."""
+    routing = token_routing(config)
+    layout = MoTEConfig(backbone_config=config.backbone_config, mote_layers=settings.layers or config.mote_layers)
+    defined = {task: instruction_with(text, settings.template) for task, text in settings.definitions.items()}
+    found = {name: getattr(config, name, None) for name in ("shared_modules", "pooling", *POOLING_SIZES)}
+    found |= {name: getattr(routing, name, None) for name in ROUTERS}
+    differing = {
+        "layers": layout.mote_layer_indices != config.mote_layer_indices,
+        "experts": settings.experts is not None and {*settings.experts} != {*config.experts},
+        "tasks": not settings.tasks.items() <= config.tasks.items(),
+        "instructions": not settings.instruction_texts.items() <= config.instructions.items(),
+        "definitions": not defined.items() <= config.instructions.items(),
+        "bidirectional": settings.bidirectional and getattr(config.backbone_config, "is_causal", True),
+        "router_aux_loss_coef": routing is None and settings.router_aux_loss_coef is not None,
+        **{name: getattr(settings, name) not in (None, value) for name, value in found.items()},
+    }
+    return [f"model.{name}" for name, differs in differing.items() if differs]
 
 
 def check_max_length(settings: ModelSettings, source: Checkpoint) -> None:
@@ -213,18 +191,6 @@ def check_max_length(settings: ModelSettings, source: Checkpoint) -> None:
         )
 
 
-def _check_matryoshka(recipe: Recipe, source: Checkpoint) -> None:
-    """Check that embeddings can be truncated to the recipe's dimensions; the library would fail at the first step."""
-    if not isinstance(recipe.training.matryoshka, list):
-        return
-    whole = st.embedding_dimension(source, recipe.model.pooling)
-    if above := [str(size) for size in recipe.training.matryoshka if size > whole]:
-        raise ValueError(
-            f"training.matryoshka: the embeddings of {source.name} have {whole} dimensions and cannot be truncated to "
-            f"{', '.join(above)}. Choose dimensions up to {whole}, or `halves`"
-        )
-
-
 def refuse_fp16(config: MoTEConfig) -> None:
     """Raise `ValueError` if a model has a load-balancing loss."""
     routing = token_routing(config)
@@ -235,21 +201,8 @@ def refuse_fp16(config: MoTEConfig) -> None:
         )
 
 
-def _check_tasks(recipe: Recipe, names: MoTEConfig) -> None:
-    """Check that the model knows every task of the recipe's data."""
-    for name, task in recipe.tasks.items():
-        for anchor, positive in [(task.anchor, task.positive), *((d.anchor, d.positive) for d in task.datasets)]:
-            for model_task in (anchor, positive):
-                if model_task and model_task not in names.tasks:
-                    raise ValueError(
-                        f"tasks.{name}: the model has no task {model_task!r}." + alternatives(model_task, names.tasks)
-                    )
-
-
 def _check_only_experts(recipe: Recipe, names: MoTEConfig, only: list[str]) -> None:
     """Check that the experts to train exist, and that every dataset trains one of them."""
-    if recipe.model.kind != "mote":
-        raise ValueError(f"training.only_experts: a model of the kind {recipe.model.kind!r} has no task experts")
     for expert in only:
         if expert not in names.experts:
             raise ValueError(
@@ -268,12 +221,8 @@ def _check_only_experts(recipe: Recipe, names: MoTEConfig, only: list[str]) -> N
                 )
 
 
-def _check_start_weight(recipe: Recipe, names: MoTEConfig, weights: dict[str, float]) -> None:
+def _check_start_weight(names: MoTEConfig, weights: dict[str, float]) -> None:
     """Check that a model has the parts whose weight of the start is given."""
-    if recipe.model.kind != "mote":
-        raise ValueError(
-            f"training.start_weight: a model of the kind {recipe.model.kind!r} has no task experts. Give one number"
-        )
     if SHARED in names.experts:
         raise ValueError(
             f"training.start_weight: {SHARED!r} stands for the shared weights, but an expert has this name. Give it "

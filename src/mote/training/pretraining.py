@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from accelerate.utils import reduce
 from torch import nn
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForMaskedLM,
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from mote.checkpoints.cards import write_dense_card, write_mote_card
 from mote.checkpoints.models import dense_without_weights, load_dense, load_mote, load_tokenizer
@@ -23,7 +30,7 @@ from mote.checkpoints.sentence_transformers import max_seq_length, normalizes
 from mote.checkpoints.tensors import parameter_counts
 from mote.experts.exporting import export
 from mote.files import read_json
-from mote.remote.masked_lm_mote import MoTEForMaskedLM, native_with_head
+from mote.remote.masked_lm_mote import MoTEForMaskedLM
 from mote.reporting import table
 from mote.training.arguments import check_launch, common_arguments, describe_steps, rows_per_process
 from mote.training.contexts import ContextMasking, ContextRows
@@ -369,7 +376,7 @@ def build_masked_lm(recipe: PretrainingRecipe, source: Checkpoint) -> MoTEForMas
         config.dtype = torch.float32
         dense: Any
         if settings.new_head:
-            dense = native_with_head(source.config).float()
+            dense = AutoModelForMaskedLM.from_config(source.config).float()
             encoder = load_dense(source, torch.float32)[0].state_dict()
             missing, _ = dense.base_model.load_state_dict(encoder, strict=False)  # it may lack the pooler
             assert not missing, missing
@@ -412,14 +419,16 @@ def _upcycling_options(recipe: PretrainingRecipe) -> UpcyclingOptions:
         names = tasks_of(settings)
         options.experts = names.experts[:1]
         options.tasks = dict.fromkeys(names.tasks, names.experts[0])
-        options.instructions = {task: names.instruction_of(task) for task in names.tasks} | (options.instructions or {})
+        if options.instructions:
+            papers = {task: names.instruction_of(task) for task in names.tasks}
+            options.instructions = {**papers, **options.instruction_texts}
     return options
 
 
 def dense_with_head(model: MoTEForMaskedLM) -> PreTrainedModel:
     """Turn a MoTE with one expert into the native model with its head; the weights are copies."""
     encoder = export(model, model.config.experts[0])
-    native = native_with_head(encoder.config)
+    native = AutoModelForMaskedLM.from_config(encoder.config)
     prefix = f"{native.base_model_prefix}."
     weights = {f"{prefix}{name}": weight for name, weight in encoder.state_dict().items()} | model.head.state_dict()
     native.load_state_dict(weights)

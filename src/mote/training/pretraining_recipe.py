@@ -5,8 +5,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-import mote.data.settings
-from mote.data.settings import Settings
+from mote.data.settings import DatasetSource
+from mote.settings import Settings
 from mote.training.model_settings import ModelSettings
 from mote.training.recipe import SHIPPED, Recipe
 from mote.training.task_settings import DataSettings, ValidationSettings
@@ -42,7 +42,7 @@ class PretrainedModelSettings(ModelSettings):
         return self
 
 
-class TextDatasetSettings(mote.data.settings.DatasetSettings):
+class TextDatasetSettings(DatasetSource):
     """A dataset of a task, all datasets that match a pattern, or plain text with one text per line (`.txt`, `.txt.gz`).
 
     Attributes:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from pydantic import field_validator, model_validator
 
 from mote.checkpoints.definitions import instruction_with
-from mote.data.settings import Settings
+from mote.settings import Settings
 from mote.training.model_settings import ModelSettings, RetrievalSettings
 from mote.training.task_settings import DatasetSettings, DataSettings, TaskSettings, ValidationSettings
 from mote.training.trainer_settings import TrainingSettings
@@ -115,6 +115,14 @@ class Recipe(Settings):
             )
         if peft.base_dtype == "bfloat16" and not self.training.bf16:
             raise ValueError("training.peft.base_dtype=bfloat16 needs mixed precision: set training.bf16=true")
+        return self
+
+    @model_validator(mode="after")
+    def _experts_need_a_mote(self) -> "Recipe":
+        by_expert = {"only_experts": self.training.only_experts, "start_weight": self.training.start_weight}
+        for name, value in by_expert.items():
+            if isinstance(value, list | dict) and self.model.kind != "mote":
+                raise ValueError(f"training.{name}: a model of the kind {self.model.kind!r} has no task experts")
         return self
 
     @model_validator(mode="after")

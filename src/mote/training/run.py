@@ -9,9 +9,10 @@ from safetensors import SafetensorError
 from transformers import Trainer
 
 from mote.checkpoints.hashing import folder_hash
+from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.provenance import command_line, new_step, read_steps
 from mote.checkpoints.reading import Checkpoint, is_mote
-from mote.checkpoints.writing import WriteOptions, write_repository
+from mote.checkpoints.writing import write_repository
 from mote.training.progress import NonFiniteError, TaskProgress, Tracker, draw_curves
 from mote.training.run_folder import CURVES_FILE, RECIPE_FILE, RunFolder, as_yaml
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from mote.data.settings import Settings
 from mote.files import lock, read_json, replaced, write_json
 from mote.reporting import HOW_TO_RESUME
+from mote.settings import Settings
 from mote.training.pretraining_recipe import AnyRecipe
 
 RUN_FILE = "mote-run.json"  # marks the folder of a run, and identifies the run

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-import mote.data.settings
-from mote.data.settings import Settings
+from mote.data.settings import DatasetSource
+from mote.settings import Settings
 
 EXAMPLE_DATA = "examples/data"
 
@@ -30,7 +30,7 @@ class TeacherSettings(Settings):
     trust_remote_code: bool = False
 
 
-class DatasetSettings(mote.data.settings.DatasetSettings):
+class DatasetSettings(DatasetSource):
     """A dataset of a task, or all that match a pattern, and how it is trained on.
 
     Attributes:

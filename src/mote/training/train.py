@@ -239,7 +239,7 @@ class TrainingRun(BaseRun):
             data=[(*row, ", ".join(names)) for row, names in datasets.items()],
             seen=step["experts"] or step["tasks"],
             scores=scores_of_tasks(step["validation"]),
-            instructions=self.recipe.model.instructions,
+            instructions=bool(self.recipe.model.instructions),
             relation="adapter" if self.recipe.training.peft and not self.recipe.training.peft.merge else "finetune",
             recipe_file=RECIPE_FILE,
             curves_file=CURVES_FILE,

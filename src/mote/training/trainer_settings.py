@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError, field_validator, model_validator
 
-from mote.data.settings import Settings
+from mote.settings import Settings
 
 _ANY_TYPE = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
 
@@ -99,7 +99,7 @@ class TrainerSettings(Settings):
             try:
                 checked[key] = TypeAdapter(known[key], config=_ANY_TYPE).validate_python(value)
             except ValidationError as error:
-                raise ValueError(f"{key}: {error.errors()[0]['msg']}, found {value!r}") from None
+                raise ValueError(f"{key}: {error.errors()[0]['msg']}, got {value!r}") from None
         return checked
 
     @field_validator("max_steps")
@@ -212,9 +212,7 @@ class TrainingSettings(TrainerSettings):
             ("batch_sampler", "multi_dataset_batch_sampler", "train_sampling_strategy"), "set tasks.NAME.batches"
         ),
         "dataloader_drop_last": "batches of a training set have nearly equal sizes, so that there is no small last one",
-        **dict.fromkeys(
-            ("prompts", "router_mapping"), "set model.instruction_texts, and tasks.NAME.anchor and positive"
-        ),
+        **dict.fromkeys(("prompts", "router_mapping"), "set model.instructions, and tasks.NAME.anchor and positive"),
     }
 
 

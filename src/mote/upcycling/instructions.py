@@ -14,7 +14,8 @@ def instructions_of(options: UpcyclingOptions, config: MoTEConfig, of_source: di
     Raises:
         ValueError: If a task has both an instruction and a definition, or the template is invalid.
     """
-    given, definitions = options.instructions or {}, options.definitions or {}
+    given = options.instruction_texts if options.instructions else dict.fromkeys(config.tasks, "")
+    definitions = options.definitions
     if both := sorted(given.keys() & definitions.keys()):
         raise ValueError(f"The task {both[0]!r} has an instruction and a definition: give one of the two")
     if options.template is not None and not definitions:
@@ -33,9 +34,10 @@ def instructions_of(options: UpcyclingOptions, config: MoTEConfig, of_source: di
 def instructions_from(prompts: dict[str, str], config: MoTEConfig) -> dict[str, str]:
     """Take over the prompts of a source, which was trained with them, as instructions.
 
-    A prompt under MTEB's name of a task counts as the task's. The prompt of the role `query`, or of another task, also
-    becomes that of the expert that serves it, unless the expert has its own; an empty prompt does so only if no other
-    prompt does. Those of unseen tasks, such as `sts`, are theirs only: their expert is trained for something else.
+    1. A prompt under MTEB's name of a task counts as the task's.
+    2. The prompt of a task also becomes that of its expert, unless the expert has its own. A prompt with text takes
+       precedence over an empty one.
+    3. The prompt of an unseen task, such as `sts`, is for this task only: its expert is trained for something else.
     """
     under_mteb_names = {MTEB_PROMPTS[name]: prompts[name] for name in MTEB_PROMPTS if name in prompts}
     texts = {task: text for task, text in {**under_mteb_names, **prompts}.items() if task in config.tasks}

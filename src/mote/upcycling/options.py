@@ -1,112 +1,19 @@
-"""Settings of upcycling."""
+"""What a new MoTE looks like, and how `upcycle` makes it."""
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
-from mote.checkpoints.writing import WriteOptions
-from mote.remote.configuration_mote import alternatives
+from pydantic import Field, field_validator
+from typing_extensions import Self
 
+from mote.checkpoints.options import WriteOptions
+from mote.settings import Settings
 
-@dataclass(kw_only=True)
-class UpcyclingOptions(WriteOptions):
-    """Settings of upcycling, and how its result is written.
-
-    Attributes:
-        experts: Expert names. Default: the paper's four; for a token-routed source, its own names and tasks.
-        layers: Blocks that get experts: `"every"`, `"every_other"`, or indices from 0. None, here and below: as in
-            `preset`, or else in `DEFAULTS`.
-        tasks: Task → expert, in addition to the defaults of `MoTEConfig`.
-        instructions: Task → instruction. They override the source's prompts, which override the paper's.
-        definitions: Task → definition, which the template turns into an instruction. The paper's instructions are then
-            not used: a task without its own definition or instruction, such as documents, has none.
-        template: The instruction around a definition, `Instruct: {definition}` and `Query: ` in two lines by default.
-        instruction_pooling: `included`: instruction tokens are pooled, too. `excluded`: they are read, but left out of
-            the pooling; `excluded_by_count`: the same, by NV-Embed's own token count. Default: as in the source.
-        default_task: Task of texts without one.
-        pooling: `mean`, `cls`, `last_token`, or, with their own weights, `latent_attention` or `self_attention` (see
-            `AttentionPoolingConfig`). Default: the source's, or `mean`.
-        pooling_latents: Number of latents, for `latent_attention`. Default: 512.
-        pooling_heads: Number of heads, for these two. Default: 8.
-        pooling_head_dim: Width of a head, for these two. Default: the hidden size.
-        bidirectional: Let every token of a decoder attend to every other: no causal mask, no sliding window, no cache.
-            Default: as in the source.
-        layer_path: Path of the list of layers, for an architecture that is not in MoTE's table.
-        shared_modules: Paths of the submodules of a layer that the experts share. With `layer_path`: the attention. For
-            an architecture in the table: other modules than the table's, or `[]` for none.
-        routing: What picks the expert: the `"task"` of a text, or a learned router for each `"token"`.
-        num_experts: Experts per block. Default: the number of names. Token routing only, as are the next four.
-        num_experts_per_tok: Experts per token.
-        norm_topk_prob: Scale the weights of a token's experts to sum to 1, which keeps the dense model's output.
-        router_aux_loss_coef: Factor of the load-balancing loss in training.
-        router_aux_loss_type: Formula of this loss, `equation_1` or `megablocks`, see `TokenRoutedConfig`.
-        preset: Key of `PRESETS`, a set of defaults for settings that are not given.
-        with_head: Keep the source's head for masked language modelling: the result is a `MoTEForMaskedLM`.
-        retrieval: Vectors of the result: `dense`, `sparse` (a Sentence-Transformers `SparseEncoder`), or `hybrid`, both
-            from one pass. Default: the source's.
-        sparse_from: Source of sparse weights: the logits of the `head` (SPLADE), which is then kept, or the hidden
-            states times the token `embeddings` (CoT-MoTE, Equation 4). Default: the source's, else `head`, or
-            `embeddings` for hybrid vectors.
-        max_active_dims: Number of weights to keep in a sparse vector, the largest. Default: all.
-        tokenizer: Folder or Hub id of a tokenizer. Default: the source's own.
-        end_token: Token that the tokenizer appends to each text, after truncation; `eos`: its end-of-sequence token.
-            Default: as in the source's settings, even if transformers ignores their `add_eos_token`.
-        dtype: Dtype of the weights: `float32`, `float16`, `bfloat16`, or `auto` for the source's.
-        revision: Branch, tag or commit of a source on the Hub.
-    """
-
-    experts: list[str] | None = None
-    layers: str | list[int] | None = None
-    tasks: dict[str, str] | None = None
-    instructions: dict[str, str] | None = None
-    definitions: dict[str, str] | None = None
-    template: str | None = None
-    instruction_pooling: str | None = None
-    default_task: str | None = None
-    pooling: str | None = None
-    pooling_latents: int | None = None
-    pooling_heads: int | None = None
-    pooling_head_dim: int | None = None
-    bidirectional: bool = False
-    layer_path: str | None = None
-    shared_modules: list[str] | None = None
-    routing: str | None = None
-    num_experts: int | None = None
-    num_experts_per_tok: int | None = None
-    norm_topk_prob: bool = True
-    router_aux_loss_coef: float | None = None
-    router_aux_loss_type: str | None = None
-    preset: str | None = None
-    with_head: bool = False
-    retrieval: str | None = None
-    sparse_from: str | None = None
-    max_active_dims: int | None = None
-    tokenizer: str | None = None
-    end_token: str | None = None
-    dtype: str = "auto"
-    revision: str | None = None
-
-    def changed(self) -> dict[str, Any]:
-        """Return the settings that differ from their defaults."""
-        values = {each.name: (getattr(self, each.name), DEFAULTS.get(each.name, each.default)) for each in fields(self)}
-        return {name: value for name, (value, default) in values.items() if value not in (default, None)}
-
-    def complete(self) -> "UpcyclingOptions":
-        """Return the settings, completed from the preset, then from the defaults.
-
-        Raises:
-            ValueError: If there is no such preset.
-        """
-        if self.preset not in (None, *PRESETS):
-            raise ValueError(f"Unknown preset {self.preset!r}." + alternatives(str(self.preset), PRESETS))
-        filled: dict[str, Any] = DEFAULTS | PRESETS.get(str(self.preset), {})
-        missing = {name: value for name, value in filled.items() if getattr(self, name) is None}
-        return replace(self, preset=None, **missing)
-
-
+# What a setting that is None stands for, unless a preset says otherwise.
 DEFAULTS: dict[str, Any] = {
     "routing": "task",
     "layers": "every",
     "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
     "router_aux_loss_coef": 0.005,
     "router_aux_loss_type": "equation_1",
 }
@@ -130,7 +37,117 @@ TOKEN_ROUTING = (
     "router_aux_loss_coef",
     "router_aux_loss_type",
 )
-"""Options of token routing."""
+"""Settings of token routing."""
 POOLING_BY_ATTENTION = ("latent_attention", "self_attention")
 POOLING_SIZES = ("pooling_latents", "pooling_heads", "pooling_head_dim")
-"""Options of pooling by attention."""
+"""Settings of pooling by attention."""
+
+
+class MoTESettings(Settings):
+    """What a new MoTE looks like, for `mote upcycle` and for the model of a recipe.
+
+    Attributes:
+        experts: Expert names. Default: the paper's four; for a token-routed source, its own names and tasks.
+        layers: Blocks with experts: `every` (the default), `every_other` (the 2nd, 4th, …), or indices from 0.
+        tasks: Additional task → the expert that serves it.
+        instructions: Task → instruction in front of its texts, overriding the source's prompts, which override the
+            paper's; or `false` for no instructions.
+        definitions: Task → definition, which the template turns into an instruction. The paper's instructions are then
+            not used.
+        template: Template that turns a definition into an instruction. Default: `Instruct: {definition}`, and `Query: `
+            on a second line.
+        instruction_pooling: `included`: the instruction's tokens are pooled, too; `excluded`: they are attended to, but
+            not pooled; `excluded_by_count`: as `excluded`, by NV-Embed's count of the tokens. Default: the source's.
+        pooling: `mean`, `cls`, `last_token`, or, with weights to train, `latent_attention` or `self_attention`.
+            Default: the source's, or `mean`.
+        pooling_latents: Number of latents, for `latent_attention`. Default: 512.
+        pooling_heads: Number of heads, for attention pooling. Default: 8.
+        pooling_head_dim: Dimension of a head, for attention pooling. Default: the hidden size.
+        bidirectional: Whether each token of a decoder attends to all others. Default: the source's setting.
+        shared_modules: Paths of the submodules of a block that all experts share; `[]`: none. Default: the attention.
+        num_experts: Experts per block, for token routing. Default: as many as `experts`.
+        num_experts_per_tok: Experts per token, for token routing. Default: the source's, or 2.
+        norm_topk_prob: Whether the weights of a token's experts are scaled to sum to 1, for token routing; keeps the
+            dense model's output. Default: the source's, or true.
+        router_aux_loss_coef: Weight of the load-balancing loss, for token routing. Default: the source's, or 0.005.
+        router_aux_loss_type: Formula of the load-balancing loss, for token routing. Default: the source's, or
+            `equation_1`.
+        end_token: Token that the tokenizer appends to each text, after truncation; `eos`: its end-of-sequence token.
+            Default: as in the source's settings.
+    """
+
+    experts: list[str] | None = None
+    layers: Literal["every", "every_other"] | list[int] | None = None
+    tasks: dict[str, str] = {}
+    instructions: bool | dict[str, str] = True
+    definitions: dict[str, str] = {}
+    template: str | None = None
+    instruction_pooling: Literal["included", "excluded", "excluded_by_count"] | None = None
+    pooling: Literal["mean", "cls", "last_token", "latent_attention", "self_attention"] | None = None
+    pooling_latents: int | None = Field(default=None, ge=1)
+    pooling_heads: int | None = Field(default=None, ge=1)
+    pooling_head_dim: int | None = Field(default=None, ge=1)
+    bidirectional: bool = False
+    shared_modules: list[str] | None = None
+    num_experts: int | None = Field(default=None, ge=1)
+    num_experts_per_tok: int | None = Field(default=None, ge=1)
+    norm_topk_prob: bool | None = None
+    router_aux_loss_coef: float | None = Field(default=None, ge=0)
+    router_aux_loss_type: Literal["equation_1", "megablocks"] | None = None
+    end_token: str | None = None
+
+    @field_validator("instructions")
+    @classmethod
+    def _truthy(cls, instructions: bool | dict[str, str]) -> bool | dict[str, str]:
+        return True if instructions == {} else instructions
+
+    @property
+    def instruction_texts(self) -> dict[str, str]:
+        """The instructions that are given by task."""
+        return self.instructions if isinstance(self.instructions, dict) else {}
+
+
+class UpcyclingOptions(MoTESettings, WriteOptions):
+    """Settings of upcycling, and how its result is written.
+
+    Attributes:
+        default_task: Task of texts without one. Default: none, so that such texts are an error.
+        layer_path: Path of the list of layers, for an architecture that is not in MoTE's table.
+        shared_modules: Paths of the submodules of a layer that all experts share; `[]`: none. With `layer_path`: the
+            attention. Default: the table's.
+        routing: What picks the expert: the `task` of a text (the default), or a learned router for each `token`.
+        preset: Defaults for settings that are not given; `nomic-v2`: 8 experts in every second layer, 2 per token.
+        with_head: Keep the source's head for masked language modelling: the result is a `MoTEForMaskedLM`.
+        retrieval: Vectors of the result: `dense`, `sparse` (a Sentence-Transformers `SparseEncoder`), or `hybrid`, both
+            from one pass. Default: the source's.
+        sparse_from: Source of sparse weights: the logits of the `head` (SPLADE), which is then kept, or the hidden
+            states times the token `embeddings` (CoT-MoTE, Equation 4). Default: the source's, else `head`, or
+            `embeddings` for hybrid vectors.
+        max_active_dims: Number of weights to keep in a sparse vector, the largest. Default: all.
+        tokenizer: Folder or Hub id of a tokenizer. Default: the source's own.
+        dtype: Data type of the weights; `auto`: the source's.
+        revision: Branch, tag or commit of a source on the Hub.
+    """
+
+    default_task: str | None = None
+    layer_path: str | None = None
+    routing: Literal["task", "token"] | None = None
+    preset: Literal["nomic-v2"] | None = None
+    with_head: bool = False
+    retrieval: Literal["dense", "sparse", "hybrid"] | None = None
+    sparse_from: Literal["head", "embeddings"] | None = None
+    max_active_dims: int | None = Field(default=None, ge=1)
+    tokenizer: str | None = None
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    revision: str | None = None
+
+    def changed(self) -> dict[str, Any]:
+        """Return the settings that differ from their defaults."""
+        defaults = {**{name: field.default for name, field in type(self).model_fields.items()}, **DEFAULTS}
+        return {name: value for name, value in self if value not in (defaults[name], None)}
+
+    def complete(self) -> Self:
+        """Return the settings, completed from the preset, then from the defaults."""
+        filled = {**DEFAULTS, **PRESETS.get(str(self.preset), {})}
+        missing = {name: value for name, value in filled.items() if getattr(self, name) is None}
+        return self.updated(preset=None, **missing)

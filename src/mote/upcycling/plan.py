@@ -13,8 +13,8 @@ from mote.checkpoints.instructions import check_instruction_pooling
 from mote.checkpoints.reading import Checkpoint, mote_class, open_dense, stored_dtype
 from mote.checkpoints.retrieval import Retrieval
 from mote.checkpoints.staging import require_shard_size
-from mote.checkpoints.tensors import DTYPES, parameter_counts, token_routing
-from mote.remote.configuration_mote import MoTEConfig, alternatives
+from mote.checkpoints.tensors import parameter_counts, token_routing
+from mote.remote.configuration_mote import MoTEConfig
 from mote.reporting import Report, megabytes, millions, table
 from mote.upcycling.configs import as_published, config_of, pooling_of, retrieval_of
 from mote.upcycling.instructions import instructions_from, instructions_of
@@ -114,7 +114,7 @@ def plan_upcycling(
 
     Takes the arguments of `upcycle`, and raises its errors about the source and settings.
     """
-    options = replace(options or UpcyclingOptions(), **settings).complete()
+    options = (options or UpcyclingOptions()).updated(**settings).complete()
     require_shard_size(options.max_shard_size)
     source, options = _opened(src, options)
     retrieval = retrieval_of(options, source)
@@ -138,8 +138,6 @@ def plan_upcycling(
             f"{error}. Prompts of {source.name} count as instructions: set others with `--instruction TASK=TEXT`, or "
             "choose the experts with `--expert NAME`"
         ) from error
-    if options.dtype not in (known := ("auto", *DTYPES)):
-        raise ValueError(f"Unknown dtype {options.dtype!r}." + alternatives(options.dtype, known))
     config.dtype = stored_dtype(source) if options.dtype == "auto" else getattr(torch, options.dtype)
     try:
         with torch.device("meta"):

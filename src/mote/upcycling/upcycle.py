@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,12 +52,12 @@ def upcycle(
         ValueError: If the source is not supported, or a setting is invalid.
         PermissionError: If the Hub refuses the push.
     """
-    options = replace(options or UpcyclingOptions(), **settings).complete()
+    options = (options or UpcyclingOptions()).updated(**settings).complete()
     target = Path(out) if out is not None else default_out(src.name if isinstance(src, Checkpoint) else str(src))
     repo_id = require_writable(target, options)
     plan = plan_upcycling(src, target, options)
     source, config, pooled = plan.source, plan.config, options.instruction_pooling
-    require_writable(target, replace(options, push=False), source.folder)
+    require_writable(target, options.updated(push=False, private=False), source.folder)
     logger.info("%s", plan)
     tokenizer = with_padding_token(load_tokenizer(source, options.tokenizer))
     end_token = options.end_token

@@ -1,0 +1,54 @@
+"""Base class of options: a recipe, the command line and a Python function read the same class.
+
+A field has its name, type and default; the class's docstring describes it under `Attributes:`.
+"""
+
+import inspect
+import re
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from typing_extensions import Self
+
+
+class Settings(BaseModel):
+    """Settings in which a mistyped name is an error that suggests the nearest known one."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, settings: Any) -> Any:
+        for key in settings if isinstance(settings, dict) and cls.model_config["extra"] == "forbid" else ():
+            if key not in cls.model_fields:
+                # Imports transformers, for which `mote --help` should not wait.
+                from mote.remote.configuration_mote import alternatives
+
+                raise ValueError(f"unknown key {key!r}." + alternatives(key, cls.model_fields))
+        return settings
+
+    def updated(self, **changes: Any) -> Self:
+        """Return a copy with changes, which are validated; fields that were not set stay unset."""
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self)(**{**given, **changes})
+
+
+def descriptions(settings: type[Settings]) -> dict[str, str]:
+    """Return the description of each field, from the `Attributes:` of its class or of one that this extends."""
+    found: dict[str, str] = {}
+    for each in reversed(settings.__mro__):
+        _, _, attributes = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")
+        for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE):
+            found[name] = " ".join(text.split())
+    return {name: found.get(name, "") for name in settings.model_fields}
+
+
+def error_messages(error: ValidationError) -> list[tuple[str, str]]:
+    """Return the dotted key and the message of each error, with the value if the message does not name it."""
+    found = []
+    for fault in error.errors():
+        message = fault["msg"].removeprefix("Value error, ")
+        if fault["type"] != "value_error" and isinstance(fault["input"], str | int | float):
+            message += f", got {fault['input']!r}"
+        found.append((".".join(map(str, fault["loc"])), message))
+    return found
