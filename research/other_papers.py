@@ -8,8 +8,8 @@ from statistics import mean
 
 import numpy as np
 
-from mote.evaluation.statistics import compare_scores
 from mote.reporting import markdown_table
+from mote.statistics import compare_scores
 from research.claims import Claim, Table
 from research.scores import START, ScoredModel, Scores
 from research.tables import cell, claims_of, datasets_of, sweep_table, table_of

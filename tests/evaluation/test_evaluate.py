@@ -29,8 +29,10 @@ import mote
 from mote import Evaluation, evaluate
 from mote.cli import main
 from mote.evaluation import evaluate as evaluating
+from mote.evaluation import models
 from mote.evaluation.evaluate import write
 from mote.evaluation.models import EvaluatedModel
+from mote.evaluation.options import EvaluateOptions
 from mote.inference.loading import has_own_code
 
 
@@ -83,16 +85,16 @@ def test_all_datasets_of_a_model_share_an_encoder_of_mteb(
     """Scores are those of runs with one model and one dataset each."""
     made = []
 
-    class Counted(evaluating._FiniteEncoder):
+    class Counted(models.DenseEncoder):
         def __init__(self, model: sentence_transformers.SentenceTransformer) -> None:
             super().__init__(model)
             made.append(model)
 
-    monkeypatch.setattr(evaluating, "_FiniteEncoder", Counted)
-    models = {"first": str(SMALL_ENCODER), "second": str(changed_encoder)}
-    both = evaluate(models, data=data, tasks=["sts/part0", "clustering/*"], out=tmp_path / "both")
+    monkeypatch.setattr(models, "DenseEncoder", Counted)
+    named = {"first": str(SMALL_ENCODER), "second": str(changed_encoder)}
+    both = evaluate(named, data=data, tasks=["sts/part0", "clustering/*"], out=tmp_path / "both")
     assert len(made) == 2
-    for label, model in models.items():
+    for label, model in named.items():
         for number, task in enumerate(("sts/part0", "clustering/*")):
             one = evaluate({label: model}, data=data, tasks=[task], out=tmp_path / f"{label}{number}")
             assert one.scores[label].items() <= both.scores[label].items()
@@ -102,16 +104,16 @@ def test_all_datasets_of_a_model_share_an_encoder_of_mteb(
 @pytest.mark.long
 def test_what_a_score_depends_on_is_not_mixed_up(data: Path, changed_encoder: Path, tmp_path: Path) -> None:
     out, own = tmp_path / "out", shutil.copytree(data, tmp_path / "data")
-    models = [str(SMALL_ENCODER), str(changed_encoder)]
-    both = evaluate(models, data=own, tasks=["part0", "trivia"], out=out)
+    paths = [str(SMALL_ENCODER), str(changed_encoder)]
+    both = evaluate(paths, data=own, tasks=["part0", "trivia"], out=out)
     assert both.models == ["examples/small-encoder", "other/small-encoder"]  # two folders of one name
     first, second = (both.scores[label] for label in both.models)
     assert all(first[name] != second[name] for name in both.datasets)
     assert len(results(out)) == 4
 
     where = {"data": own, "out": out}
-    cut = evaluate([models[0]], tasks=["part0"], limit=20, **where)
-    bf16 = evaluate([models[0]], tasks=["trivia"], dtype="bfloat16", **where)
+    cut = evaluate([paths[0]], tasks=["part0"], limit=20, **where)
+    bf16 = evaluate([paths[0]], tasks=["trivia"], dtype="bfloat16", **where)
     assert not cut.failures
     assert not bf16.failures
     assert len(results(out)) == 6
@@ -120,16 +122,16 @@ def test_what_a_score_depends_on_is_not_mixed_up(data: Path, changed_encoder: Pa
     assert (cut.settings["limit"], bf16.settings["dtype"]) == (20, "bfloat16")
 
     # the second model alone scores as it does after another: tasks start from the same random numbers
-    alone = evaluate([models[1]], data=own, tasks=["part0", "trivia"], out=tmp_path / "alone")
+    alone = evaluate([paths[1]], data=own, tasks=["part0", "trivia"], out=tmp_path / "alone")
     assert alone.scores["small-encoder"] == pytest.approx(second)
 
     path = own / "sts" / "part0" / "test.jsonl.gz"
     write_rows(path, read_rows(path)[:20])  # other data: scored again, though there is a complete result
-    again = evaluate([models[0]], tasks=["part0", "trivia"], **where)
+    again = evaluate([paths[0]], tasks=["part0", "trivia"], **where)
     assert [again.scores["small-encoder"][name] == first[name] for name in again.datasets] == [True, False]
 
     change_weights(changed_encoder)
-    changed = evaluate([models[1]], tasks=["trivia"], **where).scores["small-encoder"]
+    changed = evaluate([paths[1]], tasks=["trivia"], **where).scores["small-encoder"]
     assert changed["clustering-trivia"] != second["clustering-trivia"]
 
 
@@ -178,44 +180,21 @@ def test_the_code_of_a_model_is_found_where_its_files_name_it(file: str, content
     assert not has_own_code(str(folder))
 
 
-def test_two_runs_into_one_folder_do_not_share_unfinished_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts: list[list[str]] = []
-    move = Path.replace
-
-    def remember(part: Path, target: Path) -> Path:
-        parts[-1].append(part.name)
-        return move(part, target)
-
-    monkeypatch.setattr(Path, "replace", remember)
-    evaluation = Evaluation({"a": {"s": 1.0}, "b": {"s": 2.0}}, {"s": "STS"}, reference="a")
-    for _ in range(2):
-        parts.append([])
-        write(evaluation, tmp_path)
-    assert len(parts[0]) == 4
-    assert not set(parts[0]) & set(parts[1])
-
-
 def test_without_space_for_all_files_the_old_ones_remain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(Evaluation({"a": {"s": 1.0}, "b": {"s": 2.0}}, {"s": "STS"}, reference="a"), tmp_path)
     before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    assert len(before) == 4
 
-    def draw_half(_evaluation: Evaluation, _reference: str, path: Path) -> None:
+    def draw_half(_: Evaluation, path: Path) -> None:
         path.write_bytes(b"half a chart")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(evaluating, "draw_gains", draw_half)
-    said = re.escape(f"The scores cannot be written to {tmp_path}: [Errno 28] No space left on device")
-    with pytest.raises(OSError, match=said):
+    with pytest.raises(OSError, match=r"No space left on device: '.*'"):
         write(Evaluation({"a": {"s": 3.0}, "b": {"s": 4.0}}, {"s": "STS"}, reference="a"), tmp_path)
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
-
-
-def test_a_folder_of_scores_that_is_a_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "out").touch()
-    with pytest.raises(OSError, match=re.escape(f"The scores cannot be written to {tmp_path / 'out'}: ")):
-        write(Evaluation({"a": {"s": 1.0}}, {"s": "STS"}), tmp_path / "out")
+    write(Evaluation({"a": {"s": 3.0}}, {"s": "STS"}), tmp_path)
+    assert not (tmp_path / "gains.png").exists()
 
 
 def test_one_model_one_task_and_one_kind_of_vectors_need_no_list(data: Path, tmp_path: Path) -> None:
@@ -382,7 +361,7 @@ def test_an_interrupted_run_says_how_to_resume(data: Path, tmp_path: Path, caplo
     with (
         caplog.at_level(logging.INFO, "mote"),
         interrupted_at("2/4"),
-        pytest.raises(KeyboardInterrupt, match=r"2 of 4 scores are cached in .*; the same command resumes there"),
+        pytest.raises(KeyboardInterrupt, match=r"2 of 4 scores are cached in .*; the same command .* resumes"),
     ):
         evaluate([str(SMALL_ENCODER)], data=data, out=tmp_path)
     assert len(results(tmp_path)) == 2
@@ -400,30 +379,10 @@ def test_an_interrupted_run_with_overwrite_leaves_no_earlier_scores(
     with (
         caplog.at_level(logging.INFO, "mote"),
         interrupted_at("1/3"),
-        pytest.raises(KeyboardInterrupt, match="the same command without --overwrite resumes there"),
+        pytest.raises(KeyboardInterrupt, match=r"the same command \(without --overwrite\) resumes"),
     ):
         evaluate(SMALL_ENCODER, overwrite=True, **where)
     assert evaluate(SMALL_ENCODER, **where).scores == first.scores
-
-
-@pytest.mark.long
-def test_a_dataset_that_fails_with_overwrite_keeps_its_score(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    where: dict[str, Any] = {"data": data, "tasks": ["sts/*"], "out": tmp_path}
-    first = evaluate(SMALL_ENCODER, **where)
-    files = {path: path.read_bytes() for path in results(tmp_path)}
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("out of memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("mteb.evaluate", fail)
-        failures = evaluate(SMALL_ENCODER, overwrite=True, **where).failures["small-encoder"]
-    assert failures.keys() == first.scores["small-encoder"].keys()
-    assert {path: path.read_bytes() for path in results(tmp_path)} == files
-    assert evaluate(SMALL_ENCODER, overwrite=True, **where).scores == first.scores
-    assert not [*tmp_path.rglob("*.earlier")]
 
 
 # Invalid arguments ---------------------------------------------------------------------------------------------------
@@ -446,8 +405,8 @@ def test_a_dataset_that_fails_with_overwrite_keeps_its_score(
         (["--data", "nowhere"], "nowhere"),
         (["--data", "DATA", "--reference", "gpt"], "The reference gpt is not one of the models: small-encoder"),
         (["--data", "DATA", "--device", "cuda:99"], "There is no device 'cuda:99' here. Available: cpu"),
-        (["--data", "DATA", "--dtype", "int3"], "Unknown dtype 'int3': expected float32"),
-        (["--data", "DATA", "--limit", "0"], "The limit is 0: expected 1 or more"),
+        (["--data", "DATA", "--dtype", "int3"], "Input should be 'float32', 'float16' or 'bfloat16'"),
+        (["--data", "DATA", "--limit", "0"], "Input should be greater than or equal to 1"),
     ],
 )
 def test_invalid_arguments(words: list[str], said: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -471,9 +430,13 @@ def test_arguments_are_checked_before_weights_are_hashed(
         evaluate(SMALL_ENCODER, data=data, **setting)
 
 
-def test_a_batch_size_below_one(data: Path) -> None:
-    with pytest.raises(ValueError, match="The batch size is 0: expected 1 or more"):
-        evaluate([str(SMALL_ENCODER)], data=data, batch_size=0)
+def test_options_are_one_object_or_keywords(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"batch_size\n.*greater than or equal to 1"):
+        evaluate(SMALL_ENCODER, data=data, batch_size=0)
+    with pytest.raises(ValueError, match=r"unknown key 'batchsize'\. Did you mean 'batch_size'"):
+        evaluate(SMALL_ENCODER, data=data, batchsize=8)
+    options = EvaluateOptions(data=data, tasks="sts/part0", limit=20)
+    assert evaluate(SMALL_ENCODER, tmp_path, options, limit=10).settings["limit"] == 10
 
 
 def test_invalid_models(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

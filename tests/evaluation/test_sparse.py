@@ -68,7 +68,7 @@ def test_each_kind_of_vectors_of_a_hybrid_model(tmp_path: Path) -> None:
         assert found.scores[f"model ({kind})"]["beir-words"] == pytest.approx(expected, abs=1e-3)
     half = evaluate({"model": str(folder)}, retrieval=["hybrid"], dtype="bfloat16", **settings)
     assert half.scores["model"]["beir-words"] == pytest.approx(expected, abs=20)  # ranks may change
-    with pytest.raises(ValueError, match="Unknown retrieval 'lexical': expected dense, sparse or hybrid"):
+    with pytest.raises(ValueError, match="Input should be 'dense', 'sparse' or 'hybrid'"):
         evaluate({"model": str(folder)}, retrieval=["lexical"], **settings)
     dense = upcycle(source, tmp_path / "dense")
     with pytest.raises(ValueError, match="only gives dense vectors: it has no sparse ones"):

@@ -15,21 +15,15 @@ LEGEND_WIDTH = 100  # characters in a row
 
 
 @rc_context({"text.parse_math": False})  # a $ in a name does not start a formula
-def draw_gains(evaluation: Evaluation, reference: str, path: Path) -> None:
-    """Draw the gain of each model over a reference on each dataset, grouped by task type.
+def draw_gains(evaluation: Evaluation, path: Path) -> None:
+    """Draw the gain of each model over the reference on each dataset, grouped by task type.
 
     Args:
-        evaluation: Scores of two models or more.
-        reference: Label of the model that gains are computed against.
+        evaluation: Scores of two models or more; some dataset has those of the reference and of another model.
         path: PNG to write.
-
-    Raises:
-        ValueError: If no dataset has a score of the reference and of another model.
     """
-    gains = evaluation.gains(reference)
+    gains = evaluation.gains(str(evaluation.reference))
     names = [name for name in evaluation.datasets if any(name in of_model for of_model in gains.values())]
-    if not names:
-        raise ValueError(f"No dataset has a score of {reference} and of another model: there are no gains to draw")
     places = _places([evaluation.types[name] for name in names])
     thickness = 0.8 / len(gains)
     inches_per_dataset = max(0.22, 0.11 * len(gains))
@@ -57,7 +51,7 @@ def draw_gains(evaluation: Evaluation, reference: str, path: Path) -> None:
     axes.set_xlabel("gain in main score of MTEB, points of 100")
     _name_types(axes, [evaluation.types[name] for name in names], places)
     limit = evaluation.settings.get("limit")
-    figure.suptitle(f"Gain over {reference} on each dataset" + (f" (--limit {limit})" if limit else ""))
+    figure.suptitle(f"Gain over {evaluation.reference} on each dataset" + (f" (--limit {limit})" if limit else ""))
     figure.legend(loc="outside lower center", ncols=columns)
     figure.savefig(path, dpi=120, format="png")
 

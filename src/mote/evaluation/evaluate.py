@@ -5,136 +5,86 @@ import os
 import random
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import mteb
 import numpy as np
-import torch
 from huggingface_hub import cached_assets_path
 from mteb.abstasks import AbsTask, AbsTaskRetrieval
-from mteb.models import SentenceTransformerEncoderWrapper, SparseEncoderWrapper
 from mteb.results import TaskResult
-from sentence_transformers import SparseEncoder
 from tqdm import tqdm
 
 from mote.checkpoints.definitions import instruction_with
 from mote.checkpoints.reading import is_mote
-from mote.checkpoints.tensors import DTYPES
 from mote.evaluation.cache import Cache, CacheError, with_subtasks
 from mote.evaluation.charts import draw_gains
 from mote.evaluation.models import EvaluatedModel, find_models
+from mote.evaluation.options import EvaluateOptions
 from mote.evaluation.scores import Evaluation
 from mote.evaluation.tasks import choose_tasks
-from mote.inference.loading import check_device, check_retrieval, first_line
+from mote.files import replaced
+from mote.inference.loading import check_device, first_line
 from mote.remote.configuration_mote import MTEB_PROMPTS, alternatives
-from mote.reporting import write_together
+from mote.reporting import HOW_TO_RESUME
 
 logger = logging.getLogger(__name__)
 
 
 def evaluate(
     models: str | Path | Sequence[str] | Mapping[str, str],
-    *,
-    benchmark: str | None = None,
-    data: str | Path | None = None,
-    tasks: str | Sequence[str] = (),
-    limit: int | None = None,
-    retrieval: str | Sequence[str] = (),
-    definitions: Mapping[str, str] | None = None,
-    template: str | None = None,
-    batch_size: int = 32,
-    device: str | None = None,
-    dtype: str | None = None,
     out: str | Path | None = None,
-    reference: str | None = None,
-    trust_remote_code: bool = False,
-    overwrite: bool = False,
+    options: EvaluateOptions | None = None,
+    **settings: Any,
 ) -> Evaluation:
-    """Score models with `mteb.evaluate`.
+    """Score models with MTEB.
 
-    Scores are cached by model, data, limit and dtype. A dataset on which a model fails does not stop the others.
+    Scores are cached by model, data, limit and dtype; the same call resumes an interrupted evaluation. A dataset on
+    which a model fails does not stop the others.
 
     Args:
         models: Any Sentence-Transformers models: folders or ids on the Hub, or LABEL=MODEL; or a mapping from labels
             to these; or one model.
-        benchmark: A benchmark of MTEB, as in "MTEB(eng, v1)".
-        data: A folder of datasets, in place of a benchmark.
-        tasks: Datasets of the folder or the benchmark, or patterns such as "beir/*"; without either of them, names
-            of MTEB tasks. Default: all.
-        limit: Approximate number of texts that datasets of the folder are cut to.
-        retrieval: Kinds of vectors to score, `dense`, `sparse` or `hybrid`; a hybrid model gives all of them. With
-            several, each model is scored with each. Default: the models' own.
-        definitions: Dataset → definition of its task, which becomes an instruction in front of its texts, or only its
-            queries if it has documents. It replaces the instructions of all models.
-        template: The instruction around a definition, as in `mote.instruction_with`.
-        batch_size: Batch size for embedding.
-        device: Device that models run on. Default: Sentence-Transformers' choice.
-        dtype: Dtype of the models' weights: "float32", "float16" or "bfloat16". Default: the stored one.
         out: Folder for tables, chart, scores and the cache. Default: only a cache in the user's Hugging Face assets.
-        reference: Label or path of the baseline that gains are computed against. Default: the first of several models.
-        trust_remote_code: Whether to run the code in the models' repositories and folders. A MoTE needs it.
-        overwrite: Recompute cached scores.
+        options: What to score, and how.
+        **settings: Fields of `EvaluateOptions`, which replace those of `options`.
 
     Returns:
         The scores and the failures.
 
     Raises:
         FileNotFoundError: If a model or the data do not exist.
-        ValueError: If arguments are invalid, or a model does not load.
+        ValueError: If options are invalid, or a model does not load.
         OSError: If results cannot be written.
     """
-    tasks = [tasks] if isinstance(tasks, str) else tasks
-    retrieval = [retrieval] if isinstance(retrieval, str) else retrieval
-    for name, value in (("batch size", batch_size), ("limit", limit)):
-        if value is not None and value < 1:
-            raise ValueError(f"The {name} is {value}: expected 1 or more")
-    if dtype not in (None, *DTYPES):
-        raise ValueError(f"Unknown dtype {dtype!r}: expected {', '.join(DTYPES)}")
-    check_device(device)
-    for kind in retrieval:
-        check_retrieval(kind)
+    options = EvaluateOptions(**{**dict(options or ()), **settings})
+    check_device(options.device)
     with _quiet():
-        chosen = choose_tasks(benchmark, data, tasks, limit)
-    instructions = _instructions(definitions or {}, template, [task.metadata.name for task in chosen])
-    found = find_models(models, device=device, dtype=dtype, trust_remote_code=trust_remote_code)  # reads all weights
-    if retrieval:
-        kinds = [*dict.fromkeys(retrieval)]
-        labels = {kind: f" ({kind})" if len(kinds) > 1 else "" for kind in kinds}
-        found = [replace(one, label=one.label + labels[kind], retrieval=kind) for one in found for kind in kinds]
-    base = _reference(reference, found)
-    with _quiet():
-        folder = cached_assets_path("mote", "evaluation") if out is None else Path(out)
-        run = _Run(found, chosen, Cache(folder, chosen), limit, batch_size, overwrite, instructions)
-        run.check_models()
-        if overwrite:
-            run.set_aside()
-        run.score_all()
+        tasks = choose_tasks(options.benchmark, options.data, options.tasks, options.limit)
+        instructions = _instructions(options, [task.metadata.name for task in tasks])
+        found = find_models(models, options)  # hashes all weights
+        reference = _reference(options.reference, found)
+        cache = Cache(cached_assets_path("mote", "evaluation") if out is None else Path(out), tasks)
+        scorer = _Scorer(tasks, cache, options, instructions)
+        scorer.check(found)
+        scorer.score(found)
     evaluation = Evaluation(
-        scores={model.label: run.scores[model.label] for model in found},
-        types={task.metadata.name: str(task.metadata.type) for task in chosen},
-        metrics={task.metadata.name: str(task.metadata.main_score) for task in chosen},
-        failures={label: dict(failures) for label, failures in run.failures.items()},
+        scores={model.label: scorer.scores[model.label] for model in found},
+        types={task.metadata.name: str(task.metadata.type) for task in tasks},
+        metrics={task.metadata.name: str(task.metadata.main_score) for task in tasks},
+        failures=dict(scorer.failures),
         settings={
-            "benchmark": benchmark,
-            "data": None if data is None else str(data),
-            "tasks": list(tasks),
-            "limit": limit,
-            "retrieval": list(retrieval),
+            **options.model_dump(mode="json", exclude={"definitions", "template", "reference", "overwrite"}),
             "instructions": instructions,
-            "batch_size": batch_size,
-            "dtype": dtype,
-            "trust_remote_code": trust_remote_code,
-            "mteb": sorted(run.versions),
+            "mteb": sorted(scorer.versions),
             "models": {model.label: {"path": model.path, "revision": model.revision} for model in found},
-            "seconds": {label: dict(seconds) for label, seconds in run.seconds.items()},
+            "seconds": dict(scorer.seconds),
         },
-        reference=base,
+        reference=reference,
     )
     if out is not None:
         write(evaluation, Path(out))
@@ -142,113 +92,89 @@ def evaluate(
 
 
 @dataclass
-class _Run:
-    """One pass over models and tasks."""
+class _Scorer:
+    """Scores models on tasks, and collects scores, failures, seconds (model → dataset → …) and versions of mteb."""
 
-    models: list[EvaluatedModel]
     tasks: list[AbsTask]
     cache: Cache
-    limit: int | None
-    batch_size: int
-    overwrite: bool
+    options: EvaluateOptions
     instructions: dict[str, str]
     scores: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
     failures: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
     seconds: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
     versions: set[str] = field(default_factory=set)
-    encoder: "_FiniteEncoder | _FiniteSparse | None" = None
-    not_loaded: Exception | None = None  # of the same model
 
-    def check_models(self) -> None:
-        """Check each model that has scores to compute, so that loading errors show before the work starts.
+    def check(self, models: Sequence[EvaluatedModel]) -> None:
+        """Load each model that has scores to compute without its weights, so that errors show before the work starts.
 
-        Raises:
-            ValueError: If a model does not load.
+        With `overwrite`, the cached scores are discarded then.
         """
-        missing = {one.label: sum(self._cached(one, task) is None for task in self.tasks) for one in self.models}
+        missing = {
+            model.label: sum(self.options.overwrite or self._cached(model, task) is None for task in self.tasks)
+            for model in models
+        }
         logger.info(
-            f"Models: {len(self.models)}, datasets: {len(self.tasks)}, scores to compute: {sum(missing.values())}; "
+            f"Models: {len(models)}, datasets: {len(self.tasks)}, scores to compute: {sum(missing.values())}; "
             f"results are cached in {self.cache.cache_path}"
         )
-        for model in self.models:
+        for model in models:
             if missing[model.label]:
                 model.check()
-
-    def set_aside(self) -> None:
-        """Set all earlier scores aside at once, so that those found after an interruption are new."""
-        for model in self.models:
+        for model in models if self.options.overwrite else ():
             for task in self.tasks:
-                self.cache.set_aside(task, self._meta(model, task))
+                self.cache.forget(task, model.meta(**self._experiment(task)))
 
-    def score_all(self) -> None:
-        """Score each model on each task.
-
-        Raises:
-            KeyboardInterrupt: If interrupted; the message says what is cached.
-            CacheError: If results cannot be written.
-        """
-        total = len(self.models) * len(self.tasks)
+    def score(self, models: Sequence[EvaluatedModel]) -> None:
+        """Score each model on each task; an interrupt's message says what is cached."""
+        total = len(models) * len(self.tasks)
         with tqdm(total=total, unit="dataset", disable=None, leave=False, dynamic_ncols=True) as bar:
             try:
-                for number, model in enumerate(self.models, start=1):
-                    _log(f"Model {number} of {len(self.models)}: {model.label}")
+                for number, model in enumerate(models, start=1):
+                    _log(f"Model {number} of {len(models)}: {model.label}")
                     for index, task in enumerate(self.tasks, start=1):
                         bar.set_description(f"{model.label} on {task.metadata.name}")
                         outcome = self._score(model, task)
                         bar.update()
                         _log(f"  {index}/{len(self.tasks)} {task.metadata.name}: {outcome}")
-                    self.encoder = self.not_loaded = None
                     model.release()
             except KeyboardInterrupt:
-                cached = sum(len(scores) for scores in self.scores.values())
-                again = "the same command" + (" without --overwrite" if self.overwrite else "")
-                raise KeyboardInterrupt(
-                    f"{cached} of {total} scores are cached in {self.cache.cache_path}; {again} resumes there"
-                ) from None
+                cached = (
+                    f"{sum(map(len, self.scores.values()))} of {total} scores are cached in {self.cache.cache_path}"
+                )
+                raise KeyboardInterrupt(f"{cached}; {HOW_TO_RESUME}") from None
 
     def _score(self, model: EvaluatedModel, task: AbsTask) -> str:
         """Score a model on a task, or take the cached score; return the outcome in a few words."""
         label, name = model.label, task.metadata.name
-        result = self._cached(model, task)
-        how = " (cached)" if result is not None else ""
+        cached = self._cached(model, task)
         try:
-            result = result or self._compute(model, task)
+            result = cached or self._compute(model, task)
             score = _main_score(result, task)
         except CacheError:
             raise
         except Exception as error:  # of a dataset, of a model's code, of a device: the others continue
             self.failures[label][name] = first_line(error)
-            self._restore(model, task)
             return f"failed: {first_line(error)}"
-        self._restore(model, task)
         self.scores[label][name] = score
         self.seconds[label][name] = round(result.evaluation_time or 0.0, 2)
         self.versions.add(str(result.mteb_version))
-        return f"{score:.2f}, {self.seconds[label][name]:.1f} s{how}"
+        return f"{score:.2f}, {self.seconds[label][name]:.1f} s{' (cached)' if cached else ''}"
 
-    def _restore(self, model: EvaluatedModel, task: AbsTask) -> None:
-        if self.overwrite:
-            self.cache.restore(task, self._meta(model, task))
-
-    def _cached(self, model: EvaluatedModel, task: AbsTask) -> TaskResult | None:
-        return None if self.overwrite else self.cache.find(task, self._meta(model, task))
-
-    def _meta(self, model: EvaluatedModel, task: AbsTask) -> Any:
+    def _experiment(self, task: AbsTask) -> dict[str, Any]:
+        """What the score of a task depends on, beside the model and the data."""
         text = self.instructions.get(task.metadata.name)
         digest = None if text is None else blake2b(text.encode(), digest_size=8).hexdigest()
-        return model.meta(limit=self.limit, instruction=digest)
+        return {"limit": self.options.limit, "instruction": digest}
+
+    def _cached(self, model: EvaluatedModel, task: AbsTask) -> TaskResult | None:
+        return self.cache.find(task, model.meta(**self._experiment(task)))
 
     def _compute(self, model: EvaluatedModel, task: AbsTask) -> TaskResult:
-        encoder = self._encoder(model)
-        meta = self._meta(model, task)
-        key = {name: getattr(meta, name) for name in ("name", "revision", "experiment_kwargs")}
-        encoder.mteb_model_meta = encoder.mteb_model_meta.model_copy(update={**model.described, **key})
-        options: Any = {"batch_size": self.batch_size, "show_progress_bar": False}
-        for part in with_subtasks([task]):  # otherwise each model would get different samples
-            part.rng_state, part.np_rng = random.Random(part.seed), np.random.default_rng(part.seed)
-        random.seed(task.seed)
-        np.random.seed(task.seed)
-        loaded = task.data_loaded
+        encoder = model.encoder()
+        key = model.key(**self._experiment(task))
+        encoder.mteb_model_meta = encoder.mteb_model_meta.model_copy(update=key)
+        encode_kwargs: Any = {"batch_size": self.options.batch_size, "show_progress_bar": False}
+        _seed(task)
         try:
             with (
                 instructed(encoder, task, self.instructions.get(task.metadata.name)),
@@ -259,75 +185,26 @@ class _Run:
                     encoder,
                     task,
                     cache=self.cache,
-                    overwrite_strategy="always" if self.overwrite else "only-missing",
-                    encode_kwargs=options,
+                    encode_kwargs=encode_kwargs,
                     show_progress_bar=False,
                     co2_tracker=False,
                 )
         finally:
-            if task.data_loaded and not loaded:  # mteb does so, except for a task that failed
+            if task.data_loaded:  # mteb unloads it, unless the task failed
                 task.unload_data()
         if results.exceptions:  # what mteb reports instead of raising: private data
             raise OSError(results.exceptions[0].exception)
-        return self.cache.find(task, meta)  # rounded there: the score is the same now and when it is read again
-
-    def _encoder(self, model: EvaluatedModel) -> "_FiniteEncoder | _FiniteSparse":
-        """Return mteb's encoder of a model, the same for all datasets: it takes a while to check the prompts."""
-        if self.not_loaded is not None:
-            raise self.not_loaded
-        if self.encoder is None:
-            try:
-                found = model.load()
-            except Exception as error:
-                self.not_loaded = error
-                raise
-            self.encoder = _FiniteSparse(found) if isinstance(found, SparseEncoder) else _FiniteEncoder(found)
-            _warn_of_unused_prompts(model.label, self.encoder)
-        return self.encoder
+        result = self._cached(model, task)  # rounded there: the score is the same now and when it is read again
+        assert result is not None
+        return result
 
 
-def _warn_of_unused_prompts(label: str, encoder: "_FiniteEncoder | _FiniteSparse") -> None:
-    """Name the prompts that mteb ignores; `_quiet` silences its own warning.
-
-    It also ignores a MoTE's own names of its instructions, which it uses under the names of its types.
-    """
-    prompts: dict[str, str | None] = encoder.model.prompts
-    default = prompts.get(encoder.model.default_prompt_name or "")
-    used = {"", None, default, *(encoder.model_prompts or {}).values()}
-    unused = [name for name, text in prompts.items() if text not in used]
-    if unused:
-        with tqdm.external_write_mode():
-            logger.warning(
-                f"{label}: MTEB does not use the prompts {', '.join(map(repr, unused))}, whose names it does not know. "
-                "It knows `query`, `document`, and its task types and tasks, such as `STS` or `Retrieval-query`"
-            )
-
-
-class _Finite:
-    """Makes an encoder of mteb fail on NaN and infinity; retrieval would count them as a score of 0."""
-
-    def encode(self, *args: Any, **kwargs: Any) -> Any:
-        """Embed texts.
-
-        Raises:
-            ValueError: If an embedding is not finite.
-        """
-        embeddings = super().encode(*args, **kwargs)  # type: ignore[misc]  # of the other base class
-        if isinstance(embeddings, torch.Tensor):
-            embeddings = embeddings.float()  # as Sentence-Transformers does where it gives arrays
-        sparse = isinstance(embeddings, torch.Tensor) and embeddings.is_sparse
-        values = torch.as_tensor(embeddings.coalesce().values() if sparse else embeddings)  # on any device
-        if not values.isfinite().all():
-            raise ValueError("the model gives embeddings that are not finite (NaN or infinite)")
-        return embeddings
-
-
-class _FiniteEncoder(_Finite, SentenceTransformerEncoderWrapper):
-    """For dense vectors."""
-
-
-class _FiniteSparse(_Finite, SparseEncoderWrapper):
-    """For sparse vectors."""
+def _seed(task: AbsTask) -> None:
+    """Start a task from its own random numbers; otherwise each model would get different samples."""
+    for part in with_subtasks([task]):
+        part.rng_state, part.np_rng = random.Random(part.seed), np.random.default_rng(part.seed)
+    random.seed(task.seed)
+    np.random.seed(task.seed)
 
 
 def _main_score(result: TaskResult, task: AbsTask) -> float:
@@ -339,18 +216,26 @@ def _main_score(result: TaskResult, task: AbsTask) -> float:
     return score
 
 
-def _instructions(definitions: Mapping[str, str], template: str | None, names: Sequence[str]) -> dict[str, str]:
-    """Turn the definitions of datasets into instructions.
-
-    Raises:
-        ValueError: If there is no such dataset, or the template is invalid.
-    """
-    for name in definitions:
+def _instructions(options: EvaluateOptions, names: Sequence[str]) -> dict[str, str]:
+    """Turn the definitions of datasets into instructions."""
+    for name in options.definitions:
         if name not in names:
             raise ValueError(f"A definition for the dataset {name!r}, which is not scored." + alternatives(name, names))
-    if template is not None and not definitions:
+    if options.template is not None and not options.definitions:
         raise ValueError("A template is for definitions, but there are none: add `--definition DATASET=TEXT`")
-    return {name: instruction_with(text, template) for name, text in definitions.items()}
+    return {name: instruction_with(text, options.template) for name, text in options.definitions.items()}
+
+
+def _reference(reference: str | None, models: Sequence[EvaluatedModel]) -> str | None:
+    """Find the label of the reference."""
+    if reference is None:
+        return models[0].label if len(models) > 1 else None
+    for model in models:
+        if reference in (model.label, model.path):
+            return model.label
+    raise ValueError(
+        f"The reference {reference} is not one of the models: {', '.join(model.label for model in models)}"
+    )
 
 
 @contextmanager
@@ -390,17 +275,6 @@ def instructed(encoder: Any, task: AbsTask, instruction: str | None) -> Iterator
             config.tasks, config.instructions, config.default_task = own
 
 
-def _reference(reference: str | None, models: list[EvaluatedModel]) -> str | None:
-    """Find the label of the reference."""
-    if reference is None:
-        return models[0].label if len(models) > 1 else None
-    for model in models:
-        if reference in (model.label, model.path):
-            return model.label
-    labels = ", ".join(model.label for model in models)
-    raise ValueError(f"The reference {reference} is not one of the models: {labels}")
-
-
 def _log(line: str) -> None:
     with tqdm.external_write_mode():
         logger.info(line)
@@ -430,27 +304,22 @@ def _quiet() -> Iterator[None]:
             bar.enable_progress_bar()
 
 
-def write(evaluation: Evaluation, folder: Path) -> list[Path]:
+def write(evaluation: Evaluation, folder: Path) -> None:
     """Write `table.md`, `datasets.md`, `scores.json` and, if there are gains, `gains.png`.
 
     Those of an earlier run are replaced once all are complete.
-
-    Returns:
-        The files.
-
-    Raises:
-        OSError: If they cannot be written.
     """
     texts = {
         "table.md": f"{evaluation}\n",
-        "datasets.md": evaluation.per_dataset() + "\n",
+        "datasets.md": f"{evaluation.per_dataset()}\n",
         "scores.json": evaluation.to_json(),
     }
     chart = folder / "gains.png"
-    writers: dict[Path, Callable[[Path], object]] = {
-        folder / name: partial(Path.write_text, data=text, encoding="utf-8") for name, text in texts.items()
-    }
-    if evaluation.reference is not None and any(evaluation.gains(evaluation.reference).values()):
-        writers[chart] = partial(draw_gains, evaluation, evaluation.reference)
-    write_together(writers, [] if chart in writers else [chart], "The scores")
-    return [*writers]
+    has_gains = evaluation.reference is not None and any(evaluation.gains(evaluation.reference).values())
+    with ExitStack() as files:
+        for name, text in texts.items():
+            files.enter_context(replaced(folder / name)).write_text(text, encoding="utf-8")
+        if has_gains:
+            draw_gains(evaluation, files.enter_context(replaced(chart)))
+    if not has_gains:
+        chart.unlink(missing_ok=True)

@@ -54,8 +54,8 @@ def model_meta(source: str | Path, revision: str | None = None) -> ModelMeta:
     parameters = model.num_parameters()
     embeddings = model.get_input_embeddings().weight.numel()
     card = front_matter(checkpoint.folder)
+    base = card.get("base_model")
     settings = checkpoint.read_json("config_sentence_transformers.json")
-    name = f"local/{checkpoint.short_name}" if checkpoint.is_local else checkpoint.name
     names = (*MTEB_PROMPTS, *ROLE_HINTS)  # MTEB warns about all others
     prompts = {key: text for key, text in source_prompts(checkpoint).items() if key in names}
     path = str(Path(source).resolve()) if checkpoint.is_local else checkpoint.name
@@ -67,7 +67,7 @@ def model_meta(source: str | Path, revision: str | None = None) -> ModelMeta:
                 **({"trust_remote_code": True} if routed else {}),
                 **({"model_prompts": prompts} if any(prompts.values()) else {}),
             },
-            "name": name if "/" in name else f"sentence-transformers/{name}",  # as the library completes it
+            "name": mteb_name(source),
             "revision": checkpoint.revision or folder_hash(checkpoint.folder),
             "languages": _languages(card.get("language")),
             "n_parameters": parameters,
@@ -83,9 +83,25 @@ def model_meta(source: str | Path, revision: str | None = None) -> ModelMeta:
             "reference": None if checkpoint.is_local else f"https://huggingface.co/{checkpoint.name}",
             "similarity_fn_name": ScoringFunction.from_str(settings.get("similarity_fn_name") or "cosine"),
             "use_instructions": any(source_prompts(checkpoint).values()),
-            "adapted_from": base[0] if isinstance(base := card.get("base_model"), list) and base else base,
+            "adapted_from": base[0] if isinstance(base, list) and base else base,
         }
     )
+
+
+def mteb_name(source: str | Path) -> str:
+    """Name a model for MTEB: `local/NAME` for a folder, the full id on the Hub otherwise."""
+    if Path(source).is_dir():
+        return f"local/{Path(source).resolve().name}"
+    return str(source) if "/" in str(source) else f"sentence-transformers/{source}"
+
+
+def recorded(source: str, revision: str | None) -> dict[str, Any]:
+    """Return what `model_meta` finds, for mteb to record; empty for models that it cannot describe."""
+    try:
+        meta = model_meta(source, revision)
+    except Exception:  # other modules or architectures, odd cards: mteb records what it knows
+        return {}
+    return {name: value for name, value in meta if value is not None and name != "loader_kwargs"}
 
 
 def load_encoder_wrapper(path: str, name: str, revision: str | None = None, **kwargs: Any) -> MTEBModels:

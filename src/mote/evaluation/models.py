@@ -1,20 +1,50 @@
-"""Models to evaluate: their labels, their revisions, and how they are loaded."""
+"""Models to evaluate: their labels, their revisions, and how they are loaded and embed for mteb."""
 
 import gc
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from mteb.models import ModelMeta, SentenceTransformerEncoderWrapper, SparseEncoderWrapper
+from sentence_transformers import SparseEncoder
+from tqdm import tqdm
 
 from mote.checkpoints.hashing import folder_hash
+from mote.evaluation.metadata import mteb_name, recorded
+from mote.evaluation.options import EvaluateOptions
 from mote.hub import commit_of
 from mote.inference.loading import has_own_code, load_any_encoder
 from mote.reporting import label_models
 
-if TYPE_CHECKING:
-    from mteb.models import ModelMeta
-    from sentence_transformers import SentenceTransformer, SparseEncoder
+logger = logging.getLogger(__name__)
+
+
+class _Finite:
+    """Makes an encoder of mteb fail on NaN and infinity; retrieval would count them as a score of 0."""
+
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
+        """Embed texts; `ValueError` if an embedding is not finite."""
+        embeddings = super().encode(*args, **kwargs)  # type: ignore[misc]
+        if isinstance(embeddings, torch.Tensor):
+            # As Sentence-Transformers does where it gives arrays.
+            embeddings = embeddings.float()
+        sparse = isinstance(embeddings, torch.Tensor) and embeddings.is_sparse
+        values = torch.as_tensor(embeddings.coalesce().values() if sparse else embeddings)
+        if not values.isfinite().all():
+            raise ValueError("the model gives embeddings that are not finite (NaN or infinite)")
+        return embeddings
+
+
+class DenseEncoder(_Finite, SentenceTransformerEncoderWrapper):
+    """mteb's wrapper of a `SentenceTransformer`."""
+
+
+class SparseVectorEncoder(_Finite, SparseEncoderWrapper):
+    """mteb's wrapper of a `SparseEncoder`."""
 
 
 @dataclass
@@ -25,105 +55,108 @@ class EvaluatedModel:
         label: Label in tables.
         path: A folder, or an id on the Hub.
         revision: Hash of the folder's files, or the commit on the Hub.
-        device: Device that it runs on. Default: Sentence-Transformers' choice.
-        dtype: Dtype of its weights. Default: the stored one.
-        trust_remote_code: Run the code in its repository.
-        retrieval: Kind of vectors: `dense`, `sparse` or `hybrid`; a hybrid model gives all three. Default: its own.
+        options: Options of the evaluation.
+        retrieval: Kind of vectors: `dense`, `sparse` or `hybrid`. Default: the model's own.
     """
 
     label: str
     path: str
     revision: str
-    device: str | None = None
-    dtype: str | None = None
-    trust_remote_code: bool = False
+    options: EvaluateOptions
     retrieval: str | None = None
-    _model: "SentenceTransformer | SparseEncoder | None" = field(default=None, repr=False)
 
-    def meta(self, **experiment: Any) -> "ModelMeta":
-        """Describe the model to mteb, whose cache is laid out accordingly.
+    def __post_init__(self) -> None:
+        self._encoder: DenseEncoder | SparseVectorEncoder | None = None
+        self._load_error: Exception | None = None
+
+    def key(self, **experiment: Any) -> dict[str, Any]:
+        """Fields of `mteb.ModelMeta` by which mteb's cache is laid out.
 
         Args:
             **experiment: Other settings that a score depends on.
         """
-        from mteb.models import ModelMeta
+        settings = {"dtype": self.options.dtype, "retrieval": self.retrieval, "own_code": self._own_code, **experiment}
+        experiment = {name: value for name, value in settings.items() if value is not None}
+        return {"name": mteb_name(self.path), "revision": self.revision, "experiment_kwargs": experiment or None}
 
-        name = f"local/{Path(self.path).resolve().name}" if Path(self.path).is_dir() else self.path
-        name = name if "/" in name else f"sentence-transformers/{name}"  # the organisation that the library assumes
-        settings = {"dtype": self.dtype, "retrieval": self.retrieval, "own_code": self._own_code, **experiment}
-        experiment = {key: value for key, value in settings.items() if value is not None}
-        return ModelMeta.create_empty(
-            overwrites={"name": name, "revision": self.revision, "experiment_kwargs": experiment or None}
-        )
-
-    @cached_property
-    def _own_code(self) -> bool | None:
-        """False if the model has code of its own that is not trusted: a class of the library may take its place."""
-        revision = None if Path(self.path).is_dir() else self.revision
-        return False if not self.trust_remote_code and has_own_code(self.path, revision) else None
-
-    @cached_property
-    def described(self) -> dict[str, Any]:
-        """Other metadata that mteb records: dimension, parameters, licence …; empty for files of an unknown kind.
-
-        Found once for all datasets, as it reads the whole of the weights for their hash.
-        """
-        from mote.evaluation.metadata import model_meta
-
-        try:
-            meta = model_meta(self.path, None if Path(self.path).is_dir() else self.revision)
-        except Exception:  # other modules or architectures, odd cards: mteb fills in what it knows
-            return {}
-        return {name: value for name, value in meta if value is not None and name != "loader_kwargs"}
+    def meta(self, **experiment: Any) -> ModelMeta:
+        """Describe the model to mteb's cache; takes the arguments of `key`."""
+        return ModelMeta.create_empty(overwrites=self.key(**experiment))
 
     def check(self) -> None:
-        """Make sure that the model loads, without reading its weights.
-
-        Raises:
-            ValueError: If it does not load, lacks weights, or has untrusted code.
-        """
+        """Load the model without its weights; `ValueError` if it does not load, lacks weights, or is not trusted."""
         self._load("meta")
 
-    def load(self) -> "SentenceTransformer | SparseEncoder":
-        """Load it, once.
-
-        Raises:
-            ValueError: If it does not load, lacks weights, or has untrusted code.
-        """
-        if self._model is None:
-            self._model = self._load(self.device)
-        return self._model
-
-    def _load(self, device: str | None) -> "SentenceTransformer | SparseEncoder":
-        revision = None if Path(self.path).is_dir() else self.revision
-        settings = {"device": device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
-        return load_any_encoder(self.path, retrieval=self.retrieval, revision=revision, **settings)
+    def encoder(self) -> "DenseEncoder | SparseVectorEncoder":
+        """Return mteb's encoder of the model, which is loaded once; an error is raised again, without another try."""
+        if self._load_error is not None:
+            raise self._load_error
+        if self._encoder is None:
+            try:
+                model = self._load(self.options.device)
+            except Exception as error:
+                self._load_error = error
+                raise
+            wrapper = SparseVectorEncoder if isinstance(model, SparseEncoder) else DenseEncoder
+            self._encoder = wrapper(model)
+            described = recorded(self.path, self._commit)
+            self._encoder.mteb_model_meta = self._encoder.mteb_model_meta.model_copy(update=described)
+            _warn_of_unused_prompts(self.label, self._encoder)
+        return self._encoder
 
     def release(self) -> None:
         """Free its memory."""
-        import torch
-
-        self._model = None
+        self._encoder = None
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
+    @cached_property
+    def _own_code(self) -> bool | None:
+        """False if the model has code of its own that is not trusted: a class of the library may take its place."""
+        return False if not self.options.trust_remote_code and has_own_code(self.path, self._commit) else None
 
-def find_models(models: str | Path | Sequence[str] | Mapping[str, str], **settings: Any) -> list[EvaluatedModel]:
-    """Find and label models, without loading them.
+    @property
+    def _commit(self) -> str | None:
+        return None if Path(self.path).is_dir() else self.revision
 
-    Args:
-        models: Folders or ids on the Hub, or LABEL=MODEL; or a mapping from labels to these; or one model.
-        settings: `device`, `dtype` and `trust_remote_code`.
+    def _load(self, device: str | None) -> Any:
+        settings = {"dtype": self.options.dtype, "trust_remote_code": self.options.trust_remote_code}
+        return load_any_encoder(self.path, retrieval=self.retrieval, revision=self._commit, device=device, **settings)
+
+
+def _warn_of_unused_prompts(label: str, encoder: Any) -> None:
+    """Name the prompts that mteb ignores, in place of its own warning, which `evaluate` silences.
+
+    mteb does not know the names of a MoTE's tasks either, but gets their texts under the names of its task types.
+    """
+    prompts: dict[str, str | None] = encoder.model.prompts
+    default = prompts.get(encoder.model.default_prompt_name or "")
+    used = {"", None, default, *(encoder.model_prompts or {}).values()}
+    unused = [name for name, text in prompts.items() if text not in used]
+    if unused:
+        with tqdm.external_write_mode():
+            logger.warning(
+                f"{label}: MTEB does not use the prompts {', '.join(map(repr, unused))}, whose names it does not know. "
+                "It knows `query`, `document`, and its task types and tasks, such as `STS` or `Retrieval-query`"
+            )
+
+
+def find_models(
+    models: str | Path | Sequence[str] | Mapping[str, str], options: EvaluateOptions
+) -> list[EvaluatedModel]:
+    """Find and label models, once for each kind of vectors, without loading them.
 
     Raises:
         FileNotFoundError: If a model is neither a folder with a model nor on the Hub.
-        ValueError: If no model is given, one is given twice, or one is an adapter.
+        ValueError: If two models have the same label, or one is an adapter.
     """
-    named = label_models(models)
-    if not named:
-        raise ValueError("No model to evaluate")
-    return [
-        EvaluatedModel(label, path, commit_of(path) or folder_hash(Path(path)), **settings)
-        for label, path in named.items()
+    found = [
+        EvaluatedModel(label, path, commit_of(path) or folder_hash(Path(path)), options)
+        for label, path in label_models(models).items()
     ]
+    kinds = list(dict.fromkeys(options.retrieval))
+    if not kinds:
+        return found
+    names = {kind: f" ({kind})" if len(kinds) > 1 else "" for kind in kinds}
+    return [replace(one, label=one.label + names[kind], retrieval=kind) for one in found for kind in kinds]

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from mote.evaluation.statistics import Comparison, compare_scores
 from mote.remote.configuration_mote import alternatives
 from mote.reporting import Report, table
+from mote.statistics import Comparison, compare_scores
 
 TASK_TYPES = (
     "Retrieval",

@@ -1,10 +1,12 @@
-"""Significance tests over datasets: is one model better than another?"""
+"""Significance tests: is one model better than another, or are its values lower?"""
 
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+from numpy.typing import ArrayLike
 from scipy import stats
 
 
@@ -48,7 +50,7 @@ class Comparison:
         if self.datasets < 2:
             return text + "a test needs 2 datasets or more"
         tests = {"Welch": self.welch, "paired t": self.paired_t, "Wilcoxon": self.wilcoxon}
-        return text + "one-sided p: " + ", ".join(f"{name} {_p(value)}" for name, value in tests.items())
+        return text + "one-sided p: " + ", ".join(f"{name} {_formatted(p)}" for name, p in tests.items())
 
 
 def compare_scores(model: str, reference: str, scores: Sequence[float], others: Sequence[float]) -> Comparison:
@@ -59,44 +61,49 @@ def compare_scores(model: str, reference: str, scores: Sequence[float], others: 
         reference: Name of the other.
         scores: The model's, one for each dataset.
         others: The reference's, of the same datasets in the same order.
-
-    Raises:
-        ValueError: If the numbers of scores differ.
     """
-    if len(scores) != len(others):
-        raise ValueError(f"{model} has {len(scores)} scores, {reference} has {len(others)}: expected the same datasets")
-    gains = [round(ours - theirs, 9) for ours, theirs in zip(scores, others, strict=True)]  # ties stay ties
-    mean = sum(gains) / len(gains) if gains else 0.0
-    signs = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
-    return Comparison(model, reference, len(gains), mean, *signs, *_p_values(scores, others, gains))
+    # Rounded, so that gains which differ only in their last bits are ties.
+    gains = [round(ours - theirs, 9) for ours, theirs in zip(scores, others, strict=True)]
+    welch = paired_t = wilcoxon = None
+    if len(gains) > 1:
+        if (test := welch_test(others, scores)) is not None:
+            welch = float(test.pvalue)
+        with warnings.catch_warnings():
+            # About few datasets and about ties, for which scipy approximates.
+            warnings.simplefilter("ignore")
+            if len(set(gains)) > 1:
+                paired_t = float(stats.ttest_rel(scores, others, alternative="greater").pvalue)
+            if any(gains):
+                wilcoxon = float(stats.wilcoxon(gains, alternative="greater").pvalue)
+    return Comparison(
+        model=model,
+        reference=reference,
+        datasets=len(gains),
+        gain=sum(gains) / len(gains) if gains else 0.0,
+        higher=sum(gain > 0 for gain in gains),
+        lower=sum(gain < 0 for gain in gains),
+        welch=welch,
+        paired_t=paired_t,
+        wilcoxon=wilcoxon,
+    )
 
 
-def _p_values(
-    scores: Sequence[float], others: Sequence[float], gains: Sequence[float]
-) -> tuple[float | None, float | None, float | None]:
-    if len(gains) < 2:
-        return None, None, None
+def welch_test(lower: ArrayLike, higher: ArrayLike) -> Any:
+    """Test one-sided, by Welch's t-test, whether the mean of the first sample is lower.
+
+    Returns:
+        scipy's result: `statistic`, `df`, `pvalue`. None if neither sample varies by more than rounding.
+    """
+    samples = [np.asarray(sample, dtype=np.float64) for sample in (lower, higher)]
+    if all(np.ptp(sample) <= 1e-9 * np.abs(sample).max() for sample in samples):
+        return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about few datasets and about ties, for which scipy approximates
-        return (
-            _number(stats.ttest_ind(scores, others, equal_var=False, alternative="greater").pvalue)
-            if _spread(scores) or _spread(others)
-            else None,
-            _number(stats.ttest_rel(scores, others, alternative="greater").pvalue) if _spread(gains) else None,
-            _number(stats.wilcoxon(gains, alternative="greater").pvalue) if any(gains) else None,
-        )
+        # One of the samples may be constant.
+        warnings.simplefilter("ignore")
+        return stats.ttest_ind(*samples, equal_var=False, alternative="less")
 
 
-def _number(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
-
-
-def _spread(values: Sequence[float]) -> bool:
-    """Whether values differ by more than the rounding of sums; scipy divides by their variance."""
-    return max(values) - min(values) > 1e-9
-
-
-def _p(value: float | None) -> str:
-    if value is None:
+def _formatted(p: float | None) -> str:
+    if p is None:
         return "none (no spread)"
-    return f"{value:.3f}" if value >= 0.001 else f"{value:.1e}"
+    return f"{p:.3f}" if p >= 0.001 else f"{p:.1e}"
