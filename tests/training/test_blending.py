@@ -204,7 +204,7 @@ def test_scored_pairs_in_both_directions(tmp_path: Path) -> None:
     ("override", "message"),
     [
         ("tasks.retrieval.loss=CoSENTLoss", "blended batches have the loss InfoNCE, not CoSENTLoss"),
-        ("tasks.retrieval.in_batch_negatives=false", "its rows need their own negatives"),
+        ("tasks.retrieval.in_batch_negatives=false", "have no negatives: in_batch_negatives is false"),
         ("retrieval.kind=sparse", "blended batches are for dense vectors"),
     ],
 )

@@ -207,7 +207,8 @@ def distilled(folder: Path, teacher: Path, rows: str, **settings: Any) -> Any:
     dataset = {"path": "train.jsonl", **settings}
     own = {"source": str(teacher), "prompts": {"anchor": "query: "}}
     recipe = {"model": {"source": "none"}, "tasks": {"t": {**task, "datasets": [dataset], "teacher": own}}}
-    data = load_data(parse_recipe({**recipe, "data": {"folder": str(folder)}}))
+    found = parse_recipe({**recipe, "data": {"folder": str(folder)}})
+    data = load_data(found, teachers=teachers.teachers_of(found))
     (training_set,) = data.sets.values()
     return training_set
 

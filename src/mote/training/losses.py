@@ -21,28 +21,11 @@ from torch.nn.functional import normalize
 
 from mote.inference.loading import load_encoder
 from mote.remote.configuration_mote import alternatives
-from mote.training.cleaning import SPARSE_SCORED_LOSSES
+from mote.training.cleaning import INFO_NCE, LABEL_TYPES, LOSSES
 from mote.training.model_settings import RetrievalSettings
 from mote.training.progress import count_texts
 from mote.training.task_settings import TaskSettings
 from mote.training.trainer_settings import TrainingSettings
-
-INFO_NCE = "InfoNCE"
-
-UNSUPPORTED = {
-    "AdaptiveLayerLoss": "it wraps another loss",
-    "ContrastiveTensionLoss": "it needs a data loader of its own",
-    "DenoisingAutoEncoderLoss": "it needs corrupted texts and a decoder",
-    "DistillKLDivLoss": "it needs a teacher's scores; EmbedDistillLoss and MSELoss learn from its embeddings",
-    "MarginMSELoss": "it needs a teacher's scores; EmbedDistillLoss and MSELoss learn from its embeddings",
-    "Matryoshka2dLoss": "it wraps another loss",
-    "MatryoshkaLoss": "it wraps another loss: set training.matryoshka",
-    "SoftmaxLoss": "it needs classes of pairs",
-}
-
-
-# Losses of sparse vectors that need no teacher's scores.
-SPARSE_LOSSES = ("SparseMultipleNegativesRankingLoss", "SparseTripletLoss", *SPARSE_SCORED_LOSSES)
 
 
 class InfoNCELoss(CachedLossMixin, nn.Module):
@@ -87,6 +70,12 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
         self.uses_gradient_cache = gradient_caching and mini_batch_size is not None
         self.mini_batch_size = mini_batch_size or 0
 
+    @classmethod
+    def of(cls, task: TaskSettings, model: SentenceTransformer | SparseEncoder, **settings: Any) -> "InfoNCELoss":
+        """Build the loss of a task; further settings are arguments of the class."""
+        own: dict[str, Any] = {"symmetric": task.symmetric, "in_batch_negatives": task.in_batch_negatives}
+        return InfoNCELoss(model, task.temperature, **own, **settings)
+
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None) -> Tensor:
         """Compute the loss of a batch.
 
@@ -121,7 +110,8 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
             labels: As in `forward`.
             with_backward: Whether to run the backward pass to the embeddings, and return a scalar without a graph.
         """
-        with torch.autocast(reps[0][0].device.type, enabled=False):  # bf16 is too coarse for a cosine at t = 0.03
+        # bf16 is too coarse for a cosine at t = 0.03.
+        with torch.autocast(reps[0][0].device.type, enabled=False):
             return self._calculate_loss(reps, labels, with_backward)
 
     def _calculate_loss(self, reps: list[list[Tensor]], labels: Tensor | None, with_backward: bool) -> Tensor:
@@ -144,7 +134,8 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
                 loss.backward()
                 loss = loss.detach()
             total = total + loss
-        if with_backward:  # once through the gathering and the normalisation, for all chunks
+        if with_backward:
+            # Once through the gathering and the normalisation, for all chunks.
             torch.autograd.backward(columns, [leaf.grad for leaf in leaves])
         return total
 
@@ -186,24 +177,14 @@ class BlendedLoss(InfoNCELoss):
         self, model: SentenceTransformer | SparseEncoder, parts: list[tuple[TaskSettings, int]], **settings: Any
     ) -> None:
         super().__init__(model, 1.0, **settings)
-        self.parts = [  # a list, not modules: they have no weights of their own
-            (
-                InfoNCELoss(
-                    model,
-                    task.temperature,
-                    symmetric=task.symmetric,
-                    in_batch_negatives=task.in_batch_negatives,
-                    similarity=self.similarity,
-                ),
-                count,
-            )
-            for task, count in parts
-        ]
+        # A list, not modules: they have no weights of their own.
+        self.parts = [(InfoNCELoss.of(task, model, similarity=self.similarity), count) for task, count in parts]
 
     def _sum_over(self, index: Tensor, columns: list[Tensor], labels: Tensor | None) -> Tensor:
         """Sum the losses of the rows `index` [b]; the last of `labels` [N, columns + 2] are the datasets' numbers."""
         assert labels is not None
-        total = torch.stack([column.sum() for column in columns]).sum() * 0  # caching needs a gradient of each column
+        # Caching needs a gradient of each column.
+        total = torch.stack([column.sum() for column in columns]).sum() * 0
         for number, (loss, count) in enumerate(self.parts):
             rows = (labels[:, -1] == number).nonzero().flatten()
             own = torch.isin(rows, index).nonzero().flatten()
@@ -323,7 +304,7 @@ class LoadBalancedLoss(nn.Module):
 
 
 def check_loss(task: str, settings: TaskSettings, *, sparse: bool = False) -> None:
-    """Check that the loss of a task exists and takes its arguments.
+    """Check that the loss of a task exists, and takes what the recipe gives it.
 
     Args:
         task: Task of the recipe.
@@ -331,60 +312,19 @@ def check_loss(task: str, settings: TaskSettings, *, sparse: bool = False) -> No
         sparse: Whether the model gives sparse vectors.
 
     Raises:
-        ValueError: If the loss is unknown or unsupported, or refuses an argument.
+        ValueError: If the loss is unknown, or settings contradict each other.
     """
-    if settings.loss == INFO_NCE:
-        if settings.loss_arguments:
-            raise ValueError(
-                f"Task {task!r}: InfoNCE takes no loss_arguments; its settings are temperature, symmetric and "
-                "in_batch_negatives"
-            )
-        if settings.symmetric and not settings.in_batch_negatives:
-            raise ValueError(f"Task {task!r}: a symmetric loss needs in-batch negatives")
-        return
-    names = [*SPARSE_LOSSES] if sparse else [name for name in losses.__all__ if name.endswith("Loss")]
+    names = [name for name in LABEL_TYPES if name == INFO_NCE or name.startswith("Sparse") == sparse]
     if settings.loss not in names:
-        raise ValueError(
-            f"Task {task!r}: unknown loss {'of sparse vectors ' if sparse else ''}{settings.loss!r}."
-            + alternatives(settings.loss, [INFO_NCE, *names])
-        )
-    if settings.loss in UNSUPPORTED:
-        raise ValueError(f"Task {task!r}: the loss {settings.loss} is not supported: {UNSUPPORTED[settings.loss]}")
-    parameters = _parameters(settings.loss)
-    known = parameters.keys()
-    for name, parameter in parameters.items():
-        if name not in settings.loss_arguments and parameter.default is parameter.empty:
-            raise ValueError(f"Task {task!r}: {settings.loss} needs {name!r} among its loss_arguments")
-    for name in settings.loss_arguments:
-        if name not in known:
-            raise ValueError(
-                f"Task {task!r}: {settings.loss} has no argument {name!r}." + alternatives(name, sorted(known))
-            )
-
-
-def check_caching(task: str, settings: TaskSettings, training: TrainingSettings, *, sparse: bool = False) -> None:
-    """Check that the loss of a task can do without gradient caching, if the recipe says so; arguments as above.
-
-    Raises:
-        ValueError: If it cannot.
-    """
-    if training.gradient_caching or training.mini_batch_size is None:
-        return
-    if sparse or (settings.loss != INFO_NCE and "mini_batch_size" in _parameters(settings.loss)):
-        name = "CachedSpladeLoss" if sparse else settings.loss
-        raise ValueError(
-            f"Task {task!r}: training.gradient_caching=false is for {INFO_NCE} of dense vectors, and {name} always "
-            "caches gradients: set training.mini_batch_size=null"
-        )
-
-
-def _parameters(loss: str) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a library loss after the model; deprecated classes hide them behind `__new__`."""
-    return dict(list(inspect.signature(_library_class(loss).__init__).parameters.items())[2:])
-
-
-def _library_class(loss: str) -> Any:
-    return getattr(sparse_losses if loss in SPARSE_LOSSES else losses, loss)
+        kind = "loss of sparse vectors" if sparse else "loss"
+        raise ValueError(f"Task {task!r}: unknown {kind} {settings.loss!r}." + alternatives(settings.loss, names))
+    if settings.loss == INFO_NCE and settings.loss_arguments:
+        raise ValueError(f"Task {task!r}: InfoNCE takes no loss_arguments, only settings of the task")
+    if settings.symmetric and not settings.in_batch_negatives:
+        raise ValueError(f"Task {task!r}: a symmetric loss needs in-batch negatives")
+    if (settings.teacher is not None) != (settings.loss in LOSSES["embeddings"]):
+        distillation = " and ".join(LOSSES["embeddings"])
+        raise ValueError(f"Task {task!r} has the loss {settings.loss}: {distillation} need a teacher, others take none")
 
 
 def build_loss(
@@ -409,12 +349,13 @@ def build_loss(
         retrieval: The model's vectors. Default: dense ones.
         parts: If the set is blended, settings and number of columns of each dataset.
     """
-    sparse = retrieval is not None and retrieval.kind != "dense"
     if replicated:
         # With two experts in a step, DDP fails on two forward passes before one backward pass. Gradient caching runs
         # them one after the other, and gives the same gradients.
         size = training.mini_batch_size or training.batch_size // processes
         training = training.model_copy(update={"mini_batch_size": size, "gradient_caching": True})
+    sparse = retrieval is not None and retrieval.kind != "dense"
+    loss: nn.Module
     if task.loss == INFO_NCE:
         settings: dict[str, Any] = {
             "similarity": "dot" if sparse else "cosine",
@@ -422,34 +363,29 @@ def build_loss(
             "mini_batch_size": None if sparse else training.mini_batch_size,
             "gradient_caching": training.gradient_caching,
         }
-        own: dict[str, Any] = {"symmetric": task.symmetric, "in_batch_negatives": task.in_batch_negatives}
-        loss: nn.Module = (
-            BlendedLoss(model, parts, **settings) if parts else InfoNCELoss(model, task.temperature, **own, **settings)
-        )
+        loss = BlendedLoss(model, parts, **settings) if parts else InfoNCELoss.of(task, model, **settings)
     else:
         loss = _library_loss(model, task, training, processes, label_dim)
     if retrieval is not None and sparse:
-        cached = {} if training.mini_batch_size is None else {"mini_batch_size": training.mini_batch_size}
-        splade: Any = sparse_losses.CachedSpladeLoss if cached else sparse_losses.SpladeLoss
-        weights = retrieval.of_loss
-        if retrieval.kind == "hybrid":
-            first: Any = model[0]
-            for side in ("query", "document"):
-                threshold = weights.pop(f"{side}_regularizer_threshold")
-                flops = SparsePartFlops(model, first.config.vocab_size, threshold)  # type: ignore[arg-type]
-                weights[f"{side}_regularizer"] = flops
-        return splade(model, loss, **weights, **cached)
+        return _splade(model, loss, retrieval, training)
     if training.matryoshka:
-        dimensions = training.matryoshka
-        if dimensions == "halves":
-            whole: Any = model.get_embedding_dimension()
-            dimensions = [
-                whole,
-                *(size for size in (whole // 2**n for n in range(1, 16)) if size >= min(64, whole // 2)),
-            ]
         assert isinstance(model, SentenceTransformer)
-        loss = losses.MatryoshkaLoss(model, loss, dimensions)
+        width: Any = model.get_embedding_dimension()
+        halves = [width, *(width // 2**n for n in range(1, 16) if width // 2**n >= min(64, width // 2))]
+        loss = losses.MatryoshkaLoss(model, loss, halves if training.matryoshka == "halves" else training.matryoshka)
     return loss
+
+
+def _splade(model: Any, loss: nn.Module, retrieval: RetrievalSettings, training: TrainingSettings) -> nn.Module:
+    """Add the sparsity losses of SPLADE; those of a hybrid model apply to the sparse part of its vectors."""
+    weights = retrieval.of_loss
+    if retrieval.kind == "hybrid":
+        for side in ("query", "document"):
+            threshold = weights.pop(f"{side}_regularizer_threshold")
+            weights[f"{side}_regularizer"] = SparsePartFlops(model, model[0].config.vocab_size, threshold)
+    if training.mini_batch_size is None:
+        return sparse_losses.SpladeLoss(model, loss, **weights)
+    return sparse_losses.CachedSpladeLoss(model, loss, **weights, mini_batch_size=training.mini_batch_size)
 
 
 def _library_loss(
@@ -460,31 +396,23 @@ def _library_loss(
     label_dim: int | None,
 ) -> nn.Module:
     """Build a loss of Sentence-Transformers, with those of the recipe's settings that it has arguments for."""
-    cls = _library_class(task.loss)
-    takes = _parameters(task.loss)
-    arguments = dict(task.loss_arguments)
-    if "mini_batch_size" in takes and training.mini_batch_size is not None:
-        arguments.setdefault("mini_batch_size", training.mini_batch_size)
-    if "gather_across_devices" in takes:
-        arguments.setdefault("gather_across_devices", training.cross_device_negatives and processes > 1)
-    if "projection_dim" in takes and label_dim not in (None, width := model.get_embedding_dimension()):
+    cls: Any = getattr(sparse_losses if task.loss.startswith("Sparse") else losses, task.loss)
+    # Deprecated classes hide their arguments behind `__new__`.
+    takes = inspect.signature(cls.__init__).parameters
+    settings: dict[str, Any] = {"gather_across_devices": training.cross_device_negatives and processes > 1}
+    if training.mini_batch_size is not None:
+        settings["mini_batch_size"] = training.mini_batch_size
+    if label_dim is not None and label_dim != model.get_embedding_dimension():
         if training.matryoshka:
-            source = "the teacher" if task.teacher is None else f"the teacher {task.teacher.source}"
             raise ValueError(
-                f"training.matryoshka: the embeddings of {source} have {label_dim} dimensions, those of the model "
-                f"{width}: {task.loss} would project them, which only whole embeddings allow. Choose a teacher with "
-                f"{width} dimensions, set training.matryoshka=null, or use a loss without a teacher"
+                f"training.matryoshka: the teacher's embeddings have {label_dim} dimensions, the model's "
+                f"{model.get_embedding_dimension()}: {task.loss} could project only whole embeddings"
             )
-        arguments.setdefault("projection_dim", label_dim)
+        settings["projection_dim"] = label_dim
+    arguments = {name: value for name, value in settings.items() if name in takes} | task.loss_arguments
     if isinstance(arguments.get("guide"), str):
-        try:
-            arguments["guide"] = load_encoder(arguments["guide"])
-        except ValueError as error:
-            raise ValueError(
-                f"loss_arguments.guide: {error}. A guide is a model without code of its own; of a MoTE, `mote export` "
-                "writes one expert as such a model"
-            ) from error
+        arguments["guide"] = load_encoder(arguments["guide"])
     try:
         return cls(model, **arguments)
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"{task.loss} refuses its loss_arguments, {task.loss_arguments}: {error}") from error
+    except TypeError as error:
+        raise ValueError(f"{task.loss} and its loss_arguments, {task.loss_arguments}: {error}") from error

@@ -30,7 +30,7 @@ from mote.training.adapters import AdapterCheckpoints, merge_adapters, network_o
 from mote.training.arguments import Schedule, describe, plan_schedule, trainer_arguments
 from mote.training.blending import BlendedCollator
 from mote.training.data import TrainingData, TrainingSet, load_data
-from mote.training.losses import INFO_NCE, LoadBalancedLoss, build_loss, check_caching, check_loss
+from mote.training.losses import INFO_NCE, LoadBalancedLoss, build_loss, check_loss
 from mote.training.model import build_model
 from mote.training.names import SHARED, encodings, names_of
 from mote.training.processes import (
@@ -117,7 +117,8 @@ def plan(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, overwrit
     folder.open(recipe, overwrite)
     source = open_checkpoint(recipe.model.source, recipe.model.revision)
     names = names_of(recipe, source)
-    data = load_data(recipe, load_tokenizer(source), with_teachers=False)
+    teachers_of(recipe)  # a missing teacher is an error here, too
+    data = load_data(recipe, load_tokenizer(source))
     schedule = plan_schedule(recipe, data.sets, processes().num_processes)
     arguments = trainer_arguments(recipe, folder, data, names)
     return "\n".join([as_yaml(recipe), str(data), "", describe(schedule, arguments, data.sets)])
@@ -132,7 +133,6 @@ def check_recipe(recipe: Recipe) -> None:
     for name, task in recipe.tasks.items():
         for dataset in task.datasets:
             check_loss(name, task.of(dataset), sparse=recipe.retrieval.kind != "dense")
-            check_caching(name, task.of(dataset), recipe.training, sparse=recipe.retrieval.kind != "dense")
 
 
 @dataclass
@@ -276,7 +276,7 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
         folder.require_same(models=models)  # before another teacher embeds the texts
     model, names = _load_model(recipe, source, folder)
     with state.main_process_first():  # the others find teachers' embeddings in the cache
-        data = load_data(recipe, model.tokenizer, teachers=teachers)
+        data = load_data(recipe, model.tokenizer, teachers)
     logger.info(str(data))
     schedule = plan_schedule(recipe, data.sets, state.num_processes)
     arguments = trainer_arguments(recipe, folder, data, names)
