@@ -1,6 +1,10 @@
 """The distribution has every module and package, and the files that models carry depend on nothing above them."""
 
 import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from helpers.paths import REMOTE, ROOT
@@ -32,6 +36,17 @@ def test_the_files_at_the_root_are_those_of_the_package() -> None:
     assert sorted(at_root) == ["configuration_mote.py", "modeling_mote.py"]
     for name in at_root:
         assert (REMOTE / name).read_bytes() == (ROOT / name).read_bytes()
+
+
+def test_a_clone_without_links_says_what_to_do(tmp_path: Path) -> None:
+    package = shutil.copytree(REMOTE, tmp_path / "remote_without_links", symlinks=True)
+    for name in ("configuration_mote.py", "modeling_mote.py"):
+        target = (package / name).readlink()
+        (package / name).unlink()
+        (package / name).write_text(str(target))
+    command = [sys.executable, "-c", "import remote_without_links"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.stderr.splitlines()[-1].startswith("ImportError: Links are text files: `git config core.symlinks true`")
 
 
 def test_every_package_is_distributed() -> None:
