@@ -1,6 +1,5 @@
 """Upcycling out of the source's files gives, byte for byte, what building the model in memory and saving it gives."""
 
-import errno
 import importlib
 import json
 import logging
@@ -15,17 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers.checkpoints import dense_checkpoint, files_in, published_nomic, read_json, tiny_tokenizer
 from helpers.families import all_families
 from helpers.paths import ROOT, SMALL_ENCODER
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 
 from mote import plan_upcycling, upcycle
-from mote.checkpoints import streaming
 from mote.checkpoints.models import load_dense
 from mote.checkpoints.plain import POOLING_FLAGS
 from mote.checkpoints.reading import open_dense
@@ -95,36 +91,10 @@ def test_layers(layers: str | list[int], dense: Path, tmp_path: Path, streamed_o
     assert_equal(dense, tmp_path, layers=layers, experts=["one", "two"])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only there bytes are copied by the kernel")
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS])
-def test_file_systems_that_cannot_copy(
-    code: int, dense: Path, tmp_path: Path, streamed_only: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: int) -> int:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "sendfile", refuse)
-    assert_equal(dense, tmp_path)
-
-
 def test_a_router_is_drawn_in_memory(dense: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mote")
     upcycle(str(dense), tmp_path / "out", routing="token")
     assert "Copying its blocks into 4 experts, in memory …" in caplog.messages
-
-
-def test_files_are_laid_out_as_the_library_does(tmp_path: Path) -> None:
-    dtypes = {"ä": torch.float16, "b": torch.float64, "a": torch.int64, "a.b": torch.float32, "c": torch.bool}
-    tensors = {name: torch.zeros(3, index, dtype=dtype) for index, (name, dtype) in enumerate(dtypes.items())}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    header, offsets, size = streaming._header(tensors)
-    assert (tmp_path / "model.safetensors").stat().st_size == len(header) + size
-    assert offsets.keys() == tensors.keys()
-    (tmp_path / "ours.safetensors").write_bytes(header + bytes(size))
-    loaded = load_file(tmp_path / "ours.safetensors")
-    assert {name: (value.shape, value.dtype) for name, value in loaded.items()} == {
-        name: (value.shape, value.dtype) for name, value in tensors.items()
-    }
 
 
 # What is not imported, because it takes longer than the work ----------------------------------------------------------

@@ -2,36 +2,29 @@
 
 transformers' own rules (its conversion mapping) determine which tensors a weight of the dense model is made from. The
 library applies them to a whole checkpoint; here they are applied to one weight at a time. A weight that is only renamed
-is copied from file to file, on Linux within the kernel.
+is written out of the memory-mapped file.
 """
 
 import copy
-import errno
-import json
 import logging
-import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from io import FileIO
 from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import safe_open
+from safetensors import TensorSpec, safe_open, serialize_file
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from mote.checkpoints.reading import Checkpoint
-from mote.checkpoints.tensors import TensorLocation, load_pickle, read_header, read_on_meta, weight_name
+from mote.checkpoints.tensors import load_pickle, read_on_meta, weight_name
+from mote.files import write_json
 from mote.remote.modeling_mote import MoTEModel
 from mote.reporting import megabytes
 
 logger = logging.getLogger(__name__)
-
-_NAMES_OF_DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # in safetensors files
 
 
 class DenseWeights:
@@ -82,14 +75,6 @@ class DenseWeights:
             self.last = (first, self._make(first, self.files.__getitem__))
         return self.last[1][name]
 
-    def location(self, name: str) -> TensorLocation | None:
-        """Return where a weight is stored, byte for byte, in the source's files; None if it has to be computed."""
-        parts = self.parts.get(name, [])
-        if len(parts) != 1 or parts[0][1] is not None:
-            return None
-        stored, expected = self.files.stored[parts[0][0]], self.expected[name]
-        return self.files.locations.get(parts[0][0]) if stored.dtype == expected.dtype else None
-
     def _make(self, first: str, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
         """Apply the library's rule that makes the weight `first`, possibly with others."""
         key, pattern = self.parts[first][0]
@@ -110,14 +95,11 @@ class MappedFiles:
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.file_of: dict[str, Path] = {}
-        self.locations: dict[str, TensorLocation] = {}  # not for pickles
         self.stored: dict[str, torch.Tensor] = {}  # without weights
         for path in paths:
             tensors = read_on_meta([path])
             self.stored |= tensors
             self.file_of |= dict.fromkeys(tensors, path)
-            if path.suffix == ".safetensors":
-                self.locations |= read_header(path)
         self.opened: Path | None = None
         self.read: Callable[[str], torch.Tensor] = self.stored.__getitem__
 
@@ -162,76 +144,26 @@ def write_weights(model: MoTEModel, dense: DenseWeights, folder: Path, max_shard
     shards = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_size)
     total, done = shards.metadata["total_size"], 0
     for file, names in shards.filename_to_tensors.items():
-        done += _write_file(folder / file, {name: weights[name] for name in names}, origins, dense)
+        done += _write_file(folder / file, names, origins, dense)
         if shards.is_sharded:
             logger.info("%s: %.1f of %s written", file, done / 1e6, megabytes(total))
     if shards.is_sharded:
-        metadata = {"total_parameters": model.num_parameters(), **shards.metadata}
-        index = json.dumps({"metadata": metadata, "weight_map": shards.tensor_to_filename}, indent=2, sort_keys=True)
-        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(index + "\n", encoding="utf-8")
+        metadata = {"total_parameters": model.num_parameters(), **dict(sorted(shards.metadata.items()))}
+        weight_map = dict(sorted(shards.tensor_to_filename.items()))
+        write_json(folder / SAFE_WEIGHTS_INDEX_NAME, {"metadata": metadata, "weight_map": weight_map})
 
 
-def _write_file(path: Path, weights: dict[str, torch.Tensor], origins: dict[str, str], dense: DenseWeights) -> int:
-    """Write one safetensors file, each dense weight to all its locations at once; return the size of its tensors."""
-    header, offsets, size = _header(weights)
-    places: dict[str, list[int]] = {}
-    for name, offset in offsets.items():
-        places.setdefault(origins[name], []).append(len(header) + offset)
-    with path.open("wb", buffering=0) as file:
-        _write(file, 0, memoryview(header))
-        for origin in dict.fromkeys(origins[name] for name in weights):  # in the order of the source
-            location = dense.location(origin)
-            if location is None or not _copied(location, file, places[origin]):
-                data = dense[origin].contiguous().flatten().view(torch.uint8).numpy()
-                for offset in places[origin]:
-                    _write(file, offset, data.data)
-    return size
-
-
-def _header(weights: dict[str, torch.Tensor]) -> tuple[bytes, dict[str, int], int]:
-    """Lay out a safetensors file as the library does (which would need the tensors): wide types first, then by name.
-
-    Returns:
-        The bytes before the tensors, the offset of each tensor after them, and the size of all tensors.
-    """
-    entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    offsets, end = {}, 0
-    for name in sorted(weights, key=lambda name: (-weights[name].element_size(), name)):
-        weight = weights[name]
-        offsets[name], end = end, end + weight.nbytes
-        dtype = _NAMES_OF_DTYPES[weight.dtype]
-        entries[name] = {"dtype": dtype, "shape": list(weight.shape), "data_offsets": [offsets[name], end]}
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # tensors are aligned
-    return len(text).to_bytes(8, "little") + text, offsets, end
-
-
-def _write(file: FileIO, offset: int, data: memoryview) -> None:
-    file.seek(offset)
-    while data:
-        data = data[file.write(data) :]
-
-
-def _copied(location: TensorLocation, file: FileIO, offsets: list[int]) -> bool:
-    """Copy bytes of one file to several offsets of another, within the kernel; return False if it cannot."""
-    if sys.platform != "linux":
-        return False
-    try:
-        _copy(location, file, offsets)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # errors of some file systems
-            raise
-        return False
-    return True
-
-
-def _copy(location: TensorLocation, file: FileIO, offsets: list[int]) -> None:
-    with location.path.open("rb", buffering=0) as source:
-        for offset in offsets:
-            file.seek(offset)
-            done = 0
-            while done < location.size:
-                sent = os.sendfile(file.fileno(), source.fileno(), location.offset + done, location.size - done)
-                if not sent:
-                    raise OSError(f"{location.path} ended early: was it changed while being read?")
-                done += sent
+def _write_file(path: Path, names: Iterable[str], origins: dict[str, str], dense: DenseWeights) -> int:
+    """Write one safetensors file, in which copies of a dense weight share its memory; return its tensors' size."""
+    tensors = {origin: dense[origin].contiguous() for origin in dict.fromkeys(origins[name] for name in names)}
+    specs = {}
+    for name in names:
+        tensor = tensors[origins[name]]
+        specs[name] = TensorSpec(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            data_ptr=tensor.data_ptr(),
+            data_len=tensor.nbytes,
+        )
+    serialize_file(specs, str(path), metadata={"format": "pt"})
+    return sum(tensors[origins[name]].nbytes for name in names)
