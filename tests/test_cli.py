@@ -149,11 +149,11 @@ def test_signals_clean_up(number: signal.Signals, status: int, tmp_path: Path) -
     code = """
 import sys, time
 from mote import cli
-from mote.checkpoints import cards
+from mote.checkpoints import writing
 def wait(*_, **__):
     print("writing", flush=True)
     time.sleep(60)
-cards.write_mote_card = wait
+writing.new_card = wait
 sys.exit(cli.main())
 """
     command = [sys.executable, "-c", code, "upcycle", "--src", str(SMALL_ENCODER), "--out", str(tmp_path / "out")]

@@ -12,8 +12,8 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PreTrainedModel
 
 from mote import WriteOptions, lengthen, upcycle
+from mote.checkpoints.cards import write_card
 from mote.checkpoints.provenance import read_steps
-from mote.checkpoints.rewriting import write_card
 from mote.lengthening import LENGTHENED, with_rotary_positions
 
 BEYOND = "many words " * 20  # of letters that are tokens each

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mote import experts
     from mote.analysis.analyze import Analysis, analyze
+    from mote.checkpoints.cards import write_card
     from mote.checkpoints.definitions import instruction_with
     from mote.checkpoints.options import WriteOptions
-    from mote.checkpoints.rewriting import write_card
     from mote.checkpoints.sentence_transformers import prompts_of
     from mote.checkpoints.transform import transform
     from mote.corpora.embed import embed_corpus
@@ -97,7 +97,7 @@ _MODULES = {
     "pretrain": "mote.training.pretraining",
     "train": "mote.training.train",
     "transform": "mote.checkpoints.transform",
-    "write_card": "mote.checkpoints.rewriting",
+    "write_card": "mote.checkpoints.cards",
 }
 
 

@@ -11,8 +11,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from mote.checkpoints import cards
-from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.models import dense_without_weights, load_dense, load_tokenizer, quiet_transformers
 from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.plain import longest_sequence
@@ -21,7 +19,6 @@ from mote.checkpoints.reading import Checkpoint, is_mote, open_checkpoint
 from mote.checkpoints.tensors import read_shapes
 from mote.checkpoints.writing import how_to_load, require_writable, write_repository
 from mote.files import read_json, write_json
-from mote.remote.configuration_mote import MTEB_PROMPTS
 
 logger = logging.getLogger(__name__)
 
@@ -107,22 +104,6 @@ def lengthen(
     made = f"rotary positions, for texts of up to {length:,} tokens, in place of the {before:,} learned ones of"
     count = model.num_parameters()
 
-    def write_card(folder: Path, step: dict[str, Any]) -> None:
-        prompts = {name: text for name, text in st.source_prompts(source).items() if name not in MTEB_PROMPTS}
-        cards.write_lengthened_card(
-            folder,
-            repo_id,
-            source,
-            command,
-            made=made,
-            length=length,
-            head=head,
-            parameters=count,
-            prompts=prompts,
-            pooling=st.source_pooling(source),
-            pooler=model.base_model.pooler is not None,
-        )
-
     def raise_limits(folder: Path) -> dict[str, Any]:
         for name, key in (
             ("sentence_bert_config.json", "max_seq_length"),
@@ -138,7 +119,6 @@ def lengthen(
         model,
         step=new_step("lengthen", command=command, settings=settings, **details),
         sources=[source],
-        write_card=write_card,
         tokenizer=tokenizer,
         after=raise_limits,
         options=options,

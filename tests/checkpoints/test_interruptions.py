@@ -17,7 +17,7 @@ from helpers.checkpoints import contents
 from helpers.kills import stop_everywhere
 
 from mote import upcycle
-from mote.checkpoints import cards, streaming
+from mote.checkpoints import streaming
 from mote.checkpoints import writing as repository
 from mote.cli import main
 
@@ -216,7 +216,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
     [
         (streaming, "_write_file"),
         (repository, "write_sentence_transformer"),
-        (cards, "write_mote_card"),
+        (repository, "new_card"),
         (repository, "write_steps"),
     ],
 )

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard, metadata_load
 import mote
 from mote import experts, transform, upcycle, write_card
 from mote.checkpoints.reading import open_mote
-from mote.checkpoints.rewriting import experts_are_copies
+from mote.checkpoints.tensors import experts_are_copies
 from mote.cli import main
 from mote.remote.modeling_mote import MoTEModel
 
@@ -94,6 +94,10 @@ model = SentenceTransformer("sentence_transformers_model_id")
 """
 
 
+def are_copies(folder: Path) -> bool:
+    return experts_are_copies([*folder.glob("*.safetensors")], open_mote(str(folder)).config)
+
+
 @pytest.fixture
 def folder(trained: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained, tmp_path / "my-mote")
@@ -124,7 +128,7 @@ def test_what_the_trainer_wrote_is_kept(folder: Path) -> None:
     assert 'SentenceTransformer("my-mote", trust_remote_code=True)' in card
     assert "| `clustering` | `clustering` | `clustering: ` |" in card
     assert "# my-mote\n" in card
-    assert "A paragraph of the author.\n\n## Tasks" in card
+    assert "A paragraph of the author.\n\n<!-- mote:usage, rewritten by `mote card`" in card
     assert "This is a [sentence-transformers]" not in card
     ModelCard(card, ignore_metadata_errors=False)
 
@@ -134,8 +138,8 @@ def test_not_trained_yet_goes_once_the_experts_differ(upcycled: Path, folder: Pa
     card = write_card(folder)
     assert "Not trained yet" not in card
     assert "identical copies" not in card
-    assert experts_are_copies(open_mote(str(upcycled)))
-    assert not experts_are_copies(open_mote(str(folder)))
+    assert are_copies(upcycled)
+    assert not are_copies(folder)
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -143,11 +147,11 @@ def test_not_trained_yet_goes_once_the_experts_differ(upcycled: Path, folder: Pa
 def test_one_weight_of_one_expert_is_enough(layer: int, size: str, upcycled: Path, tmp_path: Path) -> None:
     model = MoTEModel.from_pretrained(upcycled)
     model.save_pretrained(tmp_path / "equal", max_shard_size=size)
-    assert experts_are_copies(open_mote(str(tmp_path / "equal")))
+    assert are_copies(tmp_path / "equal")
     with torch.no_grad():
         next(reversed(list(model.blocks[layer].experts["search_document"].parameters()))).add_(1e-3)
     model.save_pretrained(tmp_path / "different", max_shard_size=size)
-    assert not experts_are_copies(open_mote(str(tmp_path / "different")))
+    assert not are_copies(tmp_path / "different")
 
 
 def test_a_token_routed_model(dense: Path, tmp_path: Path) -> None:

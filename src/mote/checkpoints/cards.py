@@ -1,26 +1,36 @@
 """Model cards: README.md of a MoTE, a dense model made from one, an expert artefact, and a trained model.
 
-The templates are in `hub_card/`. Cards take plain values, so that any part of the package can write one. A card that
-other programs have written later is rewritten by `mote.checkpoints.rewriting`.
+The templates are in `hub_card/`. What they write stands between HTML comments, as in `<!-- mote:usage … -->` and
+`<!-- /mote:usage -->`; when a card is written again, these regions are replaced and all other text stays where it is.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import re
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml  # type: ignore[import-untyped]
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
+from mote import hub
 from mote.checkpoints import nv_embed
 from mote.checkpoints.instructions import instruction_pooling_in
-from mote.checkpoints.reading import Checkpoint, has_head, is_mote
+from mote.checkpoints.models import dense_without_weights
+from mote.checkpoints.provenance import read_steps
+from mote.checkpoints.reading import Checkpoint, has_head, is_mote, mote_class, open_checkpoint
 from mote.checkpoints.retrieval import retrieval_in
-from mote.checkpoints.tensors import token_routing
+from mote.checkpoints.sentence_transformers import normalizes, source_pooling, source_prompts
+from mote.checkpoints.tensors import experts_are_copies, parameter_counts, read_shapes, token_routing
+from mote.files import replaced
 from mote.remote.architectures_mote import ARCHITECTURES
-from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.configuration_mote import MTEB_PROMPTS, MoTEConfig
 from mote.reporting import millions
+
+logger = logging.getLogger(__name__)
 
 MOTE_TAGS = ("mote", "mixture-of-experts", "custom_code")
 
@@ -35,49 +45,240 @@ TRAINED_KINDS = {
     "dense": "A dense text-embedding model,",
 }
 
+UPCYCLED = "upcycled from"  # how a step of `mote.json` says that all experts are copies of the source's blocks
 
-def write_mote_card(
+# Steps of `mote.json` after which experts, even if equal, are no longer copies of the dense model's blocks.
+_CHANGING = ("pretrain", "train", "merge", "average", "interpolate")
+# Steps whose result is a version of the source, not a combination of models or a part of one.
+_FINETUNING = ("pretrain", "lengthen")
+
+_REGION = re.compile(r"<!-- mote:(\w+)\b[^>]*-->\n.*?<!-- /mote:\1 -->\n*", re.DOTALL)
+
+# What other programs write about a model, and what is said here from the model's files: the title, the opening and the
+# snippet of Sentence-Transformers' trainer, which may lack what a MoTE needs.
+_OF_OTHER_PROGRAMS = (
+    re.compile(r"^# (SentenceTransformer|SparseEncoder|CrossEncoder|Model Card for)\b.*\n+", re.MULTILINE),
+    re.compile(r"^This is a \[sentence-transformers\].*?(\n\n+|\Z)", re.MULTILINE | re.DOTALL),
+    re.compile(r"^## Usage\n(?:<!--.*?-->|```.*?```|.)*?(?=^## |\Z)", re.MULTILINE | re.DOTALL),
+)
+_FORM_OF_TRANSFORMERS = "This model card has been automatically generated"  # not filled in
+
+
+# Write ---------------------------------------------------------------------------------------------------------------
+
+
+def write_card(
+    src: str | Path,
+    *,
+    base_model: str | None = None,
+    push: bool = False,
+    repo_id: str | None = None,
+    revision: str | None = None,
+) -> str:
+    """Rewrite the card (README.md) of a model.
+
+    Facts about the model come from the model's own files: tasks, instructions, parameters, whether the experts differ,
+    how it was made. They stand between HTML comments, `<!-- mote:… -->`. All other text of the card and the metadata
+    that others added (language, licence, data sets, scores, the widget) are kept, but for the title, the opening and
+    the snippet that Sentence-Transformers' trainer writes, and Transformers' empty form. Writing the card twice changes
+    nothing.
+
+    Args:
+        src: A MoTE, or a dense model that this package made from one: a folder, or, with `push`, an id on the Hub.
+        base_model: Id on the Hub of the model that it was made from. Default: as in the card, else as in `mote.json`.
+        push: Push the card, and nothing else, to the model's repository on the Hub.
+        repo_id: The repository. Default: `src`, or the name of the folder under the user of the token.
+        revision: Branch, tag or commit of a source on the Hub.
+
+    Returns:
+        The card.
+
+    Raises:
+        FileNotFoundError: If the source does not exist or has no weights.
+        ValueError: If the source is neither a MoTE nor made from one, or is an id without `push`; if `base_model` is
+            not an id; if the metadata of the existing card are damaged.
+        PermissionError: If the Hub refuses the push.
+        ConnectionError: If the Hub cannot be reached.
+    """
+    if base_model is not None and hub_ids(base_model) is None:
+        raise ValueError(f"The base model {base_model!r} must be an id on the Hub (user/name)")
+    source = open_checkpoint(str(src), revision)
+    if not source.is_local and not push:
+        raise ValueError(f"{src} is on the Hub: push its card with `--push`, or name a folder")
+    name = source.short_name if source.is_local else source.name
+    name = hub.check_before_push(repo_id or name) if push else repo_id or name
+    card = rewritten_card(source, read_steps(source.folder), name, source.folder, base_model)
+    if source.is_local:
+        path = source.folder / "README.md"
+        with replaced(path) as temporary:
+            temporary.write_text(card, encoding="utf-8")
+        logger.info("Wrote %s", path)
+    if push:
+        logger.info("Pushed: %s", hub.push_card(card, name))
+    return card
+
+
+def new_card(model: Checkpoint, steps: list[dict[str, Any]], repo_id: str, source: Checkpoint) -> str:
+    """Return the card of a new model.
+
+    Args:
+        model: The model, complete but for its card and `mote.json`.
+        steps: How it was made, oldest first.
+        repo_id: Name under which readers load it.
+        source: Checkpoint that it was made from.
+    """
+    values = _values(model, steps, fresh=steps[-1].get("made") == UPCYCLED or None)
+    relation = "finetune" if values.get("fresh") or steps[-1]["step"] in _FINETUNING else "merge"
+    tags = (*MOTE_TAGS, *RETRIEVAL_TAGS.get(values["retrieval"], ())) if is_mote(model.config) else ()
+    return _render(_template(model), card_data(source, relation, tags), repo_id, **values)
+
+
+def rewritten_card(
+    model: Checkpoint, steps: list[dict[str, Any]], repo_id: str, folder: Path, base_model: str | None = None
+) -> str:
+    """Return the card of a model, with the text and metadata of an earlier one.
+
+    Args:
+        model: The model.
+        steps: How it was made, oldest first.
+        repo_id: Name under which readers load it.
+        folder: Folder with the earlier card, if there is one.
+        base_model: As in `write_card`.
+
+    Raises:
+        ValueError: If the model is neither a MoTE nor made from one, or the metadata of its card are damaged.
+    """
+    if not is_mote(model.config) and not any(step["step"] != "extract" for step in steps):
+        raise ValueError(f"{model.name} is not a MoTE, and has no mote.json that says it was made from one")
+    earlier = _read_body(folder / "README.md")
+    data = _merged_metadata(front_matter(folder), steps, is_mote(model.config), base_model)
+    card = _render(_template(model), data, repo_id, **_values(model, steps))
+    head, end, body = card.partition("\n---\n\n")
+    return head + end + _merged(body, earlier)
+
+
+def write_trained_card(
     folder: Path,
     repo_id: str,
     config: MoTEConfig,
-    counts: Mapping[str, Any],
     source: Checkpoint,
-    command: str,
     *,
-    made: str = "upcycled from",
-    fresh: bool = True,
-    normalized: bool = False,
+    kind: str,
+    instructions: bool = True,
+    relation: str = "finetune",
+    **values: Any,
 ) -> None:
-    """Write the card of a MoTE, routed by task or by token.
+    """Write the card of a trained model.
 
     Args:
         folder: Folder of the model.
         repo_id: Name under which readers load it.
-        config: Its config.
-        counts: Its `parameter_counts`.
-        source: Checkpoint that it was made from.
-        command: Command line that made it.
-        made: What was done to the source, as in "upcycled from".
-        fresh: Whether the experts are still copies of one another.
-        normalized: Whether Sentence-Transformers normalises the embeddings.
+        config: Its tasks and instructions; those of a MoTE are its own config.
+        source: Checkpoint that the training started from.
+        kind: A key of `TRAINED_KINDS`.
+        instructions: Whether the model was trained with instructions.
+        relation: To its base model, as the Hub names it: `finetune`, or `adapter`.
+        **values: For the template: `recipe`, `run`, `data`, `seen`, `scores` and the names of its files.
     """
-    kind = retrieval_in(folder).kind
-    _write(
-        folder,
-        "model_card.md",
-        card_data(source, "finetune" if fresh else "merge", (*MOTE_TAGS, *RETRIEVAL_TAGS.get(kind, ()))),
-        repo_id,
-        retrieval=kind,
-        source=source.public_name,
-        source_link=source_link(source),
-        made=made,
-        command=command,
-        **mote_values(config, counts, fresh, normalized),
-    )
+    routed = kind == "mote"
+    retrieval, left_out = retrieval_in(folder).kind, instruction_pooling_in(folder) != "included"
+    tags = (*(MOTE_TAGS if kind != "dense" else ()), *RETRIEVAL_TAGS.get(retrieval, ()))
+    example = "search_query" if "search_query" in config.tasks else config.experts[0]
+    argument = "prompt_name" if instructions and config.instruction_of(example) else "task"
+    values |= {
+        "what": _kind(kind, config),
+        "retrieval": retrieval,
+        "source": source.public_name,
+        "source_link": "#training" if source.is_local else f"https://huggingface.co/{source.name}",
+        "trust": kind != "dense" or left_out,
+        "instructions_left_out": left_out,
+        "argument": f', {argument}="{example}"' if argument == "prompt_name" or routed else "",
+        "experts": routed,
+        "tasks": [(cell(task), expert, cell(config.instruction_of(task))) for task, expert in config.tasks.items()],
+    }
+    data = card_data(source, relation, (*tags, "peft") if relation == "adapter" else tags)
+    card = _render("trained_model.md", data, repo_id, **values)
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def mote_values(config: MoTEConfig, counts: Mapping[str, Any], fresh: bool, normalized: bool) -> dict[str, Any]:
-    """Return the values about the model itself for the template of its card; arguments as in `write_mote_card`."""
+def write_expert_card(
+    folder: Path, repo_id: str, source: Checkpoint, instructions: Mapping[str, str], **values: Any
+) -> None:
+    """Write the card of an expert artefact.
+
+    Args:
+        folder: Folder of the artefact.
+        repo_id: Name under which readers find it.
+        source: The MoTE that it was taken from.
+        instructions: Task → instruction, of the tasks that it serves.
+        **values: For the template: `name`, `base`, `parameters` and `command`.
+    """
+    data = card_data(source, "adapter")
+    data.library_name, data.pipeline_tag, data.tags = "mote", None, ["mote", "mixture-of-experts", "task-expert"]
+    tasks = [(cell(task), cell(text)) for task, text in instructions.items()]
+    card = _render("expert_card.md", data, repo_id, source=source.public_name, tasks=tasks, **values)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _render(template: str, metadata: ModelCardData, repo_id: str, **values: Any) -> str:
+    """Fill in a template of `hub_card/`."""
+    path = str(files("mote.hub_card") / template)
+    name = repo_id.rsplit("/", 1)[-1]
+    card = ModelCard.from_template(metadata, template_path=path, model_name=name, repo_id=repo_id, **values)
+    return str(card).rstrip() + "\n"
+
+
+def _merged(body: str, earlier: str) -> str:
+    """Put the regions of a new card into the text of an earlier one, in place of its regions.
+
+    Those that the earlier text does not have are added: how the model was made at the end, the others at the beginning,
+    around what a foreign card says above its first section.
+    """
+    regions = {found[1]: found[0].strip() + "\n\n" for found in _REGION.finditer(body)}
+    kept = _REGION.sub(lambda found: regions.pop(found[1], ""), earlier)
+    if not _REGION.search(earlier):
+        for pattern in _OF_OTHER_PROGRAMS:
+            kept = pattern.sub("", kept)
+        if _FORM_OF_TRANSFORMERS in kept:
+            kept = ""
+    lead, heading, sections = ("", "", kept) if "about" not in regions else _split(kept)
+    parts = (regions.get("about", ""), lead, regions.get("usage", ""), heading + sections, regions.get("made", ""))
+    return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
+
+
+def _split(text: str) -> tuple[str, str, str]:
+    """Split a text at its first section."""
+    lead, heading, sections = f"\n{text}".partition("\n## ")
+    return lead, heading, sections
+
+
+# Facts about a model -------------------------------------------------------------------------------------------------
+
+
+def _template(model: Checkpoint) -> str:
+    return "model_card.md" if is_mote(model.config) else "dense_card.md"
+
+
+def _values(model: Checkpoint, steps: list[dict[str, Any]], fresh: bool | None = None) -> dict[str, Any]:
+    """Return the values for the template; unless `fresh` says so, files tell whether the experts are still copies."""
+    of_kind = _values_of_mote(model, steps, fresh) if is_mote(model.config) else _values_of_dense(model, steps)
+    return {
+        **of_kind,
+        **_origin(steps),
+        "command": "\n".join(step["command"] for step in steps if step.get("command")),
+        "instructions_left_out": instruction_pooling_in(model.folder) != "included",
+        "retrieval": retrieval_in(model.folder).kind,
+    }
+
+
+def _values_of_mote(model: Checkpoint, steps: list[dict[str, Any]], fresh: bool | None) -> dict[str, Any]:
+    config: Any = model.config
+    with torch.device("meta"):
+        counts = parameter_counts(mote_class(config.model_type, "model")(config))
+    if fresh is None:
+        upcycled = max((place for place, step in enumerate(steps) if step["step"] == "upcycle"), default=0)
+        changed = any(step["step"] in _CHANGING for step in steps[upcycled:])
+        fresh = not changed and experts_are_copies(model.weights, config)
     tasks = config.available_tasks
     example = "search_query" if "search_query" in tasks else config.available_experts[0]
     return {
@@ -89,7 +290,7 @@ def mote_values(config: MoTEConfig, counts: Mapping[str, Any], fresh: bool, norm
         "routing_within": token_routing(config) if config.routes_by_task else None,
         "mote_blocks": len(config.mote_layer_indices),
         "blocks": config.num_hidden_layers,
-        "shared": _unusually_shared(config),
+        "shared": _custom_shared_modules(config),
         "compression": config.compression,
         "active_parameters": millions(counts["active"]),
         "total_parameters": millions(counts["total"]),
@@ -101,13 +302,50 @@ def mote_values(config: MoTEConfig, counts: Mapping[str, Any], fresh: bool, norm
         "example_instruction": escaped(config.instruction_of(example)),
         "has_roles": {"query", "document"} <= set(tasks),
         "pooling": config.pooling,
-        "normalized": normalized,
+        "normalized": normalizes(model),
         "has_head": has_head(config),
     }
 
 
-def _unusually_shared(config: MoTEConfig) -> list[str] | None:
-    """Return the modules of a block that all experts share; None: its attention, as is usual."""
+def _values_of_dense(model: Checkpoint, steps: list[dict[str, Any]]) -> dict[str, Any]:
+    network, _ = dense_without_weights(model)
+    keys = read_shapes(model.weights).keys()
+    step: dict[str, Any] = next((step for step in reversed(steps) if "of_mote" in step), {})
+    experts, expert = step.get("of_mote", {}), step.get("expert")
+    prompts = source_prompts(model)
+    served = {task for name, tasks in experts.items() if expert in (None, name) for task in tasks}
+    tasks = [*(name for name in experts if name in served), *sorted(served - set(experts))]
+    tasks = tasks or [name for name in prompts if name not in MTEB_PROMPTS]
+    default = model.read_json("config_sentence_transformers.json").get("default_prompt_name")
+    return {
+        "experts": list(experts),
+        "expert": expert,
+        "parameters": millions(network.num_parameters()),
+        "prompts": [(cell(task), cell(prompts.get(task, ""))) for task in tasks],
+        "instruction": escaped(prompts.get(default) or ""),
+        "example_task": None if default else next((task for task in tasks if prompts.get(task)), None),
+        "converted": steps[-1].get("converted"),
+        "pooling": source_pooling(model),
+        "has_pooler": any(key.endswith("pooler.dense.weight") for key in keys),
+        "lengthened": steps[-1]["settings"]["length"] if steps[-1]["step"] == "lengthen" else None,
+        "lm_head": any(key.startswith("lm_head.") for key in keys),
+    }
+
+
+def _origin(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the model was made from, according to the last step that records it."""
+    for step in reversed(steps):
+        if "made" in step and step["sources"]:
+            source = step["sources"][0]
+            page = f"https://huggingface.co/{source['name']}" if source.get("revision") else "#how-it-was-made"
+            trained = step["step"] == "train" and "recipe" in step
+            made = f"trained by the recipe `{step['recipe']}` from" if trained else step["made"]
+            return {"made": made, "source": source["name"], "source_link": page}
+    return {"source": None}
+
+
+def _custom_shared_modules(config: MoTEConfig) -> list[str] | None:
+    """Return the modules of a block that all experts share; None: its attention, the default."""
     usual = ARCHITECTURES.get(config.backbone_config.model_type)
     shared = config.shared_modules
     if shared is None or token_routing(config) is not None or (usual and tuple(shared) == usual.shared_modules):
@@ -115,232 +353,22 @@ def _unusually_shared(config: MoTEConfig) -> list[str] | None:
     return [*shared]
 
 
-def write_dense_card(
-    folder: Path,
-    repo_id: str,
-    config: MoTEConfig,
-    parameters: int,
-    source: Checkpoint,
-    command: str,
-    *,
-    made: str,
-    expert: str | None = None,
-    converted: Mapping[str, Any] | None = None,
-) -> None:
-    """Write the card of a dense model made from a MoTE, or pre-trained as a MoTE with a single expert.
-
-    Args:
-        folder: Folder of the model.
-        repo_id: Name under which readers load it.
-        config: Config of the MoTE.
-        parameters: Number of the dense model's parameters.
-        source: Checkpoint that it was made from.
-        command: Command line that made the model.
-        made: What the model is, as in "the mean of the experts of".
-        expert: Name of the expert, if the model is a single one.
-        converted: Result of `runtimes.convert`, if the model was also converted to a runtime's format.
-    """
-    tasks = [task for task in config.tasks if expert in (None, config.tasks[task])]
-    _write(
-        folder,
-        "dense_card.md",
-        card_data(source, "merge"),
-        repo_id,
-        source=source.public_name,
-        source_link=source_link(source),
-        made=made,
-        experts=config.experts if is_mote(source.config) else [],
-        parameters=millions(parameters),
-        prompts=[(cell(task), cell(config.instruction_of(task))) for task in tasks],
-        expert=expert,
-        instruction=escaped(config.instruction_of(expert)) if expert else "",
-        converted=converted,
-        example_task=None if expert else next((task for task in tasks if config.instruction_of(task)), None),
-        pooling=config.pooling,
-        command=command,
-    )
-
-
-def write_lengthened_card(
-    folder: Path,
-    repo_id: str,
-    source: Checkpoint,
-    command: str,
-    *,
-    made: str,
-    length: int,
-    head: bool,
-    parameters: int,
-    prompts: Mapping[str, str],
-    pooling: str,
-    pooler: bool,
-) -> None:
-    """Write the card of a dense model whose positions have been replaced.
-
-    Args:
-        folder: Folder of the model.
-        repo_id: Name under which readers load it.
-        source: The model as it was.
-        command: Command line that made the model.
-        made: What the model is, as in "rotary positions in place of those of".
-        length: Maximum length of a text, in tokens.
-        head: Whether it has a head for masked language modelling.
-        parameters: Number of its parameters.
-        prompts: Its prompts.
-        pooling: Its pooling.
-        pooler: Whether it has a pooler.
-    """
-    new_head = "" if head else " model.new_head=true"
-    lead = (
-        "> **Not trained with these positions yet.** All other weights are the source's, which knows nothing of them: "
-        f"pre-train the model on texts of up to {length:,} tokens before use, `mote pretrain mlm "
-        f"model.source={repo_id}{new_head} data.folder=DATA`."
-    )
-    _write(
-        folder,
-        "dense_card.md",
-        card_data(source, "finetune"),
-        repo_id,
-        source=source.public_name,
-        source_link=source_link(source),
-        made=made,
-        lead=lead,
-        parameters=millions(parameters),
-        prompts=[(cell(name), cell(text)) for name, text in prompts.items()],
-        example_task=next((name for name, text in prompts.items() if text), None),
-        pooling=pooling,
-        has_pooler=pooler,
-        command=command,
-    )
-
-
-def write_expert_card(
-    folder: Path,
-    repo_id: str,
-    name: str,
-    instructions: Mapping[str, str],
-    base: Mapping[str, Any],
-    parameters: int,
-    source: Checkpoint,
-    command: str,
-) -> None:
-    """Write the card of an expert artefact.
-
-    Args:
-        folder: Folder of the artefact.
-        repo_id: Name under which readers find it.
-        name: Expert name.
-        instructions: Task → instruction, of the tasks that it serves.
-        base: Base of the expert, as in its expert.json.
-        parameters: Number of its parameters.
-        source: The MoTE that it was taken from.
-        command: Command line that made it.
-    """
-    data = card_data(source, "adapter")
-    data.library_name, data.pipeline_tag, data.tags = "mote", None, ["mote", "mixture-of-experts", "task-expert"]
-    _write(
-        folder,
-        "expert_card.md",
-        data,
-        repo_id,
-        name=name,
-        source=source.public_name,
-        tasks=[(cell(task), cell(text)) for task, text in instructions.items()],
-        base=base,
-        parameters=millions(parameters),
-        command=command,
-    )
-
-
-def write_trained_card(
-    folder: Path,
-    repo_id: str,
-    config: MoTEConfig,
-    source: Checkpoint,
-    *,
-    kind: str,
-    recipe: Mapping[str, Any],
-    run: Mapping[str, Any],
-    data: Sequence[Sequence[Any]],
-    seen: Mapping[str, Mapping[str, int]],
-    scores: Sequence[Sequence[str]],
-    instructions: bool = True,
-    relation: str = "finetune",
-    recipe_file: str = "recipe.yaml",
-    curves_file: str = "curves.png",
-) -> None:
-    """Write the card of a trained model.
-
-    Args:
-        folder: Folder of the model.
-        repo_id: Name under which readers load it.
-        config: Its tasks and instructions; those of a MoTE are its own config.
-        source: Checkpoint that the training started from.
-        kind: A key of `TRAINED_KINDS`.
-        recipe: `name`, `description`, `batch_size`, `learning_rate`, `weight_decay`, `seed`, `start_weight`.
-        run: `steps`, `device`, `processes`, `seconds`, `resumed_from_step`.
-        data: Rows of name, batches, loss, temperature, datasets.
-        seen: Expert, or task, → `texts` and `tokens`.
-        scores: Rows of name, score before, score after; empty if there was no validation.
-        instructions: Whether the model was trained with instructions.
-        relation: To its base model, as the Hub names it: `finetune`, or `adapter`.
-        recipe_file: File in `folder` with all settings.
-        curves_file: File in `folder` with a chart of the loss.
-    """
-    routed = kind == "mote"
-    retrieval = retrieval_in(folder).kind
-    tags = (*(MOTE_TAGS if kind != "dense" else ()), *RETRIEVAL_TAGS.get(retrieval, ()))
-    example = "search_query" if "search_query" in config.tasks else config.experts[0]
-    argument = "prompt_name" if instructions and config.instruction_of(example) else "task"
-    _write(
-        folder,
-        "trained_model.md",
-        card_data(source, relation, (*tags, "peft") if relation == "adapter" else tags),
-        repo_id,
-        what=_kind(kind, config),
-        retrieval=retrieval,
-        source=source.public_name,
-        source_link="#training" if source.is_local else source_link(source),
-        recipe=recipe,
-        run=run,
-        trust=kind != "dense" or instruction_pooling_in(folder) != "included",
-        argument=f', {argument}="{example}"' if argument == "prompt_name" or routed else "",
-        experts=routed,
-        tasks=[(cell(task), expert, cell(config.instruction_of(task))) for task, expert in config.tasks.items()],
-        data=data,
-        seen=seen,
-        scores=scores,
-        recipe_file=recipe_file,
-        curves_file=curves_file,
-    )
-
-
 def _kind(kind: str, config: MoTEConfig) -> str:
     """Return the words of a trained model's card for its kind, a key of `TRAINED_KINDS`."""
     if kind != "mote":
         return TRAINED_KINDS[kind]
     have, count = len(config.mote_layer_indices), config.num_hidden_layers
-    if have == count and _unusually_shared(config) is None:
+    if have == count and _custom_shared_modules(config) is None:
         return TRAINED_KINDS[kind]
     where = "each block" if have == count else f"{have} of the {count} blocks"
     return f"A **MoTE** (Mixture of Task Experts): an expert per task in {where},"
 
 
-def _write(folder: Path, template: str, metadata: ModelCardData, repo_id: str, **values: Any) -> None:
-    values["instructions_left_out"] = instruction_pooling_in(folder) != "included"
-    (folder / "README.md").write_text(render(template, metadata, repo_id, **values), encoding="utf-8")
-
-
-def render(template: str, metadata: ModelCardData, repo_id: str, **values: Any) -> str:
-    """Fill in a template of `hub_card/`."""
-    path = str(files("mote.hub_card") / template)
-    name = repo_id.rsplit("/", 1)[-1]
-    card = ModelCard.from_template(metadata, template_path=path, model_name=name, repo_id=repo_id, **values)
-    return str(card).rstrip() + "\n"
+# Metadata ------------------------------------------------------------------------------------------------------------
 
 
 def card_data(source: Checkpoint, relation: str, tags: tuple[str, ...] = ()) -> ModelCardData:
-    """Build a card's metadata: base model, and the source's language and licence.
+    """Build the metadata of a new card: base model, and the source's language and licence.
 
     The base model is an id on the Hub: for a folder, the one that its own card names, if any.
     """
@@ -358,11 +386,24 @@ def card_data(source: Checkpoint, relation: str, tags: tuple[str, ...] = ()) -> 
     )
 
 
-def languages(of_source: Any) -> Any:
-    """Return the languages of a card; YAML reads an unquoted `no`, Norwegian, as false."""
-    if isinstance(of_source, list):
-        return [languages(one) for one in of_source]
-    return "no" if of_source is False else of_source
+def _merged_metadata(
+    known: Mapping[str, Any], steps: list[dict[str, Any]], routed: bool, base_model: str | None
+) -> ModelCardData:
+    """Merge the metadata of an earlier card with what is known about the model, which takes precedence."""
+    origins = [one["name"] for step in reversed(steps) for one in step["sources"][:1] if one.get("revision")]
+    base = base_model or hub_ids(known.get("base_model")) or next(iter(origins), None)
+    tags = ["sentence-transformers", "feature-extraction", *(MOTE_TAGS if routed else ()), *(known.get("tags") or [])]
+    data = ModelCardData(
+        base_model=base,
+        base_model_relation=(known.get("base_model_relation") or "finetune") if base else None,
+        library_name="sentence-transformers",
+        pipeline_tag="sentence-similarity",
+        tags=list(dict.fromkeys(tags)),
+    )
+    for key, value in known.items():
+        if data.get(key) is None and key != "base_model_relation":
+            data[key] = value
+    return data
 
 
 def front_matter(folder: Path) -> dict[str, Any]:
@@ -374,16 +415,33 @@ def front_matter(folder: Path) -> dict[str, Any]:
         return {}
 
 
+def _read_body(readme: Path) -> str:
+    """Read the text of a card below its metadata; unreadable metadata are an error, since they would be lost."""
+    try:
+        if not readme.is_file():
+            return ""
+        metadata_load(readme)
+        text = readme.read_text(encoding="utf-8").replace("\r\n", "\n")
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(
+            f"The metadata of the card {readme} cannot be read ({' '.join(str(error).split())}): fix what is between "
+            "its lines `---`, or remove the card"
+        ) from error
+    return re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
+
+
+def languages(of_source: Any) -> Any:
+    """Return the languages of a card; YAML reads an unquoted `no`, Norwegian, as false."""
+    if isinstance(of_source, list):
+        return [languages(one) for one in of_source]
+    return "no" if of_source is False else of_source
+
+
 def hub_ids(names: Any) -> Any:
     """Return the name or list of names, without those that are folders rather than ids on the Hub (user/name)."""
     if isinstance(names, list):
         return [name for name in names if hub_ids(name)] or None
     return names if isinstance(names, str) and "/" in names else None
-
-
-def source_link(source: Checkpoint) -> str:
-    """Return the source's page on the Hub, or the card's own section if it is a folder."""
-    return "#how-it-was-made" if source.is_local else f"https://huggingface.co/{source.name}"
 
 
 def escaped(text: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.modeling_utils import load_state_dict, str_to_torch_dtype
 
@@ -197,3 +197,31 @@ def parameter_counts(model: "MoTEModel") -> dict[str, Any]:
         if not model.config.routes_by_task:
             experts = dict.fromkeys(map(str, range(routing.num_experts)), routed[None] // routing.num_experts)
     return {"total": total, "active": active, "shared": total - sum(experts.values()), "experts": experts}
+
+
+def experts_are_copies(weights: list[Path], config: Any) -> bool:
+    """Whether the experts of a MoTE are equal, as upcycling leaves them; reads one weight at a time.
+
+    Args:
+        weights: Its files. Experts in a file of another format than safetensors count as different.
+        config: Its config. Compressed experts count as different.
+    """
+    if config.compression is not None or any(path.suffix != ".safetensors" for path in weights):
+        return False
+    first: dict[tuple[Any, str], tuple[Path, str]] = {}
+    for path in weights:
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118  # not a dict
+                if ".feed_forward.experts." in key and not config.routes_by_task:
+                    stack = file.get_tensor(key)  # [E, …]
+                    if not torch.equal(stack, stack[:1].expand_as(stack)):
+                        return False
+                name = weight_name(key, config)
+                if name.expert is None:
+                    continue
+                where = first.setdefault((name.layer, name.dense), (path, key))
+                if where[1] != key:
+                    with safe_open(where[0], framework="pt") as other:
+                        if not torch.equal(other.get_tensor(where[1]), file.get_tensor(key)):
+                            return False
+    return len(config.experts) > 1

@@ -2,26 +2,21 @@
 
 import inspect
 import logging
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from transformers import PreTrainedModel
 
-from mote.checkpoints import cards
 from mote.checkpoints.models import load_mote, load_tokenizer
 from mote.checkpoints.options import WriteOptions
-from mote.checkpoints.provenance import command_line, new_step, plain, read_steps, write_steps
+from mote.checkpoints.provenance import command_line, new_step, plain
 from mote.checkpoints.reading import MoTECheckpoint, has_head, is_mote, open_mote, require_expert
 from mote.checkpoints.retrieval import retrieval_in
-from mote.checkpoints.rewriting import rewritten_card
-from mote.checkpoints.sentence_transformers import normalizes
 from mote.checkpoints.staging import refuse_source
-from mote.checkpoints.tensors import parameter_counts, require_unquantised
+from mote.checkpoints.tensors import require_unquantised
 from mote.checkpoints.writing import how_to_load, require_writable, write_repository
 
 logger = logging.getLogger(__name__)
@@ -125,7 +120,6 @@ def transform(
     expert = require_expert(source.config, arguments[spec.loads]) if spec.loads else None
     experts = [expert] if expert is not None and source.config.routes_by_task else None
     model = load_mote(source, experts, with_head=True)
-    were_copies = _are_copies(model)
     changed = function(model, *args, **kwargs)
     result: Any = model if changed is None else _require_model(changed, name)
     require_unquantised(result)
@@ -134,23 +128,11 @@ def transform(
     if changed is not None and in_place:
         refuse_source(target, source.folder)
     dense = not is_mote(result.config)
-    fresh = not dense and were_copies and _are_copies(result)
     settings = {**arguments, **(recorded or {})}
     command = _command(spec, source, settings, {"overwrite": True} if in_place else {"out": target.resolve()})
     made = spec.made.format(**{name: _shown(value) for name, value in arguments.items()}, config=result.config)
     if not dense and not made.startswith("made "):  # as of a dense result, but the experts are token-routed
         made = f"made of {made}"
-
-    def write_card(folder: Path, step: dict[str, Any]) -> None:
-        common: dict[str, Any] = {"source": source, "command": command, "made": made}
-        if spec.same_model:
-            _update_card(source, folder, repo_id, step)
-        elif dense:
-            count, converted = result.num_parameters(), step.get("converted")
-            cards.write_dense_card(folder, repo_id, source.config, count, expert=expert, converted=converted, **common)
-        else:
-            counts, normalized = parameter_counts(result), normalizes(source)
-            cards.write_mote_card(folder, repo_id, result.config, counts, fresh=fresh, normalized=normalized, **common)
 
     details: dict[str, Any] = {"parameters": result.num_parameters(), **({} if spec.same_model else {"made": made})}
     config = source.config if dense else result.config
@@ -161,7 +143,7 @@ def transform(
         result,
         step=new_step(spec.words.split()[-1], command=command, settings=settings, **details),
         sources=[source, *others],
-        write_card=write_card,
+        keep_card=spec.same_model or in_place,
         tokenizer=tokenizer,
         expert=expert,
         after=after,
@@ -204,15 +186,6 @@ def _target(source: MoTECheckpoint, out: str | Path | None, options: WriteOption
     )
 
 
-def _update_card(source: MoTECheckpoint, folder: Path, repo_id: str, step: dict[str, Any]) -> None:
-    """Rewrite the source's card for the model in `folder`, which is complete except for card and record."""
-    write_steps([*read_steps(source.folder), step], folder)  # which the card shows
-    if (source.folder / "README.md").is_file():
-        shutil.copyfile(source.folder / "README.md", folder / "README.md")
-    card = rewritten_card(open_mote(str(folder)), repo_id)
-    (folder / "README.md").write_text(card, encoding="utf-8")
-
-
 def _command(spec: Verb, source: MoTECheckpoint, settings: Mapping[str, Any], place: dict[str, Any]) -> str:
     options = dict(settings)
     words = [word for name in spec.positional for word in _words(options.pop(name, None))]
@@ -244,15 +217,3 @@ def _sources_in(values: Iterable[Any]) -> Iterator[Any]:
             yield from _sources_in([*value.keys(), *value.values()])
         elif isinstance(value, list | tuple):
             yield from _sources_in(value)
-
-
-def _are_copies(model: PreTrainedModel) -> bool:
-    """Whether a MoTE's experts are still copies of one another, as after upcycling."""
-    config: Any = model.config
-    if not config.routes_by_task or config.compression is not None or len(config.available_experts) < 2:
-        return False
-    for block in model.blocks:  # type: ignore[union-attr]
-        first, *others = (expert.state_dict() for expert in block.experts.values())
-        if not all(torch.equal(weight, other[key]) for other in others for key, weight in first.items()):
-            return False
-    return True

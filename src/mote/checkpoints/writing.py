@@ -10,11 +10,12 @@ from transformers import PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from mote import hub
+from mote.checkpoints.cards import new_card, rewritten_card
 from mote.checkpoints.models import quiet_transformers
 from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.plain import write_plainly
 from mote.checkpoints.provenance import Described, read_steps, recorded_files, write_steps
-from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, has_head, is_mote
+from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, has_head, is_mote, open_checkpoint
 from mote.checkpoints.retrieval import Retrieval, retrieval_in, write_retrieval
 from mote.checkpoints.sentence_transformers import max_seq_length, write_sentence_transformer
 from mote.checkpoints.staging import ModelStaging, refuse_occupied, refuse_source, require_shard_size
@@ -61,7 +62,8 @@ def write_repository(
     *,
     step: dict[str, Any],
     sources: Sequence[Described],
-    write_card: Callable[[Path, dict[str, Any]], None],
+    write_card: Callable[[Path, dict[str, Any]], None] | None = None,
+    keep_card: bool = False,
     tokenizer: Any = None,
     expert: str | None = None,
     names: MoTEConfig | None = None,
@@ -83,7 +85,9 @@ def write_repository(
         step: How the model was made, as from `new_step`. Hashes of `sources` are added, and what `after` returns.
         sources: What the model was made from, first the checkpoint that became this model. If that is in `out` itself,
             its other files are kept.
-        write_card: Writes README.md into the folder, given the finished step.
+        write_card: Writes README.md into the folder, given the finished step. Default: the card of a MoTE or a dense
+            model, from the files and steps.
+        keep_card: Keep text and metadata of the source's card, since the result is the same model with other settings.
         tokenizer: Its tokenizer.
         expert: If the model is a single expert of the source: name of the expert. Its instruction becomes the default
             prompt.
@@ -93,7 +97,7 @@ def write_repository(
         retrieval: The vectors that it gives. Default: as `sources[0]`; not needed for a `SentenceTransformer`.
         after: Runs on the folder before it is moved into place: adds files, returns details for the step.
         options: How the model is written.
-        repo_id: Repository to push to, as from `require_writable`.
+        repo_id: Name under which readers load the model, as from `require_writable`. Default: the name of `out`.
 
     Returns:
         `out`.
@@ -129,8 +133,20 @@ def write_repository(
             write_plainly(folder, transformer)
         details = after(folder) if after else {}
         step = {**step, "sources": described.result(), **details}
-        write_card(folder, step)
-        write_steps([*earlier, step], folder)
+        steps = [*earlier, step]
+        if write_card is not None:
+            write_card(folder, step)
+        else:
+            assert source is not None
+            written, name = open_checkpoint(str(folder)), repo_id or out.resolve().name
+            card = (
+                rewritten_card(written, steps, name, source.folder)
+                if keep_card
+                else new_card(written, steps, name, source)
+            )
+            (folder / "README.md").unlink(missing_ok=True)
+            (folder / "README.md").write_text(card, encoding="utf-8")
+        write_steps(steps, folder)
     logger.info("Wrote %s", out)
     if options.push:
         repo_id = repo_id or hub.check_before_push(options.repo_id or out.resolve().name)

@@ -264,7 +264,8 @@ def _write(source: MoTECheckpoint, name: str, folder: Path, repo_id: str, comman
     }
     (folder / EXPERT_FILE).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     texts = {task: config.instruction_of(task) for task in tasks}
-    cards.write_expert_card(folder, repo_id, name, texts, base, parameters, source, command)
+    values = {"name": name, "base": base, "parameters": millions(parameters), "command": command}
+    cards.write_expert_card(folder, repo_id, source, texts, **values)
     step = new_step("extract", command=command, sources=[source.provenance()], settings={"name": name})
     write_steps([*steps, step], folder)
 

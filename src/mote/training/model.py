@@ -23,8 +23,8 @@ from mote.checkpoints.models import load_dense, load_tokenizer
 from mote.checkpoints.padding_token import with_padding_token
 from mote.checkpoints.reading import Checkpoint, is_mote, open_checkpoint
 from mote.checkpoints.retrieval import retrieval_in, write_retrieval
-from mote.checkpoints.rewriting import experts_are_copies
 from mote.checkpoints.staging import ModelStaging
+from mote.checkpoints.tensors import experts_are_copies
 from mote.inference.loading import require_all_weights
 from mote.remote.configuration_mote import MoTEConfig
 from mote.remote.instruction_mote import InstructedTransformer, TextPooling, check_pooling, check_tokenizer
@@ -64,7 +64,8 @@ def build_model(
     else:
         folder, retrieval = _mote_folder(recipe, source, scratch / START_FOLDER), retrieval_of(recipe, source)
         encoder: Any = SentenceTransformer if retrieval.kind == "dense" else SparseEncoder
-        shared = adapters is not None and experts_are_copies(open_checkpoint(str(folder)))
+        start = open_checkpoint(str(folder))
+        shared = adapters is not None and experts_are_copies(start.weights, start.config)
         only_one = {"config_kwargs": {"experts": names.experts[:1]}} if shared else {}
         model = encoder(str(folder), trust_remote_code=True, **_loading(settings), **only_one)
         if shared:

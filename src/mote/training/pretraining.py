@@ -22,12 +22,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from mote.checkpoints.cards import write_dense_card, write_mote_card
 from mote.checkpoints.models import dense_without_weights, load_dense, load_mote, load_tokenizer
-from mote.checkpoints.provenance import command_line
 from mote.checkpoints.reading import Checkpoint, has_head, is_mote, mote_class, open_checkpoint
-from mote.checkpoints.sentence_transformers import max_seq_length, normalizes
-from mote.checkpoints.tensors import parameter_counts
+from mote.checkpoints.sentence_transformers import max_seq_length
 from mote.experts.exporting import export
 from mote.files import read_json
 from mote.remote.masked_lm_mote import MoTEForMaskedLM
@@ -54,7 +51,7 @@ from mote.training.progress import (
 )
 from mote.training.recipe_files import load_recipe
 from mote.training.run import BaseRun, identity_of
-from mote.training.run_folder import CHECKPOINT_FILE, RECIPE_FILE, RunFolder, as_yaml, fixed_settings, step_of
+from mote.training.run_folder import CHECKPOINT_FILE, RunFolder, as_yaml, fixed_settings, step_of
 from mote.training.texts import Masking, NewMasks, TextData, TextRows, load_texts
 from mote.upcycling.options import UpcyclingOptions
 from mote.upcycling.plan import plan_upcycling
@@ -254,22 +251,12 @@ class PretrainingRun(BaseRun):
             "data": [report.__dict__ for report in self.data.reports],
         }
 
-        command = command_line("pretrain", RECIPE_FILE)
-
         made = f"{OBJECTIVES[self.recipe.objective]} (recipe `{self.recipe.name}`) from"
         name, names = self.folder.path.name, self.model.config
 
-        def write_card(folder: Path, step: dict[str, Any]) -> None:
-            if self.recipe.model.kind == "dense":
-                parameters = sum(weight.numel() for weight in self.model.parameters())
-                write_dense_card(folder, name, names, parameters, self.source, command, made=made)
-                return
-            common: dict[str, Any] = {"made": made, "fresh": False, "normalized": normalizes(self.source)}
-            write_mote_card(folder, name, names, parameter_counts(self.model), self.source, command, **common)
-
         if self.recipe.model.kind == "dense":
             self.model = dense_with_head(self.model)
-        self.write("pretrain", record, "pre-trained from", write_card, tokenizer=self.tokenizer, names=names)
+        self.write("pretrain", record, made, repo_id=name, tokenizer=self.tokenizer, names=names)
         seen = [(task, f"{count['texts']:,}", f"{count['tokens']:,}") for task, count in tracker.tasks.items()]
         logger.info("%d steps in %.0f s\n\n%s", tracker.step, tracker.seconds, table(["task", "texts", "tokens"], seen))
         if validation["after"]:

@@ -8,6 +8,7 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import Trainer
 
+from mote.checkpoints.cards import UPCYCLED
 from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.provenance import command_line, new_step, read_steps
@@ -71,7 +72,7 @@ class BaseRun:
         verb: str,
         record: dict[str, Any],
         made: str,
-        write_card: Callable[[Path, dict[str, Any]], None],
+        write_card: Callable[[Path, dict[str, Any]], None] | None = None,
         **others: Any,
     ) -> None:
         """Write the model's repository, replacing an earlier one, and remove the checkpoints.
@@ -98,7 +99,7 @@ class BaseRun:
             self.model,
             step=new_step(verb, command=command_line(verb, RECIPE_FILE), made=made, **record),
             sources=[self.source],
-            earlier=[*earlier, new_step("upcycle", sources=[origin], made="upcycled from")] if upcycled else earlier,
+            earlier=[*earlier, new_step("upcycle", sources=[origin], made=UPCYCLED)] if upcycled else earlier,
             write_card=write_card,
             after=add_files,
             options=WriteOptions(overwrite=True),

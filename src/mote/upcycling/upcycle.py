@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from mote.checkpoints import cards, nomic_moe, nv_embed
-from mote.checkpoints import sentence_transformers as st
+from mote.checkpoints import nomic_moe, nv_embed
+from mote.checkpoints.cards import UPCYCLED
 from mote.checkpoints.end_token import EOS, end_as_asked, ends_texts
 from mote.checkpoints.instructions import write_instruction_pooling
 from mote.checkpoints.models import dense_without_weights, load_dense, load_tokenizer, quiet_transformers
@@ -79,11 +79,6 @@ def upcycle(
     place = {} if out is None else {"out": target.resolve()}
     command = command_line("upcycle", src=source.public_name, **{**place, **changed, **listed})
 
-    def write_card(folder: Path, step: dict[str, Any]) -> None:
-        made: dict[str, Any] = {"made": "converted from", "fresh": False} if published else {}
-        normalized = st.normalizes(source)
-        cards.write_mote_card(folder, repo_id, config, plan.counts, source, command, normalized=normalized, **made)
-
     write_repository(
         target,
         model,
@@ -91,12 +86,11 @@ def upcycle(
             "upcycle",
             command=command,
             settings=changed,
-            made="upcycled from",
+            made="converted from" if published else UPCYCLED,
             dropped=dropped,
             parameters=plan.counts,
         ),
         sources=[source],
-        write_card=write_card,
         tokenizer=tokenizer,
         write_weights=write,
         retrieval=plan.retrieval,
