@@ -42,6 +42,12 @@ def test_the_short_page_is_short() -> None:
     assert shown == SUMMARIES.keys()
 
 
+def test_links_lead_somewhere() -> None:
+    for page in (pages.ROOT / "research").rglob("*.md"):
+        for link in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
+            assert link.startswith("https://") or (page.parent / link).exists(), (page, link)
+
+
 def test_a_page_is_rewritten(known: dict[str, str]) -> None:
     page = f"before\n\n<!-- table: mining -->\n{pages.END}\n\nafter\n"
     new, differing = pages.rewrite(page, known)
