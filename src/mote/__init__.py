@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mote.checkpoints.transform import transform
     from mote.corpora.embed import embed_corpus
     from mote.corpora.filtering import filter_pairs
-    from mote.corpora.negatives import mine_negatives
+    from mote.corpora.mining import mine_negatives
     from mote.evaluation.evaluate import evaluate
     from mote.evaluation.metadata import model_meta
     from mote.evaluation.scores import Evaluation
@@ -84,7 +84,7 @@ _MODULES = {
     "configure": "mote.experts.configuring",
     "embed_corpus": "mote.corpora.embed",
     "filter_pairs": "mote.corpora.filtering",
-    "mine_negatives": "mote.corpora.negatives",
+    "mine_negatives": "mote.corpora.mining",
     "evaluate": "mote.evaluation.evaluate",
     "instruction_with": "mote.checkpoints.definitions",
     "lengthen": "mote.lengthening",

@@ -76,7 +76,7 @@ def embed(
 
     The same command resumes an interrupted run.
     """
-    settings = {**locals(), "text_columns": text_columns or ()}
+    settings = {**locals(), "text_columns": text_columns or []}
     from transformers.utils import logging
 
     with options.extra("corpora"):
@@ -130,8 +130,8 @@ def mine(
     sampling: Annotated[
         Literal["top", "random"], typer.Option(help="Which of the accepted candidates to take.")
     ] = "top",
-    given: Annotated[
-        bool, typer.Option("--filter", help="Mine nothing; only filter the negatives that rows already have.")
+    existing_only: Annotated[
+        bool, typer.Option("--existing-only", help="Mine nothing; only filter the negatives that rows already have.")
     ] = False,
     query_task: QueryTask = "query",
     document_task: DocumentTask = "document",
@@ -155,17 +155,10 @@ def mine(
     A candidate is taken if it is near the query, but clearly less near than the positive. The same command resumes an
     interrupted run.
     """
-    settings = locals()
+    settings = {**locals(), "corpus": corpus or []}
     with options.extra("corpora"):
-        from mote.corpora.mining import MiningSettings
-        from mote.corpora.run import Teacher
-
-    if relative_margin is not None and relative_margin < 0:
-        settings["relative_margin"] = None
-    teacher = Teacher(**{name: settings[name] for name in Teacher.__dataclass_fields__})
-    chosen = MiningSettings(**{name: settings[name] for name in MiningSettings.__dataclass_fields__})
-    kwargs = {name: settings[name] for name in ("data", "split", "subset", "given", "overwrite")}
-    mote.mine_negatives(datasets, out, teacher, chosen, corpus=corpus or (), **kwargs)
+        mine_negatives = mote.mine_negatives
+    mine_negatives(**settings)
 
 
 def filter_pairs(
@@ -206,8 +199,5 @@ def filter_pairs(
     """
     settings = locals()
     with options.extra("corpora"):
-        from mote.corpora.run import Teacher
-
-    teacher = Teacher(**{name: settings[name] for name in Teacher.__dataclass_fields__})
-    kwargs = {name: settings[name] for name in ("nearest", "shard_size", "data", "split", "subset", "overwrite")}
-    mote.filter_pairs(datasets, out, teacher, **kwargs)
+        run = mote.filter_pairs
+    run(**settings)

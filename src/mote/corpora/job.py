@@ -1,141 +1,95 @@
-"""What a run embeds, and the work of one shard: the same on every engine."""
+"""What is embedded, and the work of one shard: the same on every engine."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mote.corpora.encoding import Devices, Model, windows
-from mote.corpora.folder import FORMAT
-from mote.corpora.source import Corpus, Document, Reader
-from mote.corpora.store import quantized, write_shard
+from mote.corpora.encoder import Encoder, SortedTexts
+from mote.corpora.shards import shard_name, write_shard
 
-
-class Finished(NamedTuple):
-    """A shard that was written.
-
-    Attributes:
-        number: Its number.
-        entry: Its entry in the manifest.
-        dimension: Dimension of the embeddings.
-        ranges: Ranges of int8 (2, dimension), else None.
-    """
-
-    number: int
-    entry: dict[str, Any]
-    dimension: int
-    ranges: list[list[float]] | None
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a run embeds; it is sent unchanged to the workers of a cluster.
+    """What is embedded, and where to; it is sent unchanged to the workers of a cluster.
 
     Attributes:
-        model: The model.
-        corpus: The texts.
+        texts: Texts with the columns `id`, `text` and `task`.
+        digest: Hash of the texts.
         folder: Folder of the result.
+        task: Task of texts without one of their own.
+        prompt: Prompt of all texts, in place of a task.
         dtype: Dtype to store.
         shard_size: Texts per shard.
         ranges: Ranges of int8 (2, dimension), once the first shard has set them.
     """
 
-    model: Model
-    corpus: Corpus
+    texts: "Dataset"
+    digest: str
     folder: Path
-    dtype: str
-    shard_size: int
+    task: str | None = None
+    prompt: str | None = None
+    dtype: str = "float32"
+    shard_size: int = 8192
     ranges: list[list[float]] | None = None
 
-    def manifest(self) -> dict[str, Any]:
-        """Return the manifest of a new folder."""
-        columns = self.corpus.columns
-        return {
-            "format": FORMAT,
-            "complete": False,
-            "model": self.model.identity(),
-            "input": [{"name": part.name, "rows": part.rows, "sha256": part.sha256} for part in self.corpus.parts],
-            "rows": len(self.corpus),
-            "columns": {"text": list(columns.texts), "id": columns.id, "task": columns.task},
-            "task": self.model.task,
-            "prompt": self.model.prompt,
-            "dtype": self.dtype,
-            "dimensions": self.model.dimensions,
-            "dimension": None,
-            "shard_size": self.shard_size,
-            "ranges": None,
-            "shards": {},
-        }
-
-    def rows_of(self, number: int) -> tuple[int, int]:
-        """Return the first row of a shard, and the row after its last."""
-        return number * self.shard_size, min((number + 1) * self.shard_size, len(self.corpus))
-
-    def write(self, number: int, documents: Sequence[Document], embeddings: np.ndarray) -> Finished:
-        """Write a shard.
-
-        Args:
-            number: Its number.
-            documents: Its texts.
-            embeddings: (texts, dimension), float32.
-
-        Raises:
-            OSError: If it cannot be written.
-            ValueError: If an embedding is not finite.
-        """
-        _require_finite(documents, embeddings, "")
-        ranges = self.ranges
-        if self.dtype == "int8" and ranges is None:
-            ranges = np.stack([embeddings.min(axis=0), embeddings.max(axis=0)]).tolist()
-        stored = quantized(embeddings, self.dtype, ranges)
-        _require_finite(documents, stored, f" in {self.dtype}")
-        entry = write_shard(self.folder, number, [document.id for document in documents], stored)
-        return Finished(number, entry, embeddings.shape[1], ranges)
+    def identity(self, encoder: Encoder) -> dict[str, Any]:
+        """Return everything that determines the embeddings."""
+        own = {name: getattr(self, name) for name in ("task", "prompt", "dtype", "shard_size")}
+        texts = {"rows": len(self.texts), "sha256": self.digest}
+        return {"command": "embed", "model": encoder.identity, "texts": texts, **own}
 
 
-def _require_finite(documents: Sequence[Document], embeddings: np.ndarray, where: str) -> None:
-    broken = np.flatnonzero(~np.isfinite(embeddings).all(axis=1))
-    if len(broken):
-        first, count = documents[broken[0]].where, f"{len(broken)} of {len(documents)}"
-        raise ValueError(f"{first}: the embedding is not finite{where} (in its shard {count} are not)")
+class Shard(NamedTuple):
+    """A shard that was written: its number and rows, the dimension of the embeddings, and the ranges of int8."""
+
+    number: int
+    rows: int
+    dimension: int
+    ranges: list[list[float]] | None
 
 
 def embed_shards(
-    job: Job,
-    numbers: Iterable[int],
-    devices: Devices,
-    progress: Callable[[int], object] = lambda _: None,
-    reader: Reader | None = None,
-) -> Iterator[Finished]:
+    job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callable[[int], object] = lambda _: None
+) -> Iterator[Shard]:
     """Embed shards, in order.
 
     Args:
         job: The job.
         numbers: Shards.
-        devices: The model.
+        encoder: The model.
         progress: Called with the number of newly embedded texts.
-        reader: Reader of the corpus to continue with. Default: a new one.
-
-    Raises:
-        OSError: If a shard cannot be written.
-        ValueError: If a row, a task or an embedding is invalid.
     """
-    reader = reader or Reader(job.corpus)
 
-    def begin(number: int) -> tuple[int, list[Document], Iterator[tuple[list[int], np.ndarray]]]:
-        documents = reader.read(*job.rows_of(number))
-        return number, documents, devices.encode(job.model, windows(documents, job.model, devices.encoder), progress)
+    def prepare(number: int) -> tuple[list[str], list[SortedTexts]]:
+        columns = job.texts[number * job.shard_size : (number + 1) * job.shard_size]
+        by_task: dict[str | None, list[int]] = {}
+        for row, task in enumerate(columns["task"]):
+            by_task.setdefault(task, []).append(row)
+        sets = (encoder.sort(columns["text"], rows, task or job.task, job.prompt) for task, rows in by_task.items())
+        return columns["id"], list(sets)
 
-    # Each shard is begun before the previous one is awaited, so that no device is idle in between.
-    for begun, _ in pairwise(chain(map(begin, numbers), [None])):
-        number, documents, results = begun  # type: ignore[misc]
-        parts = list(results)
-        embeddings = np.empty((len(documents), parts[0][1].shape[1]), np.float32)
-        for rows, part in parts:
-            embeddings[rows] = part
-        finished = job.write(number, documents, embeddings)
-        job = replace(job, ranges=finished.ranges)
-        yield finished
+    ranges = job.ranges
+    with ThreadPoolExecutor(1) as ahead:  # sorts the next shard, so that no device is idle in between
+        following = ahead.submit(prepare, numbers[0])
+        for number, after in zip(numbers, [*numbers[1:], None], strict=True):
+            ids, sets = following.result()
+            if after is not None:
+                following = ahead.submit(prepare, after)
+            batches = []
+            for rows, batch in (each for sorted_texts in sets for each in encoder.encode(sorted_texts)):
+                batches.append((rows, batch))
+                progress(len(rows))
+            embeddings = np.empty((len(ids), batches[0][1].shape[1]), np.float32)
+            for rows, batch in batches:
+                embeddings[rows] = batch
+            if job.dtype == "int8" and ranges is None:
+                ranges = np.stack([embeddings.min(axis=0), embeddings.max(axis=0)]).tolist()
+            write_shard(job.folder / shard_name(number), ids, embeddings, job.dtype, ranges)
+            yield Shard(number, len(ids), embeddings.shape[1], ranges)

@@ -1,137 +1,151 @@
-"""Hard negatives: documents that a teacher finds near a query, but that are not known to answer it.
+"""`mote mine`: hard negatives, documents that a teacher finds near a query, but that are not known to answer it.
 
 Near-duplicates of the positive answer the query as well, so a candidate is accepted only if it scores clearly below the
 positive ("positive-aware" mining, Moreira et al., "NV-Retriever", arXiv:2407.15831; Nussbaum and Duderstadt,
 arXiv:2502.07972, Equation 5).
 """
 
-from dataclasses import dataclass
-from typing import Literal
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from mote.corpora.pairs import Pairs
-from mote.corpora.scorers import Scorer, nearest_unknown
+from mote.corpora.options import EmbedOptions, MineOptions, refuse_conflicts
+from mote.corpora.pairs import PairDataset, PairTexts, read_pairs
+from mote.corpora.ranking import Ranker, best, score_rows
+from mote.corpora.runs import map_blocks, run_datasets
+from mote.corpora.texts import read_texts
+from mote.data.rows import Location
+from mote.reporting import table
+
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MiningSettings:
-    """Which candidates become negatives.
+def mine_negatives(datasets: Sequence[str], out: str | Path, model: str | Path, **options: Any) -> Path:
+    """Copy datasets of pairs, adding mined negatives in the columns `negative_1`, `negative_2` and so on.
 
-    Attributes:
-        negatives: Maximum number of negatives per row.
-        skip: Number of top-ranked candidates to skip.
-        depth: Rank up to which candidates are considered, known positives not counted.
-        relative_margin: Minimum gap between positive and negative, as a fraction of the positive's score: 0.05 is the
-            papers' 0.95. None: no such condition.
-        absolute_margin: Minimum gap between the scores of positive and negative. None: no such condition.
-        sampling: Which accepted candidates to take: the best-ranked (`top`), or random ones.
-        seed: Random seed; candidates are drawn for each row independently.
-    """
-
-    negatives: int = 5
-    skip: int = 0
-    depth: int = 100
-    relative_margin: float | None = 0.05
-    absolute_margin: float | None = None
-    sampling: Literal["top", "random"] = "top"
-    seed: int = 42
-
-    def __post_init__(self) -> None:
-        """Raise `ValueError` at the first setting that is out of range."""
-        if self.negatives < 1:
-            raise ValueError(f"negatives must be at least 1, got {self.negatives}")
-        if not 0 <= self.skip < self.depth:
-            raise ValueError(f"skip must be from 0 to below depth ({self.depth}), got {self.skip}")
-        if self.depth - self.skip < self.negatives:
-            raise ValueError(
-                f"{self.negatives} negatives cannot be found in {self.depth - self.skip} candidates: raise depth"
-            )
-        for name in ("relative_margin", "absolute_margin"):
-            margin = getattr(self, name)
-            if margin is not None and not 0 <= margin < float("inf"):
-                raise ValueError(f"{name} must be 0 or more, got {margin}")
-        if self.sampling not in ("top", "random"):
-            raise ValueError(f"sampling must be 'top' or 'random', got {self.sampling!r}")
-
-    def limit(self, positive: np.ndarray) -> np.ndarray:
-        """Return the score that a negative must stay below, for the scores of positives; infinite without a margin."""
-        limits = np.full(np.shape(positive), np.inf)
-        if self.relative_margin is not None:
-            limits = np.minimum(limits, positive - self.relative_margin * np.abs(positive))
-        if self.absolute_margin is not None:
-            limits = np.minimum(limits, positive - self.absolute_margin)
-        return limits
-
-
-@dataclass
-class Mined:
-    """Negatives of the rows of a dataset.
-
-    Attributes:
-        documents: Index of each negative in the corpus, [R, n]; -1 where fewer were accepted.
-        scores: Scores of the negatives, [R, n]; NaN where there is none.
-        positive_scores: Scores of the positives, [R].
-        too_near: Number of candidates of each row that a margin excluded, [R].
-    """
-
-    documents: np.ndarray
-    scores: np.ndarray
-    positive_scores: np.ndarray
-    too_near: np.ndarray
-
-
-def mine(pairs: Pairs, scorer: Scorer, settings: MiningSettings, rows: np.ndarray) -> Mined:
-    """Mine negatives for some rows of a dataset. A row's negatives do not depend on the other rows.
+    The same call resumes an interrupted run. Each dataset is mined separately, with its texts and embeddings in memory.
 
     Args:
-        pairs: The dataset.
-        scorer: The teacher, over `pairs.queries` and `pairs.documents`.
-        settings: Which candidates are accepted.
+        datasets: Paths and patterns below the data folder, as in recipes, or `hub:user/name`.
+        out: Folder to write: the same rows, under the same paths, for recipes to read.
+        model: The teacher, which scores documents for queries: any Sentence-Transformers model, or `bm25`. Scores of
+            sparse and hybrid models are dot products, scores of others cosines.
+        **options: Fields of `MineOptions`.
+
+    Returns:
+        The folder. `record.json` holds the options, and statistics of each dataset.
+
+    Raises:
+        FileNotFoundError: If a dataset, a file or the model does not exist.
+        OSError: If another process writes to the folder, or its disk is full.
+        ValueError: If a row or option is invalid, or the folder holds something else.
+    """
+    chosen = MineOptions(**options)
+    texts = read_texts(chosen.corpus, EmbedOptions(split=chosen.split)) if chosen.corpus else ()
+    corpus = [text.text for text in texts]
+    identity = {"command": "mine", **{name: getattr(chosen, name) for name in MineOptions.__annotations__}}
+    identity["corpus"] = hashlib.sha256(json.dumps(corpus).encode()).hexdigest()
+
+    def process(location: Location[Any], work: Path, make_ranker: Callable[[PairTexts, Path], Ranker]) -> Any:
+        dataset = read_pairs(location, corpus)
+        has_negatives = "negative" in dataset.columns.names and not chosen.existing_only
+        refuse_conflicts({f"{dataset.name} already has negatives, and no others can be added": has_negatives})
+        counts = len(dataset.rows), len(dataset.texts.queries), len(dataset.texts.documents)
+        logger.info("%s: %d rows, %d queries, %d documents", dataset.name, *counts)
+        mine = partial(mine_rows, dataset.texts, make_ranker(dataset.texts, work), chosen)
+        mined = map_blocks(work, len(dataset.rows), mine, dataset.name)
+        return _with_negatives(dataset, mined["documents"]), _statistics(mined)
+
+    entries = run_datasets(datasets, out, str(model), chosen, identity, process)
+    logger.info("\n%s", mining_report(entries))
+    return Path(out)
+
+
+def mine_rows(texts: PairTexts, ranker: Ranker, options: MineOptions, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Mine negatives for some rows of a dataset, or filter those that they have. A row does not depend on the others.
+
+    Args:
+        texts: Texts of the dataset.
+        ranker: The teacher, over these texts.
+        options: Which candidates are accepted.
         rows: Indices of rows, [R].
+
+    Returns:
+        `documents`, the index of each negative [R, n], -1 where fewer were accepted; their `scores` [R, n], NaN where
+        there is none; `positive_scores` [R]; and `too_near`, the number of candidates that a margin excluded [R].
     """
-    positive_scores = scorer.score(pairs.anchors[rows], pairs.positives[rows])
-    mined = _none(positive_scores, settings.negatives)
-    limits = settings.limit(positive_scores)
-    for index, (places, scores) in enumerate(nearest_unknown(pairs, scorer, rows, settings.depth)):
-        ranked = np.arange(settings.skip, len(places))
-        accepted = ranked[scores[ranked] < limits[index]]
-        mined.too_near[index] = len(ranked) - len(accepted)
-        if settings.sampling == "random":
-            generator = np.random.default_rng((settings.seed, int(rows[index])))
-            accepted = np.sort(generator.permutation(accepted)[: settings.negatives])
-        accepted = accepted[: settings.negatives]
-        mined.documents[index, : len(accepted)] = places[accepted]
-        mined.scores[index, : len(accepted)] = scores[accepted]
+    count = max(map(len, texts.negatives)) if options.existing_only else options.negatives
+    mined = {
+        "documents": np.full((len(rows), count), -1),
+        "scores": np.full((len(rows), count), np.nan),
+        "positive_scores": np.zeros(len(rows)),
+        "too_near": np.zeros(len(rows), dtype=np.int64),
+    }
+    for index, scored in enumerate(score_rows(texts, ranker, rows)):
+        if options.existing_only:
+            existing = np.array([*dict.fromkeys(texts.negatives[scored.row])], dtype=np.int64)
+            candidates = existing[scored.others[existing] > -np.inf]
+        else:
+            candidates = best(scored.others, options.depth)[options.skip :]
+            candidates = candidates[scored.others[candidates] > ranker.floor]
+        accepted = candidates[scored.scores[candidates] < _limit(options, scored.positive)]
+        mined["positive_scores"][index] = scored.positive
+        mined["too_near"][index] = len(candidates) - len(accepted)
+        if options.sampling == "random":
+            generator = np.random.default_rng((options.seed, scored.row))
+            accepted = accepted[np.sort(generator.permutation(len(accepted))[:count])]
+        accepted = accepted[:count]
+        mined["documents"][index, : len(accepted)] = accepted
+        mined["scores"][index, : len(accepted)] = scored.scores[accepted]
     return mined
 
 
-def judge(pairs: Pairs, scorer: Scorer, settings: MiningSettings, rows: np.ndarray) -> Mined:
-    """Filter the negatives that rows already have, keeping their order.
-
-    Takes the arguments of `mine`; of the settings, only the margins count. `Mined.documents` has as many columns as the
-    longest row of the dataset has negatives.
-    """
-    positive_scores = scorer.score(pairs.anchors[rows], pairs.positives[rows])
-    mined = _none(positive_scores, max(map(len, pairs.negatives), default=0))
-    given = [
-        [place for place in dict.fromkeys(pairs.negatives[row]) if place not in pairs.known[pairs.anchors[row]]]
-        for row in rows.tolist()
-    ]
-    counts = list(map(len, given))
-    places = np.array([place for each in given for place in each], dtype=np.int64)
-    scores = scorer.score(np.repeat(pairs.anchors[rows], counts), places)
-    accepted = scores < np.repeat(settings.limit(positive_scores), counts)
-    ends = np.cumsum(counts)
-    for index, (start, end) in enumerate(zip(ends - counts, ends, strict=True)):
-        kept = start + np.flatnonzero(accepted[start:end])
-        mined.too_near[index] = end - start - len(kept)
-        mined.documents[index, : len(kept)] = places[kept]
-        mined.scores[index, : len(kept)] = scores[kept]
-    return mined
+def _limit(options: MineOptions, positive: float) -> float:
+    """Return the score that negatives must stay below; infinite without a margin."""
+    limit = np.inf
+    if options.relative_margin is not None:
+        limit = positive - options.relative_margin * abs(positive)
+    if options.absolute_margin is not None:
+        limit = min(limit, positive - options.absolute_margin)
+    return limit
 
 
-def _none(positive_scores: np.ndarray, negatives: int) -> Mined:
-    """Return empty results: rows without negatives."""
-    shape = (len(positive_scores), negatives)
-    return Mined(np.full(shape, -1), np.full(shape, np.nan), positive_scores, np.zeros(shape[0], dtype=np.int64))
+def _with_negatives(dataset: PairDataset, documents: np.ndarray) -> Iterator[dict[str, Any]]:
+    for row, places in enumerate(documents.tolist()):
+        # As the row spells them.
+        existing = dict(zip(dataset.texts.negatives[row], dataset.negatives[row], strict=True))
+        negatives = [existing.get(place, dataset.texts.documents[place]) for place in places if place >= 0]
+        columns = {f"negative_{number}": text for number, text in enumerate(negatives, start=1)}
+        yield {**dataset.without_negatives(row), **columns}
+
+
+def _statistics(mined: dict[str, np.ndarray]) -> dict[str, Any]:
+    exists = mined["documents"] >= 0
+    found, scores = exists.sum(axis=1), mined["scores"][exists]
+    return {
+        "rows": len(found),
+        "with_all_negatives": int((found == exists.shape[1]).sum()),
+        "without_negatives": int((found == 0).sum()),
+        "negatives": int(found.sum()),
+        "too_near": int(mined["too_near"].sum()),
+        "mean_positive_score": float(mined["positive_scores"].mean()),
+        "mean_negative_score": float(scores.mean()) if len(scores) else None,
+    }
+
+
+def mining_report(entries: dict[str, dict[str, Any]]) -> str:
+    """Lay out the statistics of datasets, one line each."""
+    header = ["dataset", "rows", "all negatives", "none", "negatives", "too near", "score +", "score -"]
+    counts = ("rows", "with_all_negatives", "without_negatives", "negatives", "too_near")
+    rows = []
+    for name, entry in entries.items():
+        means = [entry[key] for key in ("mean_positive_score", "mean_negative_score")]
+        cells = ["" if mean is None else f"{mean:.3f}" for mean in means]
+        rows.append([name, *(f"{entry[key]:,}" for key in counts), *cells])
+    return table(header, rows)

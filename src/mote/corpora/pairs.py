@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from mote.data.columns import Columns, check_row, check_string, find_columns
+from mote.data.columns import Columns, check_row, find_columns
 from mote.data.rows import Location, read_rows, require_valid
 
 
 @dataclass(frozen=True)
-class Pairs:
+class PairTexts:
     """The texts of a dataset, each once, and which of them each row holds.
 
     Texts are compared ignoring case and whitespace.
@@ -23,8 +23,7 @@ class Pairs:
         queries: The anchors.
         documents: The positives, the negatives that rows already have, and all other texts of the corpus.
         anchors: Index of each row's anchor in `queries`, [R].
-        positives: Index of each row's (first) positive in `documents`, [R].
-        of_rows: Indices of all positives of each row.
+        positives: Indices of each row's positives in `documents`; the first one is scored.
         negatives: Indices of the negatives that each row already has.
         known: For each query, the documents that are never its negatives: its positives in any row, and its own text.
     """
@@ -32,79 +31,76 @@ class Pairs:
     queries: list[str]
     documents: list[str]
     anchors: np.ndarray
-    positives: np.ndarray
-    of_rows: list[list[int]]
+    positives: list[list[int]]
     negatives: list[list[int]]
     known: list[set[int]]
 
     @classmethod
     def of(
         cls,
-        anchors: Iterable[str],
-        positives: Iterable[str | Sequence[str]],
+        anchors: Sequence[str],
+        positives: Sequence[Sequence[str]],
         corpus: Iterable[str] = (),
-        negatives: Iterable[Sequence[str]] | None = None,
-    ) -> "Pairs":
+        negatives: Sequence[Sequence[str]] = (),
+    ) -> "PairTexts":
         """Collect the texts, each once.
 
         Args:
             anchors: Anchor of each row.
-            positives: Positive of each row, or several.
+            positives: Positives of each row.
             corpus: Additional documents.
             negatives: Negatives of each row. Default: none.
         """
-        queries, documents = _Texts(), _Texts()
-        known: list[set[int]] = []
-        anchors_of_rows: list[int] = []
-        of_rows: list[list[int]] = []
-        for anchor, texts in zip(anchors, positives, strict=True):
-            query = queries.add(anchor)
-            places = [documents.add(text) for text in ([texts] if isinstance(texts, str) else texts)]
-            known += [set() for _ in range(len(queries.texts) - len(known))]
-            known[query].update(places)
-            anchors_of_rows.append(query)
-            of_rows.append(places)
-        found = [[documents.add(text) for text in texts] for texts in negatives or ()]
+        queries, documents = _UniqueTexts(), _UniqueTexts()
+        of_anchors = [queries.add(anchor) for anchor in anchors]
+        of_positives = [[documents.add(text) for text in texts] for texts in positives]
+        of_negatives = [[documents.add(text) for text in texts] for texts in negatives]
         for text in corpus:
             if text.strip():  # trainers refuse empty negatives
                 documents.add(text)
-        for query, text in enumerate(queries.texts):
-            if (own := documents.places.get(_normalized(text))) is not None:
-                known[query].add(own)
+        known: list[set[int]] = [documents.find(query) for query in queries.texts]
+        for query, places in zip(of_anchors, of_positives, strict=True):
+            known[query].update(places)
         return cls(
             queries=queries.texts,
             documents=documents.texts,
-            anchors=np.array(anchors_of_rows, dtype=np.int64),
-            positives=np.array([places[0] for places in of_rows], dtype=np.int64),
-            of_rows=of_rows,
-            negatives=found or [[] for _ in of_rows],
+            anchors=np.array(of_anchors, dtype=np.int64),
+            positives=of_positives,
+            negatives=of_negatives or [[] for _ in of_anchors],
             known=known,
         )
 
-    def part(self, rows: slice) -> "Pairs":
-        """Return the pairs of some rows, with only their own texts."""
-        documents = self.documents
-        part = Pairs.of(
-            [self.queries[place] for place in self.anchors[rows].tolist()],
-            [[documents[place] for place in self.of_rows[row]] for row in range(*rows.indices(len(self.anchors)))],
+    def part(self, rows: slice) -> "PairTexts":
+        """Return the pairs of some rows, with only their own anchors and positives."""
+        queries, anchors = np.unique(self.anchors[rows], return_inverse=True)
+        positives = self.positives[rows]
+        places = {place: number for number, place in enumerate(sorted({place for row in positives for place in row}))}
+        return PairTexts(
+            queries=[self.queries[query] for query in queries.tolist()],
+            documents=[self.documents[place] for place in places],
+            anchors=anchors,
+            positives=[[places[place] for place in row] for row in positives],
+            negatives=[[] for _ in positives],
+            known=[{places[place] for place in self.known[query] if place in places} for query in queries.tolist()],
         )
-        number = {text: place for place, text in enumerate(part.documents)}
-        known = dict(zip(self.queries, self.known, strict=True))  # also from other rows of the same query
-        for text, of_query in zip(part.queries, part.known, strict=True):
-            of_query.update(number[documents[place]] for place in known[text] if documents[place] in number)
-        return part
 
 
-class _Texts:
+class _UniqueTexts:
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.places: dict[str, int] = {}
 
     def add(self, text: str) -> int:
+        """Add a text unless it is there; return its index."""
         place = self.places.setdefault(_normalized(text), len(self.texts))
         if place == len(self.texts):
             self.texts.append(text)
         return place
+
+    def find(self, text: str) -> set[int]:
+        """Return the index of a text, if it is there."""
+        place = self.places.get(_normalized(text))
+        return set() if place is None else {place}
 
 
 def _normalized(text: str) -> str:
@@ -120,14 +116,14 @@ class PairDataset:
         rows: The rows as they were read.
         columns: What the columns mean.
         negatives: Negatives of each row.
-        pairs: The texts.
+        texts: The texts.
     """
 
     name: str
     rows: list[dict[str, Any]]
     columns: Columns
     negatives: list[tuple[str, ...]]
-    pairs: Pairs
+    texts: PairTexts
 
     def without_negatives(self, row: int) -> dict[str, Any]:
         """Return a row without the columns of its negatives."""
@@ -146,8 +142,6 @@ def read_pairs(location: Location[Any], corpus: Iterable[str] = ()) -> PairDatas
         ValueError: If there are no rows, a row is invalid, or the rows are not pairs.
     """
     rows = list(require_valid(read_rows(location)))
-    if not rows:
-        raise ValueError(f"{location.name} has no rows")
     present = dict.fromkeys(column for row in rows for column in row.content)  # some have fewer negatives than others
     columns = find_columns(location.settings, present, location.name)
     if columns.row_type != "pairs":
@@ -156,19 +150,21 @@ def read_pairs(location: Location[Any], corpus: Iterable[str] = ()) -> PairDatas
     for row in rows:
         try:
             examples.append(check_row(row.content, columns))
-            for column, value in row.content.items():  # of all columns: they are written again in the end
-                check_string(json.dumps({column: value}, ensure_ascii=False), column)
+            _as_line(row.content)  # it is written again in the end
         except (ValueError, TypeError) as error:
             raise ValueError(f"{row.where}: {error}") from error
-    negatives = [example.negatives for example in examples]
-    pairs = Pairs.of(
-        [example.anchor for example in examples], [example.positives for example in examples], corpus, negatives
+    anchors, positives, negatives = (
+        [getattr(each, name) for each in examples] for name in ("anchor", "positives", "negatives")
     )
-    return PairDataset(location.name, [row.content for row in rows], columns, negatives, pairs)
+    texts = PairTexts.of(anchors, positives, corpus, negatives)
+    return PairDataset(location.name, [row.content for row in rows], columns, negatives, texts)
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write rows as compressed JSON lines; equal rows give equal files, byte for byte."""
     with path.open("wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        file.writelines(map(_as_line, rows))
+
+
+def _as_line(row: dict[str, Any]) -> bytes:
+    return json.dumps(row, ensure_ascii=False).encode() + b"\n"

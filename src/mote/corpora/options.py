@@ -1,0 +1,185 @@
+"""Options of `mote embed`, `mine` and `filter`, each declared once. Imports neither torch nor transformers."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, PositiveInt, field_validator, model_validator
+
+from mote.data.settings import Settings
+
+
+class ModelOptions(Settings):
+    """How a model embeds, and on which devices.
+
+    Attributes:
+        batch_size: Texts per batch.
+        max_length: Maximum length of a text in tokens. Default: the model's.
+        model_dtype: Dtype of the weights, and so of the computation. Default: the stored one.
+        dimensions: Number of dimensions to keep. Default: all.
+        device: Device, or several, each with a process of its own. Default: the best available.
+        processes: Number of processes on the CPU; with Ray, the number of workers.
+        engine: `local` for this machine, or `ray` for a cluster through Ray Data.
+        address: Address of a Ray cluster. Default: start a local one.
+        backend: Runtime; `onnx` and `openvino` are for folders written by `mote export`.
+        revision: Branch, tag or commit of a model on the Hub.
+        trust_remote_code: Whether to run the code in the model's repository.
+    """
+
+    batch_size: PositiveInt = 32
+    max_length: PositiveInt | None = None
+    model_dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    dimensions: PositiveInt | None = None
+    device: str | list[str] | None = None
+    processes: PositiveInt | None = None
+    engine: Literal["local", "ray"] = "local"
+    address: str | None = None
+    backend: Literal["torch", "onnx", "openvino"] = "torch"
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    @property
+    def devices(self) -> list[str]:
+        """Devices on this machine that are asked for; empty for the best one, and for a cluster."""
+        if self.engine == "ray":
+            return []
+        return [self.device] if isinstance(self.device, str) else self.device or ["cpu"] * (self.processes or 0)
+
+    @model_validator(mode="after")
+    def _check_devices(self) -> "ModelOptions":
+        exported = self.backend != "torch"
+        refuse_conflicts(
+            {
+                "device is for the engine local: Ray assigns a device to each worker": (
+                    self.engine == "ray" and self.device is not None
+                ),
+                "address is for the engine ray: set engine, too": self.engine == "local" and self.address is not None,
+                "device and processes exclude each other: processes are for the CPU, each device has one": (
+                    self.device is not None and self.processes is not None
+                ),
+                f"the backend {self.backend} runs in one process on the CPU; for several, use the engine ray": (
+                    exported and self.devices not in ([], ["cpu"])
+                ),
+                f"model_dtype is for PyTorch: a model for {self.backend} has the dtype of its export": (
+                    exported and self.model_dtype is not None
+                ),
+            }
+        )
+        return self
+
+
+class EmbedOptions(ModelOptions):
+    """Options of `embed_corpus` and `mote embed`.
+
+    Attributes:
+        task: Task of all texts: the name of a prompt, or a task of a MoTE. Default: the model's default.
+        prompt: Text to put in front of every text, in place of a task.
+        task_column: Column that holds the task of each row, in place of one task for all.
+        text_columns: Columns whose texts are joined by a space. Default: the one with a usual name, with `title` in
+            front of `text`.
+        id_column: Column of ids, strings or integers. Default: `_id` or `id`, else the number of the row, from 0.
+        split: Split of folders and datasets on the Hub.
+        subset: Configuration of a dataset on the Hub.
+        dtype: Dtype of the stored embeddings; int8 is scaled by the ranges of the first shard's embeddings.
+        shard_size: Texts per file.
+        index: FAISS index to build, as a factory string such as `Flat`, `HNSW32` or `IVF1024,Flat`; inner product of
+            normalised embeddings.
+        overwrite: Replace other embeddings in the folder.
+    """
+
+    task: str | None = None
+    prompt: str | None = None
+    task_column: str | None = None
+    text_columns: list[str] = []
+    id_column: str | None = None
+    split: str = "train"
+    subset: str | None = None
+    dtype: Literal["float32", "float16", "int8"] = "float32"
+    shard_size: PositiveInt = 50_000
+    index: str | None = None
+    overwrite: bool = False
+
+    @model_validator(mode="after")
+    def _check_task(self) -> "EmbedOptions":
+        given = [value for value in (self.task, self.prompt, self.task_column) if value is not None]
+        refuse_conflicts({"task, prompt and task_column exclude each other": len(given) > 1})
+        return self
+
+
+class PairOptions(ModelOptions):
+    """What mining and filtering have in common: datasets of pairs, and the model that ranks documents for queries.
+
+    Attributes:
+        query_task: Task of the queries: the name of a prompt, or a task of a MoTE.
+        document_task: Task of the documents.
+        embeddings: Folder to keep dense embeddings in, for other runs on the same texts. Default: none.
+        data: Data folder.
+        split: Split of each dataset.
+        subset: Configuration of a dataset on the Hub.
+        overwrite: Replace another run in the output folder.
+    """
+
+    query_task: str = "query"
+    document_task: str = "document"
+    embeddings: Path | None = None
+    data: Path = Path()
+    split: str = "train"
+    subset: str | None = None
+    overwrite: bool = False
+
+
+class MineOptions(PairOptions):
+    """Options of `mine_negatives` and `mote mine`.
+
+    Attributes:
+        corpus: Files whose texts are candidates in every dataset, beside its own positives.
+        negatives: Maximum number of negatives per row.
+        skip: Number of top-ranked candidates to skip.
+        depth: Rank up to which candidates are considered, known positives not counted.
+        relative_margin: Minimum gap between positive and negative, as a fraction of the positive's score; negative: no
+            such condition.
+        absolute_margin: Minimum gap between the scores of positive and negative. Default: no such condition.
+        sampling: Which accepted candidates to take: the best-ranked (`top`), or random ones.
+        seed: Random seed; candidates are drawn for each row independently.
+        existing_only: Mine nothing; only filter the negatives that rows already have, by the margins.
+    """
+
+    corpus: list[str | Path] = []
+    negatives: PositiveInt = 5
+    skip: int = Field(default=0, ge=0)
+    depth: PositiveInt = 100
+    relative_margin: float | None = 0.05
+    absolute_margin: float | None = Field(default=None, ge=0)
+    sampling: Literal["top", "random"] = "top"
+    seed: int = 42
+    existing_only: bool = False
+
+    @field_validator("relative_margin")
+    @classmethod
+    def _read_negative(cls, margin: float | None) -> float | None:
+        return None if margin is not None and margin < 0 else margin
+
+    @model_validator(mode="after")
+    def _check_depth(self) -> "MineOptions":
+        left = self.depth - self.skip
+        refuse_conflicts({f"{self.negatives} negatives cannot be found in {left} candidates": left < self.negatives})
+        return self
+
+
+class FilterOptions(PairOptions):
+    """Options of `filter_pairs` and `mote filter`.
+
+    Attributes:
+        nearest: Number of nearest documents of a shard that must include the positive.
+        shard_size: Pairs per shard, compared with one another.
+    """
+
+    nearest: PositiveInt = 2
+    shard_size: PositiveInt = 1_000_000
+
+
+def refuse_conflicts(conflicts: Mapping[str, bool]) -> None:
+    """Raise `ValueError` with the first message whose condition holds."""
+    for message, holds in conflicts.items():
+        if holds:
+            raise ValueError(message)

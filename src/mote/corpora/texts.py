@@ -1,0 +1,119 @@
+"""The texts of a corpus, in order, with their ids and tasks: read once, and memory-mapped from then on."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pyarrow
+
+from mote.corpora.options import EmbedOptions
+from mote.data.columns import check_string, no_column
+from mote.data.rows import find_datasets, read_rows, require_valid
+from mote.data.settings import DatasetSource
+from mote.files import replaced
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+TEXT_COLUMNS = ("text", "sentence", "document", "passage", "content", "query", "question")
+TITLE = "title"
+ID_COLUMNS = ("_id", "id")
+
+_SCHEMA = pyarrow.schema({"id": pyarrow.string(), "text": pyarrow.string(), "task": pyarrow.string()})
+_BATCH = 1000  # rows in memory at once
+
+
+class CorpusText(NamedTuple):
+    """A text of a corpus, its id, and its task if the corpus has a column for it."""
+
+    id: str
+    text: str
+    task: str | None = None
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Columns of a corpus; without `id`, texts are numbered from 0."""
+
+    texts: list[str]
+    id: str | None
+    task: str | None
+
+    def take(self, row: dict[str, Any], number: int) -> CorpusText:
+        """Take the text of a row.
+
+        Raises:
+            ValueError: If a value is missing or of another type.
+        """
+        texts = [(row.get(TITLE) or "") if column == TITLE else _value(row, column) for column in self.texts]
+        checked = [check_string(text, column) for text, column in zip(texts, self.texts, strict=True)]
+        name = str(number) if self.id is None else _value(row, self.id)
+        if self.id is None and any(column in row for column in ID_COLUMNS):
+            raise ValueError("there is an id, but the first row of the corpus has none: all rows or none")
+        name = str(name) if type(name) is int else check_string(name, self.id or "")
+        text = " ".join(filter(None, checked))
+        return CorpusText(name, text, None if self.task is None else check_string(_value(row, self.task), self.task))
+
+
+def _value(row: dict[str, Any], column: str) -> Any:
+    if row.get(column) is None:
+        raise ValueError(f"{column!r} is null" if column in row else no_column(column, row))
+    return row[column]
+
+
+def _columns_of(first: dict[str, Any], options: EmbedOptions) -> _Columns:
+    """Find the columns of a corpus by its first row."""
+    texts = options.text_columns or [column for column in TEXT_COLUMNS if column in first]
+    if "text" in texts and not options.text_columns:
+        texts = [TITLE, "text"]  # exporters leave out empty titles, maybe that of the first row
+    elif len(texts) != 1 and not options.text_columns:
+        present = ", ".join(map(repr, first)) or "none"
+        raise ValueError(f"which column holds the texts? Name it in text_columns; there are {present}")
+    ids = (column for column in ID_COLUMNS if column in first)
+    return _Columns(texts, options.id_column or next(ids, None), options.task_column)
+
+
+def read_texts(files: Iterable[str | Path], options: EmbedOptions) -> Iterator[CorpusText]:
+    """Read a corpus.
+
+    Args:
+        files: Files, patterns, folders with files for the split, and `hub:user/name`.
+        options: Names of columns, split and subset.
+
+    Raises:
+        FileNotFoundError: If there is no such file or dataset.
+        ValueError: At an invalid row, with its location; or if it is unclear which column holds the texts.
+    """
+    settings = [DatasetSource(path=str(file), split=options.split, subset=options.subset) for file in files]
+    locations = [location for each in settings for location in find_datasets(each, Path.cwd())]
+    rows = (row for location in locations for row in require_valid(read_rows(location)))
+    columns = None
+    for number, row in enumerate(rows):
+        try:
+            columns = columns or _columns_of(row.content, options)
+            yield columns.take(row.content, number)
+        except ValueError as error:
+            raise ValueError(f"{row.where}: {error}") from None
+    if columns is None:
+        raise ValueError(f"{', '.join(map(str, files))}: the corpus has no rows")
+
+
+def write_texts(path: Path, texts: Iterable[CorpusText]) -> tuple["Dataset", str]:
+    """Write texts to an Arrow file.
+
+    Returns:
+        The texts, memory-mapped, with the columns `id`, `text` and `task`; and a hash of them.
+    """
+    from datasets import Dataset
+
+    texts, digest = iter(texts), hashlib.sha256()
+    with replaced(path) as part, part.open("wb") as file, pyarrow.ipc.new_stream(file, _SCHEMA) as writer:
+        while batch := list(islice(texts, _BATCH)):
+            for text in batch:
+                digest.update(json.dumps(text).encode())
+            writer.write_batch(pyarrow.record_batch(list(map(list, zip(*batch, strict=True))), schema=_SCHEMA))
+    return Dataset.from_file(str(path.absolute())), digest.hexdigest()
