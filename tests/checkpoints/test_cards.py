@@ -148,14 +148,6 @@ def assert_rendered(folder: Path) -> str:
 
 def test_cards_of_plain_values(dense: Path, tmp_path: Path) -> None:
     source, config = open_dense(str(dense)), MoTEConfig(experts=["a", "b"], instructions={"a": 'say "a" | b: '})
-    base = {"name": "m", "upcycled_from": "tiny", "fingerprint": "12ab", "architecture": "bert", "layers": [0, 1]}
-    base |= {"pooling": "mean", "dtype": "float32"}
-    of_expert: dict[str, Any] = {"name": "a", "base": base, "parameters": "1.0 M", "command": "mote experts extract"}
-    cards.write_expert_card(tmp_path, "me/legal", source, config.instructions, **of_expert)
-    text = assert_rendered(tmp_path)
-    assert '\n| `a` | `say \\"a\\" \\| b: ` |\n' in text
-    assert "mote experts add MODEL me/legal --out DIR" in text
-    assert "`mote` is the command of the Python package `mote-embeddings`." in text
     counts = {"texts": 2000, "tokens": 30_000}
     values: dict[str, Any] = {
         "recipe": {

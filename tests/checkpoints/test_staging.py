@@ -274,7 +274,6 @@ def test_a_kill_loses_no_file_of_others(clone: Path, monkeypatch: pytest.MonkeyP
 
 
 MARKS = {
-    "expert.json": [{}, {"name": "x"}],
     "config.json": [{"model_type": "mote"}, {"model_type": "bert", "experts": [], "backbone_config": {}}, ["mote"]],
     "mote.json": [
         {},

@@ -162,7 +162,7 @@ def test_into_another_folder(place: Path, tmp_path: Path) -> None:
             ["default_tsk=sts"],
             "Unknown setting 'default_tsk'. Did you mean 'default_task'? Available: 'default_task', ",
         ),
-        (["route_by_text=no"], "route_by_text must be true or false, got 'no'"),
+        (["route_by_text=no"], "route_by_text must be True or False, got 'no'"),
         (["instruction.=x"], "Unknown setting 'instruction.'. Did you mean 'instruction.TASK'?"),
         (["expert.sts=clusterin"], "'clusterin'"),
         (["default_task=clusterin"], "default_task 'clusterin' is not a task. Did you mean 'clustering'? Available: "),
@@ -170,10 +170,6 @@ def test_into_another_folder(place: Path, tmp_path: Path) -> None:
         (["instruction.clustering=search_query: "], "already stands for the expert 'clustering'"),
         (["default_task=sts", "default_task=sts"], "'default_task' is set twice"),
         (["default_task"], "'default_task': expected NAME=VALUE"),
-        (
-            ["instruction.clustering=a", "definition.clustering=b"],
-            "Set either the instruction or the definition of 'clustering', not both",
-        ),
     ],
 )
 def test_what_cannot_be_set(words: list[str], message: str, upcycled: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,15 +187,6 @@ def test_of_a_folder_with_one_expert(place: Path, tmp_path: Path, capsys: pytest
     assert "Task 'sts' needs the expert 'classification', which was not loaded" in capsys.readouterr().err
     assert main(["set", str(tmp_path / "one"), "default_task=clustering"]) == 0
     assert 'encode(texts, prompt_name="clustering")' in capsys.readouterr().out
-
-
-def test_nothing_to_set(upcycled: Path) -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"Nothing to set: expected default_task or route_by_text or instruction_pooling or "
-        r"end_token or expert\.TASK or instruction\.TASK or definition\.TASK",
-    ):
-        mote.configure(upcycled)
 
 
 def test_killed_at_any_moment(upcycled: Path, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_the_list(with_legal: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["add", "{}", "clusterin", "--name", "x"], "Unknown expert 'clusterin'. Did you mean 'clustering'?"),
         (["add", "{}", "clustering"], "needs a name of its own: give it one with `--name`"),
-        (["add", "{}", "clustering", "--name", "clustering"], "There already is an expert 'clustering'"),
+        (["add", "{}", "clustering", "--name", "clustering"], "Expert names must differ; repeated: 'clustering'"),
         (["add", "{}", "mean", "--name", "a.b"], "must be one word"),
         (["add", "{}", "{}", "--name", "x"], "is a whole MoTE, not a dense model: `mote experts extract` writes one"),
         (["add", "nobody/nothing", "mean", "--name", "x"], "nobody/nothing is not a folder"),
@@ -102,7 +102,6 @@ def test_the_list(with_legal: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "The weight of 'clustering' is 0.0: expected a number above 0",
         ),
         (["merge", "{}", "clustering=nan", "--name", "x"], "is nan"),
-        (["merge", "{}", "clustering=1e308", "classification=1.5e308", "--name", "x"], "too large for their sum"),
         (["merge", "{}", "clustering=much", "--name", "x"], "'clustering=much': expected NAME=NUMBER"),
         (["merge", "{}", "clustering", "clustering=2", "--name", "x"], "each name once"),
         (["remove", "{}", "clusterin"], "Unknown expert 'clusterin'"),

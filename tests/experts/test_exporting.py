@@ -221,7 +221,7 @@ def refusals(dense: Path, trained: Path, tmp_path: Path) -> dict[str, tuple[Path
         "'bert' has no published format besides the native one": (trained, ["--format", "published"]),
         "quantize is for the backends 'onnx' and 'openvino'": (trained, ["--quantize", "int8"]),
         "texts are for the backends 'onnx' and 'openvino'": (trained, ["--texts", str(SMALL_ENCODER / "README.md")]),
-        "There is no file": (trained, ["--texts", str(tmp_path / "no-such-file")]),
+        "No such file": (trained, ["--texts", str(tmp_path / "no-such-file")]),
         "has no texts: expected one per line": (trained, ["--texts", str(empty)]),
         "not a text in UTF-8": (trained, ["--texts", str(picture)]),
     }

@@ -1,4 +1,4 @@
-"""Model cards: README.md of a MoTE, a dense model made from one, an expert artefact, and a trained model.
+"""Model cards: README.md of a MoTE, a dense model made from one, and a trained model.
 
 The templates are in `hub_card/`. What they write stands between HTML comments, as in `<!-- mote:usage … -->` and
 `<!-- /mote:usage -->`; when a card is written again, these regions are replaced and all other text stays where it is.
@@ -198,25 +198,6 @@ def write_trained_card(
     }
     data = card_data(source, relation, (*tags, "peft") if relation == "adapter" else tags)
     card = _render("trained_model.md", data, repo_id, **values)
-    (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def write_expert_card(
-    folder: Path, repo_id: str, source: Checkpoint, instructions: Mapping[str, str], **values: Any
-) -> None:
-    """Write the card of an expert artefact.
-
-    Args:
-        folder: Folder of the artefact.
-        repo_id: Name under which readers find it.
-        source: The MoTE that it was taken from.
-        instructions: Task → instruction, of the tasks that it serves.
-        **values: For the template: `name`, `base`, `parameters` and `command`.
-    """
-    data = card_data(source, "adapter")
-    data.library_name, data.pipeline_tag, data.tags = "mote", None, ["mote", "mixture-of-experts", "task-expert"]
-    tasks = [(cell(task), cell(text)) for task, text in instructions.items()]
-    card = _render("expert_card.md", data, repo_id, source=source.public_name, tasks=tasks, **values)
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 

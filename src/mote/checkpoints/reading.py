@@ -58,7 +58,7 @@ FILES_BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "README.md", "[0-9]*_*/*"]
 _INVALID_CONFIG = (StrictDataclassError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError)
 
 
-@dataclass
+@dataclass(eq=False)
 class Checkpoint:
     """A checkpoint on disk, opened: its config is read, its weights are not.
 
@@ -138,7 +138,7 @@ class Checkpoint:
         return found
 
 
-@dataclass
+@dataclass(eq=False)
 class MoTECheckpoint(Checkpoint):
     """A MoTE on disk, opened.
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from mote.checkpoints.provenance import RECORD_FILE, read_steps, recorded_files
 from mote.files import Staging, nearest, read_json
 
-EXPERT_FILE = "expert.json"
+EXPERT_FILE = "expert.safetensors"
 
 # Files with these names belong to a model and are removed when it is replaced, as are those that its `mote.json` lists;
 # all other files are somebody else's.
@@ -29,7 +29,7 @@ _MODEL_FILES = (
     *("config_sentence_transformers.json", "sentence_bert_config.json"),
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "vocab.txt", "vocab.json", "merges.txt", "sentencepiece*.model", "spiece.model"),
-    *("onnx/*.onnx*", "openvino/*.xml", "openvino/*.bin", EXPERT_FILE, "expert.safetensors"),
+    *("onnx/*.onnx*", "openvino/*.xml", "openvino/*.bin", EXPERT_FILE),
 )
 
 

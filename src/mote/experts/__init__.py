@@ -10,13 +10,12 @@ if TYPE_CHECKING:
     from mote.checkpoints.tensors import parameter_counts
     from mote.experts.artefact import ExpertArtefact, ExpertList, extract, list_experts, open_artefact
     from mote.experts.compression import compress
-    from mote.experts.dense import DenseBlocks, open_dense
+    from mote.experts.dense import open_dense_blocks
     from mote.experts.editing import add, remove, rename, weights
     from mote.experts.exporting import export
     from mote.experts.merging import average, interpolate, merge
 
 __all__ = [
-    "DenseBlocks",
     "ExpertArtefact",
     "ExpertList",
     "add",
@@ -28,7 +27,7 @@ __all__ = [
     "list_experts",
     "merge",
     "open_artefact",
-    "open_dense",
+    "open_dense_blocks",
     "parameter_counts",
     "remove",
     "rename",
@@ -40,7 +39,7 @@ _MODULES = {
     **dict.fromkeys(
         ["ExpertArtefact", "ExpertList", "extract", "list_experts", "open_artefact"], "mote.experts.artefact"
     ),
-    **dict.fromkeys(["DenseBlocks", "open_dense"], "mote.experts.dense"),
+    "open_dense_blocks": "mote.experts.dense",
     **dict.fromkeys(["add", "remove", "rename", "weights"], "mote.experts.editing"),
     **dict.fromkeys(["average", "interpolate", "merge"], "mote.experts.merging"),
     "compress": "mote.experts.compression",

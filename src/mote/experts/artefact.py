@@ -1,6 +1,6 @@
-"""Expert artefacts: one expert in files of its own, and the base that it belongs to.
+"""Expert artefacts: one expert in a file of its own, and the base that it belongs to.
 
-An expert is useless without the attention and the embeddings that it was trained with, its base. So its files hold a
+An expert is useless without the attention and the embeddings that it was trained with, its base. So its file holds a
 hash of the base, and it cannot be added to a model with another one.
 """
 
@@ -14,21 +14,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub.utils.sha import sha_fileobj
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 from mote import hub
-from mote.checkpoints import cards
+from mote.checkpoints.cards import card_data
 from mote.checkpoints.options import WriteOptions
-from mote.checkpoints.provenance import command_line, new_step, origin_of, read_steps, recorded_files, write_steps
+from mote.checkpoints.provenance import command_line, new_step, read_steps, recorded_files, write_steps
 from mote.checkpoints.reading import MoTECheckpoint, is_mote, open_mote, require_expert
 from mote.checkpoints.staging import EXPERT_FILE, ModelStaging
 from mote.checkpoints.tensors import HEAD, weight_name
 from mote.checkpoints.writing import require_writable
 from mote.experts.checks import require_task_experts, require_uncompressed
-from mote.files import read_json
+from mote.files import sha256_of
 from mote.remote.architectures_mote import architecture_of
 from mote.remote.configuration_mote import MoTEConfig
 from mote.reporting import Report, millions, table
@@ -38,18 +37,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # of expert.json; readers refuse later formats
-WEIGHTS_FILE = "expert.safetensors"
+HEADER = "mote"  # entry of the file's metadata with the description, as JSON
 
-# Settings of a backbone that do not affect what it computes. Settings at their defaults do not count either, so that a
-# version of transformers that adds one leaves hashes unchanged.
+# Settings of a backbone that do not affect what it computes. Nor do settings at their defaults count, so that a version
+# of transformers that adds one leaves hashes unchanged.
 _COSMETIC = ("architectures", "dtype", "transformers_version", "use_cache", "is_decoder", "tie_word_embeddings")
 _COSMETIC_PARTS = ("dropout", "initializer", "classifier", "summary_", "label", "output_", "_implementation", "_name_")
 
 # Settings of token routing that affect what a model computes.
 _ROUTING = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "shared_expert_bias")
-
-_FIELDS: dict[str, type] = {"name": str, "tasks": list, "instructions": dict, "base": dict, "weights": dict}
 
 
 @dataclass(eq=False)
@@ -58,30 +54,21 @@ class ExpertArtefact:
 
     Attributes:
         source: Hub id or folder, as the user gave it.
-        folder: Folder of its files.
+        folder: Folder of its file.
         revision: Commit hash, if it came from the Hub.
-        settings: Content of expert.json.
+        name: Name of the expert.
+        tasks: Tasks that the expert served.
+        instructions: Task → text in front of its inputs; always for the task of its own name.
+        base: Its base: `hash`, `architecture`, `layers`, `pooling` and `dtype`.
     """
 
     source: str
     folder: Path
     revision: str | None
-    settings: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        """Name of the expert."""
-        return self.settings["name"]
-
-    @property
-    def tasks(self) -> list[str]:
-        """Tasks that the expert served."""
-        return self.settings["tasks"]
-
-    @property
-    def instructions(self) -> dict[str, str]:
-        """Task → text in front of its inputs, as in the config of its MoTE; always for the task of its own name."""
-        return {self.name: "", **self.settings["instructions"]}
+    name: str
+    tasks: list[str]
+    instructions: dict[str, str]
+    base: dict[str, Any]
 
     @property
     def public_name(self) -> str:
@@ -90,58 +77,27 @@ class ExpertArtefact:
 
     def provenance(self) -> dict[str, Any]:
         """Describe the artefact for `mote.json`."""
-        weights = {WEIGHTS_FILE: self.settings["weights"]["sha256"]}
+        weights = {EXPERT_FILE: sha256_of(self.folder / EXPERT_FILE)}
         return {"name": self.public_name, "revision": self.revision, "weights": weights}
 
-    def load_weights(self) -> dict[str, torch.Tensor]:
-        """Read the weights, named as in the dense model.
-
-        Raises:
-            FileNotFoundError: If the weight file is missing.
-            ValueError: If the weights do not match expert.json.
-        """
-        path = self.folder / WEIGHTS_FILE
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{self.source} lacks {WEIGHTS_FILE}, the weights of the expert: copy all its files"
-            )
-        remedy = f"copy or extract the expert {self.name!r} again"
-        with path.open("rb") as file:
-            if sha_fileobj(file).hex() != self.settings["weights"]["sha256"]:
-                raise ValueError(f"{path} does not match {EXPERT_FILE}; it is damaged or truncated: {remedy}")
-        try:
-            weights = load_file(path)
-        except SafetensorError as error:
-            raise ValueError(f"{path} cannot be read ({error}): {remedy}") from error
-        expected = self.settings["base"].get("dtype")
-        others = {dtype_name(weight.dtype) for weight in weights.values()} - {expected}
-        if others:
-            raise ValueError(f"{path} holds weights of {', '.join(sorted(others))}, expected {expected}: {remedy}")
-        return weights
-
     def weights_for(self, model: "MoTEModel") -> dict[str, torch.Tensor]:
-        """Read the weights for a MoTE in memory, which must have the base of this expert; see `require_base`."""
-        self.require_base(model)
-        return self.load_weights()
-
-    def require_base(self, model: "MoTEModel") -> None:
-        """Check that a MoTE in memory has the base of this expert.
+        """Read the weights, named as in the dense model, for a MoTE in memory.
 
         Raises:
-            ValueError: If the base is another one; the message says what differs, and what would work.
+            ValueError: If the MoTE has another base; the message says what differs, and what would work.
         """
-        theirs, state = self.settings["base"], model.state_dict()
-        ours = {**_describe(model.config, model.dtype), "hash": base_hash(model.config, state, state.__getitem__)}
-        if ours["hash"] == theirs["hash"]:
-            return
-        names, where = ("architecture", "layers", "pooling", "dtype"), model.name_or_path or "the model"
-        differing = [f"{name} {theirs.get(name)} and {ours[name]}" for name in names if ours[name] != theirs.get(name)]
-        raise ValueError(
-            f"The expert {self.name!r} of {self.source} has another base than {where}: it comes from "
-            f"{theirs.get('name')} (base {theirs['hash']}), and {where} has the base {ours['hash']}. They differ in "
-            f"{'; '.join(differing) or 'the weights that experts share'}. What works: {theirs.get('name')} itself, or "
-            "a MoTE with the same base, in which only experts were trained, added or removed"
-        )
+        state = model.state_dict()
+        base = _describe(model.config, model.dtype, base_hash(model.config, state, state.__getitem__))
+        if base["hash"] != self.base["hash"]:
+            where = model.name_or_path or "the model"
+            names = [name for name in base if name != "hash" and base[name] != self.base[name]]
+            differing = [f"{name} {self.base[name]} and {base[name]}" for name in names]
+            raise ValueError(
+                f"The expert {self.name!r} of {self.source} has another base than {where}: {self.base['hash']} and "
+                f"{base['hash']}. They differ in {'; '.join(differing) or 'the weights that experts share'}. What "
+                "works: the MoTE that it was extracted from, or one in which only experts were changed"
+            )
+        return load_file(self.folder / EXPERT_FILE)
 
 
 def open_artefact(src: str | Path, revision: str | None = None) -> ExpertArtefact:
@@ -153,49 +109,23 @@ def open_artefact(src: str | Path, revision: str | None = None) -> ExpertArtefac
 
     Raises:
         FileNotFoundError: If there is no such expert.
-        ValueError: If its description is damaged, or in a later format.
+        ValueError: If the file was not written by `extract`.
     """
     folder, commit = Path(src), None
     if not folder.is_dir():
-        folder = hub.fetch(str(src), revision, [EXPERT_FILE, WEIGHTS_FILE, "README.md", "config.json"])
+        folder = hub.fetch(str(src), revision, [EXPERT_FILE])
         commit = folder.name  # the cache names a snapshot after its commit
-    path = folder / EXPERT_FILE
-    if not path.is_file():
-        kind = "a whole model" if (folder / "config.json").is_file() else "not an expert artefact"
-        raise FileNotFoundError(
-            f"{src} is {kind}, it has no {EXPERT_FILE}: `mote experts extract` writes one from a MoTE"
-        )
-    settings = read_json(path)
-    version = settings.get("format")
-    if isinstance(version, int) and version > FORMAT:
-        raise ValueError(f"{path} has format {version}; this version of mote reads up to {FORMAT}: update mote")
-    wrong = _wrong_fields(settings)
-    if version != FORMAT or wrong:
-        raise ValueError(
-            f"{path} is damaged: expected a format up to {FORMAT} and {', '.join(_FIELDS)}; wrong or missing: "
-            f"{', '.join(wrong or ['format'])}"
-        )
-    return ExpertArtefact(str(src), folder, commit, settings)
-
-
-def _wrong_fields(settings: dict[str, Any]) -> list[str]:
-    """Return the fields of expert.json that are missing or of another type."""
-    wrong = [name for name, kind in _FIELDS.items() if not isinstance(settings.get(name), kind)]
-    if wrong:
-        return wrong
-    texts = {
-        "tasks": settings["tasks"],
-        "instructions": settings["instructions"].values(),
-        "base": [settings["base"].get("hash")],
-        "weights": [settings["weights"].get("sha256")],
-    }
-    return [name for name, values in texts.items() if not all(isinstance(value, str) for value in values)]
+    with safe_open(folder / EXPERT_FILE, framework="pt") as file:
+        description = (file.metadata() or {}).get(HEADER)
+    if description is None:
+        raise ValueError(f"{folder / EXPERT_FILE} is not an expert of a MoTE: `mote experts extract` writes one")
+    return ExpertArtefact(str(src), folder, commit, **json.loads(description))
 
 
 def extract(
     src: str, name: str, out: str | Path, options: WriteOptions | None = None, *, revision: str | None = None
 ) -> Path:
-    """Write one expert of a MoTE as an artefact: weights, tasks and instructions, base, card and `mote.json`.
+    """Write one expert of a MoTE as an artefact: weights with tasks, instructions and base, a card and `mote.json`.
 
     Only the weights of the expert are held in memory.
 
@@ -221,14 +151,16 @@ def extract(
     repo_id = require_writable(out, options, source.folder)
     if options.push:
         hub.refuse_whole_model(repo_id)
-    config = source.config
-    require_task_experts(config)
-    require_uncompressed(config)
-    require_expert(config, name)
+    require_task_experts(source.config)
+    require_uncompressed(source.config)
+    require_expert(source.config, name)
     logger.info("Extracting the expert %s …", name)
     command = command_line("experts", "extract", source.public_name, name, out=out.resolve())
     with ModelStaging(out, options.overwrite) as folder:
-        _write(source, name, folder, repo_id, command)
+        _write_weights(source, name, folder / EXPERT_FILE)
+        _write_card(source, name, folder / "README.md", repo_id)
+        step = new_step("extract", command=command, sources=[source.provenance()], settings={"name": name})
+        write_steps([*read_steps(source.folder), step], folder)
     logger.info("Wrote %s", out)
     if options.push:
         logger.info("Pushing to %s …", repo_id)
@@ -238,36 +170,35 @@ def extract(
     return out
 
 
-def _write(source: MoTECheckpoint, name: str, folder: Path, repo_id: str, command: str) -> None:
+def _write_weights(source: MoTECheckpoint, name: str, file: Path) -> None:
     config = source.config
-    steps = read_steps(source.folder)
-    weights = _read_expert(source, name)
-    base = {
-        "name": source.public_name,
-        "upcycled_from": origin_of(steps),
-        **_describe(config, next(iter(weights.values())).dtype),
-        "hash": _hash_on_disk(source),
-    }
-    save_file(weights, folder / WEIGHTS_FILE, metadata={"base": base["hash"]})  # one entry: two have no order
-    with (folder / WEIGHTS_FILE).open("rb") as file:
-        sha256 = sha_fileobj(file).hex()
+    with _open_weights(source) as files:
+        names = {key: weight_name(key, config) for key in sorted(files)}
+        own = {found.dense: key for key, found in names.items() if found.expert == name}
+        weights = {dense: files[key].get_tensor(key).clone() for dense, key in own.items()}
+        hash_of_base = base_hash(config, files, lambda key: files[key].get_tensor(key))
     tasks = [task for task, expert in config.tasks.items() if expert == name]
-    parameters = sum(weight.numel() for weight in weights.values())
-    settings = {
-        "format": FORMAT,
+    instructions = {task: config.instructions[task] for task in tasks if task in config.instructions}
+    description = {
         "name": name,
         "tasks": tasks,
-        "instructions": {task: config.instructions[task] for task in tasks if task in config.instructions}
-        | {name: config.instruction_of(name)},  # also if it is none: the paper's is another
-        "base": base,
-        "weights": {"file": WEIGHTS_FILE, "sha256": sha256, "parameters": parameters},
+        # Its own also if it is empty: a new expert may get the paper's instead.
+        "instructions": {**instructions, name: config.instruction_of(name)},
+        "base": _describe(config, next(iter(weights.values())).dtype, hash_of_base),
     }
-    (folder / EXPERT_FILE).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    texts = {task: config.instruction_of(task) for task in tasks}
-    values = {"name": name, "base": base, "parameters": millions(parameters), "command": command}
-    cards.write_expert_card(folder, repo_id, source, texts, **values)
-    step = new_step("extract", command=command, sources=[source.provenance()], settings={"name": name})
-    write_steps([*steps, step], folder)
+    # One entry, because several would be in random order.
+    save_file(weights, file, metadata={HEADER: json.dumps(description, ensure_ascii=False)})
+
+
+def _write_card(source: MoTECheckpoint, name: str, file: Path, repo_id: str) -> None:
+    data = card_data(source, "adapter")
+    data.library_name, data.pipeline_tag, data.tags = "mote", None, ["mote", "mixture-of-experts", "task-expert"]
+    file.write_text(
+        f"---\n{data}\n---\n\n# {repo_id}\n\nThe expert `{name}` of `{source.public_name}`, a MoTE (Mixture of Task "
+        "Experts). It is not a complete model: with the Python\npackage `mote-embeddings`, add it to a MoTE with the "
+        f"same base:\n\n```bash\nmote experts add MODEL {repo_id} --out DIR\n```\n",
+        encoding="utf-8",
+    )
 
 
 @dataclass(frozen=True, repr=False)
@@ -286,7 +217,17 @@ class ExpertList(Report):
 
     def __str__(self) -> str:
         """Format as a table."""
-        return f"{table(*self._table(), align='lrll')}\n\nbase `{self.base_hash}`"
+        rows = [
+            (
+                one["name"],
+                "not here" if one["parameters"] is None else millions(one["parameters"]),
+                repr(one["instruction"]),
+                ", ".join(one["tasks"]),
+            )
+            for one in self.to_dict()["experts"]
+        ]
+        listed = table(("expert", "parameters", "instruction", "tasks"), rows, align="lrll")
+        return f"{listed}\n\nbase `{self.base_hash}`"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the list as JSON values; the number of parameters is None for an expert that is not in the files."""
@@ -295,26 +236,11 @@ class ExpertList(Report):
                 "name": name,
                 "parameters": self.parameters.get(name),
                 "instruction": self.config.instruction_of(name),
-                "tasks": self._tasks_of(name),
+                "tasks": [task for task, expert in self.config.tasks.items() if expert == name],
             }
             for name in self.config.experts
         ]
         return {"base": self.base_hash, "default_task": self.config.default_task, "experts": experts}
-
-    def _table(self) -> tuple[list[str], list[list[str]]]:
-        rows = [
-            [
-                name,
-                millions(self.parameters[name]) if name in self.parameters else "not here",
-                repr(self.config.instruction_of(name)),
-                ", ".join(self._tasks_of(name)),
-            ]
-            for name in self.config.experts
-        ]
-        return ["expert", "parameters", "instruction", "tasks"], rows
-
-    def _tasks_of(self, name: str) -> list[str]:
-        return [task for task, expert in self.config.tasks.items() if expert == name]
 
 
 def list_experts(src: str, *, revision: str | None = None) -> ExpertList:
@@ -329,16 +255,27 @@ def list_experts(src: str, *, revision: str | None = None) -> ExpertList:
         ValueError: If it is not a task MoTE.
     """
     source = open_mote(src, revision)
-    config = source.config
-    require_task_experts(config)
+    require_task_experts(source.config)
     parameters: dict[str, int] = {}
     with _open_weights(source) as files:
         for key, file in files.items():
-            expert = weight_name(key, config).expert
+            expert = weight_name(key, source.config).expert
             if expert is not None:
                 size = torch.Size(file.get_slice(key).get_shape()).numel()
                 parameters[expert] = parameters.get(expert, 0) + size
-    return ExpertList(config, _hash_on_disk(source), parameters)
+        hash_of_base = base_hash(source.config, files, lambda key: files[key].get_tensor(key))
+    return ExpertList(source.config, hash_of_base, parameters)
+
+
+@contextmanager
+def _open_weights(source: MoTECheckpoint) -> Iterator[dict[str, Any]]:
+    """Memory-map the weight files; yield the open file of each key."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(path, framework="pt")) for path in source.weights]
+        yield {key: file for file in files for key in file.keys()}  # noqa: SIM118  # not a dict
+
+
+# The base ------------------------------------------------------------------------------------------------------------
 
 
 def base_hash(config: MoTEConfig, keys: Iterable[str], read: Callable[[str], torch.Tensor]) -> str:
@@ -359,11 +296,6 @@ def base_hash(config: MoTEConfig, keys: Iterable[str], read: Callable[[str], tor
     return digest.hexdigest()
 
 
-def _hash_on_disk(source: MoTECheckpoint) -> str:
-    with _open_weights(source) as files:
-        return base_hash(source.config, files, lambda key: files[key].get_tensor(key))
-
-
 def _essentials(config: MoTEConfig) -> dict[str, Any]:
     """Return the settings that determine how shared weights are used."""
     architecture = architecture_of(config)
@@ -378,15 +310,10 @@ def _essentials(config: MoTEConfig) -> dict[str, Any]:
 
 def _essentials_of_backbone(backbone: Any) -> dict[str, Any]:
     if is_mote(backbone):  # token-routed
-        of_native = {
-            "model_type": backbone.backbone_config.model_type,
-            **_essentials_of_backbone(backbone.backbone_config),
-        }
-        return {
-            **of_native,
-            "layers": backbone.mote_layer_indices,
-            **{name: getattr(backbone, name) for name in _ROUTING},
-        }
+        native = backbone.backbone_config
+        of_native = {"model_type": native.model_type, **_essentials_of_backbone(native)}
+        routing = {name: getattr(backbone, name) for name in _ROUTING}
+        return {**of_native, "layers": backbone.mote_layer_indices, **routing}
     defaults = CONFIG_MAPPING[backbone.model_type]().to_dict()
     return {
         name: value
@@ -397,51 +324,11 @@ def _essentials_of_backbone(backbone: Any) -> dict[str, Any]:
     }
 
 
-def _describe(config: MoTEConfig, dtype: Any) -> dict[str, Any]:
+def _describe(config: MoTEConfig, dtype: torch.dtype, hash_of_base: str) -> dict[str, Any]:
     return {
+        "hash": hash_of_base,
         "architecture": config.backbone_config.model_type,
         "layers": config.mote_layer_indices,
         "pooling": config.pooling,
-        "dtype": dtype_name(dtype),
+        "dtype": str(dtype).removeprefix("torch."),
     }
-
-
-def _read_expert(source: MoTECheckpoint, name: str) -> dict[str, torch.Tensor]:
-    """Read the weights of one expert of a MoTE, and no others, under their names in the dense model.
-
-    Raises:
-        ValueError: If some are missing, or the files cannot be read.
-    """
-    with _open_weights(source) as files:
-        names = {key: weight_name(key, source.config) for key in files}
-        expected = {found.dense for found in names.values() if found.expert is not None}
-        own = {found.dense: key for key, found in names.items() if found.expert == name}
-        missing = sorted(expected - own.keys())
-        if missing or not own:
-            raise ValueError(
-                f"{source.name} lacks {len(missing)} of the weights of the expert {name!r}, such as {missing[:1]}"
-            )
-        return {dense: files[own[dense]].get_tensor(own[dense]).clone() for dense in sorted(own)}
-
-
-@contextmanager
-def _open_weights(source: MoTECheckpoint) -> Iterator[dict[str, Any]]:
-    """Memory-map the weight files; yield the open file of each key."""
-    with ExitStack() as stack:
-        files: dict[str, Any] = {}
-        for path in source.weights:
-            if path.suffix != ".safetensors":
-                raise ValueError(
-                    f"{source.name} has its weights in {path.name}: expected safetensors, as MoTE writes them"
-                )
-            try:
-                file = stack.enter_context(safe_open(path, framework="pt"))
-            except SafetensorError as error:
-                raise ValueError(f"{path} cannot be read, is it truncated? {error}") from error
-            files.update(dict.fromkeys(file.keys(), file))
-        yield files
-
-
-def dtype_name(dtype: Any) -> str:
-    """Return the name of a dtype as in configs: `float32`."""
-    return str(dtype).removeprefix("torch.")

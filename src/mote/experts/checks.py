@@ -1,9 +1,11 @@
 """Checks of a model before its experts are used."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mote.checkpoints.reading import ATTENTION_POOLING
-from mote.checkpoints.tensors import require_unquantised, token_routing
+import torch
+
+from mote.checkpoints.tensors import require_unquantised
 
 if TYPE_CHECKING:
     from mote.remote.configuration_mote import MoTEConfig
@@ -25,24 +27,6 @@ def require_uncompressed(config: "MoTEConfig") -> None:
         )
 
 
-def require_dense_experts(config: "MoTEConfig") -> None:
-    """Raise `ValueError` if the task experts are token-routed themselves."""
-    if token_routing(config) is not None:
-        raise ValueError(
-            "The task experts of this model are token-routed, with stacked feed-forward networks: only the matrices of "
-            "dense experts can be compressed"
-        )
-
-
-def require_plain_pooling(config: "MoTEConfig") -> None:
-    """Raise `ValueError` if the pooling has weights of its own."""
-    if config.model_type == ATTENTION_POOLING:
-        raise ValueError(
-            f"This model pools by {config.pooling!r}, whose weights neither dense nor compressed models can hold: keep "
-            "it a MoTE, with one expert if necessary (`mote experts remove`)"
-        )
-
-
 def require_all_experts(config: "MoTEConfig") -> None:
     """Raise `ValueError` unless all experts are loaded."""
     absent = [name for name in config.experts if name not in config.available_experts]
@@ -53,15 +37,10 @@ def require_all_experts(config: "MoTEConfig") -> None:
         )
 
 
-def has_adapters(model: "MoTEModel") -> bool:
-    """Whether PEFT has put adapters into a model."""
-    return any(type(module).__module__.startswith("peft.") for module in model.modules())
-
-
 def require_plain_weights(model: "MoTEModel") -> None:
     """Raise `ValueError` if a model has adapters or is quantised."""
     require_unquantised(model)
-    if has_adapters(model):
+    if any(type(module).__module__.startswith("peft.") for module in model.modules()):
         raise ValueError(
             "The model has PEFT adapters, which belong to no expert until they are merged into the weights: use "
             "what the PeftModel's `merge_and_unload()` returns or, after `add_adapter` or `load_adapter`, call "
@@ -77,11 +56,25 @@ def require_mergeable(model: "MoTEModel") -> None:
     require_plain_weights(model)
 
 
-def require_editable(model: "MoTEModel") -> None:
-    """Raise `ValueError` if single experts cannot be edited: token-routed, adapted, offloaded or without weights."""
+def require_editable(model: "MoTEModel", *, uncompressed: bool = False) -> None:
+    """Raise `ValueError` if single experts cannot be edited or, if so required, are compressed."""
     require_task_experts(model.config)
     require_plain_weights(model)
+    if uncompressed:
+        require_uncompressed(model.config)
     if model.offloading is not None:
         raise ValueError("Offloaded experts cannot be edited or read one by one: call mote.restore(model) first")
-    if any(weight.is_meta for block in model.blocks for weight in block.experts.parameters()):
-        raise ValueError("Weights of experts are on the meta device: load the model with its weights")
+
+
+def require_same_shapes(
+    given: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], problem: str, remedy: str = ""
+) -> None:
+    """Raise `ValueError` if weights are missing, unknown or of another shape; the message names one of them."""
+    ours = {name: tuple(weight.shape) for name, weight in expected.items()}
+    theirs = {name: tuple(weight.shape) for name, weight in given.items()}
+    wrong = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
+    if wrong:
+        raise ValueError(
+            f"{problem}: {len(wrong)} weights are missing, unknown or of another shape, such as {wrong[0]!r} "
+            f"({theirs.get(wrong[0], 'missing')}, expected {ours.get(wrong[0], 'none')}){remedy}"
+        )

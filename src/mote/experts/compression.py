@@ -7,7 +7,7 @@ from torch import nn
 
 from mote.checkpoints.tensors import without_head
 from mote.checkpoints.transform import verb
-from mote.experts.checks import require_dense_experts, require_mergeable, require_plain_pooling
+from mote.experts.checks import require_mergeable
 from mote.experts.exporting import dequantized_state_dict, export
 from mote.remote.architectures_mote import architecture_of
 from mote.remote.compression_mote import CompressedConfig, CompressedModel, compress_block
@@ -35,13 +35,13 @@ def compress(model: MoTEModel, *, rank: int | None = None, bits: int | None = No
             weights.
     """
     require_mergeable(model)
-    require_dense_experts(model.config)
-    require_plain_pooling(model.config)
-    if (rank is None) == (bits is None):
-        raise ValueError("Pass either rank, as in rank=16, or bits=8")
     for key, weight in (named for block in model.blocks for named in block.experts.named_parameters()):
-        if not torch.isfinite(weight).all():  # it has no decomposition and no scale
-            raise ValueError(f"The experts cannot be compressed: {key} holds non-finite values")
+        # Such a matrix has no decomposition and no scale; stacked ones are those of token-routed experts.
+        if weight.dim() > 2 or not torch.isfinite(weight).all():
+            raise ValueError(
+                f"The experts cannot be compressed: {key} holds non-finite values, or is not a matrix or vector (the "
+                "experts are token-routed)"
+            )
     settings = {key: value for key, value in model.config.to_dict().items() if key not in ("model_type", "auto_map")}
     config = CompressedConfig.from_dict({**settings, "expert_rank": rank, "expert_bits": bits})
     # Rebuilt from installed classes: the model's own classes may be remote code.

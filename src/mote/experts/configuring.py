@@ -7,11 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mote.checkpoints.definitions import instruction_with
 from mote.checkpoints.end_token import with_end_token
-from mote.checkpoints.instructions import (
-    SETTING,
-    check_instruction_pooling,
-    write_instruction_pooling,
-)
+from mote.checkpoints.instructions import SETTING, check_instruction_pooling, write_instruction_pooling
 from mote.checkpoints.models import load_tokenizer
 from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.reading import open_mote
@@ -25,13 +21,7 @@ EXPERT = "expert."  # and the task, as in "expert.sts"
 INSTRUCTION = "instruction."  # and the task, as in "instruction.clustering"
 DEFINITION = "definition."  # the same; `mote.instruction_with` turns the definition into the instruction
 END_TOKEN = "end_token"
-KEYS = (
-    "default_task",
-    "route_by_text",
-    SETTING,
-    END_TOKEN,
-    *(f"{key}TASK" for key in (EXPERT, INSTRUCTION, DEFINITION)),
-)
+KEYS = ("default_task", "route_by_text", SETTING, END_TOKEN, "expert.TASK", "instruction.TASK", "definition.TASK")
 
 _UNCHANGED: Any = object()
 
@@ -74,8 +64,8 @@ def configure(
         FileNotFoundError: If the source does not exist or has no weights.
         FileExistsError: If `out` is in use.
         OSError: If the result cannot be written; nothing is left behind.
-        ValueError: If there is nothing to set, a task is unknown, an instruction belongs to another expert, or the
-            source is on the Hub and there is no `out`.
+        ValueError: If a task is unknown, an instruction belongs to another expert, or the source is on the Hub and
+            there is no `out`.
         PermissionError: If the Hub refuses the push.
     """
     changes: dict[str, Any] = {INSTRUCTION + task: text for task, text in (instructions or {}).items()}
@@ -88,8 +78,6 @@ def configure(
         changes[SETTING] = check_instruction_pooling(instruction_pooling)
     if end_token is not None:
         changes[END_TOKEN] = end_token
-    if not changes:
-        raise ValueError(f"Nothing to set: expected {' or '.join(KEYS)}")
     options = options or WriteOptions()
     if out is None:
         options = options.updated(overwrite=True)
@@ -106,28 +94,23 @@ def parse_settings(words: Mapping[str, str]) -> dict[str, Any]:
             task, `none` or an empty value removes it; `route_by_text` is `true` or `false`.
 
     Raises:
-        ValueError: If a key is unknown (the message lists the known ones), or `route_by_text` has another value.
+        ValueError: If a key is unknown; the message lists the known ones.
     """
     settings: dict[str, Any] = {}
-    texts = [key.removeprefix(start) for key in words for start in (INSTRUCTION, DEFINITION) if key.startswith(start)]
-    if both := sorted({task for task in texts if texts.count(task) > 1}):
-        raise ValueError(f"Set either the instruction or the definition of {', '.join(map(repr, both))}, not both")
     for key, value in words.items():
-        task = key.removeprefix(INSTRUCTION)
+        kind, dot, task = key.partition(".")
         if key == "default_task":
             settings[key] = None if value in ("", "none") else value
         elif key == "route_by_text":
-            if value.lower() not in ("true", "false"):
-                raise ValueError(f"route_by_text must be true or false, got {value!r}")
-            settings[key] = value.lower() == "true"
+            settings[key] = {"true": True, "false": False}.get(value.lower(), value)
         elif key in (SETTING, END_TOKEN):
             settings[key] = value
-        elif key.startswith(EXPERT) and key != EXPERT:
-            settings.setdefault("tasks", {})[key.removeprefix(EXPERT)] = value
-        elif key.startswith(DEFINITION) and key != DEFINITION:
-            settings.setdefault("instructions", {})[key.removeprefix(DEFINITION)] = instruction_with(value)
-        elif task and task != key:
+        elif task and kind + dot == EXPERT:
+            settings.setdefault("tasks", {})[task] = value
+        elif task and kind + dot == INSTRUCTION:
             settings.setdefault("instructions", {})[task] = value
+        elif task and kind + dot == DEFINITION:
+            settings.setdefault("instructions", {})[task] = instruction_with(value)
         else:
             raise ValueError(f"Unknown setting {key!r}." + alternatives(key, KEYS))
     return settings
@@ -145,15 +128,10 @@ def _write(folder: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
 @verb("set", "made by setting {changes} in", positional=("changes",), same_model=True)
 def _set(model: "MoTEModel", changes: Mapping[str, Any]) -> None:
     config = model.config
-    parts = {
-        prefix: {key.removeprefix(prefix): value for key, value in changes.items() if key.startswith(prefix)}
-        for prefix in (EXPERT, INSTRUCTION)
-    }
     fields = {key: changes[key] for key in ("default_task", "route_by_text") if key in changes}
-    fields |= {
-        "tasks": {**config.tasks, **parts[EXPERT]},
-        "instructions": {**config.instructions, **parts[INSTRUCTION]},
-    }
+    for prefix, field in ((EXPERT, "tasks"), (INSTRUCTION, "instructions")):
+        changed = {key.removeprefix(prefix): value for key, value in changes.items() if key.startswith(prefix)}
+        fields[field] = {**getattr(config, field), **changed}
     routing = [key for key in changes if key == "route_by_text" or key.startswith(EXPERT)]
     if routing and not config.routes_by_task:
         raise ValueError(f"{routing[0]} has no effect here: each token of this model finds its experts by a router")

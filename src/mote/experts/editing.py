@@ -5,19 +5,18 @@ The functions also work on a model loaded as remote code, whose classes are not 
 
 import copy
 import logging
-import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from mote.checkpoints.reading import require_expert
+from mote.checkpoints.reading import Checkpoint, require_expert
 from mote.checkpoints.tensors import weight_name
 from mote.checkpoints.transform import verb
 from mote.experts.artefact import ExpertArtefact
-from mote.experts.checks import require_all_experts, require_editable, require_uncompressed
-from mote.experts.dense import DenseBlocks
+from mote.experts.checks import require_all_experts, require_editable, require_same_shapes
+from mote.experts.dense import weights_of_blocks
 from mote.experts.means import mean_of_experts
 from mote.remote.architectures_mote import architecture_of
 from mote.remote.configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, alternatives
@@ -29,14 +28,12 @@ logger = logging.getLogger(__name__)
 
 MEAN = "mean"  # of all experts, as the start of a new one
 
-_NAME_FIELDS = ("experts", "tasks", "instructions", "default_task", "loaded_experts")
-
 
 @verb("experts add", "made by adding the expert `{name}` to", positional=("start",))
 def add(
     model: "MoTEModel",
     name: str,
-    start: str | ExpertArtefact | DenseBlocks | Mapping[str, torch.Tensor] = MEAN,
+    start: str | ExpertArtefact | Checkpoint | Mapping[str, torch.Tensor] = MEAN,
     *,
     instruction: str | Mapping[str, str] | None = None,
     tasks: str | Iterable[str] = (),
@@ -50,8 +47,8 @@ def add(
         model: A MoTE in memory; changed in place.
         name: Name of the expert.
         start: Its initial weights: those of an expert, the `"mean"` of all experts (unless an expert has that name),
-            an artefact (from `open_artefact`), those of a dense model (from `open_dense`), or the weights themselves,
-            as `weights` returns them.
+            an artefact (from `open_artefact`), a dense model (from `open_dense_blocks`), or the weights themselves, as
+            `weights` returns them.
         instruction: Text in front of its inputs; or task → text, if its tasks differ. Default: the artefact's, also if
             it has none; else the config's for that task, else the paper's, else none, so that only `task=` selects the
             expert.
@@ -59,21 +56,20 @@ def add(
             that the model already has.
 
     Raises:
-        ValueError: If the name is taken or invalid, the start is unknown, does not fit or has another base, a task
-            has the name of another expert, an instruction belongs to another expert, or the model's experts are
-            token-routed, compressed, quantised, offloaded, not loaded or have adapters. The model is then unchanged.
+        ValueError: If a name is taken or invalid, the start is unknown, does not fit or has another base, or the
+            model's experts cannot be edited (token-routed, compressed, quantised, offloaded, not loaded or with
+            adapters). The model is then unchanged.
     """
-    require_editable(model)
-    require_uncompressed(model.config)
+    require_editable(model, uncompressed=True)
     tasks = [tasks] if isinstance(tasks, str) else list(tasks)
     if isinstance(start, ExpertArtefact):
         instruction, tasks = _names_of_artefact(model.config, start, name, instruction, tasks)
-    if isinstance(start, ExpertArtefact | DenseBlocks):
-        start = start.weights_for(model)
     names = _with_expert(model.config, name, instruction, tasks)
     available = model.config.available_experts
     like = start if isinstance(start, str) and start in available else available[0]
-    copies = _copies(model, like, _initial_weights(model, start))
+    new_weights = weights_of(model, start)
+    require_same_shapes(new_weights, weights(model, like), "The weights do not fit")
+    copies = _copies(model, like, new_weights)
     for block, expert in zip(model.blocks, copies, strict=True):
         set_experts(block, {**dict(block.experts.items()), name: expert})
     _take_names(model, names)
@@ -91,8 +87,7 @@ def remove(model: "MoTEModel", name: str, *, tasks: Mapping[str, str | None] | N
 
     Raises:
         ValueError: If there is no such expert, it is the last one, one of its tasks is not given, the default task
-            would be removed, or the model's experts are token-routed, quantised, offloaded, not loaded or have
-            adapters. The model is then unchanged.
+            would be removed, or the experts cannot be edited, as in `add`. The model is then unchanged.
     """
     require_editable(model)
     names = _without_expert(model.config, name, tasks or {})
@@ -111,8 +106,8 @@ def rename(model: "MoTEModel", name: str, new_name: str) -> None:
         new_name: New name.
 
     Raises:
-        ValueError: If there is no such expert, the new name is taken or invalid, or the model's experts are
-            token-routed, quantised, offloaded, not loaded or have adapters. The model is then unchanged.
+        ValueError: If there is no such expert, the new name is taken or invalid, or the experts cannot be edited, as in
+            `add`. The model is then unchanged.
     """
     require_editable(model)
     names = _with_new_name(model.config, name, new_name)
@@ -132,14 +127,28 @@ def weights(model: "MoTEModel", name: str) -> dict[str, torch.Tensor]:
         The model's own tensors, detached: `encoder.layer.0.output.dense.weight` → [H, I] and so on.
 
     Raises:
-        ValueError: If there is no such expert, or the model's experts are token-routed, compressed, quantised,
-            offloaded, not loaded or have adapters.
+        ValueError: If there is no such expert, or the experts cannot be edited, as in `add`.
     """
-    require_editable(model)
-    require_uncompressed(model.config)
+    require_editable(model, uncompressed=True)
     require_expert(model.config, name)
     named = ((weight_name(key, model.config), weight) for key, weight in model.state_dict().items())
     return {found.dense: weight for found, weight in named if found.expert == name}
+
+
+def weights_of(
+    model: "MoTEModel", start: str | ExpertArtefact | Checkpoint | Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """Return the weights that `start` stands for in `add`, under their names in the dense model."""
+    if isinstance(start, ExpertArtefact):
+        return start.weights_for(model)
+    if isinstance(start, Checkpoint):
+        return weights_of_blocks(start, model)
+    if not isinstance(start, str):
+        return start
+    if start == MEAN and MEAN not in model.config.experts:
+        require_all_experts(model.config)
+        return mean_of_experts([weights(model, expert) for expert in model.config.experts])
+    return weights(model, start)
 
 
 def set_experts(block: "MoTEBlock", experts: Mapping[str, nn.Module]) -> None:
@@ -147,32 +156,6 @@ def set_experts(block: "MoTEBlock", experts: Mapping[str, nn.Module]) -> None:
     new = nn.ModuleDict(experts)
     new.training = block.training
     block.experts = new
-
-
-def _initial_weights(model: "MoTEModel", start: str | Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    available = model.config.available_experts
-    start = os.fspath(start) if isinstance(start, os.PathLike) else start
-    if not isinstance(start, str):
-        expected = {key: tuple(weight.shape) for key, weight in weights(model, available[0]).items()}
-        given = {key: tuple(weight.shape) for key, weight in start.items()}
-        wrong = sorted(key for key in expected.keys() | given.keys() if expected.get(key) != given.get(key))
-        if wrong:
-            raise ValueError(
-                f"The weights do not fit: {len(wrong)} are missing, unknown or of another shape, such as {wrong[0]!r} "
-                f"({given.get(wrong[0], 'missing')}, expected {expected.get(wrong[0], 'none')})"
-            )
-        return start
-    if start == MEAN and MEAN not in model.config.experts:
-        require_all_experts(model.config)
-        return mean_of_experts([weights(model, expert) for expert in available])
-    if start not in model.config.experts:
-        raise ValueError(
-            f"Unknown expert {start!r}."
-            + alternatives(start, [*available, MEAN])
-            + " To add an artefact, give its folder or its id on the Hub (user/name); in Python, what "
-            "`mote.experts.open_artefact` returns for it"
-        )
-    return weights(model, start)
 
 
 def _copies(model: "MoTEModel", like: str, new_weights: Mapping[str, torch.Tensor]) -> list[nn.Module]:
@@ -189,11 +172,11 @@ def _copies(model: "MoTEModel", like: str, new_weights: Mapping[str, torch.Tenso
     return copies
 
 
-# The config's side ---------------------------------------------------------------------------------------------------
+# Names in the config -------------------------------------------------------------------------------------------------
 
 
 def _take_names(model: "MoTEModel", names: MoTEConfig) -> None:
-    for field in _NAME_FIELDS:
+    for field in ("experts", "tasks", "instructions", "default_task", "loaded_experts"):
         setattr(model.config, field, getattr(names, field))
 
 
@@ -220,17 +203,9 @@ def _with_expert(
     config: MoTEConfig, name: str, instruction: str | Mapping[str, str] | None, tasks: list[str]
 ) -> MoTEConfig:
     """Return the config with one more expert, validated."""
-    if name in config.experts:
-        raise ValueError(
-            f"There already is an expert {name!r} (experts: {', '.join(map(repr, config.experts))}): choose another "
-            "name, or rename or remove that one first"
-        )
     if instruction is None:
         instruction = {}
     texts = instruction if isinstance(instruction, Mapping) else {name: instruction}
-    others = [task for task in texts if task not in (name, *tasks)]
-    if others:
-        raise ValueError(f"An instruction is given for {others[0]!r}." + alternatives(others[0], [name, *tasks]))
     paper = {name: PAPER_INSTRUCTIONS[name]} if name in PAPER_INSTRUCTIONS else {}
     loaded = config.loaded_experts
     return _replaced(
@@ -244,28 +219,19 @@ def _with_expert(
 
 def _without_expert(config: MoTEConfig, name: str, moved: Mapping[str, str | None]) -> MoTEConfig:
     """Return the config without an expert, validated."""
-    if name not in config.experts:
-        raise ValueError(f"Unknown expert {name!r}." + alternatives(name, config.experts))
-    if config.available_experts == [name]:
-        raise ValueError(f"{name!r} is the last expert: a MoTE has at least one. Add another one first")
+    require_known(name, config.experts, "expert")
     own = [task for task, expert in config.tasks.items() if expert == name]
-    unknown = [task for task in moved if task not in own]
-    if unknown:
-        raise ValueError(f"{unknown[0]!r} is not a task of the expert {name!r}." + alternatives(unknown[0], own))
+    for task in moved:
+        require_known(task, own, f"task of the expert {name!r}:")
     missing = [task for task in own if task not in moved and task != name]
     if missing:
-        other = next(expert for expert in config.experts if expert != name)
+        other = next((expert for expert in config.experts if expert != name), "EXPERT")
         raise ValueError(
             f"The expert {name!r} serves the tasks {', '.join(map(repr, missing))}: name the new expert of each, as in "
             f"tasks={{{missing[0]!r}: {other!r}}} (`--task {missing[0]}={other}`), or None (`--task {missing[0]}=`) to "
             "remove the task as well"
         )
     removed = [task for task in own if moved.get(task) is None]
-    if config.default_task in removed:
-        raise ValueError(
-            f"{config.default_task!r} is the default_task of the config: assign it to another expert with `tasks`, or "
-            "set config.default_task to another task or None first"
-        )
     experts = [expert for expert in config.experts if expert != name]
     loaded = None if config.loaded_experts is None else [other for other in config.loaded_experts if other != name]
     return _replaced(
@@ -279,13 +245,9 @@ def _without_expert(config: MoTEConfig, name: str, moved: Mapping[str, str | Non
 
 def _with_new_name(config: MoTEConfig, name: str, new_name: str) -> MoTEConfig:
     """Return the config with an expert renamed, validated."""
-    if name not in config.experts:
-        raise ValueError(f"Unknown expert {name!r}." + alternatives(name, config.experts))
+    require_known(name, config.experts, "expert")
     if new_name in config.tasks:
-        raise ValueError(
-            f"{new_name!r} is already a task, of the expert {config.tasks[new_name]!r}: choose another name (tasks: "
-            f"{', '.join(map(repr, config.tasks))})"
-        )
+        raise ValueError(f"{new_name!r} is already a task, of the expert {config.tasks[new_name]!r}")
 
     def renamed(names: Iterable[str]) -> list[str]:
         return [new_name if each == name else each for each in names]
@@ -298,6 +260,12 @@ def _with_new_name(config: MoTEConfig, name: str, new_name: str) -> MoTEConfig:
         default_task=new_name if config.default_task == name else config.default_task,
         loaded_experts=None if config.loaded_experts is None else renamed(config.loaded_experts),
     )
+
+
+def require_known(name: str, names: Iterable[str], what: str) -> None:
+    """Raise `ValueError` for a name that is not among the known ones; the message has the nearest one."""
+    if name not in (known := [*names]):
+        raise ValueError(f"Unknown {what} {name!r}." + alternatives(name, known))
 
 
 def _replaced(config: MoTEConfig, **names: Any) -> MoTEConfig:

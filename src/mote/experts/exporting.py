@@ -12,10 +12,10 @@ from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
 from mote.checkpoints import nomic
-from mote.checkpoints.reading import is_mote, mote_class, require_expert
+from mote.checkpoints.reading import ATTENTION_POOLING, is_mote, mote_class, require_expert
 from mote.checkpoints.tensors import weight_name, without_head
 from mote.checkpoints.transform import verb
-from mote.experts.checks import require_plain_pooling, require_plain_weights, require_task_experts
+from mote.experts.checks import require_plain_weights, require_task_experts
 
 if TYPE_CHECKING:
     from mote.remote.configuration_mote import MoTEConfig
@@ -94,7 +94,10 @@ def native_model(model: "MoTEModel", weights: dict[str, torch.Tensor], experts: 
     Raises:
         ValueError: If the pooling has weights of its own.
     """
-    require_plain_pooling(model.config)
+    if model.config.model_type == ATTENTION_POOLING:
+        raise ValueError(
+            f"This model pools by {model.config.pooling!r}, whose weights neither dense nor compressed models can hold"
+        )
     config: Any = copy.deepcopy(model.config.backbone_config)
     attention = model.backbone.config._attn_implementation
     if is_mote(config):

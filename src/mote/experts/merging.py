@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
+from mote.checkpoints.reading import Checkpoint
 from mote.checkpoints.tensors import weight_name, without_head
 from mote.checkpoints.transform import verb
 from mote.experts import editing
 from mote.experts.artefact import ExpertArtefact
-from mote.experts.checks import require_editable, require_mergeable, require_uncompressed
-from mote.experts.dense import DenseBlocks
+from mote.experts.checks import require_editable, require_mergeable
 from mote.experts.exporting import native_model
 from mote.experts.means import mean, mean_of_experts
-from mote.remote.configuration_mote import MoTEConfig, alternatives
+from mote.remote.configuration_mote import MoTEConfig
 
 if TYPE_CHECKING:
     from mote.remote.modeling_mote import MoTEModel
@@ -83,7 +83,7 @@ def interpolate(model: "MoTEModel", weight: float | Mapping[str, float]) -> "MoT
 @verb("experts merge", "made by merging {experts} into the expert `{name}`, of", positional=("experts",))
 def merge(
     model: "MoTEModel",
-    experts: Mapping[str | ExpertArtefact | DenseBlocks, float],
+    experts: Mapping[str | ExpertArtefact | Checkpoint, float],
     name: str,
     *,
     instruction: str | Mapping[str, str] | None = None,
@@ -93,26 +93,19 @@ def merge(
 
     Args:
         model: A MoTE in memory; changed in place.
-        experts: Expert, artefact from `open_artefact`, or dense model from `open_dense` → its weight in the mean, above
-            0. Weights are scaled to sum to 1.
+        experts: Expert, artefact (from `open_artefact`), or dense model (from `open_dense_blocks`) → its weight in the
+            mean, above 0. Weights are scaled to sum to 1.
         name: Name of the new expert.
         instruction: As in `add`.
         tasks: As in `add`.
 
     Raises:
-        ValueError: As `add`; if there are no experts or a weight is not above 0.
+        ValueError: As `add`; or if a weight is not above 0.
     """
-    require_editable(model)
-    require_uncompressed(model.config)
+    require_editable(model, uncompressed=True)
     for expert, weight in experts.items():
-        if not 0 < weight < math.inf:
-            name_of = expert if isinstance(expert, str) else expert.source
-            raise ValueError(f"The weight of {name_of!r} is {weight}: expected a number above 0")
-    if sum(experts.values()) == math.inf:
-        raise ValueError("The weights are too large for their sum: expected numbers such as 0.7 and 0.3")
-    if not experts:
-        raise ValueError("Name the experts to merge, as in search_query=0.7 search_document=0.3")
-    parts = [editing.weights(model, one) if isinstance(one, str) else one.weights_for(model) for one in experts]
+        _require_weight(0 < weight < math.inf, expert, weight, "a number above 0")
+    parts = [editing.weights_of(model, one) for one in experts]
     merged = mean_of_experts(parts, list(experts.values()))
     editing.add(model, name, merged, instruction=instruction, tasks=tasks)
 
@@ -120,8 +113,12 @@ def merge(
 def _interpolation_weights(config: MoTEConfig, weight: float | Mapping[str, float]) -> dict[str, float]:
     named = weight if isinstance(weight, Mapping) else dict.fromkeys(config.experts, weight)
     for name, share in named.items():
-        if name not in config.experts:
-            raise ValueError(f"Unknown expert {name!r}." + alternatives(name, config.experts))
-        if not 0 <= share <= 1:
-            raise ValueError(f"weight of {name!r} is {share}: expected a number from 0 (unchanged) to 1 (the mean)")
+        editing.require_known(name, config.experts, "expert")
+        _require_weight(0 <= share <= 1, name, share, "a number from 0 (unchanged) to 1 (the mean)")
     return {name: float(named.get(name, 0.0)) for name in config.experts}
+
+
+def _require_weight(valid: bool, expert: str | ExpertArtefact | Checkpoint, weight: float, expected: str) -> None:
+    if not valid:
+        name = expert if isinstance(expert, str) else expert.public_name
+        raise ValueError(f"The weight of {name!r} is {weight}: expected {expected}")
