@@ -19,14 +19,14 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 from mote.checkpoints.provenance import read_steps
 from mote.remote.configuration_mote import MoTEConfig
 from mote.remote.masked_lm_mote import MoTEForMaskedLM
-from mote.training.contexts import ContextMasking, ContextRows
+from mote.training.masking import ContextMasking, ContextRows
 from mote.training.objectives import Decoder, Pretraining
 from mote.training.pretraining import plan_pretraining, prepare, pretrain
 from mote.training.pretraining_recipe import DecoderSettings, PretrainingRecipe, SpanSettings
 from mote.training.progress import RunCallback
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import RunFolder
-from mote.training.spans import Document, cut
+from mote.training.spans import SplitDocument, split_into_spans
 from mote.training.texts import load_texts
 
 
@@ -70,29 +70,31 @@ def settings(source: Path, out: Path, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def document(tokenizer: Any) -> Document:
+def document(tokenizer: Any) -> SplitDocument:
     """Twelve sentences of six tokens each, in spans of two."""
     text = " ".join(f'A "b{letter}".' for letter in "cdefghijklmn")
-    found = cut(text, tokenizer, SpanSettings(length=12, short=0), 1)
+    found = split_into_spans(text, tokenizer, SpanSettings(length=12, short=0), 1)
     assert found is not None
     return found
 
 
-def test_a_text_is_cut_into_spans_of_whole_sentences(document: Document, tokenizer: Any) -> None:
-    assert [document.part((number, number + 1)).strip() for number in (0, 11)] == ['A "bc".', 'A "bn".']
+def test_a_text_is_cut_into_spans_of_whole_sentences(document: SplitDocument, tokenizer: Any) -> None:
+    assert [document.text_of((number, number + 1)).strip() for number in (0, 11)] == ['A "bc".', 'A "bn".']
     assert document.lengths == (6,) * 12
     assert document.spans == tuple((first, first + 2) for first in range(0, 12, 2))
-    assert "".join(document.part(span) for span in document.spans) == document.text
-    assert cut("One sentence. And another.", tokenizer, SpanSettings(short=0), 1) is None
-    assert cut("no end", tokenizer, SpanSettings(), 1) is None
-    short = [cut(document.text + f" {n}.", tokenizer, SpanSettings(length=12, short=0.5), 1) for n in range(30)]
+    assert "".join(document.text_of(span) for span in document.spans) == document.text
+    assert split_into_spans("One sentence. And another.", tokenizer, SpanSettings(short=0), 1) is None
+    assert split_into_spans("no end", tokenizer, SpanSettings(), 1) is None
+    short = [
+        split_into_spans(document.text + f" {n}.", tokenizer, SpanSettings(length=12, short=0.5), 1) for n in range(30)
+    ]
     lengths = {end - first for found in short if found for first, end in found.spans}
     assert lengths == {1, 2}
 
 
 @pytest.mark.parametrize("kind", ["nearby", "random", "overlap", "mixed"])
-def test_contexts(kind: str, document: Document) -> None:
-    parts = {document.part(span): number for number, span in enumerate(document.spans)}
+def test_contexts(kind: str, document: SplitDocument) -> None:
+    parts = {document.text_of(span): number for number, span in enumerate(document.spans)}
     distances, overlapping = set(), 0
     for seed in range(200):
         text, context = document.draw(kind, random.Random(seed))
@@ -165,7 +167,7 @@ def test_pairs_and_documents(tmp_path: Path, tokenizer: Any) -> None:
     changes = [*changes, "spans.length=5", "spans.short=0"]
     cuts = load_texts(recipe("cot-mae-spans", *changes), tokenizer).texts["search_document"]
     assert {len(found.spans) for found in cuts} == {2}
-    with pytest.raises(ValueError, match="no text that is long enough for two spans of 99 tokens is left"):
+    with pytest.raises(ValueError, match=r"no text is left to train on(.|\n)*too short for two spans of 99 tokens"):
         load_texts(recipe("cot-mae-spans", *changes, "spans.length=99"), tokenizer)
 
 

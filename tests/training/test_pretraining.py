@@ -23,11 +23,12 @@ from mote import upcycle
 from mote.checkpoints.provenance import read_steps
 from mote.cli import main
 from mote.reporting import HOW_TO_RESUME
+from mote.training.masking import Masking, TextRows
 from mote.training.pretraining import plan_pretraining, pretrain
 from mote.training.pretraining_recipe import MaskingSettings, PretrainingRecipe
 from mote.training.progress import NonFiniteError, RunCallback
 from mote.training.recipe_files import load_recipe
-from mote.training.texts import Masking, TextRows, load_texts
+from mote.training.texts import load_texts
 
 TASKS = {"search_query", "search_document", "classification", "clustering"}
 
@@ -283,13 +284,12 @@ def test_texts_beyond_the_limit_of_validation_are_trained_on(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("whole_words", [False, True])
-def test_masks(whole_words: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mote.training.texts.ROWS_AT_A_TIME", 150)
+def test_masks(whole_words: bool, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path))
     texts = {"a": ["abc def ghi jkl mno"] * 300, "b": ["xy z"] * 100}
-    rows = TextRows(texts, {"b": "pre: "}, {"a": 3, "b": 1}, tokenizer, 5, whole_words)
-    assert [*rows] == [rows[i] for i in range(400)]  # also where they are tokenized 150 at a time
-    collator = Masking(tokenizer, MaskingSettings(rate=0.3, whole_words=whole_words))
+    chosen = recipe("training.seed=5", "masking.rate=0.3", f"masking.whole_words={str(whole_words).lower()}")
+    rows = TextRows(texts, chosen, {"b": "pre: "}, {"a": 3, "b": 1}, tokenizer)
+    collator = Masking(tokenizer, chosen.masking)
     found = collator([rows[i] for i in range(400)])
     assert found["task_ids"].tolist() == [3] * 300 + [1] * 100
     plain = tokenizer([*texts["a"], *["pre: xy z"] * 100], padding=True, return_tensors="pt")["input_ids"]
@@ -315,7 +315,7 @@ def test_whole_words_need_a_tokenizer_that_shows_them(tmp_path: Path) -> None:
 
     letters = models.WordLevel({"[UNK]": 0, "[MASK]": 1}, unk_token="[UNK]")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(letters), mask_token="[MASK]", unk_token="[UNK]")
-    with pytest.raises(ValueError, match=r"masking\.whole_words needs a tokenizer that knows the offsets"):
+    with pytest.raises(ValueError, match=r"masking\.whole_words needs a tokenizer whose offsets"):
         Masking(tokenizer, MaskingSettings(whole_words=True))
 
 

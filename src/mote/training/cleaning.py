@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import cycle, islice
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from mote.data.columns import Example, RowType, check_row, find_columns
-from mote.data.rows import Location, read_rows
+from mote.data.columns import Columns, Example, RowType, check_row, find_columns
+from mote.data.rows import Location, Row, read_rows
 from mote.reporting import table
 from mote.training.recipe import Recipe
 from mote.training.task_settings import DatasetSettings, TaskSettings, ValidationSettings
@@ -116,24 +116,6 @@ class DatasetReport:
         chosen = random.Random(f"{seed} limit {self.name}").sample(range(len(rows)), limit)
         return [rows[number] for number in sorted(chosen)]
 
-    def count_invalid(self, errors: list[str], read: int, max_invalid_fraction: float) -> None:
-        """Count rows read, and those among them that are invalid.
-
-        Args:
-            errors: The invalid rows, as `file:line: error`.
-            read: Number of rows.
-            max_invalid_fraction: Fraction of invalid rows that is allowed.
-
-        Raises:
-            ValueError: If there are more, or no valid rows.
-        """
-        self.read, self.invalid, self.errors = read, len(errors), errors[:SHOWN_ERRORS]
-        if len(errors) > max_invalid_fraction * read or len(errors) == read:
-            raise ValueError(
-                f"{self.name}: {len(errors):,} of {read:,} rows are invalid; the allowed fraction is "
-                f"{max_invalid_fraction:g} (data.max_invalid_fraction). The first ones:\n  " + "\n  ".join(self.errors)
-            )
-
     def remarks(self) -> list[str]:
         """List what happened to the rows, one remark per line."""
         dropped = [f"{self.name}: dropped {rows:,}: {reason}" for reason, rows in self.dropped.items()]
@@ -150,6 +132,35 @@ def table_of(reports: Sequence[DatasetReport]) -> str:
     header = ["task", "dataset", "read", "invalid", "held out", "dropped", "used"]
     remarks = (remark for report in reports for remark in report.remarks())
     return "\n".join([table(header, rows, align="llrrrrr"), *remarks])
+
+
+def check_rows(
+    rows: Sequence[Row], location: Location[Any], max_invalid_fraction: float, report: DatasetReport
+) -> tuple[list[Example], Columns]:
+    """Check the rows of a dataset, and count the invalid ones in its report.
+
+    Raises:
+        ValueError: If a column is missing, too many rows are invalid, or none is valid.
+    """
+    present = sorted({column for row in rows for column in row.content})
+    if not present:
+        raise ValueError(f"{location.name} has no rows, or none with columns")
+    columns = find_columns(location.settings, present, location.name)
+    examples, errors = [], []
+    for row in rows:
+        try:
+            if row.fault:
+                raise ValueError(row.fault)
+            examples.append(check_row(row.content, columns))
+        except ValueError as error:
+            errors.append(f"{row.where}: {error}")
+    report.read, report.invalid, report.errors = len(rows), len(errors), errors[:SHOWN_ERRORS]
+    if len(errors) > max_invalid_fraction * len(rows) or not examples:
+        raise ValueError(
+            f"{location.name}: {len(errors):,} of {len(rows):,} rows are invalid; the allowed fraction is "
+            f"{max_invalid_fraction:g} (data.max_invalid_fraction). The first ones:\n  " + "\n  ".join(report.errors)
+        )
+    return examples, columns
 
 
 class DatasetRows:
@@ -191,30 +202,15 @@ class DatasetRows:
         Raises:
             ValueError: If the dataset is invalid, or does not suit the loss.
         """
-        self._read(recipe.data.max_invalid_fraction)
+        rows = list(read_rows(self.location))
+        self.rows, columns = check_rows(rows, self.location, recipe.data.max_invalid_fraction, self.report)
+        self.row_type = columns.row_type
         self._fit_to_loss()
         self._drop_repeated()
         self._hold_out(recipe.validation)
         if self.row_type == "scored" and self.label_type == "pairs":
             self._pair_by_score(recipe.training.seed)
         self.rows = self.report.sample(self.rows, self.settings.limit or recipe.data.limit, recipe.training.seed)
-
-    def _read(self, max_invalid_fraction: float) -> None:
-        lines = list(read_rows(self.location))
-        present = sorted({column for line in lines for column in line.content})
-        if not present:
-            raise ValueError(f"{self.name} has no rows, or none with columns")
-        columns = find_columns(self.settings, present, self.name)
-        self.row_type = columns.row_type
-        errors = []
-        for line in lines:
-            try:
-                if line.fault:
-                    raise ValueError(line.fault)
-                self.rows.append(check_row(line.content, columns))
-            except ValueError as error:
-                errors.append(f"{line.where}: {error}")
-        self.report.count_invalid(errors, len(lines), max_invalid_fraction)
 
     def _fit_to_loss(self) -> None:
         """Convert the rows to the form that the task's loss takes.

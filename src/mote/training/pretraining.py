@@ -30,7 +30,7 @@ from mote.files import read_json
 from mote.remote.masked_lm_mote import MoTEForMaskedLM
 from mote.reporting import table
 from mote.training.arguments import check_launch, common_arguments, describe_steps, rows_per_process
-from mote.training.contexts import ContextMasking, ContextRows
+from mote.training.masking import ContextMasking, ContextRows, Masking, SetEpoch, TextRows
 from mote.training.model import set_dropout
 from mote.training.names import (
     check_max_length,
@@ -52,7 +52,7 @@ from mote.training.progress import (
 from mote.training.recipe_files import load_recipe
 from mote.training.run import BaseRun, identity_of
 from mote.training.run_folder import CHECKPOINT_FILE, RunFolder, as_yaml, fixed_settings, step_of
-from mote.training.texts import Masking, NewMasks, TextData, TextRows, load_texts
+from mote.training.texts import TextData, load_texts
 from mote.upcycling.options import UpcyclingOptions
 from mote.upcycling.plan import plan_upcycling
 
@@ -252,20 +252,18 @@ class PretrainingRun(BaseRun):
         }
 
         made = f"{OBJECTIVES[self.recipe.objective]} (recipe `{self.recipe.name}`) from"
-        name, names = self.folder.path.name, self.model.config
+        names = self.model.config
 
         if self.recipe.model.kind == "dense":
             self.model = dense_with_head(self.model)
-        self.write("pretrain", record, made, repo_id=name, tokenizer=self.tokenizer, names=names)
-        seen = [(task, f"{count['texts']:,}", f"{count['tokens']:,}") for task, count in tracker.tasks.items()]
-        logger.info("%d steps in %.0f s\n\n%s", tracker.step, tracker.seconds, table(["task", "texts", "tokens"], seen))
-        if validation["after"]:
-            before = validation["before"] or {}
-            losses = [
-                (name, f"{before[name]:.4f}" if name in before else "", f"{loss:.4f}")
-                for name, loss in validation["after"].items()
-            ]
-            logger.info("%s", table(["held-out loss", "before", "after"], losses))
+        self.write("pretrain", record, made, repo_id=self.folder.path.name, tokenizer=self.tokenizer, names=names)
+        before, after = (validation[when] or {} for when in ("before", "after"))
+        rows = [
+            (name, *(f"{seen[unit]:,}" for unit in ("texts", "tokens")), before.get(name, ""), after.get(name, ""))
+            for name, seen in tracker.tasks.items()
+        ]
+        header = ["task", "texts", "tokens", "held-out loss before", "after"]
+        logger.info("%d steps in %.0f s\n\n%s", tracker.step, tracker.seconds, table(header, rows))
 
 
 def prepare(recipe: PretrainingRecipe, folder: RunFolder, overwrite: bool = False) -> PretrainingRun:
@@ -307,7 +305,7 @@ def prepare(recipe: PretrainingRecipe, folder: RunFolder, overwrite: bool = Fals
         train_dataset=rows,
         eval_dataset={task: new_rows({task: texts}) for task, texts in data.held_out.items() if texts},
         callbacks=[
-            NewMasks(rows),
+            SetEpoch(rows),
             RunCallback(tracker, folder.path, {}, scaled=recipe.training.fp16),
             TaskProgress(tracker),
             *([UnusedExperts(model, tracker)] if with_fsdp() and model.config.routes_by_task else []),
@@ -319,18 +317,16 @@ def prepare(recipe: PretrainingRecipe, folder: RunFolder, overwrite: bool = Fals
     return PretrainingRun(recipe, folder, source, data, model, tracker, trainer, checkpoint, tokenizer=tokenizer)
 
 
-def _batches(recipe: PretrainingRecipe, config: Any, tokenizer: Any) -> tuple[Callable[[Any], Any], Any]:
-    """Return the class that turns texts into rows, and the collator that turns rows into batches."""
+def _batches(recipe: PretrainingRecipe, config: Any, tokenizer: Any) -> tuple[Callable[[Any], TextRows], Any]:
+    """Return what turns texts into rows, and the collator that turns rows into batches."""
     tasks = [*recipe.tasks, *(task.context_task for task in recipe.tasks.values() if task.context_task)]
     prefixes = {task: config.instruction_of(task) for task in tasks} if recipe.model.instructions else {}
     ids = {task: list(config.tasks).index(task) for task in tasks} if config.routes_by_task else None
-    if recipe.objective == "cot-mae":
-        return partial(
-            ContextRows, recipe=recipe, prefixes=prefixes, task_ids=ids, tokenizer=tokenizer
-        ), ContextMasking(tokenizer, recipe)
-    more = {"seed": recipe.training.seed, "offsets": recipe.masking.whole_words}
-    new_rows = partial(TextRows, prefixes=prefixes, task_ids=ids, tokenizer=tokenizer, **more)  # type: ignore[arg-type]
-    return new_rows, Masking(tokenizer, recipe.masking)
+    with_contexts = recipe.objective == "cot-mae"
+    rows = partial(
+        ContextRows if with_contexts else TextRows, recipe=recipe, prefixes=prefixes, task_ids=ids, tokenizer=tokenizer
+    )
+    return rows, ContextMasking(tokenizer, recipe) if with_contexts else Masking(tokenizer, recipe.masking)
 
 
 class PretrainingTrainer(Trainer):
@@ -439,9 +435,6 @@ def _trainer_arguments(recipe: PretrainingRecipe, folder: RunFolder) -> Training
     training = recipe.training
     rows = rows_per_process(training, processes().num_processes)
     settings = common_arguments(training, folder, per_device_eval_batch_size=rows)
-    try:
-        arguments = TrainingArguments(**settings, label_names=["labels"], remove_unused_columns=False)
-    except (TypeError, NotImplementedError, ImportError, ValueError) as error:
-        raise ValueError(f"The trainer refuses the settings of training: {error}") from error
+    arguments = TrainingArguments(**settings, label_names=["labels"], remove_unused_columns=False)
     check_launch(arguments, training.precision, "pretrain")
     return arguments

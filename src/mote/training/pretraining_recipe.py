@@ -99,9 +99,9 @@ class SpanSettings(Settings):
     length: int = Field(default=128, ge=2)
     short: float = Field(default=0.15, ge=0, le=1)
 
-    def draw_length(self, drawn: random.Random) -> int:
+    def draw_length(self, rng: random.Random) -> int:
         """Draw the length of the next span."""
-        return drawn.randint(2, self.length) if drawn.random() < self.short else self.length
+        return rng.randint(2, self.length) if rng.random() < self.short else self.length
 
 
 class DecoderSettings(Settings):

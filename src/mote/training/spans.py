@@ -10,13 +10,14 @@ from transformers import PreTrainedTokenizerBase
 from mote.training.pretraining_recipe import SpanSettings
 
 KINDS = ("nearby", "random", "overlap")
-REACH = 100  # spans on either side, among which a random one is drawn
+REACH = 100
+"""Spans on either side, among which a random one is drawn."""
 
 _SENTENCE_END = re.compile(r"(?<=[.!?…])[\"'”’)\]]*\s+|\s*\n\s*|(?<=[。！？])")  # noqa: RUF001  # so intended
 
 
 @dataclass(frozen=True)
-class Document:
+class SplitDocument:
     """A text that was split into sentences, grouped into spans.
 
     Attributes:
@@ -36,32 +37,32 @@ class Document:
     def __str__(self) -> str:
         return self.text
 
-    def part(self, span: tuple[int, int]) -> str:
+    def text_of(self, span: tuple[int, int]) -> str:
         """Return the text of some sentences."""
         first, end = span
         return self.text[self.sentences[first][0] : self.sentences[end - 1][1]]
 
-    def draw(self, kind: str, drawn: random.Random) -> tuple[str, str]:
+    def draw(self, kind: str, rng: random.Random) -> tuple[str, str]:
         """Draw a span and a context for it.
 
         Args:
             kind: `nearby`, `random`, `overlap`, or `mixed`, one of these.
-            drawn: Random numbers.
+            rng: Random generator.
         """
-        anchor = drawn.randrange(len(self.spans))
+        anchor = rng.randrange(len(self.spans))
         if kind == "mixed":
-            kind = drawn.choice(KINDS)
+            kind = rng.choice(KINDS)
         if kind == "overlap":
-            return self.part(self.spans[anchor]), self.part(self._overlapping(anchor, drawn))
+            return self.text_of(self.spans[anchor]), self.text_of(self._overlapping(anchor, rng))
         reach = 1 if kind == "nearby" else REACH
         near = range(max(0, anchor - reach), min(len(self.spans), anchor + reach + 1))
-        context = drawn.choice([other for other in near if other != anchor])
-        return self.part(self.spans[anchor]), self.part(self.spans[context])
+        context = rng.choice([other for other in near if other != anchor])
+        return self.text_of(self.spans[anchor]), self.text_of(self.spans[context])
 
-    def _overlapping(self, anchor: int, drawn: random.Random) -> tuple[int, int]:
+    def _overlapping(self, anchor: int, rng: random.Random) -> tuple[int, int]:
         """Return up to half of a span's sentences with those after it; of the last span, with those before it."""
         first, end = self.spans[anchor]
-        shared = drawn.randint(1, max(1, (end - first) // 2))
+        shared = rng.randint(1, max(1, (end - first) // 2))
         if anchor < len(self.spans) - 1:
             first, end = end - shared, end + 1
             while end < len(self.sentences) and sum(self.lengths[first:end]) < self.longest:
@@ -73,7 +74,9 @@ class Document:
         return first, end
 
 
-def cut(text: str, tokenizer: PreTrainedTokenizerBase, settings: SpanSettings, seed: object) -> Document | None:
+def split_into_spans(
+    text: str, tokenizer: PreTrainedTokenizerBase, settings: SpanSettings, seed: object
+) -> SplitDocument | None:
     """Split a text into sentences, and group these into spans: sentences are added until a span is long enough.
 
     Args:
@@ -91,12 +94,12 @@ def cut(text: str, tokenizer: PreTrainedTokenizerBase, settings: SpanSettings, s
         return None
     tokens = tokenizer([text[a:b] for a, b in sentences], add_special_tokens=False, verbose=False)["input_ids"]
     lengths = tuple(map(len, tokens))
-    drawn = random.Random(f"{seed} spans {text}")
+    rng = random.Random(f"{seed} spans {text}")
     spans, first, length = [], 0, 0
-    target = settings.draw_length(drawn)
+    target = settings.draw_length(rng)
     for number, count in enumerate(lengths, start=1):
         length += count
         if length >= target or number == len(lengths):
             spans.append((first, number))
-            first, length, target = number, 0, settings.draw_length(drawn)
-    return Document(text, sentences, lengths, tuple(spans), settings.length) if len(spans) > 1 else None
+            first, length, target = number, 0, settings.draw_length(rng)
+    return SplitDocument(text, sentences, lengths, tuple(spans), settings.length) if len(spans) > 1 else None
