@@ -163,7 +163,7 @@ def test_pushing_again_updates_the_repository(server: HubServer, tmp_path: Path)
     ("token", "message"),
     [
         (None, "log in with `hf auth login`"),
-        ("hf_unheard_of", "did not accept the token"),
+        ("hf_unheard_of", "nothing was started: Invalid user token"),
         ("hf_read", "may only read"),
     ],
 )
@@ -184,7 +184,7 @@ def test_a_push_that_is_refused_keeps_the_result(server: HubServer, tmp_path: Pa
     server.fail(endpoint, 403, "no rights in this namespace")
     done = upcycle(server, tmp_path, "--src", source, "--push", "--repo-id", "user/tiny", "--out", "out")
     assert done.returncode == 1
-    assert "refused to take user/tiny" in done.stderr
+    assert "user/tiny was not pushed: " in done.stderr
     assert "hf upload user/tiny" in done.stderr
     assert "Traceback" not in done.stderr
     server.heal()
@@ -203,7 +203,7 @@ def test_a_hub_that_cannot_be_reached(server: HubServer, tmp_path: Path) -> None
         command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert "error: The Hub cannot be reached for the push, nothing was started" in done.stderr
+    assert "error: The push would fail, nothing was started: [Errno 111] Connection refused" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
@@ -216,13 +216,13 @@ def test_a_push_that_breaks_off_keeps_the_result(
     from mote.hub import push
 
     monkeypatch.setattr(HfApi, "create_repo", lambda *_, **__: HfApi(endpoint="http://127.0.0.1:9").whoami(token="x"))
-    with pytest.raises(ConnectionError, match=r"(?s)The push of user/tiny was cut off.*hf upload user/tiny"):
+    with pytest.raises(ConnectionError, match=r"(?s)user/tiny was not pushed: .*hf upload user/tiny"):
         push(tmp_path, "user/tiny", ["config.json"])
 
 
 def test_a_source_that_the_hub_does_not_have(server: HubServer, tmp_path: Path) -> None:
     for source, message in (
-        ("nobody/nothing", "neither a folder nor a repository on the Hub"),
+        ("nobody/nothing", "neither a folder nor available on the Hub"),
         ("not a name", "neither a folder nor an id on the Hub"),
     ):
         done = upcycle(server, tmp_path, "--src", source)

@@ -1,40 +1,54 @@
 """The Hugging Face Hub: download, commits, push."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
-    GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
     HTTPError,
-    OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
 from huggingface_hub.utils import validate_repo_id
 
 
+@contextmanager
+def explained(problem: str, kind: type[OSError] | None = None, remedy: str = "") -> Iterator[None]:
+    """Raise the client's errors as built-in ones, on one line: the problem, the client's message, a remedy.
+
+    Args:
+        problem: What could not be done.
+        kind: Class of the error. Default: `PermissionError` for an answer of the Hub, else `ConnectionError`.
+        remedy: What helps, as a sentence.
+    """
+    try:
+        yield
+    except (HTTPError, OSError) as error:  # httpx's connection errors are not OSErrors
+        kind = kind or (PermissionError if isinstance(error, HfHubHTTPError) else ConnectionError)
+        message = " ".join(str(error).split()).rstrip(".")
+        raise kind(f"{problem}: {message}" + (f". {remedy}" if remedy else "")) from error
+
+
+def _require_id(src: str) -> None:
+    try:
+        validate_repo_id(src)
+    except HFValidationError as error:
+        raise FileNotFoundError(f"{src} is neither a folder nor an id on the Hub (user/name)") from error
+
+
 def fetch(src: str, revision: str | None, patterns: list[str]) -> Path:
     """Download the files of a Hub repository that match one of the patterns, into the Hub's cache.
 
     Raises:
-        FileNotFoundError: If the repository does not exist, is gated, or cannot be reached.
+        FileNotFoundError: If the repository does not exist, is private or gated, or cannot be reached.
     """
-    try:
+    _require_id(src)
+    login = "For a private or gated one, log in with `hf auth login`"
+    with explained(f"{src} is neither a folder nor available on the Hub", FileNotFoundError, login):
         return Path(snapshot_download(src, revision=revision, allow_patterns=patterns))
-    except HFValidationError as error:
-        raise FileNotFoundError(f"{src} is neither a folder nor an id on the Hub (user/name)") from error
-    except GatedRepoError as error:
-        raise FileNotFoundError(
-            f"{src} is gated: accept its terms on the Hub and log in with `hf auth login`"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise FileNotFoundError(
-            f"{src} is neither a folder nor a repository on the Hub (for a private one, log in with `hf auth login`)"
-        ) from error
-    except (HfHubHTTPError, OSError) as error:
-        raise FileNotFoundError(f"{src} is not a folder, and could not be fetched from the Hub: {error}") from error
 
 
 def newest_commit(name: str, revision: str | None = None) -> str:
@@ -47,22 +61,17 @@ def newest_commit(name: str, revision: str | None = None) -> str:
     Raises:
         FileNotFoundError: If there is none.
     """
-    try:
-        return str(HfApi().model_info(name, revision=revision).sha)
-    except (RepositoryNotFoundError, RevisionNotFoundError) as error:  # also a gated one, which is a subclass
-        raise FileNotFoundError(f"{name} is neither a folder nor available on the Hub: {_reason(error)}") from error
-    except HFValidationError as error:
-        raise FileNotFoundError(f"{name} is neither a folder nor an id on the Hub (user/name)") from error
-    except (HTTPError, OSError, OfflineModeIsEnabled) as error:  # busy, or out of reach
-        file = try_to_load_from_cache(name, "config.json", revision=revision)
-        if isinstance(file, str):
+    _require_id(name)
+    with explained(f"{name} is neither a folder nor available on the Hub", FileNotFoundError):
+        try:
+            return str(HfApi().model_info(name, revision=revision).sha)
+        except (RepositoryNotFoundError, RevisionNotFoundError):
+            raise
+        except (HTTPError, OSError):  # busy, or out of reach
+            file = try_to_load_from_cache(name, "config.json", revision=revision)
+            if not isinstance(file, str):
+                raise
             return Path(file).parent.name
-        problem = f"failed: {_reason(error)}" if isinstance(error, HfHubHTTPError) else "cannot be reached"
-        raise FileNotFoundError(f"{name} is not a folder, and the Hub {problem}") from error
-
-
-def _reason(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def commit_of(model: str, revision: str | None = None) -> str | None:
@@ -104,17 +113,9 @@ def check_before_push(repo_id: str) -> str:
     """
     if get_token() is None:
         raise PermissionError("A push needs a token of the Hub: log in with `hf auth login`, or set HF_TOKEN")
-    try:
-        validate_repo_id(repo_id)
+    validate_repo_id(repo_id)
+    with explained("The push would fail, nothing was started"):
         user = HfApi().whoami()
-    except HFValidationError as error:
-        raise ValueError(f"{repo_id!r} is not a name for a repository (user/name): {error}") from error
-    except HfHubHTTPError as error:
-        raise PermissionError(
-            f"The Hub did not accept the token, log in again with `hf auth login`: {error}"
-        ) from error
-    except (HTTPError, OSError) as error:  # httpx's connection errors are not OSErrors
-        raise ConnectionError(f"The Hub cannot be reached for the push, nothing was started: {error}") from error
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise PermissionError(
             f"The token of {user['name']} may only read: make one with write access at huggingface.co/settings/tokens"
@@ -123,16 +124,9 @@ def check_before_push(repo_id: str) -> str:
 
 
 def refuse_whole_model(repo_id: str) -> None:
-    """Make sure that a repository does not already contain a full model.
-
-    Raises:
-        ConnectionError: If the Hub cannot be asked.
-        ValueError: If it contains one.
-    """
-    try:
+    """Raise `ValueError` if a repository already contains a full model, which an expert would replace."""
+    with explained(f"The content of {repo_id} is unknown, nothing was started"):
         is_model = HfApi().file_exists(repo_id, "config.json")
-    except (HTTPError, OSError) as error:
-        raise ConnectionError(f"The Hub cannot be asked what is in {repo_id}, nothing was started: {error}") from error
     if is_model:
         raise ValueError(
             f"{repo_id} holds a whole model, whose weights and card a push would replace: name another repository "
@@ -141,7 +135,7 @@ def refuse_whole_model(repo_id: str) -> None:
 
 
 def push(folder: Path, repo_id: str, files: list[str], private: bool = False, what: str = "a MoTE model") -> str:
-    """Create or update a model repository from a folder.
+    """Create or update a model repository from a folder, and return the URL of the commit.
 
     Args:
         folder: Folder to push.
@@ -150,17 +144,14 @@ def push(folder: Path, repo_id: str, files: list[str], private: bool = False, wh
         private: Make a new repository private.
         what: Content of the folder, for the commit message.
 
-    Returns:
-        The URL of the commit.
-
     Raises:
         PermissionError: If the Hub refuses; the folder stays as it is.
         ConnectionError: If the connection breaks; likewise.
     """
-    api = HfApi()
-    try:
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        commit = api.upload_folder(
+    later = f"The model is complete in {folder}; push it later with `hf upload {repo_id} {folder}`"
+    with explained(f"{repo_id} was not pushed", remedy=later):
+        HfApi().create_repo(repo_id, private=private, exist_ok=True)
+        commit = HfApi().upload_folder(
             repo_id=repo_id,
             folder_path=folder,
             commit_message=f"Upload {what}",
@@ -168,44 +159,22 @@ def push(folder: Path, repo_id: str, files: list[str], private: bool = False, wh
             # Weights of a version with other shards, and not what others have added under a similar name:
             delete_patterns=["model.safetensors", "model-[0-9]*-of-[0-9]*.safetensors", "model.safetensors.index.json"],
         )
-    except HfHubHTTPError as error:
-        raise PermissionError(f"The Hub refused to take {repo_id}: {error}\n{_push_later(folder, repo_id)}") from error
-    except (HTTPError, OSError) as error:
-        raise ConnectionError(f"The push of {repo_id} was cut off: {error}\n{_push_later(folder, repo_id)}") from error
     return str(commit.commit_url)
 
 
 def push_card(card: str, repo_id: str) -> str:
-    """Replace the card of a model on the Hub.
-
-    Args:
-        card: Content of README.md.
-        repo_id: Repository of the model, `user/name`.
-
-    Returns:
-        The URL of the commit.
+    """Replace the card of a model on the Hub, and return the URL of the commit.
 
     Raises:
         PermissionError: If the Hub refuses, or has no such model.
         ConnectionError: If the connection breaks.
     """
-    try:
+    first = f"If the model is not on the Hub yet, push it first: `hf upload {repo_id} DIR`"
+    with explained(f"The card of {repo_id} was not pushed", remedy=first):
         commit = HfApi().upload_file(
             path_or_fileobj=card.encode(),
             path_in_repo="README.md",
             repo_id=repo_id,
             commit_message="Update the model card",
         )
-    except RepositoryNotFoundError as error:
-        raise PermissionError(
-            f"{repo_id} is not on the Hub: push the model first, `hf upload {repo_id} DIR`"
-        ) from error
-    except HfHubHTTPError as error:
-        raise PermissionError(f"The Hub refused to take the card of {repo_id}: {error}") from error
-    except (HTTPError, OSError) as error:
-        raise ConnectionError(f"The push of the card of {repo_id} was cut off: {error}") from error
     return str(commit.commit_url)
-
-
-def _push_later(folder: Path, repo_id: str) -> str:
-    return f"The model is complete in {folder}; push it later with `hf upload {repo_id} {folder}`"

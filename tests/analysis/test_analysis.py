@@ -509,7 +509,9 @@ def test_names_are_resolved_before_anything_is_loaded(
 
     monkeypatch.setattr(PreTrainedConfig, "get_config_dict", no_more)
     assert main(["analyze", str(trained_folder), "no/such"]) == 1
-    assert capsys.readouterr().err == "error: no/such is not a folder, and the Hub cannot be reached\n"
+    error = capsys.readouterr().err
+    assert error.startswith("error: no/such is neither a folder nor available on the Hub: Cannot reach ")
+    assert error.count("\n") == 1
 
 
 def test_code_of_a_folder_runs_only_if_trusted(trained_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

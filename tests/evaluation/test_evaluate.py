@@ -456,7 +456,7 @@ def test_invalid_models(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         str(deeper): f"{deeper} lacks weights that its config requires, and random ones would replace them: encoder",
         str(adapter): f"{adapter} holds an adapter (adapter_config.json), not the model that it adapts: merge",
         str(adapted): f"{adapted} holds an adapter",
-        "nobody/nothing": "nobody/nothing is not a folder, and the Hub cannot be reached",
+        "nobody/nothing": "nobody/nothing is neither a folder nor available on the Hub: Cannot reach",
         "no such/folder/here": "is neither a folder nor an id on the Hub",
     }.items():
         out = tmp_path / "out"

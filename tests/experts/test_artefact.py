@@ -339,7 +339,7 @@ def test_to_the_hub_and_back(tiny_mote: Path, with_legal: Path, tmp_path: Path) 
         statuses, out, error = run_mote(server, tmp_path / "fresh", add, unknown, a_model, in_place, push, listed)
         assert statuses == ["0", "1", "1", "1", "1", "0"], error
         assert hidden(tmp_path / "fresh" / "new", "legal").equal(hidden(with_legal, "legal"))
-        assert "user/nothing is neither a folder nor a repository on the Hub" in error
+        assert "user/nothing is neither a folder nor available on the Hub" in error
         assert (
             "user/legal-mote is a whole MoTE, not a dense model: `mote experts extract` writes one of its experts"
             in error

@@ -205,4 +205,4 @@ def test_pushes_by_the_libraries_alone(source: Path, tmp_path: Path) -> None:
     assert "[More Information Needed]" not in card
     assert after["auto"].keys() == pushed["auto"].keys()
     assert "user/auto is on the Hub: push its card with `--push`, or name a folder" in stderr
-    assert "user/none is not on the Hub: push the model first, `hf upload user/none DIR`" in stderr
+    assert "If the model is not on the Hub yet, push it first: `hf upload user/none DIR`" in stderr
