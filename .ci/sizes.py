@@ -1,16 +1,12 @@
-"""Size of the repository by room, against its budgets, and how the library is written: `python scripts/sizes.py`.
+"""Print the size of each room and the share of checks, with their limits: `python .ci/sizes.py`.
 
-A room may grow only by what an issue grants, and rates hold for good. `--measure` adds figures without a limit.
+A room grows only by what an issue grants; rates hold for good.
 """
 
-import argparse
 import ast
-import re
-import statistics
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -89,17 +85,8 @@ def validation_lines(tree: ast.Module) -> set[int]:
     return found
 
 
-def functions_in(trees: Iterable[ast.Module]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Iterate over all functions and methods."""
-    for tree in trees:
-        yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-
-
 def main() -> int:
     """Print the table; return 1 if something is over its limit."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--measure", action="store_true", help="also print figures without a limit")
-    measure = parser.parse_args().measure
     files = {room: tracked(patterns) for room, (patterns, _) in LIBRARY.items()}
     library = tracked(["src/mote/*.py", ":(glob)*_mote.py", "upcycle.py"])
     named = {file for room in files.values() for file in room}
@@ -121,27 +108,7 @@ def main() -> int:
     print(f"{'room':35}{'now':>8}{'at most':>9}")
     for room, now, limit in rows:
         print(f"{room:35}{now:>8,}{limit:>9,}{'  over' if now > limit else ''}")
-    if measure:
-        print_measures(trees, texts)
     return int(any(now > limit for _, now, limit in rows))
-
-
-def print_measures(trees: dict[Path, ast.Module], texts: dict[Path, str]) -> None:
-    """Print the lengths of functions, private functions with one caller, public names, and what is not typed."""
-    functions = list(functions_in(trees.values()))
-    lengths = sorted((node.end_lineno or 0) - node.lineno + 1 for node in functions)
-    words = Counter(re.findall(r"\w+", "\n".join(texts.values())))
-    private = {node.name for node in functions if node.name.startswith("_") and not node.name.startswith("__")}
-    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    top = [node.name for tree in trees.values() for node in tree.body if isinstance(node, definitions)]
-    everything = "\n".join(texts.values())
-    print(
-        f"\nfunctions: {len(lengths)}, lines: median {statistics.median(lengths):g}, "
-        f"p90 {lengths[int(0.9 * len(lengths))]}, longest {lengths[-1]}\n"
-        f"private functions: {len(private)}, named once more: {sum(words[name] == 2 for name in private)}\n"
-        f"public functions and classes of modules: {sum(not name.startswith('_') for name in top)}\n"
-        f"': Any': {everything.count(': Any')}, 'type: ignore': {everything.count('type: ignore')}"
-    )
 
 
 if __name__ == "__main__":
