@@ -142,8 +142,7 @@ def extract(
     Raises:
         FileNotFoundError: If the source does not exist or has no weights.
         FileExistsError: If `out` is in use.
-        ValueError: If the source is not a task MoTE, has no such expert, or has compressed experts; if the repository
-            to push to holds a whole model.
+        ValueError: If the source is not a task MoTE, has no such expert, or has compressed experts.
         PermissionError: If the Hub refuses the push.
     """
     options, out = options or WriteOptions(), Path(out)
@@ -217,15 +216,10 @@ class ExpertList(Report):
 
     def __str__(self) -> str:
         """Format as a table."""
-        rows = [
-            (
-                one["name"],
-                "not here" if one["parameters"] is None else millions(one["parameters"]),
-                repr(one["instruction"]),
-                ", ".join(one["tasks"]),
-            )
-            for one in self.to_dict()["experts"]
-        ]
+        rows = []
+        for one in self.to_dict()["experts"]:
+            size = "not here" if one["parameters"] is None else millions(one["parameters"])
+            rows.append((one["name"], size, repr(one["instruction"]), ", ".join(one["tasks"])))
         listed = table(("expert", "parameters", "instruction", "tasks"), rows, align="lrll")
         return f"{listed}\n\nbase `{self.base_hash}`"
 

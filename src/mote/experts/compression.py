@@ -30,9 +30,8 @@ def compress(model: MoTEModel, *, rank: int | None = None, bits: int | None = No
         A new model, whose config holds the compression.
 
     Raises:
-        ValueError: Unless exactly one of `rank` and `bits` is given, and in range; if experts are not loaded,
-            compressed or quantised already, token-routed (the model or each of them), or have adapters or non-finite
-            weights.
+        ValueError: Unless exactly one of `rank` and `bits` is given, and in range; if experts are not loaded, cannot be
+            read (see `add`), are token-routed, or hold non-finite weights.
     """
     require_mergeable(model)
     for key, weight in (named for block in model.blocks for named in block.experts.named_parameters()):

@@ -66,7 +66,6 @@ def configure(
         OSError: If the result cannot be written; nothing is left behind.
         ValueError: If a task is unknown, an instruction belongs to another expert, or the source is on the Hub and
             there is no `out`.
-        PermissionError: If the Hub refuses the push.
     """
     changes: dict[str, Any] = {INSTRUCTION + task: text for task, text in (instructions or {}).items()}
     changes |= {EXPERT + task: expert for task, expert in (tasks or {}).items()}
@@ -87,11 +86,7 @@ def configure(
 
 
 def parse_settings(words: Mapping[str, str]) -> dict[str, Any]:
-    """Turn command-line words into arguments of `configure`.
-
-    Args:
-        words: Key → value, as in `{"default_task": "none", "instruction.clustering": "Topic: "}`. For the default
-            task, `none` or an empty value removes it; `route_by_text` is `true` or `false`.
+    """Turn the words of `mote set`, as in `{"default_task": "none"}`, into arguments of `configure`.
 
     Raises:
         ValueError: If a key is unknown; the message lists the known ones.

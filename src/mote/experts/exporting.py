@@ -90,9 +90,6 @@ def native_model(model: "MoTEModel", weights: dict[str, torch.Tensor], experts: 
         model: The MoTE.
         weights: Name in the dense model → weight; taken over without a copy.
         experts: Experts that the weights come from, whose tasks a token-routed backbone takes over.
-
-    Raises:
-        ValueError: If the pooling has weights of its own.
     """
     if model.config.model_type == ATTENTION_POOLING:
         raise ValueError(

@@ -47,8 +47,8 @@ def offload(model: "MoTEModel", to: str = "cpu", keep: int = 1) -> None:
             all of these are in use.
 
     Raises:
-        ValueError: If a setting is out of range, the model is token-routed, quantised, offloaded, spread over several
-            devices or has adapters, or its weights differ from those in its files (`"disk"`).
+        ValueError: If a setting is invalid, the model is token-routed, quantised, offloaded, on several devices or has
+            adapters, or its weights differ from those in its files (`"disk"`).
     """
     if model.offloading is not None:
         raise ValueError(f"Experts are already offloaded ({model.offloading!r}): call mote.restore(model) first")
@@ -72,14 +72,7 @@ def restore(model: "MoTEModel") -> None:
 def offload_others(model: "MoTEModel", loaded_experts: list[str] | None, to: str, keep: int) -> None:
     """Offload a model that was loaded with its first `keep` experts only; the others come from its files.
 
-    Args:
-        model: The model.
-        loaded_experts: `loaded_experts` of its config from now on.
-        to: As in `offload`.
-        keep: As in `offload`.
-
-    Raises:
-        ValueError: As `offload`.
+    `loaded_experts` is what its config says from now on; errors as from `offload`.
     """
     _require_offloadable(model)
     store = DiskStore(model.weight_files)
@@ -121,12 +114,7 @@ def _require_stored(weights: Mapping[str, torch.Tensor], store: DiskStore, *, eq
 
 
 class Slot:
-    """Room on the device for one expert.
-
-    Args:
-        layers: Layers of the expert in the slot, one per block. Their weights will be overwritten.
-        expert: Name of the expert.
-    """
+    """Room on the device for one expert: a layer per block, whose weights will be overwritten."""
 
     def __init__(self, layers: list[nn.Module], expert: str) -> None:
         self.layers = layers
@@ -176,7 +164,7 @@ class Offloading:
     """Keeps the experts of a model in a store, and those in use on the device. Thread-safe.
 
     Args:
-        model: A MoTE. Its first `keep` experts must be on the device, and stay; the others are dropped.
+        model: A MoTE. Its first `keep` experts stay on the device; the others are dropped.
         store: Holds the weights of all experts of the model's config.
         keep: Number of experts on the device.
     """

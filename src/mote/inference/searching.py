@@ -24,23 +24,12 @@ class HybridIndex:
     Args:
         model: A hybrid model, `SparseEncoder(path, trust_remote_code=True)`.
 
-    Raises:
-        OSError: If FAISS is not installed.
-        ValueError: If the model is not hybrid.
     """
 
     def __init__(self, model: "SparseEncoder") -> None:
-        try:
-            import faiss
-        except ModuleNotFoundError as error:
-            raise OSError(
-                'Searching needs faiss, which is not installed: pip install "mote-embeddings[corpora]"'
-            ) from error
+        import faiss
         from scipy.sparse import csr_matrix
 
-        last: Any = model[-1]
-        if type(last).__name__ != "HybridPooling":
-            raise ValueError("The model gives no hybrid vectors: `mote train hybrid` trains one that does")
         first: Any = model[0]
         self.model = model
         self.vocabulary: int = first.config.vocab_size
@@ -75,12 +64,10 @@ class HybridIndex:
             Scores [Q, K] and numbers of documents [Q, K], best first; K is `top_k`, or the corpus size if smaller.
 
         Raises:
-            ValueError: If `top_k` is not positive, or the weight is negative.
+            ValueError: If the weight is negative.
         """
         last: Any = self.model[-1]
         weight = last.weight if weight is None else weight
-        if top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {top_k}")
         if weight < 0:
             raise ValueError(f"weight must not be negative, got {weight}")
         count = min(top_k, len(self))
