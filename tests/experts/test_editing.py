@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.checkpoints import trusted
 from helpers.families import all_families, batch, fresh_mote, in_threads, make_different, trained_mote
+from helpers.on_disk import VERBS
 from helpers.paths import SMALL_ENCODER
 from sentence_transformers import SentenceTransformer
 
@@ -107,18 +108,6 @@ def test_removing_and_renaming(name: str, tmp_path: Path) -> None:
     assert_round_trip(model, tmp_path)
     with pytest.raises(ValueError, match="Unknown task 'alpha'"):
         hidden(model, "alpha")
-
-
-def test_taken_out_and_put_back_it_is_the_same(tmp_path: Path) -> None:
-    model = trained_mote("modernbert", experts=THREE)
-    before = {expert: hidden(model, expert) for expert in THREE}
-    weights = {key: weight.clone() for key, weight in mote.experts.weights(model, "beta").items()}
-    assert all("beta" not in key for key in weights)
-    mote.experts.remove(model, "beta")
-    mote.experts.add(model, "beta", weights)
-    assert model.config.experts == ["alpha", "gamma", "beta"]
-    assert all(hidden(model, expert).equal(output) for expert, output in before.items())
-    assert_round_trip(model, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -339,19 +328,6 @@ def test_some_experts_alone(tmp_path: Path) -> None:
     mote.experts.remove(model, "gamma")
     assert (model.config.experts, model.config.loaded_experts) == (["epsilon", "delta"], None)
     assert_round_trip(model, tmp_path / "complete")
-
-
-VERBS: dict[str, Callable[[Any], Any]] = {
-    "add": lambda model: mote.experts.add(model, "new", "alpha"),
-    "average": mote.experts.average,
-    "compress": lambda model: mote.experts.compress(model, bits=8),
-    "export": lambda model: mote.experts.export(model, "alpha"),
-    "interpolate": lambda model: mote.experts.interpolate(model, 0.5),
-    "merge": lambda model: mote.experts.merge(model, {"alpha": 1, "beta": 1}, "new"),
-    "remove": lambda model: mote.experts.remove(model, "alpha"),
-    "rename": lambda model: mote.experts.rename(model, "alpha", "new"),
-    "weights": lambda model: mote.experts.weights(model, "alpha"),
-}
 
 
 def test_a_token_router_is_refused() -> None:

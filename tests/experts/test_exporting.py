@@ -1,11 +1,7 @@
 """One expert as a plain dense model, in torch and in the runtimes for CPUs."""
 
-import os
 import shutil
 import signal
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +10,13 @@ import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint, files_in, read_json, trusted
 from helpers.families import all_families, batch, trained_mote
+from helpers.kills import stop_everywhere
 from helpers.on_disk import average, export
 from helpers.paths import SMALL_ENCODER
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
 from mote import upcycle
-from mote.checkpoints import writing
 from mote.checkpoints.provenance import read_steps
 from mote.cli import main
 from mote.remote.configuration_mote import PAPER_INSTRUCTIONS
@@ -196,44 +192,29 @@ def test_the_command(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert read_steps(tmp_path / "out")[-1]["settings"] == {"name": "search_query"}
 
 
-def refusals(dense: Path, trained: Path, tmp_path: Path) -> dict[str, tuple[Path, list[str]]]:
-    """Message → source and options."""
-    routed = tmp_path / "routed"
-    upcycle(str(dense), routed, routing="token")
-    broken = tmp_path / "broken"
-    shutil.copytree(trained, broken)
-    (broken / "model.safetensors").write_bytes((trained / "model.safetensors").read_bytes()[:-100])
-    empty = tmp_path / "empty.txt"
-    empty.write_text("\n \n")
-    picture = tmp_path / "picture.png"
-    picture.write_bytes(b"\x89PNG\xff")
-    return {
-        "Unknown expert 'clusterin'. Did you mean 'clustering'?": (
-            trained,
-            ["--expert", "clusterin"],
-        ),
-        "A token-routed model has no experts for tasks": (routed, []),
-        "is not a MoTE but a 'bert'": (dense, []),
-        "nowhere is neither a folder nor": (tmp_path / "nowhere", []),
-        "cannot be read, is it truncated?": (broken, []),
-        "'onx' is not one of 'torch', 'onnx', 'openvino'": (trained, ["--backend", "onx"]),
-        "'int4' is not": (trained, ["--quantize", "int4"]),
-        "'bert' has no published format besides the native one": (trained, ["--format", "published"]),
-        "quantize is for the backends 'onnx' and 'openvino'": (trained, ["--quantize", "int8"]),
-        "texts are for the backends 'onnx' and 'openvino'": (trained, ["--texts", str(SMALL_ENCODER / "README.md")]),
-        "No such file": (trained, ["--texts", str(tmp_path / "no-such-file")]),
-        "has no texts: expected one per line": (trained, ["--texts", str(empty)]),
-        "not a text in UTF-8": (trained, ["--texts", str(picture)]),
-    }
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--expert", "clusterin"], "Unknown expert 'clusterin'. Did you mean 'clustering'?"),
+        (["--backend", "onx"], "'onx'"),
+        (["--quantize", "int4"], "'int4'"),
+        (["--format", "published"], "'bert' has no published format besides the native one"),
+        (["--quantize", "int8"], "quantize is for the backends 'onnx' and 'openvino'"),
+        (["--texts", str(SMALL_ENCODER / "README.md")], "texts are for the backends 'onnx' and 'openvino'"),
+        (["--texts", "no-such-file"], "No such file"),
+    ],
+)
+def test_what_is_refused(
+    options: list[str], message: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(trained, tmp_path / "out", *options) in (1, 2)
+    assert message in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
 
 
-def test_what_is_refused(dense: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for message, (source, options) in refusals(dense, trained, tmp_path).items():
-        capsys.readouterr()
-        before = files_in(tmp_path)
-        assert run(source, tmp_path / "out", *options) in (1, 2)
-        assert message in capsys.readouterr().err
-        assert files_in(tmp_path) == before
+def test_sources_that_are_refused(token_routed: Path, trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="A token-routed model has no experts for tasks"):
+        export(token_routed, tmp_path / "out", expert="clustering")
     with pytest.raises(ValueError, match="is the source itself"):
         export(trained, trained, expert="clustering", overwrite=True)
 
@@ -241,57 +222,17 @@ def test_what_is_refused(dense: Path, trained: Path, tmp_path: Path, capsys: pyt
 # Nothing half-written ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", ["write_model", "write_sentence_transformer", "write_steps"])
-def test_a_full_disk(step: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(writing, step, fail)
-    with pytest.raises(OSError, match="could not be written, nothing was left behind: No space left"):
-        export(trained, tmp_path / "out", expert="clustering")
-    assert not any(tmp_path.iterdir())
-
-
-# In a process of its own: files that may not grow, or a kill at a step of the writing.
-FAULTS = """
-import os, resource, signal, sys
-from mote.checkpoints import writing as repository
-from mote.cli import main
-
-source, out, how = sys.argv[1:]
-if how == "limit":
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-else:
-    step = getattr(repository, how)
-    setattr(repository, how, lambda *a, **k: (step(*a, **k), os.kill(os.getpid(), signal.SIGKILL)))
-sys.exit(main(["export", source, "--out", out, "--expert", "clustering"]))
-"""
-
-
-@pytest.fixture
-def with_fault(trained: Path, tmp_path: Path) -> Callable[[str], "subprocess.CompletedProcess[str]"]:
-    def run_it(how: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-c", FAULTS, str(trained), str(tmp_path / "out"), how]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-
-    return run_it
+@pytest.mark.processes
+def test_files_that_cannot_grow(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "place" / "out"
+    for result in stop_everywhere(out, "export", trained, "--out", out, "--expert", "clustering", how="file size"):
+        assert (result.status, result.out, result.left) == (1, "absent", [])
+        assert "could not be written, nothing was left behind" in result.printed
 
 
 @pytest.mark.processes
-def test_files_that_cannot_grow(with_fault: Callable[[str], Any], tmp_path: Path) -> None:
-    done = with_fault("limit")
-    assert done.returncode == 1
-    assert "could not be written, nothing was left behind" in done.stderr
-    assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.processes
-def test_killed_while_writing(with_fault: Callable[[str], Any], trained: Path, tmp_path: Path) -> None:
-    for step in ("write_model", "write_steps"):
-        assert with_fault(step).returncode == -signal.SIGKILL
-        assert not (tmp_path / "out").exists()
-    out = export(trained, tmp_path / "out", expert="clustering")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # the leftovers are gone
-    SentenceTransformer(str(out)).encode(TEXTS)
+def test_killed_at_any_moment(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "place" / "out"
+    killed = stop_everywhere(out, "export", trained, "--out", out, "--expert", "clustering")
+    assert {result.status for result in killed} == {-signal.SIGKILL}
+    assert {result.out for result in killed} <= {"absent", "new"}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint, edit_json, files_in, read_json, trusted
 from helpers.families import all_families, batch, dense_model, fresh_mote, make_different, mote_config, trained_mote
-from helpers.on_disk import average, interpolate
+from helpers.on_disk import average, compress, export, interpolate
 from helpers.paths import SMALL_ENCODER
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
@@ -23,7 +23,6 @@ from mote.checkpoints import writing
 from mote.checkpoints.provenance import read_steps
 from mote.cli import main
 from mote.remote.modeling_mote import MoTEModel
-from mote.remote.token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
 EXPERTS = ["classification", "clustering", "search_query", "search_document"]
 TEXTS = ["whales breathe air", "a recipe for bread", "search_query: bread"]
@@ -157,13 +156,6 @@ def test_a_model_without_all_its_experts_is_refused(trained: Path) -> None:
     model = MoTEModel.from_pretrained(trained, experts=["clustering"])
     for merge in (mote.experts.average, lambda model: mote.experts.interpolate(model, 0.5)):
         with pytest.raises(ValueError, match=r"The experts 'classification', .* are not loaded"):
-            merge(model)
-
-
-def test_a_token_router_is_refused() -> None:
-    model = TokenRoutedModel(TokenRoutedConfig(backbone_config=dense_model("bert").config))
-    for merge in (mote.experts.average, lambda model: mote.experts.interpolate(model, 0.5)):
-        with pytest.raises(ValueError, match="token-routed"):
             merge(model)
 
 
@@ -306,39 +298,27 @@ def test_invalid_arguments(
     assert not any(tmp_path.iterdir())
 
 
-def refusals(dense: Path, trained: Path, tmp_path: Path) -> dict[str, tuple[Path, Path]]:
-    """Message → source and place of the result."""
-    partial = tmp_path / "partial"
-    shutil.copytree(trained, partial)
-    edit_json(partial / "config.json", loaded_experts=["clustering"])
-    broken = tmp_path / "broken"
-    shutil.copytree(trained, broken)
-    (broken / "model.safetensors").write_bytes((trained / "model.safetensors").read_bytes()[:-100])
-    misshapen = tmp_path / "misshapen"
-    shutil.copytree(trained, misshapen)
-    edit_json(
-        misshapen / "config.json",
-        backbone_config=read_json(trained / "config.json")["backbone_config"] | {"vocab_size": 61},
-    )
-    out = tmp_path / "out"
-    return {
-        "1 mismatched keys (('backbone.embeddings.word_embeddings.weight'": (misshapen, out),
-        "is not a MoTE but a 'bert': `mote upcycle` makes": (dense, out),
-        "nowhere is neither a folder nor": (tmp_path / "nowhere", out),
-        "are not loaded (loaded: 'clustering')": (partial, out),
-        "cannot be read, is it truncated?": (broken, out),
-        "is in use: choose another folder": (trained, dense),
-    }
-
-
 def test_sources_that_are_refused(
     dense: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for message, (source, out) in refusals(dense, trained, tmp_path).items():
-        for command, *options in (["average"], ["interpolate", "--weight", "0.5"]):
-            assert main([command, str(source), "--out", str(out), *options]) == 1
+    """By any verb over a folder: they all go through `mote.transform`."""
+    partial, broken, misshapen = (shutil.copytree(trained, tmp_path / name) for name in ("a", "b", "c"))
+    edit_json(partial / "config.json", loaded_experts=["clustering"])
+    (broken / "model.safetensors").write_bytes((trained / "model.safetensors").read_bytes()[:-100])
+    backbone = read_json(trained / "config.json")["backbone_config"]
+    edit_json(misshapen / "config.json", backbone_config=backbone | {"vocab_size": 61})
+    for source, out, message in (
+        (partial, "out", "are not loaded (loaded: 'clustering')"),
+        (broken, "out", "cannot be read, is it truncated?"),
+        (misshapen, "out", "1 mismatched keys (('backbone.embeddings.word_embeddings.weight'"),
+        (dense, "out", "is not a MoTE but a 'bert': `mote upcycle` makes"),
+        (tmp_path / "nowhere", "out", "nowhere is neither a folder nor"),
+        (trained, "a", "is in use: choose another folder"),
+    ):
+        for command in (["average"], ["interpolate", "--weight", "0.5"]):
+            assert main([*command, str(source), "--out", str(tmp_path / out)]) == 1
             assert message in capsys.readouterr().err
-            assert {path.name for path in tmp_path.iterdir()} == {"partial", "broken", "misshapen"}
+            assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c"}
 
 
 def test_what_may_be_overwritten(dense: Path, trained: Path, tmp_path: Path) -> None:
@@ -359,17 +339,25 @@ def test_what_may_be_overwritten(dense: Path, trained: Path, tmp_path: Path) -> 
         average(inner, outer, overwrite=True)
 
 
+WRITERS: dict[str, Callable[[Path, Path], Path]] = {
+    "average": average,
+    "compress": lambda src, out: compress(src, out, bits=8),
+    "export": lambda src, out: export(src, out, expert="clustering"),
+    "interpolate": lambda src, out: interpolate(src, out, 0.5),
+}
+
+
 @pytest.mark.parametrize("step", ["write_model", "write_sentence_transformer", "write_steps"])
-@pytest.mark.parametrize("merge", [average, lambda src, out: interpolate(src, out, 0.5)])
+@pytest.mark.parametrize("verb", WRITERS)
 def test_nothing_is_left_half_written(
-    step: str, merge: Callable[..., Path], trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: str, verb: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("No space left on device")
 
     monkeypatch.setattr(writing, step, fail)
     with pytest.raises(OSError, match="could not be written, nothing was left behind: No space left"):
-        merge(trained, tmp_path / "out")
+        WRITERS[verb](trained, tmp_path / "out")
     assert not any(tmp_path.iterdir())
 
 

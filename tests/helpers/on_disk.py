@@ -1,6 +1,6 @@
-"""Verbs over experts on disk, as the command line calls them, and what comes out."""
+"""Verbs over experts, in memory and on disk as the command line calls them, and what comes out."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,19 @@ from mote.experts import list_experts
 from mote.experts.artefact import ExpertArtefact
 from mote.experts.dense import opened
 from mote.inference.runtimes import convert
+
+# Each verb over a model of the experts alpha and beta, in memory.
+VERBS: dict[str, Callable[[Any], Any]] = {
+    "add": lambda model: mote.experts.add(model, "new", "alpha"),
+    "average": mote.experts.average,
+    "compress": lambda model: mote.experts.compress(model, bits=8),
+    "export": lambda model: mote.experts.export(model, "alpha"),
+    "interpolate": lambda model: mote.experts.interpolate(model, 0.5),
+    "merge": lambda model: mote.experts.merge(model, {"alpha": 1, "beta": 1}, "new"),
+    "remove": lambda model: mote.experts.remove(model, "alpha"),
+    "rename": lambda model: mote.experts.rename(model, "alpha", "new"),
+    "weights": lambda model: mote.experts.weights(model, "alpha"),
+}
 
 
 def add(src: Path, start: str | Path, out: Path | None, name: str | None = None, **settings: Any) -> Path:
