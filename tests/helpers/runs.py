@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.paths import EXAMPLE_DATA
 from safetensors.torch import load_file
 
 from mote.checkpoints.provenance import read_steps
 from mote.reporting import HOW_TO_RESUME
-from mote.training.progress import Tracker
+from mote.training.pretraining_recipe import PretrainingRecipe
+from mote.training.progress import RunCallback, Tracker
+from mote.training.recipe_files import load_recipe
 from mote.training.train import train
 
 
@@ -51,6 +54,23 @@ def train_step(folder: Path) -> dict[str, Any]:
 def read_log(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's log."""
     return [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop runs of pre-training after a step, as Ctrl-C does."""
+    end = RunCallback.on_step_end
+
+    def on_step_end(self: RunCallback, args: Any, state: Any, control: Any, **others: Any) -> None:
+        end(self, args, state, control, **others)
+        if state.global_step == step:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunCallback, "on_step_end", on_step_end)
+
+
+def pretraining_recipe(name: str, *overrides: str) -> PretrainingRecipe:
+    """A shipped recipe of pre-training, on the repository's data."""
+    return load_recipe(name, ["model.source=x", f"data.folder={EXAMPLE_DATA}", *overrides], PretrainingRecipe)
 
 
 def command(*arguments: str) -> list[str]:

@@ -3,10 +3,12 @@
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers.checkpoints import dense_checkpoint
+from helpers.checkpoints import dense_checkpoint, tiny_tokenizer
 from helpers.paths import EXAMPLE_DATA
+from transformers import AutoTokenizer
 
 SCORED = [
     ("A plane is taking off.", "An air plane is taking off.", 5.0),
@@ -26,6 +28,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "tiny"
     dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     return dense_checkpoint(folder, sentence_transformers={"normalize": True, "max_seq_length": 24}, **dropout)
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with its head for masked language modelling."""
+    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    return dense_checkpoint(tmp_path_factory.mktemp("source") / "tiny", head="mlm", **dropout)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A token for each letter; texts are cut off after 24."""
+    found = AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+    found.model_max_length = 24
+    return found
 
 
 @pytest.fixture(scope="session")

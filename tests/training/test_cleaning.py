@@ -1,4 +1,4 @@
-"""Rows of a dataset: checked, cleaned, sampled, and a validation split cut off."""
+"""Rows of a dataset: checked, cleaned, sampled, and a validation split held out."""
 
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,7 @@ def test_an_invalid_row_is_counted_and_reported_with_its_line(
     path = write(tmp_path, "retrieval/tiny", [])
     path.write_text("\n".join([VALID % 1, "", line, VALID % 2]))
     caplog.set_level("INFO", "mote")
-    recipe = recipe_of(tmp_path, settings={"datasets": ["retrieval/tiny"]}, data={"max_invalid_fraction": 0.34})
-    data = load_data(recipe)
+    data = load(tmp_path, "retrieval/tiny", data={"max_invalid_fraction": 0.34})
     (report,) = data.reports
     assert (report.read, report.invalid, report.used) == (3, 1, 2)
     assert report.errors[0].startswith(f"{path}:3: {fault}")
@@ -51,23 +50,30 @@ def test_ids_of_texts_are_fixed() -> None:
     assert text_id("ä") == -1131041350483206087  # as a validation part, it must never change
 
 
-SCORED = [{"sentence1": f"a{i}", "sentence2": f"b{i}", "score": score} for i, score in enumerate([0.0, 2.5, 5.0])]
+def scored(*scores: float) -> Rows:
+    return [{"sentence1": f"a{i}", "sentence2": f"b{i}", "score": score} for i, score in enumerate(scores)]
 
 
-def test_scores_are_scaled(tmp_path: Path) -> None:
-    write(tmp_path, "sts/tiny", SCORED)
-    data = load(tmp_path, "sts/tiny", task="s", settings={"loss": "CoSENTLoss"})
+GRADED = scored(0.0, 2.5, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("scores", "loss", "expected", "largest"),
+    [
+        ((0.0, 2.5, 5.0), "CoSENTLoss", [0.0, 0.5, 1.0], 5),
+        ((0.0, 0.25, 0.5), "CoSENTLoss", [0.0, 0.25, 0.5], None),
+        ((-10.0, -7.5, -5.0), "CosineSimilarityLoss", [-1.0, -0.75, -0.5], 10),
+    ],
+)
+def test_scores_are_scaled(
+    tmp_path: Path, scores: tuple[float, ...], loss: str, expected: list[float], largest: int | None
+) -> None:
+    write(tmp_path, "sts/tiny", scored(*scores))
+    data = load(tmp_path, "sts/tiny", task="s", settings={"loss": loss})
     assert only(data).label_type == "scored"
-    assert only(data).rows["label"][:] == [0.0, 0.5, 1.0]
-    assert data.reports[0].notes == ["scores divided by the largest absolute value, 5"]
-    write(tmp_path, "sts/tiny", [{**row, "score": row["score"] / 10} for row in SCORED])
-    data = load(tmp_path, "sts/tiny", task="s", settings={"loss": "CoSENTLoss"})
-    assert only(data).rows["label"][:] == [0.0, 0.25, 0.5]
-    assert data.reports[0].notes == []
-    write(tmp_path, "sts/tiny", [{**row, "score": row["score"] - 10} for row in SCORED])
-    data = load(tmp_path, "sts/tiny", task="s", settings={"loss": "CosineSimilarityLoss"})
-    assert only(data).rows["label"][:] == [-1.0, -0.75, -0.5]
-    assert data.reports[0].notes == ["scores divided by the largest absolute value, 10"]
+    assert only(data).rows["label"][:] == expected
+    notes = [] if largest is None else [f"scores divided by the largest absolute value, {largest}"]
+    assert data.reports[0].notes == notes
 
 
 def test_pairs_of_zero_and_one(tmp_path: Path) -> None:
@@ -84,9 +90,9 @@ def test_pairs_of_zero_and_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "loss", "message"),
     [
-        (SCORED, "InfoNCE", "has graded scores, but InfoNCE takes 0 and 1: set the loss CoSENTLoss, or `min_score`"),
-        (SCORED, "ContrastiveLoss", "has graded scores, but ContrastiveLoss takes 0 and 1"),
-        (SCORED, "BatchAllTripletLoss", "BatchAllTripletLoss takes rows of the type labelled, got scored"),
+        (GRADED, "InfoNCE", "has graded scores, but InfoNCE takes 0 and 1: set the loss CoSENTLoss, or `min_score`"),
+        (GRADED, "ContrastiveLoss", "has graded scores, but ContrastiveLoss takes 0 and 1"),
+        (GRADED, "BatchAllTripletLoss", "BatchAllTripletLoss takes rows of the type labelled, got scored"),
         ([{"query": "a"}], "InfoNCE", "InfoNCE takes rows of the type pairs or labelled or scored, got texts"),
         (pairs(2), "BatchAllTripletLoss", "BatchAllTripletLoss takes rows of the type labelled, got pairs"),
         (pairs(2), "CoSENTLoss", "CoSENTLoss takes rows of the type scored, got pairs"),
@@ -117,30 +123,25 @@ RERANKING = [
 ]
 
 
-def test_lists_of_positives_and_negatives(tmp_path: Path) -> None:
-    write(tmp_path, "reranking/tiny", RERANKING)
-    data = load(tmp_path, "reranking/tiny")
-    assert only(data).rows["positive"][:] == ["p1", "p2", "p3"]
-    assert negatives_of(data) == [["n1", "n2"], ["n3", "n1"], ["n4", "n5"]]
-    assert data.reports[0].dropped == {"no hard negative": 1}
-
-
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
+        (None, [["n1", "n2"], ["n3", "n1"], ["n4", "n5"]]),
         (1, [["n1"], ["n2"], ["n4"]]),
         (3, [["n1", "n2", "n3"], ["n1", "n2", "n3"], ["n4", "n5", "n4"]]),
         (9, [["n1", "n2", "n3"], ["n1", "n2", "n3"], ["n4", "n5", "n4"]]),
         (0, [[], [], [], []]),
     ],
 )
-def test_a_number_of_negatives(tmp_path: Path, wanted: int, expected: list[list[str]]) -> None:
+def test_lists_of_positives_and_negatives(tmp_path: Path, wanted: int | None, expected: list[list[str]]) -> None:
     write(tmp_path, "reranking/tiny", RERANKING)
-    assert negatives_of(load(tmp_path, {"path": "reranking/tiny", "negatives": wanted})) == expected
+    data = load(tmp_path, {"path": "reranking/tiny", "negatives": wanted})
+    assert only(data).rows["positive"][:] == ["p1", "p2", "p3", "p4"][: len(expected)]
+    assert negatives_of(data) == expected
+    assert data.reports[0].dropped == ({} if wanted == 0 else {"no hard negative": 1})
 
 
 def test_at_most_four_negatives_if_nothing_is_said(tmp_path: Path) -> None:
-    write(tmp_path, "reranking/tiny", [{"query": "a", "positive": "b", "negative": list("cdefghi")}, *pairs(0)])
     write(tmp_path, "reranking/tiny", [{"query": q, "positive": q + "b", "negative": list("cdefghi")} for q in "xy"])
     assert negatives_of(load(tmp_path, "reranking/tiny")) == [list("cdef")] * 2
 
@@ -165,40 +166,49 @@ def test_known_false_negatives_are_removed(tmp_path: Path) -> None:
     assert data.reports[0].notes == ["4 hard negatives removed that equal the anchor or a positive"]
 
 
-def test_repeated_rows_are_dropped(tmp_path: Path) -> None:
-    write(tmp_path, "retrieval/tiny", [*pairs(3), {"query": "text 1 ", "positive": "answer to text 1"}, *pairs(1, "b")])
-    data = load(tmp_path, "retrieval/tiny")
-    assert only(data).rows["anchor"][:] == ["text 0", "text 1", "text 2", "b 0"]
-    assert data.reports[0].dropped == {"repeated": 1}
-    write(tmp_path, "c/tiny", [*labelled(x=3, y=2), {"text": "x 0", "label": "x"}, {"text": "x 0", "label": "y"}])
-    (report,) = load(tmp_path, "c/tiny", task="c").reports
-    assert report.dropped == {"repeated": 1, "text has several labels": 2}
-    assert report.used == 4
-    rows = [{"query": "a", "positive": "b", "negative": negative} for negative in ("c", "d", "d")]
-    write(tmp_path, "retrieval/tiny", rows)
-    assert negatives_of(load(tmp_path, "retrieval/tiny")) == [["c"], ["d"]]
+SAME_PAIR = {"sentence1": "a", "sentence2": "b "}
+SCORED = {"loss": "CoSENTLoss"}
+DISTILLED = {"loss": "MSELoss", "teacher": {"source": "none"}}
 
 
-def test_pairs_with_several_scores_are_dropped(tmp_path: Path) -> None:
-    def scored(*scores: float) -> Rows:
-        same = [{"sentence1": "a", "sentence2": "b ", "score": score} for score in scores]
-        return [*same, *({"sentence1": f"a{i}", "sentence2": f"b{i}", "score": 1} for i in range(2))]
-
-    write(tmp_path, "sts/tiny", scored(0, 1, 1))
-    data = load(tmp_path, "sts/tiny", task="s")
-    assert data.reports[0].dropped == {"repeated": 1, "pair has several scores": 2}
-    assert only(data).rows["anchor"][:] == ["a0", "a1"]
-    write(tmp_path, "sts/tiny", scored(1, 5.0, 1.0))
-    for settings, dataset in (({"loss": "CoSENTLoss"}, {}), ({}, {"min_score": 1})):
-        (report,) = load(tmp_path, {"path": "sts/tiny", **dataset}, task="s", settings=settings).reports
-        assert report.dropped == {"repeated": 1, "pair has several scores": 2}
-    write(tmp_path, "sts/tiny", scored(1, 1.0))
-    (report,) = load(tmp_path, "sts/tiny", task="s", settings={"loss": "CoSENTLoss"}).reports
-    assert (report.dropped, report.used) == ({"repeated": 1}, 3)
-    write(tmp_path, "sts/tiny", scored(0, 1))  # a teacher takes the texts alone
-    recipe = recipe_of(tmp_path, "s", {"datasets": ["sts/tiny"], "loss": "MSELoss", "teacher": {"source": "none"}})
-    (report,) = load_data(recipe).reports
-    assert (report.dropped, report.used) == ({"repeated": 1}, 3)
+@pytest.mark.parametrize(
+    ("rows", "dataset", "settings", "dropped", "used"),
+    [
+        (
+            [*pairs(3), {"query": "text 1 ", "positive": "answer to text 1"}, *pairs(1, "b")],
+            {},
+            {},
+            {"repeated": 1},
+            4,
+        ),
+        ([{"query": "a", "positive": "b", "negative": n} for n in "cdd"], {}, {}, {"repeated": 1}, 2),
+        (
+            [*labelled(x=3, y=2), {"text": "x 0", "label": "x"}, {"text": "x 0", "label": "y"}],
+            {},
+            {},
+            {"repeated": 1, "text has several labels": 2},
+            4,
+        ),
+        ([*scored(1, 1), *({**SAME_PAIR, "score": score} for score in (0, 1, 1))], {}, {}, "several", 2),
+        ([*scored(1, 1), *({**SAME_PAIR, "score": score} for score in (1, 5.0, 1.0))], {}, SCORED, "several", 2),
+        (
+            [*scored(1, 1), *({**SAME_PAIR, "score": score} for score in (1, 5.0, 1.0))],
+            {"min_score": 1},
+            {},
+            "several",
+            4,
+        ),
+        ([*scored(1, 1), *({**SAME_PAIR, "score": score} for score in (1, 1.0))], {}, SCORED, {"repeated": 1}, 3),
+        ([*scored(1, 1), *({**SAME_PAIR, "score": score} for score in (0, 1))], {}, DISTILLED, {"repeated": 1}, 3),
+    ],
+)
+def test_repeated_and_ambiguous_rows_are_dropped(
+    tmp_path: Path, rows: Rows, dataset: dict[str, Any], settings: dict[str, Any], dropped: Any, used: int
+) -> None:
+    write(tmp_path, "any/tiny", rows)
+    (report,) = load(tmp_path, {"path": "any/tiny", **dataset}, task="t", settings=settings).reports
+    assert report.dropped == ({"repeated": 1, "pair has several scores": 2} if dropped == "several" else dropped)
+    assert report.used == used
 
 
 def test_the_validation_split_is_the_same_for_every_recipe(tmp_path: Path) -> None:
@@ -218,6 +228,9 @@ def test_the_validation_split_is_the_same_for_every_recipe(tmp_path: Path) -> No
     fewer = load(tmp_path, "retrieval/tiny", validation={"share": 0.1, "limit": 20})
     assert fewer.validation[0].rows["anchor"][:] == held_out[0][:20]
     assert (fewer.reports[0].held_out, fewer.reports[0].used) == (20, 980)
+    write(tmp_path, "retrieval/tiny", pairs(3))
+    data = load(tmp_path, "retrieval/tiny", validation={"share": 0.001})
+    assert (data.validation, len(only(data).rows)) == ([], 3), "a split of one row is skipped"
 
 
 def test_texts_that_are_held_out_are_trained_nowhere(tmp_path: Path) -> None:
@@ -227,33 +240,20 @@ def test_texts_that_are_held_out_are_trained_nowhere(tmp_path: Path) -> None:
     backwards = [{"query": f"new {i}", "positive": text} for i, text in enumerate(chosen)]
     write(tmp_path, "retrieval/a", [*rows, *backwards, {"query": chosen[0], "positive": "another answer"}])
     write(tmp_path, "retrieval/b", [*pairs(2, "other"), {"query": "unlikely", "positive": f" {chosen[1]}"}])
+    negatives = [["n0", "n1"], [f"{chosen[0]} ", "n2"], [chosen[1], chosen[0]]]
+    hard = [{"query": f"hard {i}", "positive": f"p{i}", "negatives": texts} for i, texts in enumerate(negatives)]
+    write(tmp_path, "retrieval/c", hard)
     data = load(tmp_path, "retrieval/*", validation={"share": 0.1})
-    trained = {text for name in data.sets for column in ("anchor", "positive") for text in data.sets[name].rows[column]}
+    trained = {text for one in data.sets.values() for column in one.column_tasks for text in one.rows[column]}
     held_out = {text for validation in data.validation for text in validation.rows["anchor"]}
     assert held_out >= set(chosen)
     assert not {text.strip() for text in trained} & held_out
     reports = {report.name: report for report in data.reports}
     assert reports["retrieval/a"].dropped["has a text that is held out"] >= len(chosen) - 5
     assert reports["retrieval/b"].dropped == {"has a text that another dataset holds out": 1}
-
-
-def test_held_out_texts_are_no_hard_negatives(tmp_path: Path) -> None:
-    write(tmp_path, "retrieval/a", pairs(200))
-    first, second, *_ = load(tmp_path, "retrieval/a", validation={"share": 0.1}).validation[0].rows["anchor"]
-    negatives = [["n0", "n1"], [f"{first} ", "n2"], [second, first]]
-    rows = [{"query": f"other {i}", "positive": f"p{i}", "negatives": texts} for i, texts in enumerate(negatives)]
-    write(tmp_path, "retrieval/b", rows)
-    recipe = recipe_of(tmp_path, settings={"datasets": ["retrieval/*"]}, validation={"share": 0.1})
-    data = load_data(recipe)
-    trained = data.sets["retrieval/b"].rows
-    assert list(zip(trained["negative_1"], trained["negative_2"], strict=True)) == [("n0", "n1"), ("n2", "n2")]
-    assert data.reports[1].dropped == {"has a text that another dataset holds out": 1}
-
-
-def test_a_validation_split_of_one_row_is_skipped(tmp_path: Path) -> None:
-    write(tmp_path, "retrieval/tiny", pairs(3))
-    data = load(tmp_path, "retrieval/tiny", validation={"share": 0.001})
-    assert (data.validation, len(only(data).rows)) == ([], 3)
+    rows_of_c = data.sets["retrieval/c"].rows
+    assert list(zip(rows_of_c["negative_1"], rows_of_c["negative_2"], strict=True)) == [("n0", "n1"), ("n2", "n2")]
+    assert reports["retrieval/c"].dropped == {"has a text that another dataset holds out": 1}
 
 
 def test_a_limit_takes_a_sample_of_its_own(tmp_path: Path) -> None:
@@ -278,9 +278,9 @@ def test_texts_are_truncated(tmp_path: Path) -> None:
     row = {"query": "ab, Cde fgh", "positive": "short", "negative": "ij klmnop"}  # a token for each letter
     write(tmp_path, "retrieval/tiny", [row, {**row, "query": "other"}])
 
-    def cut(max_length: Any) -> dict[str, str]:
-        dataset = {"path": "retrieval/tiny", "max_length": max_length}
-        return only(load_data(recipe_of(tmp_path, settings={"datasets": [dataset]}), tokenizer)).rows[0]
+    def cut(max_length: Any, path: str = "retrieval/tiny", task: str = "retrieval") -> dict[str, Any]:
+        dataset = {"path": path, "max_length": max_length}
+        return only(load_data(recipe_of(tmp_path, task, settings={"datasets": [dataset]}), tokenizer)).rows[0]
 
     texts = cut(6)
     assert (texts["anchor"], texts["positive"], texts["negative_1"]) == ("ab, Cde", "short", "ij klmn")
@@ -289,6 +289,9 @@ def test_texts_are_truncated(tmp_path: Path) -> None:
     assert (texts["anchor"], texts["positive"], texts["negative_1"]) == ("ab,", "sh", "ij")
     texts = cut({"negative": 1})
     assert (texts["anchor"], texts["positive"], texts["negative_1"]) == ("ab, Cde fgh", "short", "i")
+    write(tmp_path, "c/tiny", labelled(abcd=2, efgh=2))
+    texts = cut({"text": 3}, "c/tiny", "c")
+    assert (texts["anchor"], texts["positive"]) == ("abc", "abc"), "a labelled text is cut on either side of a pair"
     tokenizer.truncation_side = "left"
     assert cut(6)["anchor"] == ", Cde fgh"[-7:]
     with pytest.raises(ValueError, match="unknown column 'querry' in `max_length`"):

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import dense_checkpoint, files_in, tiny_tokenizer
+from helpers.checkpoints import dense_checkpoint, files_in
 from helpers.families import dense_model
 from helpers.paths import EXAMPLE_DATA
 from helpers.random_kills import kill_at_random
-from helpers.runs import read_log, weights
+from helpers.runs import pretraining_recipe, read_log, stop_after, weights
 from torch import nn
-from transformers import AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoModelForMaskedLM
 
 from mote.checkpoints.provenance import read_steps
 from mote.remote.configuration_mote import MoTEConfig
@@ -23,29 +23,10 @@ from mote.training.masking import ContextMasking, ContextRows
 from mote.training.objectives import Decoder, Pretraining
 from mote.training.pretraining import plan_pretraining, prepare, pretrain
 from mote.training.pretraining_recipe import DecoderSettings, PretrainingRecipe, SpanSettings
-from mote.training.progress import RunCallback
 from mote.training.recipe_files import load_recipe
 from mote.training.run_folder import RunFolder
 from mote.training.spans import SplitDocument, split_into_spans
 from mote.training.texts import load_texts
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    found = AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-    found.model_max_length = 24
-    return found
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint with its head, that draws random numbers while it trains."""
-    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    return dense_checkpoint(tmp_path_factory.mktemp("source") / "tiny", head="mlm", **dropout)
-
-
-def recipe(name: str = "cot-mae", *overrides: str) -> PretrainingRecipe:
-    return load_recipe(name, ["model.source=x", f"data.folder={EXAMPLE_DATA}", *overrides], PretrainingRecipe)
 
 
 def settings(source: Path, out: Path, *more: str) -> list[str]:
@@ -118,7 +99,7 @@ def test_contexts(kind: str, document: SplitDocument) -> None:
 def test_a_batch(kind: str, tokenizer: Any) -> None:
     """Texts of six words, of which one and a half are cut off, and contexts of three."""
     pairs = [("abc def ghi jkl mno pqr stu vwx yz", "yz abc uvw")] * 150
-    chosen = recipe("cot-mae", f"decoder.kind={kind}")
+    chosen = pretraining_recipe("cot-mae", f"decoder.kind={kind}")
     rows = ContextRows({"search_document": pairs}, chosen, {}, {"search_document": 1, "search_query": 0}, tokenizer)
     batch = ContextMasking(tokenizer, chosen)([rows[number] for number in range(150)])
     assert batch["task_ids"].tolist() == [1, 0] * 150
@@ -149,7 +130,7 @@ def test_a_batch(kind: str, tokenizer: Any) -> None:
     else:  # masked once more, other than for the encoder
         texts, contexts = batch["labels"][::2, :8] != -100, batch["decoder_labels"][1::2, :8] != -100
         assert not texts.equal(contexts)
-    one_side = recipe("cot-mae", "decoder.both_sides=false")
+    one_side = pretraining_recipe("cot-mae", "decoder.both_sides=false")
     half = ContextMasking(tokenizer, one_side)([rows[number] for number in range(3)])
     assert half["task_ids"].tolist() == [1] * 3
     assert half["decoder_input_ids"].equal(tokenizer(["yz abc uvw"] * 3, return_tensors="pt")["input_ids"])
@@ -159,23 +140,24 @@ def test_pairs_and_documents(tmp_path: Path, tokenizer: Any) -> None:
     rows = [{"query": f"question {n}", "answer": f"first {n}. Then {n}."} for n in range(40)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]))
     changes = [f"data.folder={tmp_path}", "tasks.search_document.datasets=[pairs.jsonl]", "validation.share=0.1"]
-    data = load_texts(recipe("cot-mae", *changes), tokenizer)
+    data = load_texts(pretraining_recipe("cot-mae", *changes), tokenizer)
     used, held_out = data.texts["search_document"], data.held_out["search_document"]
     assert {*used, *held_out} == {(row["answer"], row["query"]) for row in rows}
     assert not {text for pair in held_out for text in pair} & {text for pair in used for text in pair}
     assert 0 < len(held_out) < 20
     changes = [*changes, "spans.length=5", "spans.short=0"]
-    cuts = load_texts(recipe("cot-mae-spans", *changes), tokenizer).texts["search_document"]
+    cuts = load_texts(pretraining_recipe("cot-mae-spans", *changes), tokenizer).texts["search_document"]
     assert {len(found.spans) for found in cuts} == {2}
     with pytest.raises(ValueError, match=r"no text is left to train on(.|\n)*too short for two spans of 99 tokens"):
-        load_texts(recipe("cot-mae-spans", *changes, "spans.length=99"), tokenizer)
+        load_texts(pretraining_recipe("cot-mae-spans", *changes, "spans.length=99"), tokenizer)
 
 
 def test_no_pair_with_a_held_out_text_is_trained_on(tmp_path: Path, tokenizer: Any) -> None:
     rows = [{"query": "what", "answer": f"{n}."} for n in range(5)] + [{"query": "one question", "answer": "it."}]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     changes = [f"data.folder={tmp_path}", "tasks.search_document.datasets=[pairs.jsonl]", "validation.share=0.01"]
-    data = load_texts(recipe("cot-mae", *changes, "validation.limit=2"), tokenizer)  # "what" is in the share
+    data = load_texts(pretraining_recipe("cot-mae", *changes, "validation.limit=2"), tokenizer)
+    # "what" is in the share.
     assert [pair[1] for pair in data.held_out["search_document"]] == ["what", "what"]
     assert data.texts["search_document"] == [("it.", "one question")]
     assert data.reports[0].dropped == {"has a text that is held out": 3}
@@ -302,15 +284,8 @@ def test_without_dropout_the_decoder_has_none_either(source: Path, tmp_path: Pat
 def test_a_stopped_run_ends_as_if_it_had_not_been(
     run: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end = RunCallback.on_step_end
-
-    def on_step_end(self: RunCallback, args: Any, state: Any, control: Any, **others: Any) -> None:
-        end(self, args, state, control, **others)
-        if state.global_step == 5:
-            raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(RunCallback, "on_step_end", on_step_end)
+        stop_after(5, patch)
         with pytest.raises(KeyboardInterrupt, match="checkpoint-4"):
             pretrain("cot-mae", settings(source, tmp_path / "run"))
     found, expected = weights(pretrain("cot-mae", settings(source, tmp_path / "run"))), weights(run / "model")

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import dense_checkpoint, edit_json, files_in, read_json, tiny_tokenizer
+from helpers.checkpoints import dense_checkpoint, edit_json, files_in, read_json
 from helpers.families import batch
 from helpers.paths import EXAMPLE_DATA, ROOT
-from helpers.runs import environment, read_log, weights
-from transformers import AutoModelForMaskedLM, AutoTokenizer
+from helpers.runs import environment, pretraining_recipe, read_log, stop_after, weights
+from transformers import AutoModelForMaskedLM
 
 from mote import upcycle
 from mote.checkpoints.provenance import read_steps
@@ -26,20 +26,11 @@ from mote.reporting import HOW_TO_RESUME
 from mote.training.masking import Masking, TextRows
 from mote.training.pretraining import plan_pretraining, pretrain
 from mote.training.pretraining_recipe import MaskingSettings, PretrainingRecipe
-from mote.training.progress import NonFiniteError, RunCallback
+from mote.training.progress import NonFiniteError
 from mote.training.recipe_files import load_recipe
 from mote.training.texts import load_texts
 
 TASKS = {"search_query", "search_document", "classification", "clustering"}
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint with its head, that draws random numbers while it trains."""
-    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    folder = dense_checkpoint(tmp_path_factory.mktemp("source") / "tiny", head="mlm", **dropout)
-    edit_json(folder / "tokenizer_config.json", model_max_length=24)
-    return folder
 
 
 def settings(source: Path, out: Path, *more: str) -> list[str]:
@@ -58,22 +49,6 @@ def settings(source: Path, out: Path, *more: str) -> list[str]:
         "validation.limit=8",
         *more,
     ]
-
-
-def recipe(*overrides: str) -> PretrainingRecipe:
-    return load_recipe("mlm", ["model.source=x", f"data.folder={EXAMPLE_DATA}", *overrides], PretrainingRecipe)
-
-
-def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop runs after a step, as Ctrl-C does."""
-    end = RunCallback.on_step_end
-
-    def on_step_end(self: RunCallback, args: Any, state: Any, control: Any, **others: Any) -> None:
-        end(self, args, state, control, **others)
-        if state.global_step == step:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(RunCallback, "on_step_end", on_step_end)
 
 
 @pytest.fixture(scope="module")
@@ -225,27 +200,28 @@ def test_a_dry_run(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("absolute", [False, True])
-def test_patterns_of_text_files(absolute: bool, tmp_path: Path) -> None:
+def test_patterns_of_text_files(absolute: bool, tmp_path: Path, tokenizer: Any) -> None:
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(f"text {name}\n")
     pattern = f"{tmp_path}/*.txt" if absolute else "*.txt"
     others = [f"tasks.{task}=null" for task in ("search_query", "search_document", "classification")]
     tasks = f"tasks.clustering={{datasets: [{{path: '{pattern}', exclude: [b]}}]}}"
     data = load_texts(
-        recipe(f"data.folder={tmp_path}", tasks, *others),
-        AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path / "tokenizer")),
+        pretraining_recipe("mlm", f"data.folder={tmp_path}", tasks, *others),
+        tokenizer,
     )
     assert [report.name for report in data.reports] == ["a", "c"]
 
 
-def test_texts(tmp_path: Path) -> None:
+def test_texts(tmp_path: Path, tokenizer: Any) -> None:
     pairs = [{"query": f"question {i}", "answer": f"answer {i}", "negative": f"no {i}"} for i in range(50)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*pairs, pairs[0]]))
     with gzip.open(tmp_path / "plain.txt.gz", "wt") as file:
         file.write("one\n\n two \none\n")
     both = "{datasets: [pairs.jsonl, plain.txt.gz]}"
     data = load_texts(
-        recipe(
+        pretraining_recipe(
+            "mlm",
             f"data.folder={tmp_path}",
             "tasks.search_query={datasets: [pairs.jsonl], texts: anchors}",
             "tasks.search_document={datasets: [pairs.jsonl], texts: positives}",
@@ -253,7 +229,7 @@ def test_texts(tmp_path: Path) -> None:
             "tasks.classification=null",
             "validation.share=0.2",
         ),
-        AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path / "tokenizer")),
+        tokenizer,
     )
     everything = {task: {*data.texts[task], *data.held_out[task]} for task in data.texts}
     assert everything["search_query"] == {row["query"] for row in pairs}
@@ -265,14 +241,14 @@ def test_texts(tmp_path: Path) -> None:
     assert [report.dropped.get("repeated") for report in data.reports] == [1, 1, 3, 1]
 
 
-def test_texts_beyond_the_limit_of_validation_are_trained_on(tmp_path: Path) -> None:
+def test_texts_beyond_the_limit_of_validation_are_trained_on(tmp_path: Path, tokenizer: Any) -> None:
     for name, count in (("some", 30), ("all", 60)):
         (tmp_path / f"{name}.txt").write_text("".join(f"text {number}\n" for number in range(count)))
     others = [f"tasks.{task}=null" for task in ("search_document", "classification")]
     tasks = ["tasks.search_query={datasets: [some.txt], texts: all}", "tasks.clustering.datasets=[all.txt]"]
     data = load_texts(
-        recipe(f"data.folder={tmp_path}", *tasks, *others, "validation.share=0.5", "validation.limit=3"),
-        AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path / "tokenizer")),
+        pretraining_recipe("mlm", f"data.folder={tmp_path}", *tasks, *others, "validation={share: 0.5, limit: 3}"),
+        tokenizer,
     )
     assert {task: len(texts) for task, texts in data.held_out.items()} == {"search_query": 3, "clustering": 3}
     held_out = {text for texts in data.held_out.values() for text in texts}
@@ -284,10 +260,10 @@ def test_texts_beyond_the_limit_of_validation_are_trained_on(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("whole_words", [False, True])
-def test_masks(whole_words: bool, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path))
+def test_masks(whole_words: bool, tokenizer: Any) -> None:
     texts = {"a": ["abc def ghi jkl mno"] * 300, "b": ["xy z"] * 100}
-    chosen = recipe("training.seed=5", "masking.rate=0.3", f"masking.whole_words={str(whole_words).lower()}")
+    masking = f"masking={{rate: 0.3, whole_words: {str(whole_words).lower()}}}"
+    chosen = pretraining_recipe("mlm", "training.seed=5", masking)
     rows = TextRows(texts, chosen, {"b": "pre: "}, {"a": 3, "b": 1}, tokenizer)
     collator = Masking(tokenizer, chosen.masking)
     found = collator([rows[i] for i in range(400)])
@@ -377,7 +353,7 @@ def test_a_loss_that_is_not_finite(source: Path, tmp_path: Path) -> None:
 
 def test_arguments_that_would_repeat_masks(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'dataloader_persistent_workers' cannot be set here: workers draw new masks"):
-        recipe(*settings(source, tmp_path, "training.dataloader_persistent_workers=true"))
+        pretraining_recipe("mlm", *settings(source, tmp_path, "training.dataloader_persistent_workers=true"))
 
 
 def test_the_documented_recipe(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import dense_checkpoint
 from helpers.families import make_different
 from helpers.runs import break_off, overrides, train_step, weights
 from sentence_transformers import SparseEncoder
@@ -28,13 +27,6 @@ ROWS = [
         ["salt", "wood", "iron", "glass", "rope", "wax"] * 4, "abcdefghijklmnopqrstuvwx", strict=True
     )
 ]
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny dense checkpoint with its head, which draws random numbers while it trains."""
-    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    return dense_checkpoint(tmp_path_factory.mktemp("source") / "tiny", head="mlm", **dropout)
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,8 @@ import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -58,28 +56,10 @@ def read_files(files: Iterable[Path]) -> Iterator[Row]:
         ValueError: If a file is truncated or damaged.
     """
     for file in files:
-        yield from read_file(file)
-
-
-def read_file(file: Path, start: int = 0) -> Iterator[Row]:
-    """Read one file, as `read_files` does.
-
-    Args:
-        file: The file.
-        start: Number of rows to skip; they are not parsed.
-    """
-    if file.suffix == ".parquet":
-        yield from _read_parquet(file, start)
-    else:
-        yield from (_parse(where, line) for where, line in islice(_read_lines(file), start, None))
-
-
-def count_rows(file: Path) -> int:
-    """Count the rows of a file, invalid ones included, without parsing them."""
-    if file.suffix != ".parquet":
-        return sum(1 for _ in _read_lines(file))
-    with _open_parquet(file) as table:
-        return int(table.metadata.num_rows)
+        if file.suffix == ".parquet":
+            yield from _numbered(str(file), _read_parquet(file))
+        else:
+            yield from (_parse(where, line) for where, line in _read_lines(file))
 
 
 def require_valid(rows: Iterable[Row]) -> Iterator[Row]:
@@ -91,11 +71,7 @@ def require_valid(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def read_text_lines(file: Path) -> Iterator[tuple[str, str]]:
-    """Read a text file, compressed or not: the location of each non-blank line, and the line without its line break.
-
-    Raises:
-        ValueError: If it is not UTF-8, or truncated or damaged.
-    """
+    """Read a text file, compressed or not: the location of each non-blank line, and the line without its line break."""
     for where, line in _read_lines(file):
         try:
             yield where, line.decode()
@@ -127,34 +103,20 @@ def _parse(where: str, line: bytes) -> Row:
     return Row(where, content)
 
 
-def _read_parquet(file: Path, start: int) -> Iterator[Row]:
-    with _open_parquet(file) as table:
-        # Row groups that end before `start` are not read.
-        groups, skipped = list(range(table.num_row_groups)), 0
-        while groups and skipped + table.metadata.row_group(groups[0]).num_rows <= start:
-            skipped += table.metadata.row_group(groups.pop(0)).num_rows
-        batches = table.iter_batches(PARQUET_BATCH, row_groups=groups)
-        rows = chain.from_iterable(batch.to_pylist() for batch in batches)
-        yield from numbered(str(file), islice(rows, start - skipped, None), start)
-
-
-@contextmanager
-def _open_parquet(file: Path) -> Iterator[Any]:
+def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
     import pyarrow
     from pyarrow import parquet
 
-    try:
-        with parquet.ParquetFile(file) as table:
-            yield table
-    except FileNotFoundError:
-        raise
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{file} is truncated or damaged: {error}") from error
+    with file.open("rb") as stream:
+        try:
+            for batch in parquet.ParquetFile(stream).iter_batches(PARQUET_BATCH):
+                yield from batch.to_pylist()
+        except (pyarrow.ArrowInvalid, OSError) as error:
+            raise ValueError(f"{file} is truncated or damaged: {error}") from error
 
 
-def numbered(name: str, rows: Iterable[dict[str, Any]], start: int = 0) -> Iterator[Row]:
-    """Give rows their locations, counting from `start` + 1."""
-    return (Row(f"{name}: row {number}", row) for number, row in enumerate(rows, start + 1))
+def _numbered(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[Row]:
+    return (Row(f"{name}: row {number}", row) for number, row in enumerate(rows, start=1))
 
 
 # Datasets ------------------------------------------------------------------------------------------------------------
@@ -253,7 +215,7 @@ def read_rows(location: Location[Any]) -> Iterator[Row]:
     """Read a dataset, with invalid rows; errors as in `read_files` and `load_from_hub`."""
     if location.files:
         return read_files(location.files)
-    return numbered(location.name, load_from_hub(location.settings))
+    return _numbered(location.name, load_from_hub(location.settings))
 
 
 def load_from_hub(settings: "DatasetSource") -> Any:
