@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import subprocess
 import sys
 import tracemalloc
@@ -13,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corpora import kill_embed
 from helpers.checkpoints import contents, dense_checkpoint, read_json, trusted
+from helpers.random_kills import kill_at_random
 from helpers.rows import write_rows
-from helpers.tiers import TESTS
 from pyarrow import parquet
 from sentence_transformers import SentenceTransformer
 
@@ -96,26 +94,16 @@ def test_settings_of_encode(settings: Any, arguments: Any, model: Path, corpus: 
     assert np.allclose(found, expected(model, **arguments), atol=1e-5)
 
 
-def test_fewer_tokens(model: Path, corpus: Path) -> None:
-    encoder = SentenceTransformer(str(model), device="cpu")
-    whole = encoder.encode(TEXTS)
-    encoder.max_seq_length = 4
-    found = embeddings_in(embed(model, corpus, max_length=4))
-    assert np.allclose(found, encoder.encode(TEXTS), atol=1e-5)
-    assert not np.allclose(found, whole, atol=1e-2)
-    assert read_json(corpus.parent / "out/manifest.json")["model"]["max_length"] == 4
+@pytest.mark.parametrize(("settings", "error"), [({"max_length": 4}, 1e-5), ({"model_dtype": "bfloat16"}, 2e-2)])
+def test_settings_of_the_model(settings: Any, error: float, model: Path, corpus: Path) -> None:
+    dtype = settings.get("model_dtype", "float32")
+    encoder = SentenceTransformer(str(model), device="cpu", model_kwargs={"dtype": dtype})
+    encoder.max_seq_length = settings.get("max_length", encoder.max_seq_length)
+    found = embeddings_in(embed(model, corpus, **settings))
+    assert np.allclose(found, encoder.encode(TEXTS), atol=error)
+    assert not np.allclose(found, expected(model), atol=1e-5)
     with pytest.raises(ValueError, match="holds another run, which differs in model"):
         embed(model, corpus)
-
-
-def test_a_model_in_bfloat16(model: Path, corpus: Path) -> None:
-    found = embeddings_in(embed(model, corpus, model_dtype="bfloat16"))
-    expected = SentenceTransformer(str(model), device="cpu", model_kwargs={"dtype": "bfloat16"}).encode(TEXTS)
-    whole = SentenceTransformer(str(model), device="cpu").encode(TEXTS)
-    assert np.allclose(found, expected, atol=2e-2)
-    assert not np.allclose(found, whole, atol=1e-5)
-    assert np.allclose(found, whole, atol=5e-2)
-    assert read_json(corpus.parent / "out/manifest.json")["model"]["model_dtype"] == "bfloat16"
 
 
 def test_experts(trained_folder: Path, corpus: Path) -> None:
@@ -340,11 +328,6 @@ def test_a_second_writer_is_refused(model: Path, corpus: Path) -> None:
 
 
 def test_a_full_disk(model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 100}))
-        with pytest.raises(OSError, match=r"out needs 0\.0 MB, but its disk has 0\.0 MB left"):
-            embed(model, corpus)
-    assert not (corpus.parent / "out").exists()
     write_table, calls = parquet.write_table, []
 
     def fail(table: Any, path: Path, **settings: Any) -> None:
@@ -433,20 +416,13 @@ def test_two_processes(model: Path, corpus: Path) -> None:
     assert contents(one) == contents(two)  # one thread each
 
 
+@pytest.mark.processes
 def test_killed_at_random_moments(model: Path, tmp_path: Path) -> None:
     rows = [{"text": f"{text} {number}"} for number in range(100) for text in TEXTS]
-    corpus, out = write_rows(tmp_path / "corpus.jsonl.gz", rows), tmp_path / "out"
-    words = [out, 20, "embed", model, corpus, "--out", out, "--shard-size", 100, "--dtype", "int8"]
-    done = subprocess.run(
-        [sys.executable, kill_embed.__file__, *map(str, words)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    finished = set(map(int, done.stdout.splitlines()[-1].split()))
-    assert len(finished) > 3, finished  # kills came early and late
+    corpus = write_rows(tmp_path / "corpus.jsonl.gz", rows)
+    options = ["--out", "OUT", "--shard-size", "100", "--dtype", "int8", "--index", "Flat"]
+    kill_at_random(tmp_path / "whole", tmp_path / "killed", 20, "embed", str(model), str(corpus), *options)
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
 def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:

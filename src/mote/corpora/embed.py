@@ -9,7 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from huggingface_hub.utils import tqdm
 
 from mote.corpora.cluster import embed_on_ray
@@ -20,7 +19,6 @@ from mote.corpora.options import EmbedOptions
 from mote.corpora.record import Record, locked_folder, open_record
 from mote.corpora.shards import RECORD, shard_name
 from mote.corpora.texts import read_texts, write_texts
-from mote.files import require_space
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +46,14 @@ def embed_corpus(model: str | Path, files: str | Path | Sequence[str | Path], ou
     """
     chosen, folder = EmbedOptions(**options), Path(out)
     files = [files] if isinstance(files, str | Path) else files
-    with Encoder(str(model), chosen) as encoder, locked_folder(folder, RECORD) as record_file:
+    with closing(Encoder(str(model), chosen)) as encoder, locked_folder(folder, RECORD) as record_file:
         texts_file = folder / ".texts.arrow"  # beside the shards, where the workers of a cluster find it
         try:
             texts, digest = write_texts(texts_file, read_texts(files, chosen))
             job = Job(texts, digest, folder, chosen.task, chosen.prompt, chosen.dtype, chosen.shard_size)
             with open_record(record_file, job.identity(encoder), chosen.overwrite) as record:
-                if chosen.index is not None:
-                    new_index(chosen.index, record.content.get("dimension") or encoder.dimension)
+                if chosen.index is not None and not record.finished:  # an unknown index is an error before any work
+                    new_index(chosen.index, chosen.dimensions or encoder.model.get_embedding_dimension())
                 embed_missing(job, encoder, record)
                 if chosen.index is not None:
                     build_index(record, chosen.index)
@@ -66,25 +64,15 @@ def embed_corpus(model: str | Path, files: str | Path | Sequence[str | Path], ou
 
 
 def embed_missing(job: Job, encoder: Encoder, record: Record) -> None:
-    """Embed the shards that are not finished, or were damaged since.
-
-    Raises:
-        OSError: If the disk is too small, or a shard cannot be written.
-        ValueError: If an embedding is not finite.
-    """
+    """Embed the shards that are not finished, or were damaged since."""
     rows, numbers = len(job.texts), range(-(-len(job.texts) // job.shard_size))
     missing = [number for number in numbers if not record.is_finished(shard_name(number))]
-    left = sum(min(job.shard_size, rows - number * job.shard_size) for number in missing)
-    if job.dtype == "int8" and job.shard_size < min(rows, 1000):
-        logger.warning(
-            "The int8 ranges come from %d texts, the first shard: a larger shard would clip less", job.shard_size
-        )
     if missing:
         for task in {job.task, *job.texts.unique("task")}:
             encoder.arguments(task, job.prompt)
-        require_space(job.folder, left * encoder.dimension * np.dtype(job.dtype).itemsize)
         libraries = ("mote-embeddings", "torch", "transformers", "sentence-transformers")
         record.update(complete=False, versions={name: version(name) for name in libraries})
+        left = sum(min(job.shard_size, rows - number * job.shard_size) for number in missing)
         _embed_shards(replace(job, ranges=record.content.get("ranges")), missing, encoder, record, rows - left)
     record.update(complete=True)
 

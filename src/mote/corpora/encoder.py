@@ -27,13 +27,7 @@ must not hide them."""
 
 
 class SortedTexts(NamedTuple):
-    """Texts of one task, the longest first.
-
-    Attributes:
-        rows: Their rows in the shard.
-        texts: The texts.
-        arguments: Arguments of `encode` for the task.
-    """
+    """Texts of one task, the longest first; `rows` are their places in the shard."""
 
     rows: list[int]
     texts: list[str]
@@ -43,15 +37,10 @@ class SortedTexts(NamedTuple):
 class Encoder:
     """Any Sentence-Transformers model. It is loaded, and its processes are started, when first needed.
 
-    A context manager, which ends the processes.
-
     Args:
         source: A folder, or an id on the Hub.
         options: How it embeds, and where.
         sparse: Whether it is a `SparseEncoder`.
-
-    Raises:
-        ValueError: If a device does not exist.
     """
 
     def __init__(self, source: str, options: ModelOptions, sparse: bool = False) -> None:
@@ -62,11 +51,7 @@ class Encoder:
 
     @cached_property
     def commit(self) -> str | None:
-        """Commit on the Hub; None for a folder.
-
-        Raises:
-            FileNotFoundError: If the source is neither a folder with a model nor on the Hub.
-        """
+        """Commit on the Hub; None for a folder."""
         return commit_of(self.source, self.options.revision)
 
     @cached_property
@@ -77,11 +62,7 @@ class Encoder:
 
     @cached_property
     def model(self) -> Any:
-        """The loaded model; for a cluster, without its weights.
-
-        Raises:
-            ValueError: If it does not load, reads fewer tokens than asked for, or has fewer dimensions.
-        """
+        """The loaded model; for a cluster, without its weights."""
         options = self.options
         device = "cpu" if len(options.devices) > 1 else next(iter(options.devices), None)
         settings: dict[str, Any] = {"revision": self.commit, "trust_remote_code": options.trust_remote_code}
@@ -100,11 +81,6 @@ class Encoder:
         if options.max_length is not None:
             model.max_seq_length = options.max_length
         return model
-
-    @property
-    def dimension(self) -> int:
-        """Dimension of the embeddings; 0 if it is unknown before there are any."""
-        return self.options.dimensions or self.model.get_embedding_dimension() or 0
 
     def arguments(self, task: str | None, prompt: str | None = None) -> dict[str, Any]:
         """Return the arguments of `encode` for a task, or a prompt in its place.
@@ -125,13 +101,9 @@ class Encoder:
         raise ValueError(f"Unknown task {task!r}." + alternatives(task, others or [*prompts, *tasks]))
 
     def sort(self, texts: Sequence[str], rows: Sequence[int], task: str | None, prompt: str | None) -> SortedTexts:
-        """Sort texts by tokens: `encode` sorts by characters, by which up to a quarter of a batch is padding.
+        """Sort some rows of a shard by tokens.
 
-        Args:
-            texts: Texts of a shard.
-            rows: Those of them with this task or prompt.
-            task: Their task.
-            prompt: Their prompt, in place of a task.
+        `encode` sorts by characters, by which up to a quarter of a batch is padding.
         """
         lengths = dict(zip(rows, self._count_tokens([texts[row] for row in rows]), strict=True))
         rows = sorted(rows, key=lambda row: -lengths[row])
@@ -149,19 +121,16 @@ class Encoder:
         return lambda texts: [len(tokens) for tokens in tokenizer.encode_batch_fast(list(texts))]
 
     def encode(self, sorted_texts: SortedTexts) -> Iterator[tuple[list[int], np.ndarray]]:
-        """Embed texts in batches that do not depend on the devices.
-
-        Yields:
-            Rows, and their embeddings (rows, dimension) in float32.
-        """
-        size, settings = self.options.batch_size, {"truncate_dim": self.options.dimensions, **sorted_texts.arguments}
+        """Embed texts in batches that do not depend on the devices; yield rows and their embeddings in float32."""
+        rows, size = sorted_texts.rows, self.options.batch_size
+        settings, step = {"truncate_dim": self.options.dimensions, **sorted_texts.arguments}, size
         if len(self.options.devices) > 1:
             settings |= {"pool": self._processes(), "chunk_size": size}
-        step = len(sorted_texts.rows) if len(self.options.devices) > 1 else size
-        for start in range(0, len(sorted_texts.rows), step):
+            step = len(rows)
+        for start in range(0, len(rows), step):
             texts = sorted_texts.texts[start : start + step]
             embeddings = self.model.encode(texts, batch_size=size, show_progress_bar=False, **settings)
-            yield sorted_texts.rows[start : start + step], np.asarray(embeddings, dtype=np.float32)
+            yield rows[start : start + step], np.asarray(embeddings, dtype=np.float32)
 
     def encode_sparse(self, texts: Sequence[str], task: str) -> "csr_matrix":
         """Embed texts with a `SparseEncoder`, [N, V], or [N, V + H] of a hybrid one."""
@@ -179,11 +148,7 @@ class Encoder:
             self._pool = self.model.start_multi_process_pool(names)
         return self._pool
 
-    def __enter__(self) -> "Encoder":
-        """Return itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         """End the processes."""
         if self._pool is not None:
             with suppress(ValueError):

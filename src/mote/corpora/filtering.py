@@ -67,16 +67,9 @@ def filter_pairs(datasets: Sequence[str], out: str | Path, model: str | Path, **
 
 
 def confirm_rows(texts: PairTexts, ranker: Ranker, nearest: int, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Confirm the rows whose positive is found, if fewer than `nearest` other documents score above it.
+    """Confirm the rows whose positive is found, if fewer than `nearest` others score above it.
 
-    Args:
-        texts: Texts of a shard of a dataset.
-        ranker: The model, over these texts.
-        nearest: Number of nearest documents that must include the positive, other known positives not counted.
-        rows: Indices of rows, [R].
-
-    Returns:
-        `kept`, True for confirmed rows, [R].
+    Other positives of the same query do not count.
     """
     scored = score_rows(texts, ranker, rows)
     kept = [row.positive > ranker.floor and (row.others > row.positive).sum() < nearest for row in scored]

@@ -22,11 +22,6 @@ class Job:
     Attributes:
         texts: Texts with the columns `id`, `text` and `task`.
         digest: Hash of the texts.
-        folder: Folder of the result.
-        task: Task of texts without one of their own.
-        prompt: Prompt of all texts, in place of a task.
-        dtype: Dtype to store.
-        shard_size: Texts per shard.
         ranges: Ranges of int8 (2, dimension), once the first shard has set them.
     """
 
@@ -58,14 +53,7 @@ class Shard(NamedTuple):
 def embed_shards(
     job: Job, numbers: Sequence[int], encoder: Encoder, progress: Callable[[int], object] = lambda _: None
 ) -> Iterator[Shard]:
-    """Embed shards, in order.
-
-    Args:
-        job: The job.
-        numbers: Shards.
-        encoder: The model.
-        progress: Called with the number of newly embedded texts.
-    """
+    """Embed shards, in order; `progress` is called with the number of newly embedded texts."""
 
     def prepare(number: int) -> tuple[list[str], list[SortedTexts]]:
         columns = job.texts[number * job.shard_size : (number + 1) * job.shard_size]

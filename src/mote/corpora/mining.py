@@ -70,12 +70,6 @@ def mine_negatives(datasets: Sequence[str], out: str | Path, model: str | Path, 
 def mine_rows(texts: PairTexts, ranker: Ranker, options: MineOptions, rows: np.ndarray) -> dict[str, np.ndarray]:
     """Mine negatives for some rows of a dataset, or filter those that they have. A row does not depend on the others.
 
-    Args:
-        texts: Texts of the dataset.
-        ranker: The teacher, over these texts.
-        options: Which candidates are accepted.
-        rows: Indices of rows, [R].
-
     Returns:
         `documents`, the index of each negative [R, n], -1 where fewer were accepted; their `scores` [R, n], NaN where
         there is none; `positive_scores` [R]; and `too_near`, the number of candidates that a margin excluded [R].
@@ -117,12 +111,14 @@ def _limit(options: MineOptions, positive: float) -> float:
 
 
 def _with_negatives(dataset: PairDataset, documents: np.ndarray) -> Iterator[dict[str, Any]]:
+    replaced = dataset.columns.names.get("negative", ())
     for row, places in enumerate(documents.tolist()):
         # As the row spells them.
         existing = dict(zip(dataset.texts.negatives[row], dataset.negatives[row], strict=True))
         negatives = [existing.get(place, dataset.texts.documents[place]) for place in places if place >= 0]
         columns = {f"negative_{number}": text for number, text in enumerate(negatives, start=1)}
-        yield {**dataset.without_negatives(row), **columns}
+        kept = {name: value for name, value in dataset.rows[row].items() if name not in replaced}
+        yield {**kept, **columns}
 
 
 def _statistics(mined: dict[str, np.ndarray]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from mote.data.settings import Settings
+from mote.settings import Settings
 
 
 class ModelOptions(Settings):

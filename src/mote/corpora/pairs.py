@@ -43,14 +43,7 @@ class PairTexts:
         corpus: Iterable[str] = (),
         negatives: Sequence[Sequence[str]] = (),
     ) -> "PairTexts":
-        """Collect the texts, each once.
-
-        Args:
-            anchors: Anchor of each row.
-            positives: Positives of each row.
-            corpus: Additional documents.
-            negatives: Negatives of each row. Default: none.
-        """
+        """Collect the texts of rows, and further documents, each once."""
         queries, documents = _UniqueTexts(), _UniqueTexts()
         of_anchors = [queries.add(anchor) for anchor in anchors]
         of_positives = [[documents.add(text) for text in texts] for texts in positives]
@@ -58,7 +51,8 @@ class PairTexts:
         for text in corpus:
             if text.strip():  # trainers refuse empty negatives
                 documents.add(text)
-        known: list[set[int]] = [documents.find(query) for query in queries.texts]
+        own = (documents.places.get(_normalized(query)) for query in queries.texts)
+        known: list[set[int]] = [set() if place is None else {place} for place in own]
         for query, places in zip(of_anchors, of_positives, strict=True):
             known[query].update(places)
         return cls(
@@ -97,11 +91,6 @@ class _UniqueTexts:
             self.texts.append(text)
         return place
 
-    def find(self, text: str) -> set[int]:
-        """Return the index of a text, if it is there."""
-        place = self.places.get(_normalized(text))
-        return set() if place is None else {place}
-
 
 def _normalized(text: str) -> str:
     return " ".join(text.casefold().split())
@@ -109,15 +98,7 @@ def _normalized(text: str) -> str:
 
 @dataclass(frozen=True)
 class PairDataset:
-    """The rows of a dataset of pairs.
-
-    Attributes:
-        name: Name of the dataset.
-        rows: The rows as they were read.
-        columns: What the columns mean.
-        negatives: Negatives of each row.
-        texts: The texts.
-    """
+    """The rows of a dataset as they were read, the meaning of its columns, each row's negatives, and its texts."""
 
     name: str
     rows: list[dict[str, Any]]
@@ -125,21 +106,12 @@ class PairDataset:
     negatives: list[tuple[str, ...]]
     texts: PairTexts
 
-    def without_negatives(self, row: int) -> dict[str, Any]:
-        """Return a row without the columns of its negatives."""
-        left_out = self.columns.names.get("negative", ())
-        return {name: value for name, value in self.rows[row].items() if name not in left_out}
-
 
 def read_pairs(location: Location[Any], corpus: Iterable[str] = ()) -> PairDataset:
-    """Read a dataset of pairs into memory.
-
-    Args:
-        location: Location of the dataset.
-        corpus: Additional documents.
+    """Read a dataset of pairs into memory, with further documents from a corpus.
 
     Raises:
-        ValueError: If there are no rows, a row is invalid, or the rows are not pairs.
+        ValueError: If a row is invalid, or the rows are not pairs.
     """
     rows = list(require_valid(read_rows(location)))
     present = dict.fromkeys(column for row in rows for column in row.content)  # some have fewer negatives than others

@@ -21,25 +21,21 @@ WORK = ".work"
 
 
 class Record:
-    """The folder of a run and its record, while this process is its only writer.
+    """The record of a folder, while this process is its only writer: the identity of the run, and finished files.
 
     Attributes:
         folder: The folder.
         file: File of the record.
-        content: Its content: the identity of the run, and the finished files with their hashes under `files`.
+        content: Its content; `files` holds the finished files with their hashes.
     """
 
     def __init__(self, file: Path, content: dict[str, Any]) -> None:
         self.folder, self.file, self.content = file.parent, file, content
-
-    @property
-    def work(self) -> Path:
-        """Folder for what the run needs until it is complete."""
-        return self.folder / WORK
+        self.work = self.folder / WORK
 
     @property
     def finished(self) -> dict[str, dict[str, Any]]:
-        """File → its entry in the record, its hash among others."""
+        """File → its entry in the record."""
         return self.content["files"]
 
     def update(self, **changes: Any) -> None:
@@ -60,18 +56,9 @@ class Record:
 
 @contextmanager
 def locked_folder(folder: Path, name: str) -> Iterator[Path]:
-    """Hold the lock of a folder of results.
+    """Hold the lock of a folder of results with a record of this name, and yield the file of the record.
 
-    Args:
-        folder: The folder; it is created, and removed again if it stays empty.
-        name: File name of its record.
-
-    Yields:
-        The file of the record.
-
-    Raises:
-        OSError: If another process is writing there.
-        ValueError: If the folder holds something other than results with such a record.
+    The folder is created, and removed again if it stays empty.
     """
     with lock(folder / ".lock"):
         remove_leftovers(folder)
@@ -86,12 +73,11 @@ def open_record(file: Path, identity: dict[str, Any], overwrite: bool) -> Iterat
 
     Args:
         file: File of the record.
-        identity: The `command`, and everything else that determines the results; a run can only be resumed with the
-            same.
+        identity: The `command`, and everything else that determines the results.
         overwrite: Replace another run.
 
     Raises:
-        ValueError: If the folder holds another run.
+        ValueError: If the folder holds a run with another identity.
     """
     identity = json.loads(json.dumps({"format": FORMAT, **identity}))
     folder, found = file.parent, read_json(file) if file.exists() else None

@@ -8,7 +8,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,10 +60,6 @@ def run_datasets(
 
     Returns:
         Dataset → its entry in the record.
-
-    Raises:
-        FileNotFoundError: If a dataset or the model does not exist.
-        ValueError: If a dataset is named twice, or the folder holds another run.
     """
     locations = locate(datasets, options)
     encoder = None if model == BM25 else _find_encoder(model, options)
@@ -77,7 +73,7 @@ def run_datasets(
         )
 
     with (
-        encoder or nullcontext(),
+        nullcontext() if encoder is None else closing(encoder),
         locked_folder(Path(out), "record.json") as file,
         open_record(file, identity, options.overwrite) as record,
     ):
@@ -109,17 +105,7 @@ def _content_of(location: Location[Any]) -> list[str]:
 def map_blocks(
     work: Path, rows: int, compute: Callable[[np.ndarray], dict[str, np.ndarray]], label: str
 ) -> dict[str, np.ndarray]:
-    """Compute arrays for all rows of a dataset, block by block; finished blocks survive a kill.
-
-    Args:
-        work: Folder for the blocks.
-        rows: Number of rows.
-        compute: Indices of rows [R] → arrays [R, …] by name.
-        label: Label of the progress bar.
-
-    Returns:
-        The arrays of all rows.
-    """
+    """Compute arrays by name for all rows of a dataset, block by block; finished blocks survive a kill."""
     blocks = []
     with tqdm(total=rows, desc=label, unit=" rows", disable=None) as bar:
         for start in range(0, rows, BLOCK):

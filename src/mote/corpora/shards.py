@@ -21,14 +21,7 @@ def shard_name(number: int) -> str:
 def write_shard(
     path: Path, ids: Sequence[str], embeddings: np.ndarray, dtype: str, ranges: Sequence[Sequence[float]] | None
 ) -> None:
-    """Write a shard.
-
-    Args:
-        path: The file.
-        ids: Ids of the texts.
-        embeddings: (rows, dimension), float32.
-        dtype: Dtype to store.
-        ranges: Ranges of int8, see `quantized`.
+    """Write embeddings (rows, dimension) in float32 as a shard of another dtype, see `quantized`.
 
     Raises:
         ValueError: If an embedding is not finite.
@@ -79,10 +72,7 @@ def _floats(column: pyarrow.FixedSizeListArray, manifest: dict[str, Any]) -> np.
 def quantized(embeddings: np.ndarray, dtype: str, ranges: Sequence[Sequence[float]] | None = None) -> np.ndarray:
     """Convert embeddings to the dtype to store.
 
-    Args:
-        embeddings: (rows, dimension), float32.
-        dtype: `float32`, `float16` or `int8`.
-        ranges: For int8, the smallest and largest value of each dimension (2, dimension); values beyond are clipped.
+    `ranges` are for int8: the smallest and largest value of each dimension (2, dimension); values beyond are clipped.
     """
     from sentence_transformers.util import quantize_embeddings
 

@@ -24,7 +24,7 @@ TITLE = "title"
 ID_COLUMNS = ("_id", "id")
 
 _SCHEMA = pyarrow.schema({"id": pyarrow.string(), "text": pyarrow.string(), "task": pyarrow.string()})
-_BATCH = 1000  # rows in memory at once
+_BATCH = 500  # rows in memory at once
 
 
 class CorpusText(NamedTuple):
@@ -44,11 +44,7 @@ class _Columns:
     task: str | None
 
     def take(self, row: dict[str, Any], number: int) -> CorpusText:
-        """Take the text of a row.
-
-        Raises:
-            ValueError: If a value is missing or of another type.
-        """
+        """Take the text of a row."""
         texts = [(row.get(TITLE) or "") if column == TITLE else _value(row, column) for column in self.texts]
         checked = [check_string(text, column) for text, column in zip(texts, self.texts, strict=True)]
         name = str(number) if self.id is None else _value(row, self.id)
@@ -78,11 +74,7 @@ def _columns_of(first: dict[str, Any], options: EmbedOptions) -> _Columns:
 
 
 def read_texts(files: Iterable[str | Path], options: EmbedOptions) -> Iterator[CorpusText]:
-    """Read a corpus.
-
-    Args:
-        files: Files, patterns, folders with files for the split, and `hub:user/name`.
-        options: Names of columns, split and subset.
+    """Read files, patterns, folders with files for the split, and `hub:user/name`.
 
     Raises:
         FileNotFoundError: If there is no such file or dataset.
@@ -103,11 +95,7 @@ def read_texts(files: Iterable[str | Path], options: EmbedOptions) -> Iterator[C
 
 
 def write_texts(path: Path, texts: Iterable[CorpusText]) -> tuple["Dataset", str]:
-    """Write texts to an Arrow file.
-
-    Returns:
-        The texts, memory-mapped, with the columns `id`, `text` and `task`; and a hash of them.
-    """
+    """Write texts to an Arrow file; return them memory-mapped, and a hash of them."""
     from datasets import Dataset
 
     texts, digest = iter(texts), hashlib.sha256()
