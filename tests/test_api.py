@@ -12,7 +12,7 @@ from helpers.paths import SMALL_ENCODER
 import mote
 
 
-@pytest.mark.parametrize("module", ["mote", "mote.experts", "mote.analysis"])
+@pytest.mark.parametrize("module", ["mote", "mote.experts"])
 def test_every_public_name_exists(module: str) -> None:
     found = importlib.import_module(module)
     for name in found.__all__:

@@ -19,8 +19,7 @@ from sentence_transformers import SentenceTransformer
 import mote
 from benchmarks.pairing import compare
 from benchmarks.performance.benchmark import Benchmark, Options, Target
-from mote.analysis import find_texts
-from mote.data.texts import read_texts
+from mote.data.texts import find_texts, read_texts
 from mote.inference.runtimes import FILES, convert
 
 EXPERT = "search_query"

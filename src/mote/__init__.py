@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mote import experts
-    from mote.analysis.analyze import Analysis, analyze
+    from mote.analysis.analyze import analyze
+    from mote.analysis.results import Analysis
     from mote.checkpoints.cards import write_card
     from mote.checkpoints.definitions import instruction_with
     from mote.checkpoints.options import WriteOptions
@@ -72,7 +73,8 @@ __all__ = [
 
 # Imported on first use: torch and transformers take seconds, for which `mote --help` should not wait.
 _MODULES = {
-    **dict.fromkeys(["Analysis", "analyze"], "mote.analysis.analyze"),
+    "Analysis": "mote.analysis.results",
+    "analyze": "mote.analysis.analyze",
     "Evaluation": "mote.evaluation.scores",
     **dict.fromkeys(["MemoryEstimate", "estimate_memory"], "mote.training.memory"),
     "MoTEConfig": "mote.remote.configuration_mote",

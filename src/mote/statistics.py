@@ -64,10 +64,10 @@ def compare_scores(model: str, reference: str, scores: Sequence[float], others: 
     """
     # Rounded, so that gains which differ only in their last bits are ties.
     gains = [round(ours - theirs, 9) for ours, theirs in zip(scores, others, strict=True)]
-    welch = paired_t = wilcoxon = None
+    welch_p = paired_t = wilcoxon = None
     if len(gains) > 1:
-        if (test := welch_test(others, scores)) is not None:
-            welch = float(test.pvalue)
+        if (test := welch(others, scores)) is not None:
+            welch_p = float(test.pvalue)
         with warnings.catch_warnings():
             # About few datasets and about ties, for which scipy approximates.
             warnings.simplefilter("ignore")
@@ -82,13 +82,13 @@ def compare_scores(model: str, reference: str, scores: Sequence[float], others: 
         gain=sum(gains) / len(gains) if gains else 0.0,
         higher=sum(gain > 0 for gain in gains),
         lower=sum(gain < 0 for gain in gains),
-        welch=welch,
+        welch=welch_p,
         paired_t=paired_t,
         wilcoxon=wilcoxon,
     )
 
 
-def welch_test(lower: ArrayLike, higher: ArrayLike) -> Any:
+def welch(lower: ArrayLike, higher: ArrayLike) -> Any:
     """Test one-sided, by Welch's t-test, whether the mean of the first sample is lower.
 
     Returns:

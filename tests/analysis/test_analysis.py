@@ -28,9 +28,11 @@ from sentence_transformers.base.modules import Router
 from transformers import PreTrainedConfig
 
 import mote
-from mote import analysis, upcycle
+from mote import Analysis, upcycle
 from mote.analysis import plots
-from mote.analysis.similarity import embed, instructions_of
+from mote.analysis.divergence import divergence_of, neighbor_distributions
+from mote.analysis.similarity import cosines, embed, instructions_of, inter_task_similarity, welch_tests
+from mote.analysis.weight_change import find_start, weight_change_of
 from mote.checkpoints.provenance import new_step, write_steps
 from mote.checkpoints.reading import open_checkpoint
 from mote.cli import main
@@ -45,8 +47,7 @@ TEXTS = [
 ]
 TASKS = ["classification", "clustering", "search_query", "search_document"]
 
-analyze = partial(analysis.analyze, trust_remote_code=True)
-inter_task_similarity = partial(analysis.inter_task_similarity, trust_remote_code=True)
+analyze = partial(mote.analyze, trust_remote_code=True)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def prompted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(trained_folder: Path, prompted: Path) -> analysis.Analysis:
+def found(trained_folder: Path, prompted: Path) -> Analysis:
     models = {"trained": trained_folder, "dense": prompted}
     return analyze(models, texts=TEXTS, start=str(SMALL_ENCODER))
 
@@ -88,7 +89,7 @@ def test_the_similarity_of_tasks_is_the_cosine_of_what_encode_gives(trained_fold
 
 
 def test_a_dense_model_is_compared_over_its_prompts(prompted: Path) -> None:
-    similarity = inter_task_similarity(str(prompted), TEXTS)
+    similarity = inter_task_similarity(SentenceTransformer(str(prompted)), TEXTS)
     model = SentenceTransformer(str(SMALL_ENCODER))
     first, second = (
         model.encode([f"{role}: {text}" for text in TEXTS]) for role in ("search_query", "search_document")
@@ -111,16 +112,17 @@ def test_a_fresh_mote_without_instructions_does_not_tell_tasks_apart(tmp_path: P
 
 
 def test_tasks_can_be_chosen_and_others_are_refused(trained_folder: Path, prompted: Path) -> None:
-    similarity = inter_task_similarity(trained_folder, TEXTS, ["sts", "query"])
+    model = trusted(trained_folder)
+    similarity = inter_task_similarity(model, TEXTS, ["sts", "query"])
     assert list(similarity) == [("sts", "query")]
     with pytest.raises(ValueError, match=r"does not know the task 'quer'\. Did you mean 'query'\? Available: .*'sts'"):
-        inter_task_similarity(trained_folder, TEXTS, ["quer", "sts"])
+        inter_task_similarity(model, TEXTS, ["quer", "sts"])
     with pytest.raises(ValueError, match="small-ic does not know the task 'clustering'"):
         analyze([trained_folder, prompted], texts=TEXTS, tasks=["clustering", "search_query"])
     with pytest.raises(ValueError, match="is repeated"):
-        inter_task_similarity(trained_folder, TEXTS, ["sts", "sts"])
+        inter_task_similarity(model, TEXTS, ["sts", "sts"])
     with pytest.raises(ValueError, match="needs two tasks"):
-        inter_task_similarity(trained_folder, TEXTS, ["sts"])
+        inter_task_similarity(model, TEXTS, ["sts"])
 
 
 def test_a_dense_model_without_prompts_is_refused_with_what_would_work() -> None:
@@ -137,7 +139,7 @@ def test_welchs_test_equals_scipy_s() -> None:
     generator = np.random.default_rng(0)
     first, second = ({("a", "b"): generator.normal(m, s, 9), ("a", "c"): generator.normal(m, s, 9)} for m, s in
                      ((0.6, 0.2), (0.8, 0.05)))  # fmt: skip
-    *pairs, over_all = analysis.welch_tests("x", first, "y", second)
+    *pairs, over_all = welch_tests("x", first, "y", second)
     assert [test.tasks for test in [*pairs, over_all]] == [("a", "b"), ("a", "c"), None]
     means = tuple((values["a", "b"] + values["a", "c"]) / 2 for values in (first, second))
     samples = [(first["a", "b"], second["a", "b"]), (first["a", "c"], second["a", "c"]), means]
@@ -146,7 +148,7 @@ def test_welchs_test_equals_scipy_s() -> None:
         numbers = (test.t, test.degrees_of_freedom, test.p, test.mean_first, test.mean_second)
         wanted = (expected.statistic, expected.df, expected.pvalue, a.mean(), b.mean())
         assert numbers == pytest.approx(wanted, rel=1e-9)
-    (same, _) = analysis.welch_tests("x", {("a", "b"): np.ones(4)}, "y", {("a", "b"): np.ones(4)})
+    (same, _) = welch_tests("x", {("a", "b"): np.ones(4)}, "y", {("a", "b"): np.ones(4)})
     assert same.p is None
 
 
@@ -157,13 +159,13 @@ def test_divergences_equal_scipy_s() -> None:
     generator = np.random.default_rng(1)
     queries, documents = generator.normal(size=(2, 5, 16))
     p, q = (softmax(4 * x / np.linalg.norm(x, axis=1, keepdims=True), axis=1) for x in (queries, documents))
-    found = analysis.divergence_of(queries, documents, ("query", "document"), np.zeros(5))
+    found = divergence_of(queries, documents, ("query", "document"), np.zeros(5))
     assert found.kl_query_document.mean == pytest.approx(rel_entr(p, q).sum(axis=1).mean())
     assert found.kl_document_query.std == pytest.approx(rel_entr(q, p).sum(axis=1).std(ddof=1))
     assert found.js.mean == pytest.approx((jensenshannon(p, q, axis=1) ** 2).mean())
     assert found.sets_js == pytest.approx(jensenshannon(p.mean(axis=0), q.mean(axis=0)) ** 2)
     assert found.sets_kl_query_document == pytest.approx(rel_entr(p.mean(axis=0), q.mean(axis=0)).sum())
-    scaled = analysis.divergence_of(3 * queries, documents / 7, ("query", "document"), np.zeros(5))
+    scaled = divergence_of(3 * queries, documents / 7, ("query", "document"), np.zeros(5))
     assert scaled.js.mean == pytest.approx(found.js.mean)
 
 
@@ -172,16 +174,16 @@ def test_neighbors_as_distributions_have_the_divergence_of_the_paper() -> None:
     queries, documents = np.array([[2.0, 0.0], [0.0, 5.0]]), np.array([[3.0, 0.0], [1.0, 1.0]])
     half = math.sqrt(0.5)
     distances = np.array([[0.0, 1 - half], [1.0, 1 - half]])  # of each query to each document
-    found = analysis.divergence_of(queries, documents, ("query", "document"), np.zeros(2))
+    found = divergence_of(queries, documents, ("query", "document"), np.zeros(2))
     p = [[math.exp(-d) / (math.exp(-row[0]) + math.exp(-row[1])) for d in row] for row in distances]
     q = [[math.exp(-d) / (math.exp(-row[0]) + math.exp(-row[1])) for d in row] for row in distances.T]
     kl = [sum(a * math.log(a / b) for a, b in zip(*rows, strict=True)) for rows in zip(p, q, strict=True)]
     np.testing.assert_allclose(found.neighbors_kl, kl, rtol=1e-12)
     np.testing.assert_allclose(found.neighbors_js, jensenshannon(p, q, axis=1) ** 2, rtol=1e-9)
     assert found.neighbors_kl.min() > 0.05
-    mirrored = analysis.divergence_of(documents, documents, ("query", "document"), np.zeros(2))
+    mirrored = divergence_of(documents, documents, ("query", "document"), np.zeros(2))
     np.testing.assert_allclose(mirrored.neighbors_kl, 0.0, atol=1e-15)  # the distances are symmetric
-    given = analysis.neighbor_distributions(queries, documents)
+    given = neighbor_distributions(queries, documents)
     np.testing.assert_allclose(given, [p, q], rtol=1e-12)
 
 
@@ -205,7 +207,7 @@ def test_siamese_and_separate_models_are_compared_over_pairs(trained_folder: Pat
     documents = [f"{text}, in full" for text in TEXTS]
     for label, model in (("Siamese", sides[0]), ("separate", separate)):
         embedded = (model.encode_query(TEXTS).astype(float), model.encode_document(documents).astype(float))
-        expected = analysis.divergence_of(*embedded, ("query", "document"), np.zeros(6))
+        expected = divergence_of(*embedded, ("query", "document"), np.zeros(6))
         divergence = by_label[label].divergence
         assert divergence is not None
         np.testing.assert_allclose(divergence.neighbors_kl, expected.neighbors_kl, rtol=1e-4)
@@ -230,8 +232,8 @@ def test_pairs_take_their_own_roles(trained_folder: Path, tmp_path: Path) -> Non
     model = trusted(trained_folder)
     queries = model.encode(TEXTS, prompt_name="search_query")
     documents = model.encode([f"{text}, said at length" for text in TEXTS], prompt_name="search_document")
-    cosines = (queries * documents).sum(1) / np.linalg.norm(queries, axis=1) / np.linalg.norm(documents, axis=1)
-    assert divergence.cosine.mean == pytest.approx(cosines.mean(), abs=1e-6)
+    expected = (queries * documents).sum(1) / np.linalg.norm(queries, axis=1) / np.linalg.norm(documents, axis=1)
+    assert divergence.cosine.mean == pytest.approx(expected.mean(), abs=1e-6)
     assert not any("same texts" in note for note in found.models[0].notes)
 
 
@@ -239,7 +241,7 @@ def test_pairs_take_their_own_roles(trained_folder: Path, tmp_path: Path) -> Non
 
 
 def test_a_fresh_mote_has_not_changed(fresh_folder: Path) -> None:
-    change = analysis.weight_change_of(str(fresh_folder), str(SMALL_ENCODER))
+    change = weight_change_of(str(fresh_folder), str(SMALL_ENCODER))
     assert change.from_start
     layers = len(change.shared)
     assert change.experts == dict.fromkeys(TASKS, [0.0] * layers)
@@ -258,7 +260,7 @@ def test_a_known_change_is_measured(upcycled: Path, dense: Path, tmp_path: Path)
     key = f"{layer}shared.attention.self.query.weight"
     changed[key] = weights[key] * 1.25
     edit_weights(folder, **changed)
-    change = analysis.weight_change_of(str(folder), str(dense))
+    change = weight_change_of(str(folder), str(dense))
 
     def norm(prefix: str) -> float:
         return math.sqrt(sum(float((w.double() ** 2).sum()) for name, w in weights.items() if name.startswith(prefix)))
@@ -273,7 +275,7 @@ def test_a_known_change_is_measured(upcycled: Path, dense: Path, tmp_path: Path)
     assert change.cosines["clustering", "search_query"] == [None, pytest.approx(-1.0, rel=1e-5)]
     assert change.overall_cosines["classification", "clustering"] is None
     assert change.shared == pytest.approx([0.0, 0.25 * norm(key) / norm(f"{layer}shared.")], rel=1e-5)
-    assert analysis.weight_change_of(str(folder), str(upcycled)).experts == change.experts
+    assert weight_change_of(str(folder), str(upcycled)).experts == change.experts
 
 
 def copied(source: Path, target: Path) -> Path:
@@ -311,17 +313,17 @@ def test_the_start_is_found_by_what_a_folder_records(upcycled: Path, dense: Path
     folder = copied(upcycled, tmp_path / "trained")
     write_steps([new_step("upcycle", sources=[{"name": "tiny"}])], folder)
     with pytest.raises(ValueError, match="was trained from tiny, which does not exist here"):
-        analysis.find_start(str(folder))
+        find_start(str(folder))
     (folder / "recipe.yaml").write_text(f"model:\n  source: {dense}\n")
-    assert analysis.find_start(str(folder)) == (str(dense), None)
+    assert find_start(str(folder)) == (str(dense), None)
     (folder / "recipe.yaml").write_text("model:\n  source: user/name\n")
-    assert analysis.find_start(str(folder)) == ("user/name", None)
+    assert find_start(str(folder)) == ("user/name", None)
     for source, commit in (("user/name", "c1"), ("user/other", None)):
         write_steps([new_step("upcycle", sources=[{"name": source, "revision": "c1"}])], folder)
-        assert analysis.find_start(str(folder)) == ("user/name", commit)
+        assert find_start(str(folder)) == ("user/name", commit)
     (folder / "recipe.yaml").write_text("[")
     with pytest.raises(ValueError, match="cannot be read"):
-        analysis.find_start(str(folder))
+        find_start(str(folder))
 
 
 @pytest.mark.parametrize("step", ["train", "pretrain"])
@@ -330,18 +332,18 @@ def test_the_start_is_that_of_the_last_training(step: str, upcycled: Path, tmp_p
     sources = ({"name": "tiny", "weights": {"other": "hash"}}, open_checkpoint(str(upcycled)).provenance())
     write_steps([new_step(name, sources=[one]) for name, one in zip(("upcycle", step), sources, strict=True)], folder)
     (folder / "recipe.yaml").write_text(f"model:\n  source: {upcycled}\n")
-    assert analysis.find_start(str(folder)) == (str(upcycled), None)
+    assert find_start(str(folder)) == (str(upcycled), None)
 
 
 def test_a_start_whose_weights_have_changed_is_not_used(dense: Path, tmp_path: Path) -> None:
     source = copied(dense, tmp_path / "tiny")
     folder = upcycle(str(source), tmp_path / "mote")
     (folder / "recipe.yaml").write_text(f"model:\n  source: {source}\n")
-    assert analysis.find_start(str(folder)) == (str(source), None)
+    assert find_start(str(folder)) == (str(source), None)
     key = "embeddings.word_embeddings.weight"
     edit_weights(source, **{key: load_file(source / "model.safetensors")[key] * 2})
     with pytest.raises(ValueError, match="was trained from tiny, and the folder of this name has other weights"):
-        analysis.find_start(str(folder))
+        find_start(str(folder))
 
 
 def test_prompts_may_be_reworded_and_experts_absent(trained_folder: Path, tmp_path: Path) -> None:
@@ -357,7 +359,7 @@ def test_a_dense_model_changes_as_one_expert(dense: Path, tmp_path: Path) -> Non
     weights = load_file(folder / "model.safetensors")
     key = "embeddings.word_embeddings.weight"
     edit_weights(folder, **{key: weights[key] * 2})
-    change = analysis.weight_change_of(str(folder), str(dense))
+    change = weight_change_of(str(folder), str(dense))
     assert change.experts == {"feed-forward": [0.0, 0.0]}
     outside = [w.double().flatten() for name, w in weights.items() if name.startswith("embeddings.")]
     expected = float(weights[key].double().norm() / torch.cat(outside).norm())
@@ -366,45 +368,45 @@ def test_a_dense_model_changes_as_one_expert(dense: Path, tmp_path: Path) -> Non
 
 def test_experts_in_some_layers_and_of_a_token_router(dense: Path, tmp_path: Path) -> None:
     every_other = upcycle(str(dense), tmp_path / "other", layers="every_other")
-    change = analysis.weight_change_of(str(every_other), str(dense))
+    change = weight_change_of(str(every_other), str(dense))
     assert change.experts["clustering"] == [None, 0.0]
     assert change.shared == [0.0, 0.0]
     routed = upcycle(str(dense), tmp_path / "routed", routing="token")
-    change = analysis.weight_change_of(str(routed), str(dense))
+    change = weight_change_of(str(routed), str(dense))
     assert change.experts == {f"expert {number}": [0.0, 0.0] for number in (1, 2, 3, 4)}
 
 
 def test_task_experts_that_are_token_routed(token_routed: Path, hierarchical: Path, tmp_path: Path) -> None:
-    change = analysis.weight_change_of(str(hierarchical), str(token_routed))
+    change = weight_change_of(str(hierarchical), str(token_routed))
     assert change.overall == dict.fromkeys(change.experts, 0.0)
     assert (change.shared, change.outside) == ([0.0, 0.0], 0.0)
     folder = copied(hierarchical, tmp_path / "trained")
     key = "backbone.backbone.encoder.layer.1.experts.clustering.feed_forward.router.weight"
     edit_weights(folder, **{key: load_file(folder / "model.safetensors")[key] * 2})
-    change = analysis.weight_change_of(str(folder), str(token_routed))
+    change = weight_change_of(str(folder), str(token_routed))
     assert {name for name, relative in change.overall.items() if relative} == {"clustering"}
     half = upcycle(str(token_routed), tmp_path / "half", layers=[0])
-    assert analysis.weight_change_of(str(half), str(token_routed)).shared == [0.0, 0.0]
+    assert weight_change_of(str(half), str(token_routed)).shared == [0.0, 0.0]
 
 
 def test_a_dense_start_has_no_pooling_by_attention(dense: Path, tmp_path: Path) -> None:
     folder = upcycle(str(dense), tmp_path / "attentive", pooling="latent_attention")
-    assert analysis.weight_change_of(str(folder), str(dense)).outside == 0.0
+    assert weight_change_of(str(folder), str(dense)).outside == 0.0
     key = next(key for key in load_file(folder / "model.safetensors") if key.startswith("pooling."))
     changed = copied(folder, tmp_path / "changed")
     edit_weights(changed, **{key: load_file(folder / "model.safetensors")[key] + 1})
-    assert (analysis.weight_change_of(str(changed), str(folder)).outside or 0) > 0
+    assert (weight_change_of(str(changed), str(folder)).outside or 0) > 0
 
 
 def test_a_start_of_another_architecture_is_refused(upcycled: Path, tmp_path: Path) -> None:
     other = dense_checkpoint(tmp_path / "other", "distilbert")
-    with pytest.raises(ValueError, match=r"is not the start of .*: its architecture is 'distilbert', not 'bert'"):
-        analysis.weight_change_of(str(upcycled), str(other))
+    with pytest.raises(ValueError, match=r"is not the start of .*: \d+ weights differ in name or shape"):
+        weight_change_of(str(upcycled), str(other))
     wide = dense_checkpoint(tmp_path / "wide", "bert", intermediate_size=48)
-    with pytest.raises(ValueError, match=r"not the start of .* of another shape .*\(32.*in the start \(48.*What works"):
-        analysis.weight_change_of(str(upcycled), str(wide))
+    with pytest.raises(ValueError, match=r"not the start of .* in name or shape, .*\(32.*in the start \(48"):
+        weight_change_of(str(upcycled), str(wide))
     with pytest.raises(FileNotFoundError, match="no-model"):
-        analysis.weight_change_of(str(upcycled), str(tmp_path / "no-model"))
+        weight_change_of(str(upcycled), str(tmp_path / "no-model"))
 
 
 def test_a_start_of_one_model_does_not_discard_the_others(
@@ -415,16 +417,13 @@ def test_a_start_of_one_model_does_not_discard_the_others(
     assert tiny.weight_change is not None
     assert small.weight_change is None
     assert small.notes[-1].startswith("No weight change from tiny: ")
-    other = dense_checkpoint(tmp_path / "other", "distilbert")
-    with pytest.raises(ValueError, match=f"{other} is not the start of any model.*distilbert.*; small: .*distilbert"):
-        analyze(models, texts=TEXTS, start=str(other))
 
 
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
         ({"start": "no/such"}, "no/such"),
-        ({"seed": -1}, "The seed is -1: expected 0 to 4294967295"),
+        ({"seed": -1}, r"seed\n.*greater than or equal to 0"),
     ],
 )
 def test_the_start_and_the_seed_are_checked_before_models_are_loaded(
@@ -442,9 +441,9 @@ def test_the_start_and_the_seed_are_checked_before_models_are_loaded(
 
 
 @pytest.mark.long
-def test_an_analysis_is_written_as_tables_json_and_charts(found: analysis.Analysis, tmp_path: Path) -> None:
-    assert mote.analyze is analysis.analyze
-    folder = found.save(tmp_path / "deep" / "out")
+def test_an_analysis_is_written_as_tables_json_and_charts(found: Analysis, tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "out"
+    found.save(folder)
     for name in ("similarity.png", "tsne.png", "weight_change.png"):
         width, height = pixels(folder / name)
         assert 600 < width < 3000
@@ -469,14 +468,14 @@ def test_an_analysis_is_written_as_tables_json_and_charts(found: analysis.Analys
         assert said in text
     assert str(tmp_path) not in text
     assert str(tmp_path.parent.parent) not in json.dumps(content)
-    again = analysis.Analysis.from_dict(content)
-    assert again.to_markdown() == found.to_markdown()
-    assert json.dumps(again.to_dict()) == json.dumps(found.to_dict())
+    again = Analysis.from_json((folder / "analysis.json").read_text())
+    assert str(again) == str(found)
+    assert again.to_json() == found.to_json()
 
 
 @pytest.mark.long
 def test_without_space_for_all_files_the_earlier_analysis_remains(
-    found: analysis.Analysis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    found: Analysis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found.save(tmp_path)
     before = {file: file.read_bytes() for file in tmp_path.iterdir()}
@@ -486,8 +485,7 @@ def test_without_space_for_all_files_the_earlier_analysis_remains(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(plots, "draw_weight_change", draw_half)
-    said = re.escape(f"The analysis cannot be written to {tmp_path}: [Errno 28] No space left on device")
-    with pytest.raises(OSError, match=said):
+    with pytest.raises(OSError, match="No space left on device"):
         dataclasses.replace(found, seed=1).save(tmp_path)
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
     unchanged = [dataclasses.replace(model, weight_change=None) for model in found.models]
@@ -496,9 +494,9 @@ def test_without_space_for_all_files_the_earlier_analysis_remains(
 
 
 @pytest.mark.long
-def test_the_same_analysis_twice_is_the_same(found: analysis.Analysis, trained_folder: Path, prompted: Path) -> None:
+def test_the_same_analysis_twice_is_the_same(found: Analysis, trained_folder: Path, prompted: Path) -> None:
     again = analyze({"trained": trained_folder, "dense": prompted}, texts=TEXTS, start=str(SMALL_ENCODER))
-    assert json.dumps(again.to_dict()) == json.dumps(found.to_dict())
+    assert again.to_json() == found.to_json()
 
 
 def test_names_are_resolved_before_anything_is_loaded(
@@ -548,7 +546,7 @@ def test_errors_of_the_command_are_one_line(
     (dense / "model.safetensors").write_bytes(b"nothing")
     for words, message in (
         ([str(fresh_folder), "--device", "tpu"], "error: There is no device 'tpu' here. Available: cpu"),
-        ([str(fresh_folder), "--out", str(tmp_path / "file")], "error: The analysis cannot be written to"),
+        ([str(fresh_folder), "--out", str(tmp_path / "file")], f"error: [Errno 17] File exists: '{tmp_path / 'file'}'"),
         ([str(cut)], f"error: {cut} does not load in Sentence-Transformers: "),
         ([str(dense)], f"error: {dense} does not load in Sentence-Transformers: "),
         ([str(shallow)], f"error: {shallow} lacks weights that its config requires"),
@@ -582,15 +580,15 @@ def test_each_kind_of_vectors_of_a_hybrid_model(retrieval: str | None, tmp_path:
     assert sides[0].shape[1] == widths.get(kind, sum(widths.values()))
     (found,) = result.models
     assert found.divergence is not None
-    assert found.divergence.cosine.mean == pytest.approx(analysis.similarity.cosines(*sides).mean())
-    assert analysis.Analysis.from_dict(result.to_dict()).retrieval == retrieval
-    assert (f"Vectors: {retrieval}." in result.to_markdown()) == (retrieval is not None)
+    assert found.divergence.cosine.mean == pytest.approx(cosines(*sides).mean())
+    assert Analysis.from_json(result.to_json()).retrieval == retrieval
+    assert (f"Vectors: {retrieval}." in str(result)) == (retrieval is not None)
 
 
 def test_vectors_that_a_model_does_not_give(fresh_folder: Path) -> None:
     with pytest.raises(ValueError, match="small-mote only gives dense vectors: it has no sparse ones"):
         analyze([fresh_folder], texts=TEXTS, retrieval="sparse")
-    with pytest.raises(ValueError, match="Unknown retrieval 'lexical': expected dense, sparse or hybrid"):
+    with pytest.raises(ValueError, match="Input should be 'dense', 'sparse' or 'hybrid'"):
         analyze([fresh_folder], texts=TEXTS, retrieval="lexical")
 
 

@@ -6,6 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import rel_entr, softmax
 
+from mote.analysis.similarity import Array
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -41,8 +43,8 @@ class Divergence:
     sets_kl_document_query: float
     sets_js: float
     cosine: Spread
-    neighbors_kl: NDArray[np.float64]
-    neighbors_js: NDArray[np.float64]
+    neighbors_kl: Array
+    neighbors_js: Array
 
 
 def as_distributions(embeddings: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -51,8 +53,7 @@ def as_distributions(embeddings: NDArray[np.float64]) -> NDArray[np.float64]:
     The scale makes the mean square of each embedding's components 1, so that models of different widths, normalised
     or not, can be compared; the softmax of a plain unit vector is nearly uniform.
     """
-    lengths = np.linalg.norm(embeddings, axis=1, keepdims=True)
-    return softmax(embeddings / np.where(lengths > 0, lengths, 1.0) * np.sqrt(embeddings.shape[1]), axis=1)
+    return softmax(_normalized(embeddings) * np.sqrt(embeddings.shape[1]), axis=1)
 
 
 def neighbor_distributions(
@@ -70,10 +71,7 @@ def neighbor_distributions(
     Returns:
         The distributions of the queries and of the documents, [N, N] each.
     """
-    lengths = [np.linalg.norm(side, axis=1, keepdims=True) for side in (queries, documents)]
-    first, second = (
-        side / np.where(length > 0, length, 1.0) for side, length in zip((queries, documents), lengths, strict=True)
-    )
+    first, second = _normalized(queries), _normalized(documents)
     distances = 1 - first @ second.T  # [N, N]
     return softmax(-distances, axis=1), softmax(-distances.T, axis=1)
 
@@ -132,6 +130,11 @@ def tsne(queries: NDArray[np.float64], documents: NDArray[np.float64], seed: int
     perplexity = min(30.0, (len(points) - 1) / 3)
     layout = TSNE(metric="cosine", init="pca", perplexity=perplexity, random_state=seed)
     return np.asarray(layout.fit_transform(points.astype(np.float32)), dtype=np.float64)
+
+
+def _normalized(embeddings: NDArray[np.float64]) -> NDArray[np.float64]:
+    lengths = np.linalg.norm(embeddings, axis=1, keepdims=True)
+    return embeddings / np.where(lengths > 0, lengths, 1.0)
 
 
 def _spread(values: NDArray[np.float64]) -> Spread:

@@ -3,20 +3,23 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import ttest_ind
+from pydantic import BeforeValidator, PlainSerializer, PlainValidator
 from sentence_transformers import SentenceTransformer, SparseEncoder
 
-from mote.hub import commit_of
-from mote.inference.loading import check_device, load_any_encoder
 from mote.remote.configuration_mote import PAPER_INSTRUCTIONS, alternatives
+from mote.statistics import welch
 
 Encoder = SentenceTransformer | SparseEncoder
-Similarity = dict[tuple[str, str], NDArray[np.float64]]
+
+# How arrays and pairs of names are written to JSON and read again.
+Array = Annotated[NDArray[np.float64], PlainValidator(np.asarray), PlainSerializer(np.ndarray.tolist)]
+Pair = Annotated[tuple[str, str], BeforeValidator(lambda pair: tuple(pair.split(" / "))), PlainSerializer(" / ".join)]
+Similarity = dict[Pair, Array]
+"""Pair of tasks → similarity of the two embeddings of each text."""
 
 # Names of the two roles of search, the paper's first; those that Sentence-Transformers adds on its own come last.
 ROLES = (("search_query", "search_document"), ("query", "passage"), ("query", "document"))
@@ -113,23 +116,15 @@ def similarity_of(embeddings: Mapping[str, NDArray[np.float64]]) -> Similarity:
 
 
 def inter_task_similarity(
-    model: Encoder | str | Path,
-    texts: Sequence[str],
-    tasks: Sequence[str] | None = None,
-    *,
-    batch_size: int = 32,
-    device: str | None = None,
-    trust_remote_code: bool = False,
+    model: Encoder, texts: Sequence[str], tasks: Sequence[str] | None = None, batch_size: int = 32
 ) -> Similarity:
     """Embed the same texts under each task, and compare (Figures 1 and 3 of the MoTE paper).
 
     Args:
-        model: A Sentence-Transformers model, or its folder or Hub id.
+        model: A Sentence-Transformers model.
         texts: N texts.
         tasks: Tasks to compare. Default: see `default_tasks`.
         batch_size: Batch size of `encode`.
-        device: Device of a model that is to be loaded.
-        trust_remote_code: Run the code in the repository of such a model.
 
     Returns:
         For each pair of tasks, in their order, the cosine similarity of the two embeddings of each text, [N].
@@ -137,10 +132,6 @@ def inter_task_similarity(
     Raises:
         ValueError: If the model does not know a task, or distinguishes fewer than two.
     """
-    if isinstance(model, str | Path):
-        check_device(device)
-        commit = commit_of(str(model))
-        model = load_any_encoder(model, revision=commit, device=device, trust_remote_code=trust_remote_code)
     tasks = default_tasks(model) if tasks is None else list(tasks)
     check_tasks(model, tasks)
     return similarity_of({task: embed(model, texts, task, batch_size) for task in tasks})
@@ -190,26 +181,12 @@ def welch_tests(first: str, similarity: Similarity, second: str, other: Similari
 
 
 def welch_test(
-    first: str,
-    second: str,
-    tasks: tuple[str, str] | None,
-    a: NDArray[np.float64],
-    b: NDArray[np.float64],
-    measure: str = "similarity",
+    first: str, second: str, tasks: tuple[str, str] | None, a: Array, b: Array, measure: str = "similarity"
 ) -> WelchTest:
-    """Test whether the mean of the first model is lower.
-
-    Args:
-        first: Label of the first model.
-        second: Label of the second model.
-        tasks: Tasks whose similarity is tested.
-        a: Values of the first model.
-        b: Values of the second model.
-        measure: Name of the values, see `WelchTest`.
-    """
+    """Test whether the mean of the first model's values `a` is lower than that of the second model's `b`."""
     means = float(a.mean()), float(b.mean())
-    if not a.var() and not b.var():
+    test = welch(a, b)
+    if test is None:
         return WelchTest(first, second, tasks, *means, None, None, None, measure)
-    found = ttest_ind(a, b, equal_var=False, alternative="less")
-    numbers = float(found.statistic), float(found.df), float(found.pvalue)
+    numbers = float(test.statistic), float(test.df), float(test.pvalue)
     return WelchTest(first, second, tasks, *means, *numbers, measure)

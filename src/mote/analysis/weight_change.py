@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import yaml  # type: ignore[import-untyped]
 
+from mote.analysis.similarity import Pair
 from mote.checkpoints.models import load_dense, load_mote
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import Checkpoint, open_checkpoint
@@ -50,8 +51,8 @@ class WeightChange:
     shared: list[float | None]
     outside: float | None
     overall: dict[str, float | None]
-    cosines: dict[tuple[str, str], list[float | None]]
-    overall_cosines: dict[tuple[str, str], float | None]
+    cosines: dict[Pair, list[float | None]]
+    overall_cosines: dict[Pair, float | None]
 
 
 def weight_change_of(model: str, start: str | None = None, revision: str | None = None) -> WeightChange:
@@ -144,17 +145,14 @@ def _load(source: Checkpoint, like: MoTEModel | None = None) -> MoTEModel:
 
 
 def _refuse_mismatch(trained: MoTEModel, begun: MoTEModel, model: str, start: str) -> None:
-    kinds = [found.config.backbone_config.model_type for found in (trained, begun)]
-    if kinds[0] != kinds[1]:
-        raise ValueError(f"{start} is not the start of {model}: its architecture is {kinds[1]!r}, not {kinds[0]!r}")
     shapes = [{key: tuple(weight.shape) for key, weight in found.state_dict().items()} for found in (trained, begun)]
     wrong = sorted(key for key in shapes[0].keys() | shapes[1].keys() if shapes[0].get(key) != shapes[1].get(key))
     if wrong:
+        of_model, of_start = (found.get(wrong[0], "missing") for found in shapes)
         raise ValueError(
-            f"{start} is not the start of {model}: {len(wrong)} weights are missing or of another shape in one of "
-            f"them, such as {wrong[0]} ({shapes[0].get(wrong[0], 'missing')}, in the start "
-            f"{shapes[1].get(wrong[0], 'missing')}). What works: the dense model that it was upcycled from, or the "
-            "MoTE as it was before training"
+            f"{start} is not the start of {model}: {len(wrong)} weights differ in name or shape, such as {wrong[0]} "
+            f"({of_model}, in the start {of_start}). Expected the dense model that it was upcycled from, or the MoTE "
+            "before training"
         )
 
 

@@ -355,7 +355,7 @@ def analyze(
         run = mote.analyze
     logging.disable_progress_bar()
     analysis = run(**settings)
-    typer.echo(json.dumps(analysis.to_dict(), indent=2, ensure_ascii=False) if as_json else f"\n{analysis}")
+    typer.echo(analysis.to_json().rstrip() if as_json else f"\n{analysis}")
 
 
 def memory(
