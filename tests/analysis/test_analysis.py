@@ -551,7 +551,7 @@ def test_errors_of_the_command_are_one_line(
         ([str(dense)], f"error: {dense} does not load in Sentence-Transformers: "),
         ([str(shallow)], f"error: {shallow} lacks weights that its config requires"),
         ([str(tmp_path / "no-model")], f"error: {tmp_path}/no-model is neither a folder nor an id on the Hub"),
-        ([str(fresh_folder), "--texts", str(tmp_path / "no.txt")], "error: There is no file"),
+        ([str(fresh_folder), "--texts", str(tmp_path / "no.txt")], "error: [Errno 2] No such file"),
         (
             [str(fresh_folder), "--task", "nonsense", "--task", "sts"],
             "error: small-mote does not know the task 'nonsense'.",

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from ecosystem.promises import Reference
-from sentence_transformers import SentenceTransformer
 
 pytest.importorskip("chromadb", reason="the extra `chroma` is not installed")
 
@@ -130,15 +129,9 @@ def test_reopened_in_another_process(
     assert "Embedding function mote not found" in reopened(tmp_path, name, "")
 
 
-def test_loaded_models_must_be_passed_again(client: Any, model: SentenceTransformer, reference: Reference) -> None:
-    function = MoTEEmbeddingFunction(model)
-    name = filled(client, function).name
-    reference.is_by(stored(client.get_collection(name)), TEXTS, "search_document")
-    for use in ({"query_texts": TEXTS[:1]}, {"documents": TEXTS[:1], "ids": ["3"]}):
-        collection = client.get_collection(name)
-        with pytest.raises(ValueError, match=r"pass `embedding_function=MoTEEmbeddingFunction\(…\)` to get_collection"):
-            (collection.query if "query_texts" in use else collection.add)(**use)
-    is_queried_by(client.get_collection(name, function), "search_query", "search_document", reference)
+def test_a_loaded_model_has_no_name_to_store(model: Any) -> None:
+    with pytest.raises(TypeError, match="pass a folder or a Hub id, not a loaded model"):
+        MoTEEmbeddingFunction(model)
 
 
 def test_chroma_s_own_function_is_another(client: Any, function: EmbeddingFunction) -> None:
@@ -148,26 +141,3 @@ def test_chroma_s_own_function_is_another(client: Any, function: EmbeddingFuncti
     assert not function.is_legacy()
     assert function.default_space() == "cosine"
     assert set(function.supported_spaces()) == {"cosine", "l2", "ip"}
-
-
-def test_updates_must_suit_the_documents(
-    client: Any, trained_folder: Path, function: Any, reference: Reference
-) -> None:
-    collection = filled(client, function)
-    for settings in ({"document_task": "clustering"}, {"encode_kwargs": {"truncate_dim": 8}}):
-        other = MoTEEmbeddingFunction(trained_folder, trust_remote_code=True, device="cpu", **settings)
-        with pytest.raises(ValueError, match=f"were embedded with {next(iter(settings))}="):
-            collection.modify(configuration={"embedding_function": other})
-    queries = MoTEEmbeddingFunction(trained_folder, trust_remote_code=True, device="cpu", query_task="clustering")
-    collection.modify(configuration={"embedding_function": queries})
-    is_queried_by(client.get_collection(collection.name), "clustering", "search_document", reference)
-
-
-def test_configs_are_validated(function: MoTEEmbeddingFunction) -> None:
-    config = function.get_config()
-    function.validate_config(config)
-    with pytest.raises(ValueError, match="has the keys"):
-        function.validate_config({**config, "default_prompt_name": "search_document"})
-    with pytest.raises(ValueError, match="so its model cannot become user/other: make another collection"):
-        function.validate_config_update(config, {**config, "model": "user/other"})
-    function.validate_config_update({**config, "model": "/gone/model"}, config)  # the folder was moved

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mote.integrations import extra
@@ -30,8 +29,7 @@ class MoTEEmbedding(BaseEmbedding):
         **kwargs: Arguments of `BaseEmbedding`: `embed_batch_size`, `num_workers` …
 
     Raises:
-        ValueError: As from `TaskEncoder`, immediately, without retries; or if there is an `embeddings_cache`, which
-            identifies a text by its words alone, and queries and documents have different tasks.
+        ValueError: As from `TaskEncoder`, immediately, without retries.
     """
 
     query_task: str | None = Field(default=None, description="Task of queries")
@@ -42,40 +40,13 @@ class MoTEEmbedding(BaseEmbedding):
     encode_kwargs: dict[str, Any] = Field(default_factory=dict, description="Other arguments of encode")
     _encoder: TaskEncoder = PrivateAttr()
 
-    def __init__(
-        self,
-        model_name: "str | os.PathLike[str] | SentenceTransformer",
-        *,
-        query_task: str | None = None,
-        document_task: str | None = None,
-        trust_remote_code: bool = False,
-        revision: str | None = None,
-        device: str | Sequence[str] | None = None,
-        encode_kwargs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if model_name == "":  # as serialized below
-            raise ValueError(
-                "This embedding was made with a loaded model: pass the model again, from_dict(…, model_name=MODEL)"
-            )
-        if kwargs.get("embeddings_cache") is not None and (query_task is None or query_task != document_task):
-            raise ValueError(
-                "An embeddings_cache has one embedding per text, so a query could get the embedding of a document: "
-                "leave it out, or pass the same `query_task=` and `document_task=`"
-            )
-        if unknown := kwargs.keys() - type(self).model_fields.keys():  # which the base class ignores
+    def __init__(self, model_name: "str | os.PathLike[str] | SentenceTransformer", **kwargs: Any) -> None:
+        fields = type(self).model_fields.keys()
+        if unknown := kwargs.keys() - fields:  # which the base class ignores
             raise TypeError(f"MoTEEmbedding() got an unexpected keyword argument {min(unknown)!r}")
-        settings: dict[str, Any] = {
-            "query_task": query_task,
-            "document_task": document_task,
-            "trust_remote_code": trust_remote_code,
-            "revision": revision,
-            "device": device,
-            "encode_kwargs": encode_kwargs,
-        }
-        encoder = TaskEncoder(model_name, **settings)
-        settings |= {"device": encoder.device, "encode_kwargs": encoder.encode_kwargs}
-        super().__init__(model_name=encoder.path or "", **settings, **kwargs)
+        own = kwargs.keys() & (fields - BaseEmbedding.model_fields.keys())
+        encoder = TaskEncoder(model_name, **{name: kwargs.pop(name) for name in own})
+        super().__init__(model_name=encoder.path or "a loaded model", **encoder.settings, **kwargs)
         self._encoder = encoder
 
     @classmethod
