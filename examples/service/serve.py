@@ -40,7 +40,7 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mote.checkpoints.reading import open_mote
-from mote.checkpoints.retrieval import retrieval_in
+from mote.checkpoints.st_settings import retrieval_in
 from mote.inference.loading import check_device, load_any_encoder
 from mote.remote.configuration_mote import alternatives
 

@@ -56,12 +56,14 @@ def remove_leftovers(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def read_json(path: Path, kind: type = dict) -> Any:
-    """Read a JSON file.
+def read_json(path: Path, kind: type = dict, missing_ok: bool = False) -> Any:
+    """Read a JSON file; with `missing_ok`, one that does not exist is empty.
 
     Raises:
         ValueError: If it is damaged, or holds another type than `kind`.
     """
+    if missing_ok and not path.is_file():
+        return kind()
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -10,7 +10,7 @@ from helpers.tokenizer_kinds import byte_level, fast, sentence_piece, sentence_p
 from transformers import AutoTokenizer
 
 import mote
-from mote.checkpoints.end_token import with_end_token
+from mote.checkpoints.tokens import with_end_token
 
 TOKENIZERS = {
     "LlamaTokenizer": sentence_piece_bpe,

@@ -8,7 +8,7 @@ from helpers.checkpoints import dense_checkpoint, edit_json, files_in, read_json
 from sentence_transformers import SentenceTransformer
 
 import mote
-from mote.checkpoints.instructions import instruction_pooling_in
+from mote.checkpoints.st_settings import instruction_pooling_in
 
 TEXTS = ["how do whales breathe", "bread"]
 CODE = {"instruction_mote.py", "task_instruction_mote.py"}

@@ -17,9 +17,8 @@ from transformers import AutoModel, AutoTokenizer
 
 from mote import upcycle
 from mote.checkpoints import nv_embed
-from mote.checkpoints.end_token import with_end_token
-from mote.checkpoints.padding_token import with_padding_token
 from mote.checkpoints.reading import open_checkpoint, open_dense, open_mote
+from mote.checkpoints.tokens import with_end_token, with_padding_token
 from mote.upcycling.plan import plan_upcycling
 
 QUERY = "Instruct: Given a question, retrieve passages that answer the question\nQuery: "

@@ -8,8 +8,8 @@ from helpers.checkpoints import dense_checkpoint, llama_tokenizer, trusted
 from transformers import AutoTokenizer
 
 import mote
-from mote.checkpoints.padding_token import with_padding_token
 from mote.checkpoints.reading import open_dense
+from mote.checkpoints.tokens import with_padding_token
 from mote.training.model import build_model
 from mote.training.recipe_files import load_recipe
 

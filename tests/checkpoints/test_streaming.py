@@ -25,7 +25,8 @@ from mote import plan_upcycling, upcycle
 from mote.checkpoints.models import load_dense
 from mote.checkpoints.plain import POOLING_FLAGS
 from mote.checkpoints.reading import open_dense
-from mote.checkpoints.sentence_transformers import OUR_TRANSFORMER, POOLING, POOLING_NAMES, TRANSFORMER, source_pooling
+from mote.checkpoints.sentence_transformers import POOLING_NAMES, source_pooling
+from mote.checkpoints.st_settings import OUR_TRANSFORMER, POOLING, TRANSFORMER
 from mote.cli import main
 from mote.remote.modeling_mote import MoTEModel
 from mote.remote.sentence_transformer_mote import MoTETransformer

@@ -18,7 +18,7 @@ from sentence_transformers.sparse_encoder.modules import SpladePooling
 from transformers import AutoModel, BertConfig, BertModel
 
 from mote import configure, experts, plan_upcycling, transform, upcycle
-from mote.checkpoints.retrieval import copy_code
+from mote.checkpoints.st_settings import copy_code
 from mote.inference.loading import load_encoder
 from mote.remote.sparse_pooling_mote import HighestLogits, SparsePooling
 

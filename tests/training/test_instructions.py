@@ -8,8 +8,8 @@ from helpers.checkpoints import trusted
 from helpers.runs import overrides
 
 import mote
-from mote.checkpoints.instructions import instruction_pooling_in
 from mote.checkpoints.reading import open_checkpoint
+from mote.checkpoints.st_settings import instruction_pooling_in
 from mote.training.model import build_model
 from mote.training.names import upcycling_options
 from mote.training.recipe_files import load_recipe

@@ -18,12 +18,11 @@ from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
 from mote import hub
 from mote.checkpoints import nv_embed
-from mote.checkpoints.instructions import instruction_pooling_in
 from mote.checkpoints.models import dense_without_weights
 from mote.checkpoints.provenance import read_steps
 from mote.checkpoints.reading import Checkpoint, has_head, is_mote, mote_class, open_checkpoint
-from mote.checkpoints.retrieval import retrieval_in
 from mote.checkpoints.sentence_transformers import normalizes, source_pooling, source_prompts
+from mote.checkpoints.st_settings import instruction_pooling_in, retrieval_in
 from mote.checkpoints.tensors import experts_are_copies, parameter_counts, read_shapes, token_routing
 from mote.files import replaced
 from mote.remote.architectures_mote import ARCHITECTURES

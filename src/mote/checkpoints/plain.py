@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from mote.files import write_json
+from mote.files import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def write_plainly(folder: Path, model: PreTrainedModel) -> None:
         folder / "tokenizer_config.json",
         lambda settings: _plain_tokenizer_config(_without_lost_code(settings, folder), model),
     )
-    modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+    modules = read_json(folder / "modules.json", list)
     for module in modules:
         name = module["type"].rsplit(".", 1)[-1]
         if name == "TextPooling":  # with code of its own
@@ -130,7 +130,7 @@ def _plain_transformer(settings: Settings, folder: Path, model: PreTrainedModel)
     others = _without_defaults(settings, "Transformer")
     length, lower = others.pop("max_seq_length", None), bool(others.pop("do_lower_case", False))
     if length is None:  # as in Sentence-Transformers
-        tokenizer = _read(folder / "tokenizer_config.json")
+        tokenizer = read_json(folder / "tokenizer_config.json", missing_ok=True)
         lengths = [tokenizer.get("model_max_length"), longest_sequence(model)]
         length = min((one for one in lengths if one is not None), default=None)
     if newer := others.keys() - {"instruction_pooling"}:  # of a module with code of its own
@@ -217,11 +217,6 @@ def _with_rope_of_transformers_4(config: Settings) -> Settings:
 
 
 def _edit(path: Path, change: Callable[[Settings], Settings]) -> None:
-    content = _read(path)
+    content = read_json(path, missing_ok=True)
     if content and (changed := change(content)) != content:
         write_json(path, changed)
-
-
-def _read(path: Path) -> Settings:
-    content: Settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return content

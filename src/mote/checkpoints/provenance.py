@@ -1,6 +1,5 @@
 """How a model was made: `mote.json`, a list of steps, and the command lines in it."""
 
-import json
 import os
 import platform
 import shlex
@@ -9,6 +8,8 @@ from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
+
+from mote.files import read_json, write_json
 
 RECORD_FILE = "mote.json"
 FORMAT = 1  # readers refuse later formats
@@ -60,19 +61,19 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: If the file is damaged or of a later format.
     """
-    return _read(folder)["steps"]
+    return _read_record(folder)["steps"]
 
 
 def recorded_files(folder: Path) -> list[str]:
     """Read the names of the files that were written with a folder's `mote.json`; errors as from `read_steps`."""
-    return _read(folder)["files"]
+    return _read_record(folder)["files"]
 
 
 def write_steps(steps: list[dict[str, Any]], folder: Path) -> None:
     """Write `mote.json`; it lists the files in the folder, so it has to be written last."""
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     record = {"format": FORMAT, "steps": steps, "files": sorted({*names, RECORD_FILE})}
-    (folder / RECORD_FILE).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(folder / RECORD_FILE, record)
 
 
 def origin_of(steps: list[dict[str, Any]]) -> str | None:
@@ -81,36 +82,15 @@ def origin_of(steps: list[dict[str, Any]]) -> str | None:
     return upcycled[0]["sources"][0].get("name") if upcycled else None
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read_record(folder: Path) -> dict[str, Any]:
     path = folder / RECORD_FILE
-    if not path.is_file():
-        return {"steps": [], "files": []}
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    found = record.get("format") if isinstance(record, dict) else None
-    if isinstance(found, int) and found > FORMAT:
-        raise ValueError(f"{path} has format {found}; this version of mote reads up to {FORMAT}: update mote")
-    if found != FORMAT or not _is_record(record):
-        raise ValueError(f'{path} is damaged: expected {{"format": {FORMAT}, "steps": […]}}, each step with its name')
-    return {"files": [], **record}
-
-
-def _is_record(record: dict[str, Any]) -> bool:
-    steps, names = record.get("steps"), record.get("files", [])
-    return (
-        isinstance(steps, list)
-        and all(
-            isinstance(step, dict)
-            and isinstance(step.get("step"), str)
-            and isinstance(step.get("sources"), list)
-            and all(isinstance(source, dict) for source in step["sources"])
-            for step in steps
-        )
-        and isinstance(names, list)
-        and all(isinstance(name, str) for name in names)
-    )
+    empty: dict[str, Any] = {"format": FORMAT, "steps": [], "files": []}
+    record = {**empty, "format": None, **read_json(path)} if path.is_file() else empty
+    if record["format"] != FORMAT:
+        raise ValueError(f"{path} has format {record['format']}; this version of mote reads {FORMAT}: update mote")
+    if not all(isinstance(step, dict) and {"step", "sources"} <= step.keys() for step in record["steps"]):
+        raise ValueError(f"{path} is damaged: each step must have its name and its sources")
+    return record
 
 
 # Command lines -------------------------------------------------------------------------------------------------------

@@ -3,16 +3,12 @@
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    PreTrainedConfig,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from mote import hub
 from mote.checkpoints import nomic, nomic_moe, nv_embed
@@ -49,8 +45,6 @@ MOTE_CLASSES = {
         "model": "attention_pooling_mote.AttentionPoolingModel",
     },
 }
-
-SMALL_ENCODER = "examples/small-encoder"  # used by the README and the recipe `smoke`
 
 FILES_BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "README.md", "[0-9]*_*/*"]
 
@@ -109,8 +103,7 @@ class Checkpoint:
 
     def read_json(self, name: str, kind: type = dict) -> Any:
         """Read one of its JSON files; empty if it does not exist."""
-        path = self.folder / name
-        return read_json(path, kind) if path.is_file() else kind()
+        return read_json(self.folder / name, kind, missing_ok=True)
 
     def provenance(self) -> dict[str, Any]:
         """Describe the checkpoint for `mote.json`; reads all of its weights, to hash them."""
@@ -119,12 +112,6 @@ class Checkpoint:
     def sha256_of_weights(self) -> dict[str, str]:
         """Hash each file with weights."""
         return {path.name: sha256_of(path) for path in self.weights}
-
-    def sha256_beside_weights(self) -> dict[str, str]:
-        """Hash each other file that determines the model: config, tokenizer, prompts, modules and code."""
-        patterns = [pattern for pattern in FILES_BESIDE_WEIGHTS if pattern != "README.md"]
-        paths = {path for pattern in (*patterns, "*.py") for path in self.folder.glob(pattern) if path.is_file()}
-        return {path.relative_to(self.folder).as_posix(): sha256_of(path) for path in sorted(paths)}
 
     def non_finite_weights(self) -> list[str]:
         """Name the tensors that hold NaN or infinite values; reads the weights, one at a time if the format allows."""
@@ -149,6 +136,19 @@ class MoTECheckpoint(Checkpoint):
     config: MoTEConfig
 
 
+class _Place(NamedTuple):
+    """A source that has been found: its name, folder, commit on the Hub, and the content of config.json."""
+
+    src: str
+    folder: Path
+    commit: str | None
+    settings: dict[str, Any]
+
+    @property
+    def model_type(self) -> Any:
+        return self.settings.get("model_type")
+
+
 def open_checkpoint(src: str, revision: str | None = None) -> Checkpoint:
     """Open a checkpoint of any kind, without reading the weights. Its code is not run.
 
@@ -163,23 +163,11 @@ def open_checkpoint(src: str, revision: str | None = None) -> Checkpoint:
         FileNotFoundError: If the source does not exist, or has no config or no weights.
         ValueError: If its config is damaged, or not of a supported architecture.
     """
-    checkpoint = _open(src, revision)
+    checkpoint = _open(_locate(src, revision))
     published = {"nomic_moe": "a mixture of experts in Nomic's own format", "nv_embed": "in NV-Embed's own format"}
     if checkpoint.format in published:
         what = published[checkpoint.format]
         raise ValueError(f"{src} is {what}: write it in MoTE's first, `mote upcycle --src {src}`")
-    return checkpoint
-
-
-def _open(src: str, revision: str | None) -> Checkpoint:
-    folder, commit = _locate(src, revision)
-    settings = read_json(folder / "config.json")
-    weights = _weight_files(folder, src)
-    if settings.get("model_type") in MOTE_CLASSES:
-        checkpoint: Checkpoint = _open_mote(src, folder, commit, weights, settings)
-    else:
-        checkpoint = _open_dense(src, folder, commit, weights, settings)
-    _check_sizes(checkpoint)
     return checkpoint
 
 
@@ -188,23 +176,24 @@ def open_dense(src: str, revision: str | None = None) -> Checkpoint:
 
     As `open_checkpoint`, with a `ValueError` for a MoTE that already has task experts.
     """
-    if _model_type(src, revision) in MOTE_CLASSES.keys() - {TOKEN_ROUTED}:
+    place = _locate(src, revision)
+    if place.model_type in MOTE_CLASSES.keys() - {TOKEN_ROUTED}:
         raise ValueError(f"{src} is already a MoTE: upcycling starts from a dense or a token-routed model")
-    return _open(src, revision)
+    return _open(place)
 
 
 def open_mote(src: str, revision: str | None = None) -> MoTECheckpoint:
     """Open a MoTE: as `open_checkpoint`, with a `ValueError` for a dense model."""
-    model_type = _model_type(src, revision)
-    if model_type not in MOTE_CLASSES:
-        raise ValueError(f"{src} is not a MoTE but a {model_type!r}: `mote upcycle` makes a MoTE of a dense model")
-    checkpoint = open_checkpoint(src, revision)
-    assert isinstance(checkpoint, MoTECheckpoint)
-    return checkpoint
+    place = _locate(src, revision)
+    if place.model_type not in MOTE_CLASSES:
+        raise ValueError(
+            f"{src} is not a MoTE but a {place.model_type!r}: `mote upcycle` makes a MoTE of a dense model"
+        )
+    return _open_mote(place)
 
 
-def _model_type(src: str, revision: str | None) -> Any:
-    return read_json(_locate(src, revision)[0] / "config.json").get("model_type")
+def _open(place: _Place) -> Checkpoint:
+    return _open_mote(place) if place.model_type in MOTE_CLASSES else _open_dense(place)
 
 
 def is_mote(config: PreTrainedConfig) -> TypeGuard[MoTEConfig]:
@@ -229,16 +218,11 @@ def mote_class(model_type: str, kind: Literal["config", "model", "masked_lm"]) -
     return getattr(import_module(f"mote.remote.{module}"), name)
 
 
-def _locate(src: str, revision: str | None) -> tuple[Path, str | None]:
-    """Find the folder of a source, and its commit if it is on the Hub."""
+def _locate(src: str, revision: str | None) -> _Place:
+    """Find a source, and read its config.json."""
     if not src:
         raise ValueError("The source is empty: name a folder or an id on the Hub")
     folder, commit = Path(src), None
-    if src == SMALL_ENCODER and not folder.is_dir():
-        raise FileNotFoundError(
-            f"{src} is in MoTE's repository: run this at the root of a clone, or name another encoder (in a recipe: "
-            "model.source=…), as in sentence-transformers/all-MiniLM-L6-v2"
-        )
     if not folder.is_dir():
         folder = hub.fetch(src, revision, [*FILES_BESIDE_WEIGHTS, "model*.safetensors"])
         if not any(folder.glob("model*.safetensors")):
@@ -250,7 +234,7 @@ def _locate(src: str, revision: str | None) -> tuple[Path, str | None]:
         raise ValueError(f"{src} is a PEFT adapter: merge it into its base model first (merge_and_unload)")
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{src} has no config.json: it is not a model in Transformers' format")
-    return folder, commit
+    return _Place(src, folder, commit, read_json(folder / "config.json"))
 
 
 def _weight_files(folder: Path, src: str) -> list[Path]:
@@ -271,19 +255,15 @@ def _weight_files(folder: Path, src: str) -> list[Path]:
     raise FileNotFoundError(f"{src} has no weights: expected model.safetensors or pytorch_model.bin; found {found}")
 
 
-def _open_mote(
-    src: str, folder: Path, commit: str | None, weights: list[Path], settings: dict[str, Any]
-) -> MoTECheckpoint:
-    try:
-        config = mote_class(settings["model_type"], "config").from_pretrained(folder)
-    except _INVALID_CONFIG as error:
-        raise ValueError(f"The config of {src} is invalid: {error}") from error
-    return MoTECheckpoint(src, folder, commit, config, weights, "mote")
+def _open_mote(place: _Place) -> MoTECheckpoint:
+    config = _read_config(mote_class(place.model_type, "config"), place)
+    weights = _weight_files(place.folder, place.src)
+    return MoTECheckpoint(place.src, place.folder, place.commit, config, weights, "mote")
 
 
-def _open_dense(
-    src: str, folder: Path, commit: str | None, weights: list[Path], settings: dict[str, Any]
-) -> Checkpoint:
+def _open_dense(place: _Place) -> Checkpoint:
+    src, folder, commit, settings = place
+    weights = _weight_files(folder, src)
     if nomic_moe.is_original(settings):
         routed = nomic_moe.native_config(settings, read_shapes(weights), src)
         return Checkpoint(src, folder, commit, routed, weights, "nomic_moe")
@@ -296,48 +276,21 @@ def _open_dense(
         shapes = read_shapes(weights)
         config = nomic.native_config(settings, shapes, src)
         return Checkpoint(src, folder, commit, config, weights, "nomic", nomic.key_mapping(shapes))
-    model_type = settings.get("model_type")
-    if model_type not in CONFIG_MAPPING:
+    if place.model_type not in CONFIG_MAPPING:
         raise ValueError(
-            f"{src} has the architecture {model_type!r}, which this version of transformers does not have natively. "
-            f"Supported by MoTE: {', '.join(ARCHITECTURES)}."
+            f"{src} has the architecture {place.model_type!r}, which this version of transformers does not have "
+            f"natively. Supported by MoTE: {', '.join(ARCHITECTURES)}."
         )
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except _INVALID_CONFIG as error:
-        raise ValueError(f"The config of {src} is invalid: {error}") from error
+    config = _read_config(AutoConfig, place)
     vars(config).pop("auto_map", None)  # names code of the source, which is neither used nor copied
     return Checkpoint(src, folder, commit, config, weights)
 
 
-def _check_sizes(checkpoint: Checkpoint) -> None:
-    """Refuse sizes that are absurd given the weights, before building a model exhausts memory or time.
-
-    Raises:
-        ValueError: If a size is not a positive integer, or far larger than the weights suggest.
-    """
-    config: Any = checkpoint.config
-    while is_mote(config):
-        config = config.backbone_config
-    shapes = read_shapes(checkpoint.weights)
-    longest = max((size for shape in shapes.values() for size in shape), default=0)
-    tensors = len(shapes)
-    sizes = ("hidden_size", "vocab_size", "num_attention_heads")
-    largest = {**dict.fromkeys(sizes, 1000 * longest), "num_hidden_layers": tensors}
-    for name, limit in largest.items():
-        size = getattr(config, name, None)
-        if size is not None and (type(size) is not int or not 1 <= size <= limit):
-            raise ValueError(
-                f"The config of {checkpoint.name} is invalid: {name} is {size!r}, expected an integer from 1 to "
-                f"{limit:,}, as its weights have {tensors:,} tensors of at most {longest:,} rows or columns"
-            )
-    if isinstance(checkpoint, MoTECheckpoint) and checkpoint.config.routes_by_task:
-        blocks, experts = len(checkpoint.config.mote_layer_indices), len(checkpoint.config.available_experts)
-        if blocks * experts > tensors:
-            raise ValueError(
-                f"The config of {checkpoint.name} is invalid: it names {experts:,} experts in {blocks:,} blocks, but "
-                f"there are only {tensors:,} tensors"
-            )
+def _read_config(kind: Any, place: _Place) -> Any:
+    try:
+        return kind.from_pretrained(place.folder)
+    except _INVALID_CONFIG as error:
+        raise ValueError(f"The config of {place.src} is invalid: {error}") from error
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:

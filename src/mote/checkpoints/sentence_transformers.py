@@ -10,10 +10,27 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from mote.checkpoints import nv_embed
-from mote.checkpoints.instructions import INSTRUCTED, TEXT_POOLING, copy_instruction_code, first_module
 from mote.checkpoints.plain import POOLING_FLAGS, longest_sequence
 from mote.checkpoints.reading import ATTENTION_POOLING, Checkpoint, has_head, is_mote
-from mote.checkpoints.retrieval import OUR_POOLINGS, copy_code, name_of, retrieval_in
+from mote.checkpoints.st_settings import (
+    ATTENTION_POOLING_MODULE,
+    INSTRUCTED,
+    MODEL_SETTINGS,
+    MODULES,
+    NORMALIZE,
+    OUR_POOLINGS,
+    OUR_TRANSFORMER,
+    POOLING,
+    TRANSFORMER,
+    TRANSFORMER_SETTINGS,
+    copy_code,
+    copy_instruction_code,
+    first_module,
+    name_of,
+    names_of,
+    read_modules,
+    retrieval_in,
+)
 from mote.files import write_json
 from mote.remote.configuration_mote import MTEB_PROMPTS, ROLE_HINTS, MoTEConfig
 
@@ -25,13 +42,6 @@ POOLING_NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
 # As in the names of the files that Sentence-Transformers looks for, in this order.
 _KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 
-# Import paths of the modules' classes; importing them takes longer than upcycling.
-OUR_TRANSFORMER = "sentence_transformer_mote.MoTETransformer"
-TRANSFORMER = "sentence_transformers.base.modules.transformer.Transformer"
-ATTENTION_POOLING_MODULE = "attention_pooling_mote.AttentionPooling"
-NORMALIZE = "sentence_transformers.base.modules.normalize.Normalize"
-POOLING = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
-
 
 def source_modules(source: Checkpoint) -> list[dict[str, Any]]:
     """Read the module list of a Sentence-Transformers source; empty for a plain Transformers one.
@@ -39,7 +49,7 @@ def source_modules(source: Checkpoint) -> list[dict[str, Any]]:
     Raises:
         ValueError: If it is not a Transformer followed by modules of the library's own.
     """
-    modules = source.read_json("modules.json", list)
+    modules = read_modules(source.folder)
     for index, module in enumerate(modules):
         if not isinstance(module, dict) or not all(isinstance(module.get(key), str) for key in ("type", "path")):
             raise ValueError(
@@ -63,8 +73,7 @@ def transformer_settings(source: Checkpoint) -> dict[str, Any]:
 
 
 def _is_ours(module: dict[str, Any], index: int = 0) -> bool:
-    ours = (*OUR_POOLINGS, TEXT_POOLING, ATTENTION_POOLING_MODULE) if index else (OUR_TRANSFORMER, *INSTRUCTED)
-    return name_of(module) in [name.rsplit(".", 1)[-1] for name in ours]
+    return name_of(module) in names_of(OUR_POOLINGS if index else (OUR_TRANSFORMER, *INSTRUCTED))
 
 
 def _pools(module: dict[str, Any]) -> bool:
@@ -136,7 +145,7 @@ def source_prompts(source: Checkpoint) -> dict[str, str]:
 
     An empty prompt among others means that its texts get no prompt; if all are empty, they are the library's defaults.
     """
-    prompts = source.read_json("config_sentence_transformers.json").get("prompts") or {}
+    prompts = source.read_json(MODEL_SETTINGS).get("prompts") or {}
     if source.format == "nv_embed" and isinstance(prompts, dict):
         prompts = {**nv_embed.prompts(source.read_json("instructions.json")), **prompts}
     if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
@@ -255,7 +264,7 @@ def write_sentence_transformer(
     config: Any = of_mote or (model.config if is_mote(model.config) else None)  # None: dense, as its source
     transformer = OUR_TRANSFORMER if is_mote(model.config) else TRANSFORMER
     modules, settings = _write_modules(model, source, folder, None if config is None else config.pooling)
-    modules[0]["type"] = first_module(transformer, modules[0]["type"])
+    modules[0]["type"] = first_module(transformer, name_of(modules[0]) not in names_of(INSTRUCTED))
     copy_instruction_code(modules, folder)
     if is_mote(model.config):
         poolings = [module["type"] for index, module in enumerate(modules) if index and _is_ours(module, index)]
@@ -273,13 +282,13 @@ def write_sentence_transformer(
     else:
         of_expert = prompts_of_expert(config, expert, carried_over, reworded)
         prompts = {"prompts": of_expert, "default_prompt_name": expert if of_expert[expert] else None}
-    write_json(folder / "modules.json", modules)
-    write_json(folder / "sentence_bert_config.json", settings)
+    write_json(folder / MODULES, modules)
+    write_json(folder / TRANSFORMER_SETTINGS, settings)
     write_json(
-        folder / "config_sentence_transformers.json",
+        folder / MODEL_SETTINGS,
         {
             "similarity_fn_name": "cosine",
-            **source.read_json("config_sentence_transformers.json"),
+            **source.read_json(MODEL_SETTINGS),
             "__version__": {
                 "sentence_transformers": version("sentence-transformers"),  # the library compares it by its own name
                 "transformers": version("transformers"),
@@ -295,7 +304,7 @@ def _default_prompt(source: Checkpoint, config: MoTEConfig, prompts: dict[str, s
 
     A renamed task takes its prompt along. A prompt that belongs to no task would make `encode(texts)` an error.
     """
-    name = source.read_json("config_sentence_transformers.json").get("default_prompt_name")
+    name = source.read_json(MODEL_SETTINGS).get("default_prompt_name")
     if name is None:
         return None
     if is_mote(source.config) and len(source.config.tasks) == len(config.tasks):

@@ -14,7 +14,7 @@ from mote.checkpoints.models import load_mote, load_tokenizer
 from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.provenance import command_line, new_step, plain
 from mote.checkpoints.reading import MoTECheckpoint, has_head, is_mote, open_mote, require_expert
-from mote.checkpoints.retrieval import retrieval_in
+from mote.checkpoints.st_settings import retrieval_in
 from mote.checkpoints.staging import refuse_source
 from mote.checkpoints.tensors import require_unquantised
 from mote.checkpoints.writing import how_to_load, require_writable, write_repository

@@ -16,10 +16,10 @@ from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.plain import write_plainly
 from mote.checkpoints.provenance import Described, read_steps, recorded_files, write_steps
 from mote.checkpoints.reading import Checkpoint, MoTECheckpoint, has_head, is_mote, open_checkpoint
-from mote.checkpoints.retrieval import Retrieval, retrieval_in, write_retrieval
 from mote.checkpoints.sentence_transformers import max_seq_length, write_sentence_transformer
+from mote.checkpoints.st_settings import MODULES, Retrieval, read_modules, retrieval_in, write_retrieval
 from mote.checkpoints.staging import ModelStaging, refuse_occupied, refuse_source, require_shard_size
-from mote.files import require_space
+from mote.files import require_space, write_json
 from mote.remote.configuration_mote import MoTEConfig
 from mote.reporting import megabytes
 
@@ -128,6 +128,7 @@ def write_repository(
                 write_retrieval(folder, retrieval)
         else:
             model.save(str(folder), create_model_card=False)
+            write_json(folder / MODULES, read_modules(folder))  # our classes by names that exist without this package
         transformer: Any = model if isinstance(model, PreTrainedModel) else model[0].auto_model
         if not is_mote(transformer.config) and not (folder / ADAPTER_CONFIG_NAME).is_file():
             write_plainly(folder, transformer)

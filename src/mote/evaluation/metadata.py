@@ -16,8 +16,8 @@ from mote.checkpoints.cards import front_matter, languages
 from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.models import dense_without_weights
 from mote.checkpoints.reading import Checkpoint, is_mote, mote_class, open_checkpoint
-from mote.checkpoints.retrieval import retrieval_in
 from mote.checkpoints.sentence_transformers import embedding_dimension, max_seq_length, source_prompts
+from mote.checkpoints.st_settings import retrieval_in
 from mote.checkpoints.tensors import parameter_counts
 from mote.inference.loading import is_sparse_encoder
 from mote.remote.configuration_mote import MTEB_PROMPTS, ROLE_HINTS

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mote.checkpoints.definitions import instruction_with
-from mote.checkpoints.end_token import with_end_token
-from mote.checkpoints.instructions import SETTING, check_instruction_pooling, write_instruction_pooling
 from mote.checkpoints.models import load_tokenizer
 from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.reading import open_mote
+from mote.checkpoints.st_settings import INSTRUCTION_POOLING, check_instruction_pooling, write_instruction_pooling
+from mote.checkpoints.tokens import with_end_token
 from mote.checkpoints.transform import transform, verb
 from mote.remote.configuration_mote import alternatives
 
@@ -21,7 +21,15 @@ EXPERT = "expert."  # and the task, as in "expert.sts"
 INSTRUCTION = "instruction."  # and the task, as in "instruction.clustering"
 DEFINITION = "definition."  # the same; `mote.instruction_with` turns the definition into the instruction
 END_TOKEN = "end_token"
-KEYS = ("default_task", "route_by_text", SETTING, END_TOKEN, "expert.TASK", "instruction.TASK", "definition.TASK")
+KEYS = (
+    "default_task",
+    "route_by_text",
+    INSTRUCTION_POOLING,
+    END_TOKEN,
+    "expert.TASK",
+    "instruction.TASK",
+    "definition.TASK",
+)
 
 _UNCHANGED: Any = object()
 
@@ -74,7 +82,7 @@ def configure(
     if route_by_text is not None:
         changes["route_by_text"] = route_by_text
     if instruction_pooling is not None:
-        changes[SETTING] = check_instruction_pooling(instruction_pooling)
+        changes[INSTRUCTION_POOLING] = check_instruction_pooling(instruction_pooling)
     if end_token is not None:
         changes[END_TOKEN] = end_token
     options = options or WriteOptions()
@@ -98,7 +106,7 @@ def parse_settings(words: Mapping[str, str]) -> dict[str, Any]:
             settings[key] = None if value in ("", "none") else value
         elif key == "route_by_text":
             settings[key] = {"true": True, "false": False}.get(value.lower(), value)
-        elif key in (SETTING, END_TOKEN):
+        elif key in (INSTRUCTION_POOLING, END_TOKEN):
             settings[key] = value
         elif task and kind + dot == EXPERT:
             settings.setdefault("tasks", {})[task] = value
@@ -113,8 +121,8 @@ def parse_settings(words: Mapping[str, str]) -> dict[str, Any]:
 
 def _write(folder: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Write the settings that are not in the config."""
-    if SETTING in changes:
-        write_instruction_pooling(folder, changes[SETTING])
+    if INSTRUCTION_POOLING in changes:
+        write_instruction_pooling(folder, changes[INSTRUCTION_POOLING])
     if END_TOKEN in changes:
         with_end_token(load_tokenizer(open_mote(str(folder))), changes[END_TOKEN]).save_pretrained(folder)
     return {}

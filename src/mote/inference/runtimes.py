@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 from mote import hub
-from mote.checkpoints.instructions import instruction_pooling_in
+from mote.checkpoints.st_settings import instruction_pooling_in
 from mote.inference.loading import first_line, load_encoder
 from mote.remote.configuration_mote import alternatives
 

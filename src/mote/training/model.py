@@ -14,17 +14,17 @@ from torch import nn
 
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.bidirectional import asks_for_both_directions, with_both_directions
-from mote.checkpoints.end_token import end_as_asked
-from mote.checkpoints.instructions import (
-    instruction_pooling_in,
-    write_instruction_pooling,
-)
 from mote.checkpoints.models import load_dense, load_tokenizer
-from mote.checkpoints.padding_token import with_padding_token
 from mote.checkpoints.reading import Checkpoint, is_mote, open_checkpoint
-from mote.checkpoints.retrieval import retrieval_in, write_retrieval
+from mote.checkpoints.st_settings import (
+    instruction_pooling_in,
+    retrieval_in,
+    write_instruction_pooling,
+    write_retrieval,
+)
 from mote.checkpoints.staging import ModelStaging
 from mote.checkpoints.tensors import experts_are_copies
+from mote.checkpoints.tokens import apply_end_token, with_padding_token
 from mote.inference.loading import require_all_weights
 from mote.remote.configuration_mote import MoTEConfig
 from mote.remote.instruction_mote import InstructedTransformer, TextPooling, check_pooling, check_tokenizer
@@ -73,7 +73,7 @@ def build_model(
         names = network_of(model).config
         set_router_loss(names, settings)
     with_padding_token(model.tokenizer)
-    end_as_asked(model.tokenizer, source, settings.end_token)
+    apply_end_token(model.tokenizer, source, settings.end_token)
     if settings.max_length is not None:
         model.max_seq_length = settings.max_length
     if settings.dropout is not None:

@@ -7,7 +7,7 @@ from mote.checkpoints.bidirectional import asks_for_both_directions, with_both_d
 from mote.checkpoints.definitions import instruction_with
 from mote.checkpoints.models import positions_of
 from mote.checkpoints.reading import TOKEN_ROUTED, Checkpoint, has_head, is_mote
-from mote.checkpoints.retrieval import Retrieval, retrieval_in, wanted_retrieval
+from mote.checkpoints.st_settings import Retrieval, retrieval_in, wanted_retrieval
 from mote.checkpoints.tensors import token_routing
 from mote.remote.configuration_mote import MoTEConfig, alternatives
 from mote.training.model_settings import ModelSettings, RetrievalSettings

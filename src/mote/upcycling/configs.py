@@ -5,7 +5,7 @@ from typing import Any
 from mote.checkpoints import nv_embed
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.reading import ATTENTION_POOLING, TOKEN_ROUTED, Checkpoint, mote_class
-from mote.checkpoints.retrieval import Retrieval, retrieval_in, wanted_retrieval
+from mote.checkpoints.st_settings import Retrieval, retrieval_in, wanted_retrieval
 from mote.remote.architectures_mote import ARCHITECTURES
 from mote.remote.configuration_mote import UNSEEN_TASKS, MoTEConfig
 from mote.upcycling.options import POOLING_BY_ATTENTION, POOLING_SIZES, TOKEN_ROUTING, UpcyclingOptions

@@ -9,9 +9,8 @@ from huggingface_hub import split_torch_state_dict_into_shards
 
 from mote.checkpoints import sentence_transformers as st
 from mote.checkpoints.bidirectional import asks_for_both_directions, with_both_directions
-from mote.checkpoints.instructions import check_instruction_pooling
 from mote.checkpoints.reading import Checkpoint, mote_class, open_dense, stored_dtype
-from mote.checkpoints.retrieval import Retrieval
+from mote.checkpoints.st_settings import Retrieval, check_instruction_pooling
 from mote.checkpoints.staging import require_shard_size
 from mote.checkpoints.tensors import parameter_counts, token_routing
 from mote.remote.configuration_mote import MoTEConfig

@@ -11,13 +11,12 @@ import torch
 
 from mote.checkpoints import nomic_moe, nv_embed
 from mote.checkpoints.cards import UPCYCLED
-from mote.checkpoints.end_token import EOS, end_as_asked, ends_texts
-from mote.checkpoints.instructions import write_instruction_pooling
 from mote.checkpoints.models import dense_without_weights, load_dense, load_tokenizer, quiet_transformers
-from mote.checkpoints.padding_token import with_padding_token
 from mote.checkpoints.provenance import RECORD_FILE, command_line, new_step
 from mote.checkpoints.reading import Checkpoint, mote_class
+from mote.checkpoints.st_settings import write_instruction_pooling
 from mote.checkpoints.streaming import DenseWeights, MappedFiles, can_stream, write_weights
+from mote.checkpoints.tokens import EOS, apply_end_token, ends_texts, with_padding_token
 from mote.checkpoints.writing import how_to_load, require_writable, write_repository
 from mote.remote.modeling_mote import MoTEModel
 from mote.upcycling.options import UpcyclingOptions
@@ -64,7 +63,7 @@ def upcycle(
     if source.format == "nv_embed":
         tokenizer, end_token, pooled = nv_embed.padded(tokenizer), end_token or EOS, pooled or "excluded"
     if options.tokenizer is None or end_token is not None:
-        tokenizer = end_as_asked(tokenizer, source, end_token)
+        tokenizer = apply_end_token(tokenizer, source, end_token)
     if config.pooling == "last_token" and not ends_texts(tokenizer):
         logger.warning(
             "The last token of a text is pooled, but the tokenizer appends no end token: long texts end where they are "

@@ -1,7 +1,8 @@
-"""An end token that the tokenizer itself appends to each text after truncation, so that long texts keep it everywhere.
+"""Tokens that a tokenizer adds to texts: an end token, and padding.
 
-Some models were trained with an end token that their code appended to the texts, so that truncation cut it off. Others
-ask for it by `add_eos_token` in `tokenizer_config.json`, which transformers 5 ignores if there is a `tokenizer.json`.
+An end token that the tokenizer itself appends to each text after truncation stays in long texts everywhere. Some models
+were trained with an end token that their code appended to the texts, so that truncation cut it off. Others ask for it
+by `add_eos_token` in `tokenizer_config.json`, which transformers 5 ignores if there is a `tokenizer.json`.
 """
 
 import itertools
@@ -57,7 +58,7 @@ def ends_texts(tokenizer: Any) -> bool:
     return tokenizer("a")["input_ids"][-1] in tokenizer.all_special_ids
 
 
-def end_as_asked(tokenizer: Any, source: Checkpoint, token: str | None) -> Any:
+def apply_end_token(tokenizer: Any, source: Checkpoint, token: str | None) -> Any:
     """Let a source's tokenizer append a token to each text, if a setting or the source itself asks for it.
 
     Args:
@@ -110,3 +111,18 @@ def _with(template: dict[str, Any], token: str, number: int) -> dict[str, Any]:
         "pair": [*itertools.chain(*pair), end(1)],
         "special_tokens": {**template["special_tokens"], token: {"id": token, "ids": [number], "tokens": [token]}},
     }
+
+
+def with_padding_token(tokenizer: Any) -> Any:
+    """Let a tokenizer without a padding token pad with its end-of-sequence token, in place.
+
+    Padding is masked out, so which token it is does not matter to embeddings. A tokenizer with neither token is left as
+    it is.
+
+    Returns:
+        The tokenizer.
+    """
+    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+        logger.info("The tokenizer has no padding token, and pads with %s", tokenizer.eos_token)
+    return tokenizer
