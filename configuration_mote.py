@@ -234,7 +234,7 @@ class MoTEConfig(PreTrainedConfig):
     @property
     def mote_layer_indices(self) -> list[int]:
         """Indices, from 0, of the blocks that have experts."""
-        count = self.backbone_config.num_hidden_layers
+        count = getattr(self.backbone_config, "num_hidden_layers", 0)  # 0: an architecture that is refused later
         if self.mote_layers == "every":
             return list(range(count))
         if self.mote_layers == "every_other" and count > 1:

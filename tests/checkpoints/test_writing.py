@@ -1,8 +1,10 @@
 """Records of what was written, and warnings."""
 
 import hashlib
+import json
 import logging
 import shlex
+import shutil
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,16 @@ from helpers.checkpoints import (
     files_in,
     read_json,
     to_bin,
+    trusted,
 )
+from sentence_transformers import SentenceTransformer
 
 from mote import upcycle
-from mote.checkpoints.provenance import read_steps
+from mote.checkpoints.provenance import new_step, read_steps
+from mote.checkpoints.reading import open_checkpoint
+from mote.checkpoints.writing import write_repository
 from mote.cli import main
+from mote.remote.sentence_transformer_mote import MoTETransformer
 
 
 def test_the_record(dense: Path, tmp_path: Path) -> None:
@@ -75,3 +82,17 @@ def test_weights_that_are_not_finite_are_named(
     upcycle(str(source), tmp_path / "out")
     expected = f"Weights of {source} hold NaN or infinite values: embeddings.LayerNorm.bias"
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [expected]
+
+
+def test_modules_of_installed_classes_are_named_as_without_the_package(upcycled: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(upcycled, tmp_path / "source")
+    first, *others = read_json(copy / "modules.json")
+    first["type"] = f"mote.remote.{first['type']}"
+    (copy / "modules.json").write_text(json.dumps([first, *others]))
+    model = SentenceTransformer(str(copy), trust_remote_code=True)
+    assert type(model[0]) is MoTETransformer
+    source = open_checkpoint(str(copy))
+    out = write_repository(tmp_path / "out", model, step=new_step("train", made="trained from"), sources=[source])
+    types = [module["type"] for module in read_json(out / "modules.json")]
+    assert types[0] == "sentence_transformer_mote.MoTETransformer"
+    assert (trusted(out).encode(["a"], task="clustering") == trusted(upcycled).encode(["a"], task="clustering")).all()
