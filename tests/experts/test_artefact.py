@@ -251,27 +251,20 @@ def test_a_wrong_base_is_refused(
 # What goes wrong -----------------------------------------------------------------------------------------------------
 
 
-def test_other_files_are_refused(
+def test_other_weights_are_refused(
     tiny_mote: Path, legal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refused(**changed: torch.Tensor) -> str:
-        files, out = shutil.copytree(legal, tmp_path / "legal", dirs_exist_ok=True), tmp_path / "out"
-        weights = load_file(legal / "expert.safetensors")
-        metadata = {"mote": json.dumps(description(legal))} if changed else {}
-        weights = {key: weight for key, weight in (weights | changed).items() if weight.numel()}
-        save_file(weights, files / "expert.safetensors", metadata=metadata)
+    bias, out = "encoder.layer.0.output.dense.bias", tmp_path / "out"
+    files = shutil.copytree(legal, tmp_path / "legal")
+    for name, wrong in ((bias, None), (bias, torch.ones(3)), ("else", torch.ones(1))):
+        weights = {**load_file(legal / "expert.safetensors"), name: wrong}
+        metadata = {"mote": json.dumps(description(legal))}
+        kept = {key: weight for key, weight in weights.items() if weight is not None}
+        save_file(kept, files / "expert.safetensors", metadata=metadata)
         assert main(["experts", "add", str(tiny_mote), str(files), "--out", str(out)]) == 1
-        assert not out.exists()
-        return capsys.readouterr().err
-
-    assert "is not an expert of a MoTE: `mote experts extract` writes one" in refused()
-    bias = "encoder.layer.0.output.dense.bias"
-    for wrong in (torch.empty(0), torch.ones(3)):
-        assert (
-            f"The weights do not fit: 1 weights are missing, unknown or of another shape, such as '{bias}'"
-            in refused(**{bias: wrong})
-        )
-    assert "1 weights are missing, unknown or of another shape, such as 'else'" in refused(**{"else": torch.ones(1)})
+        message = f"The weights do not fit: 1 weights are missing, unknown or of another shape, such as {name!r}"
+        assert message in capsys.readouterr().err
+    assert not out.exists()
 
 
 # Killed --------------------------------------------------------------------------------------------------------------

@@ -109,17 +109,14 @@ def open_artefact(src: str | Path, revision: str | None = None) -> ExpertArtefac
 
     Raises:
         FileNotFoundError: If there is no such expert.
-        ValueError: If the file was not written by `extract`.
     """
     folder, commit = Path(src), None
     if not folder.is_dir():
         folder = hub.fetch(str(src), revision, [EXPERT_FILE])
         commit = folder.name  # the cache names a snapshot after its commit
     with safe_open(folder / EXPERT_FILE, framework="pt") as file:
-        description = (file.metadata() or {}).get(HEADER)
-    if description is None:
-        raise ValueError(f"{folder / EXPERT_FILE} is not an expert of a MoTE: `mote experts extract` writes one")
-    return ExpertArtefact(str(src), folder, commit, **json.loads(description))
+        description = json.loads(file.metadata()[HEADER])
+    return ExpertArtefact(str(src), folder, commit, **description)
 
 
 def extract(

@@ -15,6 +15,7 @@ from mote.checkpoints.reading import Checkpoint, require_expert
 from mote.checkpoints.tensors import weight_name
 from mote.checkpoints.transform import verb
 from mote.experts.artefact import ExpertArtefact
+from mote.experts.blocks import set_experts
 from mote.experts.checks import require_all_experts, require_editable, require_same_shapes
 from mote.experts.dense import weights_of_blocks
 from mote.experts.means import mean_of_experts
@@ -22,7 +23,7 @@ from mote.remote.architectures_mote import architecture_of
 from mote.remote.configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, alternatives
 
 if TYPE_CHECKING:
-    from mote.remote.modeling_mote import MoTEBlock, MoTEModel
+    from mote.remote.modeling_mote import MoTEModel
 
 logger = logging.getLogger(__name__)
 
@@ -149,13 +150,6 @@ def weights_of(
         require_all_experts(model.config)
         return mean_of_experts([weights(model, expert) for expert in model.config.experts])
     return weights(model, start)
-
-
-def set_experts(block: "MoTEBlock", experts: Mapping[str, nn.Module]) -> None:
-    """Give a block its experts in a new dict, so that threads that iterate over the old one are not disturbed."""
-    new = nn.ModuleDict(experts)
-    new.training = block.training
-    block.experts = new
 
 
 def _copies(model: "MoTEModel", like: str, new_weights: Mapping[str, torch.Tensor]) -> list[nn.Module]:

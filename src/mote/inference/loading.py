@@ -41,7 +41,7 @@ def load(
     model_class = mote_class(config.model_type, "model")
     if offload is None:
         return model_class.from_pretrained(path, experts=experts, **kwargs)
-    check_settings(config, offload, keep)
+    check_settings(config, offload)
     model = model_class.from_pretrained(path, experts=config.available_experts[:keep], **kwargs)
     offload_others(model, config.loaded_experts, offload, keep)
     return model
@@ -85,7 +85,7 @@ def load_encoder(
     from mote.inference.offloading import check_settings, offload_others
 
     config = _mote_config(path, revision=revision)
-    check_settings(config, offload, keep)
+    check_settings(config, offload)
     encoder = _load(SentenceTransformer, path, **settings, experts=config.available_experts[:keep])
     offload_others(encoder[0].model, config.loaded_experts, offload, keep)
     return encoder

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from mote.experts.blocks import set_experts
 from mote.experts.checks import require_plain_weights, require_task_experts
-from mote.experts.editing import set_experts
 from mote.inference.stores import CpuStore, DiskStore
 from mote.remote.configuration_mote import MoTEConfig, alternatives
 
@@ -43,8 +43,8 @@ def offload(model: "MoTEModel", to: str = "cpu", keep: int = 1) -> None:
         model: A MoTE in memory, installed or remote code; changed in place.
         to: `"cpu"`, the CPU's memory (pinned if the device is a GPU), or `"disk"`: experts are read from the
             safetensors files that the model was loaded from.
-        keep: Number of experts on the device, the most recently used ones. A call that needs another expert waits while
-            all of these are in use.
+        keep: Number of experts on the device, at least 1, the most recently used ones. A call that needs another expert
+            waits while all of these are in use.
 
     Raises:
         ValueError: If a setting is invalid, the model is token-routed, quantised, offloaded, on several devices or has
@@ -52,7 +52,7 @@ def offload(model: "MoTEModel", to: str = "cpu", keep: int = 1) -> None:
     """
     if model.offloading is not None:
         raise ValueError(f"Experts are already offloaded ({model.offloading!r}): call mote.restore(model) first")
-    check_settings(model.config, to, keep)
+    check_settings(model.config, to)
     _require_offloadable(model)
     weights = _weights_of_experts(model)
     if to == "cpu":
@@ -84,13 +84,11 @@ def offload_others(model: "MoTEModel", loaded_experts: list[str] | None, to: str
             offloading.store = CpuStore(_weights_of_experts(model))
 
 
-def check_settings(config: MoTEConfig, to: str, keep: int) -> None:
-    """Raise `ValueError` if these settings are invalid for a model of this config."""
+def check_settings(config: MoTEConfig, to: str) -> None:
+    """Raise `ValueError` for a token-routed model, or an unknown place."""
     require_task_experts(config)
     if to not in PLACES:
         raise ValueError(f"Experts cannot be offloaded to {to!r}." + alternatives(to, PLACES))
-    if not 1 <= keep <= len(config.available_experts):
-        raise ValueError(f"keep must be from 1 to {len(config.available_experts)}, the number of experts, got {keep}")
 
 
 def _require_offloadable(model: "MoTEModel") -> None:
@@ -176,7 +174,7 @@ class Offloading:
         self.prefixes = _prefixes(model)
         self.trainable = {key: weight.requires_grad for key, weight in model.named_parameters() if ".experts." in key}
         # The least recently used comes first.
-        self.slots = [Slot([block.experts[name] for block in self.blocks], name) for name in self.names[:keep]]
+        self.slots = [Slot([block.experts[name] for block in self.blocks], name) for name in self.names[: max(1, keep)]]
         # Serialises fetches, so that a call that waits for a slot is not overtaken for ever.
         self._turn = threading.RLock()
         self._left = threading.Condition()  # notified when a call has left its slot

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer, SparseEncoder
 from torch import nn
 
-from mote.experts.editing import set_experts
+from mote.experts.blocks import set_experts
 
 if TYPE_CHECKING:
     from mote.training.trainer_settings import PeftSettings
