@@ -370,15 +370,6 @@ def test_wrong_settings(settings: Any, message: str, data: Path, model: Path) ->
     assert not (data.parent / "mined").exists()
 
 
-def test_a_truncated_teacher(data: Path, model: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(model, tmp_path / "teacher"))
-    (weights,) = folder.rglob("*.safetensors")
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="teacher does not load"):
-        mine(data, folder)
-    assert not (data.parent / "mined").exists()
-
-
 def test_a_sparse_teacher_on_one_device(data: Path, tmp_path: Path) -> None:
     source = dense_checkpoint(tmp_path / "tiny", head="mlm")
     folder = mote.upcycle(source, tmp_path / "sparse", retrieval="sparse")

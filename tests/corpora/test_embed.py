@@ -20,7 +20,7 @@ from sentence_transformers import SentenceTransformer
 
 import mote
 from mote.cli import main
-from mote.corpora import job, read_embeddings, shards
+from mote.corpora import job, read_embeddings
 from mote.corpora.encoder import Encoder
 from mote.corpora.options import ModelOptions
 from mote.corpora.record import Record
@@ -157,13 +157,6 @@ def test_smaller_dtypes(dtype: str, error: float | None, model: Path, corpus: Pa
     assert str(column.type) == f"fixed_size_list<element: {dtype.replace('float16', 'halffloat')}>[16]"
 
 
-def test_values_beyond_the_ranges_are_clipped() -> None:
-    ranges = [[-1.0, 0.0], [1.0, 0.0]]
-    stored = shards.quantized(np.array([[-9, 5], [9, -5], [0, 0]], np.float32), "int8", ranges)
-    assert stored[:, 0].tolist() in ([-128, 127, -1], [-128, 126, -1])  # the largest may round down
-    assert np.allclose(shards.dequantized(stored, ranges), [[-1, 0], [1, 0], [0, 0]], atol=0.01)
-
-
 def test_batches_hold_texts_with_as_many_tokens(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = 2 * ["whales " * 7, "whales " * 7, "w h a l e s " * 4, "w h a l e s " * 4 + "in"]  # 49, 49, 48, 50 letters
     corpus = write_rows(tmp_path / "corpus.jsonl.gz", [{"text": text} for text in texts])
@@ -203,22 +196,15 @@ def test_a_faiss_index(model: Path, corpus: Path) -> None:
 # Runs that end early -------------------------------------------------------------------------------------------------
 
 
-def interrupt_at(monkeypatch: pytest.MonkeyPatch, shard: int, error: BaseException) -> None:
-    write = shards.write_shard
+def interrupted(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, at: Callable[..., bool], error: Any) -> None:
+    original = getattr(place, name)
 
-    def stop(path: Path, *args: Any) -> None:
-        if path.name == shards.shard_name(shard):
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if at(*args, **kwargs):
             raise error
-        write(path, *args)
+        return original(*args, **kwargs)
 
-    monkeypatch.setattr(job, "write_shard", stop)
-
-
-def count_texts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    counts: list[int] = []
-    encode = Encoder.encode
-    monkeypatch.setattr(Encoder, "encode", lambda self, texts: counts.append(len(texts.rows)) or encode(self, texts))
-    return counts
+    monkeypatch.setattr(place, name, call)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
@@ -227,13 +213,15 @@ def test_an_interrupted_run_resumes(
 ) -> None:
     whole = contents(embed(model, corpus, "whole", dtype=dtype))
     with monkeypatch.context() as patched:
-        interrupt_at(patched, 2, KeyboardInterrupt())
+        interrupted(patched, job, "write_shard", lambda path, *_: "00002" in path.name, KeyboardInterrupt())
         words = ["embed", str(model), str(corpus), "--out", str(corpus.parent / "out"), "--shard-size", "6"]
         assert main([*words, "--dtype", dtype]) == 130
     assert HOW_TO_RESUME in capsys.readouterr().err
     with pytest.raises(ValueError, match="are incomplete: run the same command again to resume"):
         read_embeddings(corpus.parent / "out")
-    counts = count_texts(monkeypatch)
+    counts: list[int] = []
+    encode = Encoder.encode
+    monkeypatch.setattr(Encoder, "encode", lambda self, texts: counts.append(len(texts.rows)) or encode(self, texts))
     out = embed(model, corpus, dtype=dtype)
     assert counts == [6, 2]
     assert contents(out) == whole
@@ -241,42 +229,33 @@ def test_an_interrupted_run_resumes(
     assert counts == [6, 2]
 
 
-def test_an_interrupt_after_the_last_shard(model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    update = Record.update
-
-    def interrupted(self: Record, **changes: Any) -> None:
-        if changes.get("complete"):
-            raise KeyboardInterrupt
-        update(self, **changes)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Record, "update", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            embed(model, corpus)
-    assert np.allclose(embeddings_in(embed(model, corpus)), expected(model), atol=1e-6)
-
-
-@pytest.mark.parametrize("settings", [{}, {"overwrite": True}])
-def test_an_interrupt_before_the_first_shard_is_recorded(
-    settings: Any, model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("place", "name", "at", "error", "settings"),
+    [
+        (Record, "update", lambda *_, complete=False, **__: complete, KeyboardInterrupt, {}),  # after the last shard
+        (Record, "add", lambda *_, **__: True, KeyboardInterrupt, {}),  # before the first one is recorded
+        (Record, "add", lambda *_, **__: True, KeyboardInterrupt, {"overwrite": True}),
+        (job, "write_shard", lambda path, *_: "00002" in path.name, RuntimeError, {"batch_size": 2}),  # a smaller batch
+    ],
+)
+def test_an_interrupt_elsewhere(
+    place: Any,
+    name: str,
+    at: Any,
+    error: Any,
+    settings: Any,
+    model: Path,
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr(Record, "add", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        interrupted(patched, place, name, at, error("interrupted"))
+        with pytest.raises(error):
             embed(model, corpus)
     assert (corpus.parent / "out/shard-00000.parquet").exists()
-    assert contents(embed(model, corpus, **settings)) == contents(embed(model, corpus, "whole", **settings))
-
-
-def test_a_smaller_batch_resumes(model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        interrupt_at(patched, 2, RuntimeError("out of memory"))
-        with pytest.raises(RuntimeError, match="out of memory"):
-            embed(model, corpus)
-    assert np.allclose(embeddings_in(embed(model, corpus, batch_size=2)), expected(model), atol=1e-5)
+    assert np.allclose(embeddings_in(embed(model, corpus, **settings)), expected(model), atol=1e-5)
+    if not settings:
+        assert contents(corpus.parent / "out") == contents(embed(model, corpus, "whole"))
 
 
 def test_other_embeddings_are_refused_or_replaced(model: Path, corpus: Path) -> None:
@@ -328,16 +307,9 @@ def test_a_second_writer_is_refused(model: Path, corpus: Path) -> None:
 
 
 def test_a_full_disk(model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_table, calls = parquet.write_table, []
-
-    def fail(table: Any, path: Path, **settings: Any) -> None:
-        calls.append(path)
-        write_table(table, path, **settings)
-        if len(calls) == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = OSError(errno.ENOSPC, "No space left on device")
     with monkeypatch.context() as patched:
-        patched.setattr(parquet, "write_table", fail)
+        interrupted(patched, parquet, "write_table", lambda _, path, **__: "00001" in path.name, full)
         with pytest.raises(OSError, match=r"No space left on device: .*shard-00001.parquet"):
             embed(model, corpus)
     assert sorted(contents(corpus.parent / "out")) == ["manifest.json", "shard-00000.parquet"]
@@ -407,13 +379,6 @@ def test_memory_does_not_grow_with_the_corpus(model: Path, tmp_path: Path, monke
 
 
 # Several processes ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.processes
-def test_two_processes(model: Path, corpus: Path) -> None:
-    settings = {"dtype": "int8", "batch_size": 2}
-    one, two = embed(model, corpus, "one", **settings), embed(model, corpus, "two", processes=2, **settings)
-    assert contents(one) == contents(two)  # one thread each
 
 
 @pytest.mark.processes

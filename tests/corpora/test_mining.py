@@ -101,23 +101,6 @@ def test_filtering_existing_negatives_drops_repeats_and_known_positives() -> Non
     assert filtered["scores"][0, 0] == 0.2
 
 
-def test_a_random_corpus_gives_the_nearest_allowed_documents() -> None:
-    generator = np.random.default_rng(1)
-    documents = generator.standard_normal((300, 32))
-    queries = documents[:40] + 0.3 * generator.standard_normal((40, 32))
-    documents[100:140] = documents[:40] + 0.01 * generator.standard_normal((40, 32))  # near-duplicates of positives
-    vectors = [(one / np.linalg.norm(one, axis=1, keepdims=True)).astype(np.float32) for one in (queries, documents)]
-    texts = [f"d{i}" for i in range(300)]
-    pairs = pairs_of([f"q{i}" for i in range(40)], texts[:40], texts[40:])
-    result = mined(pairs, dense_ranker(*vectors), negatives=5, depth=50)
-    scores = vectors[0].astype(np.float64) @ vectors[1].astype(np.float64).T
-    for row in range(40):
-        ranked = np.argsort(-scores[row], kind="stable")
-        allowed = [place for place in ranked if scores[row, place] < 0.95 * scores[row, row]]
-        assert result[row] == allowed[:5]
-        assert 100 + row not in result[row]
-
-
 def test_a_pair_stays_if_its_positive_is_among_the_nearest() -> None:
     pairs = pairs_of(["a", "a", "b", "c"], ["a1", "a2", "b1", "c1"])
     ranker = given([[0.9, 0.5, 0.1, 0.2], [0.3, 0.3, 0.2, 0.4], [0.7, 0.2, 0.1, 0.7]])
