@@ -118,7 +118,7 @@ def test_task_experts_that_are_token_routed(
     with pytest.raises(ValueError, match=r"load-balancing loss of a token router .* would be lost: set training.bf16"):
         train("mote", overrides(trained_hierarchical, data, tmp_path / "fp16", "training.fp16=true"))
     with pytest.raises(
-        ValueError, match=r"kind 'token_routed', .*: for task experts, run `mote upcycle --src .*tiny-t"
+        ValueError, match=r"kind 'token_routed', .* or for task experts, run `mote upcycle --src .*tiny-t"
     ):
         train("mote", overrides(token_routed, data, tmp_path / "other"))
 

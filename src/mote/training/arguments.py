@@ -1,6 +1,5 @@
 """Schedule and `SentenceTransformerTrainingArguments` of a run."""
 
-import logging
 import math
 import os
 from dataclasses import dataclass
@@ -22,8 +21,6 @@ from mote.training.recipe import Recipe
 from mote.training.run_folder import RunFolder
 from mote.training.trainer_settings import TrainerSettings
 from mote.training.validation import Validation
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -49,27 +46,21 @@ def plan_schedule(recipe: Recipe, sets: dict[str, TrainingSet], processes: int) 
     """
     training = recipe.training
     rows_per_process(training, processes)
-    samplers = {
-        name: EvenBatchSampler(training_set.rows, training.batch_size, processes) for name, training_set in sets.items()
-    }
+    samplers = {name: EvenBatchSampler(own.rows, training.batch_size, processes) for name, own in sets.items()}
     batches = {name: len(sampler) for name, sampler in samplers.items()}
     if not any(batches.values()):
         raise ValueError("There are fewer rows than processes, so there is nothing to train on")
-    return Schedule(
-        batches=batches,
-        dropped={name: sampler.dropped for name, sampler in samplers.items() if sampler.dropped},
-        steps=training.max_steps
-        if training.max_steps > 0
-        else math.ceil(sum(batches.values()) * training.num_train_epochs),
-    )
+    dropped = {name: sampler.dropped for name, sampler in samplers.items()}
+    return Schedule(batches, dropped, count_steps(training, sum(batches.values())))
+
+
+def count_steps(training: TrainerSettings, per_epoch: int) -> int:
+    """Count the steps of a run, given those of an epoch."""
+    return training.max_steps if training.max_steps > 0 else math.ceil(per_epoch * training.num_train_epochs)
 
 
 def rows_per_process(training: TrainerSettings, processes: int) -> int:
-    """Return how many rows of a batch each process gets.
-
-    Raises:
-        ValueError: If they cannot share a batch evenly.
-    """
+    """Return how many rows of a batch each process gets; raise `ValueError` if they cannot share it evenly."""
     if training.batch_size % processes:
         raise ValueError(
             f"training.batch_size is over all processes: {training.batch_size} cannot be divided evenly among "
@@ -81,13 +72,9 @@ def rows_per_process(training: TrainerSettings, processes: int) -> int:
 def describe_steps(steps: int, arguments: TrainingArguments) -> str:
     """Describe the steps of a run."""
     every = math.ceil(arguments.save_steps * (steps if arguments.save_steps < 1 else 1))
-    saved = {
-        SaveStrategy.NO: "no checkpoints",
-        SaveStrategy.STEPS: f"a checkpoint every {every}",
-        SaveStrategy.EPOCH: "a checkpoint every epoch",
-        SaveStrategy.BEST: "a checkpoint at each new best score",
-    }[SaveStrategy(arguments.save_strategy)]
-    return f"{steps:,} steps, {arguments.get_warmup_steps(steps)} of them warmup; {saved}"
+    strategy = SaveStrategy(arguments.save_strategy)
+    saved = f"every {every} steps" if strategy == SaveStrategy.STEPS else f"save_strategy={strategy.value}"
+    return f"{steps:,} steps, {arguments.get_warmup_steps(steps)} of them warmup; checkpoints: {saved}"
 
 
 def describe(schedule: Schedule, arguments: BaseTrainingArguments, sets: dict[str, TrainingSet]) -> str:
@@ -95,7 +82,7 @@ def describe(schedule: Schedule, arguments: BaseTrainingArguments, sets: dict[st
     rows = []
     for name, training_set in sets.items():
         tasks = ", ".join(training_set.tasks)
-        dropped = f" ({schedule.dropped[name]} rows dropped per epoch)" if name in schedule.dropped else ""
+        dropped = f" ({schedule.dropped[name]} rows dropped per epoch)" if schedule.dropped[name] else ""
         rows.append([name, f"{len(training_set.rows):,}", f"{schedule.batches[name]:,}", tasks + dropped])
     summary = describe_steps(schedule.steps, arguments)
     return f"{summary}\n{table(['training set', 'rows', 'batches', 'tasks'], rows, align='lrrl')}"
@@ -108,9 +95,6 @@ def common_arguments(training: TrainerSettings, folder: RunFolder, **defaults: A
         training: Settings of the recipe.
         folder: Folder of the run.
         **defaults: Arguments that the recipe may set otherwise.
-
-    Raises:
-        ValueError: If the processes cannot share a batch evenly.
     """
     return {
         "report_to": "none",
@@ -127,8 +111,8 @@ def common_arguments(training: TrainerSettings, folder: RunFolder, **defaults: A
     }
 
 
+# Arguments whose values need a score on held-out texts during the run.
 BY_SCORE = {"load_best_model_at_end": True, "save_strategy": "best", "lr_scheduler_type": "reduce_lr_on_plateau"}
-"""Arguments whose values need a score on held-out texts during the run."""
 
 
 def trainer_arguments(
@@ -157,10 +141,9 @@ def trainer_arguments(
         settings["eval_strategy"] = "no"
     if by_score := [name for name, value in BY_SCORE.items() if getattr(training, name, None) == value]:
         if settings["eval_strategy"] == "no":
-            value = str(BY_SCORE[by_score[0]]).lower()
             raise ValueError(
-                f"training.{by_score[0]}={value} needs scores on held-out texts during the run: set "
-                "training.eval_steps, and validation.share above 0"
+                f"training.{by_score[0]}={str(BY_SCORE[by_score[0]]).lower()} needs scores on held-out texts during "
+                "the run: set training.eval_steps, and validation.share above 0"
             )
         settings.setdefault("metric_for_best_model", Validation.primary_metric)
     if recipe.model.instructions:
@@ -177,7 +160,7 @@ def trainer_arguments(
 
 
 def check_launch(arguments: TrainingArguments, precision: str, verb: str) -> None:
-    """Make sure that the processes were started for the settings of a recipe; warn if the CPU is slow with them.
+    """Make sure that the processes were started for the settings of a recipe.
 
     Args:
         arguments: The trainer's arguments.
@@ -198,12 +181,3 @@ def check_launch(arguments: TrainingArguments, precision: str, verb: str) -> Non
             f"{arguments.n_gpu} GPUs are visible to one process: start one process per GPU with `accelerate launch "
             f"-m mote {verb} …`, or choose a GPU with CUDA_VISIBLE_DEVICES"
         )
-    if precision == "bf16" and arguments.device.type == "cpu" and not has_bf16_arithmetic():
-        logger.warning("This CPU has no bfloat16 arithmetic: it trains several times faster with training.bf16=false")
-
-
-def has_bf16_arithmetic() -> bool:
-    """Return whether the CPU multiplies in bfloat16; True if PyTorch does not tell."""
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in all versions
-    told = [capabilities[name] for name in ("avx512_bf16", "amx_bf16", "bf16") if name in capabilities]  # x86, ARM
-    return any(told) or not told

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from sentence_transformers import SentenceTransformer, SparseEncoder
-from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 from torch import nn
 
@@ -27,7 +26,6 @@ from mote.checkpoints.tensors import experts_are_copies
 from mote.checkpoints.tokens import apply_end_token, with_padding_token
 from mote.inference.loading import require_all_weights
 from mote.remote.configuration_mote import MoTEConfig
-from mote.remote.instruction_mote import InstructedTransformer, TextPooling, check_pooling, check_tokenizer
 from mote.training.adapters import add_adapters, network_of, share_weights
 from mote.training.model_settings import ModelSettings
 from mote.training.names import names_of, retrieval_of, set_router_loss, upcycling_options
@@ -80,8 +78,9 @@ def build_model(
         set_dropout(model, settings.dropout)
     if adapters is not None:
         add_adapters(model, adapters, recipe.training.only_experts)
-        network_of(model).peft_config["default"].base_model_name_or_path = _base_of_adapter(source)
-        network_of(model).peft_config["default"].revision = source.revision
+        base = network_of(model).peft_config["default"]
+        base.base_model_name_or_path = str(source.folder.resolve()) if source.is_local else source.name
+        base.revision = source.revision
     elif recipe.training.only_experts is not None:
         _freeze_all_but(model, recipe.training.only_experts)
     return model, names
@@ -91,11 +90,11 @@ def _dense_model(recipe: Recipe, source: Checkpoint, folder: Path, names: MoTECo
     """Load a dense model as the recipe describes it, from the source's own folder or via `folder`."""
     settings = recipe.model
     with processes().main_process_first():
-        folder = native_folder(source, folder, settings.bidirectional)
-    trusted = source.is_local and instruction_pooling_in(folder) != "included"  # which our own code does
-    trusted = trusted or settings.trust_remote_code
-    model = SentenceTransformer(str(folder), trust_remote_code=trusted, **_loading(settings))
-    require_all_weights(model, str(folder))
+        native = native_folder(source, folder / "native", settings.bidirectional)
+    own = instruction_pooling_in(native)
+    trusted = settings.trust_remote_code or (source.is_local and own != "included")  # which our own code does
+    model = SentenceTransformer(str(native), trust_remote_code=trusted, **_loading(settings))
+    require_all_weights(model, str(native))
     model.prompts = {**st.prompts_of(names)}
     if model.default_prompt_name not in (None, *model.prompts):  # Sentence-Transformers would refuse to load the result
         logger.warning(
@@ -106,8 +105,13 @@ def _dense_model(recipe: Recipe, source: Checkpoint, folder: Path, names: MoTECo
         model.default_prompt_name = None
     if settings.pooling is not None:
         _set_pooling(model, settings.pooling)
-    _pool_instructions(model, settings.instruction_pooling or instruction_pooling_in(folder))
-    return model
+    if settings.instruction_pooling in (None, own):
+        return model
+    with processes().main_process_first():
+        if not (folder / "pooled").exists():
+            model.save_pretrained(str(folder / "pooled"), create_model_card=False)
+            write_instruction_pooling(folder / "pooled", settings.instruction_pooling)
+    return SentenceTransformer(str(folder / "pooled"), trust_remote_code=True, **_loading(settings))
 
 
 def _mote_folder(recipe: Recipe, source: Checkpoint, folder: Path) -> Path:
@@ -127,10 +131,6 @@ def _mote_folder(recipe: Recipe, source: Checkpoint, folder: Path) -> Path:
         elif not folder.exists():
             upcycle(source, folder, upcycling_options(recipe.model, recipe.retrieval))
     return folder
-
-
-def _base_of_adapter(source: Checkpoint) -> str:
-    return str(source.folder.resolve()) if source.is_local else source.name
 
 
 def _link(source: Path, folder: Path) -> None:
@@ -178,51 +178,13 @@ def native_folder(source: Checkpoint, folder: Path, bidirectional: bool = False)
 
 
 def _set_pooling(model: SentenceTransformer, pooling: str) -> None:
-    """Set how a dense model pools.
-
-    Raises:
-        ValueError: If the model has no `Pooling`.
-    """
+    """Set how a dense model pools; raise `ValueError` if it has no `Pooling`: the setting would have no effect."""
     names: Any = {ours: theirs for theirs, ours in st.POOLING_NAMES.items()}
-    for module in _poolings(model, f"model.pooling={pooling}"):
+    modules = [module for module in model if isinstance(module, Pooling)]
+    for module in modules:
         module.pooling_mode = names[pooling]
-
-
-def _pool_instructions(model: SentenceTransformer, value: str) -> None:
-    """Let a dense model pool instructions, or leave them out.
-
-    Raises:
-        ValueError: If the model has no `Pooling`, or instructions cannot be left out of it.
-    """
-    first: Any = model[0]
-    left_out = hasattr(first, "instruction_pooling")
-    if value == "included":
-        for pooling in (module for module in model if isinstance(module, Pooling)):
-            pooling.include_prompt = True
-            if left_out:
-                pooling.__class__ = Pooling
-        if left_out:
-            first.__class__ = Transformer
-        return
-    poolings = _poolings(model, f"model.instruction_pooling={value}")
-    if not left_out:
-        check_tokenizer(first.tokenizer)
-        for pooling in poolings:
-            check_pooling(pooling)
-        first.__class__ = InstructedTransformer  # no state differs but this setting
-        first.on_model_ready(model)
-        for pooling in poolings:
-            pooling.__class__ = TextPooling
-            pooling.include_prompt = False
-    first.instruction_pooling = value
-
-
-def _poolings(model: SentenceTransformer, setting: str) -> list[Pooling]:
-    """Return the modules that pool tokens; raise `ValueError` if there are none: the setting would have no effect."""
-    poolings = [module for module in model if isinstance(module, Pooling)]
-    if not poolings:
-        raise ValueError(f"{setting}: the model has no module that pools tokens (`Pooling`)")
-    return poolings
+    if not modules:
+        raise ValueError(f"model.pooling={pooling}: the model has no module that pools tokens (`Pooling`)")
 
 
 def _loading(settings: ModelSettings) -> dict[str, Any]:
@@ -256,7 +218,6 @@ def _no_progress() -> Iterator[None]:
 def _freeze_all_but(model: SentenceTransformer | SparseEncoder, experts: list[str]) -> None:
     """Freeze everything but some experts: frozen weights get no gradients and no weight decay."""
     model.requires_grad_(False)
-    first: Any = model[0]
-    for block in first.model.blocks:
+    for block in network_of(model).blocks:
         for name in experts:
             block.experts[name].requires_grad_(True)

@@ -29,7 +29,7 @@ from mote.experts.exporting import export
 from mote.files import read_json
 from mote.remote.masked_lm_mote import MoTEForMaskedLM
 from mote.reporting import table
-from mote.training.arguments import check_launch, common_arguments, describe_steps, rows_per_process
+from mote.training.arguments import check_launch, common_arguments, count_steps, describe_steps, rows_per_process
 from mote.training.masking import ContextMasking, ContextRows, Masking, SetEpoch, TextRows
 from mote.training.model import set_dropout
 from mote.training.names import (
@@ -426,8 +426,7 @@ def _check_settings(recipe: PretrainingRecipe) -> None:
 
 def _describe(recipe: PretrainingRecipe, data: TextData, arguments: TrainingArguments) -> str:
     texts = sum(map(len, data.texts.values()))
-    per_epoch = math.ceil(texts / recipe.training.batch_size)
-    steps = arguments.max_steps if arguments.max_steps > 0 else math.ceil(per_epoch * arguments.num_train_epochs)
+    steps = count_steps(recipe.training, math.ceil(texts / recipe.training.batch_size))
     return f"{texts:,} texts; {describe_steps(steps, arguments)}"
 
 

@@ -144,9 +144,7 @@ class TrackedLoss(nn.Module):
         column_tasks: list[dict[str, str]],
     ) -> None:
         super().__init__()
-        self.model = model  # where the trainer puts its wrapped model
-        self.loss = loss
-        self.tracker = tracker
+        self.model, self.loss, self.tracker = model, loss, tracker  # the trainer replaces `model` by its wrapped one
         self.name, self.task, self.column_tasks = name, task, [list(part.values()) for part in column_tasks]
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None) -> Tensor:
@@ -182,10 +180,6 @@ class SparsitySchedule(TrainerCallback):
     """Raises the weights of the losses that keep vectors sparse: Sentence-Transformers' scheduler, for each of them.
 
     The weights depend on the step alone, so that a resumed run has the same.
-
-    Args:
-        settings: `scheduler_type` and `warmup_ratio`.
-        losses: Training set → its loss; losses of dense vectors have no such weights.
     """
 
     def __init__(self, settings: RetrievalSettings, losses: dict[str, TrackedLoss]) -> None:
@@ -205,11 +199,7 @@ class SparsitySchedule(TrainerCallback):
 
 
 class TaskProgress(ProgressCallback):
-    """The trainer's progress bar, with the smoothed loss of each task instead of a line for each log.
-
-    Args:
-        tracker: Tracker of the run.
-    """
+    """The trainer's progress bar, with the smoothed loss of each task instead of a line for each log."""
 
     def __init__(self, tracker: Tracker) -> None:
         super().__init__()
@@ -322,36 +312,28 @@ def _is_finite(weight: Tensor) -> bool:
 
 
 def draw_curves(log: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw the smoothed loss of each task, and losses and scores on held-out texts, over the steps.
-
-    Args:
-        log: The trainer's log, with the counts of each step.
-        path: PNG file to write.
-        title: Title of the chart.
-    """
+    """Draw the loss of each task, and losses and scores on held-out texts, from the trainer's log."""
     from matplotlib.figure import Figure  # pyplot selects a GUI backend
 
+    curves: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    scores = []
+    for line in log:
+        for key, value in line.items():
+            if key == "eval_validation_mean":
+                scores.append((line["step"], value))
+            elif key.startswith("eval_") and key.endswith("_loss"):
+                curves[f"{key[5:-5]}, held out"].append((line["step"], value))
+            elif key in ("encoder_loss", "decoder_loss") or (key == "loss" and "task" in line):
+                curves[line["task"] if key == "loss" else key].append((line["step"], value))
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    losses: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    held_out: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for line in log:
-        if "task" in line:
-            losses[line["task"]].append((line["step"], line["loss"]))
-        for key, value in line.items():
-            if key in ("encoder_loss", "decoder_loss"):
-                losses[key].append((line["step"], value))
-            elif key.startswith("eval_") and key.endswith("_loss"):
-                held_out[key.removeprefix("eval_").removesuffix("_loss")].append((line["step"], value))
-    for name, points in losses.items():
+    for name, points in curves.items():
         steps, values = zip(*points, strict=True)
-        (curve,) = axes.plot(steps, values, alpha=0.3, linewidth=1)
         smoothed = accumulate(values, lambda mean, value: 0.9 * mean + 0.1 * value)
-        axes.plot(steps, list(smoothed), label=name, color=curve.get_color())
-    for name, points in held_out.items():
-        axes.plot(*zip(*points, strict=True), "--o", markersize=3, label=f"{name}, held out")
-    axes.set(xlabel="step", ylabel="loss (thin: each batch; thick: smoothed)", title=title)
-    if scores := [(line["step"], line["eval_validation_mean"]) for line in log if "eval_validation_mean" in line]:
+        held_out = name.endswith("held out")
+        axes.plot(steps, values if held_out else [*smoothed], "--o" if held_out else "-", markersize=3, label=name)
+    axes.set(xlabel="step", ylabel="loss (of training: smoothed)", title=title)
+    if scores:
         right = axes.twinx()
         right.plot(*zip(*scores, strict=True), "k--o", markersize=3)
         right.set_ylabel("mean validation score, x 100 (dashed)")

@@ -20,10 +20,7 @@ def build_record(
     names: MoTEConfig,
     data: TrainingData,
     tracker: Tracker,
-    *,
-    parameters: dict[str, int],
-    resumed_from_step: int | None,
-    validation: Mapping[str, Scores],
+    **others: Any,
 ) -> dict[str, Any]:
     """Build the record of a finished run, the details of its step in `mote.json`.
 
@@ -32,9 +29,8 @@ def build_record(
         names: Tasks and instructions of the model.
         data: Data of the run.
         tracker: Counts of the run.
-        parameters: Numbers of parameters in the run: `trained`, and `all` (shared ones counted once).
-        resumed_from_step: Step of the checkpoint from which it was last resumed.
-        validation: Validation scores, `before` and `after`.
+        **others: `parameters` (numbers of `trained` ones, and `all`), `resumed_from_step`, and `validation` scores
+            (`before` and `after`).
     """
     rows = sum(seen["rows"] for seen in tracker.training_sets.values())
     device = processes().device
@@ -48,17 +44,15 @@ def build_record(
         "recipe": recipe.name,
         "steps": tracker.step,
         "seconds": round(tracker.seconds, 1),
-        "resumed_from_step": resumed_from_step,
         "rows_per_second": round(rows / tracker.seconds, 1),
         "processes": processes().num_processes,
         "device": torch.cuda.get_device_name(device)
         if device.type == "cuda"
         else f"{torch.get_num_threads()} CPU threads",
-        "parameters": parameters,
         "tasks": tracker.tasks,
         "training_sets": tracker.training_sets,
         "experts": experts,
-        "validation": validation,
+        **others,
         "data": [report.__dict__ for report in data.reports],
     }
 

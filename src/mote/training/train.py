@@ -27,9 +27,9 @@ from mote.checkpoints.tensors import token_routing, weight_name
 from mote.files import read_json
 from mote.remote.configuration_mote import MoTEConfig
 from mote.training.adapters import AdapterCheckpoints, merge_adapters, network_of, trained_weights
-from mote.training.arguments import Schedule, describe, plan_schedule, trainer_arguments
+from mote.training.arguments import describe, plan_schedule, trainer_arguments
 from mote.training.blending import BlendedCollator
-from mote.training.data import TrainingData, TrainingSet, load_data
+from mote.training.data import TrainingSet, load_data
 from mote.training.losses import INFO_NCE, LoadBalancedLoss, build_loss, check_loss
 from mote.training.model import build_model
 from mote.training.names import SHARED, encodings, names_of
@@ -140,12 +140,10 @@ class TrainingRun(BaseRun):
     """A run of training that is ready to start.
 
     Attributes:
-        schedule: Steps.
         names: Tasks and instructions of the model.
         validation: Evaluator on the held-out texts.
     """
 
-    schedule: Schedule
     names: MoTEConfig
     validation: Validation | None
 
@@ -195,9 +193,9 @@ class TrainingRun(BaseRun):
     def finish(self, before: dict[str, float] | None) -> None:
         """Score the model, write its repository, replacing an earlier one, and remove the checkpoints."""
         logger.info("Scoring, and writing the model …")
-        weights = [*self.model.parameters()]
-        trained = sum(weight.numel() for weight in weights if weight.requires_grad)
-        parameters = {"trained": trained, "all": sum(weight.numel() for weight in weights)}
+        sizes = [(weight.numel(), weight.requires_grad) for weight in self.model.parameters()]
+        trained = sum(size for size, is_trained in sizes if is_trained)
+        parameters = {"trained": trained, "all": sum(size for size, _ in sizes)}
         peft = self.recipe.training.peft
         if peft is not None and peft.merge:
             merge_adapters(network_of(self.model))
@@ -284,7 +282,11 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
     tracker = Tracker()
     torch.manual_seed(recipe.training.seed)  # for a loss's own weights
     losses = {name: _loss(recipe, model, names, training_set, tracker) for name, training_set in data.sets.items()}
-    validation = _validation(recipe, data, names, arguments.per_device_eval_batch_size)
+    validation = None
+    if data.validation:
+        mixed = recipe.training.peft is not None and recipe.training.peft.base_dtype == "bfloat16"
+        batch_size = arguments.per_device_eval_batch_size
+        validation = Validation(data.validation, encodings(names, recipe.model.kind), batch_size, mixed=mixed)
     identity: dict[str, dict[str, Any]] = {
         "settings": fixed_settings(recipe),
         "models": models,
@@ -318,7 +320,7 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
     if state.is_main_process:
         folder.begin(recipe, identity, checkpoint)
     shared = (recipe, folder, source, data, model, tracker, trainer, checkpoint)
-    return TrainingRun(*shared, schedule=schedule, names=names, validation=validation)
+    return TrainingRun(*shared, names=names, validation=validation)
 
 
 def _load_model(
@@ -372,14 +374,6 @@ def _loss(
         loss = LoadBalancedLoss(loss)
     column_tasks = [part.column_tasks for part in training_set.parts] or [training_set.column_tasks]
     return TrackedLoss(model, loss, tracker, training_set.name, training_set.task, column_tasks)
-
-
-def _validation(recipe: Recipe, data: TrainingData, names: MoTEConfig, batch_size: int) -> Validation | None:
-    peft = recipe.training.peft
-    mixed = peft is not None and peft.base_dtype == "bfloat16"
-    if not data.validation:
-        return None
-    return Validation(data.validation, encodings(names, recipe.model.kind), batch_size, mixed=mixed)
 
 
 def _collator(

@@ -15,8 +15,11 @@ from sklearn.metrics.pairwise import cosine_similarity
 
 from mote.training.data import ValidationSet
 
+# Weights of the sparse score to try; 0 is the dense score alone.
 WEIGHTS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-"""Weights of the sparse score to try; 0 is the dense score alone."""
+
+
+Encoder = SentenceTransformer | SparseEncoder
 
 
 class Validation(BaseEvaluator):
@@ -48,18 +51,8 @@ class Validation(BaseEvaluator):
         super().__init__()
         self.sets, self.encodings, self.batch_size, self.mixed = sets, encodings, batch_size, mixed
 
-    def __call__(  # type: ignore[override]
-        self,
-        model: SentenceTransformer | SparseEncoder,
-        output_path: str | None = None,
-        epoch: float = -1,
-        steps: int = -1,
-    ) -> dict[str, float]:
-        """Score a model.
-
-        Returns:
-            `validation_mean`, and `validation_<task>` and `validation_<task>/<dataset>` for each task and dataset.
-        """
+    def __call__(self, model: Encoder, *_: Any, **__: Any) -> dict[str, float]:  # type: ignore[override]
+        """Return `validation_mean`, and `validation_TASK` and `validation_TASK/DATASET` for each task and dataset."""
         by_task: dict[str, dict[str, float]] = defaultdict(dict)
         for held_out in self.sets:
             score = 100 * getattr(self, f"_score_{held_out.row_type}")(model, held_out)
@@ -74,13 +67,11 @@ class Validation(BaseEvaluator):
                 metrics[f"validation_{path}"] = value
         return metrics
 
-    def _score_pairs(self, model: SentenceTransformer | SparseEncoder, held_out: ValidationSet) -> float:
+    def _score_pairs(self, model: Encoder, held_out: ValidationSet) -> float:
         anchors, positives, right = self.embedded_pairs(model, held_out)
         return float(ndcg_score(right, _similarity(model, anchors, positives), k=10)) if len(positives) > 1 else 1.0
 
-    def embedded_pairs(
-        self, model: SentenceTransformer | SparseEncoder, held_out: ValidationSet
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def embedded_pairs(self, model: Encoder, held_out: ValidationSet) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Embed anchors [N, H] and positives, each once [P, H]; a matrix [N, P] has 1 for each anchor's positives.
 
         An anchor may have several rows, with a positive each: all of them are right in each row.
@@ -96,21 +87,19 @@ class Validation(BaseEvaluator):
             right[row, of_anchor[anchor.strip()]] = 1
         return anchors, self._embed(model, positives, held_out, held_out.positive), right
 
-    def _score_labelled(self, model: SentenceTransformer | SparseEncoder, held_out: ValidationSet) -> float:
+    def _score_labelled(self, model: Encoder, held_out: ValidationSet) -> float:
         embeddings = self._embed(model, held_out.rows["text"], held_out, held_out.anchor)
         scores = _similarity(model, embeddings, embeddings)
         np.fill_diagonal(scores, -np.inf)
         labels = np.array(held_out.rows["label"])
         return float(np.mean(labels[scores.argmax(axis=1)] == labels))
 
-    def _score_scored(self, model: SentenceTransformer | SparseEncoder, held_out: ValidationSet) -> float:
+    def _score_scored(self, model: Encoder, held_out: ValidationSet) -> float:
         anchors = self._embed(model, held_out.rows["anchor"], held_out, held_out.anchor)
         positives = self._embed(model, held_out.rows["positive"], held_out, held_out.positive)
         return float(spearmanr(model.similarity_pairwise(anchors, positives), held_out.rows["score"]).statistic)
 
-    def _embed(
-        self, model: SentenceTransformer | SparseEncoder, texts: Iterable[str], held_out: ValidationSet, task: str
-    ) -> np.ndarray:
+    def _embed(self, model: Encoder, texts: Iterable[str], held_out: ValidationSet, task: str) -> np.ndarray:
         arguments = {**self.encodings[task], "batch_size": self.batch_size, "show_progress_bar": False}
         if held_out.instruction is not None and task == held_out.anchor:
             arguments["prompt"] = held_out.instruction
@@ -151,6 +140,5 @@ def tune_weight(validation: Validation, model: Any) -> dict[float, float]:
     return means
 
 
-def _similarity(model: Any, queries: np.ndarray, documents: np.ndarray) -> np.ndarray:
-    """Compare each query with each document."""
+def _similarity(model: Encoder, queries: np.ndarray, documents: np.ndarray) -> np.ndarray:
     return queries @ documents.T if isinstance(model, SparseEncoder) else cosine_similarity(queries, documents)
