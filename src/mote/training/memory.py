@@ -179,7 +179,7 @@ def _persistent(model: PreTrainedModel, precision: str, processes: int, sharding
     if processes > 1 and sharding == "ddp":
         communication = gradients
     elif processes > 1 and sharding == "fsdp2":
-        communication = _gathered(model) // (2 if precision == "bf16" else 1)
+        communication = _gathered(model, widest=2 if precision == "bf16" else 8)
     shares = {name: processes if name in SHARDED[sharding] else 1 for name in sizes}
     return {name: -(-size // shares[name]) for name, size in sizes.items()} | {"communication": communication}
 
@@ -188,11 +188,15 @@ def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _gathered(model: PreTrainedModel) -> int:
-    """Count what FSDP gathers at a time: weights outside of blocks, and two blocks."""
+def _gathered(model: PreTrainedModel, widest: int) -> int:
+    """Count what FSDP gathers at a time, with at most `widest` bytes a number: weights outside of blocks, two blocks."""
+
+    def size(module: nn.Module) -> int:
+        return sum(weight.numel() * min(weight.element_size(), widest) for weight in module.parameters())
+
     blocks = getattr(model, "blocks", None) or [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    sizes = [_bytes_of(block.parameters()) for block in blocks]
-    return _bytes_of(model.parameters()) - sum(sizes) + 2 * max(sizes, default=0)
+    sizes = [size(block) for block in blocks]
+    return size(model) - sum(sizes) + 2 * max(sizes, default=0)
 
 
 class LiveMemory(TorchDispatchMode):
