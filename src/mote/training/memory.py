@@ -189,7 +189,7 @@ def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _gathered(model: PreTrainedModel, widest: int) -> int:
-    """Count what FSDP gathers at a time, with at most `widest` bytes a number: weights outside of blocks, two blocks."""
+    """Count what FSDP gathers at a time, in at most `widest` bytes a number: two blocks, and all outside of them."""
 
     def size(module: nn.Module) -> int:
         return sum(weight.numel() * min(weight.element_size(), widest) for weight in module.parameters())
