@@ -50,7 +50,7 @@ def peft_config(settings: "PeftSettings", only_experts: list[str] | None = None)
     arguments: dict[str, Any] = {
         "target_modules": "all-linear" if targets in ("shared", "experts") else targets,
         "exclude_modules": "|".join(outside) or None,
-        "modules_to_save": settings.in_full or None,
+        "modules_to_save": settings.modules_to_save or None,
     }
     if settings.method == "lora":
         arguments |= {"r": settings.r, "lora_alpha": settings.alpha, "lora_dropout": settings.dropout}

@@ -1,8 +1,7 @@
-"""Schedule and `SentenceTransformerTrainingArguments` of a run."""
+"""`SentenceTransformerTrainingArguments` and steps of a run."""
 
 import math
 import os
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,37 +20,6 @@ from mote.training.recipe import Recipe
 from mote.training.run_folder import RunFolder
 from mote.training.trainer_settings import TrainerSettings
 from mote.training.validation import Validation
-
-
-@dataclass
-class Schedule:
-    """The steps of a run.
-
-    Attributes:
-        batches: Training set → batches per epoch.
-        dropped: Training set → rows dropped from each epoch, because the processes cannot share them evenly.
-        steps: Steps of the run.
-    """
-
-    batches: dict[str, int]
-    dropped: dict[str, int]
-    steps: int
-
-
-def plan_schedule(recipe: Recipe, sets: dict[str, TrainingSet], processes: int) -> Schedule:
-    """Count the steps of a run.
-
-    Raises:
-        ValueError: If the processes cannot share a batch evenly, or no training set fills a batch.
-    """
-    training = recipe.training
-    rows_per_process(training, processes)
-    samplers = {name: EvenBatchSampler(own.rows, training.batch_size, processes) for name, own in sets.items()}
-    batches = {name: len(sampler) for name, sampler in samplers.items()}
-    if not any(batches.values()):
-        raise ValueError("There are fewer rows than processes, so there is nothing to train on")
-    dropped = {name: sampler.dropped for name, sampler in samplers.items()}
-    return Schedule(batches, dropped, count_steps(training, sum(batches.values())))
 
 
 def count_steps(training: TrainerSettings, per_epoch: int) -> int:
@@ -77,25 +45,27 @@ def describe_steps(steps: int, arguments: TrainingArguments) -> str:
     return f"{steps:,} steps, {arguments.get_warmup_steps(steps)} of them warmup; checkpoints: {saved}"
 
 
-def describe(schedule: Schedule, arguments: BaseTrainingArguments, sets: dict[str, TrainingSet]) -> str:
-    """Describe the steps: a summary, and a table of the training sets."""
-    rows = []
+def describe(recipe: Recipe, sets: dict[str, TrainingSet], arguments: BaseTrainingArguments) -> str:
+    """Describe the steps of a run: a summary, and a table of the training sets.
+
+    Raises:
+        ValueError: If no training set fills a batch.
+    """
+    training, rows, per_epoch = recipe.training, [], 0
     for name, training_set in sets.items():
+        sampler = EvenBatchSampler(training_set.rows, training.batch_size, processes().num_processes)
+        per_epoch += len(sampler)
+        dropped = f" ({sampler.dropped} rows dropped per epoch)" if sampler.dropped else ""
         tasks = ", ".join(training_set.tasks)
-        dropped = f" ({schedule.dropped[name]} rows dropped per epoch)" if schedule.dropped[name] else ""
-        rows.append([name, f"{len(training_set.rows):,}", f"{schedule.batches[name]:,}", tasks + dropped])
-    summary = describe_steps(schedule.steps, arguments)
+        rows.append([name, f"{len(training_set.rows):,}", f"{len(sampler):,}", tasks + dropped])
+    if not per_epoch:
+        raise ValueError("There are fewer rows than processes, so there is nothing to train on")
+    summary = describe_steps(count_steps(training, per_epoch), arguments)
     return f"{summary}\n{table(['training set', 'rows', 'batches', 'tasks'], rows, align='lrrl')}"
 
 
 def common_arguments(training: TrainerSettings, folder: RunFolder, **defaults: Any) -> dict[str, Any]:
-    """Return the arguments of any trainer: the recipe's, and those that follow from the run.
-
-    Args:
-        training: Settings of the recipe.
-        folder: Folder of the run.
-        **defaults: Arguments that the recipe may set otherwise.
-    """
+    """Return the arguments of any trainer: the recipe's, over `defaults`, and those that follow from the run."""
     return {
         "report_to": "none",
         "use_cpu": not torch.accelerator.is_available(),  # explicit, so that bf16 is accepted on CPUs
@@ -118,13 +88,7 @@ BY_SCORE = {"load_best_model_at_end": True, "save_strategy": "best", "lr_schedul
 def trainer_arguments(
     recipe: Recipe, folder: RunFolder, data: TrainingData, names: MoTEConfig
 ) -> BaseTrainingArguments:
-    """Build the training arguments: the recipe's, and those that follow from the rest of the recipe.
-
-    Args:
-        recipe: The recipe.
-        folder: Folder of the run.
-        data: Training sets, and held-out texts.
-        names: Tasks and instructions of the model.
+    """Build the training arguments: the recipe's, and those that follow from the rest of it and from its data.
 
     Raises:
         ValueError: If the trainer refuses an argument, an argument needs held-out texts and there are none, or the run
@@ -160,15 +124,10 @@ def trainer_arguments(
 
 
 def check_launch(arguments: TrainingArguments, precision: str, verb: str) -> None:
-    """Make sure that the processes were started for the settings of a recipe.
-
-    Args:
-        arguments: The trainer's arguments.
-        precision: Mixed precision of the recipe, as accelerate names it.
-        verb: The command, `train` or `pretrain`.
+    """Check that the processes were started for the settings of a recipe.
 
     Raises:
-        ValueError: If the launcher's mixed precision differs, or one process has several GPUs.
+        ValueError: If the launcher's mixed precision is not `precision`, or one process has several GPUs.
     """
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", precision):

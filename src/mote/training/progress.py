@@ -63,11 +63,8 @@ class Tracker:
             task: Task of the recipe.
             column_tasks: For each part of the training set, the model's tasks of its columns.
             features: Tokenized texts of each column, this process's share of the batch.
-            loss: Loss of this process's share, a scalar.
+            loss: Loss of this share; raises `NonFiniteError` if that of any process is non-finite.
             parts: Part of each row, [B]. Default: there is only one part.
-
-        Raises:
-            NonFiniteError: If the loss is non-finite in any process.
         """
         state = processes()
         tokens = [

@@ -22,16 +22,7 @@ def build_record(
     tracker: Tracker,
     **others: Any,
 ) -> dict[str, Any]:
-    """Build the record of a finished run, the details of its step in `mote.json`.
-
-    Args:
-        recipe: The recipe.
-        names: Tasks and instructions of the model.
-        data: Data of the run.
-        tracker: Counts of the run.
-        **others: `parameters` (numbers of `trained` ones, and `all`), `resumed_from_step`, and `validation` scores
-            (`before` and `after`).
-    """
+    """Build the record of a finished run, the details of its step in `mote.json`, with `others` among them."""
     rows = sum(seen["rows"] for seen in tracker.training_sets.values())
     device = processes().device
     experts: dict[str, dict[str, int]] = {}
@@ -58,7 +49,7 @@ def build_record(
 
 
 def summary(record: dict[str, Any]) -> str:
-    """Summarize a run: texts of each expert, losses, validation before and after."""
+    """Summarize a run as tables: texts of each expert, losses, validation before and after."""
     seen = [
         (name, f"{count['texts']:,}", f"{count['tokens']:,}")
         for name, count in (record["experts"] or record["tasks"]).items()

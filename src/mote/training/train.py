@@ -27,7 +27,7 @@ from mote.checkpoints.tensors import token_routing, weight_name
 from mote.files import read_json
 from mote.remote.configuration_mote import MoTEConfig
 from mote.training.adapters import AdapterCheckpoints, merge_adapters, network_of, trained_weights
-from mote.training.arguments import describe, plan_schedule, trainer_arguments
+from mote.training.arguments import describe, trainer_arguments
 from mote.training.blending import BlendedCollator
 from mote.training.data import TrainingSet, load_data
 from mote.training.losses import INFO_NCE, LoadBalancedLoss, build_loss, check_loss
@@ -119,17 +119,12 @@ def plan(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, overwrit
     names = names_of(recipe, source)
     teachers_of(recipe)  # a missing teacher is an error here, too
     data = load_data(recipe, load_tokenizer(source))
-    schedule = plan_schedule(recipe, data.sets, processes().num_processes)
     arguments = trainer_arguments(recipe, folder, data, names)
-    return "\n".join([as_yaml(recipe), str(data), "", describe(schedule, arguments, data.sets)])
+    return "\n".join([as_yaml(recipe), str(data), "", describe(recipe, data.sets, arguments)])
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Check the settings of a recipe against each other, before anything is read.
-
-    Raises:
-        ValueError: If a loss is unknown, or settings contradict each other.
-    """
+    """Check the losses of a recipe before anything is read; raises `ValueError`."""
     for name, task in recipe.tasks.items():
         for dataset in task.datasets:
             check_loss(name, task.of(dataset), sparse=recipe.retrieval.kind != "dense")
@@ -276,9 +271,8 @@ def prepare(recipe: Recipe, folder: RunFolder, overwrite: bool = False) -> Train
     with state.main_process_first():  # the others find teachers' embeddings in the cache
         data = load_data(recipe, model.tokenizer, teachers)
     logger.info(str(data))
-    schedule = plan_schedule(recipe, data.sets, state.num_processes)
     arguments = trainer_arguments(recipe, folder, data, names)
-    logger.info(describe(schedule, arguments, data.sets))
+    logger.info(describe(recipe, data.sets, arguments))
     tracker = Tracker()
     torch.manual_seed(recipe.training.seed)  # for a loss's own weights
     losses = {name: _loss(recipe, model, names, training_set, tracker) for name, training_set in data.sets.items()}

@@ -139,7 +139,7 @@ class PeftSettings(Settings):
         dropout: Dropout on LoRA's inputs.
         targets: What gets adapters: `all-linear` layers; in a MoTE, only those that the experts share (`shared`), or
             those of each expert (`experts`); or PEFT's `target_modules`: a list of name suffixes, or a pattern.
-        in_full: Modules that are trained in full beside the adapters, by name endings, as PEFT's `modules_to_save`.
+        modules_to_save: Modules that are trained in full beside the adapters, by name endings.
         arguments: Further arguments of the method's PEFT config (`use_dora`, `use_rslora` …).
         base_dtype: Dtype of the frozen linear layers; use `bfloat16` with `training.bf16`, which rounds them anyway.
         merge: Whether adapters are merged into the weights at the end. If not, `model/` contains only the adapters.
@@ -150,7 +150,7 @@ class PeftSettings(Settings):
     alpha: float = Field(default=32, gt=0)
     dropout: float = Field(default=0.1, ge=0, lt=1)
     targets: str | list[str] = "all-linear"
-    in_full: list[str] = []
+    modules_to_save: list[str] = []
     arguments: dict[str, Any] = {}
     base_dtype: Literal["float32", "bfloat16"] = "float32"
     merge: bool = True
