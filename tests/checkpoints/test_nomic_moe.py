@@ -118,10 +118,7 @@ def test_the_config_says_what_was_published(converted: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"moe_every_n_layers": 1}, "moe_every_n_layers=1, so that none of its 4 layers has experts"),
-        ({"moe_every_n_layers": 0}, r"positive integers for .*, got \{'moe_every_n_layers': 0\}"),
-        ({"moe_top_k": 9}, "num_experts_per_tok must be an integer from 1 to 8"),
-        ({"n_inner": None}, r"got \{'n_inner': None\}"),
+        ({"moe_top_k": 9}, "num_experts_per_tok must be from 1 to 8"),
         ({"activation_function": "swiglu"}, "activation_function='swiglu', which the published Nomic Embed v2"),
         ({"activation_function": "gelu_new"}, r"cannot express \(it can: 'gelu'\)"),
         ({"expert_choice_router": True}, "expert_choice_router=True"),
@@ -140,13 +137,12 @@ def test_settings_of_another_model_are_refused(changes: dict[str, Any], message:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        ({EXPERTS_OF_1: torch.zeros(7 * 24, 16)}, r"layers\.1\.mlp\.experts\.mlp\.w1 has 168 rows, expected 192"),
+        ({EXPERTS_OF_1: torch.zeros(7 * 24, 16)}, r"1 mismatched keys .*1\.feed_forward\.experts\.up_proj"),
         ({EXPERTS_OF_1: None}, r"1 missing keys \(backbone\.layers\.1\.feed_forward\.experts\.up_proj"),
         ({"emb_ln__bias": None}, r"1 missing keys \(backbone\.embeddings\.LayerNorm\.bias"),
         ({"encoder__layers__0__mlp__fc3__weight": torch.zeros(2)}, r"hold encoder\.layers\.0\.mlp\.fc3\.weight, which"),
         ({"encoder__layers__0__mlp__experts__bias": torch.zeros(16)}, r"hold encoder\.layers\.0\.mlp\.experts\.bias"),
         ({"encoder__layers__3__mlp__router__layer__weight": torch.zeros(7, 16)}, r"1 mismatched keys .*3.*router"),
-        ({"embeddings__word_embeddings__weight": None}, r"lack embeddings\.word_embeddings\.weight"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(edit: dict[str, Any], message: str, tmp_path: Path) -> None:

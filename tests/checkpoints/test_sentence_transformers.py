@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -169,33 +168,3 @@ def test_links_within_the_source_and_those_of_the_hubs_cache_are_followed(tmp_pa
     (source / "1_Pooling" / "more").symlink_to(blobs / "456")
     with pytest.raises(ValueError, match="is a link to a file outside of"):
         upcycle(str(source), tmp_path / "other")
-
-
-@pytest.mark.parametrize(
-    ("file", "changes", "message"),
-    [
-        ("config_sentence_transformers.json", {"prompts": ["query: "]}, "prompts .* must be texts by name"),
-        ("config_sentence_transformers.json", {"prompts": {"query": 7}}, "prompts .* must be texts by name"),
-        (
-            "sentence_bert_config.json",
-            {"max_seq_length": "11"},
-            "max_seq_length .* a positive integer, got '11'",
-        ),
-        ("sentence_bert_config.json", {"max_seq_length": -1}, "max_seq_length .* a positive integer, got -1"),
-    ],
-)
-def test_damaged_settings(file: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    source = e5_checkpoint(tmp_path / "source")
-    edit_json(source / file, **changes)
-    with pytest.raises(ValueError, match=message):
-        upcycle(str(source), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("module", [{"type": 7, "path": "1_Pooling"}, {"type": "x", "path": None}, {"type": "x"}, []])
-def test_damaged_modules(module: object, tmp_path: Path) -> None:
-    source = e5_checkpoint(tmp_path / "source")
-    modules = read_json(source / "modules.json")
-    (source / "modules.json").write_text(json.dumps([modules[0], module]))
-    with pytest.raises(ValueError, match=r"modules.json that is not in Sentence-Transformers' format"):
-        upcycle(str(source), tmp_path / "out")

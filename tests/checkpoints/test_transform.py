@@ -111,8 +111,6 @@ def test_other_kinds_of_functions_and_arguments(mote: Path, tmp_path: Path) -> N
     assert all(one.equal(weights[1][name]) for name, one in weights[0].items())
     with pytest.raises(ValueError, match="<lambda> returned a str: expected a model, or None"):
         transform(mote, tmp_path / "text", lambda model: "done")
-    with pytest.raises(ValueError, match="The source is empty: name a folder"):
-        transform("", tmp_path / "text", scale, 0.5)
 
 
 def fail(model: Any) -> None:

@@ -3,9 +3,10 @@
 Real clients (huggingface_hub, transformers, sentence-transformers) run in processes of their own and find the server
 through ``HF_ENDPOINT``; `HubServer.environment` builds their whole environment. Everything is kept in memory.
 
-Scope: pushing and downloading models, reading datasets, tokens with and without write access, and injected faults.
-Not supported: spaces, pull requests, tags, file copies, .gitignore, multi-part uploads, paging, renaming and deleting
-repositories, and names without a namespace. Extend it only where a test of this project needs it.
+Scope: pushing and downloading models, reading datasets, tokens with and without write access, and injected errors.
+Not supported: spaces, organisations, branches, broken connections, pull requests, tags, file copies, .gitignore,
+multi-part uploads, paging, renaming and deleting repositories, and names without a namespace. Extend it only where a
+test of this project needs it.
 
 The protocol was read off what huggingface_hub (1.5 to 2.4) sends and expects back, and off the git-lfs batch API. The
 endpoints, by the names that the request log and `HubServer.fail` use:
@@ -15,8 +16,6 @@ endpoints, by the names that the request log and `HubServer.fail` use:
     validate_yaml  POST /api/validate-yaml                            accepts every model card
     model_info     GET  /api/models/{repo}[/revision/{revision}]
     tree           GET  /api/models/{repo}/tree/{revision}[/{path}]   also with ?recursive; always one page
-    commits        GET  /api/models/{repo}/commits/{revision}
-    create_branch  POST /api/models/{repo}/branch/{branch}
     preupload      POST /api/models/{repo}/preupload/{revision}       which files go to LFS, and what is stored already
     lfs_batch      POST /{repo}.git/info/lfs/objects/batch            signed storage URLs, for the `basic` transfer
     commit         POST /api/models/{repo}/commit/{revision}          NDJSON: file, lfsFile, deletedFile, deletedFolder
@@ -24,7 +23,7 @@ endpoints, by the names that the request log and `HubServer.fail` use:
     upload         PUT  /storage/{repo}/{oid}                         checks the sha256
     download       GET  /storage/{repo}/{oid}
 
-GET endpoints answer HEAD too, and files answer Range requests. The storage goes by another host name (``localhost``
+GET endpoints answer HEAD too. The storage goes by another host name (``localhost``
 instead of ``127.0.0.1``), so that clients treat it as foreign: they send no token, only the signed URL.
 
 Clients need ``HF_HUB_DISABLE_XET=1`` (`HubServer.environment` sets it): where hf_xet is installed, huggingface_hub 2.4
@@ -42,11 +41,9 @@ import json
 import os
 import re
 import secrets
-import socket
-import struct
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -67,40 +64,36 @@ class Account:
 
     name: str
     can_write: bool = True
-    organizations: tuple[str, ...] = ()
 
     def owns(self, repo_id: str) -> bool:
-        """Whether the repository is in one of this account's namespaces."""
-        return repo_id.split("/")[0] in (self.name, *self.organizations)
+        """Whether the repository is in this account's namespace."""
+        return repo_id.split("/")[0] == self.name
 
 
 @dataclass
 class Request:
-    """An entry of the request log. `status` is None if the connection was cut."""
+    """An entry of the request log."""
 
     endpoint: str
     method: str
     path: str
     headers: dict[str, str]  # names in lower case
-    status: int | None = None
+    status: int = 0
 
 
 @dataclass
 class Fault:
-    """An injected fault: a status, or a cut connection if `status` is None."""
+    """An injected fault."""
 
-    status: int | None
+    status: int
     message: str
-    after: int | None
-    times: int | None
 
 
 class HubServer:
     """The server: a context manager that serves from threads of the test process.
 
-    Args:
-        accounts: the account of each token. By default ``hf_write`` and ``hf_read`` belong to the account ``user``
-            and ``hf_other`` to the account ``other``. Any other token is refused with 401.
+    The tokens ``hf_write`` and ``hf_read`` belong to the account ``user``, and ``hf_other`` to the account ``other``.
+    Any other token is refused with 401.
 
     Attributes:
         endpoint: the server's address, without a slash at the end.
@@ -108,10 +101,10 @@ class HubServer:
         repos: the repositories by name.
     """
 
-    def __init__(self, accounts: Mapping[str, Account] | None = None) -> None:
+    def __init__(self) -> None:
         """Binds a port; requests are answered once the context is entered."""
         user, reader, other = Account("user"), Account("user", can_write=False), Account("other")
-        self.accounts = dict(accounts or {"hf_write": user, "hf_read": reader, "hf_other": other})
+        self.accounts = {"hf_write": user, "hf_read": reader, "hf_other": other}
         self.requests: list[Request] = []
         self.repos: dict[str, Repo] = {}
         self.errors: list[str] = []
@@ -169,48 +162,18 @@ class HubServer:
         """The history of a revision, newest first."""
         return list(self.repos[repo_id].at(revision).history())
 
-    def fail(
-        self,
-        endpoint: str,
-        status: int | None = None,
-        message: str = "injected fault",
-        *,
-        after: int | None = None,
-        times: int | None = None,
-    ) -> None:
-        """Makes an endpoint fail: with an error status, or by cutting the connection in the middle of a body.
+    def fail(self, endpoint: str, status: int, message: str) -> None:
+        """Makes an endpoint fail with an error status, until `heal`.
 
-        huggingface_hub repeats most requests (not `commit`) up to five times, over some 23 seconds, after 429, 500,
-        502, 503 and 504; version 2 also after 408 and a broken connection, where version 1.5 mostly gives up at once.
-        To make a push fail quickly use another status.
-
-        Args:
-            endpoint: one of the names in this module's docstring.
-            status: the status to answer, or None to break the connection.
-            message: the error message that goes with the status.
-            after: how many bytes of the request's body are read (of the response's body written, where the request
-                has none) before the connection is broken; by default half of them. Where neither has a body, as
-                for HEAD, there is no answer at all.
-            times: how many requests fail; by default all of them until `heal`.
+        huggingface_hub repeats most requests (not `commit`) up to five times, over some 23 seconds, after 408, 429,
+        500, 502, 503 and 504: to make a push fail quickly use another status.
         """
-        names = sorted(function.__name__ for _, _, function in _ROUTES)
-        if endpoint not in names:
-            raise ValueError(f"No endpoint {endpoint!r}; there are: {', '.join(names)}.")
-        self._faults[endpoint] = Fault(status, message, after, times)
+        assert endpoint in [function.__name__ for _, _, function in _ROUTES], endpoint
+        self._faults[endpoint] = Fault(status, message)
 
     def heal(self) -> None:
         """Removes all faults."""
         self._faults.clear()
-
-    def take_fault(self, endpoint: str) -> Fault | None:
-        """Returns the fault for the next request to an endpoint, and counts it."""
-        with self.lock:
-            fault = self._faults.get(endpoint)
-            if fault is not None and fault.times is not None:
-                fault.times -= 1
-                if fault.times == 0:
-                    del self._faults[endpoint]
-        return fault
 
     def sign(self, method: str, repo_id: str, oid: str) -> str:
         """The URL that allows one operation on one stored object without a token."""
@@ -258,35 +221,20 @@ class _Handler(BaseHTTPRequestHandler):
         request = Request(endpoint.__name__ if endpoint else "unknown", self.command, self.path, headers)
         self.hub.requests.append(request)
         self.query = parse_qs(url.query)
-        fault = self.hub.take_fault(request.endpoint)
-        try:
-            self._read_body(fault)
-            response = self._ranged(self._respond(endpoint, arguments, fault))
-            self._send(response, fault)
-            request.status = response.status
-        except ConnectionError:
-            self.close_connection = True
+        fault = self.hub._faults.get(request.endpoint)
+        self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        response = self._respond(endpoint, arguments, fault)
+        self._send(response)
+        request.status = response.status
 
     do_HEAD = do_POST = do_PUT = do_DELETE = do_GET  # noqa: N815
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         """Prints nothing: `HubServer.requests` is the log."""
 
-    def _read_body(self, fault: Fault | None) -> None:
-        length = int(self.headers.get("Content-Length", 0))
-        if fault and fault.status is None and length:
-            self.rfile.read(length // 2 if fault.after is None else min(fault.after, length))
-            # reset the connection, so that the client notices at once, whether it is sending or waiting
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            socket.close(self.connection.detach())
-            raise ConnectionAbortedError
-        self.body = self.rfile.read(length)
-        if len(self.body) < length:
-            raise ConnectionAbortedError
-
     def _respond(self, endpoint: _Endpoint | None, arguments: dict[str, str | None], fault: Fault | None) -> Response:
         try:
-            if fault and fault.status is not None:
+            if fault:
                 raise HubError(fault.status, fault.message)
             if "Transfer-Encoding" in self.headers:
                 self.close_connection = True
@@ -301,30 +249,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.errors.append(traceback.format_exc())
             return HubError(500, "HubServer failed to answer").response
 
-    def _ranged(self, response: Response) -> Response:
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if wanted is None or response.status != 200:
-            return response
-        start, size = int(wanted[1]), len(response.body)
-        if start >= size:
-            return Response(416, {"Content-Range": f"bytes */{size}"})
-        stop = min(int(wanted[2] or size) + 1, size)
-        headers = {**response.headers, "Content-Range": f"bytes {start}-{stop - 1}/{size}"}
-        return Response(206, headers, response.body[start:stop])
-
-    def _send(self, response: Response, fault: Fault | None) -> None:
-        body = b"" if self.command == "HEAD" else response.body
-        cut = fault if fault and fault.status is None else None
-        if cut and not body:
-            raise ConnectionAbortedError
+    def _send(self, response: Response) -> None:
         self.send_response(response.status)
         for name, value in {**response.headers, "Content-Length": str(len(response.body))}.items():
             self.send_header(name, value)
         self.end_headers()
-        if cut:
-            self.wfile.write(body[: len(body) // 2 if cut.after is None else cut.after])
-            raise ConnectionAbortedError
-        self.wfile.write(body)
+        self.wfile.write(b"" if self.command == "HEAD" else response.body)
 
     def _account(self) -> Account | None:
         token = self.headers.get("Authorization")
@@ -360,9 +290,8 @@ class _Handler(BaseHTTPRequestHandler):
     def whoami(self) -> Response:
         account = self._known_account()
         token = {"displayName": "test", "role": "write" if account.can_write else "read"}
-        organizations = [{"type": "org", "name": name} for name in account.organizations]
         user = {"type": "user", "id": account.name, "name": account.name, "fullname": account.name}
-        return answer({**user, "orgs": organizations, "auth": {"type": "access_token", "accessToken": token}})
+        return answer({**user, "orgs": [], "auth": {"type": "access_token", "accessToken": token}})
 
     @_route("POST", "/api/repos/create")
     def create_repo(self) -> Response:
@@ -400,20 +329,6 @@ class _Handler(BaseHTTPRequestHandler):
             raise HubError(404, f"{path} does not exist on {revision}", "EntryNotFound", commit)
         recursive = self.query.get("recursive", [""])[0].lower() in ("true", "1")
         return answer([entry for name, entry in inside.items() if recursive or "/" not in name])
-
-    @_route("GET", "/api/models/{repo}/commits/{revision}")
-    def commits(self, repo: str, revision: str) -> Response:
-        keys = ("id", "title", "message", "date")
-        history = self._repo(repo).at(revision).history()
-        return answer([{**{k: getattr(c, k) for k in keys}, "authors": [{"user": c.author}]} for c in history])
-
-    @_route("POST", "/api/models/{repo}/branch/{branch}")
-    def create_branch(self, repo: str, branch: str) -> Response:
-        found = self._writable_repo(repo)
-        if branch in found.branches:
-            raise HubError(409, f"Reference already exists: {branch}")
-        found.branches[branch] = found.at(json.loads(self.body or b"{}").get("startingPoint", "main"))
-        return answer({})
 
     @_route("POST", "/api/models/{repo}/preupload/{revision}")
     def preupload(self, repo: str, revision: str) -> Response:
@@ -479,7 +394,7 @@ class _Handler(BaseHTTPRequestHandler):
         blob = commit.files.get(path)
         if blob is None:
             raise HubError(404, "Entry not found", "EntryNotFound", commit)
-        headers = {"X-Repo-Commit": commit.id, "ETag": f'"{blob.git_oid}"', "Accept-Ranges": "bytes"}
+        headers = {"X-Repo-Commit": commit.id, "ETag": f'"{blob.git_oid}"'}
         if not blob.lfs:
             return Response(200, headers, blob.content)
         linked = {"X-Linked-Etag": f'"{blob.sha256}"', "X-Linked-Size": str(len(blob.content))}
@@ -501,4 +416,4 @@ class _Handler(BaseHTTPRequestHandler):
     @_route("GET", "/storage/{repo}/{oid}")
     def download(self, repo: str, oid: str) -> Response:
         content = self._stored("GET", repo, oid)[oid]
-        return Response(200, {"ETag": f'"{oid}"', "Accept-Ranges": "bytes"}, content)
+        return Response(200, {"ETag": f'"{oid}"'}, content)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import pytest
 from helpers.checkpoints import contents
-from hub.hub_server import Account, HubServer
+from hub.hub_server import HubServer
 
 pytest.importorskip("huggingface_hub")
 
@@ -162,7 +162,6 @@ result = {
     "inside": [entry.path for entry in api.list_repo_tree("user/name", "1_Pooling")],
     "none": call(lambda: list(api.list_repo_tree("user/name", "additional_chat_templates")))["error"],
     "all": api.list_repo_files("user/name"),
-    "commits": [commit.commit_id for commit in api.list_repo_commits("user/name")],
 }
 """
     result = client(code)
@@ -173,45 +172,6 @@ result = {
     assert sorted(result["top"]) == sorted([".gitattributes", *(path.name for path in folder.iterdir())])
     assert result["inside"] == ["1_Pooling/config.json"]
     assert sorted(result["all"]) == sorted(server.files("user/name"))
-    assert result["commits"] == [commit.id for commit in server.commits("user/name")]
-
-
-def test_branch(server: HubServer, client: Client, folder: Path) -> None:
-    server.add_repo("user/name", folder)
-    code = """
-api.create_branch("user/name", branch="side/line")
-api.upload_file(repo_id="user/name", path_or_fileobj=b"new", path_in_repo="config.json", revision="side/line")
-result = Path(hf_hub_download("user/name", "config.json", revision="side/line")).read_text()
-"""
-    assert client(code, token="hf_write") == "new"
-    assert server.files("user/name", "side/line")["config.json"] == b"new"
-    assert server.files("user/name")["config.json"] == b'{"hidden_size": 8}'
-
-
-def test_broken_download_resumes(server: HubServer, client: Client, folder: Path) -> None:
-    chunk = 10 * 2**20  # what the client has not received as a whole chunk it asks for again
-    server.add_repo("user/name", folder)
-    server.fail("download", after=chunk + 1000, times=1)
-    # huggingface_hub 2 resumes on its own, huggingface_hub 1 with the next call
-    code = f"""
-result = call(hf_hub_download, "user/name", "{WEIGHTS}")
-result = hf_hub_download("user/name", "{WEIGHTS}") if isinstance(result, dict) else result
-"""
-    assert Path(client(code)).read_bytes() == (folder / WEIGHTS).read_bytes()
-    broken, resumed = (request for request in server.requests if request.endpoint == "download")
-    assert (broken.status, resumed.status) == (None, 206)
-    assert resumed.headers["range"] == f"bytes={chunk}-"
-
-
-def test_broken_upload(server: HubServer, client: Client, folder: Path) -> None:
-    server.create_repo("user/name")
-    server.fail("upload", times=1)
-    # huggingface_hub 2 repeats it on its own, huggingface_hub 1 leaves that to the next call
-    push = """call(api.upload_folder, repo_id="user/name", folder_path=folder)"""
-    client(f"result = {push}; result = {push} if isinstance(result, dict) else result", token="hf_write")
-
-    assert without_attributes(server.files("user/name")) == contents(folder)
-    assert [request.status for request in server.requests if request.endpoint == "upload"] == [None, 200]
 
 
 @pytest.mark.parametrize(
@@ -219,12 +179,11 @@ def test_broken_upload(server: HubServer, client: Client, folder: Path) -> None:
     [
         ("commit", 403, "HfHubHTTPError"),
         ("commit", 500, "HfHubHTTPError"),
-        ("commit", None, "ReadError"),
         ("upload", 403, "RuntimeError"),
     ],
 )
 def test_refused_push_changes_nothing(
-    server: HubServer, client: Client, folder: Path, endpoint: str, status: int | None, error: str
+    server: HubServer, client: Client, folder: Path, endpoint: str, status: int, error: str
 ) -> None:
     commit = server.add_repo("user/name", folder)
     (folder / WEIGHTS).write_bytes(b"new weights")
@@ -233,17 +192,12 @@ def test_refused_push_changes_nothing(
     result = client(code, token="hf_write")
 
     assert result["error"] == error
-    assert endpoint != "commit" or status is None or "no room left" in result["text"]
+    assert endpoint != "commit" or "no room left" in result["text"]
     assert server.commits("user/name")[0].id == commit
 
     server.heal()
     client(code, token="hf_write")
     assert server.files("user/name")[WEIGHTS] == b"new weights"
-
-
-def test_fail_knows_its_endpoints(server: HubServer) -> None:
-    with pytest.raises(ValueError, match="No endpoint 'comit'; there are: commit, "):
-        server.fail("comit", 500)
 
 
 def test_environment_carries_no_other_hub_setting(
@@ -256,11 +210,3 @@ def test_environment_carries_no_other_hub_setting(
     assert settings["HF_ENDPOINT"] == server.endpoint
     assert settings.keys().isdisjoint({"HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "https_proxy"})
     assert server.environment(tmp_path, "hf_read")["HF_TOKEN"] == "hf_read"
-
-
-def test_organization(folder: Path, tmp_path: Path) -> None:
-    with HubServer({"hf_member": Account("user", organizations=("lab",))}) as server:
-        code = PROLOGUE + PUSH.replace("user/name", "lab/name")
-        environment = server.environment(tmp_path / "home", "hf_member")
-        subprocess.run([sys.executable, "-c", code, str(folder)], env=environment, check=True, timeout=60)
-        assert without_attributes(server.files("lab/name")) == contents(folder)

@@ -51,18 +51,11 @@ def source_modules(source: Checkpoint) -> list[dict[str, Any]]:
     """
     modules = read_modules(source.folder)
     for index, module in enumerate(modules):
-        if not isinstance(module, dict) or not all(isinstance(module.get(key), str) for key in ("type", "path")):
-            raise ValueError(
-                f"{source.name} has a modules.json that is not in Sentence-Transformers' format: {module!r}"
-            )
         path = Path(module["path"])
         if path.is_absolute() or ".." in path.parts or (index > 0 and not path.parts):
             raise ValueError(f"{source.name} has a module that is not in a folder of its own: {str(path)!r}")
         if not module["type"].startswith("sentence_transformers.") and not _is_ours(module, index):
             raise ValueError(f"{source.name} has a module with code of its own, {module['type']}, which is not copied")
-    known = ("Transformer", "MLMTransformer")  # the second in older sparse encoders
-    if modules and modules[0]["type"].rsplit(".", 1)[-1] not in known and not _is_ours(modules[0]):
-        raise ValueError(f"{source.name} begins with the module {modules[0]['type']}: expected a Transformer")
     return modules
 
 
@@ -146,10 +139,8 @@ def source_prompts(source: Checkpoint) -> dict[str, str]:
     An empty prompt among others means that its texts get no prompt; if all are empty, they are the library's defaults.
     """
     prompts = source.read_json(MODEL_SETTINGS).get("prompts") or {}
-    if source.format == "nv_embed" and isinstance(prompts, dict):
+    if source.format == "nv_embed":
         prompts = {**nv_embed.prompts(source.read_json("instructions.json")), **prompts}
-    if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
-        raise ValueError(f"The prompts in config_sentence_transformers.json of {source.name} must be texts by name")
     return {name: text or "" for name, text in prompts.items()} if any(prompts.values()) else {}
 
 
@@ -227,16 +218,10 @@ def _reworded(source: Checkpoint, config: MoTEConfig) -> dict[str, str]:
 
 
 def max_seq_length(model: PreTrainedModel, source: Checkpoint) -> int | None:
-    """Return the number of tokens at which texts are truncated: the source's setting, else the model's limit.
-
-    Raises:
-        ValueError: If the source's setting is not a positive integer.
-    """
+    """Return the number of tokens at which texts are truncated: the source's setting, else the model's limit."""
     if not source_modules(source):
         return nv_embed.MAX_SEQ_LENGTH if source.format == "nv_embed" else longest_sequence(model)
-    length = transformer_settings(source).get("max_seq_length")
-    if length is not None and (type(length) is not int or length < 1):
-        raise ValueError(f"max_seq_length of {source.name} must be a positive integer, got {length!r}")
+    length: int | None = transformer_settings(source).get("max_seq_length")
     return length
 
 

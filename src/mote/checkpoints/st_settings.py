@@ -43,8 +43,7 @@ def read_modules(folder: Path) -> list[dict[str, Any]]:
     """Read the modules of a model, ours by the names that they have without this package; empty if it has none."""
     modules = read_json(folder / MODULES, list, missing_ok=True)
     for module in modules:
-        if isinstance(module, dict) and isinstance(module.get("type"), str):
-            module["type"] = module["type"].removeprefix(f"{remote.__name__}.")
+        module["type"] = module["type"].removeprefix(f"{remote.__name__}.")
     return modules
 
 

@@ -91,28 +91,16 @@ class TensorLocation(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, TensorLocation]:
-    """Read where the tensors of a safetensors file are.
-
-    Raises:
-        ValueError: If the header is damaged, or the file ends before a tensor does.
-    """
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            end = file.seek(0, 2)
-            file.seek(8)
-            header = json.loads(file.read(min(length, end)))
-        header.pop("__metadata__", None)
-        tensors = {}
-        for name, entry in header.items():
-            first, last = entry["data_offsets"]
-            tensors[name] = TensorLocation(
-                path, 8 + length + first, last - first, entry["dtype"], tuple(entry["shape"])
-            )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read, is it truncated? Its header is damaged: {error}") from error
-    if any(not 8 + length <= one.offset <= one.offset + one.size <= end for one in tensors.values()):
-        raise ValueError(f"{path} cannot be read, is it truncated? It has {end:,} bytes, fewer than its header names")
+    """Read where the tensors of a safetensors file are; errors as from `read_on_meta`."""
+    read_on_meta([path])  # checks the header
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        first, last = entry["data_offsets"]
+        tensors[name] = TensorLocation(path, 8 + length + first, last - first, entry["dtype"], tuple(entry["shape"]))
     return tensors
 
 
