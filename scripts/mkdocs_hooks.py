@@ -24,17 +24,13 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def command_reference() -> Iterator[str]:
     """Give every command a heading and the output of its `--help`."""
-    from mote.cli import command_tree, main
-
-    def describe(command: Any, words: list[str]) -> Iterator[str]:
-        with contextlib.redirect_stdout(io.StringIO()) as output:
-            main([*words, "--help"])
-        yield f"\n## {' '.join(['mote', *words])}\n\n```text\n{output.getvalue().strip()}\n```\n"
-        for name, below in getattr(command, "commands", {}).items():
-            yield from describe(below, [*words, name])
+    from mote.cli import VERBS, main
 
     os.environ["COLUMNS"] = "100"
-    yield from describe(command_tree(), [])
+    for name in ["", "experts", *VERBS]:
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            main([*name.split(), "--help"])
+        yield f"\n## {f'mote {name}'.strip()}\n\n```text\n{output.getvalue().strip()}\n```\n"
 
 
 def name_reference(module: str) -> Iterator[str]:

@@ -34,13 +34,19 @@ class Settings(BaseModel):
 
 
 def descriptions(settings: type[Settings]) -> dict[str, str]:
-    """Return the description of each field, from the `Attributes:` of its class or of one that this extends."""
+    """Return the description of each field, from its class or the class that it is inherited from."""
     found: dict[str, str] = {}
     for each in reversed(settings.__mro__):
-        _, _, attributes = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")
-        for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE):
-            found[name] = " ".join(text.split())
-    return {name: found.get(name, "") for name in settings.model_fields}
+        found |= documented(each, "Attributes")
+    return {name: found[name] for name in settings.model_fields}
+
+
+def documented(thing: Any, section: str) -> dict[str, str]:
+    """Return name → description of what a section of a Google docstring lists, such as `Args` or `Attributes`."""
+    _, _, listed = inspect.cleandoc(thing.__doc__ or "").partition(f"\n{section}:\n")
+    listed = listed.partition("\n\n")[0]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", listed, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
 
 
 def error_messages(error: ValidationError) -> list[tuple[str, str]]:

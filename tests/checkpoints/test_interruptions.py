@@ -42,7 +42,7 @@ def run(source: Path, out: Path, *options: Any) -> int:
     [
         (["--expert", "a", "--expert", "a"], "Expert names must differ; repeated: 'a'"),
         (["--expert", "a.b"], "Expert name 'a.b' must be one word"),
-        (["--expert", "items"], "Expert name 'items' is taken by torch"),
+        (["--expert", "items"], "attribute 'items' already exists"),
         (["--task", "topics=clusterin"], "Task 'topics' names the expert 'clusterin'. Did you mean 'clustering'?"),
         (["--task", "clustering=search_query"], "Task 'clustering' must go to the expert of its own name"),
         (["--instruction", "topics=Topic: "], "Instruction for an unknown task 'topics'"),
@@ -54,7 +54,6 @@ def run(source: Path, out: Path, *options: Any) -> int:
         (["--tokenizer", "nobody/nothing"], "The tokenizer nobody/nothing for "),
         (["--revision", "v2"], "is a folder: it has no revision 'v2'"),
         (["--max-shard-size", "much"], "'much'"),
-        (["--src", "nobody/nothing"], "nobody/nothing is not a folder"),
     ],
 )
 def test_invalid_arguments(
@@ -70,15 +69,16 @@ def test_invalid_arguments(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--layers", "some"], "'some': expected 'every', 'every_other', or indices with commas as in 1,3,5"),
-        (["--layers", ""], "'': expected 'every'"),
-        (["--layers", "1,,2"], "'1,,2': expected 'every'"),
-        (["--task", "topics"], "'--task': 'topics': expected NAME=VALUE"),
-        (["--instruction", "=text"], "'--instruction': '=text': expected NAME=VALUE"),
-        (["--dtype", "int8"], "'int8' is not one of 'auto', 'float32'"),
-        (["--pooling", "max"], "'max' is not one of 'mean', 'cls'"),
+        (["--layers", "some"], "--layers: Input should be 'every' or 'every_other', got 'some'"),
+        (["--layers", ""], "'every_other', got ''"),
+        (["--layers", "1,,2"], "'every_other', got '1,,2'"),
+        (["--task", "topics"], "--task: 'topics': expected NAME=VALUE"),
+        (["--instruction", "=text"], "--instruction: '=text': expected NAME=VALUE"),
+        (["--dtype", "int8"], '"int8" for --dtype. Choose from: "auto", "float32"'),
+        (["--pooling", "max"], '"max" for --pooling. Choose from: "mean", "cls"'),
         (["--expert"], "requires an argument"),
-        (["--spoon", "silver"], "No such option: --spoon"),
+        (["--spoon", "silver"], "Unknown option: --spoon"),
+        (["--src", "other"], "--src specified multiple times"),
     ],
 )
 def test_arguments_that_are_not_understood(
@@ -92,10 +92,10 @@ def test_arguments_that_are_not_understood(
 
 
 @pytest.mark.parametrize(
-    ("argument", "message"), [({"dtype": "int8"}, "'int8'"), ({"experts": "a"}, "a list of names")]
+    ("argument", "message"), [({"dtype": "int8"}, "'int8'"), ({"experts": "a"}, "experts.*valid list")]
 )
 def test_arguments_of_the_library(argument: dict[str, Any], message: str, dense: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
         upcycle(str(dense), tmp_path / "out", **argument)
     assert not any(tmp_path.iterdir())
 

@@ -19,9 +19,10 @@ from sentence_transformers.util import mine_hard_negatives
 
 import mote
 from mote.cli import main
-from mote.corpora import read_embeddings, runs
+from mote.corpora import runs
 from mote.corpora.encoder import Encoder
 from mote.corpora.options import ModelOptions
+from mote.corpora.shards import read_embeddings
 from mote.data.columns import check_row, find_columns
 from mote.data.settings import DatasetSource
 from mote.reporting import HOW_TO_RESUME

@@ -20,10 +20,11 @@ from sentence_transformers import SentenceTransformer
 
 import mote
 from mote.cli import main
-from mote.corpora import job, read_embeddings
+from mote.corpora import job
 from mote.corpora.encoder import Encoder
 from mote.corpora.options import ModelOptions
 from mote.corpora.record import Record
+from mote.corpora.shards import read_embeddings
 from mote.files import lock
 from mote.inference.loading import load_encoder
 from mote.reporting import HOW_TO_RESUME

@@ -232,5 +232,5 @@ def test_a_name_given_twice(
 ) -> None:
     source = ["--src", str(upcycled)] if words[0] == "upcycle" else [str(upcycled), "clustering"]
     assert main([*words, *source, "--out", str(tmp_path / "out")]) == 2
-    assert "is given twice: leave one out" in capsys.readouterr().err.replace("\n", " ")
+    assert "expected NAME=VALUE, each name once" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -4,34 +4,132 @@ Each command imports the libraries that it needs: torch takes seconds, for which
 """
 
 import contextlib
-import functools
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pkgutil import resolve_name
 from types import FrameType
 from typing import Annotated, Any
 
-import typer
+from cyclopts import App, CycloptsError, Parameter
 
 import mote
-from mote.cli import commands, corpora, experts
 from mote.reporting import console_logging
 
+_COMPLETION = "--install-completion"
 _NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # read by huggingface_hub and transformers when they are imported
 
-# The tables of rich_markup_mode cut the names of options off in narrow terminals.
-app = typer.Typer(name="mote", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-experts_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="List, add, extract, merge, remove and rename experts."
-)
+
+@dataclass
+class Verb:
+    """A command.
+
+    Attributes:
+        function: `module:name` of its function, below `mote`.
+        help: Its line in `mote --help`.
+        extra: Extra of the package that it needs.
+        on_disk: Whether the function takes a model in memory, which `mote.transform` reads and writes.
+        report: Whether its result is printed, also as JSON.
+        settings: `module:name` of the function whose keyword arguments its `**settings` stand for.
+    """
+
+    function: str
+    help: str
+    extra: str = ""
+    on_disk: bool = False
+    report: bool = False
+    settings: str = ""
 
 
-@functools.cache  # to build it takes longer than to find most mistakes in command lines
-def command_tree() -> Any:
-    """Return the click command that `app` describes, with those below it in `commands`."""
-    return typer.main.get_command(app)
+VERBS = {
+    "upcycle": Verb("cli.verbs:upcycle", "Turn a dense text encoder into a MoTE."),
+    "lengthen": Verb(
+        "lengthening:lengthen", "Replace an encoder's learned positions by rotary ones, for longer texts."
+    ),
+    "train": Verb("cli.verbs:train", "Train a model from a recipe.", "train"),
+    "pretrain": Verb("cli.verbs:pretrain", "Pre-train a model on plain text.", "train"),
+    "evaluate": Verb("cli.verbs:evaluate", "Score models with MTEB.", "evaluate", report=True),
+    "analyze": Verb("cli.verbs:analyze", "Show how far experts have specialised.", "evaluate", report=True),
+    "embed": Verb("cli.verbs:embed", "Embed a corpus into sharded parquet files.", "corpora"),
+    "mine": Verb("cli.verbs:mine", "Mine hard negatives for datasets of pairs.", "corpora"),
+    "filter": Verb("cli.verbs:filter_pairs", "Drop the pairs that a model does not confirm.", "corpora"),
+    "average": Verb("experts:average", "Average the experts into a dense model.", on_disk=True),
+    "interpolate": Verb("cli.verbs:interpolate", "Move experts towards their mean."),
+    "export": Verb("cli.verbs:export", "Write one expert as a dense model."),
+    "compress": Verb("experts:compress", "Make experts take less memory.", on_disk=True),
+    "set": Verb("cli.verbs:set_values", "Set default task, tasks of experts, instructions and routing."),
+    "memory": Verb(
+        "cli.verbs:memory", "Estimate the memory of training.", report=True, settings="training.memory:estimate_memory"
+    ),
+    "card": Verb("checkpoints.cards:write_card", "Rewrite a model's card."),
+    "experts list": Verb("experts:list_experts", "List the experts of a MoTE.", report=True),
+    "experts add": Verb("cli.verbs:add_expert", "Write a MoTE with one more expert."),
+    "experts extract": Verb("experts:extract", "Write one expert into files of its own."),
+    "experts merge": Verb("cli.verbs:merge_experts", "Write a MoTE with one more expert, the weighted mean of others."),
+    "experts remove": Verb("cli.verbs:remove_expert", "Write a MoTE without one of its experts."),
+    "experts rename": Verb("experts:rename", "Write a MoTE with an expert renamed.", on_disk=True),
+}
+
+
+def application(words: Sequence[str]) -> App:
+    """Return the app with the commands that are among the words; of all others, it knows the line in the help.
+
+    torch and transformers take seconds to import, for which `mote --help` should not wait.
+    """
+    app = App("mote", help="Text-embedding models with task experts.", help_format="plaintext")
+    app.version = lambda: f"mote {mote.__version__}"
+    app.result_action = "return_value"
+    app.suppress_keyboard_interrupt = app.meta.suppress_keyboard_interrupt = False
+    app.meta.default(partial(_launch, app))
+    app.register_install_completion_command(_COMPLETION)
+    group = App("experts", help="List, add, extract, merge, remove and rename experts.")
+    app.command(group)
+    for name, verb in VERBS.items():
+        *of_group, name = name.split()
+        parent = group if of_group else app
+        command: Any = _not_run
+        described: str | None = verb.help
+        if name in words or _COMPLETION in words:
+            # Completion leaves out the options of commands whose libraries are missing.
+            with contextlib.suppress(*([OSError] if _COMPLETION in words else [])):
+                command, described = _command(verb), None
+        parent.command(command, name=name, help=described, help_format="markdown")
+    return app
+
+
+def _launch(
+    app: App,
+    *words: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    debug: Annotated[
+        bool, Parameter(name=["--debug", "-v"], env_var="MOTE_DEBUG", negative=(), show_default=False)
+    ] = False,
+    quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative=(), show_default=False)] = False,
+) -> None:
+    """Run a command.
+
+    Args:
+        app: The app.
+        words: The command, and its arguments.
+        debug: Print debug messages, and errors with tracebacks.
+        quiet: Print only results, warnings and errors.
+    """
+    console_logging(logging.DEBUG if debug else logging.WARNING if quiet else logging.INFO)
+    if quiet:
+        os.environ.setdefault(_NO_BARS, "1")
+    app(words, exit_on_error=False, print_error=False)
+
+
+def _command(verb: Verb) -> Any:
+    from mote.cli.build import as_command, needs, on_disk
+
+    with needs(verb.extra):
+        function = resolve_name(f"mote.{verb.function}")
+        settings = resolve_name(f"mote.{verb.settings}") if verb.settings else None
+    return as_command(on_disk(function) if verb.on_disk else function, report=verb.report, settings=settings)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,8 +143,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0; 1 after an error and 2 after a usage error, which are printed in one line; 130 or 143 after
         SIGINT or SIGTERM.
     """
-    if "_MOTE_COMPLETE" in os.environ:  # the shell asks for completions
-        app(prog_name="mote")
     root = logging.getLogger("mote")
     level = root.level
     console = console_logging()
@@ -66,20 +162,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    command = command_tree()
     try:
-        with command.make_context("mote", list(argv)) as context:
-            command.invoke(context)
-    except typer.Exit as end:
-        return end.exit_code
-    except typer.TyperException as error:  # a usage error
-        message = error.format_message()
-        if message.startswith("Usage: "):  # no arguments: the help text
-            typer.echo(message, err=True)
-        else:
-            place = getattr(getattr(error, "ctx", None), "command_path", "mote")
-            _print_error(f"{message} (see `{place} --help`)")
-        return error.exit_code
+        application(argv).meta(argv, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        place = " ".join(["mote", *(error.command_chain or argv[:1])])
+        _print_error(f"{error} (see `{place} --help`)")
+        return 2
     except BrokenPipeError:  # the reader of the output has gone, as in `mote experts list SRC | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -122,57 +210,5 @@ def _terminable(received: list[int], last: bool) -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"mote {mote.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _mote(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-    debug: Annotated[
-        bool,
-        typer.Option("--debug", "-v", envvar="MOTE_DEBUG", help="Print debug messages, and errors with tracebacks."),
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only results, warnings and errors.")] = False,
-) -> None:
-    """Text-embedding models with task experts."""
-    console_logging(logging.DEBUG if debug else logging.WARNING if quiet else logging.INFO)
-    if quiet:
-        os.environ.setdefault(_NO_BARS, "1")
-
-
-_COMMANDS: dict[str, Callable[..., None]] = {
-    "upcycle": commands.upcycle,
-    "lengthen": commands.lengthen,
-    "train": commands.train,
-    "pretrain": commands.pretrain,
-    "evaluate": commands.evaluate,
-    "analyze": commands.analyze,
-    "embed": corpora.embed,
-    "mine": corpora.mine,
-    "filter": corpora.filter_pairs,
-    "average": experts.average,
-    "interpolate": experts.interpolate,
-    "export": experts.export,
-    "compress": experts.compress,
-    "set": experts.set_values,
-    "memory": commands.memory,
-    "card": commands.card,
-}
-_EXPERTS_COMMANDS: dict[str, Callable[..., None]] = {
-    "list": experts.list_experts,
-    "add": experts.add_expert,
-    "extract": experts.extract_expert,
-    "merge": experts.merge_experts,
-    "remove": experts.remove_expert,
-    "rename": experts.rename_expert,
-}
-for name, command in _COMMANDS.items():
-    app.command(name)(command)
-for name, command in _EXPERTS_COMMANDS.items():
-    experts_app.command(name)(command)
-app.add_typer(experts_app, name="experts")
+def _not_run() -> None:
+    """Stand for a command that is not on the command line."""

@@ -107,7 +107,7 @@ class MoTESettings(Settings):
         return self.instructions if isinstance(self.instructions, dict) else {}
 
 
-class UpcyclingOptions(MoTESettings, WriteOptions):
+class UpcyclingOptions(WriteOptions, MoTESettings):
     """Settings of upcycling, and how its result is written.
 
     Attributes:

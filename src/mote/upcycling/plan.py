@@ -143,7 +143,7 @@ def plan_upcycling(
             kind: Any = "masked_lm" if with_head else "model"
             model = mote_class(config.model_type, kind)(config).to(dtype=config.dtype)
     except KeyError as error:
-        raise ValueError(f"The config of {source.name} names {error}, which transformers does not have") from error
+        raise ValueError(f"The model of {source.name} cannot be built: {error}") from error
     weights = {name: weight for name, weight in model.state_dict().items() if name not in model.all_tied_weights_keys}
     shards = split_torch_state_dict_into_shards(weights, max_shard_size=options.max_shard_size).filename_to_tensors
     return UpcyclingPlan(

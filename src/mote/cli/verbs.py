@@ -1,0 +1,333 @@
+"""Commands that do more than call one function of the library."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+from cyclopts import CycloptsError
+
+import mote
+from mote.analysis.options import AnalyzeOptions
+from mote.checkpoints.options import WriteOptions
+from mote.cli.build import EditOptions, ResultOptions, show, transform, without_bars
+from mote.corpora.options import EmbedOptions, FilterOptions, MineOptions
+from mote.evaluation.options import EvaluateOptions
+from mote.upcycling.options import UpcyclingOptions
+
+logger = logging.getLogger(__name__)
+
+
+def upcycle(*, src: str, out: str | None = None, dry_run: bool = False, options: UpcyclingOptions) -> None:
+    """Turn a dense text encoder into a MoTE.
+
+    Every expert starts as a copy of the dense blocks.
+
+    Args:
+        src: Dense text encoder: a folder, or an id on the Hub.
+        out: Output folder. Default: the source's name with -mote.
+        dry_run: Print the plan, write nothing.
+    """
+    if dry_run:
+        show(mote.plan_upcycling(src, out, options))
+        show("Dry run: nothing was written.")
+    else:
+        mote.upcycle(src, out, options)
+
+
+def train(recipe: str, overrides: list[str] | None = None, *, dry_run: bool = False, overwrite: bool = False) -> None:
+    """Train a model from a recipe.
+
+    The same command resumes an interrupted run.
+
+    Args:
+        recipe: Recipe: a file, or the name of a shipped one.
+        overrides: KEY=VALUE, settings that override those of the recipe.
+        dry_run: Read the data, print the plan, train nothing.
+        overwrite: Discard a finished or interrupted run and start over.
+    """
+    from mote.training.train import plan, train
+
+    _run(plan if dry_run else train, recipe, overrides or [], dry_run, overwrite)
+
+
+def pretrain(
+    recipe: str, overrides: list[str] | None = None, *, dry_run: bool = False, overwrite: bool = False
+) -> None:
+    """Pre-train a model on plain text.
+
+    The objective is masked language modelling, alone or with a decoder (CoT-MAE). The same command resumes an
+    interrupted run.
+
+    Args:
+        recipe: Recipe: a file, or the name of a shipped one.
+        overrides: KEY=VALUE, settings that override those of the recipe.
+        dry_run: Read the data, print the plan, train nothing.
+        overwrite: Discard a finished or interrupted run and start over.
+    """
+    from mote.training.pretraining import plan_pretraining, pretrain
+
+    _run(plan_pretraining if dry_run else pretrain, recipe, overrides or [], dry_run, overwrite)
+
+
+def _run(function: Callable[..., Any], recipe: str, overrides: list[str], dry_run: bool, overwrite: bool) -> None:
+    from datasets.utils import logging as datasets_logging
+
+    # One bar is enough.
+    without_bars()
+    datasets_logging.disable_progress_bar()
+    result = function(recipe, overrides, overwrite=overwrite)
+    if dry_run:
+        show(f"{result}\nDry run: nothing was trained.")
+
+
+def embed(model: str, files: list[str], *, out: str, options: EmbedOptions) -> None:
+    """Embed a corpus into sharded parquet files.
+
+    The same command resumes an interrupted run.
+
+    Args:
+        model: Any Sentence-Transformers model: a folder, or an id on the Hub.
+        files: Files (.jsonl, .jsonl.gz, .parquet), patterns, folders, or hub:user/name.
+        out: Output folder; an unfinished run is resumed.
+    """
+    mote.embed_corpus(model, files, out, **dict(options))
+
+
+def mine(datasets: list[str], *, out: str, model: str, options: MineOptions) -> None:
+    """Mine hard negatives for datasets of pairs.
+
+    A candidate is taken if it is near the query, but clearly less near than the positive. The same command resumes an
+    interrupted run.
+
+    Args:
+        datasets: Paths and patterns in the data folder, or hub:user/name.
+        out: Output folder; an unfinished run is resumed.
+        model: Teacher: bm25, or any Sentence-Transformers model: a folder, or an id on the Hub.
+    """
+    mote.mine_negatives(datasets, out, model, **dict(options))
+
+
+def filter_pairs(datasets: list[str], *, out: str, model: str, options: FilterOptions) -> None:
+    """Drop the pairs that a model does not confirm.
+
+    A pair stays if its positive is among the nearest documents of its query. The same command resumes an interrupted
+    run.
+
+    Args:
+        datasets: Paths and patterns in the data folder, or hub:user/name.
+        out: Output folder; an unfinished run is resumed.
+        model: bm25, or any Sentence-Transformers model: a folder, or an id on the Hub.
+    """
+    mote.filter_pairs(datasets, out, model, **dict(options))
+
+
+def evaluate(models: list[str], *, out: str | None = None, options: EvaluateOptions) -> Any:
+    """Score models with MTEB.
+
+    The same command resumes an interrupted evaluation.
+
+    Args:
+        models: Models: folders, ids on the Hub, or LABEL=MODEL.
+        out: Folder for tables, scores, a chart of gains and mteb's results.
+    """
+    return mote.evaluate(models, out, options)
+
+
+def analyze(models: list[str], *, out: str | None = None, options: AnalyzeOptions) -> Any:
+    """Show how far experts have specialised.
+
+    Reports similarity between tasks, divergence between queries and documents, and the weight change of each expert.
+
+    Args:
+        models: Models: folders, ids on the Hub, or LABEL=MODEL.
+        out: Folder for tables, numbers and charts.
+    """
+    without_bars()
+    return mote.analyze(models, out, options)
+
+
+def memory(
+    src: str,
+    *,
+    revision: str | None = None,
+    experts: list[str] | None = None,
+    lora_rank: int | None = None,
+    lora_targets: Literal["all-linear", "shared", "experts"] | None = None,
+    base_dtype: Literal["float32", "bfloat16"] | None = None,
+    **settings: Any,
+) -> Any:
+    """Estimate the memory of training.
+
+    The estimate is for a step of contrastive training with AdamW, on each device. No weights are read.
+
+    Args:
+        src: MoTE or dense model: a folder, or an id on the Hub.
+        revision: Branch, tag or commit of SRC on the Hub.
+        experts: Experts of the MoTE upcycled from a dense SRC.
+        lora_rank: Rank of LoRA adapters. Default: all weights are trained.
+        lora_targets: Layers that get adapters. Default: all-linear.
+        base_dtype: Data type of the frozen linear layers under adapters. Default: float32.
+    """
+    from mote.training.memory import config_of
+
+    adapters = {"r": lora_rank, "targets": lora_targets, "base_dtype": base_dtype}
+    given = {name: value for name, value in adapters.items() if value is not None}
+    if given and lora_rank is None:
+        raise CycloptsError(msg="--lora-targets and --base-dtype are settings of adapters: add --lora-rank")
+    return mote.estimate_memory(config_of(src, revision, experts), peft=given or None, **settings)
+
+
+def interpolate(src: str, *, weights: list[str], options: ResultOptions) -> None:
+    """Move experts towards their mean.
+
+    Args:
+        src: MoTE: a folder, or an id on the Hub.
+        weights: 0 keeps the expert, 1 gives the mean: one number for all, or NAME=W.
+    """
+    numbers = _weights(weights)
+    if "" in numbers and len(numbers) > 1:
+        raise CycloptsError(msg="--weight: expected one number, or NAME=W for each expert")
+    transform(src, options, mote.experts.interpolate, numbers.get("", numbers))
+
+
+def export(
+    src: str,
+    *,
+    expert: str,
+    format: Literal["native", "published"] = "native",  # noqa: A002
+    backend: Literal["torch", "onnx", "openvino"] = "torch",
+    quantize: Literal["int8"] | None = None,
+    texts: str | None = None,
+    options: ResultOptions,
+) -> None:
+    """Write one expert as a dense model.
+
+    It loads without the code of this package.
+
+    Args:
+        src: MoTE: a folder, or an id on the Hub.
+        expert: Expert to export.
+        format: Keys of the config: transformers' own, or also those of the family's published config, for servers.
+        backend: CPU runtime to convert the model for as well.
+        quantize: Precision of the runtime's model. Default: float32.
+        texts: File with calibration texts, one per line. Default: 128 shipped with MoTE.
+    """
+    from mote.data.texts import read_texts
+    from mote.inference import runtimes
+
+    calibration = read_texts(texts)
+    if backend == "torch" and texts is not None:
+        raise ValueError("texts are for the backends 'onnx' and 'openvino': choose one, as in `--backend openvino`")
+    runtimes.require(backend, quantize)
+    settings: dict[str, Any] = {} if format == "native" else {"format": format}
+    if backend != "torch":
+        settings["after"] = partial(runtimes.convert, backend=backend, quantize=quantize, texts=calibration)
+        settings["recorded"] = {"backend": backend, "quantize": quantize}
+    transform(src, options, mote.experts.export, expert, **settings)
+    if backend != "torch":
+        logger.info('mote.load_exported("%s", backend="%s").encode(texts)', options.out, backend)
+
+
+def set_values(
+    src: str,
+    settings: dict[str, str],
+    *,
+    out: str | None = None,
+    revision: str | None = None,
+    options: WriteOptions,
+) -> None:
+    """Set default task, tasks of experts, instructions and routing.
+
+    Prompts and card are updated.
+
+    Args:
+        src: MoTE: a folder, or an id on the Hub.
+        settings: default_task=TASK (none: no default), route_by_text=false (an instruction in a text does not pick its
+            expert), expert.TASK=EXPERT, instruction.TASK=TEXT, definition.TASK=TEXT, instruction_pooling=excluded or
+            end_token=TOKEN.
+        out: Output folder. Default: SRC itself.
+        revision: Branch, tag or commit of SRC on the Hub.
+    """
+    from mote.experts.configuring import parse_settings
+
+    mote.configure(src, out, **parse_settings(settings), revision=revision, options=options)
+
+
+def add_expert(
+    src: str,
+    expert: str,
+    *,
+    name: str | None = None,
+    instruction: str | None = None,
+    tasks: list[str] | None = None,
+    options: EditOptions,
+) -> None:
+    """Write a MoTE with one more expert.
+
+    Args:
+        src: MoTE: a folder, or an id on the Hub.
+        expert: Expert of SRC, 'mean', or an artefact or dense model: a folder, or an id on the Hub.
+        name: Name of the new expert. Default: the extracted one's.
+        instruction: Instruction in front of the new expert's texts.
+        tasks: Additional tasks of the expert.
+    """
+    from mote.experts.artefact import ExpertArtefact
+    from mote.experts.dense import opened
+
+    start = opened(expert)
+    name = name or (start.name if isinstance(start, ExpertArtefact) else None)
+    if name is None:
+        raise ValueError(f"The new expert, a copy of {expert!r}, needs a name of its own: give it one with `--name`")
+    transform(src, options, mote.experts.add, name, start, instruction=instruction, tasks=tasks)
+
+
+def merge_experts(
+    src: str,
+    experts: list[str],
+    *,
+    name: str,
+    instruction: str | None = None,
+    tasks: list[str] | None = None,
+    options: EditOptions,
+) -> None:
+    """Write a MoTE with one more expert, the weighted mean of others.
+
+    Args:
+        src: MoTE: a folder, or an id on the Hub.
+        experts: EXPERT[=WEIGHT], experts of SRC, artefacts or dense models; weights are scaled to sum to 1.
+        name: Name of the new expert.
+        instruction: Instruction in front of the new expert's texts.
+        tasks: Additional tasks of the expert.
+    """
+    from mote.experts.dense import opened
+
+    weights = {opened(expert): weight for expert, weight in _weights(experts, default=1.0).items()}
+    transform(src, options, mote.experts.merge, weights, name, instruction=instruction, tasks=tasks)
+
+
+def remove_expert(src: str, name: str, *, tasks: dict[str, str] | None = None, options: EditOptions) -> None:
+    """Write a MoTE without one of its experts.
+
+    Args:
+        src: MoTE: a folder, or an id on the Hub.
+        name: Expert name.
+        tasks: New expert of one of its tasks. An empty EXPERT removes the task as well.
+    """
+    moved = {task: expert or None for task, expert in (tasks or {}).items()}
+    transform(src, options, mote.experts.remove, name, tasks=moved)
+
+
+def _weights(words: list[str], default: float | None = None) -> dict[str, float]:
+    """Parse NAME=NUMBER, each name once; a missing number is the default, a missing name "" (empty)."""
+    weights: dict[str, float] = {}
+    for word in words:
+        name, equals, number = word.rpartition("=")
+        try:
+            name, weight = (word, default) if default is not None and not equals else (name, float(number))
+            if name in weights or (equals and not name):
+                raise ValueError
+        except ValueError:
+            raise CycloptsError(msg=f"{word!r}: expected NAME=NUMBER, each name once") from None
+        weights[name] = weight
+    return weights
