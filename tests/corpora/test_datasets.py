@@ -371,9 +371,10 @@ def test_wrong_settings(settings: Any, message: str, data: Path, model: Path) ->
     assert not (data.parent / "mined").exists()
 
 
-def test_a_sparse_teacher_on_one_device(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("retrieval", ["sparse", "hybrid"])
+def test_a_sparse_teacher_on_one_device(retrieval: Any, data: Path, tmp_path: Path) -> None:
     source = dense_checkpoint(tmp_path / "tiny", head="mlm")
-    folder = mote.upcycle(source, tmp_path / "sparse", retrieval="sparse")
+    folder = mote.upcycle(source, tmp_path / "sparse", retrieval=retrieval)
     command = ["mine", "retrieval/few", "--model", str(folder), "--data", str(data), "--trust-remote-code"]
     assert main([*command, "--negatives", "1", "--out", str(tmp_path / "mined"), "--device", "cpu"]) == 0
     assert len(rows_in(tmp_path / "mined/retrieval/few/train.jsonl.gz")) == 6

@@ -64,7 +64,7 @@ class Encoder:
     def model(self) -> Any:
         """The loaded model; for a cluster, without its weights."""
         options = self.options
-        device = "cpu" if len(options.devices) > 1 else next(iter(options.devices), None)
+        device = next(iter(options.devices), None) if len(options.devices) < 2 else "cpu"
         settings: dict[str, Any] = {"revision": self.commit, "trust_remote_code": options.trust_remote_code}
         if options.backend != "torch" and options.engine == "local":
             from mote.inference.runtimes import load_exported
@@ -142,9 +142,8 @@ class Encoder:
     def _processes(self) -> dict[str, Any]:
         if self._pool is None:
             names = self.options.devices
-            self.model.in_worker = _InWorker(
-                max(1, (os.cpu_count() or 1) // len(names)) if set(names) == {"cpu"} else None
-            )
+            threads = max(1, (os.cpu_count() or 1) // len(names)) if set(names) == {"cpu"} else None
+            self.model.in_worker = _InWorker(threads)
             self._pool = self.model.start_multi_process_pool(names)
         return self._pool
 

@@ -68,9 +68,9 @@ def run_datasets(
         identity |= {"model": encoder.identity, "tasks": [options.query_task, options.document_task]}
 
     def make_ranker(texts: PairTexts, work: Path) -> Ranker:
-        return (
-            bm25_ranker(texts.queries, texts.documents) if encoder is None else _ranker(texts, encoder, options, work)
-        )
+        if encoder is None:
+            return bm25_ranker(texts.queries, texts.documents)
+        return _ranker(texts, encoder, options, work)
 
     with (
         nullcontext() if encoder is None else closing(encoder),

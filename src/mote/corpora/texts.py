@@ -63,12 +63,13 @@ def _value(row: dict[str, Any], column: str) -> Any:
 
 def _columns_of(first: dict[str, Any], options: EmbedOptions) -> _Columns:
     """Find the columns of a corpus by its first row."""
-    texts = options.text_columns or [column for column in TEXT_COLUMNS if column in first]
-    if "text" in texts and not options.text_columns:
-        texts = [TITLE, "text"]  # exporters leave out empty titles, maybe that of the first row
-    elif len(texts) != 1 and not options.text_columns:
+    usual = [column for column in TEXT_COLUMNS if column in first]
+    if "text" in usual:
+        usual = [TITLE, "text"]  # exporters leave out empty titles, maybe that of the first row
+    elif len(usual) != 1 and not options.text_columns:
         present = ", ".join(map(repr, first)) or "none"
         raise ValueError(f"which column holds the texts? Name it in text_columns; there are {present}")
+    texts = options.text_columns or usual
     ids = (column for column in ID_COLUMNS if column in first)
     return _Columns(texts, options.id_column or next(ids, None), options.task_column)
 
