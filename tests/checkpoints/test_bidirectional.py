@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from mote import upcycle
-from mote.checkpoints.bidirectional import DECODERS, with_both_directions
+from mote.checkpoints.bidirectional import DECODERS, make_bidirectional
 from mote.checkpoints.reading import open_checkpoint, open_dense
 from mote.remote.modeling_mote import MoTEModel
 from mote.training.model import build_model
@@ -39,7 +39,7 @@ def mote(name: str, attention: str = "sdpa", both: bool = True) -> MoTEModel:
     if both:
         weights = dense.state_dict()
         dense = AutoModel.from_config(
-            with_both_directions(dense.config, name), attn_implementation=dense.config._attn_implementation
+            make_bidirectional(dense.config, name), attn_implementation=dense.config._attn_implementation
         ).eval()
         dense.load_state_dict(weights)
     return MoTEModel(mote_config(dense), dense).eval()
@@ -159,4 +159,4 @@ def test_a_dense_baseline_in_both_directions(tmp_path: Path) -> None:
 def test_encoders_are_refused_by_name(name: str) -> None:
     config: PreTrainedConfig = dense_model(name).config
     with pytest.raises(ValueError, match=rf"tiny is a '{name}', .* attend in both. Decoders with a choice: mistral"):
-        with_both_directions(config, "tiny")
+        make_bidirectional(config, "tiny")

@@ -1,6 +1,7 @@
-"""`mote.json` and the command lines in it."""
+"""`mote.json`, the command lines in it, and the hash of a folder."""
 
 import json
+import shutil
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.paths import SMALL_ENCODER
 
+from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.provenance import (
     command_line,
     new_step,
@@ -94,3 +97,15 @@ def test_values_for_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ]
     assert plain({"weights": {"layer.weight": torch.ones(2)}}) == {"weights": "weights"}
     json.dumps(plain({"any": object(), "of": {1: {2, 3}}}))
+
+
+def test_cards_pictures_and_hidden_files_do_not_count(tmp_path: Path) -> None:
+    folder = shutil.copytree(SMALL_ENCODER, tmp_path / "model")
+    before = folder_hash(folder)
+    (folder / "README.md").write_text("another card")
+    (folder / "chart.png").write_bytes(b"another picture")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "HEAD").write_text("main")
+    assert folder_hash(folder) == before
+    (folder / "modeling.py").write_text("")
+    assert folder_hash(folder) != before

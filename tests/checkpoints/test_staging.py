@@ -293,13 +293,6 @@ def test_a_folder_is_ours_by_what_its_marks_hold(name: str, content: object, tmp
         refuse_occupied(tmp_path, overwrite=True)
 
 
-def test_nested_marks(tmp_path: Path) -> None:
-    for name in MARKS:
-        (tmp_path / name).write_text("[" * 100_000)
-    with pytest.raises(FileExistsError, match="holds something other than a MoTE"):
-        refuse_occupied(tmp_path, overwrite=True)
-
-
 def test_models_are_ours_without_a_record(upcycled: Path, tmp_path: Path) -> None:
     shutil.copytree(upcycled, tmp_path / "out")
     (tmp_path / "out" / "mote.json").unlink()  # as saved by Sentence-Transformers

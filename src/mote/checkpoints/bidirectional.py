@@ -9,7 +9,7 @@ DECODERS = ("mistral", "qwen2", "qwen3", "llama", "gemma2", "gemma3_text")
 _NATIVE = ("gemma2", "gemma3_text")  # know `use_bidirectional_attention` themselves
 
 
-def asks_for_both_directions(config: PreTrainedConfig) -> bool:
+def is_bidirectional(config: PreTrainedConfig) -> bool:
     """Whether a decoder's config asks for both directions with a setting that its native class does not read.
 
     That is `use_bidirectional_attention`, servers' name for it. The native class reads `is_causal: false` by itself.
@@ -18,7 +18,7 @@ def asks_for_both_directions(config: PreTrainedConfig) -> bool:
     return asked is True and config.model_type in DECODERS and config.model_type not in _NATIVE
 
 
-def with_both_directions(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
+def make_bidirectional(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
     """Return a decoder's config in which every token attends to every other.
 
     It has no causal mask, no sliding window and no cache. Weights are not affected.

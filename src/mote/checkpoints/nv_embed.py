@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import MistralConfig, PreTrainedConfig
 
-from mote.checkpoints.bidirectional import with_both_directions
+from mote.checkpoints.bidirectional import make_bidirectional
 from mote.checkpoints.definitions import instruction_with
 
 LICENSE = "cc-by-nc-4.0"
@@ -79,7 +79,7 @@ def native_config(settings: Mapping[str, Any], name: str) -> PreTrainedConfig:
         raise ValueError(f"{name} has rope_scaling={decoder['rope_scaling']!r}, which NV-Embed as published does not")
     translated = {key: decoder[key] for key in _MISTRAL if key in decoder}
     rope = {"rope_type": "default", "rope_theta": float(decoder.get("rope_theta", 10_000))}
-    return with_both_directions(MistralConfig(**translated, rope_parameters=rope), name)
+    return make_bidirectional(MistralConfig(**translated, rope_parameters=rope), name)
 
 
 def pooling_settings(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], name: str) -> dict[str, Any]:

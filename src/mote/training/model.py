@@ -12,7 +12,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from torch import nn
 
 from mote.checkpoints import sentence_transformers as st
-from mote.checkpoints.bidirectional import asks_for_both_directions, with_both_directions
+from mote.checkpoints.bidirectional import is_bidirectional, make_bidirectional
 from mote.checkpoints.models import load_dense, load_tokenizer
 from mote.checkpoints.reading import Checkpoint, is_mote, open_checkpoint
 from mote.checkpoints.st_settings import (
@@ -157,8 +157,8 @@ def native_folder(source: Checkpoint, folder: Path, bidirectional: bool = False)
     Raises:
         ValueError: If a source that is not a decoder is to attend in both directions.
     """
-    if bidirectional or asks_for_both_directions(source.config):
-        config = with_both_directions(source.config, source.name)
+    if bidirectional or is_bidirectional(source.config):
+        config = make_bidirectional(source.config, source.name)
         if not folder.exists():
             _link(source.folder, folder)
             (folder / "config.json").unlink()

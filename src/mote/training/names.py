@@ -3,7 +3,7 @@
 from typing import Any
 
 from mote.checkpoints import sentence_transformers as st
-from mote.checkpoints.bidirectional import asks_for_both_directions, with_both_directions
+from mote.checkpoints.bidirectional import is_bidirectional, make_bidirectional
 from mote.checkpoints.definitions import instruction_with
 from mote.checkpoints.models import positions_of
 from mote.checkpoints.reading import TOKEN_ROUTED, Checkpoint, has_head, is_mote
@@ -42,7 +42,7 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
         set_router_loss(names, settings)
     elif settings.kind == "dense":
         if settings.bidirectional:
-            with_both_directions(source.config, source.name)  # or an error
+            make_bidirectional(source.config, source.name)  # or an error
         # The tasks and instructions of a MoTE upcycled from it.
         names = tasks_of(settings)
         of_source = instructions_from(st.source_prompts(source), names)
@@ -246,7 +246,7 @@ def _check_peft(recipe: Recipe, source: Checkpoint) -> None:
             f"training.peft.merge=false: adapters are loaded on top of a model, but {source.name} is not a MoTE yet. "
             "Upcycle it first (`mote upcycle`), and set model.source to the result"
         )
-    changed = recipe.model.bidirectional or asks_for_both_directions(config)
+    changed = recipe.model.bidirectional or is_bidirectional(config)
     if recipe.model.kind == "dense" and (source.format != "transformers" or changed):
         raise ValueError(
             f"training.peft.merge=false: the libraries would load adapters on top of {source.name} as it is, but the "

@@ -8,7 +8,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
 from mote.checkpoints import sentence_transformers as st
-from mote.checkpoints.bidirectional import asks_for_both_directions, with_both_directions
+from mote.checkpoints.bidirectional import is_bidirectional, make_bidirectional
 from mote.checkpoints.reading import Checkpoint, mote_class, open_dense, stored_dtype
 from mote.checkpoints.st_settings import Retrieval, check_instruction_pooling
 from mote.checkpoints.staging import require_shard_size
@@ -161,8 +161,8 @@ def plan_upcycling(
 def _opened(src: str | Path | Checkpoint, options: UpcyclingOptions) -> tuple[Checkpoint, UpcyclingOptions]:
     """Open the source, bidirectional if requested; return it with the options, completed for this source."""
     source = src if isinstance(src, Checkpoint) else open_dense(str(src), options.revision)
-    if options.bidirectional or asks_for_both_directions(source.config):
-        source = replace(source, config=with_both_directions(source.config, source.name))
+    if options.bidirectional or is_bidirectional(source.config):
+        source = replace(source, config=make_bidirectional(source.config, source.name))
     return source, as_published(options, source) if source.format == "nv_embed" else options
 
 

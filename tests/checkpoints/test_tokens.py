@@ -1,16 +1,20 @@
-"""A token behind each text, which truncation leaves there, and which is there again after loading."""
+"""Tokens that a tokenizer adds: one behind each text, which truncation leaves there, and padding."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.checkpoints import dense_checkpoint, edit_json, trusted
+import torch
+from helpers.checkpoints import dense_checkpoint, edit_json, llama_tokenizer, trusted
 from helpers.tokenizer_kinds import byte_level, fast, sentence_piece, sentence_piece_bpe
 from transformers import AutoTokenizer
 
 import mote
-from mote.checkpoints.tokens import with_end_token
+from mote.checkpoints.reading import open_dense
+from mote.checkpoints.tokens import with_end_token, with_padding_token
+from mote.training.model import build_model
+from mote.training.recipe_files import load_recipe
 
 TOKENIZERS = {
     "LlamaTokenizer": sentence_piece_bpe,
@@ -18,6 +22,7 @@ TOKENIZERS = {
     "Qwen2Tokenizer": lambda: byte_level(trim=False),
     "TokenizersBackend": lambda: byte_level(trim=True),
 }
+TEXTS = ["whales breathe air", "bread"]
 LONG = "how do whales breathe and what do they eat"
 
 
@@ -78,3 +83,33 @@ def test_upcycling_and_set(decoder: Path, tmp_path: Path, caplog: pytest.LogCapt
         assert np.array_equal(model.encode([LONG], task="clustering"), asked.encode([LONG], task="clustering"))
     plain = trusted(without)
     assert plain.preprocess([LONG], task="clustering")["input_ids"][0, -1] != plain.tokenizer.eos_token_id
+
+
+# Padding -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def without_padding(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decoder whose tokenizer has an end token, but no padding token."""
+    folder = llama_tokenizer(tmp_path_factory.mktemp("decoder") / "tiny")
+    assert AutoTokenizer.from_pretrained(folder).pad_token is None
+    return dense_checkpoint(folder, "mistral", tokenizer=False)
+
+
+def test_texts_of_different_lengths_are_embedded_together(without_padding: Path, tmp_path: Path) -> None:
+    model = trusted(mote.upcycle(str(without_padding), tmp_path / "mote"))
+    assert model.tokenizer.pad_token == "</s>"
+    together = model.encode(TEXTS, task="clustering", convert_to_tensor=True)
+    alone = [model.encode(text, task="clustering", convert_to_tensor=True) for text in TEXTS]
+    torch.testing.assert_close(together, torch.stack(alone), atol=1e-6, rtol=0)
+
+
+def test_a_dense_model_to_train_has_one(without_padding: Path, tmp_path: Path) -> None:
+    recipe = load_recipe("em", [f"model.source={without_padding}", f"output={tmp_path}"])
+    model, _ = build_model(recipe, open_dense(str(without_padding)), tmp_path)
+    assert model.tokenizer.pad_token == "</s>"
+    assert model.encode(TEXTS).shape == (2, 16)
+
+
+def test_one_that_is_there_stays(dense: Path) -> None:
+    assert with_padding_token(AutoTokenizer.from_pretrained(dense)).pad_token == "[PAD]"
