@@ -2,10 +2,8 @@
 
 import logging
 import os
-import secrets
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Literal
@@ -120,38 +118,6 @@ def _unique_ends(models: Sequence[str]) -> list[str]:
 def _unique_end(path: tuple[str, ...], others: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     lengths = (n for n in range(1, len(path)) if sum(other[-n:] == path[-n:] for other in others) == 1)
     return path[-next(lengths, len(path)) :]
-
-
-def write_together(
-    writers: Mapping[Path, Callable[[Path], object]], obsolete: Iterable[Path] = (), name: str = "The results"
-) -> None:
-    """Write files of one folder beside their places, and move them there once all are complete.
-
-    Args:
-        writers: File → function that writes it to the path given.
-        obsolete: Files of an earlier run that this one does not have, to delete.
-        name: What they are, in the error message.
-
-    Raises:
-        OSError: If they cannot be written; those of an earlier run are then still there, unless moving itself failed.
-    """
-    folder = next(iter(writers)).parent
-    writers = {file.resolve(): write for file, write in writers.items()}  # a link stays one
-    parts = {file: file.with_name(f".{secrets.token_hex(4)}.part.{file.name}") for file in writers}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file, part in parts.items():
-            writers[file](part)
-        for file, part in parts.items():
-            part.replace(file)
-        for file in obsolete:
-            file.unlink(missing_ok=True)
-    except OSError as error:
-        raise OSError(f"{name} cannot be written to {folder}: {error}") from error
-    finally:
-        for part in parts.values():
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
 
 
 class ConsoleHandler(logging.Handler):

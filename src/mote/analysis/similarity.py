@@ -55,11 +55,7 @@ def default_tasks(model: Encoder) -> list[str]:
 
 
 def check_tasks(model: Encoder, tasks: Sequence[str], name: str = "The model") -> None:
-    """Check that a model knows all tasks and distinguishes at least two of them.
-
-    Raises:
-        ValueError: If a task is unknown or repeated, or there are fewer than two.
-    """
+    """Check that a model knows all tasks and distinguishes at least two of them."""
     known = instructions_of(model)
     for task in tasks:
         if task not in known:
@@ -77,11 +73,7 @@ def check_tasks(model: Encoder, tasks: Sequence[str], name: str = "The model") -
 
 
 def embed(model: Encoder, texts: Sequence[str], task: str, batch_size: int = 32) -> NDArray[np.float64]:  # [N, H]
-    """Embed texts for a task: with its instruction in front, in a MoTE by its expert, in a `Router` by its model.
-
-    Raises:
-        ValueError: If an embedding is not finite.
-    """
+    """Embed texts for a task: with its instruction in front, in a MoTE by its expert, in a `Router` by its model."""
     routed = mote_config(model) is not None or task in getattr(model[0], "sub_modules", ())  # a MoTE, a Router
     options: dict[str, Any] = {"task": task} if routed else {}
     if isinstance(model, SparseEncoder):

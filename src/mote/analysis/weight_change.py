@@ -86,10 +86,6 @@ def find_start(model: str) -> tuple[str, str | None]:
 
     Returns:
         A folder, or a Hub id; and the commit on the Hub, if it is recorded.
-
-    Raises:
-        FileNotFoundError: If the model does not exist.
-        ValueError: If its folder records no start, or one that does not exist here or has other weights by now.
     """
     folder = open_checkpoint(model).folder
     source = _recorded_source(folder)

@@ -244,9 +244,6 @@ def instructed(encoder: Any, task: AbsTask, instruction: str | None) -> Iterator
 
     Within the context, the instruction belongs to the task of a MoTE that serves such datasets. If that task has no
     instruction and no role (`query`, `document`) picks an expert, it becomes the default task, unless there is another.
-
-    Raises:
-        ValueError: If the model is a MoTE that has no such task.
     """
     kind, parts = str(task.metadata.type), [*with_subtasks([task])]
     names = [part.metadata.name for part in parts]  # mteb looks prompts up by the name of a subtask

@@ -145,12 +145,7 @@ def _warn_of_unused_prompts(label: str, encoder: Any) -> None:
 def find_models(
     models: str | Path | Sequence[str] | Mapping[str, str], options: EvaluateOptions
 ) -> list[EvaluatedModel]:
-    """Find and label models, once for each kind of vectors, without loading them.
-
-    Raises:
-        FileNotFoundError: If a model is neither a folder with a model nor on the Hub.
-        ValueError: If two models have the same label, or one is an adapter.
-    """
+    """Find and label models, once for each kind of vectors, without loading them."""
     found = [
         EvaluatedModel(label, path, commit_of(path) or folder_hash(Path(path)), options)
         for label, path in label_models(models).items()

@@ -68,12 +68,7 @@ OFFICIAL = {
 def choose_tasks(
     benchmark: str | None, data: str | Path | None, names: Sequence[str] = (), limit: int | None = None
 ) -> list[AbsTask]:
-    """Choose tasks; the arguments are those of `evaluate`.
-
-    Raises:
-        FileNotFoundError: If there is no such folder.
-        ValueError: If the arguments contradict each other, or a name is unknown.
-    """
+    """Choose tasks; the arguments are those of `evaluate`."""
     if data is not None and benchmark is not None:
         raise ValueError("Both a data folder and a benchmark are given: choose --data or --benchmark")
     if data is not None:
@@ -107,10 +102,6 @@ def load_tasks(folder: str | Path, names: Sequence[str] = (), limit: int | None 
 
     Returns:
         Tasks in the order of MTEB's types, then by the name of the dataset.
-
-    Raises:
-        FileNotFoundError: If there is no such folder, or no dataset in it.
-        ValueError: If a name matches nothing, or the limit is not positive.
     """
     datasets = [(dataset, _official(dataset)) for dataset in test_sets.find_evaluation_datasets(Path(folder), limit)]
     known = [[dataset.path, dataset.name, _name(dataset, official)] for dataset, official in datasets]
