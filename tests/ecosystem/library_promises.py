@@ -153,8 +153,7 @@ def pipeline(names: dict[str, Any], reference: Reference) -> None:
 
 @promises("What needs a dense model")
 def dense_only(names: dict[str, Any], reference: Reference) -> None:
-    assert "no head for scores or classes" in names["about_scores"]
-    assert "`mote export MODEL --expert NAME --out DIR`" in names["about_scores"]
+    assert "AutoModelForSequenceClassification" in names["about_scores"]
     assert "`mote export MODEL --expert NAME --backend onnx --out DIR`" in names["about_runtimes"]
 
 
