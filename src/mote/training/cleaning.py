@@ -77,6 +77,14 @@ def text_id(text: str) -> int:
     return int.from_bytes(blake2b(text.strip().encode(), digest_size=8).digest(), "big", signed=True)
 
 
+def content_hash(texts: Iterable[object]) -> str:
+    """Return a hash of all texts, or labels, in their order."""
+    digest = blake2b(digest_size=8)
+    for text in texts:
+        digest.update(f"{text}\0".encode())
+    return digest.hexdigest()
+
+
 @dataclass
 class DatasetReport:
     """What became of a dataset's rows.

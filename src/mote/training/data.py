@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,15 @@ from transformers import PreTrainedTokenizerBase
 from mote.data.columns import MEANINGS, Example
 from mote.data.rows import find_datasets
 from mote.remote.configuration_mote import MoTEConfig, alternatives
-from mote.training.cleaning import DEFAULT_NEGATIVES, DatasetReport, DatasetRows, LabelType, table_of, text_id
+from mote.training.cleaning import (
+    DEFAULT_NEGATIVES,
+    DatasetReport,
+    DatasetRows,
+    LabelType,
+    content_hash,
+    table_of,
+    text_id,
+)
 from mote.training.recipe import Recipe
 from mote.training.task_settings import TaskSettings
 from mote.training.teachers import TeacherEmbeddings
@@ -78,12 +86,9 @@ class TrainingSet:
 
     def rows_hash(self) -> str:
         """Return a content hash of the rows: of their texts, and of labels that the data give."""
-        digest = blake2b(digest_size=8)
         left_out = ("dataset_name",) if self.label_type in ("scored", "labelled") else ("label", "dataset_name")
-        for name in [column for column in self.rows.column_names if column not in left_out]:
-            for text in self.rows[name]:
-                digest.update(f"{text}\0".encode())
-        return digest.hexdigest()
+        columns = [column for column in self.rows.column_names if column not in left_out]
+        return content_hash(chain.from_iterable(self.rows[column] for column in columns))
 
     @property
     def teacher_dimension(self) -> int:

@@ -154,11 +154,6 @@ class InfoNCELoss(CachedLossMixin, nn.Module):
         scores = scores.masked_fill(excluded, -torch.inf)
         return nn.functional.cross_entropy(scores, target, reduction="sum")
 
-    def get_config_dict(self) -> dict[str, Any]:
-        """Describe the loss for the model card."""
-        names = ("temperature", "symmetric", "in_batch_negatives", "similarity", "gather_across_devices")
-        return {name: getattr(self, name) for name in names}
-
 
 class BlendedLoss(InfoNCELoss):
     """InfoNCE of blended batches: the sum of the losses of each dataset's rows, weighted by their share of the batch.
@@ -192,10 +187,6 @@ class BlendedLoss(InfoNCELoss):
                 of_part = torch.cat([labels[rows, :count], labels[rows, -2:-1]], dim=1)
                 total = total + loss._sum_over(own, [column[rows] for column in columns[:count]], of_part)
         return total
-
-    def get_config_dict(self) -> dict[str, Any]:
-        """Describe the loss for the model card."""
-        return {"parts": [loss.get_config_dict() for loss, _ in self.parts]}
 
 
 def _sorted_by_length(

@@ -1,7 +1,6 @@
 """Texts of pre-training: read, without repeats, and with a validation split."""
 
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from mote.data.rows import (
     read_text_lines,
     without_excluded,
 )
-from mote.training.cleaning import DatasetReport, check_rows, table_of, text_id
+from mote.training.cleaning import DatasetReport, check_rows, content_hash, table_of, text_id
 from mote.training.pretraining_recipe import PretrainingRecipe, TextDatasetSettings
 from mote.training.spans import split_into_spans
 
@@ -39,13 +38,7 @@ class TextData:
 
     def hashes(self) -> dict[str, str]:
         """Return a content hash of each task's texts."""
-        hashes = {}
-        for task, texts in self.texts.items():
-            digest = blake2b(digest_size=8)
-            for text in texts:
-                digest.update(f"{text}\0".encode())
-            hashes[task] = digest.hexdigest()
-        return hashes
+        return {task: content_hash(texts) for task, texts in self.texts.items()}
 
 
 @dataclass
