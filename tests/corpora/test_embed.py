@@ -420,7 +420,7 @@ def test_ray(model: Path, corpus: Path) -> None:
     try:
         assert contents(embed(model, corpus, "ray", dtype="int8", engine="ray", processes=2)) == one
         write_rows(corpus, [{"text": "a"}, {"text": None}])
-        with pytest.raises(ValueError, match=r"corpus.jsonl.gz:2: 'text' is null"):
+        with pytest.raises(ValueError, match=r"corpus.jsonl.gz:2: 'text': Input should be a valid string, got None"):
             embed(model, corpus, "broken", engine="ray")
         assert not (corpus.parent / "broken").exists()
     finally:

@@ -37,12 +37,12 @@ def test_the_text_and_the_id_of_a_row(row: Any, columns: Any, text: str, name: s
 @pytest.mark.parametrize(
     ("row", "columns", "message"),
     [
-        ({"text": None}, {}, "'text' is null"),
-        ({"text": 3}, {}, "'text' must be a string, got int"),
-        ({"text": "\ud800"}, {}, "'text' is invalid Unicode"),
-        ({"text": "a", "title": ["b"]}, {}, "'title' must be a string, got list"),
-        ({"text": "a", "_id": None}, {}, "'_id' is null"),
-        ({"text": "a", "id": 0.5}, {}, "'id' must be a string, got float"),
+        ({"text": None}, {}, "'text': Input should be a valid string, got None"),
+        ({"text": 3}, {}, "'text': Input should be a valid string, got 3"),
+        ({"text": "\ud800"}, {}, "'text': Input should be a valid string, unable to parse"),
+        ({"text": "a", "title": ["b"]}, {}, "'title': Input should be a valid string, got ['b']"),
+        ({"text": "a", "_id": None}, {}, "'_id': Input should be a valid string, got None"),
+        ({"text": "a", "id": 0.5}, {}, "'id': Input should be a valid string, got 0.5"),
         ({"text": "a"}, {"id_column": "key"}, "there is no column 'key'. Available: 'text'."),
         ({"text": "a"}, {"text_columns": ["txt"]}, "there is no column 'txt'. Did you mean 'text'?"),
         ({"text": "a"}, {"task_column": "task"}, "there is no column 'task'"),

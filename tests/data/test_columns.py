@@ -7,7 +7,8 @@ import pytest
 from mote.data.columns import Example, check_row, find_columns
 from mote.data.settings import DatasetSource
 
-PAIR = {"sentence1": "a", "sentence2": "b"}
+PAIR, LABELLED, SCORED = ("query", "positive"), ("text", "label"), ("sentence1", "sentence2", "score")
+TEXTS = {"sentence1": "a", "sentence2": "b"}
 
 
 def check(row: dict[str, Any], columns: dict[str, Any] | None = None, present: tuple[str, ...] = ()) -> Example:
@@ -78,30 +79,26 @@ def test_missing_and_ambiguous_columns(row: dict[str, Any], columns: dict[str, A
 @pytest.mark.parametrize(
     ("present", "row", "fault"),
     [
-        (("query", "positive"), {"query": "", "positive": "b"}, "'query' is empty"),
-        (("query", "positive"), {"query": " \t", "positive": "b"}, "'query' is empty"),
-        (("query", "positive"), {"query": "a", "positive": None}, "'positive' must be a string, got NoneType"),
-        (("query", "positive"), {"query": 3, "positive": "b"}, "'query' must be a string, got int"),
-        (("query", "positive"), {"query": "a", "positive": []}, "'positive' is an empty list"),
-        (("query", "positive"), {"query": "a", "positive": ["b", ""]}, "'positive' is empty"),
-        (("query", "positive"), {"query": "a"}, "there is no column 'positive'"),
-        (("query", "positive"), {}, "there is no column 'query'"),
+        (PAIR, {"query": "", "positive": "b"}, "'query': String should have at least 1 character, got ''"),
+        (PAIR, {"query": " \t", "positive": "b"}, "'query': String should have at least 1 character, got .*"),
+        (PAIR, {"query": "a", "positive": None}, "'positive': Input should be a valid string, got .None."),
+        (PAIR, {"query": 3, "positive": "b"}, "'query': Input should be a valid string, got 3"),
+        (PAIR, {"query": "a", "positive": []}, r"'positive': List should have at least 1 item .*, got \[\]"),
+        (PAIR, {"query": "a", "positive": ["b", ""]}, "'positive': String should have at least 1 character, got .*"),
+        (PAIR, {"query": "a"}, "there is no column 'positive'. Available: 'query'."),
+        (PAIR, {}, "there is no column 'query'. Available: none."),
         (
-            ("query", "positive"),
+            PAIR,
             {"query": "a", "positive": "\ud83d"},
-            "'positive' is invalid Unicode: .*",
+            "'positive': .* unable to parse raw data as a unicode .*",
         ),
-        (("text", "label"), {"text": "a", "label": None}, "'label' must be a string or an integer, got NoneType"),
-        (("text", "label"), {"text": "a", "label": 0.5}, "'label' must be a string or an integer, got float"),
-        (("text", "label"), {"text": "a", "label": " "}, "'label' is empty"),
-        (("text", "label"), {"text": "a"}, "there is no column 'label'"),
-        (("sentence1", "sentence2", "score"), {**PAIR, "score": "3"}, "'score' must be a finite number, got '3'"),
-        (("sentence1", "sentence2", "score"), {**PAIR, "score": None}, "'score' must be a finite number, got None"),
-        (
-            ("sentence1", "sentence2", "score"),
-            {**PAIR, "score": float("nan")},
-            "'score' must be a finite .*nan",
-        ),
+        (LABELLED, {"text": "a", "label": None}, "'label': Input should be a valid string, got None"),
+        (LABELLED, {"text": "a", "label": 0.5}, "'label': Input should be a valid string, got 0.5"),
+        (LABELLED, {"text": "a", "label": " "}, "'label': String should have at least 1 character, got ' '"),
+        (LABELLED, {"text": "a"}, "there is no column 'label'.*"),
+        (SCORED, {**TEXTS, "score": "3"}, "'score': Input should be a valid number, got '3'"),
+        (SCORED, {**TEXTS, "score": None}, "'score': Input should be a valid number, got None"),
+        (SCORED, {**TEXTS, "score": float("nan")}, "'score': Input should be a finite number, got nan"),
     ],
 )
 def test_invalid_rows(present: tuple[str, ...], row: dict[str, Any], fault: str) -> None:

@@ -105,7 +105,7 @@ def test_missing_datasets_are_named_with_what_is_there(tmp_path: Path) -> None:
         find(tmp_path, "retrieval/arxiv", split="dev")
     with pytest.raises(FileNotFoundError, match=r"no 'train' split.* For all datasets in it: retrieval/\*"):
         find(tmp_path, "retrieval")
-    with pytest.raises(FileNotFoundError, match=r"There is no folder .*nowhere \(data.folder\)"):
+    with pytest.raises(FileNotFoundError, match=r"There is no dataset .*nowhere/retrieval. In "):
         find(tmp_path / "nowhere", "retrieval")
 
 

@@ -74,8 +74,8 @@ def test_texts_and_pairs_of_a_folder_are_of_all_its_datasets() -> None:
         ("", "has no texts: expected one per line"),
         ('{"text": "one"}', "has 1 texts: a distribution needs at least two"),
         ('{"text": "one"}\n{"title": "two"}', r":2 has the columns \['title'\]: expected one of text, query"),
-        ('{"text": ["one"]}\n{"text": 3}', r":2: 'text' must be a text that is not empty, got 3"),
-        ('{"text": " "}', r":1: 'text' must be a text that is not empty, got ' '"),
+        ('{"text": ["one"]}\n{"text": 3}', r":2: 'text': Input should be a valid string, got 3"),
+        ('{"text": " "}', r":1: 'text': String should have at least 1 character, got ' '"),
         ('{"text": "one"}\n{"tex', r":2: invalid JSON"),
     ],
 )

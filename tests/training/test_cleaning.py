@@ -16,7 +16,10 @@ VALID = '{"query": "a %d", "positive": "b"}'
 
 @pytest.mark.parametrize(
     ("line", "fault"),
-    [('{"query": "", "positive": "b"}', "'query' is empty"), ('{"query": "a", "posi', "invalid JSON")],
+    [
+        ('{"query": "", "positive": "b"}', "'query': String should have"),
+        ('{"query": "a", "posi', "invalid JSON"),
+    ],
 )
 def test_an_invalid_row_is_counted_and_reported_with_its_line(
     tmp_path: Path, line: str, fault: str, caplog: pytest.LogCaptureFixture

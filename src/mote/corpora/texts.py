@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pyarrow
 
 from mote.corpora.options import EmbedOptions
-from mote.data.columns import check_string, no_column
+from mote.data.columns import LABEL, STRING, check_value
 from mote.data.rows import find_datasets, read_rows, require_valid
 from mote.data.settings import DatasetSource
 from mote.files import replaced
@@ -45,20 +45,15 @@ class _Columns:
 
     def take(self, row: dict[str, Any], number: int) -> CorpusText:
         """Take the text of a row."""
-        texts = [(row.get(TITLE) or "") if column == TITLE else _value(row, column) for column in self.texts]
-        checked = [check_string(text, column) for text, column in zip(texts, self.texts, strict=True)]
-        name = str(number) if self.id is None else _value(row, self.id)
+        texts = [
+            check_value({TITLE: row.get(TITLE) or ""} if column == TITLE else row, column, STRING)
+            for column in self.texts
+        ]
         if self.id is None and any(column in row for column in ID_COLUMNS):
             raise ValueError("there is an id, but the first row of the corpus has none: all rows or none")
-        name = str(name) if type(name) is int else check_string(name, self.id or "")
-        text = " ".join(filter(None, checked))
-        return CorpusText(name, text, None if self.task is None else check_string(_value(row, self.task), self.task))
-
-
-def _value(row: dict[str, Any], column: str) -> Any:
-    if row.get(column) is None:
-        raise ValueError(f"{column!r} is null" if column in row else no_column(column, row))
-    return row[column]
+        name = str(number) if self.id is None else str(check_value(row, self.id, LABEL))
+        task = None if self.task is None else check_value(row, self.task, STRING)
+        return CorpusText(name, " ".join(filter(None, texts)), task)
 
 
 def _columns_of(first: dict[str, Any], options: EmbedOptions) -> _Columns:

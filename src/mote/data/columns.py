@@ -1,11 +1,12 @@
 """What the columns of a dataset mean, and what its rows must hold."""
 
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, FiniteFloat, StringConstraints, TypeAdapter, ValidationError
 
 from mote.data.settings import DatasetSource
 from mote.remote.configuration_mote import alternatives
@@ -38,6 +39,16 @@ _ROW_TYPES: dict[frozenset[str], RowType] = {
     frozenset({"anchor", "label"}): "labelled",
     frozenset({"anchor"}): "texts",
 }
+
+
+# What a value must be. A string may be empty, a text is more than white space. With any constraint, pydantic also
+# refuses half of a surrogate pair, of an emoji that another program has cut.
+_Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+STRING = TypeAdapter[Any](Annotated[str, StringConstraints(min_length=0)])
+TEXT = TypeAdapter[Any](_Text)
+TEXT_LIST = TypeAdapter[Any](Annotated[list[_Text], Field(min_length=1)])
+LABEL = TypeAdapter[Any](_Text | int)
+NUMBER = TypeAdapter[Any](FiniteFloat)
 
 
 @dataclass(frozen=True)
@@ -93,7 +104,7 @@ def _from_settings(columns: dict[str, str | list[str]], present: list[str], name
         meaning, found = MEANINGS[key], (given,) if isinstance(given, str) else tuple(given)
         for column in found:
             if column not in present:
-                raise ValueError(f"{name}: {no_column(column, sorted(present))}")
+                raise ValueError(f"{name}: there is no column {column!r}." + alternatives(column, sorted(present)))
         if meaning in names or (len(found) != 1 and meaning != "negative"):
             all_found = [*names.get(meaning, ()), *found]
             raise ValueError(f"{name}: `columns` must name one column for the {meaning}, got {all_found}")
@@ -130,63 +141,36 @@ def check_row(row: dict[str, Any], columns: Columns) -> Example:
         ValueError: If the row is invalid; the message says why.
     """
     names = {meaning: columns[0] for meaning, columns in columns.names.items()}
-    anchor = _text(_value(row, names["anchor"]), names["anchor"])
+    anchor = check_value(row, names["anchor"], TEXT)
     if columns.row_type == "texts":
         return Example(anchor)
     if columns.row_type == "labelled":
-        return Example(anchor, label=_label(_value(row, names["label"]), names["label"]))
-    positive = _value(row, names["positive"])
+        return Example(anchor, label=str(check_value(row, names["label"], LABEL)).strip())
     if columns.row_type == "scored":
-        score = _score(_value(row, names["label"]), names["label"])
-        return Example(anchor, (_text(positive, names["positive"]),), label=score)
-    positives = tuple(_texts(positive, names["positive"]))
-    if not positives:
-        raise ValueError(f"{names['positive']!r} is an empty list")
+        score = float(check_value(row, names["label"], NUMBER))
+        return Example(anchor, (check_value(row, names["positive"], TEXT),), label=score)
     # A row may have fewer negatives than others.
-    negatives = [_texts(row[name], name) for name in columns.names.get("negative", ()) if row.get(name) is not None]
-    return Example(anchor, positives, tuple(chain.from_iterable(negatives)))
+    negatives = [_texts(row, name) for name in columns.names.get("negative", ()) if row.get(name) not in (None, [])]
+    return Example(anchor, _texts(row, names["positive"]), tuple(chain.from_iterable(negatives)))
 
 
-def no_column(column: str, present: Iterable[str]) -> str:
-    """Return the error message for an unknown column."""
-    return f"there is no column {column!r}." + alternatives(column, present)
+def _texts(row: dict[str, Any], column: str) -> tuple[str, ...]:
+    """Take the text or the texts of a column."""
+    if column in row and not isinstance(row[column], list):
+        row = {column: [row[column]]}
+    return tuple(check_value(row, column, TEXT_LIST))
 
 
-def check_string(text: Any, column: str) -> str:
-    """Return a value that is a string in valid Unicode, and may be empty; anything else is a `ValueError`."""
-    if not isinstance(text, str):
-        raise ValueError(f"{column!r} must be a string, got {type(text).__name__}")  # noqa: TRY004
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        # Half of a surrogate pair, of an emoji that another program has cut.
-        raise ValueError(f"{column!r} is invalid Unicode: {error}") from None
-    return text
+def check_value(row: dict[str, Any], column: str, kind: TypeAdapter[Any]) -> Any:
+    """Return a value of a row.
 
-
-def _value(row: dict[str, Any], column: str) -> Any:
+    Raises:
+        ValueError: If there is none, or it is of another kind.
+    """
     if column not in row:
-        raise ValueError(f"there is no column {column!r}")
+        raise ValueError(f"there is no column {column!r}." + alternatives(column, row))
+    try:
+        kind.validate_python(row[column], strict=True)
+    except ValidationError as error:
+        raise ValueError(f"{column!r}: {error.errors()[0]['msg']}, got {row[column]!r:.80}") from None
     return row[column]
-
-
-def _texts(value: Any, column: str) -> list[str]:
-    return [_text(text, column) for text in (value if isinstance(value, list) else [value])]
-
-
-def _text(text: Any, column: str) -> str:
-    if not check_string(text, column).strip():
-        raise ValueError(f"{column!r} is empty")
-    return text
-
-
-def _label(label: Any, column: str) -> str:
-    if not isinstance(label, str | int):
-        raise ValueError(f"{column!r} must be a string or an integer, got {type(label).__name__}")  # noqa: TRY004
-    return _text(str(label), column).strip()
-
-
-def _score(score: Any, column: str) -> float:
-    if not isinstance(score, int | float) or not math.isfinite(score):
-        raise ValueError(f"{column!r} must be a finite number, got {score!r}")
-    return float(score)

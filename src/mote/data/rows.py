@@ -241,13 +241,12 @@ def matching_paths(path: str, folder: Path) -> list[Path]:
         FileNotFoundError: If there are none.
     """
     target = folder / path
-    absolute = Path(path).is_absolute()
-    if not absolute and not folder.is_dir():
-        raise FileNotFoundError(f"There is no folder {folder} (data.folder)")
     if target.exists():
         return [target]
     if set("*?[") & set(path):
-        start, pattern = (Path(target.anchor), target.relative_to(target.anchor)) if absolute else (folder, path)
+        start, pattern = (
+            (Path(target.anchor), target.relative_to(target.anchor)) if Path(path).is_absolute() else (folder, path)
+        )
         if matches := sorted(start.glob(str(pattern))):
             return matches
         raise FileNotFoundError(f"Nothing matches the pattern {path} in {folder}")

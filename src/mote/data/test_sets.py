@@ -9,9 +9,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import Field, FiniteFloat, TypeAdapter
 
-from mote.data.columns import no_column
+from mote.data.columns import LABEL, NUMBER, STRING, check_value
 from mote.data.rows import read_files, read_text_lines, require_valid, split_files
 from mote.data.sampling import ranks, sample
 from mote.remote.configuration_mote import alternatives
@@ -44,12 +44,8 @@ of them suggest that the labels are spelt differently."""
 TEXTS_PER_CLUSTER = 8
 """Texts per label that a limited clustering dataset keeps on average, at the cost of labels."""
 
-# What a column must hold.
-TEXT = TypeAdapter[Any](str)
-LABEL = TypeAdapter[Any](str | int)
-NUMBER = TypeAdapter[Any](FiniteFloat)
 BINARY = TypeAdapter[Any](Literal[0, 1])
-TEXTS = TypeAdapter[Any](Annotated[list[str], Field(min_length=1)])
+STRINGS = TypeAdapter[Any](Annotated[list[str], Field(min_length=1)])
 NUMBERS = TypeAdapter[Any](Annotated[list[FiniteFloat], Field(min_length=1)])
 
 # Version of the reader: increase it when scores of the same files change.
@@ -121,16 +117,12 @@ class EvaluationDataset:
             ValueError: If a row is invalid, or there are none.
         """
         rows = []
-        for row in require_valid(read_files(self.files(split))):
-            for name, column in columns.items():
-                if name not in row.content:
-                    raise ValueError(f"{row.where}: {no_column(name, row.content)}")
-                try:
-                    column.validate_python(row.content[name], strict=True)
-                except ValidationError as error:
-                    fault = error.errors()[0]["msg"]
-                    raise ValueError(f"{row.where}: {name!r}: {fault}, got {row.content[name]!r:.80}") from None
-            rows.append({name.removeprefix("_"): row.content[name] for name in columns})
+        for where, content, _ in require_valid(read_files(self.files(split))):
+            try:
+                values = {name: check_value(content, name, kind) for name, kind in columns.items()}
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
+            rows.append({name.removeprefix("_"): value for name, value in values.items()})
         if not rows:
             raise ValueError(f"{self.path}: no {split!r} split, or one without rows")
         return rows
@@ -195,7 +187,7 @@ def read_classification(dataset: EvaluationDataset) -> dict[str, Rows]:
     A limit also shortens the train split, but leaves at least 16 texts of each label, or all if there are fewer. If
     only a few test rows have labels that the train split lacks, they count as wrong, as in mteb; more are an error.
     """
-    splits = {split: dataset.rows(split, text=TEXT, label=LABEL) for split in SPLITS["classification"]}
+    splits = {split: dataset.rows(split, text=STRING, label=LABEL) for split in SPLITS["classification"]}
     for row in (row for rows in splits.values() for row in rows):
         row["label"] = str(row["label"])
     labels = sorted({row["label"] for row in splits["train"]})
@@ -223,7 +215,7 @@ def read_classification(dataset: EvaluationDataset) -> dict[str, Rows]:
 
 def read_clustering(dataset: EvaluationDataset) -> Rows:
     """Read `text` and `label`. A limit drops the smallest labels, so that 8 texts are left for each."""
-    rows = dataset.rows("test", text=TEXT, label=LABEL)
+    rows = dataset.rows("test", text=STRING, label=LABEL)
     rows = [{"text": row["text"], "label": str(row["label"])} for row in rows]
     sizes = Counter(row["label"] for row in rows)
     if dataset.limit is not None and len(rows) > dataset.limit:
@@ -239,7 +231,7 @@ def read_clustering(dataset: EvaluationDataset) -> Rows:
 
 def read_pairs(dataset: EvaluationDataset) -> Rows:
     """Read `sentence1`, `sentence2`, `labels`. A limit of 1 leaves one pair of each label."""
-    rows = dataset.rows("test", sentence1=TEXT, sentence2=TEXT, label=BINARY)
+    rows = dataset.rows("test", sentence1=STRING, sentence2=STRING, label=BINARY)
     if dataset.limit == 1:
         rows = [row for row, (rank, _) in zip(rows, ranks(rows, "label"), strict=True) if rank == 0]
     else:
@@ -250,14 +242,14 @@ def read_pairs(dataset: EvaluationDataset) -> Rows:
 
 def read_sts(dataset: EvaluationDataset) -> Rows:
     """Read `sentence1`, `sentence2`, `score`."""
-    rows = sample(dataset.rows("test", sentence1=TEXT, sentence2=TEXT, score=NUMBER), dataset.limit)
+    rows = sample(dataset.rows("test", sentence1=STRING, sentence2=STRING, score=NUMBER), dataset.limit)
     dataset.require_two({row["score"] for row in rows}, "scores")
     return rows
 
 
 def read_reranking(dataset: EvaluationDataset) -> Rows:
     """Read `query`, `positive`, `negative`."""
-    return sample(dataset.rows("test", query=TEXT, positive=TEXTS, negative=TEXTS), dataset.limit)
+    return sample(dataset.rows("test", query=STRING, positive=STRINGS, negative=STRINGS), dataset.limit)
 
 
 def read_summaries(dataset: EvaluationDataset) -> Rows:
@@ -286,8 +278,8 @@ def read_summary_pairs(dataset: EvaluationDataset) -> Rows:
 def _read_summaries(dataset: EvaluationDataset) -> Rows:
     first = dataset.first_row()
     scores = next((name for name in SUMMARY_SCORES if name in first), SUMMARY_SCORES[0])
-    references = {"human_summaries": TEXTS} if "human_summaries" in first else {}
-    rows = dataset.rows("test", text=TEXT, machine_summaries=TEXTS, **references, **{scores: NUMBERS})
+    references = {"human_summaries": STRINGS} if "human_summaries" in first else {}
+    rows = dataset.rows("test", text=STRING, machine_summaries=STRINGS, **references, **{scores: NUMBERS})
     for number, row in enumerate(rows, start=1):
         row["relevance"] = row.pop(scores)
         row.setdefault("human_summaries", [row["text"]])
@@ -322,8 +314,8 @@ def read_retrieval(dataset: EvaluationDataset) -> RetrievalDataset:
 
     With a limit, the corpus consists of all documents in the qrels of the queries, and others, up to ten per query.
     """
-    corpus = dataset.rows("corpus", _id=TEXT, title=TEXT, text=TEXT)
-    queries = dataset.rows("queries", _id=TEXT, text=TEXT)
+    corpus = dataset.rows("corpus", _id=STRING, title=STRING, text=STRING)
+    queries = dataset.rows("queries", _id=STRING, text=STRING)
     qrels = dataset.qrels()
     _check_ids(dataset, "query", queries, set(qrels))
     _check_ids(dataset, "document", corpus, _documents(qrels))

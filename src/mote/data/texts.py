@@ -9,6 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from mote.data.columns import TEXT, check_value
 from mote.data.rows import ENDINGS, Row, has_columns, read_files, read_text_lines, require_valid, split_files
 
 TEXT_COLUMNS = ("text", "query", "sentence", "sentence1")
@@ -155,10 +156,10 @@ def _text(row: Row, columns: Sequence[str]) -> str:
     if column is None:
         raise ValueError(f"{row.where} has the columns {[*row.content]}: expected one of {', '.join(columns)}")
     value = row.content[column]
-    value = value[0] if isinstance(value, list) and value else value
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{row.where}: {column!r} must be a text that is not empty, got {value!r}")
-    return value
+    try:
+        return str(check_value({column: value[0] if isinstance(value, list) and value else value}, column, TEXT))
+    except ValueError as error:
+        raise ValueError(f"{row.where}: {error}") from None
 
 
 def _sample(items: Sequence[Any], limit: int, seed: int) -> tuple[Any, ...]:
