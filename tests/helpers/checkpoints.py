@@ -28,6 +28,15 @@ HEADS = {
     "classification": AutoModelForSequenceClassification,
 }
 
+# The code of a model with task experts in Sentence-Transformers.
+TASK_MOTE = {
+    "architectures_mote.py",
+    "configuration_mote.py",
+    "mixed_batch_mote.py",
+    "modeling_mote.py",
+    "sentence_transformer_mote.py",
+}
+
 _LETTERS = list(string.ascii_lowercase)
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *_LETTERS, *("##" + letter for letter in _LETTERS), *":_."]
 
@@ -117,6 +126,11 @@ def _as_sentence_transformer(
     if max_seq_length is not None:
         edit_json(folder / "sentence_bert_config.json", max_seq_length=max_seq_length, do_lower_case=False)
         edit_json(folder / "tokenizer_config.json", model_max_length=512)  # older versions left it as it was
+
+
+def code_in(folder: Path) -> set[str]:
+    """Names of a folder's Python files."""
+    return {path.name for path in folder.glob("*.py")}
 
 
 def files_in(folder: Path) -> set[str]:

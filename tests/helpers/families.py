@@ -139,6 +139,22 @@ def in_threads(count: int, serve: Callable[[int], None]) -> None:
         thread.join()
 
 
+def assert_threads_agree(embed: Callable[[int, int], list[torch.Tensor]], turns: int, threads: int = 8) -> None:
+    """Assert that `embed(thread, turn)` gives the same bits in threads at once as it gives alone."""
+    expected = {(thread, turn): embed(thread, turn) for thread in range(threads) for turn in range(turns)}
+    wrong: list[tuple[int, int]] = []
+
+    def serve(thread: int) -> None:
+        for turn in range(turns):
+            with torch.no_grad():
+                found = embed(thread, turn)
+            if not all(torch.equal(one, other) for one, other in zip(found, expected[thread, turn], strict=True)):
+                wrong.append((thread, turn))
+
+    in_threads(threads, serve)
+    assert wrong == []
+
+
 def rows_of(inputs: dict[str, torch.Tensor], *rows: int) -> dict[str, torch.Tensor]:
     """Some rows of a batch."""
     return {name: value[list(rows)] for name, value in inputs.items()}

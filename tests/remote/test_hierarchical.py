@@ -18,7 +18,7 @@ from helpers.token_routing import (
     without_dropout,
 )
 
-from mote.experts import add, parameter_counts
+from mote.experts import add
 from mote.remote.hierarchical_mote import HierarchicalMoTEConfig, HierarchicalMoTEModel
 from mote.remote.token_routing_mote import FeedForwardExperts, load_balancing_loss
 
@@ -61,30 +61,6 @@ def test_blocks_without_task_experts_stay_as_they_are(layers: list[int]) -> None
     assert difference(*outputs) > 1e-3
 
 
-def test_keys_on_disk() -> None:
-    model = trained_hierarchical()
-    layer = "backbone.backbone.encoder.layer."
-    of_x = {key.removeprefix(f"{layer}1.experts.x.") for key in model.state_dict() if f"{layer}1.experts.x." in key}
-    norms = {
-        f"shared.{norm}.{kind}"
-        for norm in ("attention.output.LayerNorm", "output.LayerNorm")
-        for kind in ("weight", "bias")
-    }
-    stacks = {f"feed_forward.experts.{name}{bias}" for name in ("up_proj", "down_proj") for bias in ("", "_bias")}
-    assert of_x == {*norms, *stacks, "feed_forward.router.weight"}
-    assert f"{layer}1.shared.shared.attention.self.query.weight" in model.state_dict()
-    assert f"{layer}0.experts.y.intermediate.dense.weight" in model.state_dict()
-
-
-@pytest.mark.parametrize("experts", [["x"], ["x", "y"]])
-def test_parameter_counts(experts: list[str]) -> None:
-    source = trained("bert", mote_layers=[1])
-    of_source, counts = parameter_counts(source), parameter_counts(fresh_hierarchical(source, experts=experts))
-    assert counts["active"] == of_source["active"] < of_source["total"]  # 2 of the 4 networks of one task expert
-    assert counts["shared"] + counts["experts"]["x"] == of_source["total"]
-    assert counts["total"] == counts["shared"] + len(experts) * counts["experts"]["x"]
-
-
 # Two levels ----------------------------------------------------------------------------------------------------------
 
 
@@ -97,33 +73,6 @@ def test_a_router_decides_for_its_task_alone() -> None:
     assert difference(before["x"], after["x"]) > 1e-3
     assert difference(before["y"], after["y"]) == 0.0
     assert difference(before["x"], before["y"]) > 1e-3
-
-
-@pytest.mark.parametrize("arguments", [{"task": TASKS}, {"task_ids": torch.tensor([0, 1, 1, 0])}])
-def test_a_mixed_batch_equals_separate_ones(arguments: dict[str, Any]) -> None:
-    model, inputs = trained_hierarchical(), batch()
-    with torch.no_grad():
-        mixed = model(**inputs, **arguments, output_router_logits=True, output_hidden_states=True)
-        for row, task in enumerate(TASKS):
-            length = int(inputs["attention_mask"][row].sum())
-            alone = {key: value[:, :length] for key, value in rows_of(inputs, row).items()}
-            out = model(**alone, task=task, output_router_logits=True)
-            assert difference(mixed.pooler_output[row], out.pooler_output[0]) <= 2e-6
-            assert difference(mixed.last_hidden_state[row, :length], out.last_hidden_state[0]) <= 2e-6
-            assert difference(mixed.router_logits[0][row, :length], out.router_logits[0][0]) <= 2e-6
-    assert [len(mixed.router_logits), len(mixed.hidden_states)] == [1, 3]
-    assert model(**inputs, **arguments).router_logits is None
-
-
-def test_only_the_experts_asked_for_are_loaded(tmp_path: Path) -> None:
-    model, inputs = trained_hierarchical(), batch()
-    model.save_pretrained(tmp_path)
-    one = HierarchicalMoTEModel.from_pretrained(tmp_path, experts=["y"])
-    assert not [key for key in one.state_dict() if ".experts.x." in key]
-    with torch.no_grad():
-        assert difference(one(**inputs, task="y").pooler_output, model(**inputs, task="y").pooler_output) == 0.0
-    with pytest.raises(ValueError, match="needs the expert 'x', which was not loaded"):
-        one(**inputs, task="x")
 
 
 def test_implementations_agree_in_all_experts_also_in_copies(tmp_path: Path) -> None:
@@ -153,15 +102,6 @@ def test_the_type_of_the_weights(dtype: Any, tmp_path: Path) -> None:
     loaded = HierarchicalMoTEModel.from_pretrained(tmp_path, dtype=dtype)
     assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}
     assert loaded(**batch(), task="x").pooler_output.dtype == torch.bfloat16
-
-
-@pytest.mark.slow
-def test_compiled_equals_eager() -> None:
-    model, inputs = trained_hierarchical("nomic_bert"), batch()
-    with torch.no_grad():
-        expected = model(**inputs, task="x").pooler_output
-        model.compile(backend="eager")
-        assert difference(model(**inputs, task="x").pooler_output, expected) <= 1e-6
 
 
 # Training ------------------------------------------------------------------------------------------------------------
@@ -205,21 +145,6 @@ def test_the_loss_reaches_the_router_in_use() -> None:
         assert {task for task in ("x", "y") if any(f".{task}.feed_forward.router" in key for key in by_itself)} == {
             *passes
         }
-
-
-def test_gradients_with_checkpointing_are_the_same() -> None:
-    plain, inputs = trained_hierarchical(router_aux_loss_coef=3.0).train(), batch()
-    checkpointed = copy.deepcopy(plain)
-    checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
-    calls: list[int] = []
-    checkpointed.blocks[1].experts["x"].feed_forward.register_forward_pre_hook(lambda *args: calls.append(1))
-    results = []
-    for model in (plain, checkpointed):
-        torch.manual_seed(0)  # the same dropout
-        found = backward(model, inputs, task="x")
-        results.append({key: gradient for key, gradient in found.items() if gradient is not None})
-    assert len(calls) == 2  # forward, and again
-    same_gradients(*results, 1e-7)
 
 
 # What is refused -----------------------------------------------------------------------------------------------------

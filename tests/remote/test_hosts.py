@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers.families import batch, difference, trained_mote
+from helpers.families import difference
 from helpers.paths import SMALL_ENCODER
-from helpers.token_routing import trained as trained_token_routed
 from sentence_transformers import (
     MultiVectorEncoder,
     SentenceTransformer,
@@ -221,23 +220,6 @@ def test_a_prompt_s_name_in_place_of_its_text(trained_folder: Path, tmp_path: Pa
 # Models as in transformers ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [trained_mote, trained_token_routed])
-def test_flags_set_after_loading(make: Any) -> None:
-    model = make("bert")
-    model.set_attn_implementation("eager")
-    task = next(iter(model.config.tasks))
-    assert model(**batch(), task=task).hidden_states is None
-    model.config.output_hidden_states = True
-    assert len(model(**batch(), task=task).hidden_states) == 3
-    assert model(**batch(), task=task, output_hidden_states=False).hidden_states is None
-    mixed = model(**batch(), task=list(model.config.tasks)[:2] * 2)
-    assert [tuple(state.shape) for state in mixed.hidden_states] == [(4, 9, 16)] * 3
-    model.config.output_hidden_states = False
-    model.config.output_attentions = True
-    out = model(**batch(), task=task)
-    assert (len(out.attentions), out.hidden_states) == (2, None)
-
-
 def test_more_tokens_in_sentence_transformers(trained_folder: Path, tmp_path: Path) -> None:
     model = encoder(trained_folder)
     model.tokenizer.add_tokens(["whalesong"])
@@ -248,17 +230,6 @@ def test_more_tokens_in_sentence_transformers(trained_folder: Path, tmp_path: Pa
     again = encoder(tmp_path / "more")
     assert np.abs(again.encode(["a whalesong"], prompt_name="clustering") - expected).max() <= 1e-6
     assert again[0].auto_model.get_input_embeddings().num_embeddings == len(model.tokenizer)
-
-
-def test_more_tokens_in_a_token_routed_model(tmp_path: Path) -> None:
-    model = trained_token_routed("bert")
-    size = model.config.vocab_size + 3
-    model.resize_token_embeddings(size)
-    model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
-    inputs = {"input_ids": torch.tensor([[5, size - 1]])}
-    assert again.config.vocab_size == again.backbone.config.vocab_size == size
-    assert difference(again(**inputs).pooler_output, model(**inputs).pooler_output) == 0.0
 
 
 # What a MoTE cannot be -------------------------------------------------------------------------------------------

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import token_routing
 from helpers.checkpoints import dense_checkpoint, trusted
-from helpers.families import FAMILIES, batch, family, make_different, trained_mote
+from helpers.families import make_different
 from helpers.tokenizer_kinds import byte_level, fast, sentence_piece, sentence_piece_bpe
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses
@@ -318,33 +317,6 @@ def test_the_code_of_the_card(instructed: Path, model: SentenceTransformer) -> N
     with torch.no_grad():
         exec(code.replace(f'"{instructed.name}"', repr(str(instructed))), found)
     assert np.abs(found["embeddings"].numpy() - model.encode_query(TEXTS)).max() <= 1e-6
-
-
-@pytest.mark.parametrize("name", [family(name) for name in FAMILIES])
-def test_a_pooling_mask_in_every_family(name: str) -> None:
-    _check_pooling_mask(trained_mote(name))
-
-
-@pytest.mark.parametrize("make", ["trained", "trained_hierarchical"])
-def test_a_pooling_mask_where_tokens_are_routed(make: str) -> None:
-    _check_pooling_mask(getattr(token_routing, make)("bert"))
-
-
-def _check_pooling_mask(model: Any) -> None:
-    """It is the mask of the mean alone: hidden states do not change, in a batch of one task or of several."""
-    inputs = batch()
-    mask = inputs["attention_mask"].clone()
-    mask[:, :2] = 0
-    mask[0] = inputs["attention_mask"][0]
-    first, *others = model.config.tasks
-    for task in (first, [first, others[-1], first, others[-1]]):
-        with torch.no_grad():
-            plain, masked = model(**inputs, task=task), model(**inputs, task=task, pooling_mask=mask)
-        states, weights = plain.last_hidden_state, (mask / mask.sum(dim=1, keepdim=True))[..., None]
-        assert torch.equal(masked.last_hidden_state, states)
-        assert torch.allclose(masked.pooler_output, (states * weights).sum(dim=1), atol=1e-6)
-        assert torch.allclose(masked.pooler_output[0], plain.pooler_output[0], atol=1e-6)
-        assert not torch.allclose(masked.pooler_output[1:], plain.pooler_output[1:], atol=1e-3)
 
 
 def test_a_default_prompt_of_another_task_is_left_out(instructed: Path, model: SentenceTransformer) -> None:

@@ -1,0 +1,82 @@
+"""The kinds of models as rows of a table: task experts, experts by token, and task experts with experts by token."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from helpers import token_routing
+from helpers.families import FAMILIES, batch, family, fresh_mote, trained_mote
+from transformers import PreTrainedModel
+
+# One family for each kind of feed-forward network in `FEED_FORWARDS`.
+FEED_FORWARD_FAMILIES = ["nomic_bert", "jina_embeddings_v3", "gte", "bert", "distilbert", "modernbert"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of model.
+
+    Attributes:
+        name: Model type.
+        fresh: Makes a model of a family, whose experts are copies.
+        trained: Makes one whose experts differ.
+        tasks: Tasks of the four rows of a mixed batch.
+        families: Rows of the families in which its properties are tested.
+        tolerance: Difference to the dense model where all experts are copies.
+        settings: Values other than the defaults, which a saved model keeps.
+        flags: Arguments that ask for what the kind alone returns.
+    """
+
+    name: str
+    fresh: Callable[..., Any]
+    trained: Callable[..., Any]
+    tasks: list[str]
+    families: list[Any]
+    tolerance: float = 0.0
+    settings: dict[str, Any] = field(default_factory=dict)
+    flags: dict[str, bool] = field(default_factory=dict)
+
+    def outputs(self, model: PreTrainedModel, inputs: dict[str, torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """Embeddings under two tasks, and in a batch of both."""
+        given = inputs or batch()
+        tasks: list[Any] = [*self.tasks[:2], self.tasks]
+        return [model(**given, task=task).pooler_output for task in tasks]
+
+
+MOTE = Kind("mote", fresh_mote, trained_mote, ["alpha", "beta", "beta", "alpha"], [family(name) for name in FAMILIES])
+TOKEN_ROUTED = Kind(
+    "mote_token_routed",
+    token_routing.fresh,
+    token_routing.trained,
+    ["a", "b", "c", "d"],
+    [family(name, default=True) for name in FEED_FORWARD_FAMILIES],
+    tolerance=2e-6,
+    settings={"num_experts_per_tok": 3, "norm_topk_prob": False, "router_aux_loss_coef": 0.5},
+    flags={"output_router_logits": True},
+)
+HIERARCHICAL = Kind(
+    "mote_hierarchical",
+    lambda name: token_routing.fresh_hierarchical(token_routing.fresh(name)),
+    token_routing.trained_hierarchical,
+    ["x", "y", "y", "x"],
+    [family("bert")],
+    tolerance=2e-6,
+    settings={"router_aux_loss_coef": 0.5},
+    flags={"output_router_logits": True},
+)
+KINDS = [MOTE, TOKEN_ROUTED, HIERARCHICAL]
+
+
+def in_families(kinds: Sequence[Kind]) -> Any:
+    """Parametrize a test by `kind` and `name`, a family of the kind."""
+    rows = [(kind, row) for kind in kinds for row in kind.families]
+    return pytest.mark.parametrize(
+        ("kind", "name"),
+        [pytest.param(kind, *row.values, marks=row.marks, id=f"{kind.name}-{row.values[0]}") for kind, row in rows],
+    )
+
+
+every_kind_and_family = in_families(KINDS)
+every_kind = pytest.mark.parametrize("kind", [pytest.param(kind, id=kind.name) for kind in KINDS])
