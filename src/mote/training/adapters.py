@@ -33,14 +33,12 @@ def peft_config(settings: "PeftSettings", only_experts: list[str] | None = None)
         only_experts: The only modules to get adapters: these experts. Default: all that the targets name.
 
     Raises:
-        ImportError: If PEFT is not installed.
-        ValueError: If PEFT refuses an argument.
+        ImportError: If PEFT is not installed; it is among the extras.
+        TypeError, ValueError: If PEFT refuses an argument.
     """
-    try:
-        from peft import PeftType
-        from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-    except ImportError as error:
-        raise ImportError('training.peft needs the library PEFT: pip install "mote-embeddings[peft]"') from error
+    from peft import PeftType
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
     targets = settings.targets
     pattern = OUTSIDE.get(targets) if isinstance(targets, str) else None
     outside = [] if pattern is None else [pattern]
@@ -55,10 +53,7 @@ def peft_config(settings: "PeftSettings", only_experts: list[str] | None = None)
     if settings.method == "lora":
         arguments |= {"r": settings.r, "lora_alpha": settings.alpha, "lora_dropout": settings.dropout}
     config_class: Any = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(settings.method.upper())]
-    try:
-        return config_class(**{**arguments, **settings.arguments})
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"training.peft: {config_class.__name__} refuses its arguments: {error}") from error
+    return config_class(**{**arguments, **settings.arguments})
 
 
 def add_adapters(
@@ -89,10 +84,7 @@ def adapt(network: Any, settings: "PeftSettings", only_experts: list[str] | None
     if isinstance(getattr(network, "pooling", None), nn.Module) and only_experts is None:  # it may have new weights
         config.modules_to_save = [*(config.modules_to_save or []), "pooling"]
         config.exclude_modules = "|".join(filter(None, (config.exclude_modules, r"pooling\..*")))
-    try:
-        network.add_adapter(config)
-    except ValueError as error:
-        raise ValueError(f"training.peft: cannot add adapters to {settings.targets!r}: {error}") from error
+    network.add_adapter(config)
     embeddings = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
     for module in network.modules():
         if isinstance(module, nn.Linear) and id(module.weight) not in embeddings:  # mixed precision only rounds these

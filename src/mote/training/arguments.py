@@ -91,8 +91,8 @@ def trainer_arguments(
     """Build the training arguments: the recipe's, and those that follow from the rest of it and from its data.
 
     Raises:
-        ValueError: If the trainer refuses an argument, an argument needs held-out texts and there are none, or the run
-            was launched with other settings.
+        ValueError: If an argument needs held-out texts and there are none, or the run was launched with other settings;
+            the trainer refuses arguments with errors of its own.
     """
     sets = data.sets
     training, count = recipe.training, processes().num_processes
@@ -115,10 +115,7 @@ def trainer_arguments(
     if recipe.model.kind == "mote":
         settings["router_mapping"] = {name: training_set.column_tasks for name, training_set in sets.items()}
     dense = recipe.retrieval.kind == "dense"
-    try:
-        arguments = (SentenceTransformerTrainingArguments if dense else SparseEncoderTrainingArguments)(**settings)
-    except (TypeError, NotImplementedError, ImportError) as error:
-        raise ValueError(f"The trainer refuses the settings of training: {error}") from error
+    arguments = (SentenceTransformerTrainingArguments if dense else SparseEncoderTrainingArguments)(**settings)
     check_launch(arguments, training.precision, "train")
     return arguments
 
