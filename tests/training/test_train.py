@@ -40,6 +40,21 @@ def of_encoder(data: Path, out: Path, *more: str) -> list[str]:
     return overrides(SMALL_ENCODER, data, out, "training.save_steps=100", *more)
 
 
+def distilled(teacher: Path) -> str:
+    """The only task of a recipe: to give texts the embeddings of a teacher."""
+    return (
+        "tasks={retrieval: {anchor: search_query, positive: search_document, batches: homogeneous, loss: "
+        f"EmbedDistillLoss, teacher: {{source: {teacher}}}, datasets: [retrieval/tldr_pages]}}}}"
+    )
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of teachers' embeddings for one test."""
+    monkeypatch.setattr(teachers, "cached_assets_path", lambda *_: tmp_path / "cache")
+    return tmp_path / "cache"
+
+
 def losses_of(run: Path) -> list[float]:
     return [line["loss"] for line in read_log(run) if "loss" in line]
 
@@ -357,14 +372,13 @@ def test_a_mote_is_trained_further(data: Path, trained_folder: Path, tmp_path: P
 
 
 @pytest.mark.long
-def test_a_teacher_is_learned_from(tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teachers, "cached_assets_path", lambda *_: tmp_path / "cache")
+@pytest.mark.usefixtures("own_cache")
+def test_a_teacher_is_learned_from(tiny: Path, data: Path, tmp_path: Path) -> None:
     settings = overrides(
         tiny,
         data,
         tmp_path / "run",
-        "tasks={retrieval: {anchor: search_query, positive: search_document, batches: homogeneous, loss: "
-        f"EmbedDistillLoss, teacher: {{source: {SMALL_ENCODER}}}, datasets: [retrieval/tldr_pages]}}}}",
+        distilled(SMALL_ENCODER),
         "training.max_steps=12",
         "training.num_train_epochs=6",
         "training.learning_rate=1e-2",
@@ -418,14 +432,11 @@ def test_a_killed_run_is_resumed_bit_for_bit(kill_after: int, tiny: Path, data: 
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("own_cache")
 def test_the_weights_of_a_loss_are_resumed(
     tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(teachers, "cached_assets_path", lambda *_: tmp_path / "cache")
-    task = (
-        "tasks={retrieval: {anchor: search_query, positive: search_document, batches: homogeneous, loss: "
-        f"EmbedDistillLoss, teacher: {{source: {SMALL_ENCODER}}}, datasets: [retrieval/tldr_pages]}}}}"
-    )
+    task = distilled(SMALL_ENCODER)
     for name in ("broken", "whole"):
         settings = overrides(tiny, data, tmp_path / name, task, "training.max_steps=4")
         if name == "broken":
@@ -528,22 +539,18 @@ def change_weights(folder: Path) -> None:
 
 
 def test_another_source_or_teacher_is_refused_on_resuming(
-    tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, data: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(teachers, "cached_assets_path", lambda *_: tmp_path / "cache")
     source, teacher = (Path(shutil.copytree(tiny, tmp_path / name)) for name in ("source", "teacher"))
-    task = (
-        "tasks={retrieval: {anchor: search_query, positive: search_document, batches: homogeneous, loss: "
-        f"EmbedDistillLoss, teacher: {{source: {teacher}}}, datasets: [retrieval/tldr_pages]}}}}"
-    )
+    task = distilled(teacher)
     settings = overrides(source, data, tmp_path / "run", task)
     break_off(settings, monkeypatch, at=2)
     recipe, folder = load_recipe("mote", settings), RunFolder(tmp_path / "run")
     change_weights(teacher)
-    cached = sorted((tmp_path / "cache").rglob("*"))
+    cached = sorted(own_cache.rglob("*"))
     with pytest.raises(ValueError, match=r"The models differ .*: teacher of retrieval, retrieval/tldr_pages \('\w"):
         prepare(recipe, folder)
-    assert sorted((tmp_path / "cache").rglob("*")) == cached  # it did not embed anything
+    assert sorted(own_cache.rglob("*")) == cached  # it did not embed anything
     shutil.copytree(tiny, teacher, dirs_exist_ok=True)
     (source / "README.md").write_text("A card does not change an embedding.")
     assert prepare(recipe, folder).checkpoint is not None
@@ -619,17 +626,11 @@ def test_a_dataset_may_have_an_objective_of_its_own(tiny: Path, data: Path, tmp_
         load_recipe("mote", ["tasks.clustering.datasets=[{path: a, temperature: 0.5}]"])
 
 
-def test_the_plan_asks_no_teacher(tiny: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teachers, "cached_assets_path", lambda *_: tmp_path / "cache")
-    task = (
-        "tasks={retrieval: {anchor: search_query, positive: search_document, batches: homogeneous, loss: "
-        "EmbedDistillLoss, teacher: {source: SOURCE}, datasets: [retrieval/tldr_pages]}}"
-    )
-    settings = overrides(tiny, data, tmp_path / "run", task.replace("SOURCE", str(SMALL_ENCODER)))
-    assert "2 steps" in plan("mote", settings)
-    assert not (tmp_path / "cache").exists()
+def test_the_plan_asks_no_teacher(tiny: Path, data: Path, tmp_path: Path, own_cache: Path) -> None:
+    assert "2 steps" in plan("mote", overrides(tiny, data, tmp_path / "run", distilled(SMALL_ENCODER)))
+    assert not own_cache.exists()
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        plan("mote", overrides(tiny, data, tmp_path / "run", task.replace("SOURCE", "/nowhere")))
+        plan("mote", overrides(tiny, data, tmp_path / "run", distilled(Path("/nowhere"))))
 
 
 def test_the_plan_writes_nothing(tiny: Path, data: Path, tmp_path: Path) -> None:
