@@ -170,11 +170,17 @@ def test_a_file_of_a_shipped_recipes_name(
         ("tasks.retrieval.temprature=1", r"tasks.retrieval: unknown key 'temprature'. Did you mean 'temperature'"),
         ("tasks.retrieval.temperature=0", r"tasks.retrieval.temperature: Input should be greater than 0"),
         ("tasks.retrieval.batches=mixed", r"'heterogeneous' or 'blended'"),
-        ("tasks.retrieval.datasets=[]", r"tasks.retrieval: the task has no data"),
+        ("tasks.retrieval.datasets=[]", r"tasks.retrieval.datasets: List should have at least 1 item"),
         ("tasks.retrieval.datasets=[{path: a, colums: {}}]", r"unknown key 'colums'. Did you mean 'columns'"),
-        ("tasks.retrieval.datasets=[{path: a, max_length: 0}]", r"max_length: expected at least 1 token, got 0$"),
-        ("tasks.retrieval.datasets=[{path: a, max_length: {anchor: 9, positive: -3}}]", r"at least 1 token, got -3$"),
-        ("tasks.retrieval.datasets=[{path: a, label_texts: {x: b, y: ' '}}]", r"label_texts: the text of 'y' is blank"),
+        ("tasks.retrieval.datasets=[{path: a, max_length: 0}]", r"max_length.*greater than 0, got 0"),
+        (
+            "tasks.retrieval.datasets=[{path: a, max_length: {anchor: 9, positive: -3}}]",
+            r"positive: .*than 0, got -3",
+        ),
+        (
+            "tasks.retrieval.datasets=[{path: a, label_texts: {x: b, y: ' '}}]",
+            r"label_texts.y: String should match",
+        ),
         ("training.matryoshka=[256, 0]", r"training.matryoshka.*: Input should be greater than 0"),
         ("training.matryoshka=[-64]", r"training.matryoshka.*: Input should be greater than 0"),
         ("model.kind=sparse", r"model.kind: Input should be 'mote', 'token_routed' or 'dense'"),
@@ -189,7 +195,7 @@ def test_a_file_of_a_shipped_recipes_name(
 )
 def test_invalid_settings(override: str, message: str | None) -> None:
     if message is None:  # an override replaces what it names
-        with pytest.raises(ValueError, match="the recipe has no tasks"):
+        with pytest.raises(ValueError, match="tasks: Dictionary should have at least 1 item"):
             load_recipe("mote", [override])
         return
     with pytest.raises(ValueError, match=message):
@@ -264,7 +270,6 @@ def test_aliases_are_allowed(tmp_path: Path) -> None:
         ("training.seed=-1", "training.seed: Input should be greater than or equal to 0"),
         ("training.seed=100000000000000000000", "training.seed: Input should be less than 4294967296"),
         ("training.save_total_limit=1", "training.save_total_limit"),
-        ("training={bf16: true, fp16: true}", "bf16 and fp16 are mutually exclusive"),
     ],
 )
 def test_numbers_that_are_refused(override: str, message: str) -> None:

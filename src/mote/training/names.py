@@ -68,7 +68,7 @@ def _check_training(recipe: Recipe, source: Checkpoint, names: MoTEConfig) -> No
     if isinstance(recipe.training.start_weight, dict):
         _check_start_weight(names, recipe.training.start_weight)
     if recipe.training.peft is not None:
-        _check_peft(recipe, source)
+        _check_peft(recipe, source, names)
 
 
 def encodings(names: MoTEConfig, kind: str) -> dict[str, dict[str, Any]]:
@@ -234,10 +234,10 @@ def _check_start_weight(names: MoTEConfig, weights: dict[str, float]) -> None:
             raise ValueError(f"training.start_weight: the model has no part {part!r}." + alternatives(part, parts))
 
 
-def _check_peft(recipe: Recipe, source: Checkpoint) -> None:
+def _check_peft(recipe: Recipe, source: Checkpoint, names: MoTEConfig) -> None:
     """Check that adapters suit the source, and that they are merged if no base could be loaded under them."""
     config: Any = source.config
-    if recipe.model.kind == "mote" and token_routing(config) is not None:
+    if token_routing(names) is not None:
         raise ValueError("training.peft: token-routed experts are stacked weights, which PEFT does not adapt here")
     if recipe.training.peft is None or recipe.training.peft.merge:
         return

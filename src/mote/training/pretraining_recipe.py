@@ -3,7 +3,7 @@
 import random
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from mote.data.settings import DatasetSource
 from mote.settings import Settings
@@ -162,7 +162,7 @@ class PretrainingRecipe(Settings):
     description: str = ""
     objective: Literal["mlm", "cot-mae"] = "mlm"
     model: PretrainedModelSettings
-    tasks: dict[str, TextTaskSettings]
+    tasks: dict[str, TextTaskSettings] = Field(min_length=1)
     masking: MaskingSettings = MaskingSettings()
     spans: SpanSettings = SpanSettings()
     decoder: DecoderSettings = DecoderSettings()
@@ -172,13 +172,6 @@ class PretrainingRecipe(Settings):
     output: str = ""
 
     PLACE: ClassVar[Any] = SHIPPED / "pretraining"
-
-    @field_validator("tasks")
-    @classmethod
-    def _at_least_one(cls, tasks: dict[str, TextTaskSettings]) -> dict[str, TextTaskSettings]:
-        if not tasks:
-            raise ValueError("the recipe has no tasks")
-        return tasks
 
     @model_validator(mode="after")
     def _default_output(self) -> "PretrainingRecipe":

@@ -7,7 +7,7 @@ A recipe is YAML. It may extend another one (`extends: mote`), and then holds on
 from importlib.resources import files
 from typing import Any, ClassVar
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, model_validator
 
 from mote.checkpoints.definitions import instruction_with
 from mote.settings import Settings
@@ -36,7 +36,7 @@ class Recipe(Settings):
     name: str = "custom"
     description: str = ""
     model: ModelSettings
-    tasks: dict[str, TaskSettings]
+    tasks: dict[str, TaskSettings] = Field(min_length=1)
     retrieval: RetrievalSettings = RetrievalSettings()
     data: DataSettings = DataSettings()
     training: TrainingSettings = TrainingSettings()
@@ -44,13 +44,6 @@ class Recipe(Settings):
     output: str = ""
 
     PLACE: ClassVar[Any] = SHIPPED
-
-    @field_validator("tasks")
-    @classmethod
-    def _at_least_one(cls, tasks: dict[str, TaskSettings]) -> dict[str, TaskSettings]:
-        if not tasks:
-            raise ValueError("the recipe has no tasks")
-        return tasks
 
     @model_validator(mode="after")
     def _one_way_to_instruct(self) -> "Recipe":
@@ -104,8 +97,6 @@ class Recipe(Settings):
         peft = self.training.peft
         if peft is None:
             return self
-        if self.model.kind == "token_routed":
-            raise ValueError("training.peft: token-routed experts are stacked weights, which PEFT does not adapt here")
         if self.model.kind == "dense" and peft.targets in ("shared", "experts"):
             raise ValueError(f"training.peft.targets={peft.targets}: a dense model has no experts; try all-linear")
         if self.training.start_weight:

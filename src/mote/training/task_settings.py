@@ -2,9 +2,9 @@
 
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from mote.data.settings import DatasetSource
 from mote.settings import Settings
@@ -57,30 +57,14 @@ class DatasetSettings(DatasetSource):
     definition: str | None = None
     weight: float = Field(default=1.0, gt=0, le=1000)
     limit: int | None = Field(default=None, ge=1)
-    max_length: int | dict[str, int] | None = None
+    max_length: PositiveInt | dict[str, PositiveInt] | None = None
     negatives: int | None = Field(default=None, ge=0)
-    label_texts: dict[str, str] = {}
+    label_texts: dict[str, Annotated[str, Field(pattern=r"\S")]] = {}
     min_score: float | None = None
     temperature: float | None = Field(default=None, gt=0)
     loss: str | None = None
     loss_arguments: dict[str, Any] | None = None
     teacher: TeacherSettings | None = None
-
-    @field_validator("max_length")
-    @classmethod
-    def _at_least_one_token(cls, given: int | dict[str, int] | None) -> int | dict[str, int] | None:
-        for length in given.values() if isinstance(given, dict) else [given]:
-            if length is not None and length < 1:
-                raise ValueError(f"expected at least 1 token, got {length}")
-        return given
-
-    @field_validator("label_texts")
-    @classmethod
-    def _no_blank_text(cls, texts: dict[str, str]) -> dict[str, str]:
-        for label, text in texts.items():
-            if not text.strip():
-                raise ValueError(f"the text of {label!r} is blank: say in words what the label means")
-        return texts
 
     @property
     def own_objective(self) -> dict[str, Any]:
@@ -110,7 +94,7 @@ class TaskSettings(Settings):
         teacher: Teacher of a distillation loss.
     """
 
-    datasets: list[DatasetSettings]
+    datasets: list[DatasetSettings] = Field(min_length=1)
     anchor: str
     positive: str = ""
     batches: Literal["homogeneous", "heterogeneous", "blended"]
@@ -126,8 +110,6 @@ class TaskSettings(Settings):
     @model_validator(mode="after")
     def _both_sides(self) -> "TaskSettings":
         self.positive = self.positive or self.anchor
-        if not self.datasets:
-            raise ValueError("the task has no data: name at least one dataset, or remove the task (`null`)")
         own = [dataset.path for dataset in self.datasets if dataset.own_objective]
         if own and self.batches == "heterogeneous":
             raise ValueError(

@@ -109,12 +109,6 @@ class TrainerSettings(Settings):
             raise ValueError("must be at least 1, or -1: determined by the epochs")
         return given
 
-    @model_validator(mode="after")
-    def _one_precision(self) -> "TrainerSettings":
-        if self.bf16 and self.fp16:
-            raise ValueError("bf16 and fp16 are mutually exclusive")
-        return self
-
     @property
     def precision(self) -> Literal["bf16", "fp16", "no"]:
         """Mixed precision, as accelerate names it."""
