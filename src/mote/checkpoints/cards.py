@@ -38,12 +38,6 @@ RETRIEVAL_TAGS = {
     "hybrid": ("sparse-encoder", "sparse", "hybrid"),
 }  # Sentence-Transformers' own
 
-TRAINED_KINDS = {
-    "mote": "A **MoTE** (Mixture of Task Experts): one attention and one feed-forward expert per task,",
-    "token_routed": "A mixture of experts routed token by token,",
-    "dense": "A dense text-embedding model,",
-}
-
 UPCYCLED = "upcycled from"  # how a step of `mote.json` says that all experts are copies of the source's blocks
 
 # Steps of `mote.json` after which experts, even if equal, are no longer copies of the dense model's blocks.
@@ -174,7 +168,7 @@ def write_trained_card(
         repo_id: Name under which readers load it.
         config: Its tasks and instructions; those of a MoTE are its own config.
         source: Checkpoint that the training started from.
-        kind: A key of `TRAINED_KINDS`.
+        kind: `mote`, `token_routed` or `dense`.
         instructions: Whether the model was trained with instructions.
         relation: To its base model, as the Hub names it: `finetune`, or `adapter`.
         **values: For the template: `recipe`, `run`, `data`, `seen`, `scores` and the names of its files.
@@ -185,7 +179,9 @@ def write_trained_card(
     example = "search_query" if "search_query" in config.tasks else config.experts[0]
     argument = "prompt_name" if instructions and config.instruction_of(example) else "task"
     values |= {
-        "what": _kind(kind, config),
+        "kind": kind,
+        "config": config,
+        "shared": _custom_shared_modules(config) if routed else None,
         "retrieval": retrieval,
         "source": source.public_name,
         "source_link": "#training" if source.is_local else f"https://huggingface.co/{source.name}",
@@ -331,17 +327,6 @@ def _custom_shared_modules(config: MoTEConfig) -> list[str] | None:
     if shared is None or token_routing(config) is not None or (usual and tuple(shared) == usual.shared_modules):
         return None
     return [*shared]
-
-
-def _kind(kind: str, config: MoTEConfig) -> str:
-    """Return the words of a trained model's card for its kind, a key of `TRAINED_KINDS`."""
-    if kind != "mote":
-        return TRAINED_KINDS[kind]
-    have, count = len(config.mote_layer_indices), config.num_hidden_layers
-    if have == count and _custom_shared_modules(config) is None:
-        return TRAINED_KINDS[kind]
-    where = "each block" if have == count else f"{have} of the {count} blocks"
-    return f"A **MoTE** (Mixture of Task Experts): an expert per task in {where},"
 
 
 # Metadata ------------------------------------------------------------------------------------------------------------
