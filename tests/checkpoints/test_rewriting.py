@@ -109,6 +109,20 @@ def test_a_card_of_ours_is_written_the_same(upcycled: Path, tmp_path: Path) -> N
     assert write_card(folder) == before == (folder / "README.md").read_text()
 
 
+def test_text_outside_of_our_regions_stays_where_it_is(upcycled: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(upcycled, tmp_path / "tiny-mote")
+    readme = folder / "README.md"
+    card = readme.read_text()
+    edited = card.replace("<!-- mote:about", "First.\n\n<!-- mote:about", 1)
+    edited = edited.replace("<!-- mote:usage", "## Mine\n\n```\n## Use\n```\n\n<!-- mote:usage", 1) + "\nLast.\n"
+    readme.write_text(edited.replace("## Tasks\n", "## Tasks\n\nReplaced.\n", 1))
+    assert write_card(folder) == edited
+    readme.write_text(edited.replace("<!-- /mote:usage -->", "Deleted the line that was here.", 1))
+    found = write_card(folder)
+    assert all(text in found for text in ("First.", "## Mine", "Deleted the line", "Last."))
+    assert write_card(folder) == found
+
+
 def test_what_the_trainer_wrote_is_kept(folder: Path) -> None:
     (folder / "README.md").write_text(TRAINED)
     card = write_card(folder)
