@@ -360,9 +360,6 @@ def test_rows_that_cannot_be_mined(rows: list[dict[str, Any]], message: str, dat
     [
         ({"query_task": "questions"}, "Unknown task 'questions'"),
         ({"depth": 4, "skip": 2}, "3 negatives cannot be found in 2 candidates"),
-        ({"skip": -1}, "greater than or equal to 0"),
-        ({"absolute_margin": -0.1}, "greater than or equal to 0"),
-        ({"sampling": "best"}, "Input should be 'top' or 'random'"),
     ],
 )
 def test_wrong_settings(settings: Any, message: str, data: Path, model: Path) -> None:

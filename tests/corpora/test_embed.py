@@ -1,6 +1,5 @@
 """`mote embed`: embeddings are those of `encode`, and a run that ends early resumes."""
 
-import errno
 import json
 import subprocess
 import sys
@@ -186,12 +185,8 @@ def test_a_faiss_index(model: Path, corpus: Path) -> None:
     assert contents(out) == before
     embed(model, corpus, index="HNSW8")  # of the same embeddings
     assert contents(out)["index.faiss"] != before["index.faiss"]
-    for factory, message in [
-        ("Flet", "could not parse index string Flet"),
-        ("IVF64,Flat", "Number of training points"),
-    ]:
-        with pytest.raises(RuntimeError, match=message):
-            embed(model, corpus, index=factory)
+    with pytest.raises(RuntimeError, match="could not parse index string"):
+        embed(model, corpus, index="Flet")
 
 
 # Runs that end early -------------------------------------------------------------------------------------------------
@@ -307,16 +302,6 @@ def test_a_second_writer_is_refused(model: Path, corpus: Path) -> None:
         embed(model, corpus)
 
 
-def test_a_full_disk(model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = OSError(errno.ENOSPC, "No space left on device")
-    with monkeypatch.context() as patched:
-        interrupted(patched, parquet, "write_table", lambda _, path, **__: "00001" in path.name, full)
-        with pytest.raises(OSError, match=r"No space left on device: .*shard-00001.parquet"):
-            embed(model, corpus)
-    assert sorted(contents(corpus.parent / "out")) == ["manifest.json", "shard-00000.parquet"]
-    embed(model, corpus)
-
-
 @pytest.mark.parametrize(("value", "dtype"), [(np.nan, "float32"), (1e6, "float16"), (np.nan, "int8")])
 def test_an_embedding_that_is_not_finite(
     value: float, dtype: str, model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
@@ -340,10 +325,7 @@ def test_an_embedding_that_is_not_finite(
     [
         ({"task": "qery"}, "Unknown task 'qery'. Did you mean 'query'? Available: 'query', 'document'."),
         ({"task": "query", "prompt": "x"}, "exclude each other"),
-        ({"dtype": "int4"}, "Input should be 'float32', 'float16' or 'int8'"),
-        ({"engine": "spark"}, "Input should be 'local' or 'ray'"),
         ({"dimensions": 17}, "dimensions is 17, but the model has at most 16"),
-        ({"shard_size": 0}, "Input should be greater than 0"),
         ({"shardsize": 9}, "unknown key 'shardsize'. Did you mean 'shard_size'?"),
         ({"model_dtype": "float16", "backend": "onnx"}, "a model for onnx has the dtype of its export"),
         ({"max_length": 999}, "max_length is 999, but the model has at most 512"),

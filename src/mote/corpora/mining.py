@@ -50,7 +50,7 @@ def mine_negatives(datasets: Sequence[str], out: str | Path, model: str | Path, 
     texts = read_texts(chosen.corpus, EmbedOptions(split=chosen.split)) if chosen.corpus else ()
     corpus = [text.text for text in texts]
     identity = {"command": "mine", **{name: getattr(chosen, name) for name in MineOptions.__annotations__}}
-    identity["corpus"] = hashlib.sha256(json.dumps(corpus).encode()).hexdigest()
+    identity["corpus"] = {"sha256": hashlib.sha256(json.dumps(corpus).encode()).hexdigest()}
 
     def process(location: Location[Any], work: Path, make_ranker: Callable[[PairTexts, Path], Ranker]) -> Any:
         dataset = read_pairs(location, corpus)

@@ -45,26 +45,28 @@ class ModelOptions(Settings):
             return []
         return [self.device] if isinstance(self.device, str) else self.device or ["cpu"] * (self.processes or 0)
 
-    @model_validator(mode="after")
-    def _check_devices(self) -> "ModelOptions":
+    def conflicts(self) -> dict[str, bool]:
+        """Return what excludes each other: an error message → whether it applies."""
         exported = self.backend != "torch"
-        refuse_conflicts(
-            {
-                "device is for the engine local: Ray assigns a device to each worker": (
-                    self.engine == "ray" and self.device is not None
-                ),
-                "address is for the engine ray: set engine, too": self.engine == "local" and self.address is not None,
-                "device and processes exclude each other: processes are for the CPU, each device has one": (
-                    self.device is not None and self.processes is not None
-                ),
-                f"the backend {self.backend} runs in one process on the CPU; for several, use the engine ray": (
-                    exported and self.devices not in ([], ["cpu"])
-                ),
-                f"model_dtype is for PyTorch: a model for {self.backend} has the dtype of its export": (
-                    exported and self.model_dtype is not None
-                ),
-            }
-        )
+        return {
+            "device is for the engine local: Ray assigns a device to each worker": (
+                self.engine == "ray" and self.device is not None
+            ),
+            "address is for the engine ray: set engine, too": self.engine == "local" and self.address is not None,
+            "device and processes exclude each other: processes are for the CPU, each device has one": (
+                self.device is not None and self.processes is not None
+            ),
+            f"the backend {self.backend} runs in one process on the CPU; for several, use the engine ray": (
+                exported and self.devices not in ([], ["cpu"])
+            ),
+            f"model_dtype is for PyTorch: a model for {self.backend} has the dtype of its export": (
+                exported and self.model_dtype is not None
+            ),
+        }
+
+    @model_validator(mode="after")
+    def _refuse_conflicts(self) -> "ModelOptions":
+        refuse_conflicts(self.conflicts())
         return self
 
 
@@ -99,11 +101,10 @@ class EmbedOptions(ModelOptions):
     index: str | None = None
     overwrite: bool = False
 
-    @model_validator(mode="after")
-    def _check_task(self) -> "EmbedOptions":
+    def conflicts(self) -> dict[str, bool]:
+        """See `ModelOptions`."""
         given = [value for value in (self.task, self.prompt, self.task_column) if value is not None]
-        refuse_conflicts({"task, prompt and task_column exclude each other": len(given) > 1})
-        return self
+        return super().conflicts() | {"task, prompt and task_column exclude each other": len(given) > 1}
 
 
 class PairOptions(ModelOptions):
@@ -159,11 +160,11 @@ class MineOptions(PairOptions):
     def _read_negative(cls, margin: float | None) -> float | None:
         return None if margin is not None and margin < 0 else margin
 
-    @model_validator(mode="after")
-    def _check_depth(self) -> "MineOptions":
+    def conflicts(self) -> dict[str, bool]:
+        """See `ModelOptions`."""
         left = self.depth - self.skip
-        refuse_conflicts({f"{self.negatives} negatives cannot be found in {left} candidates": left < self.negatives})
-        return self
+        message = f"{self.negatives} negatives cannot be found in {left} candidates"
+        return super().conflicts() | {message: left < self.negatives}
 
 
 class FilterOptions(PairOptions):

@@ -154,8 +154,10 @@ def _embed(texts: Sequence[str], encoder: Encoder, task: str, work: Path, kept: 
         job = replace(job, folder=kept / hashlib.sha256(key.encode()).hexdigest()[:16])
     with locked_folder(job.folder, RECORD) as file, open_record(file, identity, overwrite=False) as record:
         embed_missing(job, encoder, record)
-    embeddings = np.concatenate(list(read_embeddings(job.folder)[1]))
-    embeddings /= np.maximum(np.linalg.norm(embeddings, axis=1, keepdims=True), 1e-12)
+        embeddings = np.empty((len(texts), record.content["dimension"]), np.float32)
+    for number, part in enumerate(read_embeddings(job.folder)[1]):
+        lengths = np.linalg.norm(part, axis=1, keepdims=True)
+        embeddings[number * SHARD :][: len(part)] = part / np.maximum(lengths, 1e-12)
     return embeddings
 
 
