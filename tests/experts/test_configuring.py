@@ -168,7 +168,7 @@ def test_into_another_folder(place: Path, tmp_path: Path) -> None:
         (["default_task=clusterin"], "default_task 'clusterin' is not a task. Did you mean 'clustering'? Available: "),
         (["instruction.topics=x"], "Instruction for an unknown task 'topics'. Available: 'classification', "),
         (["instruction.clustering=search_query: "], "already stands for the expert 'clustering'"),
-        (["default_task=sts", "default_task=sts"], "'default_task' is set twice"),
+        (["default_task=sts", "default_task=sts"], "'default_task=sts': expected NAME=VALUE, each name once"),
         (["default_task"], "'default_task': expected NAME=VALUE"),
     ],
 )

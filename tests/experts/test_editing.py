@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.checkpoints import trusted
 from helpers.families import all_families, batch, fresh_mote, in_threads, make_different, trained_mote
-from helpers.on_disk import VERBS
+from helpers.on_disk import VERBS, last_hidden
 from helpers.paths import SMALL_ENCODER
 from sentence_transformers import SentenceTransformer
 
@@ -22,11 +22,6 @@ from mote.training.adapters import merge_adapters
 
 THREE = ["alpha", "beta", "gamma"]
 PAPER = ["classification", "clustering", "search_query", "search_document"]
-
-
-def hidden(model: Any, task: str) -> torch.Tensor:
-    with torch.no_grad():
-        return model(**batch(), task=task).last_hidden_state
 
 
 def state_of(model: MoTEModel) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -60,28 +55,28 @@ def assert_round_trip(model: MoTEModel, folder: Path) -> None:
 @pytest.mark.parametrize("mote_layers", ["every", "every_other"])
 def test_a_copy_is_a_model_of_its_own(name: str, mote_layers: str, tmp_path: Path) -> None:
     model = trained_mote(name, mote_layers=mote_layers)
-    before = {expert: hidden(model, expert) for expert in ("alpha", "beta")}
+    before = {expert: last_hidden(model, task=expert) for expert in ("alpha", "beta")}
     shared = mote.experts.parameter_counts(model)["shared"]
     mote.experts.add(model, "gamma", "beta")
     assert model.config.experts == THREE
-    assert hidden(model, "gamma").equal(before["beta"])
+    assert last_hidden(model, task="gamma").equal(before["beta"])
     assert mote.experts.parameter_counts(model)["shared"] == shared  # the attention was not copied
     with torch.no_grad():
         for parameter in model.blocks[0].experts["gamma"].parameters():
             parameter.add_(0.1)
-    assert not hidden(model, "gamma").equal(before["beta"])
-    assert all(hidden(model, expert).equal(output) for expert, output in before.items())
+    assert not last_hidden(model, task="gamma").equal(before["beta"])
+    assert all(last_hidden(model, task=expert).equal(output) for expert, output in before.items())
     with torch.no_grad():
         for parameter in model.blocks[0].shared.parameters():
             parameter.mul_(1.5)
     for expert, output in before.items():
-        assert not hidden(model, expert).equal(output)
-    moved = hidden(model, "gamma")
+        assert not last_hidden(model, task=expert).equal(output)
+    moved = last_hidden(model, task="gamma")
     by_hand = copy.deepcopy(model)
     by_hand.blocks[0].experts["alpha"].load_state_dict(model.blocks[0].experts["gamma"].state_dict())
     for block in by_hand.blocks[1:]:
         block.experts["alpha"].load_state_dict(block.experts["gamma"].state_dict())
-    assert hidden(by_hand, "alpha").equal(moved)  # through the same attention as the others
+    assert last_hidden(by_hand, task="alpha").equal(moved)  # through the same attention as the others
     assert_round_trip(model, tmp_path)
 
 
@@ -92,22 +87,22 @@ def test_the_mean_is_that_of_averaging(name: str, tmp_path: Path) -> None:
     mote.experts.add(model, "middle")
     with torch.no_grad():
         expected = averaged(**batch()).last_hidden_state
-    assert hidden(model, "middle").equal(expected)
+    assert last_hidden(model, task="middle").equal(expected)
     assert_round_trip(model, tmp_path)
 
 
 @all_families
 def test_removing_and_renaming(name: str, tmp_path: Path) -> None:
     model = trained_mote(name, experts=THREE)
-    before = {expert: hidden(model, expert) for expert in THREE}
+    before = {expert: last_hidden(model, task=expert) for expert in THREE}
     mote.experts.remove(model, "alpha")
     mote.experts.rename(model, "beta", "delta")
     assert (model.config.experts, list(model.blocks[0].experts)) == (["delta", "gamma"], ["delta", "gamma"])
-    assert hidden(model, "delta").equal(before["beta"])
-    assert hidden(model, "gamma").equal(before["gamma"])
+    assert last_hidden(model, task="delta").equal(before["beta"])
+    assert last_hidden(model, task="gamma").equal(before["gamma"])
     assert_round_trip(model, tmp_path)
     with pytest.raises(ValueError, match="Unknown task 'alpha'"):
-        hidden(model, "alpha")
+        last_hidden(model, task="alpha")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -146,12 +141,12 @@ def test_checkpointing_and_threads_reach_a_new_expert() -> None:
     model = trained_mote("bert")
     mote.experts.add(model, "gamma", "alpha")
     make_different(model)
-    alone = {task: hidden(model, task) for task in THREE}
+    alone = {task: last_hidden(model, task=task) for task in THREE}
     failures: list[str] = []
 
     def serve(thread: int) -> None:
         task = THREE[thread % 3]
-        failures.extend(task for _ in range(10) if not hidden(model, task).equal(alone[task]))
+        failures.extend(task for _ in range(10) if not last_hidden(model, task=task).equal(alone[task]))
 
     in_threads(6, serve)
     assert failures == []
@@ -226,7 +221,7 @@ def test_tasks_stay_removed_when_another_expert_takes_the_one_they_follow(tmp_pa
 def test_a_task_outlives_the_expert_of_its_name(tmp_path: Path) -> None:
     model = trained_mote("bert", default_task="alpha")
     mote.experts.remove(model, "alpha", tasks={"alpha": "beta"})
-    assert hidden(model, "alpha").equal(hidden(model, "beta"))
+    assert last_hidden(model, task="alpha").equal(last_hidden(model, task="beta"))
     assert_round_trip(model, tmp_path)
 
 
@@ -303,7 +298,7 @@ def test_the_last_expert_stays() -> None:
 def test_an_expert_called_mean() -> None:
     model = trained_mote("bert", experts=["alpha", "mean"])
     mote.experts.add(model, "gamma", "mean")
-    assert hidden(model, "gamma").equal(hidden(model, "mean"))
+    assert last_hidden(model, task="gamma").equal(last_hidden(model, task="mean"))
 
 
 def test_some_experts_alone(tmp_path: Path) -> None:
@@ -346,10 +341,10 @@ def test_adapters_must_be_merged_first() -> None:
         for verb in VERBS.values():
             with pytest.raises(ValueError, match=r"PEFT adapters.*merge_and_unload.*merge_adapters\(model\)` first"):
                 verb(model)
-    expected = hidden(adapted, "alpha"), hidden(injected, "alpha")
+    expected = last_hidden(adapted, task="alpha"), last_hidden(injected, task="alpha")
     merge_adapters(injected)
     for model, output in zip((adapted.merge_and_unload(), injected), expected, strict=True):
-        assert (hidden(model, "alpha") - output).abs().max() <= 1e-5
+        assert (last_hidden(model, task="alpha") - output).abs().max() <= 1e-5
         for verb in VERBS.values():
             verb(copy.deepcopy(model))
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint, edit_json, files_in, read_json, trusted
 from helpers.families import all_families, batch, dense_model, fresh_mote, make_different, mote_config, trained_mote
-from helpers.on_disk import average, compress, export, interpolate
+from helpers.on_disk import average, compress, export, interpolate, last_hidden
 from helpers.paths import SMALL_ENCODER
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
@@ -40,11 +40,6 @@ DENSE_FILES = {
 }
 
 
-def hidden(model: Any, **task: str) -> torch.Tensor:
-    with torch.no_grad():
-        return model(**batch(), **task).last_hidden_state
-
-
 def three_experts(name: str, **settings: Any) -> MoTEModel:
     """Three, because no float type can represent a third."""
     return trained_mote(name, experts=["alpha", "beta", "gamma"], **settings)
@@ -56,11 +51,11 @@ def three_experts(name: str, **settings: Any) -> MoTEModel:
 @all_families
 def test_the_average_of_copies_is_the_dense_model(name: str) -> None:
     dense = dense_model(name)
-    expected = hidden(dense)
+    expected = last_hidden(dense)
     model = MoTEModel(mote_config(dense, experts=["alpha", "beta", "gamma"]), copy.deepcopy(dense)).eval()
     averaged = mote.experts.average(model)
     assert type(averaged) is type(dense)
-    assert hidden(averaged).equal(expected)
+    assert last_hidden(averaged).equal(expected)
 
 
 @all_families
@@ -75,13 +70,13 @@ def test_the_average_of_different_experts(name: str, mote_layers: str) -> None:
             of_all = [weights[key.replace("alpha", expert)].double() for expert in ("alpha", "beta", "gamma")]
             means[key] = (sum(of_all) / 3).float()  # type: ignore[arg-type]
     by_hand.load_state_dict(means)
-    expected = hidden(by_hand, task="alpha")
+    expected = last_hidden(by_hand, task="alpha")
     averaged = mote.experts.average(model)
-    assert (hidden(averaged) - expected).abs().max() <= 1e-6
-    assert (hidden(averaged) - hidden(model, task="alpha")).abs().max() > 1e-3
+    assert (last_hidden(averaged) - expected).abs().max() <= 1e-6
+    assert (last_hidden(averaged) - last_hidden(model, task="alpha")).abs().max() > 1e-3
     whole = mote.experts.interpolate(model, 1)
     for expert in ("alpha", "beta", "gamma"):
-        assert hidden(whole, task=expert).equal(hidden(averaged))
+        assert last_hidden(whole, task=expert).equal(last_hidden(averaged))
 
 
 def test_nothing_is_shared_with_the_mote() -> None:
@@ -203,7 +198,7 @@ def test_the_average_loads_without_code_of_ours(name: str, tmp_path: Path) -> No
         shutil.copy(tmp_path / "tokenizer" / file, tmp_path / "mote" / file)
     out = average(tmp_path / "mote", tmp_path / "out")
     dense = AutoModel.from_pretrained(out, attn_implementation=model.backbone.config._attn_implementation).eval()
-    assert hidden(dense).equal(hidden(mote.experts.average(model)))
+    assert last_hidden(dense).equal(last_hidden(mote.experts.average(model)))
 
 
 @pytest.mark.long
@@ -309,7 +304,7 @@ def test_sources_that_are_refused(
     edit_json(misshapen / "config.json", backbone_config=backbone | {"vocab_size": 61})
     for source, out, message in (
         (partial, "out", "are not loaded (loaded: 'clustering')"),
-        (broken, "out", "cannot be read, is it truncated?"),
+        (broken, "out", "is a file truncated?"),
         (misshapen, "out", "1 mismatched keys (('backbone.embeddings.word_embeddings.weight'"),
         (dense, "out", "is not a MoTE but a 'bert': `mote upcycle` makes"),
         (tmp_path / "nowhere", "out", "nowhere is neither a folder nor"),

@@ -75,7 +75,12 @@ def base_hash(folder: Path) -> str:
     return list_experts(str(folder)).base_hash
 
 
-def hidden(folder: Path, task: str) -> torch.Tensor:
-    """Hidden states of a batch under a task."""
+def last_hidden(model: Any, **task: Any) -> torch.Tensor:
+    """Last hidden states of a batch."""
     with torch.no_grad():
-        return mote.load(folder).eval()(**batch(), task=task).last_hidden_state
+        return model(**batch(), **task).last_hidden_state
+
+
+def hidden(folder: Path, task: str) -> torch.Tensor:
+    """Last hidden states of a batch under a task, by a model on disk."""
+    return last_hidden(mote.load(folder).eval(), task=task)

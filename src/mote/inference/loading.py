@@ -179,12 +179,6 @@ def require_all_weights(encoder: "SentenceTransformer | SparseEncoder", path: st
         )
 
 
-def check_retrieval(retrieval: str) -> None:
-    """Raise `ValueError` for an unknown kind of vectors."""
-    if retrieval not in ("dense", "sparse", "hybrid"):
-        raise ValueError(f"Unknown retrieval {retrieval!r}: expected dense, sparse or hybrid")
-
-
 def is_sparse_encoder(path: str | os.PathLike, revision: str | None = None) -> bool:
     """Whether a model's folder or repository says that it is a `SparseEncoder`."""
     return _read_json(path, "config_sentence_transformers.json", revision).get("model_type") == "SparseEncoder"
