@@ -95,7 +95,10 @@ def test_the_list(with_legal: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["add", "{}", "clustering", "--name", "clustering"], "Expert names must differ; repeated: 'clustering'"),
         (["add", "{}", "mean", "--name", "a.b"], "must be one word"),
         (["add", "{}", "{}", "--name", "x"], "is a whole MoTE, not a dense model: `mote experts extract` writes one"),
-        (["add", "nobody/nothing", "mean", "--name", "x"], "nobody/nothing is neither a folder nor available on the Hub"),
+        (
+            ["add", "nobody/nothing", "mean", "--name", "x"],
+            "nobody/nothing is neither a folder nor available on the Hub",
+        ),
         (["add", "{}", "nobody/nothing"], "nobody/nothing is neither a folder nor available on the Hub"),
         (
             ["merge", "{}", "clustering=0", "--name", "x"],

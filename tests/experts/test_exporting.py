@@ -216,7 +216,7 @@ def test_sources_that_are_refused(token_routed: Path, trained: Path, tmp_path: P
         export(token_routed, tmp_path / "out", expert="clustering")
     with pytest.raises(ValueError, match="is the source itself"):
         export(trained, trained, expert="clustering", overwrite=True)
-    with pytest.raises(ValueError, match="Unknown expert 'clusterin'. Did you mean 'clustering'"):
+    with pytest.raises(ValueError, match="Did you mean 'clustering'"):
         export(trained, tmp_path / "out", expert="clusterin")
 
 
