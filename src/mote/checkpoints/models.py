@@ -154,8 +154,6 @@ def _reading(checkpoint: Checkpoint) -> Iterator[None]:
         raise ValueError(
             f"The weights of {checkpoint.name} ({files}) cannot be read, are they truncated? {error}"
         ) from error
-    except (KeyError, ArithmeticError) as error:
-        raise ValueError(f"The config of {checkpoint.name} is invalid: {type(error).__name__}: {error}") from error
 
 
 def _checked(checkpoint: Checkpoint, model: PreTrainedModel, info: dict[str, Any]) -> tuple[PreTrainedModel, list[str]]:

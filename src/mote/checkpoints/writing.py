@@ -116,7 +116,7 @@ def write_repository(
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     require_space(out, size)
     with ThreadPoolExecutor(1) as thread, ModelStaging(out, options.overwrite, in_place) as folder:
-        described = thread.submit(_describe, sources)  # reads them completely
+        described = thread.submit(_provenance_of, sources)  # reads them completely
         logger.info("Writing %s …", megabytes(size))
         if isinstance(model, PreTrainedModel):
             assert source is not None
@@ -156,7 +156,7 @@ def write_repository(
     return out
 
 
-def _describe(sources: Sequence[Described]) -> list[dict[str, Any]]:
+def _provenance_of(sources: Sequence[Described]) -> list[dict[str, Any]]:
     """Describe sources for `mote.json`, and warn of weights that make embeddings useless."""
     for source in sources:
         if isinstance(source, Checkpoint) and (names := source.non_finite_weights()):
