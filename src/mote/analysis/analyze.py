@@ -68,9 +68,9 @@ def analyze(
     check_device(options.device)
     if options.start is not None:
         open_checkpoint(options.start)
+    commits = {label: commit_of(name) for label, name in named.items()}
     if out is not None:
         Path(out).mkdir(parents=True, exist_ok=True)
-    commits = {label: commit_of(name) for label, name in named.items()}
     loaded = {}
     for label, name in named.items():
         logger.info("%s: loading …", label)
