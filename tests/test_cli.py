@@ -138,6 +138,29 @@ def test_unexpected_errors_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "library", "extra"),
+    [
+        (["train", "smoke"], "datasets", "train"),
+        (["evaluate", "x", "--data", "y"], "mteb", "evaluate"),
+        (["embed", "x", "y", "--out", "z"], "pyarrow", "corpora"),
+    ],
+)
+def test_a_missing_extra_is_named(
+    words: list[str], library: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [
+        name for name in sys.modules if name.startswith(("mote.training", "mote.evaluation.e", "mote.corpora"))
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in [library, *(name for name in sys.modules if name.startswith(f"{library}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(words) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {library}")
+    assert f'pip install "mote-embeddings[{extra}]"' in error
+
+
 def test_nothing_stays_behind_in_the_process() -> None:
     logger, before = logging.getLogger("mote"), signal.getsignal(signal.SIGTERM)
     main(["--debug", "experts", "list", "/nowhere"])

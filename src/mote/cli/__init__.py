@@ -91,13 +91,10 @@ def application(words: Sequence[str]) -> App:
     for name, verb in VERBS.items():
         *of_group, name = name.split()
         parent = group if of_group else app
-        command: Any = _not_run
-        described: str | None = verb.help
         if name in words or _COMPLETION in words:
-            # Completion leaves out the options of commands whose libraries are missing.
-            with contextlib.suppress(*([OSError] if _COMPLETION in words else [])):
-                command, described = _command(verb), None
-        parent.command(command, name=name, help=described, help_format="markdown")
+            parent.command(_command(verb), name=name, help_format="markdown")
+        else:
+            parent.command(_not_run, name=name, help=verb.help)
     return app
 
 
@@ -124,12 +121,12 @@ def _launch(
 
 
 def _command(verb: Verb) -> Any:
-    from mote.cli.build import as_command, needs, on_disk
+    from mote.cli.build import as_command, on_disk
 
-    with needs(verb.extra):
-        function = resolve_name(f"mote.{verb.function}")
-        settings = resolve_name(f"mote.{verb.settings}") if verb.settings else None
-    return as_command(on_disk(function) if verb.on_disk else function, report=verb.report, settings=settings)
+    function = resolve_name(f"mote.{verb.function}")
+    settings = resolve_name(f"mote.{verb.settings}") if verb.settings else None
+    function = on_disk(function) if verb.on_disk else function
+    return as_command(function, report=verb.report, settings=settings, extra=verb.extra)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

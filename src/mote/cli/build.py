@@ -50,7 +50,11 @@ class ResultOptions(EditOptions):
 
 
 def as_command(
-    function: Callable[..., Any], *, report: bool = False, settings: Callable[..., Any] | None = None
+    function: Callable[..., Any],
+    *,
+    report: bool = False,
+    settings: Callable[..., Any] | None = None,
+    extra: str = "",
 ) -> Callable[..., Any]:
     """Return a function with a signature that cyclopts turns into a command.
 
@@ -61,6 +65,7 @@ def as_command(
         function: The function.
         report: Whether its result is shown, also as JSON.
         settings: Function whose keyword arguments `**settings` stands for.
+        extra: Extra of the package that it needs.
     """
     parts, parameters = _parameters(function)
     if settings is not None:
@@ -79,7 +84,8 @@ def as_command(
             console_logging(logging.getLogger("mote").level).progress = "stderr"
         for name, kind in parts.items():
             given[name] = _checked(kind, {field: given.pop(field) for field in kind.model_fields if field in given})
-        result = function(**given)
+        with needs(extra):
+            result = function(**given)
         if report:
             show(_json_of(result) if as_json else result)
             failed = result.failed() if hasattr(result, "failed") else None
@@ -143,6 +149,8 @@ def needs(extra: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
+        if not extra:
+            raise
         raise OSError(
             f'{error.name} is not installed, which this command needs: pip install -e ".[{extra}]" in a clone, else '
             f'pip install "mote-embeddings[{extra}]"'
