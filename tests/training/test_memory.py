@@ -191,7 +191,7 @@ def test_the_command_with_adapters(capsys: pytest.CaptureFixture[str], fresh_fol
 
 def test_settings_of_adapters_need_a_rank(capsys: pytest.CaptureFixture[str], fresh_folder: Any) -> None:
     for given in (["--lora-targets", "shared"], ["--base-dtype", "bfloat16"]):
-        assert main(["memory", str(fresh_folder), "--batch-size", "8", "--length", "16", *given]) == 1
+        assert main(["memory", str(fresh_folder), "--batch-size", "8", "--length", "16", *given]) == 2
         assert "are settings of adapters: add --lora-rank" in capsys.readouterr().err
 
 
