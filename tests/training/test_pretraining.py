@@ -192,7 +192,7 @@ def test_a_mote_is_pretrained_further(run: Path, tmp_path: Path) -> None:
 def test_a_dry_run(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pretrain", "mlm", *settings(source, tmp_path / "run"), "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    assert "96 texts; 12 steps, 2 of them warmup; a checkpoint every 4" in printed
+    assert "96 texts; 12 steps, 2 of them warmup; checkpoints: every 4 steps" in printed
     assert not (tmp_path / "run").exists()
 
 
