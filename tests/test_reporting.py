@@ -2,15 +2,13 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mote.reporting import console_logging, label_models, megabytes, millions, table
 
-
-@pytest.fixture
-def logger() -> logging.Logger:
-    return logging.getLogger("mote.somewhere")
+LOGGER = logging.getLogger("mote.somewhere")
 
 
 def test_a_table_is_markdown_and_its_columns_line_up() -> None:
@@ -33,37 +31,28 @@ def test_sizes() -> None:
     assert millions(1_234_567_890) == "1,234.6 M"
 
 
-def test_progress_goes_to_stdout_and_warnings_to_stderr(
-    logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("rank", "progress", "printed"),
+    [
+        ("0", "stdout", ("100 % of 3\n", "warning: odd\n")),
+        ("0", "stderr", ("", "100 % of 3\nwarning: odd\n")),
+        ("1", "stdout", ("", "warning: odd\n")),  # only the first process prints progress
+    ],
+)
+def test_log_lines(
+    rank: str,
+    progress: Any,
+    printed: tuple[str, str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    console_logging()
-    logger.info("100 %% of %d", 3)
-    logger.debug("not shown")
-    logger.warning("odd")
-    assert capsys.readouterr() == ("100 % of 3\n", "warning: odd\n")
-
-
-def test_a_second_call_does_not_print_twice(logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    console_logging()
+    monkeypatch.setenv("RANK", rank)
     console_logging(logging.DEBUG)
-    logger.debug("once")
-    assert capsys.readouterr().out == "once\n"
-
-
-def test_only_the_first_process_prints_progress(
-    logger: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    console_logging()
-    logger.info("step 1")
-    logger.warning("odd")
-    assert capsys.readouterr() == ("", "warning: odd\n")
-
-
-def test_progress_can_go_to_stderr(logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    console_logging().progress = "stderr"
-    logger.info("step 1")
-    assert capsys.readouterr() == ("", "step 1\n")
+    console_logging().progress = progress  # a second call does not print twice
+    LOGGER.info("100 %% of %d", 3)
+    LOGGER.debug("not shown")
+    LOGGER.warning("odd")
+    assert capsys.readouterr() == printed
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def test_failures_do_not_stop_the_others(
     )
     printed = capsys.readouterr()
     assert status == 1
-    assert "error: 3 of 8 scores failed: small-encoder on sts-part1: " in printed.err
+    assert "error: 3 scores failed: small-encoder on sts-part1: " in printed.err
     assert "without-a-prompt on clustering-trivia: " in printed.err
     evaluation = Evaluation.from_json((out / "scores.json").read_text())
     assert evaluation.common == ["sts-part0", "sts-part2"]
@@ -405,13 +405,13 @@ def test_an_interrupted_run_with_overwrite_leaves_no_earlier_scores(
         (["--data", "nowhere"], "nowhere"),
         (["--data", "DATA", "--reference", "gpt"], "The reference gpt is not one of the models: small-encoder"),
         (["--data", "DATA", "--device", "cuda:99"], "There is no device 'cuda:99' here. Available: cpu"),
-        (["--data", "DATA", "--dtype", "int3"], 'Invalid value "int3" for --dtype. Choose from'),
-        (["--data", "DATA", "--limit", "0"], "Input should be greater than or equal to 1"),
+        (["--data", "DATA", "--dtype", "int3"], 'Invalid value "int3" for --dtype. Choose from: "float32"'),
+        (["--data", "DATA", "--limit", "0"], "greater than or equal to 1"),
     ],
 )
 def test_invalid_arguments(words: list[str], said: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(data) if word == "DATA" else word for word in words]
-    assert main(["evaluate", str(SMALL_ENCODER), *words]) in (1, 2)
+    assert main(["evaluate", str(SMALL_ENCODER), *words]) == (2 if said.startswith(("Invalid", "greater")) else 1)
     assert said in capsys.readouterr().err
 
 

@@ -27,12 +27,6 @@ def test_queries_and_documents(trained_folder: Path, reference: Reference) -> No
     assert type(documents[0][0]) is float
 
 
-def test_a_prompt_for_both_is_refused(model: SentenceTransformer) -> None:
-    # LangChain's own class would embed queries with it, through the documents' expert, silently.
-    with pytest.raises(ValueError, match="pass `query_task=` and `document_task=`"):
-        MoTEEmbeddings(model, encode_kwargs={"prompt_name": "search_document"})
-
-
 def test_vector_store(model: SentenceTransformer, reference: Reference) -> None:
     store = InMemoryVectorStore.from_texts(TEXTS, MoTEEmbeddings(model))
     ((document, score),) = store.similarity_search_with_score(TEXTS[1], k=1)
