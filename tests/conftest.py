@@ -14,10 +14,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny, and worker
 
 import pytest
 from helpers import token_routing
-from helpers.checkpoints import dense_checkpoint
+from helpers.checkpoints import dense_checkpoint, trusted
 from helpers.families import make_different
 from helpers.paths import SHARED, SMALL_ENCODER
 from helpers.tiers import starts_processes
+from sentence_transformers import SentenceTransformer
 
 from mote import upcycle
 from mote.remote.hierarchical_mote import HierarchicalMoTEModel
@@ -104,13 +105,17 @@ def fresh_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def trained_folder(fresh_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with experts that differ, saved and reloaded as users get it."""
-    from sentence_transformers import SentenceTransformer
-
     folder = tmp_path_factory.mktemp("trained") / "small-mote"
-    model = SentenceTransformer(str(fresh_folder), trust_remote_code=True)
+    model = trusted(fresh_folder)
     make_different(model[0].model)
     model.save(str(folder))
     return folder
+
+
+@pytest.fixture(scope="session")
+def model(trained_folder: Path) -> SentenceTransformer:
+    """That one in memory, for tests that leave it as it is."""
+    return trusted(trained_folder)
 
 
 @pytest.fixture(scope="session")

@@ -10,14 +10,12 @@ from helpers import pages
 from helpers.commands import option_types
 from helpers.paths import ROOT
 
-import mote
 from mote.cli import VERBS
 from mote.remote.architectures_mote import ARCHITECTURES
 from mote.settings import Settings
 from mote.training.pretraining_recipe import PretrainingRecipe
 from mote.training.recipe import Recipe
 from mote.training.recipe_files import shipped_recipes
-from mote.training.train import train
 from mote.upcycling.options import UpcyclingOptions
 from scripts import mkdocs_hooks
 
@@ -85,7 +83,3 @@ def test_every_shipped_recipe_is_listed() -> None:
     for table, kind in ((training, Recipe), (pretraining, PretrainingRecipe)):
         rows = [line.split(" | ", 1)[0] for line in table.splitlines() if line.startswith("| `")]
         assert sorted(re.findall(r"`([\w-]+)`", " ".join(rows))) == shipped_recipes(kind.PLACE)
-
-
-def test_the_way_in_from_python() -> None:
-    assert mote.train is train

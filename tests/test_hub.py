@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from helpers.checkpoints import dense_checkpoint, published_nomic, tiny_tokenizer
+from helpers.processes import STRANGER
 from hub.hub_server import HubServer
-from hub.stranger import STRANGER
 
 ROOT = Path(__file__).parents[1]
 

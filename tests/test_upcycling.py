@@ -23,6 +23,7 @@ from helpers.checkpoints import (
 )
 from helpers.families import batch
 from helpers.paths import REMOTE
+from helpers.processes import run_as_stranger
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
 
@@ -124,24 +125,7 @@ def test_no_file_names_a_folder_of_this_machine(tmp_path: Path, monkeypatch: pyt
 
 # Reads through safetensors are recorded by standing in for `safe_open` where transformers calls it.
 FRESH_PROCESS = """
-import importlib.abc, json, sys
-
-PROJECT = ("mote",)
-
-
-class Blocker(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in PROJECT:
-            raise ImportError(f"{name} is blocked")
-
-
-sys.meta_path.insert(0, Blocker())
-for name in PROJECT:
-    try:
-        __import__(name)
-    except ImportError:
-        continue
-    sys.exit(f"{name} can be imported")
+import json
 
 import safetensors
 import torch
@@ -218,14 +202,6 @@ print(json.dumps({"read": read_of, "parameters": parameters}))
 """
 
 
-def in_a_fresh_process(script: str, *arguments: Any, cwd: Path) -> str:
-    environment = {**os.environ, "HF_MODULES_CACHE": str(cwd / "modules"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 @pytest.mark.parametrize("kind", ["trained", "hierarchical"])
 def test_it_loads_without_the_project_and_reads_only_the_experts_asked_for(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -234,7 +210,7 @@ def test_it_loads_without_the_project_and_reads_only_the_experts_asked_for(
     save_file(inputs, tmp_path / "inputs.safetensors")
     results = tmp_path / "results.safetensors"
     arguments = (trained, tmp_path / "inputs.safetensors", results, json.dumps(TEXTS))
-    told = json.loads(in_a_fresh_process(FRESH_PROCESS, *arguments, cwd=tmp_path))
+    told = json.loads(run_as_stranger(FRESH_PROCESS, *arguments, cwd=tmp_path).stdout)
     found = load_file(results)
     here = mote.load(trained)
     with torch.no_grad():

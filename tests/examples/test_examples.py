@@ -1,11 +1,11 @@
 """The numbered examples run and show what they promise."""
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
 
 import pytest
+from helpers.examples import example
 from helpers.paths import ROOT
 from helpers.printed import assert_same_output
 
@@ -14,12 +14,8 @@ EXAMPLES = ROOT / "examples"
 
 def run(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *options: str) -> str:
     """Run an example in this process; return what it prints."""
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     monkeypatch.setattr(sys, "argv", [name, *options])
+    module = example(name)
     capsys.readouterr()
     module.main()
     return capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 import base64
 import gzip
-import importlib.util
 import itertools
 import json
 import os
@@ -17,14 +16,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 from typing import IO, Any
 
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoints import dense_checkpoint
+from helpers.checkpoints import dense_checkpoint, trusted
+from helpers.examples import example
+from helpers.families import assert_near
 from helpers.paths import ROOT
 from sentence_transformers import SentenceTransformer, SparseEncoder
 
@@ -38,17 +39,7 @@ TASKS = ("classification", "clustering", "search_query", "search_document", "sts
 NAME = "small-mote"
 
 
-def example(name: str) -> ModuleType:
-    """Import a file of the example."""
-    spec = importlib.util.spec_from_file_location(f"service_{name}", FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-load, serve = example("load"), example("serve")
+load, serve = example("service/load"), example("service/serve")
 
 
 def start(*arguments: object, stderr: int | IO[str] = subprocess.PIPE) -> subprocess.Popen:
@@ -129,11 +120,6 @@ def server(trained_folder: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def model(trained_folder: Path) -> SentenceTransformer:
-    return SentenceTransformer(str(trained_folder), trust_remote_code=True)
-
-
-@pytest.fixture(scope="module")
 def texts() -> list[str]:
     """Real texts, a few words to some hundreds of tokens long."""
     with gzip.open(ROOT / "examples" / "data" / "beir" / "arxiv" / "corpus.jsonl.gz", "rt", encoding="utf-8") as file:
@@ -188,6 +174,13 @@ def check(answer: Any, reference: Reference) -> None:
     for vector, text in zip(vectors_of(answer), texts, strict=True):
         assert abs(vector - reference(text, task)).max() < 1e-5
         assert reference.distance_to_others(vector, text, task) > 1e-2
+
+
+def assert_as_encoded(embedder: Any, pairs: list[tuple[str, Any]]) -> None:
+    """Texts of several tasks in one batch get what `encode` gives to each alone."""
+    results = embedder.embed([embedder.item(*pair) for pair in pairs])
+    for result, (text, task) in zip(results, pairs, strict=True):
+        assert_near(result.vector, embedder.model.encode(text, prompt_name=task), 1e-5)
 
 
 def good_request(chance: random.Random, texts: list[str]) -> dict[str, Any]:
@@ -323,12 +316,9 @@ def test_fewer_dimensions_are_of_length_one_again(server: Server, model: Sentenc
 
 
 def test_models_and_their_tasks(server: Server, model: SentenceTransformer) -> None:
-    listing = server.get("/v1/models")
-    assert listing["object"] == "list"
+    listing, config = server.get("/v1/models"), model[0].config
     (entry,) = listing["data"]
-    assert entry["id"] == NAME
-    assert entry["object"] == "model"
-    config = model[0].config
+    assert (listing["object"], entry["object"], entry["id"]) == ("list", "model", NAME)
     assert entry["tasks"] == [
         {"task": task, "instruction": config.instruction_of(task), "expert": expert}
         for task, expert in config.tasks.items()
@@ -362,28 +352,16 @@ def test_limits_then_a_clean_end_with_requests_under_way(trained_folder: Path, r
         _check_body_limit(server)
         _check_that_who_leaves_costs_nothing(server)
         requests = [{"model": NAME, "task": task, "input": ["a whale"] * 30} for task in TASKS[:2]]
-        answers: list[Any] = []
-        threads = [
-            threading.Thread(target=lambda request: answers.append(server.embed(request)), args=(one,))
-            for one in requests
-        ]
-        for thread in threads:
-            thread.start()
+        pool = ThreadPoolExecutor(len(requests))
+        answers = [pool.submit(server.embed, request) for request in requests]
         _wait_for(lambda: server.metric("waiting_texts") == 60)
         refused = server.embed(bad_request({}))
         assert refused.status == 503
-        assert refused.body["error"] == {
-            "message": "Too many texts are waiting: try again in a moment",
-            "type": "server_error",
-            "param": None,
-            "code": "overloaded",
-        }
+        error = {"message": "Too many texts are waiting: try again in a moment", "type": "server_error"}
+        assert refused.body["error"] == {**error, "param": None, "code": "overloaded"}
         assert server.stop(signal.SIGTERM) == 0
-        for thread in threads:
-            thread.join(timeout=10)
-        assert len(answers) == 2  # open requests have been answered
-        for answer in answers:
-            check(answer, reference)
+        for answer in answers:  # open requests have been answered
+            check(answer.result(timeout=10), reference)
         assert_nothing_is_left(server)
 
 
@@ -392,13 +370,9 @@ def _check_body_limit(server: Server) -> None:
     body = json.dumps(bad_request({"input": "a " * 4000})).encode()
     for announced in (True, False):
         with load.Client(server.url) as client:
-            client.connection.request(
-                "POST",
-                "/v1/embeddings",
-                body if announced else iter([body[:3000], body[3000:]]),
-                {"Content-Type": "application/json"},
-                encode_chunked=not announced,
-            )
+            sent = body if announced else iter([body[:3000], body[3000:]])
+            headers = {"Content-Type": "application/json"}
+            client.connection.request("POST", "/v1/embeddings", sent, headers, encode_chunked=not announced)
             response = client.connection.getresponse()
             assert response.status == 413
             assert "4000 bytes" in json.loads(response.read())["error"]["message"]
@@ -444,12 +418,7 @@ def test_a_service_that_cannot_start_says_why(trained_folder: Path) -> None:
     ],
 )
 def test_invalid_options(
-    options: list[str],
-    message: str,
-    trained_folder: Path,
-    dense: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
+    options: list[str], message: str, trained_folder: Path, dense: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     places = {"dense": dense, "mote": trained_folder}
     monkeypatch.setattr(sys, "argv", ["serve.py", "--port=0", *(option.format(**places) for option in options)])
@@ -476,7 +445,7 @@ def test_a_text_that_fails_fails_alone(reference: Reference, texts: list[str]) -
 
 
 def test_numbers_that_are_none_are_errors(trained_folder: Path) -> None:
-    model = SentenceTransformer(str(trained_folder), trust_remote_code=True)
+    model = trusted(trained_folder)
     embedder = serve.Embedder(model)
     with torch.no_grad():
         next(model[0].model.blocks[0].experts["clustering"].parameters()).fill_(torch.nan)
@@ -488,29 +457,24 @@ def test_numbers_that_are_none_are_errors(trained_folder: Path) -> None:
 
 
 def test_pooling_that_leaves_out_the_instruction(trained_folder: Path, texts: list[str]) -> None:
-    model = SentenceTransformer(str(trained_folder), trust_remote_code=True)
+    model = trusted(trained_folder)
     with_instruction = model.encode("a whale", prompt_name="clustering")
     model[1].include_prompt = False
     embedder = serve.Embedder(model)
     assert abs(embedder.embed([embedder.item("a whale", "clustering")])[0].vector - with_instruction).max() > 1e-3
-    chosen = [(text, task) for text in texts[:3] for task in TASKS]
-    results = embedder.embed([embedder.item(*pair) for pair in chosen])
-    for result, (text, task) in zip(results, chosen, strict=True):
-        assert abs(result.vector - model.encode(text, prompt_name=task)).max() < 1e-5
+    assert_as_encoded(embedder, list(itertools.product(texts[:3], TASKS)))
 
 
 def test_instructions_left_out_of_each_row(trained_folder: Path, tmp_path: Path, texts: list[str]) -> None:
     folder = configure(trained_folder, tmp_path / "excluded", instruction_pooling="excluded")
-    model = SentenceTransformer(str(folder), trust_remote_code=True)
+    model = trusted(folder)
     embedder = serve.Embedder(model)
     chosen = [(text, task) for text in texts[:2] for task in TASKS] + [("clustering: a whale", None)]
     passes: list[int] = []
     hook = model[0].register_forward_pre_hook(lambda _, features: passes.append(len(features[0]["input_ids"])))
-    results = embedder.embed([embedder.item(*pair) for pair in chosen])
+    assert_as_encoded(embedder, chosen)
     hook.remove()
-    assert passes == [len(chosen)]  # all in one batch
-    for result, (text, task) in zip(results, chosen, strict=True):
-        assert abs(result.vector - model.encode(text, prompt_name=task)).max() < 1e-5
+    assert passes[0] == len(chosen)  # all in one batch
     model[0].config.route_by_text = False
     begins = embedder.embed([embedder.item("clustering: a whale", "search_query")])[0].vector
     assert abs(begins - model.encode("clustering: a whale", prompt_name="search_query")).max() < 1e-5
@@ -518,11 +482,9 @@ def test_instructions_left_out_of_each_row(trained_folder: Path, tmp_path: Path,
 
 def test_a_token_router_needs_no_task(dense: Path, tmp_path: Path, texts: list[str]) -> None:
     folder = upcycle(str(dense), tmp_path / "routed", routing="token")
-    model = SentenceTransformer(str(folder), trust_remote_code=True)
+    model = trusted(folder)
     embedder = serve.Embedder(model)
-    pairs = [(text, task) for text in texts[:4] for task in (*TASKS, None)]
-    for result, (text, task) in zip(embedder.embed([embedder.item(*pair) for pair in pairs]), pairs, strict=True):
-        assert abs(result.vector - model.encode(text, prompt_name=task)).max() < 1e-5
+    assert_as_encoded(embedder, list(itertools.product(texts[:4], (*TASKS, None))))
     with pytest.raises(ValueError, match="Did you mean 'clustering'"):
         embedder.item("a", "clusterin")
 

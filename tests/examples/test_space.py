@@ -1,7 +1,6 @@
 """The demo: what it computes, and, slow, a visit in a real browser."""
 
 import gzip
-import importlib.util
 import json
 import os
 import re
@@ -11,13 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from io import BytesIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers.checkpoints import trusted
+from helpers.examples import example
 from helpers.paths import ROOT, SMALL_ENCODER, SMALL_MOTE
 from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
@@ -25,22 +25,13 @@ from transformers import AutoTokenizer
 FOLDER = ROOT / "examples" / "space"
 TEXTS = json.loads((FOLDER / "texts.json").read_text(encoding="utf-8"))
 QUESTIONS = TEXTS["Banking questions, by intent"]
+INSTRUCTED = "clustering: whales"
 
 
 @pytest.fixture(scope="module")
 def views() -> ModuleType:
     pytest.importorskip("sklearn")
-    spec = importlib.util.spec_from_file_location("space_views", FOLDER / "views.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def model(trained_folder: Path) -> SentenceTransformer:
-    return SentenceTransformer(str(trained_folder), trust_remote_code=True)
+    return example("space/views")
 
 
 def rows(path: str) -> list[dict[str, str]]:
@@ -67,7 +58,7 @@ def test_an_expert_sees_texts_as_the_model_embeds_them(views: ModuleType, model:
 
 def test_maps_differ_by_the_model_alone(views: ModuleType, trained_folder: Path) -> None:
     """Experts that are copies and have one instruction give one map, whatever PCA does with its signs."""
-    model = SentenceTransformer(str(trained_folder), trust_remote_code=True)
+    model = trusted(trained_folder)
     config = model[0].config
     config.tasks = dict.fromkeys(config.tasks, "classification")
     config.instructions = {}
@@ -96,25 +87,20 @@ def test_search(views: ModuleType, model: SentenceTransformer) -> None:
     [
         ({"task": "sts"}, ("sts", "classification", "whales", 1)),
         ({"prompt_name": "clustering"}, ("clustering", "clustering", "clustering: whales", 2)),
-        (
-            {"task": "query", "prompt_name": "query"},
-            ("query", "search_query", "search_query: whales", 3),
-        ),
+        ({"task": "query", "prompt_name": "query"}, ("query", "search_query", "search_query: whales", 3)),
         ({"default_task": "clustering"}, ("clustering", "clustering", "whales", 5)),
+        ({"text": INSTRUCTED, "default_task": "sts"}, ("clustering", "clustering", INSTRUCTED, 4)),
+        (
+            {"text": INSTRUCTED, "default_task": "sts", "route_by_text": False},
+            ("sts", "classification", INSTRUCTED, 5),
+        ),
     ],
 )
 def test_a_text_finds_its_expert(
-    views: ModuleType, model: SentenceTransformer, arguments: dict[str, str], expected: tuple[Any, ...]
+    views: ModuleType, model: SentenceTransformer, arguments: dict[str, Any], expected: tuple[Any, ...]
 ) -> None:
-    assert views.way(model, "whales", **arguments) == expected
+    assert views.way(model, **{"text": "whales", **arguments}) == expected
     assert model[0].config.default_task is None  # what a visitor chooses is not the model's
-
-
-def test_the_instruction_of_a_text_comes_before_the_default(views: ModuleType, model: SentenceTransformer) -> None:
-    text = "clustering: whales"
-    assert views.way(model, text, default_task="sts") == ("clustering", "clustering", text, 4)
-    by_default = views.way(model, text, default_task="sts", route_by_text=False)
-    assert by_default == ("sts", "classification", text, 5)
 
 
 def test_errors_are_the_models_own(views: ModuleType, model: SentenceTransformer, dense: Path) -> None:
@@ -133,10 +119,10 @@ def test_errors_are_the_models_own(views: ModuleType, model: SentenceTransformer
 def test_the_page_says_which_model_it_shows(
     views: ModuleType, model: SentenceTransformer, trained_folder: Path, fresh_folder: Path
 ) -> None:
-    fresh = SentenceTransformer(str(fresh_folder), trust_remote_code=True)
+    fresh = trusted(fresh_folder)
     assert "**small-mote** is **not trained**" in views.about(fresh, str(fresh_folder))
     assert "Its card says" in views.about(model, str(trained_folder))
-    said = views.about(SentenceTransformer(str(SMALL_MOTE), trust_remote_code=True), str(SMALL_MOTE))
+    said = views.about(trusted(SMALL_MOTE), str(SMALL_MOTE))
     assert "**small-encoder**, upcycled to 3 experts and trained for 558 steps on 69,468 rows" in said
     assert said.endswith("by the recipe `small-mote`. It was not trained on the texts here.")
 
@@ -262,14 +248,6 @@ class Page:
     def picture(self, selector: str) -> bytes:
         return self.all(selector)[0].screenshot_as_png
 
-    def save(self, file: str) -> None:
-        """Keep the page down to the table, in few colours."""
-        from PIL import Image
-
-        height = int(self.all("#spread")[0].rect["y"] + self.all("#spread")[0].rect["height"] + 16)
-        picture = Image.open(BytesIO(self.driver.get_screenshot_as_png())).convert("RGB")
-        picture.crop((0, 0, 1280, height)).quantize(256, Image.Quantize.MAXCOVERAGE).save(file, optimize=True)
-
     def unnamed(self) -> list[str]:
         """Controls that a screen reader has no name for."""
         controls = self.all("input, textarea, select, button:not([tabindex='-1'])")
@@ -278,15 +256,13 @@ class Page:
 
 @pytest.mark.slow
 def test_a_visit(url: str, browser: Any) -> None:
-    """Each tab does what it promises. SCREENSHOT=FILE.png keeps a picture of the first."""
+    """Each tab does what it promises."""
     page = Page(browser, url)
     page.wait(lambda: page.text("#spread strong").startswith("classification"))
     assert re.search(r"small-encoder, upcycled to 3 experts and trained for \d+ steps", page.text("body"))
     assert page.unnamed() == []
     page.wait(lambda: page.all("#heat-map img"))
     before = page.picture("#map"), page.picture("#heat-map")
-    if "SCREENSHOT" in os.environ:
-        page.save(os.environ["SCREENSHOT"])
     page.click("label", "clustering")
     page.wait(lambda: page.text("#spread strong").startswith("clustering"))
     page.wait(lambda: page.picture("#map") != before[0] and page.picture("#heat-map") != before[1])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from helpers.families import VOCAB_SIZE, dense_model
 from safetensors.torch import load_file, save_file
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Normalize, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import (
@@ -153,6 +153,11 @@ def read_json(path: Path) -> Any:
 def trusted(folder: Path, **settings: Any) -> SentenceTransformer:
     """Load with remote code."""
     return SentenceTransformer(str(folder), trust_remote_code=True, **settings)
+
+
+def trusted_sparse(folder: Path, **settings: Any) -> SparseEncoder:
+    """Load a sparse or hybrid encoder with remote code."""
+    return SparseEncoder(str(folder), trust_remote_code=True, **settings)
 
 
 def edit_json(path: Path, **changes: Any) -> None:

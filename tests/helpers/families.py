@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModel, PreTrainedModel
@@ -122,6 +123,12 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     """The largest absolute difference of two tensors of one shape."""
     assert one.shape == other.shape
     return (one - other).abs().max().item()
+
+
+def assert_near(found: Any, expected: Any, tolerance: float = 1e-6) -> None:
+    """Assert that embeddings are equal, up to a tolerance."""
+    assert np.shape(found) == np.shape(expected)
+    assert np.abs(np.asarray(found) - np.asarray(expected)).max() <= tolerance
 
 
 def in_threads(count: int, serve: Callable[[int], None]) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from helpers.checkpoints import trusted_sparse
+from helpers.families import make_different
 from sentence_transformers import (
     SentenceTransformer,
     SentenceTransformerTrainer,
@@ -67,3 +69,11 @@ def assert_cached_equals_plain(*arguments: Any, **settings: Any) -> None:
     for key, gradient in plain.items():
         assert (gradient is None) == (cached[key] is None), key
         assert gradient is None or (gradient - cached[key]).abs().max() <= 1e-5, key
+
+
+def with_different_experts(folder: Path, out: Path) -> Path:
+    """Make the experts of a sparse or hybrid encoder differ, and save it."""
+    model = trusted_sparse(folder)
+    make_different(model[0].model)
+    model.save(str(out))
+    return out

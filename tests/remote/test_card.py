@@ -3,17 +3,19 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from helpers.checkpoints import read_json, trusted
 from helpers.families import make_different
+from helpers.processes import STRANGER, run_python
+from helpers.steps import train
 from hub.hub_server import HubServer
-from hub.stranger import STRANGER
 from huggingface_hub import ModelCard, metadata_load
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import SentenceTransformerModelCardData
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from transformers import AutoModel
 
 from mote import upcycle, write_card
@@ -31,10 +33,6 @@ def source(upcycled: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def load(folder: Path) -> SentenceTransformer:
-    return SentenceTransformer(str(folder), trust_remote_code=True, device="cpu")
-
-
 def snippet_of(card: str, name: Path) -> dict:
     """Run the card's first snippet, with the model's folder in place of Sentence-Transformers' placeholder."""
     code = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)[0]
@@ -49,22 +47,16 @@ def snippet_of(card: str, name: Path) -> dict:
 def test_the_card_of_sentence_transformers_trainer(
     roles: bool, source: Path, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from datasets import Dataset
-    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-
     if not roles:  # no prompts for queries and documents: the snippet is another one
         source = upcycle(str(dense), tmp_path / "named", experts=["find", "sort"], instructions={"find": "find | : "})
         (source / "README.md").write_text(f"---\n{HEAD}---\n")
     one, other = ("search_query: ", "search_document: ") if roles else ("find | : ", "find | : ")
-    model = load(source)
-    arguments = SentenceTransformerTrainingArguments(
-        str(tmp_path / "run"), max_steps=1, learning_rate=1e-2, report_to=[], prompts={"a": one, "b": other}
-    )
-    data = Dataset.from_dict({"a": ["whales", "bread", "ships", "tea"], "b": ["breathe", "rises", "sail", "boils"]})
-    trainer = SentenceTransformerTrainer(model, arguments, data, loss=MultipleNegativesRankingLoss(model))
-    trainer.train()
-    trainer.save_model(str(tmp_path / "final"))
+    model = trusted(source)
+    prompts = {"anchor": one, "positive": other}
+    arguments: dict[str, Any] = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "prompts": prompts}
+    texts = ["whales", "bread", "ships", "tea"]
+    train(model, MultipleNegativesRankingLoss(model), tmp_path / "run", texts, **arguments)
+    model.save_pretrained(str(tmp_path / "final"))
     for folder in (tmp_path / "final", tmp_path / "run" / "checkpoint-1"):
         card = (folder / "README.md").read_text()
         data_of_card = metadata_load(folder / "README.md")
@@ -82,7 +74,7 @@ def test_the_card_of_sentence_transformers_trainer(
 
 
 def test_a_loop_of_ones_own(source: Path, tmp_path: Path) -> None:
-    model = load(source)
+    model = trusted(source)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     features = model.preprocess(["a whale"], prompt="clustering: ")
     model(features)["sentence_embedding"].pow(2).sum().backward()
@@ -96,14 +88,10 @@ def test_a_loop_of_ones_own(source: Path, tmp_path: Path) -> None:
         note = re.compile(r"> \*\*Not trained yet.*?\n\n", re.DOTALL)
         assert card == note.sub("", before) != before  # nothing else is lost
         assert read_steps(tmp_path / name) == read_steps(source)
-        model = load(tmp_path / name)
-    write_card(tmp_path / "once")
-    assert "Not trained yet" not in (tmp_path / "once" / "README.md").read_text()
-
-
-def test_the_note_comes_back_where_it_is_true(source: Path, tmp_path: Path) -> None:
-    load(source).save_pretrained(str(tmp_path / "same"))
-    assert "Not trained yet" in write_card(tmp_path / "same")
+        model = trusted(tmp_path / name)
+    assert "Not trained yet" not in write_card(tmp_path / "once")
+    trusted(source).save_pretrained(str(tmp_path / "same"))
+    assert "Not trained yet" in write_card(tmp_path / "same")  # where it is true
 
 
 def test_the_record_of_an_auto_model(source: Path, tmp_path: Path) -> None:
@@ -127,23 +115,21 @@ def test_without_a_record(kind: str, source: Path, tmp_path: Path) -> None:
 
 
 def test_a_card_of_ones_own_class_is_left_alone(source: Path) -> None:
-    from sentence_transformers import SentenceTransformerModelCardData
-
     class Mine(SentenceTransformerModelCardData):
         pass
 
     mine = Mine(license="mit")
-    model = SentenceTransformer(str(source), trust_remote_code=True, device="cpu", model_card_data=mine)
+    model = trusted(source, model_card_data=mine)
     assert type(model.model_card_data) is Mine
     assert model.model_card_data.license == "mit"
     assert "mote" in model.model_card_data.tags
-    assert type(load(source).model_card_data).__name__ == "MoTECardData"
+    assert type(trusted(source).model_card_data).__name__ == "MoTECardData"
 
 
 @pytest.mark.parametrize("card", [None, "", "no head", "---\n- a list\n---\n", "---\nlicense: [mit\n---\n"])
 def test_a_card_that_cannot_be_read(card: str | None, source: Path, tmp_path: Path) -> None:
     (source / "README.md").unlink() if card is None else (source / "README.md").write_text(card)
-    model = load(source)
+    model = trusted(source)
     assert model.model_card_data.base_model is None
     model.save_pretrained(str(tmp_path / "saved"))
     assert (tmp_path / "saved" / "README.md").exists()
@@ -175,21 +161,13 @@ assert main(["card", "user/auto", "--push", "--repo-id", "user/none"]) == 1
 def test_pushes_by_the_libraries_alone(source: Path, tmp_path: Path) -> None:
     with HubServer() as server:
         server.add_repo("you/tiny-mote", source)
+        environment = server.environment(tmp_path / "home", token="hf_write")
         outputs = []
         for code in (PUSH, CARD):
-            done = subprocess.run(
-                [sys.executable, "-c", code],
-                env=server.environment(tmp_path / "home", token="hf_write"),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            assert done.returncode == 0, done.stderr
+            stderr = run_python(code, cwd=tmp_path, environment=environment).stderr
             outputs.append({name: server.files(f"user/{name}") for name in ("st", "auto")})
-            stderr = done.stderr
     pushed, after = outputs
-    record = json.loads((source / "mote.json").read_text())
+    record = read_json(source / "mote.json")
     for name in ("st", "auto"):
         assert json.loads(pushed[name]["mote.json"]) == record
         assert {"mote", "custom_code"} <= set(ModelCard(pushed[name]["README.md"].decode()).data.tags)

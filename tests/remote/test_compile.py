@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,14 @@ def check(compiled: torch.nn.Module, model: torch.nn.Module, rows: int, length: 
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+def compiled_model(name: str, **settings: Any) -> tuple[Any, Any, CompileCounter]:
+    """A model, the same compiled, and the count of its graphs."""
+    settings = {"experts": TASKS, **settings}
+    model, compiled, counter = trained_mote(name, **settings), trained_mote(name, **settings), CompileCounter()
+    compiled.compile(backend=counter)
+    return model, compiled, counter
+
+
 def tasks_of(rows: int, length: int) -> list[str]:
     """Another mixture for each batch, with two rows of each task or more where there are enough."""
     return [TASKS[(row // 2 + length) % 4] for row in range(rows)]
@@ -42,8 +51,7 @@ def tasks_of(rows: int, length: int) -> list[str]:
 
 @pytest.mark.parametrize("name", [family(name, default=name == "bert") for name in FAMILIES_HERE])
 def test_all_experts_of_all_layers_share_one_graph(name: str) -> None:
-    model, compiled, counter = trained_mote(name, experts=TASKS), trained_mote(name, experts=TASKS), CompileCounter()
-    compiled.compile(backend=counter)
+    model, compiled, counter = compiled_model(name)
     for task in TASKS:
         for rows in ROWS[1:]:
             for length in LENGTHS[::3]:
@@ -60,12 +68,7 @@ def test_all_experts_of_all_layers_share_one_graph(name: str) -> None:
 
 
 def test_mixed_batches_need_no_graphs_of_their_own() -> None:
-    model, compiled, counter = (
-        trained_mote("bert", experts=TASKS),
-        trained_mote("bert", experts=TASKS),
-        CompileCounter(),
-    )
-    compiled.compile(backend=counter)
+    model, compiled, counter = compiled_model("bert")
     for rows, length in MIXED:
         check(compiled, model, rows, length, tasks_of(rows, length))
     assert 1 <= counter.frame_count <= 4  # groups of one row or of more, with padding or without
@@ -73,12 +76,7 @@ def test_mixed_batches_need_no_graphs_of_their_own() -> None:
 
 def test_any_number_of_experts_share_one_graph() -> None:
     tasks = [f"task{number}" for number in range(20)]
-    model, compiled, counter = (
-        trained_mote("bert", experts=tasks),
-        trained_mote("bert", experts=tasks),
-        CompileCounter(),
-    )
-    compiled.compile(backend=counter)
+    model, compiled, counter = compiled_model("bert", experts=tasks)
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
         for task in tasks:
             check(compiled, model, 3, 9, task)
@@ -86,9 +84,7 @@ def test_any_number_of_experts_share_one_graph() -> None:
 
 
 def test_layers_that_stay_dense_are_compiled_too() -> None:
-    settings = {"experts": TASKS, "mote_layers": [1]}
-    model, compiled, counter = trained_mote("bert", **settings), trained_mote("bert", **settings), CompileCounter()
-    compiled.compile(backend=counter)
+    model, compiled, counter = compiled_model("bert", mote_layers=[1])
     for task in TASKS:
         for length in LENGTHS:
             check(compiled, model, 3, length, task)

@@ -1,6 +1,7 @@
 """What a config takes, what it refuses, and how it decides which task a text is for."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,8 @@ def test_the_defaults_are_the_paper_s() -> None:
 
 def test_tasks_that_the_paper_does_not_train_on_come_with_their_expert() -> None:
     assert two().tasks == {"a": "a", "b": "b"}
-    assert config(experts=["clustering", "search_query"]).tasks == {
-        "clustering": "clustering",
-        "search_query": "search_query",
-        "query": "search_query",
-    }
+    names = ("clustering", "search_query")
+    assert config(experts=list(names)).tasks == {**dict(zip(names, names, strict=True)), "query": "search_query"}
     assert config(tasks={"query": "clustering"}).expert_of("query") == "clustering"
 
 
@@ -184,6 +182,7 @@ def test_a_config_survives_json(tmp_path: Path) -> None:
         "loaded_experts": ["ant", "zebra"],
     }
     mote = config(**settings)
+    assert mote.to_dict() == MoTEConfig.from_dict(mote.to_dict()).to_dict()
     mote.save_pretrained(tmp_path)
     sorted_keys = json.loads((tmp_path / "config.json").read_text())
     assert list(sorted_keys["tasks"]) == sorted(mote.tasks)  # what the order in memory must outlive
@@ -210,11 +209,6 @@ def test_task_ids_of_tasks_that_are_added_in_memory(tmp_path: Path) -> None:
     assert list(mote.tasks) == list(MoTEConfig.from_pretrained(tmp_path).tasks) == ["a", "b", "crawl", "sleep", "walk"]
 
 
-def test_tasks_given_after_a_round_trip_are_the_same_config() -> None:
-    mote = config(default_task="sts")
-    assert mote.to_dict() == MoTEConfig.from_dict(mote.to_dict()).to_dict()
-
-
 def test_a_selection_of_experts_is_loaded(tmp_path: Path) -> None:
     config().save_pretrained(tmp_path)
     one = MoTEConfig.from_pretrained(tmp_path, experts=["clustering"])
@@ -235,19 +229,6 @@ def test_a_selection_of_a_selection() -> None:
         MoTEConfig.from_dict(settings, experts=["classification"])
 
 
-@pytest.mark.parametrize(
-    ("experts", "message"),
-    [
-        (["clusterin"], r"Expert 'clusterin' is not in this checkpoint. Did you mean 'clustering'\? Available: 'class"),
-        (["clustering", "nope"], "Expert 'nope' is not in this checkpoint"),
-        ([], r"loaded_experts \[\] must be some of the experts"),
-    ],
-)
-def test_an_invalid_selection(experts: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MoTEConfig.from_dict(config().to_dict(), experts=experts)
-
-
 def test_tasks_given_while_loading_are_completed() -> None:
     given = {"tasks": {"legal": "classification"}, "instructions": {"legal": "Law: "}}
     loaded = MoTEConfig.from_dict(config().to_dict(), **given)
@@ -258,10 +239,9 @@ def test_tasks_given_while_loading_are_completed() -> None:
 
 def test_misspelled_settings_of_other_kinds_of_models() -> None:
     for name in ("router_aux_loss_coeff", "default_tasks"):
-        with pytest.raises(ValueError, match=rf"Unknown setting '{name}'\. Did you mean '{name[:-1]}'"):
-            TokenRoutedConfig(**{name: 0.5})
-        with pytest.raises(ValueError, match=rf"Unknown setting '{name}'\. Did you mean '{name[:-1]}'"):
-            TokenRoutedConfig.from_dict(TokenRoutedConfig().to_dict(), **{name: 0.5})
+        for make in (TokenRoutedConfig, partial(TokenRoutedConfig.from_dict, TokenRoutedConfig().to_dict())):
+            with pytest.raises(ValueError, match=rf"Unknown setting '{name}'\. Did you mean '{name[:-1]}'"):
+                make(**{name: 0.5})
 
 
 @pytest.mark.parametrize(
@@ -271,6 +251,12 @@ def test_misspelled_settings_of_other_kinds_of_models() -> None:
         ({"route_by_text": "no"}, "route_by_text must be True or False, got 'no'"),
         ({"route_by_tex": False}, r"Unknown setting 'route_by_tex'\. Did you mean 'route_by_text'"),
         ({"experts": ["clustering"], "defaulttask": "clustering"}, r"Did you mean 'default_task'"),
+        (
+            {"experts": ["clusterin"]},
+            r"Expert 'clusterin' is not in this checkpoint. Did you mean 'clustering'\? Available: 'class",
+        ),
+        ({"experts": ["clustering", "nope"]}, "Expert 'nope' is not in this checkpoint"),
+        ({"experts": []}, r"loaded_experts \[\] must be some of the experts"),
     ],
 )
 def test_an_invalid_setting_while_loading(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -304,7 +290,7 @@ def test_a_task_whose_expert_is_not_loaded() -> None:
 
 # Which task a text is for --------------------------------------------------------------------------------------------
 
-RULES = {
+RULES: dict[str, Any] = {
     "tasks": {"topics": "clustering", "mail": "clustering"},
     "instructions": {
         "classification": "classify: ",
@@ -314,6 +300,9 @@ RULES = {
         "topics": "cluster: by topic: ",
     },
 }
+WITH_DEFAULT = {**RULES, "default_task": "sts"}
+CLOSED = {**WITH_DEFAULT, "route_by_text": False}
+ROLES = {"experts": ["a", "b"], "instructions": {"a": "A: "}}
 
 OWN_PREFIXES = ["cluster: x", "search_query: x", "cluster: by topic: x"]
 OF_OWN_PREFIXES = ["clustering", "search_query", "topics"]
@@ -355,45 +344,79 @@ def test_the_first_rule_that_applies(
 
 
 @pytest.mark.parametrize(
-    ("texts", "decided"),
+    ("settings", "inputs", "task", "prompt", "decided"),
     [
-        (["x"], "sts"),
-        (["x", "cluster: x"], ["sts", "clustering"]),
-        ([" cluster: x", "Cluster: x", "clusters", ""], "sts"),
+        # The default task comes last.
+        (WITH_DEFAULT, ["x"], None, None, "sts"),
+        (WITH_DEFAULT, ["x", "cluster: x"], None, None, ["sts", "clustering"]),
+        (WITH_DEFAULT, [" cluster: x", "Cluster: x", "clusters", ""], None, None, "sts"),
+        # Texts in dicts and pairs.
+        (WITH_DEFAULT, [{"text": "cluster: x"}], None, None, "clustering"),
+        (WITH_DEFAULT, [{"text": "x", "image": object()}], None, None, "sts"),
+        (WITH_DEFAULT, [("cluster: x", "classify: y"), ["x", "y"]], None, None, ["clustering", "sts"]),
+        (WITH_DEFAULT, [[{"text": "cluster: x"}, "y"]], None, None, "clustering"),
+        (WITH_DEFAULT, [{"text": "by topic: x"}], None, "cluster: ", "clustering"),
+        (WITH_DEFAULT, [{"image": object()}], None, "cluster: ", "clustering"),  # the prompt decides alone
+        (RULES, [None], "topics", None, "topics"),
+        # Texts that may not pick their expert.
+        (CLOSED, ["cluster: x"], None, None, "sts"),
+        (CLOSED, ["by topic: x"], None, "cluster: ", "clustering"),
+        (CLOSED, ["topic: x"], None, "cluster: by ", "clustering"),  # the prompt alone; else it would be `topics`
+        (CLOSED, ["x"], None, "cluster: by topic: about ", "topics"),
+        (CLOSED, ["classify: x"], "query", None, "query"),
+        (CLOSED, ["classify: x"], "clustering", None, "clustering"),
+        # Role hints of a model that has no such task.
+        (ROLES, ["A: x"], "query", None, "a"),
+        ({"experts": ["a", "b"], "default_task": "b"}, ["x"], "document", None, "b"),
     ],
 )
-def test_the_default_task_comes_last(texts: list[Any], decided: str | list[str]) -> None:
-    assert config(**RULES, default_task="sts").task_of(texts) == decided
+def test_defaults_and_other_inputs(
+    settings: dict[str, Any], inputs: list[Any], task: str | None, prompt: str | None, decided: str | list[str]
+) -> None:
+    for one in (config(**settings), MoTEConfig.from_dict(config(**settings).to_dict())):
+        assert one.task_of(inputs, task, prompt) == decided
+
+
+AVAILABLE = r"(?s)No task for the text '.*y': it begins with no known instruction.*'classification', .*, 'topics'"
+NO_TEXT = r"No task for the input .*it has no text\. Pass `task=`"
+FOR_EACH = "must be one name for all texts"
+NOT_LOADED = "needs the expert 'clustering', which was not loaded"
 
 
 @pytest.mark.parametrize(
-    ("inputs", "prompt", "decided"),
+    ("settings", "inputs", "task", "prompt", "message"),
     [
-        ([{"text": "cluster: x"}], None, "clustering"),
-        ([{"text": "x", "image": object()}], None, "sts"),
-        ([("cluster: x", "classify: y"), ["x", "y"]], None, ["clustering", "sts"]),
-        ([[{"text": "cluster: x"}, "y"]], None, "clustering"),
-        ([{"text": "by topic: x"}], "cluster: ", "clustering"),
-        ([{"image": object()}], "cluster: ", "clustering"),  # the prompt decides alone
+        # There is no silent default.
+        (RULES, ["cluster: x", "y"], None, None, AVAILABLE),
+        (RULES, ["cluster: x", "y"], None, "", AVAILABLE),
+        (RULES, ["y"], None, "Find: ", AVAILABLE),
+        (ROLES, ["x"], "query", None, "No task for the text 'x'"),
+        ({"experts": ["a", "b"], "instructions": {"a": "", "b": ""}}, ["x"], None, "", "No task"),
+        ({"loaded_experts": ["search_query"]}, ["x"], None, None, "`mote set DIR default_task=search_query`"),
+        # An input without a text has no default task.
+        *[
+            (WITH_DEFAULT, ["x", value], None, prompt, NO_TEXT)
+            for value in ({"image": "x"}, {"text": None}, None, 3, [], [3, "x"], b"cluster: x")
+            for prompt in (None, "cluster: about: ")
+        ],
+        # An explicit task is not passed over.
+        (WITH_DEFAULT, ["cluster: x"], "clusterin", "cluster: ", "Unknown task 'clusterin'. Did you mean 'clustering'"),
+        ({**RULES, "loaded_experts": ["classification"]}, ["x"], "topics", None, NOT_LOADED),
+        (RULES, ["x", "y"], ["clustering", "sts"], None, FOR_EACH),
+        (RULES, ["x", "y"], 3, None, FOR_EACH),
+        (RULES, ["x", "y"], ("clustering",), None, FOR_EACH),
     ],
 )
-def test_texts_in_dicts_and_pairs(inputs: list[Any], prompt: str | None, decided: str | list[str]) -> None:
-    assert config(**RULES, default_task="sts").task_of(inputs, prompt=prompt) == decided
+def test_no_decision(settings: dict[str, Any], inputs: list[Any], task: Any, prompt: str | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        config(**settings).task_of(inputs, task, prompt)
+    assert len(str(error.value)) < 800
 
 
-@pytest.mark.parametrize("value", [{"image": "x"}, {"text": None}, None, 3, [], [3, "x"], b"cluster: x"])
-def test_an_input_without_a_text_has_no_default_task(value: Any) -> None:
-    for prompt in (None, "cluster: about: "):
-        with pytest.raises(ValueError, match=r"No task for the input .*it has no text\. Pass `task=`"):
-            config(**RULES, default_task="sts").task_of(["x", value], prompt=prompt)
-    assert config(**RULES).task_of([value], "topics") == "topics"
-
-
-@pytest.mark.parametrize("prompt", [None, "", "Find: "])
-def test_there_is_no_silent_default(prompt: str | None) -> None:
-    message = "(?s)No task for the text '.*y': it begins with no known instruction.*'classification', .*, 'topics'"
-    with pytest.raises(ValueError, match=message):
-        config(**RULES).task_of(["cluster: x", "y"] if not prompt else ["y"], prompt=prompt)
+def test_long_texts_do_not_flood_the_error() -> None:
+    with pytest.raises(ValueError, match="No task") as raised:
+        config().task_of(["x" * 100_000])
+    assert len(str(raised.value)) < 800
 
 
 NEARLY = [
@@ -428,57 +451,3 @@ def test_a_text_that_is_not_nearly_an_instruction(text: str) -> None:
     with pytest.raises(ValueError, match="No task for the text") as error:
         config(**RULES).task_of([text])
     assert "Did you mean" not in str(error.value)
-
-
-def test_the_remedies_name_an_expert_that_is_loaded() -> None:
-    with pytest.raises(ValueError, match="`mote set DIR default_task=search_query`"):
-        config(loaded_experts=["search_query"]).task_of(["x"])
-
-
-@pytest.mark.parametrize(
-    ("text", "task", "prompt", "decided"),
-    [
-        ("cluster: x", None, None, "sts"),
-        ("by topic: x", None, "cluster: ", "clustering"),
-        ("topic: x", None, "cluster: by ", "clustering"),  # the prompt alone; with the text it would be `topics`
-        ("x", None, "cluster: by topic: about ", "topics"),
-        ("classify: x", "query", None, "query"),
-        ("classify: x", "clustering", None, "clustering"),
-    ],
-)
-def test_texts_that_may_not_pick_their_expert(text: str, task: Any, prompt: str | None, decided: str) -> None:
-    closed = config(**RULES, default_task="sts", route_by_text=False)
-    assert closed.task_of([text], task, prompt) == decided
-    assert MoTEConfig.from_dict(closed.to_dict()).route_by_text is False
-
-
-def test_an_unknown_explicit_task_is_not_passed_over() -> None:
-    with pytest.raises(ValueError, match=r"Unknown task 'clusterin'. Did you mean 'clustering'"):
-        config(**RULES, default_task="sts").task_of(["cluster: x"], "clusterin", "cluster: ")
-    with pytest.raises(ValueError, match="needs the expert 'clustering', which was not loaded"):
-        config(**RULES, loaded_experts=["classification"]).task_of(["x"], "topics")
-
-
-@pytest.mark.parametrize("task", [["clustering", "sts"], 3, ("clustering",)])
-def test_a_task_for_each_text_is_refused(task: Any) -> None:
-    with pytest.raises(ValueError, match="must be one name for all texts"):
-        config(**RULES).task_of(["x", "y"], task)
-
-
-def test_role_hints_of_a_model_that_has_no_such_task() -> None:
-    mote = two(instructions={"a": "A: "})
-    assert mote.task_of(["A: x"], "query") == "a"
-    assert two(default_task="b").task_of(["x"], "document") == "b"
-    with pytest.raises(ValueError, match="No task for the text 'x'"):
-        mote.task_of(["x"], "query")
-
-
-def test_an_empty_instruction_decides_nothing() -> None:
-    with pytest.raises(ValueError, match="No task"):
-        two(instructions={"a": "", "b": ""}).task_of(["x"], prompt="")
-
-
-def test_long_texts_do_not_flood_the_error() -> None:
-    with pytest.raises(ValueError, match="No task") as raised:
-        config().task_of(["x" * 100_000])
-    assert len(str(raised.value)) < 800

@@ -2,34 +2,27 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.checkpoints import TASK_MOTE, code_in
 from helpers.families import batch, difference, fresh_mote, trained_mote
-from helpers.paths import ROOT
-from helpers.token_routing import trained, trained_hierarchical
+from helpers.kinds import HIERARCHICAL, TOKEN_ROUTED
+from helpers.processes import run_as_stranger
 from transformers import AutoModel, PreTrainedModel
 
 from mote.remote.attention_pooling_mote import AttentionPoolingConfig, AttentionPoolingModel
 from mote.remote.compression_mote import CompressedConfig, CompressedModel
 from mote.remote.configuration_mote import INSTALL
 
-TASK_MOTE = {
-    "architectures_mote.py",
-    "configuration_mote.py",
-    "mixed_batch_mote.py",
-    "modeling_mote.py",
-    "sentence_transformer_mote.py",
-}
 WITHOUT_SENTENCE_TRANSFORMERS = TASK_MOTE - {"sentence_transformer_mote.py"}
 
 
 def compressed() -> CompressedModel:
-    dense_settings = fresh_mote("bert").config.to_dict()
+    settings = {**fresh_mote("bert").config.to_dict(), "expert_bits": 8}
     torch.manual_seed(0)
-    return CompressedModel(CompressedConfig(**{**dense_settings, "expert_bits": 8})).eval()
+    return CompressedModel(CompressedConfig(**settings)).eval()
 
 
 def pooled() -> AttentionPoolingModel:
@@ -40,18 +33,17 @@ def pooled() -> AttentionPoolingModel:
 
 MODELS = {
     "mote": (lambda: trained_mote("bert"), WITHOUT_SENTENCE_TRANSFORMERS),
-    "mote_token_routed": (lambda: trained("bert"), WITHOUT_SENTENCE_TRANSFORMERS | {"token_routing_mote.py"}),
+    "mote_token_routed": (
+        lambda: TOKEN_ROUTED.trained("bert"),
+        WITHOUT_SENTENCE_TRANSFORMERS | {"token_routing_mote.py"},
+    ),
     "mote_compressed": (compressed, WITHOUT_SENTENCE_TRANSFORMERS | {"compression_mote.py"}),
     "mote_attention_pooling": (pooled, WITHOUT_SENTENCE_TRANSFORMERS | {"attention_pooling_mote.py"}),
     "mote_hierarchical": (
-        trained_hierarchical,
+        lambda: HIERARCHICAL.trained("bert"),
         WITHOUT_SENTENCE_TRANSFORMERS | {"hierarchical_mote.py", "token_routing_mote.py"},
     ),
 }
-
-
-def code_in(folder: Path) -> set[str]:
-    return {path.name for path in folder.glob("*.py")}
 
 
 def test_a_task_model_carries_five_files_that_are_read_in_ten_minutes(trained_folder: Path) -> None:
@@ -80,28 +72,15 @@ def test_each_kind_of_model_carries_its_own_files(model_type: str, tmp_path: Pat
         assert difference(out, expected) == 0.0
 
 
-def load(folder: Path, setup: str) -> subprocess.CompletedProcess[str]:
-    """Load a model where this project is not installed."""
-    script = (
-        f"import sys\nsys.path[:] = [p for p in sys.path if p not in ('', {str(ROOT)!r})]\n"
-        f"import transformers\n{setup}\n"
-        f"transformers.AutoModel.from_pretrained({str(folder)!r}, trust_remote_code=True)"
-    )
-    return subprocess.run(
-        [sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-def last_line(folder: Path, setup: str) -> str:
-    """The last lines that someone whose model does not load reads."""
-    run = load(folder, setup)
-    assert run.returncode == 1, run.stderr
-    return run.stderr.strip().splitlines()[-1]
+def last_lines(folder: Path, setup: str, status: int = 1) -> list[str]:
+    """What someone reads last who loads a model where this project is not installed."""
+    load = "transformers.AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)"
+    script = f"import transformers\n{setup}\n{load}"
+    return run_as_stranger(script, folder, cwd=folder.parent, status=status).stderr.strip().splitlines()
 
 
 def test_auto_model_needs_no_sentence_transformers(trained_folder: Path) -> None:
-    run = load(trained_folder, "sys.modules['sentence_transformers'] = None")
-    assert run.returncode == 0, run.stderr
+    last_lines(trained_folder, "sys.modules['sentence_transformers'] = None", status=0)
 
 
 OLD_VERSION = """
@@ -112,8 +91,8 @@ importlib.metadata.version = lambda name: "5.1.0" if name == {library!r} else ve
 
 
 def test_an_old_transformers_is_named(tmp_path: Path) -> None:
-    trained_mote("bert").save_pretrained(tmp_path)
-    assert last_line(tmp_path, OLD_VERSION.format(library="transformers")) == INSTALL
+    trained_mote("bert").save_pretrained(tmp_path / "model")
+    assert last_lines(tmp_path / "model", OLD_VERSION.format(library="transformers"))[-1] == INSTALL
 
 
 @pytest.mark.parametrize("library", ["transformers", "sentence-transformers"])
@@ -122,10 +101,10 @@ def test_versions_that_sentence_transformers_needs(library: str, trained_folder:
         "import sentence_transformers\nsys.modules['sentence_transformers.base.modules'] = None\n"
         f"sentence_transformers.SentenceTransformer({str(trained_folder)!r}, trust_remote_code=True)"
     )
-    run = load(trained_folder, setup)
+    lines = last_lines(trained_folder, setup)
     least = {"transformers": "5.17", "sentence-transformers": "6.0"}[library]
     wanted = f"ImportError: {library}>={least} is required for a normal functioning of this module, but found "
-    assert run.stderr.strip().splitlines()[-2:] == [f"{wanted}{library}==5.1.0.", INSTALL]
+    assert lines[-2:] == [f"{wanted}{library}==5.1.0.", INSTALL]
 
 
 @pytest.mark.slow
@@ -152,6 +131,6 @@ def test_old_versions_themselves(call: str, trained_folder: Path, tmp_path: Path
     ],
 )
 def test_the_real_error_is_the_last_one(model_type: str, module: str, name: str, tmp_path: Path) -> None:
-    MODELS[model_type][0]().save_pretrained(tmp_path)
-    missing = last_line(tmp_path, f"import {module}\ndel {module}.{name}")
+    MODELS[model_type][0]().save_pretrained(tmp_path / "model")
+    missing = last_lines(tmp_path / "model", f"import {module}\ndel {module}.{name}")[-1]
     assert missing.startswith(f"ImportError: cannot import name '{name}' from '{module}'")

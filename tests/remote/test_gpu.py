@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.families import EAGER_ONLY, EXPERTS, all_families, batch, in_threads, trained_mote
+from helpers.families import EAGER_ONLY, EXPERTS, all_families, assert_threads_agree, batch, trained_mote
 
 from mote.remote.modeling_mote import MoTEModel
 
@@ -55,18 +55,9 @@ def test_threads_on_one_gpu() -> None:
     model = trained_mote("bert").cuda()
     batches = [on_gpu(batch(seed=seed)) for seed in range(8)]
     with torch.no_grad():
-        serial = [[model(**inputs, task=task).pooler_output for task in EXPERTS] for inputs in batches]
-    wrong: list[int] = []
-
-    def serve(thread: int) -> None:
-        with torch.no_grad():
-            for turn in range(50):
-                out = model(**batches[thread], task=EXPERTS[turn % 2]).pooler_output
-                if not torch.equal(out, serial[thread][turn % 2]):
-                    wrong.append(thread)
-
-    in_threads(8, serve)
-    assert wrong == []
+        assert_threads_agree(
+            lambda thread, turn: [model(**batches[thread], task=EXPERTS[turn % 2]).pooler_output], turns=50
+        )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash_attn is not installed")

@@ -3,6 +3,7 @@
 import logging
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,68 +11,43 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers.families import difference
+from helpers.checkpoints import trusted
+from helpers.families import assert_near, difference
 from helpers.paths import SMALL_ENCODER
-from sentence_transformers import (
-    MultiVectorEncoder,
-    SentenceTransformer,
-    SparseEncoder,
-    evaluation,
-    util,
-)
+from helpers.steps import train, trained_experts
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder, evaluation, util
 from sentence_transformers.sentence_transformer import losses
-from transformers import AutoTokenizer, pipeline
+from transformers import AutoModel, pipeline
 
 TEXTS = ["whales sing", "the compiler sings", "how deep do whales dive", "parsing a grammar"]
-
-
-def encoder(folder: Path, **settings: Any) -> Any:
-    return SentenceTransformer(str(folder), trust_remote_code=True, **settings)
-
-
-@pytest.fixture(scope="module")
-def model(trained_folder: Path) -> Any:
-    return encoder(trained_folder)
 
 
 # Without a task --------------------------------------------------------------------------------------------------
 
 
-def similarity(model: Any) -> Any:
-    evaluator = evaluation.EmbeddingSimilarityEvaluator(
-        TEXTS, ["whales", *TEXTS[:3]], [0.1, 0.2, 0.3, 0.4], write_csv=False
-    )
-    return evaluator(model)["spearman_cosine"]
+def hosts() -> dict[str, Any]:
+    others, teacher = TEXTS[::-1], SentenceTransformer(str(SMALL_ENCODER))
+    return {
+        "similarity": evaluation.EmbeddingSimilarityEvaluator(TEXTS, others, [0.1, 0.2, 0.3, 0.4], write_csv=False),
+        "pairs": evaluation.BinaryClassificationEvaluator(TEXTS, others, [0, 1, 1, 0], write_csv=False),
+        "mean squared error": evaluation.MSEEvaluator(TEXTS, TEXTS, teacher_model=teacher, write_csv=False),
+        "translation": evaluation.TranslationEvaluator(TEXTS, others, write_csv=False),
+        "paraphrases": lambda model: util.paraphrase_mining(model, TEXTS),
+    }
 
 
-def pairs(model: Any) -> Any:
-    return evaluation.BinaryClassificationEvaluator(TEXTS, TEXTS[::-1], [0, 1, 1, 0], write_csv=False)(model)
-
-
-def mean_squared_error(model: Any) -> Any:
-    teacher = SentenceTransformer(str(SMALL_ENCODER))
-    return evaluation.MSEEvaluator(TEXTS, TEXTS, teacher_model=teacher, write_csv=False)(model)
-
-
-def translation(model: Any) -> Any:
-    return evaluation.TranslationEvaluator(TEXTS, TEXTS[::-1], write_csv=False)(model)
-
-
-def paraphrases(model: Any) -> Any:
-    return util.paraphrase_mining(model, TEXTS)
-
-
-@pytest.mark.parametrize("host", [similarity, pairs, mean_squared_error, translation, paraphrases])
-def test_what_a_host_without_prompts_is_told_works(trained_folder: Path, model: Any, host: Any) -> None:
+@pytest.mark.parametrize("name", ["similarity", "pairs", "mean squared error", "translation", "paraphrases"])
+def test_what_a_host_without_prompts_is_told_works(trained_folder: Path, model: Any, name: str) -> None:
+    host = hosts()[name]
     with pytest.raises(ValueError, match="No task for the text") as error:
         host(model)
     for remedy in ('default_prompt_name="classification"', 'config_kwargs={"default_task": "classification"}'):
         assert remedy in str(error.value)
-    with_prompt = encoder(trained_folder, default_prompt_name="sts")
-    assert np.abs(with_prompt.encode(TEXTS) - model.encode(TEXTS, prompt_name="sts")).max() <= 1e-6
+    with_prompt = trusted(trained_folder, default_prompt_name="sts")
+    assert_near(with_prompt.encode(TEXTS), model.encode(TEXTS, prompt_name="sts"))
     assert host(with_prompt)
-    with_task = encoder(trained_folder, config_kwargs={"default_task": "sts"})
-    assert np.abs(with_task.encode(TEXTS) - model.encode(TEXTS, task="sts")).max() <= 1e-6
+    with_task = trusted(trained_folder, config_kwargs={"default_task": "sts"})
+    assert_near(with_task.encode(TEXTS), model.encode(TEXTS, task="sts"))
     assert host(with_task)
 
 
@@ -79,6 +55,8 @@ def test_a_pipeline_is_told_what_works(trained_folder: Path, model: Any) -> None
     arguments: Any = {"task": "feature-extraction", "model": str(trained_folder), "trust_remote_code": True}
     with pytest.raises(ValueError, match=r"in a pipeline with model_kwargs=\{'default_task': …\}"):
         pipeline(**arguments)(TEXTS[0])
+    with pytest.raises(ValueError, match=r"load with from_pretrained\(…, default_task=…\)"):
+        AutoModel.from_pretrained(trained_folder, trust_remote_code=True)(torch.tensor([[5]]))
     features = pipeline(**arguments, model_kwargs={"default_task": "clustering"})(TEXTS[0], return_tensors=True)
     tokens = model.encode(TEXTS[0], task="clustering", output_value="token_embeddings")
     assert difference(features[0], tokens.cpu()) <= 1e-5
@@ -114,14 +92,10 @@ def test_an_instruction_twice_is_said_once(model: Any, warned: Any, arguments: d
     assert "the instruction 'search_query: ': the model reads both. Keep the prompt, or" in message
 
 
-def test_encode_query_of_a_text_with_an_instruction(model: Any, warned: Any) -> None:
-    model.encode_query(["search_query: whales"])
-    assert len(warned.messages) == 1
-
-
 def test_a_token_routed_model_reads_both_as_well(token_routed: Path, warned: Any) -> None:
-    encoder(token_routed).encode(["search_query: whales"], prompt="search_query: ")
-    assert "put in front of a text" in warned.messages[0]
+    trusted(token_routed).encode_query(["search_query: whales"])
+    (message,) = warned.messages
+    assert "put in front of a text" in message
 
 
 @pytest.mark.parametrize(
@@ -139,29 +113,34 @@ def test_an_instruction_once_is_right(model: Any, warned: Any, arguments: dict[s
 
 
 def test_a_text_does_not_pick_its_expert_where_that_is_off(trained_folder: Path, model: Any, tmp_path: Path) -> None:
-    closed = encoder(trained_folder, config_kwargs={"route_by_text": False, "default_task": "search_document"})
+    closed = trusted(trained_folder, config_kwargs={"route_by_text": False, "default_task": "search_document"})
     text = "clustering: whales"
     as_document, as_cluster = (model.encode(text, task=task) for task in ("search_document", "clustering"))
     assert np.abs(as_document - as_cluster).max() > 1e-2
-    assert np.abs(closed.encode(text) - as_document).max() <= 1e-6
-    assert np.abs(closed.encode(text, prompt="about: ") - model.encode(f"about: {text}", task="document")).max() <= 1e-6
+    assert_near(closed.encode(text), as_document)
+    assert_near(closed.encode(text, prompt="about: "), model.encode(f"about: {text}", task="document"))
     for arguments in ({"prompt_name": "search_query"}, {"task": "clustering"}, {"prompt": "clustering: about "}):
-        assert np.abs(closed.encode("whales", **arguments) - model.encode("whales", **arguments)).max() <= 1e-6
+        assert_near(closed.encode("whales", **arguments), model.encode("whales", **arguments))
     closed.save(str(tmp_path / "closed"))
-    assert encoder(tmp_path / "closed")[0].config.route_by_text is False
+    assert trusted(tmp_path / "closed")[0].config.route_by_text is False
     with pytest.raises(ValueError, match=r"its own instruction does not count \(route_by_text=False\)"):
-        encoder(trained_folder, config_kwargs={"route_by_text": False}).encode(text)
+        trusted(trained_folder, config_kwargs={"route_by_text": False}).encode(text)
 
 
 # In training -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrapper", [losses.AdaptiveLayerLoss, losses.Matryoshka2dLoss])
-def test_losses_over_layers_are_those_of_the_dense_model(fresh_folder: Path, wrapper: Any) -> None:
+LOSSES_OVER_LAYERS: dict[str, Any] = {
+    "AdaptiveLayerLoss": losses.AdaptiveLayerLoss,
+    "Matryoshka2dLoss": partial(losses.Matryoshka2dLoss, matryoshka_dims=[256, 16]),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES_OVER_LAYERS)
+def test_losses_over_layers_are_those_of_the_dense_model(fresh_folder: Path, name: str) -> None:
     values, gradients = [], []
-    for model in (SentenceTransformer(str(SMALL_ENCODER)), encoder(fresh_folder)):
-        settings = {"matryoshka_dims": [256, 16]} if wrapper is losses.Matryoshka2dLoss else {}
-        loss = wrapper(model.eval(), losses.MultipleNegativesRankingLoss(model), **settings)  # eval: no dropout
+    for model in (SentenceTransformer(str(SMALL_ENCODER)), trusted(fresh_folder)):
+        loss = LOSSES_OVER_LAYERS[name](model.eval(), losses.MultipleNegativesRankingLoss(model))  # eval: no dropout
         random.seed(0)
         columns = [model.preprocess(texts, prompt="clustering: ") for texts in (TEXTS, TEXTS[::-1])]
         value = loss(columns, None)
@@ -174,46 +153,19 @@ def test_losses_over_layers_are_those_of_the_dense_model(fresh_folder: Path, wra
     assert gradients[0].any()
 
 
-@pytest.mark.parametrize("wrapper", [losses.AdaptiveLayerLoss, losses.Matryoshka2dLoss])
-def test_losses_over_layers_train_their_experts(trained_folder: Path, wrapper: Any, tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    model = encoder(trained_folder)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    settings = {"matryoshka_dims": [256, 16]} if wrapper is losses.Matryoshka2dLoss else {}
-    arguments = transformers_arguments(tmp_path, prompts={"anchor": "search_query: ", "positive": "search_document: "})
-    from sentence_transformers import SentenceTransformerTrainer
-
-    rows = datasets.Dataset.from_dict({"anchor": TEXTS, "positive": TEXTS[::-1]})
-    loss = wrapper(model, losses.MultipleNegativesRankingLoss(model), **settings)
-    SentenceTransformerTrainer(model=model, args=arguments, train_dataset=rows, loss=loss).train()
-    moved = {key.split(".experts.")[1].split(".")[0] for key in moves(model, before) if ".experts." in key}
-    assert moved == {"search_query", "search_document"}
-
-
-def transformers_arguments(folder: Path, **settings: Any) -> Any:
-    from sentence_transformers import SentenceTransformerTrainingArguments
-
-    return SentenceTransformerTrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=4, max_steps=2, learning_rate=1e-3, report_to="none",
-        save_strategy="no", disable_tqdm=True, use_cpu=True, seed=0, **settings,
-    )  # fmt: skip
-
-
-def moves(model: Any, before: dict[str, torch.Tensor]) -> list[str]:
-    return [key for key, value in model.state_dict().items() if not torch.equal(value, before[key])]
+@pytest.mark.parametrize("name", LOSSES_OVER_LAYERS)
+def test_losses_over_layers_train_their_experts(trained_folder: Path, name: str, tmp_path: Path) -> None:
+    model = trusted(trained_folder)
+    loss = LOSSES_OVER_LAYERS[name](model, losses.MultipleNegativesRankingLoss(model))
+    prompts = {"anchor": "search_query: ", "positive": "search_document: "}
+    assert trained_experts(train(model, loss, tmp_path, TEXTS, prompts=prompts)) == {"search_query", "search_document"}
 
 
 def test_a_prompt_s_name_in_place_of_its_text(trained_folder: Path, tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    from sentence_transformers import SentenceTransformerTrainer
-
-    model = encoder(trained_folder)
-    rows = datasets.Dataset.from_dict({"anchor": TEXTS, "positive": TEXTS[::-1]})
-    arguments = transformers_arguments(tmp_path, prompts={"anchor": "search_query", "positive": "search_document"})
-    loss = losses.MultipleNegativesRankingLoss(model)
-    trainer = SentenceTransformerTrainer(model=model, args=arguments, train_dataset=rows, loss=loss)
+    model = trusted(trained_folder)
+    prompts = {"anchor": "search_query", "positive": "search_document"}
     with pytest.raises(ValueError, match=r"'search_query.*Did you mean 'search_query: '") as error:
-        trainer.train()
+        train(model, losses.MultipleNegativesRankingLoss(model), tmp_path, TEXTS, prompts=prompts)
     assert "in training `prompts=`" in str(error.value)
 
 
@@ -221,14 +173,14 @@ def test_a_prompt_s_name_in_place_of_its_text(trained_folder: Path, tmp_path: Pa
 
 
 def test_more_tokens_in_sentence_transformers(trained_folder: Path, tmp_path: Path) -> None:
-    model = encoder(trained_folder)
+    model: Any = trusted(trained_folder)
     model.tokenizer.add_tokens(["whalesong"])
     model[0].auto_model.resize_token_embeddings(len(model.tokenizer))
     assert model[0].config.vocab_size == model[0].config.backbone_config.vocab_size == len(model.tokenizer)
     expected = model.encode(["a whalesong"], prompt_name="clustering")
     model.save(str(tmp_path / "more"))
-    again = encoder(tmp_path / "more")
-    assert np.abs(again.encode(["a whalesong"], prompt_name="clustering") - expected).max() <= 1e-6
+    again = trusted(tmp_path / "more")
+    assert_near(again.encode(["a whalesong"], prompt_name="clustering"), expected)
     assert again[0].auto_model.get_input_embeddings().num_embeddings == len(model.tokenizer)
 
 
@@ -239,7 +191,7 @@ def test_more_tokens_in_sentence_transformers(trained_folder: Path, tmp_path: Pa
 def test_other_backends(trained_folder: Path, backend: Any) -> None:
     command = f"`mote export MODEL --expert NAME --backend {backend} --out DIR`"
     with pytest.raises(ValueError, match=f"A MoTE runs on torch alone. For backend='{backend}', .*: {command}"):
-        encoder(trained_folder, backend=backend)
+        trusted(trained_folder, backend=backend)
 
 
 @pytest.mark.parametrize("kind", [SparseEncoder, MultiVectorEncoder])
@@ -251,25 +203,3 @@ def test_encoders_of_other_kinds_route_as_well(trained_folder: Path, model: Any,
     other.encode(TEXTS[:1], prompt_name="clustering")
     tokens = model.encode(TEXTS[:1], prompt_name="clustering", output_value="token_embeddings")[0]
     assert difference(seen[0][0], tokens.cpu()) <= 1e-5
-
-
-# What is shown ---------------------------------------------------------------------------------------------------
-
-
-def test_what_static_embeddings_ask_of_a_model(trained_folder: Path) -> None:
-    """As model2vec does: `AutoModel` without a task, embeddings resized, one pass over tokens."""
-    with pytest.raises(ValueError, match=r"load with from_pretrained\(…, default_task=…\)"):
-        transformers.AutoModel.from_pretrained(trained_folder, trust_remote_code=True)(torch.tensor([[5]]))
-    one = transformers.AutoModel.from_pretrained(trained_folder, trust_remote_code=True, default_task="clustering")
-    tokenizer = AutoTokenizer.from_pretrained(trained_folder)
-    one.resize_token_embeddings(len(tokenizer))
-    tokens = torch.tensor([[5], [6]])
-    expected = one(tokens, task="clustering").pooler_output
-    assert difference(one(tokens, token_type_ids=torch.zeros_like(tokens)).pooler_output, expected) == 0.0
-
-
-@pytest.fixture(scope="module")
-def token_routed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from mote import upcycle
-
-    return upcycle(str(SMALL_ENCODER), tmp_path_factory.mktemp("token-routed") / "mote", routing="token")

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoints import dense_checkpoint, files_in, tiny_tokenizer
-from helpers.families import difference, make_different
+from helpers.checkpoints import dense_checkpoint, files_in, tiny_tokenizer, trusted_sparse
+from helpers.families import difference
+from helpers.steps import with_different_experts
 from safetensors.torch import load_file, save_file
-from sentence_transformers import SparseEncoder
 from transformers import AutoModel, AutoModelForMaskedLM
 
 from mote import HybridIndex, upcycle
@@ -29,20 +29,13 @@ def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, limit in {"embeddings": 12, "head": None}.items():
         settings: dict[str, Any] = {"retrieval": "hybrid", "sparse_from": name, "max_active_dims": limit}
         fresh = upcycle(source, folder / f"fresh-{name}", experts=EXPERTS, pooling="cls", **settings)
-        model = SparseEncoder(str(fresh), trust_remote_code=True)
-        make_different(model[0].model)
-        model.save(str(folder / name))
-        saved[name] = folder / name
+        saved[name] = with_different_experts(fresh, folder / name)
     return saved
-
-
-def loaded(folder: Path) -> SparseEncoder:
-    return SparseEncoder(str(folder), trust_remote_code=True)
 
 
 @pytest.mark.parametrize("name", ["embeddings", "head"])
 def test_both_vectors_come_from_one_pass(name: str, hybrids: dict[str, Path]) -> None:
-    model = loaded(hybrids[name])
+    model = trusted_sparse(hybrids[name])
     size, passes = model[0].config.vocab_size, []
     layer = model[0].model.blocks[0].experts["search_query"]
     layer.register_forward_hook(lambda *_: passes.append(1))
@@ -72,13 +65,13 @@ def test_both_vectors_come_from_one_pass(name: str, hybrids: dict[str, Path]) ->
 
 
 def test_the_dense_part_is_never_cut(hybrids: dict[str, Path]) -> None:
-    model, cut = loaded(hybrids["head"]), loaded(hybrids["head"])
+    model, cut = trusted_sparse(hybrids["head"]), trusted_sparse(hybrids["head"])
     message = r"also cut the dense part: leave it out, .* set model\[-1\]\.max_active_dims = 5"
     for kind in ("hybrid", "dense"):
         with pytest.raises(ValueError, match=message):
             model.encode_query(TEXTS, retrieval=kind, max_active_dims=5)
     with pytest.raises(ValueError, match=message):
-        SparseEncoder(str(hybrids["head"]), trust_remote_code=True, max_active_dims=5).encode_query(TEXTS)
+        trusted_sparse(hybrids["head"], max_active_dims=5).encode_query(TEXTS)
     pooling: Any = cut[-1]
     pooling.max_active_dims = 5
     sparse = model.encode_query(TEXTS, retrieval="sparse", max_active_dims=5).to_dense()
@@ -87,7 +80,7 @@ def test_the_dense_part_is_never_cut(hybrids: dict[str, Path]) -> None:
 
 
 def test_scores_are_dense_plus_weight_times_sparse(hybrids: dict[str, Path], tmp_path: Path) -> None:
-    model = loaded(hybrids["embeddings"])
+    model = trusted_sparse(hybrids["embeddings"])
     parts = {}
     for kind in ("dense", "sparse"):
         queries = model.encode_query(TEXTS, retrieval=kind).to_dense()
@@ -100,7 +93,7 @@ def test_scores_are_dense_plus_weight_times_sparse(hybrids: dict[str, Path], tmp
     pooling: Any = model[-1]
     pooling.weight = 0.25
     model.save(str(tmp_path / "saved"))
-    assert loaded(tmp_path / "saved")[-1].weight == 0.25
+    assert trusted_sparse(tmp_path / "saved")[-1].weight == 0.25
     assert "sparse_pooling_mote.py" in files_in(tmp_path / "saved")
     with pytest.raises(ValueError, match="retrieval must be 'hybrid', 'dense' or 'sparse', got 'both'"):
         model.encode_query(TEXTS, retrieval="both")
@@ -111,7 +104,7 @@ def test_search_finds_what_scoring_every_document_finds(
     weight: float, hybrids: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("faiss")
-    model = loaded(hybrids["embeddings"])
+    model = trusted_sparse(hybrids["embeddings"])
     rng = np.random.default_rng(0)
     documents = ["".join(rng.choice([*"abcdefgh "], 12)) + str(i % 7) for i in range(300)]
     queries = ["".join(rng.choice([*"abcdefgh "], 8)) for _ in range(5)]
@@ -143,7 +136,7 @@ def test_reference_scores(shared: Path, tmp_path: Path) -> None:
     (tmp_path / "dense" / "config.json").write_text((reference / "config.json").read_text())
     tiny_tokenizer(tmp_path / "dense")
     settings: dict[str, Any] = {"experts": EXPERTS, "pooling": "cls", "retrieval": "hybrid", "sparse_from": "head"}
-    model = loaded(upcycle(tmp_path / "dense", tmp_path / "mote", **settings)).eval()
+    model = trusted_sparse(upcycle(tmp_path / "dense", tmp_path / "mote", **settings)).eval()
 
     def vectors(kind: str) -> torch.Tensor:
         features = {name: expected[name].clone() for name in ("input_ids", "attention_mask")}

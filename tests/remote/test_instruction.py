@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from helpers.checkpoints import dense_checkpoint, trusted
-from helpers.families import make_different
+from helpers.families import assert_near, make_different
+from helpers.steps import assert_cached_equals_plain
 from helpers.tokenizer_kinds import byte_level, fast, sentence_piece, sentence_piece_bpe
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer import losses
 from transformers import AutoTokenizer
 
 import mote
@@ -109,13 +109,13 @@ def test_embeddings_are_of_the_text_alone(model: SentenceTransformer, instructed
     ways: list[Any] = [{"prompt_name": "search_query"}, {"prompt": QUERY}, {"prompt_name": "Retrieval-query"}]
     normalized = {"normalize_embeddings": True}
     for way in ways:
-        assert np.abs(model.encode(TEXTS, **way, **normalized) - queries).max() <= 1e-6
-    assert np.abs(model.encode_query(TEXTS, **normalized) - queries).max() <= 1e-6
-    assert np.abs(model.encode_document(TEXTS, **normalized) - documents).max() <= 1e-6
+        assert_near(model.encode(TEXTS, **way, **normalized), queries)
+    assert_near(model.encode_query(TEXTS, **normalized), queries)
+    assert_near(model.encode_document(TEXTS, **normalized), documents)
     assert np.abs(model.encode(TEXTS, task="search_query", **normalized) - queries).max() > 1e-3  # not attended to
     other = "Instruct: Another task\nQuery: "
     expected = pooled_by_hand(instructed, TEXTS, other, "search_query")
-    assert np.abs(model.encode_query(TEXTS, prompt=other, **normalized) - expected).max() <= 1e-6
+    assert_near(model.encode_query(TEXTS, prompt=other, **normalized), expected)
 
 
 def test_instructions_in_the_texts_themselves(model: SentenceTransformer) -> None:
@@ -125,7 +125,7 @@ def test_instructions_in_the_texts_themselves(model: SentenceTransformer) -> Non
     texts = [start + text for start, text in zip(in_front, TEXTS, strict=True)]
     together = model.encode(texts)
     for row, (start, text) in enumerate(zip(in_front, TEXTS, strict=True)):
-        assert np.abs(together[row] - model.encode(text, prompt=start)).max() <= 1e-5
+        assert_near(together[row], model.encode(text, prompt=start), 1e-5)
     listed, told = model[0].preprocess(TEXTS, prompt=in_front), model[0].preprocess(texts)
     assert torch.equal(listed["pooling_mask"], told["pooling_mask"])
     assert torch.equal(listed["route"], told["route"])
@@ -180,24 +180,16 @@ def test_the_attention_mask_stays(model: SentenceTransformer) -> None:
     ],
 )
 def test_cached_losses_equal_plain_ones(instructed: Path, cached: str) -> None:
-    gradients = []
-    for name in (cached.removeprefix("Cached"), cached):
-        model = trusted(instructed).eval()
-        loss: Any = getattr(losses, name)
-        arguments: dict[str, Any] = {"guide": trusted(instructed)} if "GIST" in name else {}
-        arguments |= {"mini_batch_size": 2} if name == cached else {}
-        starts = [QUERY, "", QUERY, ""]
-        features = [
+    starts = [QUERY, "", QUERY, ""]
+    assert_cached_equals_plain(
+        cached,
+        lambda: trusted(instructed).eval(),
+        lambda model: [
             model.preprocess(TEXTS, prompt=QUERY),
             model.preprocess(TEXTS[::-1], prompt=starts, task="search_document"),
-        ]
-        value = loss(model, **arguments)(features, labels=None)
-        value.backward()
-        gradients.append({"loss": value.detach(), **{key: p.grad for key, p in model.named_parameters()}})
-    plain, of_cached = gradients
-    for key, gradient in plain.items():
-        assert (gradient is None) == (of_cached[key] is None), key
-        assert gradient is None or (gradient - of_cached[key]).abs().max() <= 1e-5, key
+        ],
+        **({"guide": trusted(instructed)} if "GIST" in cached else {}),
+    )
 
 
 def test_truncation(model: SentenceTransformer) -> None:
@@ -210,9 +202,8 @@ def test_truncation(model: SentenceTransformer) -> None:
         assert torch.equal(cut["input_ids"][0, :-1], whole["input_ids"][0, : length + 2])
         for fits in (length, length - 4):
             model.max_seq_length = fits
-            with pytest.raises(
-                ValueError, match=r"'Whales .*' has no token to pool: its instruction 'Instruct: .* fill"
-            ):
+            message = r"'Whales .*' has no token to pool: its instruction 'Instruct: .* fill"
+            with pytest.raises(ValueError, match=message):
                 model.encode_query(TEXTS)
             model.encode_document(TEXTS)
     finally:
@@ -287,9 +278,9 @@ def test_several_processes(model: SentenceTransformer, instructed: Path) -> None
         as_they_come = model.encode(texts, task="search_query", pool=pool, chunk_size=2)
     finally:
         model.stop_multi_process_pool(pool)
-    assert np.abs(queries - model.encode(TEXTS, prompt_name="search_query")).max() <= 1e-6
-    assert np.abs(as_they_come[-1] - model.encode(texts[-1:], task="search_query")[0]).max() <= 1e-6
-    assert np.abs(as_they_come[-1] - model.encode_query([texts[-1].removeprefix(QUERY)])[0]).max() <= 1e-6
+    assert_near(queries, model.encode(TEXTS, prompt_name="search_query"))
+    assert_near(as_they_come[-1], model.encode(texts[-1:], task="search_query")[0])
+    assert_near(as_they_come[-1], model.encode_query([texts[-1].removeprefix(QUERY)])[0])
 
 
 @pytest.mark.long
@@ -305,7 +296,7 @@ def test_a_decoder_in_both_directions(tmp_path: Path, pooling: str) -> None:
     alone = np.stack([model.encode_query(text) for text in TEXTS])
     for side in ("left", "right"):
         model.tokenizer.padding_side = side
-        assert np.abs(model.encode_query(TEXTS) - alone).max() <= 1e-5
+        assert_near(model.encode_query(TEXTS), alone, 1e-5)
     assert np.abs(model.encode_query(TEXTS, prompt="Instruct: Another\nQuery: ") - alone).max() > 1e-3
 
 
@@ -316,7 +307,7 @@ def test_the_code_of_the_card(instructed: Path, model: SentenceTransformer) -> N
     found: dict[str, Any] = {"texts": list(TEXTS)}
     with torch.no_grad():
         exec(code.replace(f'"{instructed.name}"', repr(str(instructed))), found)
-    assert np.abs(found["embeddings"].numpy() - model.encode_query(TEXTS)).max() <= 1e-6
+    assert_near(found["embeddings"].numpy(), model.encode_query(TEXTS))
 
 
 def test_a_default_prompt_of_another_task_is_left_out(instructed: Path, model: SentenceTransformer) -> None:

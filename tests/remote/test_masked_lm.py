@@ -2,9 +2,7 @@
 
 import copy
 import logging
-import os
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,9 @@ from helpers.checkpoints import (
     to_bin,
     trusted,
 )
-from helpers.families import FAMILIES, VOCAB_SIZE, batch, dense_model, difference, family, make_different
+from helpers.families import FAMILIES, VOCAB_SIZE, batch, dense_model, difference, family
 from helpers.paths import ROOT
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.nn import functional as F  # noqa: N812
 from transformers import (
     AutoModel,
@@ -38,14 +36,13 @@ from transformers import (
     pipeline,
 )
 
+from mote import configure, plan_upcycling, transform, upcycle
 from mote import experts as verbs
-from mote import plan_upcycling, transform, upcycle
-from mote.checkpoints.models import load_mote
-from mote.checkpoints.reading import open_mote
 from mote.remote.masked_lm_mote import MoTEForMaskedLM
 from mote.remote.modeling_mote import MoTEModel
 
 EXPERTS = ["alpha", "beta"]
+WITHOUT_HEAD = r"Unrecognized configuration class .* AutoModelForMaskedLM|without a head"
 WITH_HEAD = {
     *("nomic_bert", "jina_embeddings_v3", "gte", "bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie"),
     *("mpnet", "distilbert", "modernbert", "eurobert"),
@@ -152,17 +149,16 @@ def test_a_pickle_with_the_heads_of_pre_training(tmp_path: Path) -> None:
     to_bin(source)
     out = upcycle(str(source), tmp_path / "mote", with_head=True, experts=EXPERTS)
     dropped = read_json(out / "mote.json")["steps"][0]["dropped"]
-    assert {name.removeprefix("bert.").rpartition(".")[0] for name in dropped} == {
-        "pooler.dense",
-        "cls.seq_relationship",
-    }
+    modules = {name.removeprefix("bert.").rpartition(".")[0] for name in dropped}
+    assert modules == {"pooler.dense", "cls.seq_relationship"}
     native: Any = AutoModelForMaskedLM.from_pretrained(source)
     assert difference(remote(out)(**batch(), task="beta").logits, native(**batch()).logits) == 0.0
 
 
 def test_another_dtype_and_shards(source: Path, tmp_path: Path) -> None:
-    plan = plan_upcycling(str(source), tmp_path / "x", with_head=True, dtype="bfloat16", max_shard_size="10KB")
-    out = upcycle(str(source), tmp_path / "x", with_head=True, dtype="bfloat16", max_shard_size="10KB")
+    settings: dict[str, Any] = {"with_head": True, "dtype": "bfloat16", "max_shard_size": "10KB"}
+    plan = plan_upcycling(str(source), tmp_path / "x", **settings)
+    out = upcycle(str(source), tmp_path / "x", **settings)
     assert len(plan.file_sizes) == len(list(out.glob("*.safetensors"))) > 1
     model = remote(out)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -244,7 +240,7 @@ def test_token_routing(source: Path, tmp_path: Path) -> None:
     assert type(embedding).__name__ == "TokenRoutedModel"
     assert trusted(out).encode("ab").shape == (16,)
     embedding.save_pretrained(tmp_path / "headless")
-    with pytest.raises(ValueError, match=r"Unrecognized configuration class .* AutoModelForMaskedLM|without a head"):
+    with pytest.raises(ValueError, match=WITHOUT_HEAD):
         remote(tmp_path / "headless")
 
 
@@ -288,33 +284,34 @@ def test_a_folder_without_a_head(again: bool, folder: Path, headless: Path) -> N
     """Also once a folder with one has been loaded, whose classes the library then knows."""
     if again:
         remote(folder)
-    with pytest.raises(ValueError, match=r"Unrecognized configuration class .* AutoModelForMaskedLM|without a head"):
+    with pytest.raises(ValueError, match=WITHOUT_HEAD):
         remote(headless)
     with pytest.raises(ValueError, match="keep that of the source with `mote upcycle --with-head`"):
         MoTEForMaskedLM.from_pretrained(headless)
 
 
 @pytest.mark.parametrize(
-    ("changes", "load", "problem"),
+    ("which", "changes", "load", "problem"),
     [
-        ({"head__cls__predictions__bias": None}, MoTEForMaskedLM, r"missing keys \(head.cls.predictions.bias"),
-        ({"head__other__weight": torch.ones(2)}, MoTEForMaskedLM, r"1 unexpected keys \(head.other.weight"),
-        ({"header__weight": torch.ones(2)}, MoTEModel, r"1 unexpected keys \(header.weight"),
-        ({"backbone__embeddings__LayerNorm__bias": None}, MoTEModel, r"1 missing keys \(backbone.embeddings"),
+        (
+            "folder",
+            {"head__cls__predictions__bias": None},
+            MoTEForMaskedLM,
+            r"missing keys \(head.cls.predictions.bias",
+        ),
+        ("folder", {"head__other__weight": torch.ones(2)}, MoTEForMaskedLM, r"1 unexpected keys \(head.other.weight"),
+        ("folder", {"header__weight": torch.ones(2)}, MoTEModel, r"1 unexpected keys \(header.weight"),
+        ("folder", {"backbone__embeddings__LayerNorm__bias": None}, MoTEModel, r"1 missing keys \(backbone.embeddings"),
+        ("headless", {"head__weight": torch.ones(2)}, MoTEModel, r"1 unexpected keys \(head.weight"),
     ],
 )
-def test_damage(changes: dict[str, Any], load: Any, problem: str, folder: Path, tmp_path: Path) -> None:
-    AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True).save_pretrained(tmp_path)
-    edit_weights(tmp_path, **changes)
+def test_damage(
+    which: str, changes: dict[str, Any], load: Any, problem: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    damaged = shutil.copytree(request.getfixturevalue(which), tmp_path / "damaged")
+    edit_weights(damaged, **changes)
     with pytest.raises(ValueError, match=f"do not match their config.*{problem}"):
-        load.from_pretrained(tmp_path)
-
-
-def test_a_head_where_none_was_saved_is_reported(headless: Path, tmp_path: Path) -> None:
-    MoTEModel.from_pretrained(headless).save_pretrained(tmp_path)
-    edit_weights(tmp_path, head__weight=torch.ones(2))
-    with pytest.raises(ValueError, match=r"1 unexpected keys \(head.weight"):
-        MoTEModel.from_pretrained(tmp_path)
+        load.from_pretrained(damaged)
 
 
 def test_sources_without_a_head(dense: Path, source: Path, tmp_path: Path) -> None:
@@ -329,49 +326,6 @@ def test_sources_without_a_head(dense: Path, source: Path, tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
-FRESH_PROCESS = """
-import importlib.abc, sys
-
-PROJECT = ("mote",)
-
-
-class Blocker(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in PROJECT:
-            raise ImportError(f"{name} is blocked")
-
-
-sys.meta_path.insert(0, Blocker())
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForMaskedLM
-
-folder, inputs, out = sys.argv[1:]
-model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)
-model.save_pretrained(out)
-model = AutoModelForMaskedLM.from_pretrained(out, trust_remote_code=True)
-assert type(model).__module__.startswith("transformers_modules."), type(model).__module__
-assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-logits = {task: model(**load_file(inputs), task=task).logits.detach() for task in model.config.experts}
-save_file(logits, out + "/logits")
-"""
-
-
-def test_a_process_without_the_project(folder: Path, tmp_path: Path) -> None:
-    model = make_different(remote(folder))
-    model.save_pretrained(tmp_path / "trained")
-    save_file(batch(), tmp_path / "inputs")
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-c", FRESH_PROCESS, *map(str, (tmp_path / "trained", tmp_path / "inputs"))]
-    done = subprocess.run(
-        [*command, str(tmp_path / "out")], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = load_file(tmp_path / "out" / "logits")
-    assert found.keys() == set(EXPERTS)
-    for task, logits in found.items():
-        assert difference(logits, model(**batch(), task=task).logits) <= 1e-6
-
-
 # What is made of a folder with a head --------------------------------------------------------------------------------
 
 
@@ -380,16 +334,16 @@ def head_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments"),
+    "make",
     [
-        (verbs.remove, {"name": "alpha"}),
-        (verbs.interpolate, {"weight": 0.5}),
+        lambda folder, out: transform(folder, out, verbs.remove, name="alpha"),
+        lambda folder, out: transform(folder, out, verbs.interpolate, weight=0.5),
+        lambda folder, out: configure(folder, out, default_task="beta"),
     ],
+    ids=["remove", "interpolate", "set"],
 )
-def test_verbs_that_make_a_task_model_keep_the_head(
-    function: Any, arguments: dict[str, Any], folder: Path, tmp_path: Path
-) -> None:
-    out = transform(folder, tmp_path / "out", function, **arguments)
+def test_verbs_that_make_a_task_model_keep_the_head(make: Any, folder: Path, tmp_path: Path) -> None:
+    out = make(folder, tmp_path / "out")
     found, expected = head_of(remote(out)), head_of(remote(folder))
     assert found.keys() == expected.keys() != set()
     assert all(found[name].equal(weight) for name, weight in expected.items())
@@ -402,12 +356,7 @@ def test_verbs_that_make_a_task_model_keep_the_head(
     [(verbs.export, {"name": "beta"}), (verbs.average, {}), (verbs.compress, {"bits": 8})],
 )
 def test_verbs_that_make_another_model_say_that_the_head_is_left_out(
-    function: Any,
-    arguments: dict[str, Any],
-    folder: Path,
-    headless: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    function: Any, arguments: dict[str, Any], folder: Path, headless: Path, tmp_path: Path, caplog: Any
 ) -> None:
     sentence = "The head for masked language modelling is dropped: the result only embeds texts"
     with caplog.at_level(logging.INFO, "mote"):
@@ -421,18 +370,6 @@ def test_verbs_that_make_another_model_say_that_the_head_is_left_out(
     assert weights.keys() == others.keys()
     assert all(weights[name].equal(weight) for name, weight in others.items())
     assert read_json(out / "config.json") == read_json(expected / "config.json")
-
-
-def test_settings_in_place_keep_the_head(folder: Path, tmp_path: Path) -> None:
-    remote(folder).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
-    verbs_before = head_of(load_mote(open_mote(str(tmp_path)), with_head=True))
-    from mote.experts.configuring import configure
-
-    configure(tmp_path, default_task="beta")
-    model = remote(tmp_path)
-    assert model.config.default_task == "beta"
-    assert all(weight.equal(verbs_before[name]) for name, weight in head_of(model).items())
 
 
 def test_an_expert_fits_with_and_without_the_head(folder: Path, headless: Path, tmp_path: Path) -> None:

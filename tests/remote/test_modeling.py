@@ -72,18 +72,6 @@ def test_a_module_replaced_in_the_shared_attention_reaches_every_expert() -> Non
         assert difference(model(**inputs, task=task).pooler_output, expected) > 1e-3
 
 
-def test_peft_adapts_the_shared_attention() -> None:
-    peft = pytest.importorskip("peft")
-    model, inputs = trained_mote("bert"), batch()
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"], init_lora_weights=False))
-    with torch.no_grad():
-        for task in EXPERTS:
-            on = adapted(**inputs, task=task).pooler_output
-            with adapted.disable_adapter():
-                off = adapted(**inputs, task=task).pooler_output
-            assert difference(on, off) > 1e-4
-
-
 def test_attention_implementation_reaches_the_backbone(tmp_path: Path) -> None:
     trained_mote("bert").save_pretrained(tmp_path)
     for attention in ("eager", "sdpa"):

@@ -1,15 +1,19 @@
 """Every way to name a task reaches the right expert, on a model that was saved and loaded again."""
 
 import copy
-import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.checkpoints import read_json, trusted
+from helpers.families import assert_near
+from helpers.steps import assert_cached_equals_plain, train, trained_experts
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer import losses
 
 import mote
 from mote.remote.modeling_mote import MoTEModel
@@ -21,11 +25,6 @@ TEXTS = [
     "bread",
 ]
 EXPERTS = ["classification", "clustering", "search_query", "search_document"]
-
-
-@pytest.fixture(scope="module")
-def model(trained_folder: Path) -> SentenceTransformer:
-    return SentenceTransformer(str(trained_folder), trust_remote_code=True)
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +59,50 @@ WAYS = [
     ({"task": "clustering", "prompt": "custom: "}, "clustering", "custom: "),
     ({"task": "query", "prompt_name": "clustering"}, "clustering", "clustering: "),
     ({"task": "query", "prompt": "custom: "}, "search_query", "custom: "),
+    ({"method": "encode_query"}, "search_query", "search_query: "),
+    ({"method": "encode_document"}, "search_document", "search_document: "),
+    ({"method": "encode_query", "prompt_name": "clustering"}, "clustering", "clustering: "),
 ]
+DEFAULT_TASK = {"config_kwargs": {"default_task": "clustering"}}
+DEFAULT_PROMPT = {"default_prompt_name": "clustering"}
+REWORDED = {
+    "prompts": {"clustering": "custom: ", "Classification": "custom: ", "search_document": "search_query: "},
+}
+
+
+def encode(model: SentenceTransformer, method: str = "encode", **arguments: Any) -> np.ndarray:
+    return getattr(model, method)(TEXTS, **arguments)
 
 
 @pytest.mark.parametrize(("arguments", "expert", "prefix"), WAYS)
 def test_encode(
     model: SentenceTransformer, expected: dict, arguments: dict[str, str], expert: str, prefix: str
 ) -> None:
-    assert np.abs(model.encode(TEXTS, **arguments) - expected[expert, prefix]).max() <= 1e-6
+    assert_near(encode(model, **arguments), expected[expert, prefix])
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "expert", "prefix"),
+    [
+        (DEFAULT_TASK, {}, "clustering", ""),
+        (DEFAULT_TASK, {"method": "encode_query"}, "search_query", "search_query: "),
+        (DEFAULT_PROMPT, {}, "clustering", "clustering: "),
+        (DEFAULT_PROMPT, {"task": "classification"}, "classification", ""),  # whose texts stay as they are
+        (DEFAULT_PROMPT, {"prompt_name": "search_query"}, "search_query", "search_query: "),
+        (REWORDED, {"prompt_name": "clustering"}, "clustering", "custom: "),
+        (REWORDED, {"prompt_name": "Classification"}, "classification", "custom: "),
+        (REWORDED, {"prompt_name": "search_document"}, "search_query", "search_query: "),  # another task's instruction
+    ],
+)
+def test_defaults_and_reworded_prompts(
+    trained_folder: Path,
+    expected: dict,
+    settings: dict[str, Any],
+    arguments: dict[str, str],
+    expert: str,
+    prefix: str,
+) -> None:
+    assert_near(encode(trusted(trained_folder, **settings), **arguments), expected[expert, prefix])
 
 
 def test_the_experts_differ(expected: dict) -> None:
@@ -76,129 +111,86 @@ def test_the_experts_differ(expected: dict) -> None:
             assert one == other or np.abs(expected[one, ""] - expected[other, ""]).max() > 1e-2
 
 
-def test_encode_query_and_document(model: SentenceTransformer, expected: dict) -> None:
-    assert np.abs(model.encode_query(TEXTS) - expected["search_query", "search_query: "]).max() <= 1e-6
-    assert np.abs(model.encode_document(TEXTS) - expected["search_document", "search_document: "]).max() <= 1e-6
-    as_clusters = model.encode_query(TEXTS, prompt_name="clustering")
-    assert np.abs(as_clusters - expected["clustering", "clustering: "]).max() <= 1e-6
-
-
 def test_texts_that_begin_with_an_instruction(model: SentenceTransformer, expected: dict) -> None:
     texts = [f"{expert}: {text}" for expert, text in zip(EXPERTS, TEXTS, strict=True)]
     for batch_size in (1, 3, 32):
         embeddings = model.encode(texts, batch_size=batch_size)
         for row, expert in enumerate(EXPERTS):
-            assert np.abs(embeddings[row] - expected[expert, f"{expert}: "][row]).max() <= 1e-6
+            assert_near(embeddings[row], expected[expert, f"{expert}: "][row])
 
 
-def test_a_prompt_that_goes_on_after_the_instruction(model: SentenceTransformer) -> None:
+def test_a_prompt_that_continues_after_the_instruction(model: SentenceTransformer) -> None:
     longer = model.encode(TEXTS, prompt="search_query: about animals: ")
-    same = model.encode([f"about animals: {text}" for text in TEXTS], prompt_name="search_query")
-    assert np.abs(longer - same).max() <= 1e-6
+    assert_near(longer, model.encode([f"about animals: {text}" for text in TEXTS], prompt_name="search_query"))
 
 
 def test_prompt_names_without_instructions(trained_folder: Path, expected: dict, tmp_path: Path) -> None:
     """All prompts are empty: only their names tell them apart."""
     config = MoTEModel.config_class.from_pretrained(trained_folder)
     mote.configure(trained_folder, tmp_path / "silent", instructions=dict.fromkeys(config.tasks, ""))
-    model = SentenceTransformer(str(tmp_path / "silent"), trust_remote_code=True)
+    model = trusted(tmp_path / "silent")
     assert {*model.prompts.values()} == {""}
     for arguments, expert, prefix in WAYS:
-        if "prompt_name" in arguments and prefix:
-            assert np.abs(model.encode(TEXTS, **arguments) - expected[expert, ""]).max() <= 1e-6
-    assert np.abs(model.encode_query(TEXTS) - expected["search_query", ""]).max() <= 1e-6
-    as_clusters = model.encode_query(TEXTS, prompt_name="clustering")
-    assert np.abs(as_clusters - expected["clustering", ""]).max() <= 1e-6
+        if ("prompt_name" in arguments or "method" in arguments) and prefix:
+            assert_near(encode(model, **arguments), expected[expert, ""])
     prompt = model.prompts["clustering"]
     for copied in (copy.deepcopy(prompt), pickle.loads(pickle.dumps(prompt))):  # for processes of their own
-        assert np.abs(model.encode(TEXTS, prompt=copied) - expected["clustering", ""]).max() <= 1e-6
+        assert_near(model.encode(TEXTS, prompt=copied), expected["clustering", ""])
     with pytest.raises(ValueError, match="Pass `task=` or `prompt_name="):
         model.encode(TEXTS)
     with pytest.raises(ValueError, match="it begins with no known instruction"):
         model.encode(TEXTS, prompt="")
     model.save(str(tmp_path / "saved"))
-    saved = json.loads((tmp_path / "saved" / "config_sentence_transformers.json").read_text())
+    saved = read_json(tmp_path / "saved" / "config_sentence_transformers.json")
     assert saved["prompts"] == dict.fromkeys(model.prompts, "")
 
 
 def test_a_single_text_and_no_text(model: SentenceTransformer, expected: dict) -> None:
-    assert np.abs(model.encode_query(TEXTS[0]) - expected["search_query", "search_query: "][0]).max() <= 1e-6
+    assert_near(model.encode_query(TEXTS[0]), expected["search_query", "search_query: "][0])
     assert len(model.encode([], prompt_name="clustering")) == 0
 
 
-def test_texts_in_dicts_and_pairs(trained_folder: Path, model: SentenceTransformer, expected: dict) -> None:
+def test_texts_in_dicts_and_pairs(trained_folder: Path, expected: dict) -> None:
     """Their text decides, even where the model has a default task; what has no text is refused."""
-    with_default = SentenceTransformer(
-        str(trained_folder), trust_remote_code=True, config_kwargs={"default_task": "classification"}
-    )
+    with_default = trusted(trained_folder, config_kwargs={"default_task": "classification"})
     in_dicts = with_default.encode([{"text": f"clustering: {text}"} for text in TEXTS])
-    assert np.abs(in_dicts - expected["clustering", "clustering: "]).max() <= 1e-6
-    plain = with_default.encode([{"text": text} for text in TEXTS])
-    assert np.abs(plain - expected["classification", ""]).max() <= 1e-6
+    assert_near(in_dicts, expected["clustering", "clustering: "])
+    assert_near(with_default.encode([{"text": text} for text in TEXTS]), expected["classification", ""])
     longer = with_default.encode([{"text": TEXTS[0]}], prompt="clustering: topic ")
-    assert np.abs(longer - with_default.encode([f"clustering: topic {TEXTS[0]}"])).max() <= 1e-6
+    assert_near(longer, with_default.encode([f"clustering: topic {TEXTS[0]}"]))
     assert with_default[0].preprocess([("clustering: whale", "cat")])["route"] == "clustering"
     with pytest.raises(ValueError, match="it has no text"):
         with_default[0].preprocess([{"image": "whale.png"}])
 
 
-def test_default_task(trained_folder: Path, expected: dict) -> None:
-    model = SentenceTransformer(
-        str(trained_folder), trust_remote_code=True, config_kwargs={"default_task": "clustering"}
-    )
-    assert np.abs(model.encode(TEXTS) - expected["clustering", ""]).max() <= 1e-6
-    assert np.abs(model.encode_query(TEXTS) - expected["search_query", "search_query: "]).max() <= 1e-6
-
-
-def test_a_task_leaves_the_default_prompt_of_another_out(trained_folder: Path, expected: dict) -> None:
-    model = SentenceTransformer(str(trained_folder), trust_remote_code=True, default_prompt_name="clustering")
-    assert np.abs(model.encode(TEXTS) - expected["clustering", "clustering: "]).max() <= 1e-6
-    assert np.abs(model.encode(TEXTS, task="classification") - expected["classification", ""]).max() <= 1e-6
-    by_name = model.encode(TEXTS, prompt_name="search_query")
-    assert np.abs(by_name - expected["search_query", "search_query: "]).max() <= 1e-6
-
-
 @pytest.mark.parametrize(
     "copied", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
 )
-def test_the_default_prompt_can_change_after_loading(trained_folder: Path, expected: dict, copied: Any) -> None:
-    model = copied(SentenceTransformer(str(trained_folder), trust_remote_code=True))
+def test_the_default_prompt_can_change_after_loading(trained_folder: Path, expected: dict, copied: Callable) -> None:
+    model = copied(trusted(trained_folder))
     model.default_prompt_name = "clustering"
-    assert np.abs(model.encode(TEXTS) - expected["clustering", "clustering: "]).max() <= 1e-6
-    assert np.abs(model.encode(TEXTS, task="classification") - expected["classification", ""]).max() <= 1e-6
+    assert_near(model.encode(TEXTS), expected["clustering", "clustering: "])
+    assert_near(model.encode(TEXTS, task="classification"), expected["classification", ""])
     model.default_prompt_name = None
     explicit = model.encode(TEXTS, task="classification", prompt_name="clustering")
-    assert np.abs(explicit - expected["classification", "clustering: "]).max() <= 1e-6
+    assert_near(explicit, expected["classification", "clustering: "])
 
 
 def test_an_adapter_keeps_the_tasks_of_a_mixed_batch(trained_folder: Path, expected: dict) -> None:
     peft = pytest.importorskip("peft")
-    model = SentenceTransformer(
-        str(trained_folder), trust_remote_code=True, config_kwargs={"default_task": "clustering"}
-    )
+    model = trusted(trained_folder, **DEFAULT_TASK)
     adapter = peft.LoraConfig(task_type="FEATURE_EXTRACTION", target_modules=["query"])  # its B is 0
     model[0].model = peft.get_peft_model(model[0].model, adapter)
     both = model.encode([f"search_query: {TEXTS[0]}", f"classification: {TEXTS[1]}"])
-    assert np.abs(both[0] - expected["search_query", "search_query: "][0]).max() <= 1e-6
-    assert np.abs(both[1] - expected["classification", "classification: "][1]).max() <= 1e-6
-
-
-def test_a_reworded_prompt_keeps_its_task(trained_folder: Path, expected: dict) -> None:
-    prompts = {"clustering": "custom: ", "Classification": "custom: ", "search_document": "search_query: "}
-    model = SentenceTransformer(str(trained_folder), trust_remote_code=True, prompts=prompts)
-    for name, expert, prefix in (
-        ("clustering", "clustering", "custom: "),
-        ("Classification", "classification", "custom: "),
-        ("search_document", "search_query", "search_query: "),  # the instruction of another task
-    ):
-        assert np.abs(model.encode(TEXTS, prompt_name=name) - expected[expert, prefix]).max() <= 1e-6
+    assert_near(both[0], expected["search_query", "search_query: "][0])
+    assert_near(both[1], expected["classification", "classification: "][1])
 
 
 @pytest.mark.parametrize("kwargs", ["config_kwargs", "model_kwargs"])
 def test_one_expert_alone(trained_folder: Path, expected: dict, kwargs: str) -> None:
-    model = SentenceTransformer(str(trained_folder), trust_remote_code=True, **{kwargs: {"experts": ["search_query"]}})
+    model = trusted(trained_folder, **{kwargs: {"experts": ["search_query"]}})
     assert list(mote.experts.parameter_counts(model[0].model)["experts"]) == ["search_query"]
-    assert np.abs(model.encode_query(TEXTS) - expected["search_query", "search_query: "]).max() <= 1e-6
+    assert_near(model.encode_query(TEXTS), expected["search_query", "search_query: "])
     with pytest.raises(ValueError, match="needs the expert 'search_document', which was not loaded"):
         model.encode_document(TEXTS)
 
@@ -211,26 +203,15 @@ def test_several_processes(model: SentenceTransformer, expected: dict) -> None:
         by_task = model.encode(TEXTS, task="search_document", pool=pool, chunk_size=2)
     finally:
         model.stop_multi_process_pool(pool)
-    assert np.abs(embeddings - expected["clustering", "clustering: "]).max() <= 1e-6
-    assert np.abs(by_task - expected["search_document", ""]).max() <= 1e-6
-
-
-def test_similarity(model: SentenceTransformer) -> None:
-    queries, documents = model.encode_query(TEXTS), model.encode_document(TEXTS)
-    assert np.abs(model.similarity(queries, documents).numpy() - queries @ documents.T).max() <= 1e-6
+    assert_near(embeddings, expected["clustering", "clustering: "])
+    assert_near(by_task, expected["search_document", ""])
 
 
 def test_save_and_load_again(model: SentenceTransformer, expected: dict, tmp_path: Path) -> None:
     model.save(str(tmp_path / "again"))
-    again = SentenceTransformer(str(tmp_path / "again"), trust_remote_code=True)
-    assert np.abs(again.encode_query(TEXTS) - expected["search_query", "search_query: "]).max() <= 1e-6
-    assert again.prompts == model.prompts
-    assert again.max_seq_length == model.max_seq_length
-
-
-def test_without_trust_nothing_is_loaded(trained_folder: Path) -> None:
-    with pytest.raises(ValueError, match="trust_remote_code=True"):
-        SentenceTransformer(str(trained_folder))
+    again = trusted(tmp_path / "again")
+    assert_near(again.encode_query(TEXTS), expected["search_query", "search_query: "])
+    assert (again.prompts, again.max_seq_length) == (model.prompts, model.max_seq_length)
 
 
 @pytest.mark.parametrize(
@@ -241,10 +222,7 @@ def test_without_trust_nothing_is_loaded(trained_folder: Path) -> None:
         ({"task": "serch_query"}, "Unknown task 'serch_query'. Did you mean 'search_query'"),
         ({"task": ["clustering"] * 4}, "must be one name for all texts"),
         ({"prompt_name": "retrieval"}, "(?s)retrieval.*search_query"),
-        (
-            {"prompt": ["clustering: "] * 4},
-            "must be one text for all inputs, got a list: .*=excluded",
-        ),
+        ({"prompt": ["clustering: "] * 4}, "must be one text for all inputs, got a list: .*=excluded"),
     ],
 )
 def test_what_is_refused(model: SentenceTransformer, arguments: dict[str, Any], message: str) -> None:
@@ -253,31 +231,6 @@ def test_what_is_refused(model: SentenceTransformer, arguments: dict[str, Any], 
 
 
 # In training ---------------------------------------------------------------------------------------------------------
-
-
-def pairs() -> Any:
-    datasets = pytest.importorskip("datasets")
-    return datasets.Dataset.from_dict({"anchor": TEXTS * 2, "positive": TEXTS[::-1] * 2})
-
-
-def train(model: SentenceTransformer, loss: Any, folder: Path, **arguments: Any) -> dict[str, torch.Tensor]:
-    """Two real steps of the real trainer; what was learned, by parameter."""
-    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    settings = SentenceTransformerTrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=4, max_steps=2, learning_rate=1e-3, report_to="none",
-        save_strategy="no", disable_tqdm=True, use_cpu=True, seed=0, **arguments,
-    )  # fmt: skip
-    SentenceTransformerTrainer(model=model, args=settings, train_dataset=pairs(), loss=loss).train()
-    return {key: value - before[key] for key, value in model.state_dict().items()}
-
-
-def trained_experts(learned: dict[str, torch.Tensor]) -> set[str]:
-    """The experts that training has moved."""
-    return {
-        key.split(".experts.")[1].split(".")[0] for key, move in learned.items() if ".experts." in key and move.any()
-    }
 
 
 @pytest.mark.parametrize(
@@ -294,41 +247,28 @@ def trained_experts(learned: dict[str, torch.Tensor]) -> set[str]:
     ],
 )
 def test_the_trainer_routes_each_column(trained_folder: Path, tmp_path: Path, routing: dict[str, Any]) -> None:
-    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-
-    model = SentenceTransformer(str(trained_folder), trust_remote_code=True)
+    model = trusted(trained_folder)
     columns: list[tuple[str, str]] = []
     experts = model[0].model.backbone.encoder.layer[0].experts
     for name, expert in experts.items():
         expert.register_forward_hook(lambda _, args, output, name=name: columns.append((name, len(args[0]))))
-    learned = train(model, MultipleNegativesRankingLoss(model), tmp_path, **routing)
+    learned = train(model, losses.MultipleNegativesRankingLoss(model), tmp_path, TEXTS, **routing)
     assert trained_experts(learned) == {"search_query", "search_document"}
     assert [name for name, _ in columns] == ["search_query", "search_document"] * 2
 
 
 def test_cached_loss_equals_the_plain_one(trained_folder: Path) -> None:
-    from sentence_transformers.sentence_transformer import losses
-
     mixed = [f"{expert}: {text}" for expert, text in zip(EXPERTS, TEXTS, strict=True)]
-    gradients = []
-    for cached in (False, True):
-        model = SentenceTransformer(str(trained_folder), trust_remote_code=True).eval()  # eval: no dropout
+
+    def features(model: SentenceTransformer) -> list[Any]:
         anchors = model.preprocess(TEXTS, prompt="search_query: ")
         positives = model.preprocess(mixed)  # rows of four tasks: cut into mini-batches along with the rest
         assert anchors["route"] == "search_query"
         assert positives["route"].shape == (4,)
-        loss = (
-            losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2)
-            if cached
-            else losses.MultipleNegativesRankingLoss(model)
-        )
-        value = loss([anchors, positives], labels=None)
-        value.backward()
-        gradients.append({"loss": value.detach(), **{key: p.grad for key, p in model.named_parameters()}})
-    plain, cached = gradients
-    for key, gradient in plain.items():
-        assert (gradient is None) == (cached[key] is None), key
-        assert gradient is None or (gradient - cached[key]).abs().max() <= 1e-5, key
+        return [anchors, positives]
+
+    # eval: no dropout
+    assert_cached_equals_plain("CachedMultipleNegativesRankingLoss", lambda: trusted(trained_folder).eval(), features)
 
 
 def test_features_can_be_used_twice(model: SentenceTransformer) -> None:
@@ -345,10 +285,8 @@ def test_a_mixed_batch_is_never_flattened(model: SentenceTransformer, monkeypatc
 
 @pytest.mark.slow
 def test_without_instructions_a_real_source_embeds_as_before(shared: Path, tmp_path: Path) -> None:
-    from mote import upcycle
-
     source = shared / "checkpoints" / "all-MiniLM-L6-v2"
-    model = SentenceTransformer(str(upcycle(str(source), tmp_path / "mote")), trust_remote_code=True)
+    model = trusted(mote.upcycle(source, tmp_path / "mote"))
     dense = SentenceTransformer(str(source))
     texts = [*TEXTS, "", "  ", "word " * 1000, "🐳 جملة\t\u0000"]
     for expert in EXPERTS:

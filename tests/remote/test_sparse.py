@@ -1,19 +1,26 @@
 """Sparse encoders: Sentence-Transformers' SpladePooling on our head, and CoT-MoTE's Equation 4."""
 
-import os
-import subprocess
-import sys
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sentence_transformers
 import torch
-from helpers.checkpoints import dense_checkpoint, edit_json, files_in, read_json, tiny_tokenizer
-from helpers.families import difference, make_different
-from helpers.paths import ROOT
+from helpers.checkpoints import (
+    dense_checkpoint,
+    edit_json,
+    files_in,
+    read_json,
+    tiny_tokenizer,
+    trusted,
+    trusted_sparse,
+)
+from helpers.families import difference
+from helpers.processes import run_as_stranger
+from helpers.steps import with_different_experts
 from safetensors.torch import load_file
-from sentence_transformers import SentenceTransformer, SparseEncoder
+from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from transformers import AutoModel, BertConfig, BertModel
 
@@ -26,14 +33,6 @@ EXPERTS = ["search_query", "search_document"]
 TEXTS = ["whales breathe air", "a", "tides come twice a day, mostly"]
 
 
-def trained(folder: Path, saved: Path) -> Path:
-    """Make the experts of a sparse encoder differ."""
-    model = SparseEncoder(str(folder), trust_remote_code=True)
-    make_different(model[0].model)
-    model.save(str(saved))
-    return saved
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return dense_checkpoint(tmp_path_factory.mktemp("source") / "tiny", head="mlm")
@@ -43,7 +42,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def splade(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights from the head, experts that differ."""
     folder = tmp_path_factory.mktemp("splade")
-    return trained(upcycle(source, folder / "fresh", experts=EXPERTS, retrieval="sparse"), folder / "splade")
+    return with_different_experts(
+        upcycle(source, folder / "fresh", experts=EXPERTS, retrieval="sparse"), folder / "splade"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def equation_4(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights from the token embeddings, the 12 largest, experts that differ."""
     folder = tmp_path_factory.mktemp("equation-4")
     settings: dict[str, Any] = {"retrieval": "sparse", "sparse_from": "embeddings", "max_active_dims": 12}
-    return trained(upcycle(source, folder / "fresh", experts=EXPERTS, **settings), folder / "equation-4")
+    return with_different_experts(upcycle(source, folder / "fresh", experts=EXPERTS, **settings), folder / "equation-4")
 
 
 def tokens(model: SparseEncoder, task: str, texts: list[str]) -> Any:
@@ -64,7 +65,7 @@ def embed(model: SparseEncoder, side: str, texts: list[str] = TEXTS) -> torch.Te
 
 
 def test_each_side_goes_through_its_expert_and_weights_are_those_of_the_logits(splade: Path) -> None:
-    model = SparseEncoder(str(splade), trust_remote_code=True)
+    model = trusted_sparse(splade)
     assert isinstance(model[1], SpladePooling)
     assert model.similarity_fn_name == "dot"
     vectors = {side: embed(model, side) for side in ("query", "document")}
@@ -80,7 +81,7 @@ def test_each_side_goes_through_its_expert_and_weights_are_those_of_the_logits(s
 def test_equation_4(equation_4: Path) -> None:
     """Hidden states times token embeddings, at content tokens alone; the largest weights are kept."""
     forgotten = int(sentence_transformers.__version__.split(".")[1]) < 2  # what 6.0 and 6.1 do not read
-    model = SparseEncoder(str(equation_4), trust_remote_code=True, max_active_dims=12 if forgotten else None)
+    model = trusted_sparse(equation_4, max_active_dims=12 if forgotten else None)
     assert (model.max_active_dims, model.get_embedding_dimension()) == (12, model[0].config.vocab_size)
     bare = AutoModel.from_pretrained(equation_4, trust_remote_code=True)
     embeddings = bare.get_input_embeddings().weight.detach()
@@ -96,7 +97,7 @@ def test_equation_4(equation_4: Path) -> None:
 
 def test_texts_that_follow_each_other_without_padding(equation_4: Path) -> None:
     """The layout of flash attention, which a CPU does not have."""
-    model = SparseEncoder(str(equation_4), trust_remote_code=True)
+    model = trusted_sparse(equation_4)
     batch = tokens(model, EXPERTS[0], TEXTS)
     kept = batch["attention_mask"].bool()
     hidden = torch.randn(*kept.shape, model[0].config.hidden_size)
@@ -112,19 +113,15 @@ def test_a_splade_model_is_upcycled(source: Path, tmp_path: Path) -> None:
     SparseEncoder(str(source), max_active_dims=9).save(str(tmp_path / "dense"))
     for older in (False, True):
         if older:
-            names = [
-                f"sentence_transformers.sparse_encoder.models.{n}.{n}" for n in ("MLMTransformer", "SpladePooling")
-            ]
             modules = read_json(tmp_path / "dense" / "modules.json")
-            modules = [{**module, "type": name} for module, name in zip(modules, names, strict=True)]
-            (tmp_path / "dense" / "modules.json").write_text(str(modules).replace("'", '"'))
-            settings = read_json(tmp_path / "dense" / "sentence_bert_config.json")
-            (tmp_path / "dense" / "sentence_bert_config.json").write_text(
-                f'{{"max_seq_length": {settings.get("max_seq_length") or 128}, "do_lower_case": false}}'
-            )
+            for module, name in zip(modules, ("MLMTransformer", "SpladePooling"), strict=True):
+                module["type"] = f"sentence_transformers.sparse_encoder.models.{name}.{name}"
+            (tmp_path / "dense" / "modules.json").write_text(json.dumps(modules))
+            settings = {"max_seq_length": 128, "do_lower_case": False}
+            (tmp_path / "dense" / "sentence_bert_config.json").write_text(json.dumps(settings))
         out = upcycle(tmp_path / "dense", tmp_path / f"mote-{older}", instructions={"search_query": ""})
         expected = SparseEncoder(str(tmp_path / "dense")).encode(TEXTS).to_dense()
-        model = SparseEncoder(str(out), trust_remote_code=True)
+        model = trusted_sparse(out)
         assert torch.equal(model.encode(TEXTS, task="search_query").to_dense(), expected)
         assert model.max_active_dims == 9
 
@@ -135,7 +132,7 @@ def test_a_limit_keeps_the_formula(source: Path, tmp_path: Path) -> None:
     dense.save(str(tmp_path / "dense"))
     out = upcycle(tmp_path / "dense", tmp_path / "mote", instructions={"search_query": ""}, max_active_dims=9)
     expected = SparseEncoder(str(tmp_path / "dense"), max_active_dims=9).encode(TEXTS).to_dense()
-    model = SparseEncoder(str(out), trust_remote_code=True, max_active_dims=9)  # which old versions do not read
+    model = trusted_sparse(out, max_active_dims=9)  # which old versions do not read
     assert torch.equal(model.encode(TEXTS, task="search_query").to_dense(), expected)
     assert read_json(out / "config_sentence_transformers.json")["max_active_dims"] == 9
 
@@ -152,7 +149,7 @@ def test_code_replaces_a_link_and_not_its_target(tmp_path: Path) -> None:
 
 def test_the_load_balancing_loss_knows_its_share_of_a_step(source: Path, tmp_path: Path) -> None:
     folder = upcycle(source, tmp_path / "hybrid", routing="token", retrieval="hybrid", sparse_from="head")
-    model = SparseEncoder(str(folder), trust_remote_code=True).train()
+    model = trusted_sparse(folder).train()
     weights: list[float] = []
     block = next(module for module in model.modules() if type(module).__name__ == "TokenRoutedFeedForward")
     block.register_forward_pre_hook(
@@ -163,33 +160,25 @@ def test_the_load_balancing_loss_knows_its_share_of_a_step(source: Path, tmp_pat
     assert weights == [pytest.approx(model[0].model.config.router_aux_loss_coef * 2 / 64)]
 
 
-STRANGER = """
-import sys
-sys.path[:] = [path for path in sys.path if path not in ("", {root!r})]
-sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in str(finder)]
-import importlib.util
-assert importlib.util.find_spec("mote") is None
+ENCODE = f"""
 import torch
 from sentence_transformers import SparseEncoder
-for folder in {folders!r}:
+for folder in sys.argv[1:]:
     model = SparseEncoder(folder, trust_remote_code=True)
-    vectors = [model.encode_query({texts!r}).to_dense(), model.encode_document({texts!r}).to_dense()]
+    vectors = [model.encode_query({TEXTS}).to_dense(), model.encode_document({TEXTS}).to_dense()]
     torch.save(vectors, folder + "/vectors.pt")
 """
 
 
 def test_where_this_package_is_not_installed(splade: Path, equation_4: Path, tmp_path: Path) -> None:
-    """Saved, loaded and saved again, then loaded in a process without this package: the same vectors."""
+    """Saved, loaded and saved again, then loaded there: the same vectors."""
     folders, expected = [], []
     for folder in (splade, equation_4):
-        model = SparseEncoder(str(folder), trust_remote_code=True)
+        model = trusted_sparse(folder)
         model.save(str(tmp_path / folder.name))
         folders.append(str(tmp_path / folder.name))
         expected.append([embed(model, "query"), embed(model, "document")])
-    code = STRANGER.format(root=str(ROOT), folders=folders, texts=TEXTS)
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    run_as_stranger(ENCODE, *folders, cwd=tmp_path)
     for folder, vectors in zip(folders, expected, strict=True):
         for found, wanted in zip(torch.load(Path(folder) / "vectors.pt"), vectors, strict=True):
             assert torch.equal(found, wanted)
@@ -205,9 +194,8 @@ def test_files_and_card(splade: Path, equation_4: Path, source: Path, tmp_path: 
     assert 'SparseEncoder("model", trust_remote_code=True)' in card
     assert "- sparse-encoder\n" in card
     assert "SentenceTransformer" not in card
-    assert "sparse, weights from hidden states" in str(
-        plan_upcycling(source, retrieval="sparse", sparse_from="embeddings")
-    )
+    plan = plan_upcycling(source, retrieval="sparse", sparse_from="embeddings")
+    assert "sparse, weights from hidden states" in str(plan)
 
 
 @pytest.mark.long
@@ -216,13 +204,13 @@ def test_verbs_keep_a_sparse_encoder_or_refuse_it_by_name(
     which: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     folder: Path = request.getfixturevalue(which)
-    expected = embed(SparseEncoder(str(folder), trust_remote_code=True), "query")
+    expected = embed(trusted_sparse(folder), "query")
     kept = [
         configure(folder, tmp_path / "set", default_task="search_query"),
         transform(folder, tmp_path / "added", experts.add, "third"),
     ]
     for out in kept:
-        assert torch.equal(embed(SparseEncoder(str(out), trust_remote_code=True), "query"), expected)
+        assert torch.equal(embed(trusted_sparse(out), "query"), expected)
         assert "SparseEncoder(" in (out / "README.md").read_text()
     verbs: list[tuple[Any, dict[str, Any]]] = [(experts.export, {"name": "search_query"}), (experts.average, {})]
     if which == "splade":  # its head is lost
@@ -236,16 +224,10 @@ def test_verbs_keep_a_sparse_encoder_or_refuse_it_by_name(
 
 
 def test_settings_that_do_not_fit(source: Path, splade: Path, tmp_path: Path) -> None:
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"retrieval": "spares"}, "Unknown retrieval 'spares'. Did you mean 'sparse'?"),
-        ({"retrieval": "sparse", "sparse_from": "logits"}, "Unknown sparse_from 'logits'"),
-        ({"max_active_dims": 8}, "add `--retrieval sparse`"),
-        ({"retrieval": "sparse", "max_active_dims": 0}, "must be at least 1, got 0"),
-        ({"retrieval": "sparse", "tokenizer": "nowhere"}, "nowhere"),
-    ]
-    for settings, message in refused:
-        with pytest.raises(ValueError, match=message.replace("?", r"\?")):
-            upcycle(source, tmp_path / "out", **settings)
+    with pytest.raises(ValueError, match="add `--retrieval sparse`"):
+        upcycle(source, tmp_path / "out", max_active_dims=8)
+    with pytest.raises(ValueError, match="nowhere"):
+        upcycle(source, tmp_path / "out", retrieval="sparse", tokenizer="nowhere")
     headless = dense_checkpoint(tmp_path / "headless")
     with pytest.raises(ValueError, match="headless has no head for masked language modelling"):
         upcycle(headless, tmp_path / "out", retrieval="sparse")
@@ -254,14 +236,14 @@ def test_settings_that_do_not_fit(source: Path, splade: Path, tmp_path: Path) ->
         upcycle(tmp_path / "dense", tmp_path / "out", retrieval="dense")
     edit_json(tmp_path / "dense" / "config_sentence_transformers.json", model_type="SparseEncoder")
     modules = read_json(tmp_path / "dense" / "modules.json")
-    (tmp_path / "dense" / "modules.json").write_text(str([*modules, modules[1]]).replace("'", '"'))
+    (tmp_path / "dense" / "modules.json").write_text(json.dumps([*modules, modules[1]]))
     with pytest.raises(ValueError, match="is a sparse encoder with the modules Transformer, SpladePooling, Splade"):
         upcycle(tmp_path / "dense", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="sparse_from must be 'embeddings' or 'head', got 'x'"):
         SparsePooling("x")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="No task"):  # by the wrong class, with its own modules
-        SentenceTransformer(str(splade), trust_remote_code=True).encode(TEXTS)
+        trusted(splade).encode(TEXTS)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from helpers.token_routing import (
 )
 from torch import nn
 from transformers import CONFIG_MAPPING
+from transformers.integrations import moe
 
 from mote.remote.architectures_mote import ARCHITECTURES
 from mote.remote.configuration_mote import MoTEConfig
@@ -147,8 +148,6 @@ def test_implementations_agree_with_the_reference(name: str) -> None:
 
 
 def test_the_implementation_is_the_one_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.integrations import moe
-
     used = []
     for name in ("grouped_mm", "batched_mm"):
         function = moe.ALL_EXPERTS_FUNCTIONS[name]
@@ -173,9 +172,8 @@ def test_the_implementation_is_the_one_asked_for(tmp_path: Path, monkeypatch: py
 def test_a_task_is_not_needed_but_must_be_known() -> None:
     model, inputs = trained("bert"), batch()
     expected = model(**inputs).pooler_output
-    assert difference(model(**inputs, task="b").pooler_output, expected) == 0.0
-    assert difference(model(**inputs, task=["a", "b", "c", "d"]).pooler_output, expected) == 0.0
-    assert difference(model(**inputs, task_ids=torch.tensor([0, 1, 2, 3])).pooler_output, expected) == 0.0
+    for routing in ({"task": "b"}, {"task": ["a", "b", "c", "d"]}, {"task_ids": torch.tensor([0, 1, 2, 3])}):
+        assert difference(model(**inputs, **routing).pooler_output, expected) == 0.0
     with pytest.raises(ValueError, match="Unknown task 'e'"):
         model(**inputs, task="e")
 
