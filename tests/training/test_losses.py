@@ -271,8 +271,10 @@ def test_matryoshka_needs_a_teacher_of_the_models_width(model: SentenceTransform
     for loss in LOSSES["embeddings"]:
         task = settings(loss=loss, teacher={"source": "user/teacher"})
         for width in (128, 512):
-            with pytest.raises(ValueError, match=rf"have {width} dimensions, the model's 256: {loss} could"):
-                build_loss(model, task, TrainingSettings(matryoshka="halves"), label_dim=width)
+            given = settings(loss=loss, teacher=task.teacher, loss_arguments={"projection_dim": width})
+            for of_teacher, projecting in ((width, task), (None, given)):
+                with pytest.raises(ValueError, match=rf"{loss} projects .* {width} dimensions, but .*matryoshka trunc"):
+                    build_loss(model, projecting, TrainingSettings(matryoshka="halves"), label_dim=of_teacher)
         assert isinstance(build_loss(model, task, TrainingSettings(), label_dim=512).projection, torch.nn.Linear)
         truncated = build_loss(model, task, TrainingSettings(matryoshka="halves"), label_dim=256)
         assert gradients(model, truncated, torch.randn(5, 256))["loss"] > 0

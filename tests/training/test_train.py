@@ -622,7 +622,7 @@ def test_a_dataset_may_have_an_objective_of_its_own(tiny: Path, data: Path, tmp_
         ["homogeneous", "InfoNCE", "0.5"],
         ["homogeneous", "MultipleNegativesRankingLoss", ""],
     ]
-    with pytest.raises(ValueError, match="a batch across datasets has one loss"):
+    with pytest.raises(ValueError, match="a batch across datasets has the loss"):
         load_recipe("mote", ["tasks.clustering.datasets=[{path: a, temperature: 0.5}]"])
 
 

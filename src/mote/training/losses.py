@@ -394,13 +394,13 @@ def _library_loss(
     if training.mini_batch_size is not None:
         settings["mini_batch_size"] = training.mini_batch_size
     if label_dim is not None and label_dim != model.get_embedding_dimension():
-        if training.matryoshka:
-            raise ValueError(
-                f"training.matryoshka: the teacher's embeddings have {label_dim} dimensions, the model's "
-                f"{model.get_embedding_dimension()}: {task.loss} could project only whole embeddings"
-            )
         settings["projection_dim"] = label_dim
     arguments = {name: value for name, value in settings.items() if name in takes} | task.loss_arguments
+    if training.matryoshka and arguments.get("projection_dim") is not None:
+        raise ValueError(
+            f"{task.loss} projects whole embeddings to the teacher's {arguments['projection_dim']} dimensions, but "
+            "training.matryoshka truncates them: leave one of the two out"
+        )
     if isinstance(arguments.get("guide"), str):
         arguments["guide"] = load_encoder(arguments["guide"])
     try:

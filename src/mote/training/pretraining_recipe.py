@@ -8,8 +8,7 @@ from pydantic import Field, model_validator
 from mote.data.settings import DatasetSource
 from mote.settings import Settings
 from mote.training.model_settings import ModelSettings
-from mote.training.recipe import SHIPPED, Recipe
-from mote.training.task_settings import DataSettings, ValidationSettings
+from mote.training.recipe import SHIPPED, Recipe, RunSettings
 from mote.training.trainer_settings import TrainerSettings
 
 
@@ -140,43 +139,28 @@ class PretrainingSettings(TrainerSettings):
     weight_decay: float = Field(default=0.01, ge=0)
 
 
-class PretrainingRecipe(Settings):
+class PretrainingRecipe(RunSettings):
     """A run of pre-training.
 
     Attributes:
-        name: Recipe name.
-        description: Purpose of the recipe.
         objective: `mlm` (masked language modelling), or `cot-mae` (which adds a decoder that rebuilds contexts).
         model: The model.
         tasks: Task of the model → its texts.
         masking: Which tokens are to be predicted.
         spans: Contexts that are spans, for `cot-mae`.
         decoder: The decoder, for `cot-mae`.
-        data: Settings of all datasets.
         training: `transformers.TrainingArguments`, and `batch_size`.
-        validation: Held-out texts, on which the loss is measured.
-        output: Folder of the run.
     """
 
-    name: str = "custom"
-    description: str = ""
     objective: Literal["mlm", "cot-mae"] = "mlm"
     model: PretrainedModelSettings
     tasks: dict[str, TextTaskSettings] = Field(min_length=1)
     masking: MaskingSettings = MaskingSettings()
     spans: SpanSettings = SpanSettings()
     decoder: DecoderSettings = DecoderSettings()
-    data: DataSettings = DataSettings()
     training: PretrainingSettings = PretrainingSettings()
-    validation: ValidationSettings = ValidationSettings()
-    output: str = ""
 
     PLACE: ClassVar[Any] = SHIPPED / "pretraining"
-
-    @model_validator(mode="after")
-    def _default_output(self) -> "PretrainingRecipe":
-        self.output = self.output or f"runs/{self.name}"
-        return self
 
 
 AnyRecipe = Recipe | PretrainingRecipe

@@ -8,6 +8,7 @@ from importlib.resources import files
 from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from mote.checkpoints.definitions import instruction_with
 from mote.settings import Settings
@@ -18,30 +19,46 @@ from mote.training.trainer_settings import TrainingSettings
 SHIPPED = files("mote") / "recipes"
 
 
-class Recipe(Settings):
-    """A training run.
+class RunSettings(Settings):
+    """What recipes of training and of pre-training have in common.
 
     Attributes:
         name: Recipe name.
         description: Purpose of the recipe.
-        model: The model.
-        tasks: Task → its data and settings.
-        retrieval: The model's vectors.
-        data: Settings of all datasets.
-        training: `SentenceTransformerTrainingArguments`, and eight settings of ours.
-        validation: Held-out texts.
         output: Folder of the run.
+        data: Settings of all datasets.
+        validation: Held-out texts.
     """
 
     name: str = "custom"
     description: str = ""
+    output: str = ""
+    data: DataSettings = DataSettings()
+    validation: ValidationSettings = ValidationSettings()
+
+    PLACE: ClassVar[Any]
+    """Folder of the shipped recipes of the kind."""
+
+    @model_validator(mode="after")
+    def _default_output(self) -> Self:
+        self.output = self.output or f"runs/{self.name}"
+        return self
+
+
+class Recipe(RunSettings):
+    """A training run.
+
+    Attributes:
+        model: The model.
+        tasks: Task → its data and settings.
+        retrieval: The model's vectors.
+        training: `SentenceTransformerTrainingArguments`, and eight settings of ours.
+    """
+
     model: ModelSettings
     tasks: dict[str, TaskSettings] = Field(min_length=1)
     retrieval: RetrievalSettings = RetrievalSettings()
-    data: DataSettings = DataSettings()
     training: TrainingSettings = TrainingSettings()
-    validation: ValidationSettings = ValidationSettings()
-    output: str = ""
 
     PLACE: ClassVar[Any] = SHIPPED
 
@@ -73,21 +90,6 @@ class Recipe(Settings):
             raise ValueError("retrieval.weight=tuned needs held-out pairs: set validation.share")
         if self.retrieval.kind != "dense" and self.training.matryoshka:
             raise ValueError(f"training.matryoshka is for dense vectors, got retrieval.kind={self.retrieval.kind}")
-        return self
-
-    @model_validator(mode="after")
-    def _fits_matryoshka(self) -> "Recipe":
-        for name, task in self.tasks.items() if self.training.matryoshka else ():
-            for own in map(task.of, task.datasets):
-                if own.loss_arguments.get("projection_dim") is not None:
-                    raise ValueError(
-                        f"tasks.{name}: {own.loss} projects whole embeddings (projection_dim), but training.matryoshka "
-                        "truncates them: leave one of the two out"
-                    )
-        return self
-
-    @model_validator(mode="after")
-    def _fits_blended(self) -> "Recipe":
         if self.retrieval.kind != "dense" and any(task.batches == "blended" for task in self.tasks.values()):
             raise ValueError(f"blended batches are for dense vectors, got retrieval.kind={self.retrieval.kind}")
         return self
@@ -114,9 +116,4 @@ class Recipe(Settings):
         for name, value in by_expert.items():
             if isinstance(value, list | dict) and self.model.kind != "mote":
                 raise ValueError(f"training.{name}: a model of the kind {self.model.kind!r} has no task experts")
-        return self
-
-    @model_validator(mode="after")
-    def _default_output(self) -> "Recipe":
-        self.output = self.output or f"runs/{self.name}"
         return self

@@ -11,12 +11,12 @@ from pydantic import ValidationError
 from typing_extensions import TypeVar
 
 from mote.remote.configuration_mote import alternatives
-from mote.settings import Settings, error_messages
-from mote.training.recipe import SHIPPED, Recipe
+from mote.settings import error_messages
+from mote.training.recipe import SHIPPED, Recipe, RunSettings
 
 logger = logging.getLogger(__name__)
 
-AnyRecipe = TypeVar("AnyRecipe", bound=Settings, default=Recipe)
+AnyRecipe = TypeVar("AnyRecipe", bound=RunSettings, default=Recipe)
 
 
 def shipped_recipes(place: Any = SHIPPED) -> list[str]:
@@ -43,7 +43,7 @@ def load_recipe(
         FileNotFoundError: If there is no such recipe; the message lists the shipped ones.
         ValueError: If the recipe is invalid; the message lists every error.
     """
-    settings = _read(str(recipe), kind.PLACE)  # type: ignore[attr-defined]
+    settings = _read(str(recipe), kind.PLACE)
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:

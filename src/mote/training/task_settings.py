@@ -110,17 +110,15 @@ class TaskSettings(Settings):
     @model_validator(mode="after")
     def _both_sides(self) -> "TaskSettings":
         self.positive = self.positive or self.anchor
-        own = [dataset.path for dataset in self.datasets if dataset.own_objective]
+        own = [
+            one.path
+            for one in self.datasets
+            if one.own_objective or one.instruction is not None or one.definition is not None
+        ]
         if own and self.batches == "heterogeneous":
             raise ValueError(
-                f"{', '.join(own)}: a batch across datasets has one loss; make the task's batches homogeneous, or move "
-                "the dataset into a task of its own"
-            )
-        instructed = [one.path for one in self.datasets if one.instruction is not None or one.definition is not None]
-        if instructed and self.batches == "heterogeneous":
-            raise ValueError(
-                f"{', '.join(instructed)}: a batch across datasets has the instruction of its task; make the task's "
-                "batches homogeneous"
+                f"{', '.join(own)}: a batch across datasets has the loss and the instruction of its task; make the "
+                "task's batches homogeneous, or move the dataset into a task of its own"
             )
         others = {self.of(dataset).loss for dataset in self.datasets} - {"InfoNCE"}
         if others and self.batches == "blended":

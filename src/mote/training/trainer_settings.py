@@ -6,7 +6,7 @@ import typing
 from pkgutil import resolve_name
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError, model_validator
 
 from mote.settings import Settings
 
@@ -42,7 +42,7 @@ class TrainerSettings(Settings):
 
     batch_size: int = Field(default=6144, ge=2)
     num_train_epochs: float = Field(default=1, gt=0)
-    max_steps: int = Field(default=-1, ge=-1)
+    max_steps: PositiveInt | Literal[-1] = -1
     learning_rate: float = Field(default=5e-6, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     optim: str = "adamw_torch"
@@ -57,7 +57,6 @@ class TrainerSettings(Settings):
     eval_steps: float | None = Field(default=None, gt=0)
 
     ARGUMENTS: ClassVar[str] = "transformers.TrainingArguments"
-    OURS: ClassVar[tuple[str, ...]] = ("batch_size",)
     RESERVED: ClassVar[dict[str, str]] = {
         **dict.fromkeys(
             ("per_device_train_batch_size", "gradient_accumulation_steps", "auto_find_batch_size"),
@@ -93,7 +92,7 @@ class TrainerSettings(Settings):
                 nearest = difflib.get_close_matches(str(key), [*cls.model_fields, *known], n=1)
                 hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
                 raise ValueError(
-                    f"unknown key {key!r}.{hint} Known keys: {', '.join(cls.OURS)}, and the arguments of "
+                    f"unknown key {key!r}.{hint} Known keys: {', '.join(cls.ours())}, and the arguments of "
                     f"{cls.ARGUMENTS.rpartition('.')[2]}"
                 )
             try:
@@ -102,12 +101,10 @@ class TrainerSettings(Settings):
                 raise ValueError(f"{key}: {error.errors()[0]['msg']}, got {value!r}") from None
         return checked
 
-    @field_validator("max_steps")
     @classmethod
-    def _some_steps(cls, given: int) -> int:
-        if given == 0:  # which the trainer takes for -1
-            raise ValueError("must be at least 1, or -1: determined by the epochs")
-        return given
+    def ours(cls) -> list[str]:
+        """Name the settings that are not arguments of the trainer."""
+        return ["batch_size", *(name for name in cls.model_fields if name not in TrainerSettings.model_fields)]
 
     @property
     def precision(self) -> Literal["bf16", "fp16", "no"]:
@@ -120,7 +117,7 @@ class TrainerSettings(Settings):
         They exclude `gradient_checkpointing`, which the trainer has under changing names: a run enables it on the
         model.
         """
-        return {key: value for key, value in self if key not in (*self.OURS, "gradient_checkpointing")}
+        return {key: value for key, value in self if key not in (*self.ours(), "gradient_checkpointing")}
 
 
 class PeftSettings(Settings):
@@ -186,16 +183,6 @@ class TrainingSettings(TrainerSettings):
     matryoshka: Annotated[list[PositiveInt], Field(min_length=1)] | Literal["halves"] | None = None
 
     ARGUMENTS: ClassVar[str] = "sentence_transformers.SentenceTransformerTrainingArguments"
-    OURS: ClassVar[tuple[str, ...]] = (
-        "batch_size",
-        "mini_batch_size",
-        "gradient_caching",
-        "only_experts",
-        "start_weight",
-        "peft",
-        "cross_device_negatives",
-        "matryoshka",
-    )
     RESERVED: ClassVar[dict[str, str]] = {
         **TrainerSettings.RESERVED,
         **dict.fromkeys(
