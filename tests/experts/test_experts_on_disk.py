@@ -108,6 +108,7 @@ def test_the_list(with_legal: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["merge", "{}", "clustering=much", "--name", "x"], "'clustering=much': expected NAME=NUMBER"),
         (["merge", "{}", "clustering", "clustering=2", "--name", "x"], "each name once"),
         (["remove", "{}", "clusterin"], "Unknown expert 'clusterin'"),
+        (["remove", "{}", "clustering", "--task", "clustering=a", "--task", "clustering=b"], "each name once"),
         (["remove", "{}", "search_query"], "(`--task query=classification`), or None (`--task query=`)"),
         (["rename", "{}", "clustering", "sts"], "'sts' is already a task"),
         (["extract", "{}", "clusterin"], "Unknown expert 'clusterin'. Did you mean 'clustering'?"),
@@ -220,20 +221,3 @@ def test_killed_while_a_mote_is_changed_in_place(with_legal: Path, tmp_path: Pat
     assert {result.status for result in killed} == {-signal.SIGKILL}
     assert {result.out for result in killed} == {"old", "absent", "new"}
     assert [result.replaced for result in killed if result.out == "absent"] == [["old"]]
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["upcycle", "--instruction", "clustering=a", "--instruction", "clustering=b"],
-        ["upcycle", "--task", "law=clustering", "--task", "law=classification"],
-        ["experts", "remove", "--task", "clustering=classification", "--task", "clustering=search_query"],
-    ],
-)
-def test_a_name_given_twice(
-    words: list[str], upcycled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = ["--src", str(upcycled)] if words[0] == "upcycle" else [str(upcycled), "clustering"]
-    assert main([*words, *source, "--out", str(tmp_path / "out")]) == 2
-    assert "expected NAME=VALUE, each name once" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoints import dense_checkpoint, edit_json, files_in, read_json, trusted
+from helpers.checkpoints import edit_json, files_in, read_json, trusted
 from helpers.families import all_families, batch, dense_model, fresh_mote, make_different, mote_config, trained_mote
 from helpers.on_disk import average, compress, export, interpolate, last_hidden
 from helpers.paths import SMALL_ENCODER
@@ -79,14 +79,27 @@ def test_the_average_of_different_experts(name: str, mote_layers: str) -> None:
         assert last_hidden(whole, task=expert).equal(last_hidden(averaged))
 
 
-def test_nothing_is_shared_with_the_mote() -> None:
-    model = three_experts("bert")
+@pytest.mark.parametrize(
+    ("verb", "settings"),
+    [
+        (mote.experts.average, {}),
+        (mote.experts.interpolate, {"weight": 0.5}),
+        (mote.experts.export, {"name": "beta"}),
+        (mote.experts.compress, {"rank": 3}),
+        (mote.experts.compress, {"bits": 8}),
+    ],
+)
+def test_nothing_is_shared_with_the_mote(verb: Callable[..., Any], settings: dict[str, Any]) -> None:
+    model = three_experts("bert").train()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    for other in (mote.experts.average(model), mote.experts.interpolate(model, 0.5)):
-        with torch.no_grad():
-            for parameter in other.parameters():
-                parameter.add_(1.0)
+    other = verb(model, **settings)
+    assert all(module.training for module in other.modules())
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    assert model.state_dict().keys() == before.keys()
     assert all(value.equal(before[key]) for key, value in model.state_dict().items())
+    assert model.config.compression is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -150,7 +163,7 @@ def test_invalid_interpolation_weights(weight: Any, message: str) -> None:
 def test_a_model_without_all_its_experts_is_refused(trained: Path) -> None:
     model = MoTEModel.from_pretrained(trained, experts=["clustering"])
     for merge in (mote.experts.average, lambda model: mote.experts.interpolate(model, 0.5)):
-        with pytest.raises(ValueError, match=r"The experts 'classification', .* are not loaded"):
+        with pytest.raises(ValueError, match=r"The expert 'classification' was not loaded"):
             merge(model)
 
 
@@ -186,19 +199,6 @@ def test_the_averaged_folder_is_a_plain_dense_model(trained: Path, tmp_path: Pat
     with torch.no_grad():
         expected = mote.experts.interpolate(model, 1)(**tokens, task="clustering").last_hidden_state
         assert dense(**tokens).last_hidden_state.equal(expected)
-
-
-@all_families
-def test_the_average_loads_without_code_of_ours(name: str, tmp_path: Path) -> None:
-    model = trained_mote(name)
-    model.save_pretrained(tmp_path / "mote")
-    (tmp_path / "tokenizer").mkdir()
-    dense_checkpoint(tmp_path / "tokenizer")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tmp_path / "tokenizer" / file, tmp_path / "mote" / file)
-    out = average(tmp_path / "mote", tmp_path / "out")
-    dense = AutoModel.from_pretrained(out, attn_implementation=model.backbone.config._attn_implementation).eval()
-    assert last_hidden(dense).equal(last_hidden(mote.experts.average(model)))
 
 
 @pytest.mark.long
@@ -260,8 +260,9 @@ def test_the_average_can_be_upcycled_again(trained: Path, tmp_path: Path) -> Non
 # The commands --------------------------------------------------------------------------------------------------------
 
 
-def weights(words: list[str]) -> list[str]:
-    return [option for word in words for option in ("--weight", word)]
+def interpolated(source: Path, out: Path, words: list[str]) -> int:
+    weights = [option for word in words for option in ("--weight", word)]
+    return main(["interpolate", str(source), "--out", str(out), *weights])
 
 
 def test_the_commands(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,7 +270,7 @@ def test_the_commands(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"Wrote {tmp_path / 'a'}" in capsys.readouterr().out
     for words in (["0.5"], ["clustering=0.5", "search_query=1"]):
         folder = tmp_path / words[0]
-        assert main(["interpolate", str(trained), "--out", str(folder), *weights(words)]) == 0
+        assert interpolated(trained, folder, words) == 0
         assert MoTEModel.from_pretrained(folder).config.experts == EXPERTS
 
 
@@ -288,7 +289,7 @@ def test_the_commands(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_invalid_arguments(
     words: list[str], message: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["interpolate", str(trained), "--out", str(tmp_path / "out"), *weights(words)]) in (1, 2)
+    assert interpolated(trained, tmp_path / "out", words) in (1, 2)
     assert message in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
 
@@ -303,7 +304,7 @@ def test_sources_that_are_refused(
     backbone = read_json(trained / "config.json")["backbone_config"]
     edit_json(misshapen / "config.json", backbone_config=backbone | {"vocab_size": 61})
     for source, out, message in (
-        (partial, "out", "are not loaded (loaded: 'clustering')"),
+        (partial, "out", "'classification' was not loaded, or not saved with this model, which has only 'clustering'"),
         (broken, "out", "is a file truncated?"),
         (misshapen, "out", "1 mismatched keys (('backbone.embeddings.word_embeddings.weight'"),
         (dense, "out", "is not a MoTE but a 'bert': `mote upcycle` makes"),

@@ -163,21 +163,12 @@ def test_chosen_experts_alone(tmp_path: Path) -> None:
     assert mote.load(tmp_path, experts=["d", "b"], offload="disk", keep=3).offloading.on_device == ["b", "d"]
 
 
-def test_export(tmp_path: Path) -> None:
-    model = saved(tmp_path)
-    dense = mote.experts.export(offloaded(tmp_path), "c")
-    with torch.no_grad():
-        found, expected = dense(**batch()), model(**batch(), task="c")
-    assert torch.equal(found.last_hidden_state, expected.last_hidden_state)
-
-
-def test_state_dict_and_average_see_all_experts(tmp_path: Path) -> None:
+def test_verbs_that_read_see_all_experts(tmp_path: Path) -> None:
     expected, model = saved(tmp_path), offloaded(tmp_path)
-    found = model.state_dict()
-    assert list(found) == list(expected.state_dict())
-    assert all(torch.equal(found[key], weight) for key, weight in expected.state_dict().items())
-    one, other = mote.experts.average(model).state_dict(), mote.experts.average(expected).state_dict()
-    assert all(torch.equal(one[key], weight) for key, weight in other.items())
+    for read in (lambda model: model, mote.experts.average, lambda model: mote.experts.export(model, "c")):
+        found, other = read(model).state_dict(), read(expected).state_dict()
+        assert list(found) == list(other)
+        assert all(torch.equal(found[key], weight) for key, weight in other.items())
     assert model.offloading.on_device == ["a"]
     assert experts_in(model) == 1
 
@@ -280,22 +271,18 @@ def test_a_file_that_changes_under_a_running_model(gone: bool, tmp_path: Path) -
     assert model.offloading.on_device == ["a"]
 
 
-def test_changes_of_experts_are_refused(tmp_path: Path) -> None:
-    trained_mote("bert").save_pretrained(tmp_path)
-    model = offloaded(tmp_path)
-    for name in ("add", "merge", "remove", "rename", "weights"):
-        with pytest.raises(ValueError, match=r"mote\.restore"):
-            VERBS[name](model)
-    with pytest.raises(ValueError, match=r"mote\.restore"):
-        mote.offload(model, "disk")
-
-
-def test_invalid_settings(tmp_path: Path) -> None:
-    model = saved(tmp_path)
+def test_what_is_refused(tmp_path: Path) -> None:
+    whole = trained_mote("bert")
+    whole.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="Did you mean 'disk'"):
-        mote.offload(model, "disc")
+        mote.offload(whole, "disc")
     with pytest.raises(ValueError, match="token-routed"):
-        mote.offload(TokenRoutedModel(TokenRoutedConfig(backbone_config=model.config.backbone_config)), "disk")
+        mote.offload(TokenRoutedModel(TokenRoutedConfig(backbone_config=whole.config.backbone_config)), "disk")
+    model = offloaded(tmp_path)
+    verbs = [VERBS[name] for name in ("add", "merge", "remove", "rename", "weights")]
+    for verb in (*verbs, lambda model: mote.offload(model, "disk")):
+        with pytest.raises(ValueError, match=r"mote\.restore"):
+            verb(model)
 
 
 PEAK = """

@@ -1,6 +1,5 @@
 """Stores: weights of experts in CPU memory, or in the files of a checkpoint."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +42,3 @@ def test_copies_in_memory_are_independent(weights: dict[str, torch.Tensor]) -> N
     store, before = CpuStore(weights), weights[KEY].clone()
     weights[KEY].add_(1)
     assert torch.equal(store.weights[KEY], before)
-
-
-def test_a_file_that_is_truncated_later(tmp_path: Path) -> None:
-    trained_mote("bert").save_pretrained(tmp_path)
-    path = tmp_path / "model.safetensors"
-    store = DiskStore([path])
-    os.truncate(path, 3000)
-    with pytest.raises(ValueError, match="has changed since"):
-        store.copy_into({KEY: torch.empty(16, 32)})
-    path.unlink()
-    with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
-        store.check([KEY])

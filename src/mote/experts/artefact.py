@@ -81,13 +81,9 @@ class ExpertArtefact:
         return {"name": self.public_name, "revision": self.revision, "weights": weights}
 
     def weights_for(self, model: "MoTEModel") -> dict[str, torch.Tensor]:
-        """Read the weights, named as in the dense model, for a MoTE in memory.
-
-        Raises:
-            ValueError: If the MoTE has another base; the message says what differs, and what would work.
-        """
+        """Read the weights, named as in the dense model, for a MoTE in memory; an error if it has another base."""
         state = model.state_dict()
-        base = _describe(model.config, model.dtype, base_hash(model.config, state, state.__getitem__))
+        base = _describe(model.config, model.dtype, state, state.__getitem__)
         if base["hash"] != self.base["hash"]:
             where = model.name_or_path or "the model"
             names = [name for name in base if name != "hash" and base[name] != self.base[name]]
@@ -172,7 +168,8 @@ def _write_weights(source: MoTECheckpoint, name: str, file: Path) -> None:
         names = {key: weight_name(key, config) for key in sorted(files)}
         own = {found.dense: key for key, found in names.items() if found.expert == name}
         weights = {dense: files[key].get_tensor(key).clone() for dense, key in own.items()}
-        hash_of_base = base_hash(config, files, lambda key: files[key].get_tensor(key))
+        dtype = next(iter(weights.values())).dtype
+        base = _describe(config, dtype, files, lambda key: files[key].get_tensor(key))
     tasks = [task for task, expert in config.tasks.items() if expert == name]
     instructions = {task: config.instructions[task] for task in tasks if task in config.instructions}
     description = {
@@ -180,7 +177,7 @@ def _write_weights(source: MoTECheckpoint, name: str, file: Path) -> None:
         "tasks": tasks,
         # Its own also if it is empty: a new expert may get the paper's instead.
         "instructions": {**instructions, name: config.instruction_of(name)},
-        "base": _describe(config, next(iter(weights.values())).dtype, hash_of_base),
+        "base": base,
     }
     # One entry, because several would be in random order.
     save_file(weights, file, metadata={HEADER: json.dumps(description, ensure_ascii=False)})
@@ -273,11 +270,7 @@ def base_hash(config: MoTEConfig, keys: Iterable[str], read: Callable[[str], tor
     """Hash the base of a MoTE's experts: shared weights, and the settings that determine how they are used.
 
     The hash does not change when experts are trained, added, removed or renamed, or files are saved or sharded again.
-
-    Args:
-        config: Config of the MoTE.
-        keys: Keys of all its weights.
-        read: Returns the weight of a key; called for one key after another.
+    `read` returns the weight of a key of the MoTE, one after another.
     """
     digest = blake2b(json.dumps(_essentials(config), sort_keys=True, default=str).encode(), digest_size=16)
     for key in sorted(key for key in keys if not key.startswith(HEAD) and weight_name(key, config).expert is None):
@@ -315,9 +308,11 @@ def _essentials_of_backbone(backbone: Any) -> dict[str, Any]:
     }
 
 
-def _describe(config: MoTEConfig, dtype: torch.dtype, hash_of_base: str) -> dict[str, Any]:
+def _describe(
+    config: MoTEConfig, dtype: torch.dtype, keys: Iterable[str], read: Callable[[str], torch.Tensor]
+) -> dict[str, Any]:
     return {
-        "hash": hash_of_base,
+        "hash": base_hash(config, keys, read),
         "architecture": config.backbone_config.model_type,
         "layers": config.mote_layer_indices,
         "pooling": config.pooling,

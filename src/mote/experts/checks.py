@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mote.checkpoints.reading import require_expert
 from mote.checkpoints.tensors import require_unquantised
 
 if TYPE_CHECKING:
@@ -27,16 +28,6 @@ def require_uncompressed(config: "MoTEConfig") -> None:
         )
 
 
-def require_all_experts(config: "MoTEConfig") -> None:
-    """Raise `ValueError` unless all experts are loaded."""
-    absent = [name for name in config.experts if name not in config.available_experts]
-    if absent:
-        raise ValueError(
-            f"The experts {', '.join(map(repr, absent))} are not loaded (loaded: "
-            f"{', '.join(map(repr, config.available_experts))}): the mean needs all experts"
-        )
-
-
 def require_plain_weights(model: "MoTEModel") -> None:
     """Raise `ValueError` if a model has adapters or is quantised."""
     require_unquantised(model)
@@ -52,7 +43,8 @@ def require_mergeable(model: "MoTEModel") -> None:
     """Raise `ValueError` if the mean of the experts cannot be taken, or would be meaningless."""
     require_task_experts(model.config)
     require_uncompressed(model.config)
-    require_all_experts(model.config)
+    for name in model.config.experts:
+        require_expert(model.config, name)
     require_plain_weights(model)
 
 

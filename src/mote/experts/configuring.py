@@ -21,15 +21,8 @@ EXPERT = "expert."  # and the task, as in "expert.sts"
 INSTRUCTION = "instruction."  # and the task, as in "instruction.clustering"
 DEFINITION = "definition."  # the same; `mote.instruction_with` turns the definition into the instruction
 END_TOKEN = "end_token"
-KEYS = (
-    "default_task",
-    "route_by_text",
-    INSTRUCTION_POOLING,
-    END_TOKEN,
-    "expert.TASK",
-    "instruction.TASK",
-    "definition.TASK",
-)
+KEYS = ("default_task", "route_by_text", INSTRUCTION_POOLING, END_TOKEN)
+PREFIXES = {EXPERT: "tasks", INSTRUCTION: "instructions", DEFINITION: "instructions"}
 
 _UNCHANGED: Any = object()
 
@@ -79,12 +72,10 @@ def configure(
     changes |= {EXPERT + task: expert for task, expert in (tasks or {}).items()}
     if default_task is not _UNCHANGED:
         changes["default_task"] = default_task
-    if route_by_text is not None:
-        changes["route_by_text"] = route_by_text
     if instruction_pooling is not None:
-        changes[INSTRUCTION_POOLING] = check_instruction_pooling(instruction_pooling)
-    if end_token is not None:
-        changes[END_TOKEN] = end_token
+        check_instruction_pooling(instruction_pooling)
+    others = {"route_by_text": route_by_text, INSTRUCTION_POOLING: instruction_pooling, END_TOKEN: end_token}
+    changes |= {key: value for key, value in others.items() if value is not None}
     options = options or WriteOptions()
     if out is None:
         options = options.updated(overwrite=True)
@@ -102,20 +93,20 @@ def parse_settings(words: Mapping[str, str]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for key, value in words.items():
         kind, dot, task = key.partition(".")
+        prefix = kind + dot
         if key == "default_task":
             settings[key] = None if value in ("", "none") else value
         elif key == "route_by_text":
             settings[key] = {"true": True, "false": False}.get(value.lower(), value)
-        elif key in (INSTRUCTION_POOLING, END_TOKEN):
+        elif key in KEYS:
             settings[key] = value
-        elif task and kind + dot == EXPERT:
-            settings.setdefault("tasks", {})[task] = value
-        elif task and kind + dot == INSTRUCTION:
-            settings.setdefault("instructions", {})[task] = value
-        elif task and kind + dot == DEFINITION:
-            settings.setdefault("instructions", {})[task] = instruction_with(value)
+        elif task and prefix in PREFIXES:
+            text = instruction_with(value) if prefix == DEFINITION else value
+            settings.setdefault(PREFIXES[prefix], {})[task] = text
         else:
-            raise ValueError(f"Unknown setting {key!r}." + alternatives(key, KEYS))
+            raise ValueError(
+                f"Unknown setting {key!r}." + alternatives(key, [*KEYS, *(f"{each}TASK" for each in PREFIXES)])
+            )
     return settings
 
 

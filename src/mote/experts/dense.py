@@ -39,11 +39,7 @@ def open_dense_blocks(src: str | Path, revision: str | None = None) -> Checkpoin
 
 
 def weights_of_blocks(checkpoint: Checkpoint, model: "MoTEModel") -> dict[str, torch.Tensor]:
-    """Read the weights that a MoTE has once per expert, named as in the dense model, with the MoTE's dtype.
-
-    Raises:
-        ValueError: If the dense model has other weights than the MoTE's backbone, or its files are damaged.
-    """
+    """Read the weights that a MoTE has once per expert, named as in the dense model, with the MoTE's dtype."""
     where, state = model.name_or_path or "the model", model.state_dict()
     named = [(weight_name(key, model.config), weight) for key, weight in state.items() if key.startswith(BACKBONE)]
     dense, _ = load_dense(checkpoint)

@@ -16,7 +16,7 @@ from mote.checkpoints.tensors import weight_name
 from mote.checkpoints.transform import verb
 from mote.experts.artefact import ExpertArtefact
 from mote.experts.blocks import set_experts
-from mote.experts.checks import require_all_experts, require_editable, require_same_shapes
+from mote.experts.checks import require_editable, require_same_shapes
 from mote.experts.dense import weights_of_blocks
 from mote.experts.means import mean_of_experts
 from mote.remote.architectures_mote import architecture_of
@@ -63,9 +63,10 @@ def add(
     """
     require_editable(model, uncompressed=True)
     tasks = [tasks] if isinstance(tasks, str) else list(tasks)
+    texts = {name: instruction} if isinstance(instruction, str) else dict(instruction or {})
     if isinstance(start, ExpertArtefact):
-        instruction, tasks = _names_of_artefact(model.config, start, name, instruction, tasks)
-    names = _with_expert(model.config, name, instruction, tasks)
+        texts, tasks = _names_of_artefact(model.config, start, name, texts, tasks)
+    names = _with_expert(model.config, name, texts, tasks)
     available = model.config.available_experts
     like = start if isinstance(start, str) and start in available else available[0]
     new_weights = weights_of(model, start)
@@ -147,7 +148,6 @@ def weights_of(
     if not isinstance(start, str):
         return start
     if start == MEAN and MEAN not in model.config.experts:
-        require_all_experts(model.config)
         return mean_of_experts([weights(model, expert) for expert in model.config.experts])
     return weights(model, start)
 
@@ -175,11 +175,7 @@ def _take_names(model: "MoTEModel", names: MoTEConfig) -> None:
 
 
 def _names_of_artefact(
-    config: MoTEConfig,
-    artefact: ExpertArtefact,
-    name: str,
-    instruction: str | Mapping[str, str] | None,
-    tasks: list[str],
+    config: MoTEConfig, artefact: ExpertArtefact, name: str, texts: dict[str, str], tasks: list[str]
 ) -> tuple[dict[str, str], list[str]]:
     """Return the instructions and tasks that an artefact brings into a model, possibly under another name."""
     own = [task for task in artefact.tasks if task not in (artefact.name, name, *tasks)]
@@ -187,19 +183,13 @@ def _names_of_artefact(
         if task in config.tasks:
             logger.info("The task %s stays with %s: `--task %s` assigns it to %s", task, config.tasks[task], task, name)
     tasks = [*(task for task in own if task not in config.tasks), *tasks]
-    texts = {name if task == artefact.name else task: text for task, text in artefact.instructions.items()}
-    kept = {task: text for task, text in texts.items() if task == name or task in tasks}
-    given = instruction if isinstance(instruction, Mapping) else {} if instruction is None else {name: instruction}
-    return {**kept, **given}, tasks
+    own_texts = {name if task == artefact.name else task: text for task, text in artefact.instructions.items()}
+    kept = {task: text for task, text in own_texts.items() if task == name or task in tasks}
+    return {**kept, **texts}, tasks
 
 
-def _with_expert(
-    config: MoTEConfig, name: str, instruction: str | Mapping[str, str] | None, tasks: list[str]
-) -> MoTEConfig:
+def _with_expert(config: MoTEConfig, name: str, texts: dict[str, str], tasks: list[str]) -> MoTEConfig:
     """Return the config with one more expert, validated."""
-    if instruction is None:
-        instruction = {}
-    texts = instruction if isinstance(instruction, Mapping) else {name: instruction}
     paper = {name: PAPER_INSTRUCTIONS[name]} if name in PAPER_INSTRUCTIONS else {}
     loaded = config.loaded_experts
     return _replaced(

@@ -84,12 +84,9 @@ def dequantized_state_dict(model: nn.Module, expert: str) -> dict[str, torch.Ten
 
 
 def native_model(model: "MoTEModel", weights: dict[str, torch.Tensor], experts: list[str]) -> PreTrainedModel:
-    """Build the native model of a MoTE's backbone from its weights, all of which must fit.
+    """Build the native model of a MoTE's backbone from its weights, taken over without a copy.
 
-    Args:
-        model: The MoTE.
-        weights: Name in the dense model → weight; taken over without a copy.
-        experts: Experts that the weights come from, whose tasks a token-routed backbone takes over.
+    A token-routed backbone takes over the tasks of the experts that the weights come from.
     """
     if model.config.model_type == ATTENTION_POOLING:
         raise ValueError(

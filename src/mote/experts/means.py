@@ -1,4 +1,4 @@
-"""Means of weights, in float64."""
+"""Means of weights, in float64, so that the mean of equal float32 weights is exactly these weights."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,15 +6,7 @@ import torch
 
 
 def mean(weights: Sequence[torch.Tensor], shares: Sequence[float] | None = None) -> torch.Tensor:
-    """Average tensors in float64, so that the mean of equal float32 weights is exactly these weights.
-
-    Args:
-        weights: Tensors of one shape.
-        shares: Share of each tensor in the mean, scaled to sum to 1. Default: equal shares.
-
-    Returns:
-        The mean, in float64 on the CPU.
-    """
+    """Average tensors of one shape, with shares that are scaled to sum to 1; the result is in float64 on the CPU."""
     stacked = torch.stack([weight.to("cpu", torch.float64) for weight in weights])
     if shares is None or len(set(shares)) == 1:
         return stacked.mean(dim=0)

@@ -51,7 +51,7 @@ def offload(model: "MoTEModel", to: str = "cpu", keep: int = 1) -> None:
             adapters, or its weights differ from those in its files (`"disk"`).
     """
     if model.offloading is not None:
-        raise ValueError(f"Experts are already offloaded ({model.offloading!r}): call mote.restore(model) first")
+        raise ValueError("Experts are already offloaded: call mote.restore(model) first")
     check_settings(model.config, to)
     _require_offloadable(model)
     weights = _weights_of_experts(model)
@@ -70,10 +70,7 @@ def restore(model: "MoTEModel") -> None:
 
 
 def offload_others(model: "MoTEModel", loaded_experts: list[str] | None, to: str, keep: int) -> None:
-    """Offload a model that was loaded with its first `keep` experts only; the others come from its files.
-
-    `loaded_experts` is what its config says from now on; errors as from `offload`.
-    """
+    """Offload a model that was loaded with its first `keep` experts; `loaded_experts` are those of its config then."""
     _require_offloadable(model)
     store = DiskStore(model.weight_files)
     _require_stored(_weights_of_experts(model), store)
@@ -114,24 +111,25 @@ def _require_stored(weights: Mapping[str, torch.Tensor], store: DiskStore, *, eq
 class Slot:
     """Room on the device for one expert: a layer per block, whose weights will be overwritten."""
 
-    def __init__(self, layers: list[nn.Module], expert: str) -> None:
+    def __init__(self, prefixes: list[str], layers: list[nn.Module], expert: str) -> None:
+        self.prefixes = prefixes  # of the keys of each block's experts
         self.layers = layers
         self.expert: str | None = expert
         self.users = 0
         self.state = self._state()
 
-    def tensors(self, prefixes: list[str], name: str) -> dict[str, torch.Tensor]:
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
         """Map the keys of the expert `name` to the tensors of the slot."""
         return {
             f"{prefix}{name}.{key}": tensor
-            for prefix, layer in zip(prefixes, self.layers, strict=True)
+            for prefix, layer in zip(self.prefixes, self.layers, strict=True)
             for key, tensor in layer.state_dict().items()
         }
 
-    def fill(self, store: CpuStore | DiskStore, prefixes: list[str], name: str) -> None:
+    def fill(self, store: CpuStore | DiskStore, name: str) -> None:
         """Overwrite the weights with those of another expert."""
         self.expert = None
-        tensors = self.tensors(prefixes, name)
+        tensors = self.tensors(name)
         _synchronize(tensors)  # threads with streams of their own may still read the slot
         with torch.inference_mode():
             store.copy_into(tensors)
@@ -159,22 +157,18 @@ def _synchronize(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 class Offloading:
-    """Keeps the experts of a model in a store, and those in use on the device. Thread-safe.
-
-    Args:
-        model: A MoTE. Its first `keep` experts stay on the device; the others are dropped.
-        store: Holds the weights of all experts of the model's config.
-        keep: Number of experts on the device.
-    """
+    """Keeps the weights of all experts in a store, and at most `keep` experts on the device. Thread-safe."""
 
     def __init__(self, model: "MoTEModel", store: CpuStore | DiskStore, keep: int = 1) -> None:
         self.store = store
         self.names: list[str] = list(model.config.available_experts)
         self.blocks: list[Any] = model.blocks
-        self.prefixes = _prefixes(model)
         self.trainable = {key: weight.requires_grad for key, weight in model.named_parameters() if ".experts." in key}
         # The least recently used comes first.
-        self.slots = [Slot([block.experts[name] for block in self.blocks], name) for name in self.names[: max(1, keep)]]
+        self.slots = [
+            Slot(_prefixes(model), [block.experts[name] for block in self.blocks], name)
+            for name in self.names[: max(1, keep)]
+        ]
         # Serialises fetches, so that a call that waits for a slot is not overtaken for ever.
         self._turn = threading.RLock()
         self._left = threading.Condition()  # notified when a call has left its slot
@@ -244,7 +238,7 @@ class Offloading:
             result = getattr(type(model), method)(model, *args, **kwargs)
             for slot in self.slots if method == "state_dict" else ():
                 # Copies, because the next fetch overwrites what is in a slot.
-                for key in slot.tensors(self.prefixes, slot.expert) if slot.expert else ():
+                for key in slot.tensors(slot.expert) if slot.expert else ():
                     name = kwargs.get("prefix", "") + key
                     result[name] = result[name].detach().clone()
         return result
@@ -267,9 +261,9 @@ class Offloading:
                 f"The expert {slot.expert!r} was changed while experts are offloaded, and the change would be lost, or "
                 "apply to another expert, if it left the device: call mote.restore(model) before changing experts"
             )
-        self.store.check(slot.tensors(self.prefixes, name))
+        self.store.check(slot.tensors(name))
         try:
-            slot.fill(self.store, self.prefixes, name)
+            slot.fill(self.store, name)
         finally:
             self._show()
         return slot
@@ -281,30 +275,23 @@ class Offloading:
             self._left.wait_for(lambda: not any(slot.users for slot in self.slots))
             yield
 
-    def _show(self) -> None:
-        """Expose the experts on the device in the blocks."""
-        slots = {slot.expert: slot for slot in self.slots}
+    def _show(self, *others: Slot) -> None:
+        """Expose the experts on the device, and others, in the blocks."""
+        slots = {slot.expert: slot for slot in (*self.slots, *others)}
         for index, block in enumerate(self.blocks):
             set_experts(block, {name: slots[name].layers[index] for name in self.names if name in slots})
 
     def _attach(self, device: torch.device | str) -> None:
         """Expose all experts in the blocks: those of the store on a device."""
-        attached = []
-        for prefix, block, like in zip(self.prefixes, self.blocks, self.slots[0].layers, strict=True):
-            layers = dict(block.experts.items())
-            for name in self.names:
-                if name not in layers:
-                    shared = {id(module): module for module in block.shared.modules()}
-                    layers[name] = copy.deepcopy(like, shared).to(device)
-                    weights = layers[name].state_dict()
-                    self.store.copy_into({f"{prefix}{name}.{key}": weight for key, weight in weights.items()})
-            attached.append({name: layers[name] for name in self.names})
-        for block, layers in zip(self.blocks, attached, strict=True):
-            set_experts(block, layers)
+        first, others = self.slots[0], []
+        shared = {id(module): module for block in self.blocks for module in block.shared.modules()}
+        for name in self.names:
+            if name not in self.on_device:
+                layers = [copy.deepcopy(layer, dict(shared)).to(device) for layer in first.layers]
+                others.append(Slot(first.prefixes, layers, name))
+                others[-1].fill(self.store, name)
+        self._show(*others)
         self._attached = True
-
-    def __repr__(self) -> str:
-        return f"Offloading(to={self.store.name!r}, keep={len(self.slots)}, on_device={self.on_device})"
 
 
 def _weights_of_experts(model: "MoTEModel") -> dict[str, torch.Tensor]:

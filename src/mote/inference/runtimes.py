@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 BACKENDS = ("torch", "onnx", "openvino")
-QUANTIZATIONS = ("int8",)
 FILES = {"onnx": "onnx/model.onnx", "openvino": "openvino/openvino_model.xml"}
 
 _PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("openvino", "nncf")}
@@ -38,16 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def require(backend: str, quantize: str | None = None) -> None:
-    """Check that a model can be converted for a backend.
-
-    Args:
-        backend: One of `BACKENDS`.
-        quantize: One of `QUANTIZATIONS`, or None.
-
-    Raises:
-        ValueError: If the backend is `torch`, and a quantization is given.
-        OSError: If a package is not installed.
-    """
+    """Check that a model can be converted for a backend: that its packages are installed."""
     if quantize is not None and backend == "torch":
         raise ValueError("quantize is for the backends 'onnx' and 'openvino': choose one, as in `--backend openvino`")
     missing = [package for package in _PACKAGES.get(backend, ()) if find_spec(package) is None]
@@ -149,9 +139,7 @@ def _traced(model: nn.Module, example: dict[str, torch.Tensor]) -> torch.export.
     )
 
 
-def _write_onnx(
-    program: torch.export.ExportedProgram, file: Path, quantize: str | None, features: list[dict[str, torch.Tensor]]
-) -> None:
+def _write_onnx(program: Any, file: Path, quantize: str | None, features: list[dict[str, torch.Tensor]]) -> None:
     size = sum(tensor.nbytes for tensor in program.state_dict.values())
     whole = file.with_stem("unquantized") if quantize else file
     torch.onnx.export(
@@ -178,9 +166,7 @@ def _write_onnx(
             path.unlink()
 
 
-def _write_openvino(
-    program: torch.export.ExportedProgram, file: Path, quantize: str | None, features: list[dict[str, torch.Tensor]]
-) -> None:
+def _write_openvino(program: Any, file: Path, quantize: str | None, features: list[dict[str, torch.Tensor]]) -> None:
     import openvino
 
     model = openvino.convert_model(program)
@@ -240,10 +226,7 @@ def load_exported(
 class RuntimeEncoder(nn.Module):
     """A model in a runtime, in place of the one that Sentence-Transformers loads.
 
-    Args:
-        config: Config of the model.
-        inputs: Names of the inputs, in order.
-        run: Arrays of the inputs by name → last hidden state.
+    `run` computes the last hidden state from arrays of the `inputs` by name.
     """
 
     def __init__(self, config: PreTrainedConfig, inputs: list[str], run: Callable[[dict[str, Any]], Any]) -> None:
@@ -254,16 +237,7 @@ class RuntimeEncoder(nn.Module):
         self.run = run
 
     def forward(self, input_ids: torch.Tensor, **others: Any) -> BaseModelOutput:
-        """Run the model.
-
-        Args:
-            input_ids: Tokens, [B, L].
-            **others: `attention_mask`: 1 for tokens, 0 for padding, [B, L]; `token_type_ids`: segments, [B, L], if the
-                model has them.
-
-        Returns:
-            `last_hidden_state` [B, L, H].
-        """
+        """Run the model; inputs are [B, L], as of the model in torch, the `last_hidden_state` is [B, L, H]."""
         given = {"input_ids": input_ids, **others}
         hidden = self.run({name: given[name].numpy(force=True) for name in self.inputs})
         return BaseModelOutput(last_hidden_state=torch.from_numpy(hidden).to(input_ids.device))

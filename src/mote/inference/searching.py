@@ -23,7 +23,6 @@ class HybridIndex:
 
     Args:
         model: A hybrid model, `SparseEncoder(path, trust_remote_code=True)`.
-
     """
 
     def __init__(self, model: "SparseEncoder") -> None:
@@ -62,14 +61,9 @@ class HybridIndex:
 
         Returns:
             Scores [Q, K] and numbers of documents [Q, K], best first; K is `top_k`, or the corpus size if smaller.
-
-        Raises:
-            ValueError: If the weight is negative.
         """
         last: Any = self.model[-1]
         weight = last.weight if weight is None else weight
-        if weight < 0:
-            raise ValueError(f"weight must not be negative, got {weight}")
         count = min(top_k, len(self))
         if not queries or not count:
             return np.zeros((len(queries), count), np.float32), np.zeros((len(queries), count), np.int64)

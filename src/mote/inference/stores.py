@@ -9,13 +9,7 @@ from mote.checkpoints.tensors import read_header
 
 
 class CpuStore:
-    """Copies of weights in CPU memory, pinned if there is a GPU to copy them to.
-
-    Args:
-        weights: Key in the model's state dict → weight, of all experts.
-    """
-
-    name = "cpu"
+    """Copies of weights in CPU memory, by their keys in the model; pinned if there is a GPU to copy them to."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
         pin = torch.cuda.is_available()
@@ -37,13 +31,8 @@ class DiskStore:
     """Weights in safetensors files, of which nothing stays in memory.
 
     Headers are read once. Weights are then read straight into their tensors: the pages of a memory map would also count
-    as memory of the process.
-
-    Args:
-        files: Weight files of the checkpoint; those in other formats are left out.
+    as memory of the process. Files in other formats are left out.
     """
-
-    name = "disk"
 
     def __init__(self, files: Iterable[str | Path]) -> None:
         paths = [Path(file) for file in files if Path(file).suffix == ".safetensors"]
@@ -51,12 +40,7 @@ class DiskStore:
         self.locations = {key: entry for path in paths for key, entry in read_header(path).items()}
 
     def check(self, keys: Iterable[str]) -> None:
-        """Check that the files with these weights are the ones that were opened.
-
-        Raises:
-            ValueError: If a file has changed since.
-            FileNotFoundError: If a file is gone.
-        """
+        """Raise an error if a file with one of these weights has changed since it was opened, or is gone."""
         for path in {self.locations[key].path for key in keys}:
             if _state_of(path) != self.states[path]:
                 raise ValueError(
