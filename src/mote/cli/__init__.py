@@ -9,11 +9,10 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from pkgutil import resolve_name
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -35,6 +34,7 @@ class Verb:
         on_disk: Whether the function takes a model in memory, which `mote.transform` reads and writes.
         report: Whether its result is printed, also as JSON.
         settings: `module:name` of the function whose keyword arguments its `**settings` stand for.
+        fixed: Parameters of the function that are not on the command line, and their values.
     """
 
     function: str
@@ -43,6 +43,7 @@ class Verb:
     on_disk: bool = False
     report: bool = False
     settings: str = ""
+    fixed: dict[str, str] = field(default_factory=dict)
 
 
 VERBS = {
@@ -50,15 +51,25 @@ VERBS = {
     "lengthen": Verb(
         "lengthening:lengthen", "Replace an encoder's learned positions by rotary ones, for longer texts."
     ),
-    "train": Verb("cli.verbs:train", "Train a model from a recipe.", "train"),
-    "pretrain": Verb("cli.verbs:pretrain", "Pre-train a model on plain text.", "train"),
+    "train": Verb(
+        "cli.verbs:run_recipe",
+        "Train a model from a recipe.",
+        "train",
+        fixed={"function": "mote.training.train:train", "plan": "mote.training.train:plan"},
+    ),
+    "pretrain": Verb(
+        "cli.verbs:run_recipe",
+        "Pre-train a model on plain text: masked language modelling, alone or with a decoder (CoT-MAE).",
+        "train",
+        fixed={"function": "mote.training.pretraining:pretrain", "plan": "mote.training.pretraining:plan_pretraining"},
+    ),
     "evaluate": Verb("cli.verbs:evaluate", "Score models with MTEB.", "evaluate", report=True),
     "analyze": Verb("cli.verbs:analyze", "Show how far experts have specialised.", "evaluate", report=True),
     "embed": Verb("cli.verbs:embed", "Embed a corpus into sharded parquet files.", "corpora"),
     "mine": Verb("cli.verbs:mine", "Mine hard negatives for datasets of pairs.", "corpora"),
     "filter": Verb("cli.verbs:filter_pairs", "Drop the pairs that a model does not confirm.", "corpora"),
     "average": Verb("experts:average", "Average the experts into a dense model.", on_disk=True),
-    "interpolate": Verb("cli.verbs:interpolate", "Move experts towards their mean."),
+    "interpolate": Verb("experts:interpolate", "Move experts towards their mean.", on_disk=True),
     "export": Verb("cli.verbs:export", "Write one expert as a dense model."),
     "compress": Verb("experts:compress", "Make experts take less memory.", on_disk=True),
     "set": Verb("cli.verbs:set_values", "Set default task, tasks of experts, instructions and routing."),
@@ -70,7 +81,7 @@ VERBS = {
     "experts add": Verb("cli.verbs:add_expert", "Write a MoTE with one more expert."),
     "experts extract": Verb("experts:extract", "Write one expert into files of its own."),
     "experts merge": Verb("cli.verbs:merge_experts", "Write a MoTE with one more expert, the weighted mean of others."),
-    "experts remove": Verb("cli.verbs:remove_expert", "Write a MoTE without one of its experts."),
+    "experts remove": Verb("experts:remove", "Write a MoTE without one of its experts.", on_disk=True),
     "experts rename": Verb("experts:rename", "Write a MoTE with an expert renamed.", on_disk=True),
 }
 
@@ -92,7 +103,9 @@ def application(words: Sequence[str]) -> App:
         *of_group, name = name.split()
         parent = group if of_group else app
         if name in words or _COMPLETION in words:
-            parent.command(_command(verb), name=name, help_format="markdown")
+            from mote.cli.build import as_command
+
+            parent.command(as_command(verb), name=name, help_format="markdown")
         else:
             parent.command(_not_run, name=name, help=verb.help)
     return app
@@ -118,15 +131,6 @@ def _launch(
     if quiet:
         os.environ.setdefault(_NO_BARS, "1")
     app(words, exit_on_error=False, print_error=False)
-
-
-def _command(verb: Verb) -> Any:
-    from mote.cli.build import as_command, on_disk
-
-    function = resolve_name(f"mote.{verb.function}")
-    settings = resolve_name(f"mote.{verb.settings}") if verb.settings else None
-    function = on_disk(function) if verb.on_disk else function
-    return as_command(function, report=verb.report, settings=settings, extra=verb.extra)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

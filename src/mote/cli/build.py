@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -16,11 +17,13 @@ from pydantic import ValidationError
 
 import mote
 from mote.checkpoints.options import WriteOptions
+from mote.cli import Verb
 from mote.reporting import console_logging
 from mote.settings import Settings, descriptions, documented, error_messages
 
 REQUIRED = inspect.Parameter.empty
 PAIRS = "NAME=VALUE"
+WEIGHTS = "NUMBER|NAME=NUMBER"
 NUMBERS = "NAME|N,N,…"
 NOT_ON_THE_COMMAND_LINE = ("model", "peft")
 TYPES = {"MoTEModel": Any, "PeftSettings": Any}
@@ -49,51 +52,42 @@ class ResultOptions(EditOptions):
     out: str
 
 
-def as_command(
-    function: Callable[..., Any],
-    *,
-    report: bool = False,
-    settings: Callable[..., Any] | None = None,
-    extra: str = "",
-) -> Callable[..., Any]:
+def as_command(verb: Verb) -> Callable[..., Any]:
     """Return a function with a signature that cyclopts turns into a command.
 
     Positional parameters are arguments; those after `*`, and `out`, are options. A class of settings becomes an option
     for each of its fields. What is not given on the command line is left to the function.
-
-    Args:
-        function: The function.
-        report: Whether its result is shown, also as JSON.
-        settings: Function whose keyword arguments `**settings` stands for.
-        extra: Extra of the package that it needs.
     """
+    function = resolve_name(f"mote.{verb.function}")
+    function = on_disk(function) if verb.on_disk else function
     parts, parameters = _parameters(function)
-    if settings is not None:
-        _, others = _parameters(settings)
+    if verb.settings:
+        _, others = _parameters(resolve_name(f"mote.{verb.settings}"))
         parameters |= {name: one for name, one in others.items() if name not in (*parameters, *NOT_ON_THE_COMMAND_LINE)}
-    if report:
-        parameters["json"] = _option("json", bool, False, "Print JSON. Progress goes to stderr.")
+    parameters = {name: parameter for name, parameter in parameters.items() if name not in verb.fixed}
+    if verb.report:
+        parameters["json"] = _declared("json", bool, False, "Print JSON. Progress goes to stderr.")
     signature = inspect.Signature(sorted(parameters.values(), key=lambda parameter: parameter.kind))
 
     def command(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        for name, value in given.items():
-            given[name] = _read(value, parameters[name])
-        as_json = report and given.pop("json", False)
+        given = {name: _read(value, parameters[name]) for name, value in given.items()}
+        as_json = given.pop("json", False)
         if as_json:
             console_logging(logging.getLogger("mote").level).progress = "stderr"
         for name, kind in parts.items():
             given[name] = _checked(kind, {field: given.pop(field) for field in kind.model_fields if field in given})
-        with needs(extra):
-            result = function(**given)
-        if report:
+        with needs(verb.extra):
+            result = function(**given, **verb.fixed)
+        if verb.report:
             show(_json_of(result) if as_json else result)
             failed = result.failed() if hasattr(result, "failed") else None
             if failed:
                 raise ValueError(f"{len(failed)} scores failed: {'; '.join(failed)}")
 
     command.__signature__ = signature  # type: ignore[attr-defined]
-    command.__doc__ = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:")[0]
+    _, *details = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:")[0].split("\n\n")
+    command.__doc__ = "\n\n".join([verb.help, *details])
     return command
 
 
@@ -106,16 +100,13 @@ def on_disk(function: Callable[..., Any]) -> Callable[..., Any]:
     def apply(src: str, options: EditOptions, **arguments: Any) -> None:
         transform(src, options, function, **arguments)
 
-    apply.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            model.replace(name="src"),
-            *others,
-            inspect.Parameter("options", inspect.Parameter.KEYWORD_ONLY),
-        ]
-    )
+    arguments = [other for other in others if other.name in function.verb.positional]  # type: ignore[attr-defined]
+    named = [other.replace(kind=other.KEYWORD_ONLY) for other in others if other not in arguments]
+    named.append(inspect.Parameter("options", inspect.Parameter.KEYWORD_ONLY))
+    apply.__signature__ = inspect.Signature([model.replace(name="src"), *arguments, *named])  # type: ignore[attr-defined]
     apply.__annotations__ = {**hints, "src": str, "options": options}
-    described = re.sub(rf"( {model.name}: ).*", " src: A MoTE: a folder, or an id on the Hub.", function.__doc__ or "")
-    apply.__doc__ = described
+    described = function.__doc__ or ""
+    apply.__doc__ = re.sub(rf" {model.name}: .*", " src: A MoTE: a folder, or an id on the Hub.", described)
     return apply
 
 
@@ -176,41 +167,28 @@ def _parameters(function: Callable[..., Any]) -> tuple[dict[str, type[Settings]]
             parts[name], described = classes[0], descriptions(classes[0])
             for field_name, field in classes[0].model_fields.items():
                 default = REQUIRED if field.is_required() else field.default
-                parameters[field_name] = _option(field_name, field.annotation, default, described[field_name])
-        elif parameter.kind is parameter.VAR_KEYWORD:
-            continue
-        elif parameter.kind is not parameter.KEYWORD_ONLY and name != "out":
-            parameters[name] = _argument(name, hints[name], parameter.default, texts[name])
-        else:
-            parameters[name] = _option(name, hints[name], parameter.default, texts[name])
+                parameters[field_name] = _declared(field_name, field.annotation, default, described[field_name])
+        elif parameter.kind is not parameter.VAR_KEYWORD:
+            is_argument = parameter.kind is not parameter.KEYWORD_ONLY and name != "out"
+            parameters[name] = _declared(name, hints[name], parameter.default, texts[name], is_argument)
     return parts, parameters
 
 
-def _argument(name: str, annotation: Any, default: Any, text: str) -> inspect.Parameter:
+def _declared(name: str, annotation: Any, default: Any, text: str, is_argument: bool = False) -> inspect.Parameter:
+    """Declare an option or argument; lists and mappings are repeated in the singular: `--expert a --task a=b`."""
     kind, more = _type(annotation)
-    read = Parameter(help=text, show_default=False, **more)
-    return _declared(name, inspect.Parameter.POSITIONAL_ONLY, kind, read, default)
-
-
-def _option(name: str, annotation: Any, default: Any, text: str) -> inspect.Parameter:
-    """Declare an option; lists and mappings are repeated in the singular: `--expert a --expert b`, `--task a=b`."""
-    kind, more = _type(annotation)
-    flag = _flag(name)
-    if bool in _members(annotation) and default is not False:
-        more["negative"] = f"--no-{flag.removeprefix('--')}"
-    if get_origin(kind) is list and not flag.endswith("us"):
-        flag = flag.removesuffix("s")
-    # What a library takes for an empty list or None is not shown, nor are flags.
-    shown = isinstance(default, str | int | float) and not isinstance(default, bool)
-    if default is not REQUIRED and kind is not bool and not shown:
-        default = None
-    read = Parameter(name=flag, help=text, show_default=shown, **more)
-    return _declared(name, inspect.Parameter.KEYWORD_ONLY, kind, read, default)
-
-
-def _declared(name: str, place: Any, kind: Any, read: Parameter, default: Any) -> inspect.Parameter:
+    shown = not is_argument and isinstance(default, str | int | float) and not isinstance(default, bool)
+    if not is_argument:
+        flag = _flag(name)
+        if bool in _members(annotation) and default is not False:
+            more["negative"] = f"--no-{flag.removeprefix('--')}"
+        more["name"] = flag.removesuffix("s") if get_origin(kind) is list and not flag.endswith("us") else flag
     if default is not REQUIRED:
+        # What a library takes for an empty list or None is not shown, nor are flags.
+        default = default if shown or kind is bool else None
         kind = kind | None
+    place = inspect.Parameter.POSITIONAL_ONLY if is_argument else inspect.Parameter.KEYWORD_ONLY
+    read = Parameter(help=text, show_default=shown, **more)
     return inspect.Parameter(name, place, annotation=Annotated.__class_getitem__((kind, read)), default=default)  # type: ignore[attr-defined]
 
 
@@ -220,7 +198,7 @@ def _type(annotation: Any) -> tuple[Any, dict[str, Any]]:
     origins = [get_origin(member) or member for member in members]
     more: dict[str, Any] = {"negative": ()}
     if dict in origins or (Mapping in origins and str not in origins):
-        return list[str], {**more, "metavar": PAIRS}
+        return list[str], {**more, "metavar": WEIGHTS if float in members else PAIRS}
     if list[int] in members:
         return str, {**more, "metavar": NUMBERS}
     if Path in members:
@@ -258,14 +236,36 @@ def _read(value: Any, parameter: inspect.Parameter) -> Any:
     if read.metavar == NUMBERS:
         words = value.split(",")
         return [int(word) for word in words] if all(word.removeprefix("-").isdigit() for word in words) else value
-    if read.metavar != PAIRS:
-        return value
-    pairs: dict[str, str] = {}
-    for word in value:
-        name, equals, text = word.partition("=")
-        if not equals or not name or name in pairs:
-            where = next(iter(read.name or ()), parameter.name.upper())
-            raise CycloptsError(msg=f"Invalid value for {where}: {word!r}: expected NAME=VALUE, each name once")
-        pairs[name] = text
+    if read.metavar == WEIGHTS:
+        numbers = weights(value)
+        if "" in numbers and len(numbers) > 1:
+            raise CycloptsError(msg=f"{_flag(parameter.name)}: expected one number, or NAME=NUMBER for each name")
+        return numbers.get("", numbers)
     # None at all: `--no-instructions`.
-    return pairs or False
+    return (pairs(value) or False) if read.metavar == PAIRS else value
+
+
+def pairs(words: Sequence[str]) -> dict[str, str]:
+    """Read NAME=VALUE, each name once."""
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name or name in found:
+            raise CycloptsError(msg=f"{word!r}: expected NAME=VALUE, each name once")
+        found[name] = value
+    return found
+
+
+def weights(words: Sequence[str], default: float | None = None) -> dict[str, float]:
+    """Read NAME=NUMBER, each name once; in a word without `=`, the default makes it a name, else it is a number."""
+    found: dict[str, float] = {}
+    for word in words:
+        name, equals, number = word.rpartition("=")
+        try:
+            name, weight = (word, default) if default is not None and not equals else (name, float(number))
+            if name in found or (equals and not name):
+                raise ValueError
+        except ValueError:
+            raise CycloptsError(msg=f"{word!r}: expected NAME=NUMBER, each name once") from None
+        found[name] = weight
+    return found

@@ -1,8 +1,8 @@
 """Commands that do more than call one function of the library."""
 
 import logging
-from collections.abc import Callable
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 from cyclopts import CycloptsError
@@ -10,7 +10,7 @@ from cyclopts import CycloptsError
 import mote
 from mote.analysis.options import AnalyzeOptions
 from mote.checkpoints.options import WriteOptions
-from mote.cli.build import EditOptions, ResultOptions, show, transform, without_bars
+from mote.cli.build import EditOptions, ResultOptions, show, transform, weights, without_bars
 from mote.corpora.options import EmbedOptions, FilterOptions, MineOptions
 from mote.evaluation.options import EvaluateOptions
 from mote.upcycling.options import UpcyclingOptions
@@ -35,7 +35,15 @@ def upcycle(*, src: str, out: str | None = None, dry_run: bool = False, options:
         mote.upcycle(src, out, options)
 
 
-def train(recipe: str, overrides: list[str] | None = None, *, dry_run: bool = False, overwrite: bool = False) -> None:
+def run_recipe(
+    recipe: str,
+    overrides: list[str] | None = None,
+    *,
+    dry_run: bool = False,
+    overwrite: bool = False,
+    function: str,
+    plan: str,
+) -> None:
     """Train a model from a recipe.
 
     The same command resumes an interrupted run.
@@ -45,38 +53,15 @@ def train(recipe: str, overrides: list[str] | None = None, *, dry_run: bool = Fa
         overrides: KEY=VALUE, settings that override those of the recipe.
         dry_run: Read the data, print the plan, train nothing.
         overwrite: Discard a finished or interrupted run and start over.
+        function: `module:name` of the function that trains.
+        plan: The same of the function that plans.
     """
-    from mote.training.train import plan, train
-
-    _run(plan if dry_run else train, recipe, overrides or [], dry_run, overwrite)
-
-
-def pretrain(
-    recipe: str, overrides: list[str] | None = None, *, dry_run: bool = False, overwrite: bool = False
-) -> None:
-    """Pre-train a model on plain text.
-
-    The objective is masked language modelling, alone or with a decoder (CoT-MAE). The same command resumes an
-    interrupted run.
-
-    Args:
-        recipe: Recipe: a file, or the name of a shipped one.
-        overrides: KEY=VALUE, settings that override those of the recipe.
-        dry_run: Read the data, print the plan, train nothing.
-        overwrite: Discard a finished or interrupted run and start over.
-    """
-    from mote.training.pretraining import plan_pretraining, pretrain
-
-    _run(plan_pretraining if dry_run else pretrain, recipe, overrides or [], dry_run, overwrite)
-
-
-def _run(function: Callable[..., Any], recipe: str, overrides: list[str], dry_run: bool, overwrite: bool) -> None:
     from datasets.utils import logging as datasets_logging
 
     # One bar is enough.
     without_bars()
     datasets_logging.disable_progress_bar()
-    result = function(recipe, overrides, overwrite=overwrite)
+    result = resolve_name(plan if dry_run else function)(recipe, overrides or [], overwrite=overwrite)
     if dry_run:
         show(f"{result}\nDry run: nothing was trained.")
 
@@ -176,19 +161,6 @@ def memory(
     if given and lora_rank is None:
         raise CycloptsError(msg="--lora-targets and --base-dtype are settings of adapters: add --lora-rank")
     return mote.estimate_memory(config_of(src, revision, experts), peft=given or None, **settings)
-
-
-def interpolate(src: str, *, weights: list[str], options: ResultOptions) -> None:
-    """Move experts towards their mean.
-
-    Args:
-        src: MoTE: a folder, or an id on the Hub.
-        weights: 0 keeps the expert, 1 gives the mean: one number for all, or NAME=W.
-    """
-    numbers = _weights(weights)
-    if "" in numbers and len(numbers) > 1:
-        raise CycloptsError(msg="--weight: expected one number, or NAME=W for each expert")
-    transform(src, options, mote.experts.interpolate, numbers.get("", numbers))
 
 
 def export(
@@ -302,32 +274,5 @@ def merge_experts(
     """
     from mote.experts.dense import opened
 
-    weights = {opened(expert): weight for expert, weight in _weights(experts, default=1.0).items()}
-    transform(src, options, mote.experts.merge, weights, name, instruction=instruction, tasks=tasks)
-
-
-def remove_expert(src: str, name: str, *, tasks: dict[str, str] | None = None, options: EditOptions) -> None:
-    """Write a MoTE without one of its experts.
-
-    Args:
-        src: MoTE: a folder, or an id on the Hub.
-        name: Expert name.
-        tasks: New expert of one of its tasks. An empty EXPERT removes the task as well.
-    """
-    moved = {task: expert or None for task, expert in (tasks or {}).items()}
-    transform(src, options, mote.experts.remove, name, tasks=moved)
-
-
-def _weights(words: list[str], default: float | None = None) -> dict[str, float]:
-    """Parse NAME=NUMBER, each name once; a missing number is the default, a missing name "" (empty)."""
-    weights: dict[str, float] = {}
-    for word in words:
-        name, equals, number = word.rpartition("=")
-        try:
-            name, weight = (word, default) if default is not None and not equals else (name, float(number))
-            if name in weights or (equals and not name):
-                raise ValueError
-        except ValueError:
-            raise CycloptsError(msg=f"{word!r}: expected NAME=NUMBER, each name once") from None
-        weights[name] = weight
-    return weights
+    opened_weights = {opened(expert): weight for expert, weight in weights(experts, default=1.0).items()}
+    transform(src, options, mote.experts.merge, opened_weights, name, instruction=instruction, tasks=tasks)

@@ -84,8 +84,8 @@ def remove(model: "MoTEModel", name: str, *, tasks: Mapping[str, str | None] | N
     Args:
         model: A MoTE in memory; changed in place.
         name: Name of the expert.
-        tasks: New expert of each of its tasks, or None to remove the task as well (one that every MoTE has, as `query`,
-            then goes to its usual expert). Required for all its tasks but the one of its own name.
+        tasks: New expert of each of its tasks; None, or an empty name, removes the task as well (one that every MoTE
+            has, as `query`, then goes to its usual expert). Required for all its tasks but the one of its own name.
 
     Raises:
         ValueError: If there is no such expert, it is the last one, one of its tasks is not given, the default task
@@ -215,7 +215,7 @@ def _without_expert(config: MoTEConfig, name: str, moved: Mapping[str, str | Non
             f"tasks={{{missing[0]!r}: {other!r}}} (`--task {missing[0]}={other}`), or None (`--task {missing[0]}=`) to "
             "remove the task as well"
         )
-    removed = [task for task in own if moved.get(task) is None]
+    removed = [task for task in own if not moved.get(task)]
     experts = [expert for expert in config.experts if expert != name]
     loaded = None if config.loaded_experts is None else [other for other in config.loaded_experts if other != name]
     return _replaced(
