@@ -1,5 +1,6 @@
 """Tasks, instructions and vectors of the model that a recipe trains, and whether its source suits the recipe."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from mote.checkpoints import sentence_transformers as st
@@ -11,7 +12,9 @@ from mote.checkpoints.st_settings import Retrieval, retrieval_in, wanted_retriev
 from mote.checkpoints.tensors import token_routing
 from mote.remote.configuration_mote import MoTEConfig, alternatives
 from mote.training.model_settings import ModelSettings, RetrievalSettings
+from mote.training.pretraining_recipe import AnyRecipe
 from mote.training.recipe import Recipe
+from mote.training.task_settings import DatasetSettings, TaskSettings
 from mote.upcycling.configs import with_unseen_tasks
 from mote.upcycling.instructions import instructions_from, instructions_of
 from mote.upcycling.options import POOLING_SIZES, MoTESettings, UpcyclingOptions
@@ -32,14 +35,12 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
     settings = recipe.model
     retrieval_of(recipe, source)
     if is_mote(source.config):
-        names: Any = source.config
-        check_mote(settings, names, source.is_local)
+        names: Any = matching_config(settings, source)
         if not settings.instructions and any(map(names.instruction_of, names.tasks)):
             raise ValueError(
                 f"model.instructions is false, but {settings.source} has instructions: remove them first, as in "
                 f"`mote set {settings.source} --out DIR instruction.TASK=`"
             )
-        set_router_loss(names, settings)
     elif settings.kind == "dense":
         if settings.bidirectional:
             make_bidirectional(source.config, source.name)  # or an error
@@ -56,13 +57,9 @@ def names_of(recipe: Recipe, source: Checkpoint) -> MoTEConfig:
 
 def _check_training(recipe: Recipe, source: Checkpoint, names: MoTEConfig) -> None:
     """Check that a model suits the recipe's data and training."""
-    check_max_length(recipe.model, source)
-    if recipe.training.fp16:
-        refuse_fp16(names)
-    for task in recipe.tasks.values():
-        own = [name for dataset in task.datasets for name in (dataset.anchor, dataset.positive) if name]
-        for name in (task.anchor, task.positive, *own):
-            names.expert_of(name)  # an error if the task is unknown
+    given: list[TaskSettings | DatasetSettings] = [*recipe.tasks.values()]
+    given += [dataset for task in recipe.tasks.values() for dataset in task.datasets]
+    check_fit(recipe, source, names, [name for one in given for name in (one.anchor, one.positive) if name])
     if recipe.training.only_experts is not None:
         _check_only_experts(recipe, names, recipe.training.only_experts)
     if isinstance(recipe.training.start_weight, dict):
@@ -133,30 +130,33 @@ def set_router_loss(config: MoTEConfig, settings: ModelSettings) -> None:
         routing.router_aux_loss_coef = settings.router_aux_loss_coef
 
 
-def check_mote(settings: ModelSettings, config: MoTEConfig, is_local: bool) -> None:
-    """Check that a source that already is a MoTE matches the recipe."""
+def matching_config(settings: ModelSettings, source: Checkpoint) -> MoTEConfig:
+    """Return the config of a source that already is a MoTE, with the recipe's weight of the load-balancing loss.
+
+    Raises:
+        ValueError: If the source differs from the recipe, cannot be trained, or its code is not trusted.
+    """
+    config: Any = source.config
     name, found = settings.source, "token_routed" if config.model_type == TOKEN_ROUTED else "mote"
     if found != settings.kind:
-        remedies = {
-            "mote": f"for task experts, run `mote upcycle --src {name}` first",
-            "dense": "average its experts first (`mote average`)",
-        }
         raise ValueError(
             f"{name} is a MoTE of the kind {found!r}, but the recipe says model.kind={settings.kind}: set it to "
-            f"{found}" + (f", or {remedies[settings.kind]}" if settings.kind in remedies else "")
+            f"{found}, or make another model first (`mote upcycle` adds task experts, `mote average` removes them)"
         )
     if getattr(config, "expert_bits", None) is not None:
         raise ValueError(
             f"{name} has 8-bit experts, which cannot be trained: train the model as it was before `mote compress`, and "
             "compress the result"
         )
-    if not is_local and not settings.trust_remote_code:
+    if not source.is_local and not settings.trust_remote_code:
         raise ValueError(f"{name} comes with code of its own: read it, then set model.trust_remote_code=true")
     if wrong := _differing(settings, config):
         raise ValueError(
             f"{name} is already a MoTE, and differs from the recipe in {', '.join(wrong)}. Its experts: "
             f"{', '.join(config.experts)}, in blocks {', '.join(map(str, config.mote_layer_indices))}"
         )
+    set_router_loss(config, settings)
+    return config
 
 
 def _differing(settings: ModelSettings, config: MoTEConfig) -> list[str]:
@@ -179,26 +179,23 @@ def _differing(settings: ModelSettings, config: MoTEConfig) -> list[str]:
     return [f"model.{name}" for name, differs in differing.items() if differs]
 
 
-def check_max_length(settings: ModelSettings, source: Checkpoint) -> None:
-    """Raise `ValueError` if texts can be longer than a source with learned positions takes."""
-    if settings.max_length is None:
-        return
-    positions = positions_of(source)
-    if positions is not None and settings.max_length > positions:
+def check_fit(recipe: AnyRecipe, source: Checkpoint, config: MoTEConfig, tasks: Sequence[str]) -> None:
+    """Check that a model takes texts of the recipe's length, can be trained in its precision, and knows its tasks."""
+    length = recipe.model.max_length
+    positions = None if length is None else positions_of(source)
+    if length is not None and positions is not None and length > positions:
         raise ValueError(
-            f"model.max_length is {settings.max_length:,}, and {source.name} has learned positions for {positions:,} "
+            f"model.max_length is {length:,}, and {source.name} has learned positions for {positions:,} "
             "tokens: set it to at most that, or give the source rotary positions first (`mote lengthen`)"
         )
-
-
-def refuse_fp16(config: MoTEConfig) -> None:
-    """Raise `ValueError` if a model has a load-balancing loss."""
     routing = token_routing(config)
-    if routing is not None and routing.router_aux_loss_coef:
+    if recipe.training.fp16 and routing is not None and routing.router_aux_loss_coef:
         raise ValueError(
             "The load-balancing loss of a token router is not scaled as gradients are in fp16, and would be lost: set "
             "training.bf16=true instead"
         )
+    for task in tasks:
+        config.expert_of(task)  # an error if the task is unknown
 
 
 def _check_only_experts(recipe: Recipe, names: MoTEConfig, only: list[str]) -> None:

@@ -172,7 +172,12 @@ class Decoder(nn.Module):
 
     def __init__(self, backbone: Any, settings: DecoderSettings) -> None:
         super().__init__()
-        hidden, heads = backbone.hidden_size, backbone.num_attention_heads
+        sizes = {
+            "vocab_size": 1,
+            "hidden_size": backbone.hidden_size,
+            "num_attention_heads": backbone.num_attention_heads,
+            "num_hidden_layers": settings.layers,
+        }
         dropout = getattr(backbone, "hidden_dropout_prob", 0.1)
         of_attention = getattr(backbone, "attention_probs_dropout_prob", 0.1)
         activation = getattr(backbone, "hidden_act", "gelu")
@@ -181,12 +186,9 @@ class Decoder(nn.Module):
         self.config: Any
         if settings.kind == "bidirectional":
             self.config = BertConfig(
-                vocab_size=1,
+                **sizes,
                 max_position_embeddings=1,
-                hidden_size=hidden,
-                num_attention_heads=heads,
-                num_hidden_layers=settings.layers,
-                intermediate_size=getattr(backbone, "intermediate_size", 4 * hidden),
+                intermediate_size=getattr(backbone, "intermediate_size", 4 * backbone.hidden_size),
                 hidden_dropout_prob=dropout,
                 attention_probs_dropout_prob=of_attention,
                 hidden_act=activation,
@@ -197,10 +199,7 @@ class Decoder(nn.Module):
         else:
             self.window = settings.attention_window
             self.config = GPT2Config(
-                vocab_size=1,
-                n_embd=hidden,
-                n_head=heads,
-                n_layer=settings.layers,
+                **sizes,
                 n_positions=getattr(backbone, "max_position_embeddings", 1024),
                 resid_pdrop=dropout,
                 embd_pdrop=dropout,

@@ -32,23 +32,11 @@ from mote.reporting import table
 from mote.training.arguments import check_launch, common_arguments, count_steps, describe_steps, rows_per_process
 from mote.training.masking import ContextMasking, ContextRows, Masking, SetEpoch, TextRows
 from mote.training.model import set_dropout
-from mote.training.names import (
-    check_max_length,
-    check_mote,
-    refuse_fp16,
-    set_router_loss,
-    tasks_of,
-    upcycling_options,
-)
+from mote.training.names import check_fit, matching_config, set_router_loss, tasks_of, upcycling_options
 from mote.training.objectives import Pretraining, require_positions
 from mote.training.pretraining_recipe import PretrainingRecipe
 from mote.training.processes import processes, require_sharded_checkpoints, with_deepspeed, with_fsdp
-from mote.training.progress import (
-    NonFiniteError,
-    RunCallback,
-    TaskProgress,
-    Tracker,
-)
+from mote.training.progress import NonFiniteError, RunCallback, TaskProgress, Tracker
 from mote.training.recipe_files import load_recipe
 from mote.training.run import BaseRun, identity_of
 from mote.training.run_folder import CHECKPOINT_FILE, RunFolder, as_yaml, fixed_settings, step_of
@@ -250,10 +238,8 @@ class PretrainingRun(BaseRun):
             "loss": validation,
             "data": [report.__dict__ for report in self.data.reports],
         }
-
         made = f"{OBJECTIVES[self.recipe.objective]} (recipe `{self.recipe.name}`) from"
         names = self.model.config
-
         if self.recipe.model.kind == "dense":
             self.model = dense_with_head(self.model)
         self.write("pretrain", record, made, repo_id=self.folder.path.name, tokenizer=self.tokenizer, names=names)
@@ -382,14 +368,9 @@ def _config_of(recipe: PretrainingRecipe, source: Checkpoint) -> Any:
             f"{source.name} is a MoTE and {have}: a new head has to be added to its dense source (model.new_head=true)"
         )
     else:
-        check_mote(settings, config, source.is_local)
-        set_router_loss(config, settings)
-    check_max_length(settings, source)
-    if recipe.training.fp16:
-        refuse_fp16(config)
-    for name, task in recipe.tasks.items():
-        config.expert_of(name)
-        config.expert_of(task.context_task or name)
+        config = matching_config(settings, source)
+    contexts = [task.context_task for task in recipe.tasks.values() if task.context_task]
+    check_fit(recipe, source, config, [*recipe.tasks, *contexts])
     return config
 
 
