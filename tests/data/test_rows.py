@@ -212,11 +212,8 @@ def test_an_invalid_row_is_a_row_with_its_line(tmp_path: Path, line: str | bytes
 def test_rows_of_one_column_may_differ_in_type(tmp_path: Path) -> None:
     path = write(tmp_path, "", [{"label": 1}, {"label": "one"}, {"label": None}])
     assert [row.content["label"] for row in read_files([path])] == [1, "one", None]
-
-
-def test_rows_of_parquet_are_counted(tmp_path: Path) -> None:
-    path = write(tmp_path, "", ROWS, "train.parquet")
-    assert [row.where for row in read_files([path])] == [f"{path}: row {number}" for number in (1, 2, 3)]
+    parquet = write(tmp_path, "", ROWS, "train.parquet")
+    assert [row.where for row in read_files([parquet])] == [f"{parquet}: row {number}" for number in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("file", ["train.jsonl.gz", "train.parquet"])
@@ -240,3 +237,11 @@ def test_plain_text_that_is_not_utf_8(tmp_path: Path) -> None:
     assert next(lines) == (f"{tmp_path / 'texts.txt'}:1", "one")
     with pytest.raises(ValueError, match=r"texts.txt:2: not a text in UTF-8"):
         next(lines)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("module", ["rows", "columns", "texts", "test_sets"])
+def test_reading_data_imports_nothing_of_training(module: str) -> None:
+    code = f"import sys, mote.data.{module}; print([name for name in sys.modules if name.startswith('mote.training')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

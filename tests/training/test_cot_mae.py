@@ -346,7 +346,6 @@ def test_variants(name: str, more: list[str], source: Path, tmp_path: Path) -> N
         (["tasks.search_document.texts=all"], "context: pair needs `texts: anchors`"),
         (["tasks.search_document.context_task=search"], "Unknown task 'search'"),
         (["tasks.search_document.datasets=[clustering/*]"], "has single texts, not pairs"),
-        (["decoder.kind=causal"], "'bidirectional' or 'autoregressive'"),
     ],
 )
 def test_settings_that_are_refused(more: list[str], message: str, source: Path, tmp_path: Path) -> None:

@@ -148,16 +148,7 @@ def test_the_table_of_datasets(tmp_path: Path) -> None:
     write(tmp_path, "retrieval/a", [*pairs(1500), pairs(1)[0], {"query": "", "positive": ""}])
     write(tmp_path, "retrieval/much_longer_name", pairs(2, "b"))
     table = str(load(tmp_path, "retrieval/*", data={"limit": 1000})).splitlines()
-    assert table[0].replace("|", " ").split() == [
-        "task",
-        "dataset",
-        "read",
-        "invalid",
-        "held",
-        "out",
-        "dropped",
-        "used",
-    ]
+    assert " ".join(table[0].replace("|", " ").split()) == "task dataset read invalid held out dropped used"
     assert table[2].replace("|", " ").split() == ["retrieval", "retrieval/a", "1,502", "1", "0", "501", "1,000"]
     assert table[3].replace("|", " ").split() == ["retrieval", "retrieval/much_longer_name", "2", "0", "0", "0", "2"]
     assert len({len(line) for line in table[:4]}) == 1
