@@ -405,7 +405,7 @@ def test_a_published_nomic_becomes_a_complete_folder(
     assert read_json(out / "sentence_bert_config.json")["max_seq_length"] == 64
     left_out = ["cls.predictions.decoder.weight", "cls.predictions.transform.dense.weight"] if prefix else []
     assert read_json(out / "mote.json")["steps"][0]["dropped"] == left_out
-    told = "Dropped: 2 weights of pre-training heads (listed in mote.json)"
+    told = "Dropping 2 weights of pre-training heads (listed in mote.json)"
     assert (told in caplog.messages) == prefix
 
 

@@ -15,9 +15,9 @@ from mote.checkpoints.models import dense_without_weights, load_dense, load_toke
 from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.plain import longest_sequence
 from mote.checkpoints.provenance import command_line, new_step
-from mote.checkpoints.reading import Checkpoint, is_mote, open_checkpoint
+from mote.checkpoints.reading import Checkpoint, open_checkpoint
 from mote.checkpoints.tensors import read_shapes
-from mote.checkpoints.writing import how_to_load, require_writable, write_repository
+from mote.checkpoints.writing import require_writable, write_repository
 from mote.files import read_json, write_json
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,12 @@ def lengthen(
     options = options or WriteOptions()
     source = open_checkpoint(str(src), revision)
     target = Path(out) if out is not None else Path(f"{source.short_name}-{length}")
-    _require_learned_positions(source)
+    kind = "decoder" if getattr(source.config, "is_decoder", False) else source.config.model_type
+    if kind not in LENGTHENED:
+        raise ValueError(
+            f"{source.name} is a {kind!r}, but `mote lengthen` takes encoders with learned positions, of the types "
+            f"{', '.join(LENGTHENED)}"
+        )
     before = longest_sequence(dense_without_weights(source)[0])
     assert before is not None
     if length <= before:
@@ -100,31 +105,31 @@ def lengthen(
     logger.info("%s: %d → %d tokens; %s", source.name, before, length, "its head stays" if head else "it has no head")
     settings = {"length": length, **({} if rope_theta == ROPE_THETA else {"rope_theta": rope_theta})}
     place = {} if out is None else {"out": target.resolve()}
-    command = command_line("lengthen", source.public_name, **settings, **place)
-    made = f"rotary positions, for texts of up to {length:,} tokens, in place of the {before:,} learned ones of"
-    count = model.num_parameters()
+    step = new_step(
+        "lengthen",
+        command=command_line("lengthen", source.public_name, **settings, **place),
+        settings=settings,
+        made=f"rotary positions, for texts of up to {length:,} tokens, in place of the {before:,} learned ones of",
+        dropped=dropped,
+        parameters=model.num_parameters(),
+    )
 
     def raise_limits(folder: Path) -> dict[str, Any]:
-        for name, key in (
-            ("sentence_bert_config.json", "max_seq_length"),
-            ("tokenizer_config.json", "model_max_length"),
-        ):
-            content = {**read_json(folder / name), key: length}
-            write_json(folder / name, content)
+        limits = {"sentence_bert_config.json": "max_seq_length", "tokenizer_config.json": "model_max_length"}
+        for name, key in limits.items():
+            write_json(folder / name, {**read_json(folder / name), key: length})
         return {}
 
-    details: dict[str, Any] = {"made": made, "dropped": dropped, "parameters": count}
     write_repository(
         target,
         model,
-        step=new_step("lengthen", command=command, settings=settings, **details),
+        step=step,
         sources=[source],
         tokenizer=tokenizer,
         after=raise_limits,
         options=options,
         repo_id=repo_id,
     )
-    logger.info("%s", how_to_load(repo_id if options.push else str(target), model.config))
     logger.info("Its positions are not trained yet: `mote pretrain mlm model.source=%s`, on long texts", target)
     return target
 
@@ -162,25 +167,6 @@ def with_rotary_positions(model: PreTrainedModel, length: int, rope_theta: float
     assert not missing | info["unexpected_keys"] | info["mismatched_keys"], info
     result.config._name_or_path = model.config._name_or_path
     return result.eval()
-
-
-def _require_learned_positions(source: Checkpoint) -> None:
-    """Raise `ValueError` unless the source is an encoder that differs from the result only in its positions."""
-    config: Any = source.config
-    kind = config.model_type
-    if is_mote(config):
-        raise ValueError(f"{source.name} is a MoTE: lengthen the dense model, and upcycle the result")
-    if source.format == "nomic" or getattr(config, "rope_parameters", None):
-        raise ValueError(
-            f"{source.name} ({kind}) has rotary positions already, which `mote lengthen` is to give: it takes texts of "
-            f"{config.max_position_embeddings:,} tokens"
-        )
-    if kind not in LENGTHENED or getattr(config, "is_decoder", False):
-        what = "is a decoder" if getattr(config, "is_decoder", False) else f"is a {kind!r}"
-        raise ValueError(
-            f"{source.name} {what}, whose weights no native architecture with rotary positions can hold: `mote "
-            f"lengthen` takes encoders of the types {', '.join(LENGTHENED)}"
-        )
 
 
 def _load(source: Checkpoint) -> tuple[PreTrainedModel, list[str]]:

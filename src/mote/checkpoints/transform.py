@@ -14,10 +14,9 @@ from mote.checkpoints.models import load_mote, load_tokenizer
 from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.provenance import command_line, new_step, plain
 from mote.checkpoints.reading import MoTECheckpoint, has_head, is_mote, open_mote, require_expert
-from mote.checkpoints.st_settings import retrieval_in
 from mote.checkpoints.staging import refuse_source
 from mote.checkpoints.tensors import require_unquantised
-from mote.checkpoints.writing import how_to_load, require_writable, write_repository
+from mote.checkpoints.writing import require_writable, write_repository
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +137,7 @@ def transform(
     config = source.config if dense else result.config
     tasks = {name: [task for task, expert in config.tasks.items() if expert == name] for name in config.experts}
     details |= {"of_mote": tasks, "expert": expert} if dense else {"experts": tasks}
-    write_repository(
+    return write_repository(
         target,
         result,
         step=new_step(spec.words.split()[-1], command=command, settings=settings, **details),
@@ -150,8 +149,6 @@ def transform(
         options=options,
         repo_id=repo_id,
     )
-    logger.info("%s", how_to_load(repo_id if options.push else str(target), result.config, retrieval_in(target)))
-    return target
 
 
 def _require_model(result: object, name: str) -> PreTrainedModel:

@@ -149,10 +149,13 @@ def write_repository(
             (folder / "README.md").write_text(card, encoding="utf-8")
         write_steps(steps, folder)
     logger.info("Wrote %s", out)
+    place = str(out)
     if options.push:
-        repo_id = repo_id or hub.check_before_push(options.repo_id or out.resolve().name)
-        logger.info("Pushing to %s …", repo_id)
-        logger.info("Pushed: %s", hub.push(out, repo_id, recorded_files(out), options.private))
+        place = repo_id or hub.check_before_push(options.repo_id or out.resolve().name)
+        logger.info("Pushing to %s …", place)
+        logger.info("Pushed: %s", hub.push(out, place, recorded_files(out), options.private))
+    if isinstance(model, PreTrainedModel):
+        logger.info("%s", how_to_load(place, model.config, retrieval_in(out)))
     return out
 
 

@@ -10,18 +10,40 @@ from mote.remote.architectures_mote import ARCHITECTURES
 from mote.remote.configuration_mote import UNSEEN_TASKS, MoTEConfig
 from mote.upcycling.options import POOLING_BY_ATTENTION, POOLING_SIZES, TOKEN_ROUTING, UpcyclingOptions
 
-_FIXED_IN_NV_EMBED = ("pooling", *POOLING_SIZES, "routing")
-_FIXED_IN_TOKEN_ROUTED = ("routing", "layer_path", "shared_modules", *TOKEN_ROUTING, *POOLING_SIZES)
-_FIXED_AS_PUBLISHED = ("experts", "layers", "layer_path", "shared_modules", *TOKEN_ROUTING, *POOLING_SIZES)
+# Kind of source → what its files determine, why, and what to do instead.
+_FIXED = {
+    "nv_embed": (
+        ("pooling", *POOLING_SIZES, "routing"),
+        "pools by latent attention, whose weights are in its files",
+        "",
+    ),
+    TOKEN_ROUTED: (
+        ("routing", "layer_path", "shared_modules", *TOKEN_ROUTING, *POOLING_SIZES),
+        "is already token-routed",
+        ", and upcycle to task experts, each of which is token-routed like the source",
+    ),
+    "nomic_moe": (
+        ("experts", "layers", "layer_path", "shared_modules", *TOKEN_ROUTING, *POOLING_SIZES),
+        "is already a mixture of token-routed experts",
+        ". For task experts, convert it first, and upcycle the result: `mote upcycle --src DIR --expert …`",
+    ),
+}
+
+
+def refuse_fixed(options: UpcyclingOptions, source: Checkpoint) -> None:
+    """Raise `ValueError` if the options choose something that the source's files determine."""
+    fixed, why, instead = _FIXED.get(_kind_of(source), ((), "", ""))
+    for name in fixed:
+        if name in options.changed():
+            raise ValueError(f"{source.name} {why}, so {name} cannot be chosen: leave it out{instead}")
+
+
+def _kind_of(source: Checkpoint) -> str:
+    return TOKEN_ROUTED if source.format == "mote" and source.config.model_type == TOKEN_ROUTED else source.format
 
 
 def as_published(options: UpcyclingOptions, source: Checkpoint) -> UpcyclingOptions:
-    """Complete the options for NV-Embed; unless they name experts, with a single expert: the model as published.
-
-    Raises:
-        ValueError: If the options choose something that the files determine.
-    """
-    _refuse(options, _FIXED_IN_NV_EMBED, f"{source.name} pools by latent attention, whose weights are in its files")
+    """Complete the options for NV-Embed; unless they name experts, with a single expert: the model as published."""
     one, tasks = nv_embed.EXPERT, options.tasks
     changes: dict[str, Any] = {**source.pooling}
     if options.experts is None:
@@ -31,12 +53,6 @@ def as_published(options: UpcyclingOptions, source: Checkpoint) -> UpcyclingOpti
         without = {task: "" for task in (one, "document") if task in tasks and task not in options.definitions}
         changes["instructions"] = {**without, **options.instruction_texts}
     return options.updated(**changes, tasks=tasks)
-
-
-def _refuse(options: UpcyclingOptions, names: tuple[str, ...], why: str, instead: str = "") -> None:
-    """Raise `ValueError` if the options choose something that the source determines."""
-    if fixed := [name for name in names if name in options.changed()]:
-        raise ValueError(f"{why}, so {fixed[0]} cannot be chosen: leave it out{instead}")
 
 
 def pooling_of(options: UpcyclingOptions, source: Checkpoint, retrieval: Retrieval) -> str:
@@ -74,9 +90,11 @@ def config_of(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> Mo
     Raises:
         ValueError: If options contradict each other or the source.
     """
-    if source.format == "nomic_moe":
-        return _published_config(options, source, pooling)
-    if source.config.model_type == TOKEN_ROUTED and source.format == "mote":
+    tasks = with_unseen_tasks(options.tasks)
+    if _kind_of(source) == "nomic_moe":
+        settings = {"tasks": tasks, "default_task": options.default_task, "pooling": pooling}
+        return type(source.config)(**{**source.config.to_dict(), **settings})  # type: ignore[return-value]
+    if _kind_of(source) == TOKEN_ROUTED:
         return _hierarchical_config(options, source, pooling)
     return _config(options, source, pooling)
 
@@ -115,12 +133,6 @@ def _config(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTE
 
 def _hierarchical_config(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTEConfig:
     """Return the config of task experts that are token-routed like their source."""
-    _refuse(
-        options,
-        _FIXED_IN_TOKEN_ROUTED,
-        f"{source.name} is already token-routed",
-        instead=", and upcycle to task experts, each of which is token-routed like the source",
-    )
     routed: Any = source.config
     inherited = routed.tasks if options.experts is None else {}
     config = mote_class("mote_hierarchical", "config")(
@@ -134,19 +146,6 @@ def _hierarchical_config(options: UpcyclingOptions, source: Checkpoint, pooling:
     if options.experts is None:
         config.instructions = {**routed.instructions}  # validated with those of the prompts
     return config
-
-
-def _published_config(options: UpcyclingOptions, source: Checkpoint, pooling: str) -> MoTEConfig:
-    """Return the config of a published mixture of experts, with the tasks of the options."""
-    _refuse(
-        options,
-        _FIXED_AS_PUBLISHED,
-        f"{source.name} is already a mixture of token-routed experts",
-        instead=". For task experts, convert it first, and upcycle the result: `mote upcycle --src DIR --expert …`",
-    )
-    tasks = with_unseen_tasks(options.tasks)
-    settings = {"tasks": tasks, "default_task": options.default_task, "pooling": pooling}
-    return type(source.config)(**{**source.config.to_dict(), **settings})  # type: ignore[return-value]
 
 
 def with_unseen_tasks(tasks: dict[str, str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from mote.checkpoints.staging import require_shard_size
 from mote.checkpoints.tensors import parameter_counts, token_routing
 from mote.remote.configuration_mote import MoTEConfig
 from mote.reporting import Report, megabytes, millions, table
-from mote.upcycling.configs import as_published, config_of, pooling_of, retrieval_of
+from mote.upcycling.configs import as_published, config_of, pooling_of, refuse_fixed, retrieval_of
 from mote.upcycling.instructions import instructions_from, instructions_of
 from mote.upcycling.options import UpcyclingOptions
 
@@ -138,18 +138,16 @@ def plan_upcycling(
             "choose the experts with `--expert NAME`"
         ) from error
     config.dtype = stored_dtype(source) if options.dtype == "auto" else getattr(torch, options.dtype)
-    try:
-        with torch.device("meta"):
-            kind: Any = "masked_lm" if with_head else "model"
-            model = mote_class(config.model_type, kind)(config).to(dtype=config.dtype)
-    except KeyError as error:
-        raise ValueError(f"The model of {source.name} cannot be built: {error}") from error
+    with torch.device("meta"):
+        kind: Any = "masked_lm" if with_head else "model"
+        model = mote_class(config.model_type, kind)(config).to(dtype=config.dtype)
     weights = {name: weight for name, weight in model.state_dict().items() if name not in model.all_tied_weights_keys}
     shards = split_torch_state_dict_into_shards(weights, max_shard_size=options.max_shard_size).filename_to_tensors
     return UpcyclingPlan(
         source=source,
         config=config,
-        out=Path(out) if out is not None else default_out(source.name),
+        # nomic-ai/nomic-bert-2048 → nomic-bert-2048-mote
+        out=Path(out or f"{Path(source.name).resolve().name}-mote"),
         counts=parameter_counts(model),
         file_sizes=[sum(weights[key].nbytes for key in keys) for keys in shards.values()],
         retrieval=retrieval,
@@ -161,6 +159,7 @@ def plan_upcycling(
 def _opened(src: str | Path | Checkpoint, options: UpcyclingOptions) -> tuple[Checkpoint, UpcyclingOptions]:
     """Open the source, bidirectional if requested; return it with the options, completed for this source."""
     source = src if isinstance(src, Checkpoint) else open_dense(str(src), options.revision)
+    refuse_fixed(options, source)
     if options.bidirectional or is_bidirectional(source.config):
         source = replace(source, config=make_bidirectional(source.config, source.name))
     return source, as_published(options, source) if source.format == "nv_embed" else options
@@ -172,8 +171,3 @@ def _notes(prompts: list[str]) -> list[str]:
         return [f"note: {len(prompts)} of the source's prompts, such as {prompts[0]!r}, belong to no task and are kept"]
     note = "note: the source's prompt {0!r} belongs to no task; route it with `--task {0}=EXPERT`"
     return [note.format(name) for name in prompts]
-
-
-def default_out(src: str) -> Path:
-    """Name the result after its source: `nomic-ai/nomic-bert-2048` → `nomic-bert-2048-mote`."""
-    return Path(Path(src).resolve().name + "-mote")

@@ -17,10 +17,10 @@ from mote.checkpoints.reading import Checkpoint, mote_class
 from mote.checkpoints.st_settings import write_instruction_pooling
 from mote.checkpoints.streaming import DenseWeights, MappedFiles, can_stream, write_weights
 from mote.checkpoints.tokens import EOS, apply_end_token, ends_texts, with_padding_token
-from mote.checkpoints.writing import how_to_load, require_writable, write_repository
+from mote.checkpoints.writing import require_writable, write_repository
 from mote.remote.modeling_mote import MoTEModel
 from mote.upcycling.options import UpcyclingOptions
-from mote.upcycling.plan import UpcyclingPlan, default_out, plan_upcycling
+from mote.upcycling.plan import UpcyclingPlan, plan_upcycling
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +52,9 @@ def upcycle(
         PermissionError: If the Hub refuses the push.
     """
     options = (options or UpcyclingOptions()).updated(**settings).complete()
-    target = Path(out) if out is not None else default_out(src.name if isinstance(src, Checkpoint) else str(src))
-    repo_id = require_writable(target, options)
-    plan = plan_upcycling(src, target, options)
-    source, config, pooled = plan.source, plan.config, options.instruction_pooling
-    require_writable(target, options.updated(push=False, private=False), source.folder)
+    plan = plan_upcycling(src, out, options)
+    source, pooled = plan.source, options.instruction_pooling
+    repo_id = require_writable(plan.out, options, source.folder)
     logger.info("%s", plan)
     tokenizer = with_padding_token(load_tokenizer(source, options.tokenizer))
     end_token = options.end_token
@@ -64,7 +62,7 @@ def upcycle(
         tokenizer, end_token, pooled = nv_embed.padded(tokenizer), end_token or EOS, pooled or "excluded"
     if options.tokenizer is None or end_token is not None:
         tokenizer = apply_end_token(tokenizer, source, end_token)
-    if config.pooling == "last_token" and not ends_texts(tokenizer):
+    if plan.config.pooling == "last_token" and not ends_texts(tokenizer):
         logger.warning(
             "The last token of a text is pooled, but the tokenizer appends no end token: long texts end where they are "
             "truncated. Add one with `--end-token eos`"
@@ -75,11 +73,12 @@ def upcycle(
         changed["tokenizer"] = Path(options.tokenizer)  # without its parents
     listed = {"layers": ",".join(map(str, options.layers))} if isinstance(options.layers, list) else {}
     published = source.format == "nomic_moe" or (source.format == "nv_embed" and options.experts is None)
-    place = {} if out is None else {"out": target.resolve()}
+    place = {} if out is None else {"out": plan.out.resolve()}
     command = command_line("upcycle", src=source.public_name, **{**place, **changed, **listed})
-
-    write_repository(
-        target,
+    if dropped:
+        logger.info("Dropping %d weights of pre-training heads (listed in %s)", len(dropped), RECORD_FILE)
+    return write_repository(
+        plan.out,
         model,
         step=new_step(
             "upcycle",
@@ -97,10 +96,6 @@ def upcycle(
         options=options,
         repo_id=repo_id,
     )
-    if dropped:
-        logger.info("Dropped: %d weights of pre-training heads (listed in %s)", len(dropped), RECORD_FILE)
-    logger.info("%s", how_to_load(repo_id if options.push else str(target), config, plan.retrieval))
-    return target
 
 
 def _model_and_its_writer(
