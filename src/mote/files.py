@@ -57,11 +57,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def read_json(path: Path, kind: type = dict, missing_ok: bool = False) -> Any:
-    """Read a JSON file; with `missing_ok`, one that does not exist is empty.
-
-    Raises:
-        ValueError: If it is damaged, or holds another type than `kind`.
-    """
+    """Read a JSON file that holds a `kind`; with `missing_ok`, one that does not exist is empty."""
     if missing_ok and not path.is_file():
         return kind()
     try:
@@ -129,14 +125,9 @@ def lock(path: Path) -> Iterator[None]:
 
 
 def try_lock(path: Path, may_be_held: bool = False) -> int | None:
-    """Create and lock a file until the returned descriptor is released.
+    """Create and lock a file until the returned descriptor is released; None if another writer holds the lock.
 
-    Args:
-        path: The file.
-        may_be_held: On a file system without locks, assume that another writer holds it, not that it is free.
-
-    Returns:
-        The file descriptor; None if another writer holds the lock or has just removed the file.
+    On a file system without locks it counts as free, or, with `may_be_held`, as held by another writer.
     """
     if fcntl is None:
         try:
@@ -198,9 +189,6 @@ class Staging:
     Each writer has its own folder with a random name, and holds a lock in it for as long as it runs; writers in other
     threads, processes, containers or hosts leave it alone. If several write to one place, the first one takes it and
     the others fail, or, where a subclass lets them, each replaces the previous one.
-
-    Args:
-        out: Final place.
     """
 
     write_errors: tuple[type[BaseException], ...] = (OSError,)

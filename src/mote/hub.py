@@ -40,11 +40,7 @@ def _require_id(src: str) -> None:
 
 
 def fetch(src: str, revision: str | None, patterns: list[str]) -> Path:
-    """Download the files of a Hub repository that match one of the patterns, into the Hub's cache.
-
-    Raises:
-        FileNotFoundError: If the repository does not exist, is private or gated, or cannot be reached.
-    """
+    """Download the files of a Hub repository that match one of the patterns, into the Hub's cache."""
     _require_id(src)
     login = "For a private or gated one, log in with `hf auth login`"
     with explained(f"{src} is neither a folder nor available on the Hub", FileNotFoundError, login):
@@ -52,15 +48,7 @@ def fetch(src: str, revision: str | None, patterns: list[str]) -> Path:
 
 
 def newest_commit(name: str, revision: str | None = None) -> str:
-    """Find the newest commit of a repository on the Hub; if it does not answer, the one that was downloaded.
-
-    Args:
-        name: The repository.
-        revision: Branch, tag or commit. Default: the main branch.
-
-    Raises:
-        FileNotFoundError: If there is none.
-    """
+    """Find the newest commit of a branch on the Hub; if it does not answer, the one that was downloaded."""
     _require_id(name)
     with explained(f"{name} is neither a folder nor available on the Hub", FileNotFoundError):
         try:
@@ -75,15 +63,7 @@ def newest_commit(name: str, revision: str | None = None) -> str:
 
 
 def commit_of(model: str, revision: str | None = None) -> str | None:
-    """Make sure that a model exists; find its newest commit on the Hub, of the main branch or of another revision.
-
-    Returns:
-        The commit; None for a folder.
-
-    Raises:
-        FileNotFoundError: If it is neither a folder with a model nor on the Hub.
-        ValueError: If the folder holds an adapter, so that most weights are elsewhere and may change there.
-    """
+    """Make sure that a model exists; find its newest commit on the Hub; None for a folder."""
     folder = Path(model)
     if not folder.is_dir():
         return newest_commit(model, revision)
@@ -98,19 +78,7 @@ def commit_of(model: str, revision: str | None = None) -> str | None:
 
 
 def check_before_push(repo_id: str) -> str:
-    """Make sure, before any work is done, that a push is possible.
-
-    Args:
-        repo_id: `user/name`, or `name` alone for the user of the token.
-
-    Returns:
-        `user/name`.
-
-    Raises:
-        PermissionError: If there is no token, the Hub does not accept it, or it is read-only.
-        ConnectionError: If the Hub cannot be reached.
-        ValueError: If the name is invalid.
-    """
+    """Make sure, before any work is done, that a push is possible; return `user/name` for a name."""
     if get_token() is None:
         raise PermissionError("A push needs a token of the Hub: log in with `hf auth login`, or set HF_TOKEN")
     validate_repo_id(repo_id)
@@ -137,16 +105,7 @@ def refuse_whole_model(repo_id: str) -> None:
 def push(folder: Path, repo_id: str, files: list[str], private: bool = False, what: str = "a MoTE model") -> str:
     """Create or update a model repository from a folder, and return the URL of the commit.
 
-    Args:
-        folder: Folder to push.
-        repo_id: Repository, `user/name`.
-        files: Files to push: a folder that was overwritten may hold others.
-        private: Make a new repository private.
-        what: Content of the folder, for the commit message.
-
-    Raises:
-        PermissionError: If the Hub refuses; the folder stays as it is.
-        ConnectionError: If the connection breaks; likewise.
+    Only `files` are pushed, since a folder that was overwritten may hold others. After an error the folder stays.
     """
     later = f"The model is complete in {folder}; push it later with `hf upload {repo_id} {folder}`"
     with explained(f"{repo_id} was not pushed", remedy=later):
@@ -163,12 +122,7 @@ def push(folder: Path, repo_id: str, files: list[str], private: bool = False, wh
 
 
 def push_card(card: str, repo_id: str) -> str:
-    """Replace the card of a model on the Hub, and return the URL of the commit.
-
-    Raises:
-        PermissionError: If the Hub refuses, or has no such model.
-        ConnectionError: If the connection breaks.
-    """
+    """Replace the card of a model on the Hub, and return the URL of the commit."""
     first = f"If the model is not on the Hub yet, push it first: `hf upload {repo_id} DIR`"
     with explained(f"The card of {repo_id} was not pushed", remedy=first):
         commit = HfApi().upload_file(

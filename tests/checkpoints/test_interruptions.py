@@ -40,20 +40,11 @@ def run(source: Path, out: Path, *options: Any) -> int:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--expert", "a", "--expert", "a"], "Expert names must differ; repeated: 'a'"),
-        (["--expert", "a.b"], "Expert name 'a.b' must be one word"),
         (["--expert", "items"], "attribute 'items' already exists"),
         (["--task", "topics=clusterin"], "Task 'topics' names the expert 'clusterin'. Did you mean 'clustering'?"),
-        (["--task", "clustering=search_query"], "Task 'clustering' must go to the expert of its own name"),
-        (["--instruction", "topics=Topic: "], "Instruction for an unknown task 'topics'"),
-        (["--instruction", "query=clustering: "], "The instruction 'clustering: ' of task 'query' already stands for"),
-        (["--default-task", "topics"], "default_task 'topics' is not a task"),
         (["--layers", "2"], "got [2]: the backbone has 2 layers, from 0 to 1"),
         (["--layers", "0,1,0"], "got [0, 1, 0]: the backbone has 2 layers"),
         (["--layers", "-1"], "got [-1]: the backbone has 2 layers"),
-        (["--tokenizer", "nobody/nothing"], "The tokenizer nobody/nothing for "),
-        (["--revision", "v2"], "is a folder: it has no revision 'v2'"),
-        (["--max-shard-size", "much"], "'much'"),
     ],
 )
 def test_invalid_arguments(
@@ -72,12 +63,7 @@ def test_invalid_arguments(
         (["--layers", "some"], "--layers: Input should be 'every' or 'every_other', got 'some'"),
         (["--layers", ""], "'every_other', got ''"),
         (["--layers", "1,,2"], "'every_other', got '1,,2'"),
-        (["--task", "topics"], "--task: 'topics': expected NAME=VALUE"),
-        (["--instruction", "=text"], "--instruction: '=text': expected NAME=VALUE"),
         (["--dtype", "int8"], '"int8" for --dtype. Choose from: "auto", "float32"'),
-        (["--pooling", "max"], '"max" for --pooling. Choose from: "mean", "cls"'),
-        (["--expert"], "requires an argument"),
-        (["--spoon", "silver"], "Unknown option: --spoon"),
         (["--src", "other"], "--src specified multiple times"),
     ],
 )
@@ -143,7 +129,7 @@ def test_a_mote_that_holds_the_source_is_not_replaced(dense: Path, upcycled: Pat
     out = shutil.copytree(upcycled, tmp_path / "out")
     shutil.copytree(dense, out / "start")
     before = contents(tmp_path)
-    with pytest.raises(ValueError, match="out is the source itself, or holds it: choose another folder"):
+    with pytest.raises(ValueError, match=r"out is, holds or lies in the source .*: choose another folder"):
         upcycle(str(out / "start"), out, overwrite=True)
     assert contents(tmp_path) == before
 
@@ -164,14 +150,6 @@ def test_places_that_are_free(dense: Path, tmp_path: Path, monkeypatch: pytest.M
     assert run(dense, Path()) == 0
     assert (tmp_path / "here" / "config.json").is_file()
     assert not any(path.name.startswith(".") for path in tmp_path.rglob("*"))
-
-
-def test_a_place_below_a_file(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("mine")
-    assert run(dense, tmp_path / "file" / "out") == 1
-    place = tmp_path / "file"
-    assert capsys.readouterr() == ("", f"error: {place / 'out'} cannot be a folder: {place} is a file\n")
-    assert contents(tmp_path) == {"file": b"mine"}
 
 
 # Errors while writing ------------------------------------------------------------------------------------------------

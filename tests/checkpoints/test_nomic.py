@@ -11,11 +11,10 @@ from helpers.checkpoints import (
     NOMIC_EMBEDDINGS,
     NOMIC_WIDTH,
     edit_json,
-    edit_weights,
     published_nomic,
     tiny_tokenizer,
 )
-from helpers.families import batch, trained_mote
+from helpers.families import batch, real_difference, trained_mote
 from helpers.inference_server import read_as_server
 from helpers.nomic_reference import published_tensors, reference_forward
 from safetensors.torch import load_file
@@ -31,11 +30,6 @@ from mote.remote.modeling_mote import MoTEModel
 EXPERTS = ["classification", "clustering", "search_query", "search_document"]
 
 
-def difference(one: torch.Tensor, other: torch.Tensor, mask: torch.Tensor) -> float:
-    """Largest difference where the mask is 1."""
-    return (one - other)[mask.bool()].abs().max().item()
-
-
 @pytest.mark.parametrize("prefix", [True, False])
 def test_every_expert_of_a_published_nomic_computes_the_reference(prefix: bool, tmp_path: Path) -> None:
     folder = published_nomic(tmp_path / "nomic", prefix)
@@ -47,7 +41,7 @@ def test_every_expert_of_a_published_nomic_computes_the_reference(prefix: bool, 
     with torch.no_grad():
         for expert in EXPERTS:
             out = model(**inputs, task=expert).last_hidden_state
-            assert difference(out, expected, inputs["attention_mask"]) <= 1e-6
+            assert real_difference(out, expected, inputs["attention_mask"]) <= 1e-6
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -68,41 +62,23 @@ def test_the_schema_of_a_published_nomic_is_translated(prefix: bool, tmp_path: P
     ("setting", "value"),
     [
         ("activation_function", "gelu"),
-        ("causal", True),
-        ("mlp_fc1_bias", True),
-        ("mlp_fc2_bias", True),
         ("moe_every_n_layers", 2),
-        ("parallel_block", True),
         ("prenorm", True),
-        ("qkv_proj_bias", True),
         ("rotary_emb_fraction", 0.5),
-        ("rotary_emb_interleaved", True),
         ("rotary_emb_scale_base", 512),
-        ("rotary_scaling_factor", 2),
-        ("use_rms_norm", True),
     ],
 )
 def test_what_the_native_nomic_cannot_express_is_refused(setting: str, value: Any, tmp_path: Path) -> None:
     folder = published_nomic(tmp_path / "nomic", False, **{setting: value})
-    with pytest.raises(ValueError, match=f"nomic has {setting}={re.escape(repr(value))}, which the native NomicBERT"):
+    with pytest.raises(ValueError, match=f"nomic has {setting}={re.escape(repr(value))}; MoTE can express "):
         open_dense(str(folder))
 
 
-@pytest.mark.parametrize("key", ["n_layer", "n_head", "rotary_emb_base", "vocab_size"])
+@pytest.mark.parametrize("key", ["n_layer", "n_head", "rotary_emb_base"])
 def test_a_nomic_whose_config_lacks_a_key(key: str, tmp_path: Path) -> None:
     folder = published_nomic(tmp_path, False)
     edit_json(folder / "config.json", **{key: None})
-    with pytest.raises(ValueError, match=f"not a NomicBERT in its published format: config lacks .*'{key}'"):
-        open_dense(str(folder))
-
-
-def test_a_nomic_with_other_weights(tmp_path: Path) -> None:
-    folder = published_nomic(tmp_path, False)
-    edit_weights(folder, encoder__layers__1__mlp__fc11__weight=torch.zeros(32, 16))
-    with pytest.raises(ValueError, match=r"1 word embeddings and feed-forward widths \[32, 48\]"):
-        open_dense(str(folder))
-    edit_weights(folder, embeddings__word_embeddings__weight=None)
-    with pytest.raises(ValueError, match="0 word embeddings"):
+    with pytest.raises(ValueError, match=f"not in Nomic's published format: its config lacks {key}"):
         open_dense(str(folder))
 
 
@@ -191,7 +167,7 @@ def test_the_fixture_comes_back(shared: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         native = AutoModel.from_pretrained(out)(**fixture).last_hidden_state
     for found in (native, reference_forward(tensors, settings, **fixture)):
-        assert difference(found, expected, fixture["attention_mask"]) <= 1e-5
+        assert real_difference(found, expected, fixture["attention_mask"]) <= 1e-5
     read_as_server(out)
 
 
@@ -209,7 +185,7 @@ def test_every_expert_of_the_fixtures_computes_the_original(name: str, shared: P
     with torch.no_grad():
         for expert in EXPERTS:
             found = model(**fixture, task=expert).last_hidden_state
-            assert difference(found, expected, fixture["attention_mask"]) <= 1e-6
+            assert real_difference(found, expected, fixture["attention_mask"]) <= 1e-6
     settings = json.loads((folder / "config.json").read_text())
     reference = reference_forward(published_tensors(folder), settings, **fixture)
-    assert difference(reference, expected, fixture["attention_mask"]) <= 2e-6
+    assert real_difference(reference, expected, fixture["attention_mask"]) <= 2e-6

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.checkpoints import edit_weights, published_nomic_moe, tiny_tokenizer
-from helpers.families import batch
+from helpers.families import batch, real_difference
 from helpers.nomic_reference import published_tensors, reference_forward
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
@@ -40,11 +40,6 @@ def reference(folder: Path, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     return reference_forward(tensors, settings, **inputs)
 
 
-def difference(one: torch.Tensor, other: torch.Tensor, mask: torch.Tensor) -> float:
-    """Largest difference where the mask is 1."""
-    return (one - other)[mask.bool()].abs().max().item()
-
-
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_it_computes_the_reference(published: Path, converted: Path, implementation: str, tmp_path: Path) -> None:
     inputs = batch()
@@ -54,7 +49,7 @@ def test_it_computes_the_reference(published: Path, converted: Path, implementat
     saved = TokenRoutedModel.from_pretrained(tmp_path, experts_implementation=implementation)
     with torch.no_grad():
         for one in (model, saved):
-            assert difference(one(**inputs).last_hidden_state, expected, inputs["attention_mask"]) <= 1e-5
+            assert real_difference(one(**inputs).last_hidden_state, expected, inputs["attention_mask"]) <= 1e-5
 
 
 def test_weights_scaled_to_sum_to_1_would_be_another_model(published: Path, converted: Path) -> None:
@@ -62,7 +57,7 @@ def test_weights_scaled_to_sum_to_1_would_be_another_model(published: Path, conv
     model = TokenRoutedModel.from_pretrained(converted, norm_topk_prob=True)
     with torch.no_grad():
         out = model(**inputs).last_hidden_state
-    assert difference(out, reference(published, inputs), inputs["attention_mask"]) > 0.1
+    assert real_difference(out, reference(published, inputs), inputs["attention_mask"]) > 0.1
 
 
 def test_sentence_transformers_embeds_with_the_published_prompts(published: Path, converted: Path) -> None:
@@ -119,12 +114,9 @@ def test_the_config_says_what_was_published(converted: Path) -> None:
     ("changes", "message"),
     [
         ({"moe_top_k": 9}, "num_experts_per_tok must be from 1 to 8"),
-        ({"activation_function": "swiglu"}, "activation_function='swiglu', which the published Nomic Embed v2"),
-        ({"activation_function": "gelu_new"}, r"cannot express \(it can: 'gelu'\)"),
+        ({"activation_function": "swiglu"}, "activation_function='swiglu'; MoTE can express 'gelu' only"),
         ({"expert_choice_router": True}, "expert_choice_router=True"),
         ({"num_shared_experts": 1}, "num_shared_experts=1"),
-        ({"qkv_proj_bias": False}, "qkv_proj_bias=False"),
-        ({"prenorm": True}, "prenorm=True"),
     ],
 )
 def test_settings_of_another_model_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -153,14 +145,6 @@ def test_weights_that_do_not_fit_are_refused(edit: dict[str, Any], message: str,
     assert not (tmp_path / "out").exists()
 
 
-def test_a_truncated_file(tmp_path: Path) -> None:
-    folder = published_nomic_moe(tmp_path / "nomic")
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="is it truncated"):
-        upcycle(str(folder), tmp_path / "out")
-
-
 @pytest.mark.parametrize("option", [{"experts": ["a"]}, {"layers": "every_other"}, {"norm_topk_prob": False}])
 def test_its_routing_cannot_be_chosen(option: dict[str, Any], published: Path) -> None:
     told = f"so {next(iter(option))} cannot be chosen: .* For task experts, convert it first, and upcycle the result"
@@ -170,7 +154,7 @@ def test_its_routing_cannot_be_chosen(option: dict[str, Any], published: Path) -
 
 def test_everything_but_upcycling_says_to_upcycle_first(published: Path) -> None:
     with pytest.raises(
-        ValueError, match=f"in Nomic's own format: write it in MoTE's first, `mote upcycle --src {published}`"
+        ValueError, match=f"is in a format of its own: write it in MoTE's first, `mote upcycle --src {published}`"
     ):
         open_checkpoint(str(published))
     assert open_dense(str(published)).format == "nomic_moe"
@@ -192,13 +176,13 @@ def test_the_original(shared: Path, implementation: str, tmp_path: Path) -> None
         found = model(**inputs, output_hidden_states=True, output_router_logits=True)
     states = ["emb_ln", *(f"layers.{layer}.hidden_state" for layer in range(4))]
     for state, name in zip(found.hidden_states, states, strict=True):
-        assert difference(state, expected[name], mask) <= 1e-5, name
-    assert difference(found.last_hidden_state, expected["last_hidden_state"], mask) <= 1e-5
+        assert real_difference(state, expected[name], mask) <= 1e-5, name
+    assert real_difference(found.last_hidden_state, expected["last_hidden_state"], mask) <= 1e-5
     for logits, layer in zip(found.router_logits, (1, 3), strict=True):
         weights, index = logits.softmax(dim=-1).topk(2)
-        assert difference(logits.softmax(dim=-1), expected[f"layers.{layer}.router_probs"], mask) <= 1e-5
-        assert difference(weights, expected[f"layers.{layer}.top_weights"], mask) <= 1e-5
-        assert difference(index, expected[f"layers.{layer}.top_experts"], mask) == 0
+        assert real_difference(logits.softmax(dim=-1), expected[f"layers.{layer}.router_probs"], mask) <= 1e-5
+        assert real_difference(weights, expected[f"layers.{layer}.top_weights"], mask) <= 1e-5
+        assert real_difference(index, expected[f"layers.{layer}.top_experts"], mask) == 0
     losses = json.loads((folder / "expected.json").read_text())["load_balancing_loss"]
     for formula, value in {
         "megablocks": losses["megablocks_alpha_1"]["real_tokens_only"],

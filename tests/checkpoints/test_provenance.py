@@ -43,12 +43,9 @@ def test_steps_are_written_and_read(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("{", "is not valid JSON"),
-        ("[" * 100_000, "is not valid JSON"),
         ("[]", "must hold a dict"),
         ("{}", "has format None; this version of mote reads 1: update mote"),
         ('{"format": 2, "steps": "in another way"}', "has format 2; this version of mote reads 1: update mote"),
-        ('{"format": 1, "steps": [{"step": "x"}]}', "is damaged"),
-        ('{"format": 1, "steps": [1]}', "is damaged"),
     ],
 )
 def test_damaged_records(content: str, message: str, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 
 import mote
 from mote import train
-from mote.checkpoints.cards import card_data
 from mote.checkpoints.reading import open_dense
 from mote.checkpoints.sentence_transformers import source_pooling
 
@@ -80,9 +79,3 @@ def test_settings_under_an_old_name(tmp_path: Path) -> None:
     model = trusted(mote.upcycle(str(source), tmp_path / "mote"))
     assert model.max_seq_length == SentenceTransformer(str(source)).max_seq_length == 7
     assert read_json(tmp_path / "mote" / "sentence_bert_config.json")["max_seq_length"] == 7
-
-
-def test_norwegian(dense: Path, tmp_path: Path) -> None:
-    source = dense_checkpoint(tmp_path / "source")
-    (source / "README.md").write_text("---\nlanguage:\n- en\n- no\n---\n# Model\n")
-    assert card_data(open_dense(str(source)), "finetune").language == ["en", "no"]

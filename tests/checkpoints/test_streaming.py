@@ -3,21 +3,19 @@
 import importlib
 import json
 import logging
-import os
 import re
-import signal
+import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from helpers.checkpoints import dense_checkpoint, files_in, published_nomic, read_json, tiny_tokenizer
 from helpers.families import all_families
 from helpers.paths import ROOT, SMALL_ENCODER
-from safetensors import safe_open
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 
@@ -27,7 +25,6 @@ from mote.checkpoints.plain import POOLING_FLAGS
 from mote.checkpoints.reading import open_dense
 from mote.checkpoints.sentence_transformers import POOLING_NAMES, source_pooling
 from mote.checkpoints.st_settings import OUR_TRANSFORMER, POOLING, TRANSFORMER
-from mote.cli import main
 from mote.remote.modeling_mote import MoTEModel
 from mote.remote.sentence_transformer_mote import MoTETransformer
 
@@ -75,21 +72,25 @@ def test_published_nomic(prefix: bool, dtype: str, tmp_path: Path, streamed_only
     assert_equal(published_nomic(tmp_path / "nomic", prefix), tmp_path, dtype=dtype)
 
 
-@pytest.mark.parametrize("format", ["bin", "legacy-bin"])
-@pytest.mark.parametrize("shards", [False, True])
-def test_pickles(format: str, shards: bool, tmp_path: Path, streamed_only: None) -> None:  # noqa: A002
-    source = dense_checkpoint(tmp_path / "dense", format=format, shards=shards)
-    assert_equal(source, tmp_path, max_shard_size="40KB")
-
-
-@pytest.mark.parametrize(("name", "head"), [("bert", "pretraining"), ("roberta", "mlm"), ("qwen3", "causal")])
-def test_heads(name: str, head: str, tmp_path: Path, streamed_only: None) -> None:
-    assert_equal(dense_checkpoint(tmp_path / "dense", name, head, tokenizer=False), tmp_path)
-
-
-@pytest.mark.parametrize("layers", ["every_other", [0]])
-def test_layers(layers: str | list[int], dense: Path, tmp_path: Path, streamed_only: None) -> None:
-    assert_equal(dense, tmp_path, layers=layers, experts=["one", "two"])
+@pytest.mark.parametrize(
+    ("source", "arguments"),
+    [
+        *(
+            ({"format": kind, "shards": shards}, {"max_shard_size": "40KB"})
+            for kind in ("bin", "legacy-bin")
+            for shards in (False, True)
+        ),
+        ({"head": "pretraining"}, {}),
+        ({"family": "roberta", "head": "mlm"}, {}),
+        ({"family": "qwen3", "head": "causal"}, {}),
+        ({}, {"layers": "every_other", "experts": ["one", "two"]}),
+        ({}, {"layers": [0], "experts": ["one", "two"]}),
+    ],
+)
+def test_pickles_heads_and_layers(
+    source: dict[str, Any], arguments: dict[str, Any], tmp_path: Path, streamed_only: None
+) -> None:
+    assert_equal(dense_checkpoint(tmp_path / "dense", **source, tokenizer=False), tmp_path, **arguments)
 
 
 def test_a_router_is_drawn_in_memory(dense: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -199,74 +200,10 @@ def test_memory_is_that_of_a_file_not_of_the_model(
     assert len(re.findall(r"model-\d+-of-\d+\.safetensors: [\d.]+ of [\d.]+ MB written", done.stdout)) == len(files[1])
 
 
-@pytest.fixture
-def limited() -> Iterator[Callable[[int], list[str]]]:
-    """Words in front of a command by which the operating system kills it where it takes more memory than that."""
-    version_1 = Path("/sys/fs/cgroup/memory")
-    group = version_1 / f"mote-test-{os.getpid()}"
-    if os.access(version_1 / "cgroup.procs", os.W_OK):
-        group.mkdir()
-
-        def of_version_1(limit: int) -> list[str]:
-            (group / "memory.limit_in_bytes").write_text(str(limit))
-            return ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
-
-        yield of_version_1
-        group.rmdir()
-        return
-    scope = ["systemd-run", "--scope", "--quiet", *([] if os.geteuid() == 0 else ["--user"])]
-    try:
-        subprocess.run([*scope, "-p", "MemoryMax=1G", "true"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"neither cgroups of version 1 nor systemd-run can limit memory here: {error}")
-    yield lambda limit: [*scope, "-p", f"MemoryMax={limit}", "-p", "MemorySwapMax=0"]
-
-
-@pytest.fixture
-def scratch() -> Iterator[Path]:
-    """A folder for gigabytes, which pytest would keep."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
-
-
-@pytest.mark.slow
-def test_a_model_larger_than_memory(
-    write_large_model: Callable[..., Path], limited: Callable[[int], list[str]], scratch: Path
-) -> None:
-    source, out = write_large_model(scratch / "large", 2048, 13), scratch / "out"
-    limit = 1_100_000_000  # less than the source, and a quarter of the result
-    run = [*limited(limit), sys.executable, "-c"]
-    in_memory = "import sys; from transformers import AutoModel; m = AutoModel.from_pretrained(sys.argv[1]); m.float()"
-    killed = subprocess.run([*run, in_memory, str(source)], capture_output=True, check=False)
-    assert killed.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)  # the limit holds
-    code = "import sys; from mote.cli import main; sys.exit(main(sys.argv[1:]))"
-    options = ["upcycle", "--src", str(source), "--out", str(out), "--max-shard-size", "500MB"]
-    subprocess.run([*run, code, *options], check=True)
-    written = sorted(out.glob("*.safetensors"))
-    assert sum(path.stat().st_size for path in written) > 3.5 * limit
-    stored = {
-        key: source / name for key, name in read_json(source / "model.safetensors.index.json")["weight_map"].items()
-    }
-    for path in written:
-        with safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118 - it is not a dict
-                dense_key = re.sub(r"\.(shared|experts\.\w+)\.", ".", key.removeprefix("backbone."))
-                with safe_open(stored[dense_key], "pt") as of_source:
-                    assert file.get_tensor(key).equal(of_source.get_tensor(dense_key)), key
-
-
-def test_a_disk_that_is_too_small(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = tmp_path / "small"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)], check=False, capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"a small disk cannot be had here: {mounted.stderr.decode().strip()}")
-    try:
-        assert main(["upcycle", "--src", str(dense), "--out", str(place / "new" / "out")]) == 1
-        said = r"error: \S+out needs 0\.1 MB, but its disk has 0\.1 MB left: free some, or write elsewhere"
-        assert re.search(said, capsys.readouterr().err)
-        assert not any(place.iterdir())
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
+def test_a_disk_that_is_too_small(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=40_000))
+    with pytest.raises(
+        OSError, match=r"out needs 0\.1 MB, but its disk has 0\.0 MB left: free some, or write elsewhere"
+    ):
+        upcycle(str(dense), tmp_path / "new" / "out")
+    assert not any(tmp_path.iterdir())

@@ -13,7 +13,7 @@ from transformers import AutoModel
 
 from mote import UpcyclingOptions, WriteOptions, experts, hub, transform, upcycle
 from mote.checkpoints.provenance import read_steps
-from mote.checkpoints.transform import verb
+from mote.checkpoints.transform import Verb
 from mote.remote.modeling_mote import MoTEModel
 
 TEXTS = ["whales breathe air", "bread"]
@@ -34,7 +34,7 @@ def scale(model: Any, factor: float, *, experts: list[str] | None = None) -> Non
                     parameter.mul_(factor)
 
 
-@verb("export", "the expert `{name}` of", options={"name": "expert"}, loads="name")
+@Verb("export", "the expert `{name}` of", options={"name": "expert"}, loads="name")
 def take_out(model: Any, name: str) -> Any:
     return experts.export(model, name)
 
@@ -109,8 +109,6 @@ def test_other_kinds_of_functions_and_arguments(mote: Path, tmp_path: Path) -> N
     assert read_steps(part)[1]["step"] == "scale"
     weights = [MoTEModel.from_pretrained(folder).state_dict() for folder in (whole, part)]
     assert all(one.equal(weights[1][name]) for name, one in weights[0].items())
-    with pytest.raises(ValueError, match="<lambda> returned a str: expected a model, or None"):
-        transform(mote, tmp_path / "text", lambda model: "done")
 
 
 def fail(model: Any) -> None:
@@ -136,7 +134,7 @@ def test_nothing_is_left_of_a_failure(mote: Path, tmp_path: Path) -> None:
         transform(dense, out, scale, 2.0)
     with pytest.raises(FileExistsError, match="used is in use"):
         transform(mote, tmp_path / "used", scale, 2.0)
-    with pytest.raises(ValueError, match="is inside the source"):
+    with pytest.raises(ValueError, match="is, holds or lies in the source"):
         transform(mote, mote / "out", scale, 2.0)
     with pytest.raises(ValueError, match="max_shard_size 'x' is invalid"):
         transform(mote, out, scale, 2.0, options=WriteOptions(max_shard_size="x"))

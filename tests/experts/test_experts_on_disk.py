@@ -141,15 +141,15 @@ def test_output_folders(tiny_mote: Path, with_legal: Path, tmp_path: Path, capsy
     assert "something other than a MoTE" in refused(*words, "--out", str(tmp_path), "--overwrite")
     extracting = ("extract", str(folder), "clustering", "--out", str(folder))
     assert "is in use" in refused(*extracting)
-    assert "is the source itself" in refused(*extracting, "--overwrite")
+    assert "is, holds or lies in the source" in refused(*extracting, "--overwrite")
     files = extract(str(folder), "clustering", tmp_path / "files")
     assert main(["experts", "extract", str(with_legal), "legal", "--out", str(files), "--overwrite"]) == 0
     assert open_artefact(str(files)).name == "legal"
-    with pytest.raises(ValueError, match="is inside the source"):
+    with pytest.raises(ValueError, match="is, holds or lies in the source"):
         extract(str(folder), "clustering", folder / "clustering")
     inside = extract(str(with_legal), "legal", folder / "legal")
     for place in (inside, folder):  # the expert's own files, and what holds them
-        with pytest.raises(ValueError, match="is the source itself, or holds it"):
+        with pytest.raises(ValueError, match="is, holds or lies in the source"):
             add(with_legal, inside, place, name="x", instruction="x: ", overwrite=True)
     add(folder, inside, None, name="x", instruction="x: ", overwrite=True)  # in place, other files stay
     assert open_artefact(str(inside)).name == "legal"

@@ -131,6 +131,11 @@ def assert_near(found: Any, expected: Any, tolerance: float = 1e-6) -> None:
     assert np.abs(np.asarray(found) - np.asarray(expected)).max() <= tolerance
 
 
+def real_difference(one: torch.Tensor, other: torch.Tensor, mask: torch.Tensor) -> float:
+    """Largest difference where the mask is 1."""
+    return difference(one[mask.bool()], other[mask.bool()])
+
+
 def in_threads(count: int, serve: Callable[[int], None]) -> None:
     """Call `serve` with 0, 1, … in as many threads, all started at once."""
     barrier = threading.Barrier(count)

@@ -134,21 +134,6 @@ result += [whoami.get("name", whoami.get("status"))]
     assert client(code, token="hf_write") == ["fine", "fine", "fine", 404, "user"]
 
 
-def test_private_repository(server: HubServer, client: Client, folder: Path) -> None:
-    code = """
-api.create_repo("user/hidden", private=True)
-api.upload_folder(repo_id="user/hidden", folder_path=folder)
-result = [api.model_info("user/hidden").private, snapshot_download("user/hidden")]
-"""
-    private, found = client(code, token="hf_write")
-    assert private
-    assert without_attributes(contents(found)) == contents(folder)
-    assert all("authorization" not in r.headers for r in server.requests if r.endpoint in ("upload", "download"))
-
-    answer = client('result = call(snapshot_download, "user/hidden")', home="stranger")
-    assert (answer["error"], answer["status"]) == ("RepositoryNotFoundError", 404)
-
-
 def test_errors_of_downloads_and_listings(server: HubServer, client: Client, folder: Path) -> None:
     server.add_repo("user/name", folder)
     code = """

@@ -19,17 +19,7 @@ def is_bidirectional(config: PreTrainedConfig) -> bool:
 
 
 def make_bidirectional(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
-    """Return a decoder's config in which every token attends to every other.
-
-    It has no causal mask, no sliding window and no cache. Weights are not affected.
-
-    Args:
-        config: Config of a native decoder; not modified.
-        name: Name of the checkpoint, for errors.
-
-    Raises:
-        ValueError: If the config is not that of a decoder that MoTE knows.
-    """
+    """Return a copy of a decoder's config in which every token attends to every other, without window and cache."""
     if config.model_type not in DECODERS:
         raise ValueError(
             f"{name} is a {config.model_type!r}, whose direction of attention cannot be chosen: encoders already "

@@ -68,13 +68,10 @@ def write_card(
     repo_id: str | None = None,
     revision: str | None = None,
 ) -> str:
-    """Rewrite the card (README.md) of a model.
+    """Rewrite the card (README.md) of a model, from what its own files say about it.
 
-    Facts about the model come from the model's own files: tasks, instructions, parameters, whether the experts differ,
-    how it was made. They stand between HTML comments, `<!-- mote:… -->`. All other text of the card and the metadata
-    that others added (language, licence, data sets, scores, the widget) are kept, but for the title, the opening and
-    the snippet that Sentence-Transformers' trainer writes, and Transformers' empty form. Writing the card twice changes
-    nothing.
+    The regions between HTML comments, `<!-- mote:… -->`, are replaced. All other text and metadata of the card are
+    kept, but for the title, opening and snippet of Sentence-Transformers' trainer, and the empty form of Transformers.
 
     Args:
         src: A MoTE, or a dense model that this package made from one: a folder, or, with `push`, an id on the Hub.
@@ -88,13 +85,9 @@ def write_card(
 
     Raises:
         FileNotFoundError: If the source does not exist or has no weights.
-        ValueError: If the source is neither a MoTE nor made from one, or is an id without `push`; if `base_model` is
-            not an id; if the metadata of the existing card are damaged.
-        PermissionError: If the Hub refuses the push.
-        ConnectionError: If the Hub cannot be reached.
+        ValueError: If an argument or the metadata of the existing card are invalid.
+        OSError: If the push fails.
     """
-    if base_model is not None and hub_ids(base_model) is None:
-        raise ValueError(f"The base model {base_model!r} must be an id on the Hub (user/name)")
     source = open_checkpoint(str(src), revision)
     if not source.is_local and not push:
         raise ValueError(f"{src} is on the Hub: push its card with `--push`, or name a folder")
@@ -112,14 +105,7 @@ def write_card(
 
 
 def new_card(model: Checkpoint, steps: list[dict[str, Any]], repo_id: str, source: Checkpoint) -> str:
-    """Return the card of a new model.
-
-    Args:
-        model: The model, complete but for its card and `mote.json`.
-        steps: How it was made, oldest first.
-        repo_id: Name under which readers load it.
-        source: Checkpoint that it was made from.
-    """
+    """Return the card of a model that has just been made of `source`, and is loaded under the name `repo_id`."""
     values = _values(model, steps, fresh=steps[-1].get("made") == UPCYCLED or None)
     relation = "finetune" if values.get("fresh") or steps[-1]["step"] in _FINETUNING else "merge"
     tags = (*MOTE_TAGS, *RETRIEVAL_TAGS.get(values["retrieval"], ())) if is_mote(model.config) else ()
@@ -129,18 +115,7 @@ def new_card(model: Checkpoint, steps: list[dict[str, Any]], repo_id: str, sourc
 def rewritten_card(
     model: Checkpoint, steps: list[dict[str, Any]], repo_id: str, folder: Path, base_model: str | None = None
 ) -> str:
-    """Return the card of a model, with the text and metadata of an earlier one.
-
-    Args:
-        model: The model.
-        steps: How it was made, oldest first.
-        repo_id: Name under which readers load it.
-        folder: Folder with the earlier card, if there is one.
-        base_model: As in `write_card`.
-
-    Raises:
-        ValueError: If the model is neither a MoTE nor made from one, or the metadata of its card are damaged.
-    """
+    """Return the card of a model, with the text and metadata of an earlier card in `folder`."""
     if not is_mote(model.config) and not any(step["step"] != "extract" for step in steps):
         raise ValueError(f"{model.name} is not a MoTE, and has no mote.json that says it was made from one")
     earlier = _read_body(folder / "README.md")
@@ -217,15 +192,9 @@ def _merged(body: str, earlier: str) -> str:
             kept = pattern.sub("", kept)
         if _FORM_OF_TRANSFORMERS in kept:
             kept = ""
-    lead, heading, sections = ("", "", kept) if "about" not in regions else _split(kept)
+    lead, heading, sections = f"\n{kept}".partition("\n## ") if "about" in regions else ("", "", kept)
     parts = (regions.get("about", ""), lead, regions.get("usage", ""), heading + sections, regions.get("made", ""))
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
-
-
-def _split(text: str) -> tuple[str, str, str]:
-    """Split a text at its first section."""
-    lead, heading, sections = f"\n{text}".partition("\n## ")
-    return lead, heading, sections
 
 
 # Facts about a model -------------------------------------------------------------------------------------------------

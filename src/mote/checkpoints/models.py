@@ -5,7 +5,6 @@ names. What the library would only report (weights that stay random) is an error
 """
 
 import logging
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,14 +12,13 @@ from threading import RLock
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from mote.checkpoints import nomic
 from mote.checkpoints.plain import learned_positions
 from mote.checkpoints.reading import Checkpoint, has_head, is_mote, mote_class
-from mote.checkpoints.tensors import HEAD, NOT_ONLY_TENSORS, read_on_meta, read_shapes
+from mote.checkpoints.tensors import HEAD, read_on_meta, read_shapes
 from mote.remote.modeling_mote import MoTEModel
 
 logger = logging.getLogger(__name__)
@@ -52,16 +50,7 @@ HEADS = (
 
 
 def load_mote(checkpoint: Checkpoint, experts: list[str] | None = None, *, with_head: bool = False) -> MoTEModel:
-    """Load a MoTE in its stored dtype.
-
-    Args:
-        checkpoint: From `open_mote`.
-        experts: Load only the weights of these experts. Default: all.
-        with_head: Load its head, too, if it has one.
-
-    Raises:
-        ValueError: If config and weights do not match.
-    """
+    """Load a MoTE in its stored dtype: all or some of its experts, with or without the head that it may have."""
     with quiet_transformers():
         kind: Any = "masked_lm" if with_head and has_head(checkpoint.config) else "model"
         model = mote_class(checkpoint.config.model_type, kind).from_pretrained(
@@ -76,18 +65,14 @@ def load_dense(
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load the native dense model, or a token-routed one, with every weight from the checkpoint.
 
-    Args:
-        checkpoint: From `open_dense`.
-        dtype: As in `AutoModel.from_pretrained`.
-        with_head: Load the model with its head for masked language modelling.
-
     Returns:
         The model, and the keys of heads that were dropped.
 
     Raises:
         ValueError: If the files are damaged, lack keys, or hold unknown ones.
     """
-    with _reading(checkpoint):
+    read_on_meta(checkpoint.weights)  # its errors name the file
+    with quiet_transformers():
         native = _native_class(checkpoint, with_head)
         loaded = native.from_pretrained(checkpoint.folder, dtype=dtype, **_loading_arguments(checkpoint))
     return _checked(checkpoint, *loaded)
@@ -96,21 +81,9 @@ def load_dense(
 def dense_without_weights(
     checkpoint: Checkpoint, dtype: str | torch.dtype = "auto", *, with_head: bool = False
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Build the native dense model on the meta device, after the checks of `load_dense`.
-
-    Args:
-        checkpoint: From `open_dense`.
-        dtype: As in `AutoModel.from_pretrained`.
-        with_head: As in `load_dense`.
-
-    Returns:
-        The model without data, and the keys of heads that would be dropped.
-
-    Raises:
-        ValueError: As from `load_dense`.
-    """
+    """Build what `load_dense` returns, after the same checks, on the meta device."""
     weights = read_on_meta(checkpoint.weights)
-    with _reading(checkpoint):
+    with quiet_transformers():
         native = _native_class(checkpoint, with_head)
         settings = {**_loading_arguments(checkpoint), "state_dict": weights, "device_map": "meta"}
         loaded = native.from_pretrained(None, dtype=dtype, **settings)
@@ -121,7 +94,7 @@ def positions_of(checkpoint: Checkpoint) -> int | None:
     """Return the number of tokens that have a learned position in a model, from its config; as `learned_positions`."""
     config = checkpoint.config
     new = mote_class(config.model_type, "model") if is_mote(config) else AutoModel.from_config
-    with _reading(checkpoint), torch.device("meta"):
+    with quiet_transformers(), torch.device("meta"):
         return learned_positions(new(config))
 
 
@@ -141,21 +114,6 @@ def _loading_arguments(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _reading(checkpoint: Checkpoint) -> Iterator[None]:
-    """Explain errors while reading; `_checked` checks the library's own report."""
-    try:
-        with quiet_transformers():
-            yield
-    except pickle.UnpicklingError as error:
-        raise ValueError(f"The weights of {checkpoint.name} were not opened: {NOT_ONLY_TENSORS}") from error
-    except (SafetensorError, RuntimeError, EOFError, OSError) as error:
-        files = ", ".join(path.name for path in checkpoint.weights)
-        raise ValueError(
-            f"The weights of {checkpoint.name} ({files}) cannot be read, are they truncated? {error}"
-        ) from error
-
-
 def _checked(checkpoint: Checkpoint, model: PreTrainedModel, info: dict[str, Any]) -> tuple[PreTrainedModel, list[str]]:
     """Return the model, and the keys of heads that it lacks; raise `ValueError` unless all weights fit."""
     prefix = f"{model.base_model_prefix}."
@@ -171,7 +129,9 @@ def _checked(checkpoint: Checkpoint, model: PreTrainedModel, info: dict[str, Any
                 "as it was pre-trained"
             )
     dropped = sorted(key for key in info["unexpected_keys"] if key.removeprefix(prefix).split(".")[0] in HEADS)
-    unexpected = sorted(set(info["unexpected_keys"]) - {*dropped, *checkpoint.pooling_weights.values()})
+    pooling = {*checkpoint.pooling_weights.values()}
+    missing += pooling - {*info["unexpected_keys"]}
+    unexpected = sorted(set(info["unexpected_keys"]) - {*dropped, *pooling})
     if is_mote(checkpoint.config):  # its class drops the head silently
         dropped = sorted(key for key in read_shapes(checkpoint.weights) if key.startswith(HEAD))
     for problem, keys in (("lack", missing), ("hold unknown", unexpected), ("misshape", info["mismatched_keys"])):
@@ -188,11 +148,7 @@ def _checked(checkpoint: Checkpoint, model: PreTrainedModel, info: dict[str, Any
 def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Any:
     """Load the tokenizer of a checkpoint, or another one for it.
 
-    Some published tokenizers have a few added tokens without embeddings (Gemma 3's for images); texts do not contain
-    them.
-
-    Raises:
-        ValueError: If there is no tokenizer, it is damaged, or it gives tokens that the model has no embeddings for.
+    Some published tokenizers have added tokens without embeddings (Gemma 3's for images); texts do not contain them.
     """
     files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
     has_own = any((checkpoint.folder / name).is_file() for name in files) or any(checkpoint.folder.glob("*.model"))

@@ -6,6 +6,7 @@ schema is translated, and settings that the native model cannot express are refu
 the original implementation (nomic-ai/contrastors, Apache-2.0).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import NomicBertConfig
@@ -13,22 +14,25 @@ from transformers import NomicBertConfig
 # nomic-bert-2048 was trained with this model's vocabulary and is published without a tokenizer.
 TOKENIZER = "google-bert/bert-base-uncased"
 
-# Settings under which the native model computes the same function; anything else is refused.
-_REQUIRED = {
-    "activation_function": ("swiglu", "silu"),
+# Settings under which our models compute the same function; anything else is refused.
+REQUIRED: dict[str, tuple[Any, ...]] = {
     "causal": (False,),
-    "mlp_fc1_bias": (False,),
-    "mlp_fc2_bias": (False,),
-    "moe_every_n_layers": (0, -1, None),
-    "num_experts": (0, 1, None),
     "parallel_block": (False,),
     "prenorm": (False,),
-    "qkv_proj_bias": (False,),
     "rotary_emb_fraction": (1.0,),
     "rotary_emb_interleaved": (False,),
     "rotary_emb_scale_base": (None,),
     "rotary_scaling_factor": (None,),
     "use_rms_norm": (False, None),
+}
+_REQUIRED = {
+    **REQUIRED,
+    "activation_function": ("swiglu", "silu"),
+    "mlp_fc1_bias": (False,),
+    "mlp_fc2_bias": (False,),
+    "moe_every_n_layers": (0, -1, None),
+    "num_experts": (0, 1, None),
+    "qkv_proj_bias": (False,),
 }
 
 _RENAMED = {
@@ -46,46 +50,41 @@ _RENAMED = {
 }
 
 
-def is_original(settings: dict[str, Any]) -> bool:
+def is_original(settings: Mapping[str, Any]) -> bool:
     """Whether a config is in the schema of Nomic's own code rather than transformers'."""
     return settings.get("model_type") == "nomic_bert" and "n_embd" in settings
 
 
-def native_config(settings: dict[str, Any], shapes: dict[str, tuple[int, ...]], name: str) -> NomicBertConfig:
-    """Translate the original schema.
+def native_config(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], name: str) -> NomicBertConfig:
+    """Translate the original schema; two sizes come from the shapes of the tensors."""
+    require_settings(settings, _REQUIRED, name)
+    rows = {key.removeprefix("bert."): shape[0] for key, shape in shapes.items() if shape}
+    translated = translate(settings, name) | {
+        "intermediate_size": rows.get("encoder.layers.0.mlp.fc11.weight"),  # the original rounds it up
+        "vocab_size": rows.get("embeddings.word_embeddings.weight"),  # padded up to pad_vocab_size_multiple
+    }
+    trained = settings.get("max_trained_positions")  # ignored by the native model, but read by servers
+    return NomicBertConfig(
+        **translated, hidden_act="silu", **({} if trained is None else {"max_trained_positions": trained})
+    )
 
-    Args:
-        settings: The original config.
-        shapes: Shapes of the tensors. The original rounds the feed-forward width up, so it is taken from these.
-        name: Name of the checkpoint, for errors.
 
-    Raises:
-        ValueError: If the native model cannot express a setting, or a key is missing.
-    """
-    for key, allowed in _REQUIRED.items():
+def require_settings(settings: Mapping[str, Any], required: Mapping[str, tuple[Any, ...]], name: str) -> None:
+    """Raise `ValueError` if a setting has none of the values under which our model computes the same function."""
+    for key, allowed in required.items():
         value = settings.get(key, allowed[0])
         if value not in allowed:
-            raise ValueError(
-                f"{name} has {key}={value!r}, which the native NomicBERT cannot express (it can: "
-                f"{' or '.join(map(repr, allowed))})"
-            )
-    lacking = sorted({"n_embd", "n_layer", "n_head", "rotary_emb_base", "vocab_size"} - set(settings))
-    widths = {shape[0] for key, shape in shapes.items() if key.endswith("mlp.fc11.weight")}
-    embeddings = [shape[0] for key, shape in shapes.items() if key.endswith("word_embeddings.weight")]
-    if lacking or len(widths) != 1 or len(embeddings) != 1:
-        raise ValueError(
-            f"{name} is not a NomicBERT in its published format: config lacks {lacking or 'nothing'}; the weights "
-            f"have {len(embeddings)} word embeddings and feed-forward widths {sorted(widths)} (expected one of each)"
-        )
+            raise ValueError(f"{name} has {key}={value!r}; MoTE can express {' or '.join(map(repr, allowed))} only")
+
+
+def translate(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Translate the settings that Nomic's dense and routed models share; sizes of tensors are not among them."""
+    lacking = {"n_layer", "n_head", "rotary_emb_base"} - settings.keys()
+    if lacking:  # whose defaults in transformers are others
+        raise ValueError(f"{name} is not in Nomic's published format: its config lacks {', '.join(sorted(lacking))}")
     translated = {new: settings[old] for old, new in _RENAMED.items() if settings.get(old) is not None}
-    translated.update(
-        intermediate_size=widths.pop(),
-        vocab_size=embeddings[0],  # padded, in the original, up to pad_vocab_size_multiple
-        hidden_act="silu",
-        rope_parameters={"rope_type": "default", "rope_theta": float(settings["rotary_emb_base"])},
-    )
-    trained = settings.get("max_trained_positions")  # ignored by the native model, but read by servers
-    return NomicBertConfig(**translated, **({} if trained is None else {"max_trained_positions": trained}))
+    rope = {"rope_type": "default", "rope_theta": float(settings["rotary_emb_base"])}
+    return {**translated, "rope_parameters": rope}
 
 
 def published_settings(config: NomicBertConfig) -> dict[str, Any]:
@@ -94,9 +93,6 @@ def published_settings(config: NomicBertConfig) -> dict[str, Any]:
     The native model writes its weights under the original names by itself. `n_inner` is the actual width of the
     feed-forward network, which the original code rounds up to a multiple of 256, so it can load real models but not
     tiny ones.
-
-    Args:
-        config: Config of a native model.
 
     Raises:
         ValueError: If the original schema cannot express a setting.

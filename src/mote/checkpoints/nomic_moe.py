@@ -13,28 +13,21 @@ from typing import Any
 import torch
 from transformers import JinaEmbeddingsV3Config
 
+from mote.checkpoints import nomic
 from mote.remote.token_routing_mote import TokenRoutedConfig, TokenRoutedModel
 
 # The original accepts 2,048 positions, but was trained, and is published, with texts of at most 512 tokens.
 MAX_SEQ_LENGTH = 512
 
-# Settings under which our model computes the same function; anything else is refused.
-_REQUIRED: dict[str, tuple[Any, ...]] = {
+_REQUIRED = {
+    **nomic.REQUIRED,
     "activation_function": ("gelu",),
-    "causal": (False,),
     "expert_choice_router": (False,),
     "ffn_div": (1,),
     "mlp_fc1_bias": (True,),
     "mlp_fc2_bias": (True,),
     "num_shared_experts": (0,),
-    "parallel_block": (False,),
-    "prenorm": (False,),
     "qkv_proj_bias": (True,),
-    "rotary_emb_fraction": (1.0,),
-    "rotary_emb_interleaved": (False,),
-    "rotary_emb_scale_base": (None,),
-    "rotary_scaling_factor": (None,),
-    "use_rms_norm": (False, None),
 }
 
 # Names in the original → names in our model; the blocks are added by `_renamed`.
@@ -54,48 +47,20 @@ _LAYER = {
 
 def is_original(settings: Mapping[str, Any]) -> bool:
     """Whether a config is that of a mixture of experts in the schema of Nomic's own code."""
-    experts = settings.get("num_experts")
-    is_nomic = settings.get("model_type") == "nomic_bert" and "n_embd" in settings
-    return is_nomic and isinstance(experts, int) and experts > 1
+    return nomic.is_original(settings) and (settings.get("num_experts") or 0) > 1
 
 
 def native_config(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], name: str) -> TokenRoutedConfig:
-    """Translate the original schema.
-
-    Args:
-        settings: The original config.
-        shapes: Shapes of the tensors; the size of the vocabulary is taken from these.
-        name: Name of the checkpoint, for errors.
-
-    Raises:
-        ValueError: If our model cannot express a setting.
-    """
-    for key, allowed in _REQUIRED.items():
-        value = settings.get(key, allowed[0])
-        if value not in allowed:
-            raise ValueError(
-                f"{name} has {key}={value!r}, which the published Nomic Embed v2 does not have and MoTE cannot "
-                f"express (it can: {' or '.join(map(repr, allowed))})"
-            )
+    """Translate the original schema; the size of the vocabulary comes from the shapes of the tensors."""
+    nomic.require_settings(settings, _REQUIRED, name)
     every, layers = settings["moe_every_n_layers"], range(settings["n_layer"])
     routed = [index for index in layers if index % every == 1]
-    vocabulary = shapes["embeddings.word_embeddings.weight"]
-    backbone = JinaEmbeddingsV3Config(
-        vocab_size=vocabulary[0],
-        hidden_size=settings["n_embd"],
-        num_hidden_layers=settings["n_layer"],
-        num_attention_heads=settings["n_head"],
-        intermediate_size=settings["n_inner"],
-        hidden_act="gelu",
-        hidden_dropout_prob=settings.get("resid_pdrop", 0.0),
-        attention_probs_dropout_prob=settings.get("attn_pdrop", 0.0),
-        max_position_embeddings=min(settings.get("n_positions", MAX_SEQ_LENGTH), MAX_SEQ_LENGTH),
-        type_vocab_size=settings.get("type_vocab_size", 1),
-        initializer_range=settings.get("initializer_range", 0.02),
-        layer_norm_eps=settings.get("layer_norm_epsilon", 1e-5),
-        pad_token_id=settings.get("pad_token_id", 1),
-        rope_parameters={"rope_type": "default", "rope_theta": float(settings.get("rotary_emb_base", 10_000))},
-    )
+    translated = nomic.translate(settings, name) | {
+        "vocab_size": shapes["embeddings.word_embeddings.weight"][0],
+        "intermediate_size": settings["n_inner"],
+        "max_position_embeddings": min(settings.get("n_positions", MAX_SEQ_LENGTH), MAX_SEQ_LENGTH),
+    }
+    backbone = JinaEmbeddingsV3Config(**translated, hidden_act="gelu")
     return TokenRoutedConfig(
         backbone_config=backbone,
         mote_layers=routed,
@@ -111,17 +76,7 @@ def native_config(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
 def load(
     config: TokenRoutedConfig, weights: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype | str = "auto"
 ) -> TokenRoutedModel:
-    """Build the model from all of the original's weights.
-
-    Args:
-        config: From `native_config`.
-        weights: The original's tensors by their published names.
-        name: Name of the checkpoint, for errors.
-        dtype: As in `AutoModel.from_pretrained`.
-
-    Raises:
-        ValueError: If a tensor is missing, unknown, or of another shape.
-    """
+    """Build the model from all of the original's weights; one that is missing, unknown or misshapen is an error."""
     converted: dict[str, torch.Tensor] = {}
     for key, tensor in weights.items():
         parts = _parts(key, tensor, config)

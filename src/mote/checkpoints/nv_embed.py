@@ -28,13 +28,10 @@ _LATENT_ATTENTION = {
     "num_latents_value": 512,
     "num_cross_heads": 8,
     "cross_dim_head": 4096,
-    "hidden_dim": 4096,
-    "latent_dim": 4096,
     "output_normalize": True,
 }
 
-_DECODER = "embedding_model."
-KEY_MAPPING = {rf"^{_DECODER[:-1]}\.": ""}
+KEY_MAPPING = {r"^embedding_model\.": ""}
 
 _MISTRAL = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -62,19 +59,8 @@ def is_original(settings: Mapping[str, Any]) -> bool:
 
 
 def native_config(settings: Mapping[str, Any], name: str) -> PreTrainedConfig:
-    """Translate the decoder's part of the config, which attends in both directions, without a window.
-
-    Args:
-        settings: The original config.
-        name: Name of the checkpoint, for errors.
-
-    Raises:
-        ValueError: If it is not the config of a Mistral, or has a setting that the original does not have.
-    """
-    decoder = settings.get("text_config")
-    if not isinstance(decoder, dict) or decoder.get("model_type") != "bidir_mistral":
-        found = decoder.get("model_type") if isinstance(decoder, dict) else decoder
-        raise ValueError(f"The config of {name} must have a text_config with model_type 'bidir_mistral', got {found!r}")
+    """Translate the decoder's part of the config, which attends in both directions, without a window."""
+    decoder = settings["text_config"]
     if decoder.get("rope_scaling") is not None:
         raise ValueError(f"{name} has rope_scaling={decoder['rope_scaling']!r}, which NV-Embed as published does not")
     translated = {key: decoder[key] for key in _MISTRAL if key in decoder}
@@ -83,47 +69,17 @@ def native_config(settings: Mapping[str, Any], name: str) -> PreTrainedConfig:
 
 
 def pooling_settings(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], name: str) -> dict[str, Any]:
-    """Return the settings of `AttentionPoolingConfig` for the original's latent attention.
-
-    Args:
-        settings: The original config.
-        shapes: Shapes of the tensors.
-        name: Name of the checkpoint, for errors.
-
-    Raises:
-        ValueError: If a setting cannot be expressed, or tensors are missing, unknown or misshapen.
-    """
-    given = settings.get("latent_attention_config") or {}
-    latent = {key: given.get(key, default) for key, default in _LATENT_ATTENTION.items()}
+    """Return the settings of `AttentionPoolingConfig` for the original's latent attention."""
+    given = {**_LATENT_ATTENTION, **(settings.get("latent_attention_config") or {})}
+    latents, heads, head_dim = (given[key] for key in ("num_latents_value", "num_cross_heads", "cross_dim_head"))
     width = settings["text_config"].get("hidden_size", MistralConfig().hidden_size)
-    if not latent["hidden_dim"] == latent["latent_dim"] == width or latent["output_normalize"] is not True:
+    expected = (latents, width), (heads * head_dim, width)
+    found = tuple(shapes.get(_POOLING[tensor]) for tensor in ("latents", "to_q.weight"))
+    if found != expected or given["output_normalize"] is not True:
         raise ValueError(
-            f"The latent_attention_config of {name} must have hidden_dim and latent_dim {width:,}, as hidden_size, and "
-            f"output_normalize true, got {latent['hidden_dim']!r}, {latent['latent_dim']!r}, "
-            f"{latent['output_normalize']!r} (a missing setting means the original's default)"
+            f"The latent_attention_config of {name} must have output_normalize true and the sizes of the weights: "
+            f"latents and queries are {found}, the config's {expected} (a missing setting means the original's default)"
         )
-    latents, heads, head_dim = (latent[key] for key in ("num_latents_value", "num_cross_heads", "cross_dim_head"))
-    inner = heads * head_dim
-    expected: dict[str, tuple[int, ...]] = {
-        "latents": (latents, width),
-        "to_q.weight": (inner, width),
-        "to_kv.weight": (2 * inner, width),
-        "to_out.weight": (width, inner),
-        "feed_forward_in.weight": (8 * width, width),
-        "feed_forward_in.bias": (8 * width,),
-        "feed_forward_out.weight": (width, 4 * width),
-    }
-    wanted = {theirs: expected.get(ours, (width,)) for ours, theirs in _POOLING.items()}
-    others = {key for key in shapes if not key.startswith(_DECODER)}
-    problems = {
-        "lack": sorted(wanted.keys() - others),
-        "hold unknown": sorted(others - wanted.keys()),
-        "misshape": sorted(key for key in others & wanted.keys() if shapes[key] != wanted[key]),
-    }
-    for problem, keys in problems.items():
-        if keys:
-            shown = ", ".join(f"{key} {list(shapes.get(key, wanted.get(key, ())))}" for key in keys[:5])
-            raise ValueError(f"The weights of {name} {problem} {len(keys)} keys of NV-Embed: {shown}")
     return {
         "pooling": "latent_attention",
         "pooling_latents": latents,
@@ -133,12 +89,7 @@ def pooling_settings(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int
 
 
 def prompts(definitions: Mapping[str, Any]) -> dict[str, str]:
-    """Return the prompts of the model as published, under the names that mteb looks for.
-
-    Args:
-        definitions: Content of its `instructions.json`, if there is one: dataset → definition, or one for each of the
-            two sides, `query` and `corpus`.
-    """
+    """Return the prompts of the model as published, under mteb's names, given the content of `instructions.json`."""
     found = {"query": instruction_with(DEFINITION), "document": ""}
     for dataset, given in definitions.items():
         sides = given if isinstance(given, dict) else {"query": given}

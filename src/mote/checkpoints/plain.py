@@ -60,12 +60,7 @@ _DEFAULTS: dict[str, Settings] = {
 
 
 def write_plainly(folder: Path, model: PreTrainedModel) -> None:
-    """Rewrite the settings of a dense model under names that old and new readers know; the embeddings do not change.
-
-    Args:
-        folder: Folder of the model, as the libraries wrote it.
-        model: Its Transformers model.
-    """
+    """Rewrite the settings of a dense model under names that old and new readers know."""
     _edit(folder / "config.json", lambda settings: _plain_config(_without_lost_code(settings, folder)))
     _edit(
         folder / "tokenizer_config.json",
@@ -87,14 +82,15 @@ def write_plainly(folder: Path, model: PreTrainedModel) -> None:
     write_json(folder / "modules.json", modules)
 
 
-def plain_pooling(settings: Settings) -> Settings:
-    """Name poolings by flags, which both old and new releases of Sentence-Transformers read.
-
-    Args:
-        settings: Settings of a Pooling module, in either form.
-    """
+def pooling_modes(settings: Settings) -> list[str]:
+    """Return the poolings of a Pooling module, given its settings in the old or the new form."""
     modes = settings.get("pooling_mode", [mode for mode, flag in POOLING_FLAGS.items() if settings.get(flag)])
-    modes = [modes] if isinstance(modes, str) else list(modes) or ["mean"]
+    return [modes] if isinstance(modes, str) else list(modes)
+
+
+def plain_pooling(settings: Settings) -> Settings:
+    """Name the poolings of a module by flags, which old and new releases of Sentence-Transformers read."""
+    modes = pooling_modes(settings) or ["mean"]
     if modes != [mode for mode in POOLING_FLAGS if mode in modes]:
         logger.warning("The poolings %s, in this order, are read by Sentence-Transformers 5.4 and later only", modes)
         return settings

@@ -34,15 +34,7 @@ def new_step(
     settings: Mapping[str, Any] | None = None,
     **details: Any,
 ) -> dict[str, Any]:
-    """Describe one step, made now with the installed versions.
-
-    Args:
-        step: What was done: "upcycle", "train", "average" …
-        command: Command line that repeats the step.
-        sources: What the result was made from, as from `Checkpoint.provenance`.
-        settings: Settings, without those at their defaults.
-        **details: Other details, as JSON values.
-    """
+    """Describe one step ("upcycle", "train" …), made now, with the installed versions and details as JSON."""
     libraries = ("mote-embeddings", "torch", "transformers", "sentence-transformers")
     return {
         "step": step,
@@ -56,11 +48,7 @@ def new_step(
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """Read the steps by which the model in a folder was made, oldest first; empty if there is no `mote.json`.
-
-    Raises:
-        ValueError: If the file is damaged or of a later format.
-    """
+    """Read the steps by which the model in a folder was made, oldest first; empty without `mote.json`."""
     return _read_record(folder)["steps"]
 
 
@@ -88,8 +76,6 @@ def _read_record(folder: Path) -> dict[str, Any]:
     record = {**empty, "format": None, **read_json(path)} if path.is_file() else empty
     if record["format"] != FORMAT:
         raise ValueError(f"{path} has format {record['format']}; this version of mote reads {FORMAT}: update mote")
-    if not all(isinstance(step, dict) and {"step", "sources"} <= step.keys() for step in record["steps"]):
-        raise ValueError(f"{path} is damaged: each step must have its name and its sources")
     return record
 
 
@@ -99,10 +85,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
 def command_line(*words: str, **options: Any) -> str:
     """Build a command line of `mote`, without local paths.
 
-    Args:
-        *words: The verb and its arguments.
-        **options: Value by option. A list or dict becomes a repeated option in the singular (`tasks={"a": "b"}`:
-            `--task a=b`), a bool a flag; None is left out.
+    A list or dict becomes a repeated option in the singular (`tasks={"a": "b"}`: `--task a=b`), a bool a flag.
     """
     line = ["mote", *map(_word, words)]
     for name, value in options.items():

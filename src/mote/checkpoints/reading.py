@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
@@ -47,9 +46,6 @@ MOTE_CLASSES = {
 }
 
 FILES_BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "README.md", "[0-9]*_*/*"]
-
-# Errors that libraries raise for a config with invalid values.
-_INVALID_CONFIG = (StrictDataclassError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError)
 
 
 @dataclass(eq=False)
@@ -158,16 +154,10 @@ def open_checkpoint(src: str, revision: str | None = None) -> Checkpoint:
 
     Returns:
         The checkpoint; a MoTE as a `MoTECheckpoint`.
-
-    Raises:
-        FileNotFoundError: If the source does not exist, or has no config or no weights.
-        ValueError: If its config is damaged, or not of a supported architecture.
     """
     checkpoint = _open(_locate(src, revision))
-    published = {"nomic_moe": "a mixture of experts in Nomic's own format", "nv_embed": "in NV-Embed's own format"}
-    if checkpoint.format in published:
-        what = published[checkpoint.format]
-        raise ValueError(f"{src} is {what}: write it in MoTE's first, `mote upcycle --src {src}`")
+    if checkpoint.format in ("nomic_moe", "nv_embed"):
+        raise ValueError(f"{src} is in a format of its own: write it in MoTE's first, `mote upcycle --src {src}`")
     return checkpoint
 
 
@@ -207,11 +197,7 @@ def has_head(config: PreTrainedConfig) -> bool:
 
 
 def mote_class(model_type: str, kind: Literal["config", "model", "masked_lm"]) -> Any:
-    """Return this package's class for a `model_type`.
-
-    Raises:
-        ValueError: If models of this type cannot have a head.
-    """
+    """Return this package's class for a `model_type`."""
     if kind not in MOTE_CLASSES[model_type]:
         raise ValueError(f"A {model_type!r} cannot have a head for masked language modelling: leave out `--with-head`")
     module, _, name = MOTE_CLASSES[model_type][kind].partition(".")
@@ -245,7 +231,7 @@ def _weight_files(folder: Path, src: str) -> list[Path]:
 
 
 def _open_mote(place: _Place) -> MoTECheckpoint:
-    config = _read_config(mote_class(place.model_type, "config"), place)
+    config = mote_class(place.model_type, "config").from_pretrained(place.folder)
     weights = _weight_files(place.folder, place.src)
     return MoTECheckpoint(place.src, place.folder, place.commit, config, weights, "mote")
 
@@ -270,16 +256,9 @@ def _open_dense(place: _Place) -> Checkpoint:
             f"{src} has the architecture {place.model_type!r}, which this version of transformers does not have "
             f"natively. Supported by MoTE: {', '.join(ARCHITECTURES)}."
         )
-    config = _read_config(AutoConfig, place)
+    config = AutoConfig.from_pretrained(place.folder)
     vars(config).pop("auto_map", None)  # names code of the source, which is neither used nor copied
     return Checkpoint(src, folder, commit, config, weights)
-
-
-def _read_config(kind: Any, place: _Place) -> Any:
-    try:
-        return kind.from_pretrained(place.folder)
-    except _INVALID_CONFIG as error:
-        raise ValueError(f"The config of {place.src} is invalid: {error}") from error
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -291,11 +270,7 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def require_expert(config: MoTEConfig, name: str) -> str:
-    """Return the name of an expert whose weights are present.
-
-    Raises:
-        ValueError: If there is no such expert, or its weights are absent.
-    """
+    """Return the name of an expert whose weights are present, else raise `ValueError`."""
     if name not in config.experts:
         raise ValueError(f"Unknown expert {name!r}." + alternatives(name, config.experts))
     if name not in config.available_experts:

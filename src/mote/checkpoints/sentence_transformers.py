@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from mote.checkpoints import nv_embed
-from mote.checkpoints.plain import POOLING_FLAGS, longest_sequence
+from mote.checkpoints.plain import longest_sequence, pooling_modes
 from mote.checkpoints.reading import ATTENTION_POOLING, Checkpoint, has_head, is_mote
 from mote.checkpoints.st_settings import (
     ATTENTION_POOLING_MODULE,
@@ -44,11 +44,7 @@ _KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta",
 
 
 def source_modules(source: Checkpoint) -> list[dict[str, Any]]:
-    """Read the module list of a Sentence-Transformers source; empty for a plain Transformers one.
-
-    Raises:
-        ValueError: If it is not a Transformer followed by modules of the library's own.
-    """
+    """Read the module list of a Sentence-Transformers source; empty for a plain Transformers one."""
     modules = read_modules(source.folder)
     for index, module in enumerate(modules):
         path = Path(module["path"])
@@ -74,11 +70,7 @@ def _pools(module: dict[str, Any]) -> bool:
 
 
 def source_pooling(source: Checkpoint) -> str:
-    """Name the pooling of a source as MoTEConfig does; of a plain Transformers one, what Sentence-Transformers chooses.
-
-    Raises:
-        ValueError: If MoTEConfig does not know it.
-    """
+    """Name the pooling of a source as MoTEConfig does; of a plain one, what Sentence-Transformers chooses."""
     for module in source_modules(source):
         if _pools(module):
             mode = _pooling_in(source, module)
@@ -98,31 +90,23 @@ def source_pooling(source: Checkpoint) -> str:
 def _pooling_in(source: Checkpoint, module: dict[str, Any]) -> str:
     """Name the pooling of a module as MoTEConfig does, or, if it does not know it, as Sentence-Transformers does."""
     settings = source.read_json(f"{module['path']}/config.json")
-    flagged = [mode for mode, flag in POOLING_FLAGS.items() if settings.get(flag)]
-    mode = settings.get("pooling_mode", flagged[0] if len(flagged) == 1 else None)
-    if not isinstance(mode, str) or mode not in POOLING_NAMES:  # several flags, or none: the library's rule
-        from sentence_transformers.sentence_transformer.modules import Pooling
+    modes = pooling_modes(settings)
+    if len(modes) == 1 and modes[0] in POOLING_NAMES:
+        return POOLING_NAMES[modes[0]]
+    from sentence_transformers.sentence_transformer.modules import Pooling  # of several, or none, by its own rule
 
-        mode = str(Pooling.load(str(source.folder), subfolder=module["path"]).pooling_mode)
+    mode = str(Pooling.load(str(source.folder), subfolder=module["path"]).pooling_mode)
     return POOLING_NAMES.get(mode, mode)
 
 
 def embedding_dimension(source: Checkpoint, pooling: str | None = None) -> int:
-    """Return the dimension of a source's dense embeddings: the hidden size, unless a later module changes it.
-
-    Args:
-        source: The source.
-        pooling: Way of pooling, in place of the source's, which may concatenate several.
-    """
+    """Return the dimension of a source's embeddings, with its own pooling or the one that takes its place."""
     dimension = int(source.config.hidden_size)
     for module in source_modules(source)[1:]:
         settings = source.read_json(f"{module['path']}/config.json")
         if _pools(module):
-            modes = pooling or settings.get(
-                "pooling_mode", [mode for mode, flag in POOLING_FLAGS.items() if settings.get(flag)]
-            )
             tokens = settings.get("embedding_dimension", settings.get("word_embedding_dimension", dimension))
-            dimension = tokens * (1 if isinstance(modes, str) else max(len(modes), 1))  # several are concatenated
+            dimension = tokens * (1 if pooling else max(len(pooling_modes(settings)), 1))  # several are concatenated
         dimension = settings.get("out_features", dimension)
     return dimension
 
@@ -149,10 +133,7 @@ def prompts_of(
 ) -> dict[str, str]:
     """Build Sentence-Transformers' `prompts`: the instruction of every task, also under MTEB's names.
 
-    Args:
-        config: Config of the model.
-        carried_over: Prompts of the source under other names, to keep.
-        reworded: Prompts of the source for the same tasks with other texts, to keep.
+    Prompts of the source are kept if they are under other names (`carried_over`), or have other texts (`reworded`).
     """
     prompts = {task: config.instruction_of(task) for task in config.tasks}
     mteb = {name: prompts[task] for name, task in MTEB_PROMPTS.items() if task in prompts}
@@ -169,12 +150,6 @@ def prompts_of_expert(
 
     A role (`query`, `document`) that it does not serve gets the expert's own prompt: without one, `encode_query` would
     put nothing in front of a text.
-
-    Args:
-        config: Config of the MoTE.
-        expert: Expert name.
-        carried_over: As in `prompts_of`.
-        reworded: As in `prompts_of`.
     """
     served = [task for task, name in config.tasks.items() if name == expert]
     texts = {config.instruction_of(task) for task in served} - {""}  # of no other expert
@@ -239,11 +214,7 @@ def write_sentence_transformer(
         source: Checkpoint that it was made from.
         folder: Folder of the model.
         of_mote: If the model is dense, and made from a MoTE: config of the MoTE, whose pooling and prompts it keeps.
-        expert: If the model is a single expert of that MoTE: name of the expert. Its instruction becomes the default
-            prompt.
-
-    Raises:
-        ValueError: If the source gives sparse vectors, which the new model cannot give.
+        expert: If it is a single expert of that MoTE: name of the expert, whose instruction becomes the default prompt.
     """
     _refuse_to_lose_vectors(model, source)
     config: Any = of_mote or (model.config if is_mote(model.config) else None)  # None: dense, as its source
@@ -314,14 +285,7 @@ def _default_prompt(source: Checkpoint, config: MoTEConfig, prompts: dict[str, s
 def _write_modules(
     model: PreTrainedModel, source: Checkpoint, folder: Path, pooling: str | None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Write the folders of the modules after the first; return all of them, and the settings of the first.
-
-    Args:
-        model: The new model.
-        source: Checkpoint that it was made from.
-        folder: Folder of the model.
-        pooling: As in `MoTEConfig`; None: the source's.
-    """
+    """Write the folders of the modules after the first; return all of them, and the settings of the first."""
     modules = source_modules(source)
     if modules:
         for module in modules[1:]:
@@ -366,11 +330,7 @@ def _write_pooling(model: PreTrainedModel, pooling: str, folder: Path, *, includ
 
 
 def _copy_files(source: Checkpoint, name: str, target: Path) -> None:
-    """Copy the contents of a module's folder; the copy is writable even if the source is read-only.
-
-    Raises:
-        ValueError: If a file is a link that leads out of the source.
-    """
+    """Copy a module's folder, writable even if the source is not; links must not lead out of the source."""
     root = source.folder.resolve()
     inside = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]  # the Hub's cache
     for path in (source.folder / name).rglob("*"):

@@ -120,11 +120,7 @@ def wanted_retrieval(
 
 
 def retrieval_in(folder: Path) -> Retrieval:
-    """Read from Sentence-Transformers' files which vectors a model gives.
-
-    Raises:
-        ValueError: If it is a sparse encoder of another kind.
-    """
+    """Read from Sentence-Transformers' files which vectors a model gives."""
     modules = read_modules(folder)
     settings = read_json(folder / MODEL_SETTINGS, missing_ok=True)
     if not modules or settings.get("model_type") != SPARSE_ENCODER:
@@ -145,15 +141,7 @@ def retrieval_in(folder: Path) -> Retrieval:
 
 
 def write_retrieval(folder: Path, retrieval: Retrieval) -> None:
-    """Rewrite Sentence-Transformers' files in a folder, so that its model gives these vectors.
-
-    Args:
-        folder: A model with these files.
-        retrieval: The vectors, sparse or hybrid.
-
-    Raises:
-        ValueError: If the model has no pooling for the dense part of hybrid vectors.
-    """
+    """Rewrite Sentence-Transformers' files in a folder, so that its model gives sparse or hybrid vectors."""
     first, *others = read_modules(folder)
     hybrid = retrieval.kind == "hybrid"
     kept = [module for module in others if hybrid and name_of(module) == "Pooling"]
@@ -219,15 +207,8 @@ def instruction_pooling_in(folder: Path) -> str:
 def write_instruction_pooling(folder: Path, value: str) -> dict[str, Any]:
     """Rewrite Sentence-Transformers' files in a folder, so that its model does or does not pool its instructions.
 
-    Args:
-        folder: A model with these files, and with the code of its modules.
-        value: One of `POOLED`.
-
     Returns:
         No details for `mote.json`: the setting is already recorded with the step.
-
-    Raises:
-        ValueError: If the model's vectors are not dense, or it has no module that pools.
     """
     included = check_instruction_pooling(value, retrieval_in(folder).kind) == "included"
     modules = read_modules(folder)

@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from mote.checkpoints.provenance import RECORD_FILE, read_steps, recorded_files
-from mote.files import Staging, nearest, read_json
+from mote.files import Staging, read_json
 
 EXPERT_FILE = "expert.safetensors"
 
@@ -34,16 +34,7 @@ _MODEL_FILES = (
 
 
 def refuse_occupied(out: Path, overwrite: bool = False) -> None:
-    """Make sure that a new model may be written to `out`.
-
-    Raises:
-        FileExistsError: If the folder is not empty; with `overwrite`, if it holds something other than a model or an
-            expert of this package.
-        NotADirectoryError: If a file is in the place of one of its parents.
-    """
-    parent = nearest(out.absolute().parent)
-    if not parent.is_dir():
-        raise NotADirectoryError(f"{out} cannot be a folder: {parent} is a file")
+    """Raise `FileExistsError` if `out` is in use; `overwrite` allows a model or an expert of this package."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not overwrite:
@@ -68,10 +59,8 @@ def _is_ours(folder: Path) -> bool:
 def refuse_source(out: Path, source: Path) -> None:
     """Raise `ValueError` if the result would replace, contain, or lie inside its source."""
     ours, theirs = out.resolve(), source.resolve()
-    if ours == theirs or ours in theirs.parents:
-        raise ValueError(f"{out} is the source itself, or holds it: choose another folder for the result")
-    if theirs in ours.parents:
-        raise ValueError(f"{out} is inside the source {source}: choose another folder for the result")
+    if ours == theirs or ours in theirs.parents or theirs in ours.parents:
+        raise ValueError(f"{out} is, holds or lies in the source {source}: choose another folder for the result")
 
 
 def require_shard_size(size: str) -> None:

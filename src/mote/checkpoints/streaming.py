@@ -28,12 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class DenseWeights:
-    """The weights of a dense checkpoint under the names of the native model, read one at a time.
-
-    Args:
-        source: The checkpoint.
-        model: The native model without weights, from `dense_without_weights`.
-    """
+    """The weights of a dense checkpoint under the names of the native model, read one at a time."""
 
     def __init__(self, source: Checkpoint, model: PreTrainedModel) -> None:
         self.model = model
@@ -87,11 +82,7 @@ class DenseWeights:
 
 
 class MappedFiles:
-    """The tensors of some weight files. One file is open at a time, memory-mapped if its format allows.
-
-    Args:
-        paths: Safetensors, or pickles of tensors.
-    """
+    """The tensors of some weight files. One file is open at a time, memory-mapped if its format allows."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.file_of: dict[str, Path] = {}
@@ -113,11 +104,6 @@ class MappedFiles:
         return self.read(key)
 
 
-def _names_in_dense(model: MoTEModel) -> dict[str, str]:
-    """Map each weight to the weight of the dense model that it is a copy of."""
-    return {name: weight_name(name, model.config).dense for name in model.state_dict()}
-
-
 def can_stream(model: MoTEModel, dense: DenseWeights) -> bool:
     """Whether each weight of a fresh MoTE is a weight of the dense model, stored in the source's files.
 
@@ -126,19 +112,12 @@ def can_stream(model: MoTEModel, dense: DenseWeights) -> bool:
     if not model.config.routes_by_task or getattr(dense.model.config, "quantization_config", None) is not None:
         return False
     tied = getattr(dense.model, "all_tied_weights_keys", None)
-    return not tied and all(name in dense for name in _names_in_dense(model).values())
+    return not tied and all(weight_name(name, model.config).dense in dense for name in model.state_dict())
 
 
 def write_weights(model: MoTEModel, dense: DenseWeights, folder: Path, max_shard_size: str) -> None:
-    """Write the weights of a fresh MoTE file by file, as `save_pretrained` would: names, order, index.
-
-    Args:
-        model: The MoTE, on the meta device.
-        dense: Weights that its experts are copies of.
-        folder: Folder to write into.
-        max_shard_size: Maximum size of a file, as in `"5GB"`.
-    """
-    origins = _names_in_dense(model)
+    """Write the weights of a fresh MoTE file by file, as `save_pretrained` would: names, order, index."""
+    origins = {name: weight_name(name, model.config).dense for name in model.state_dict()}
     # Copies, because views of one tensor (queries, keys, values) would each count as the whole.
     weights = {name: torch.empty_like(weight) for name, weight in model.state_dict().items()}
     shards = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_size)

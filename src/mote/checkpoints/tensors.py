@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from mote.remote.token_routing_mote import TokenRoutedConfig
 
 DTYPES = ("float32", "float16", "bfloat16")  # in which models are loaded and written
-NOT_ONLY_TENSORS = "it is damaged, or holds more than tensors, such as code, which is not run"
 
 
 class WeightName(NamedTuple):
@@ -68,15 +67,7 @@ def token_routing(config: Any) -> "TokenRoutedConfig | None":
 
 
 class TensorLocation(NamedTuple):
-    """Where a tensor is in a safetensors file.
-
-    Attributes:
-        path: The file.
-        offset: First byte.
-        size: Number of bytes.
-        dtype: Type, as the file names it: `F32`.
-        shape: Dimensions.
-    """
+    """Where a tensor is in a safetensors file; `dtype` is the file's name for it: `F32`."""
 
     path: Path
     offset: int
@@ -105,20 +96,17 @@ def read_header(path: Path) -> dict[str, TensorLocation]:
 
 
 def read_on_meta(files: Iterable[Path]) -> dict[str, torch.Tensor]:
-    """Read the tensors of some files without data, on the device `meta`.
-
-    Raises:
-        ValueError: If a file is damaged.
-    """
+    """Read the tensors of some files without data, on the device `meta`; a damaged file is a `ValueError`."""
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
         try:
             is_pickle = path.suffix != ".safetensors"
             tensors |= load_pickle(path, "meta") if is_pickle else load_state_dict(str(path), map_location="meta")
-        except pickle.UnpicklingError as error:
-            raise ValueError(f"{path} was not opened: {NOT_ONLY_TENSORS}") from error
-        except (SafetensorError, RuntimeError, EOFError, AttributeError, OSError) as error:
-            raise ValueError(f"{path} cannot be read, is it truncated? {error}") from error
+        except (pickle.UnpicklingError, SafetensorError, RuntimeError, EOFError, AttributeError, OSError) as error:
+            # torch's own message proposes to run the code
+            not_only_tensors = "it is damaged, or holds more than tensors, such as code, which is not run"
+            problem = not_only_tensors if isinstance(error, pickle.UnpicklingError) else f"is it truncated? {error}"
+            raise ValueError(f"{path} cannot be read, {problem}") from error
     return tensors
 
 
@@ -128,14 +116,8 @@ def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
 
 
 def load_pickle(path: Path, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Load the tensors of a pickle, memory-mapped unless it is in the format of torch before 1.6.
-
-    Raises:
-        ValueError: If it holds something other than a state dict.
-    """
+    """Load the tensors of a pickle, memory-mapped unless it is in the format of torch before 1.6."""
     state = torch.load(path, map_location=device, weights_only=True, mmap=zipfile.is_zipfile(path))
-    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-        raise ValueError(f"{path} must be a state dict, tensors by their names; got a {type(state).__name__}")
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
 
 
@@ -190,9 +172,7 @@ def parameter_counts(model: "MoTEModel") -> dict[str, Any]:
 def experts_are_copies(weights: list[Path], config: Any) -> bool:
     """Whether the experts of a MoTE are equal, as upcycling leaves them; reads one weight at a time.
 
-    Args:
-        weights: Its files. Experts in a file of another format than safetensors count as different.
-        config: Its config. Compressed experts count as different.
+    Compressed experts, and files of another format than safetensors, count as different.
     """
     if config.compression is not None or any(path.suffix != ".safetensors" for path in weights):
         return False

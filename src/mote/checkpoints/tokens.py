@@ -25,12 +25,6 @@ def with_end_token(tokenizer: Any, token: str = EOS) -> Any:
     Args:
         tokenizer: A fast tokenizer of transformers.
         token: The token, or `eos`: the tokenizer's end-of-sequence token.
-
-    Returns:
-        The tokenizer.
-
-    Raises:
-        ValueError: If it does not have the token, appends another one, or is not a fast tokenizer.
     """
     name = tokenizer.eos_token if token == EOS else token
     number = None if name is None else tokenizer.get_vocab().get(name)
@@ -42,9 +36,6 @@ def with_end_token(tokenizer: Any, token: str = EOS) -> Any:
     if last in tokenizer.all_special_ids:
         own = tokenizer.convert_ids_to_tokens(last)
         raise ValueError(f"The tokenizer already appends {own!r} to texts, and {name!r} cannot follow it")
-    if not getattr(tokenizer, "is_fast", False):
-        kind = type(tokenizer).__name__
-        raise ValueError(f"{kind} cannot be told to append {name!r} to texts: use a fast tokenizer")
     settings = json.loads(tokenizer.backend_tokenizer.to_str())
     settings["post_processor"] = _ending_in(settings["post_processor"], name, number)
     tokenizer.backend_tokenizer.post_processor = Tokenizer.from_str(json.dumps(settings)).post_processor
@@ -59,12 +50,9 @@ def ends_texts(tokenizer: Any) -> bool:
 
 
 def apply_end_token(tokenizer: Any, source: Checkpoint, token: str | None) -> Any:
-    """Let a source's tokenizer append a token to each text, if a setting or the source itself asks for it.
+    """Let a source's tokenizer append a token to each text.
 
-    Args:
-        tokenizer: The tokenizer.
-        source: Checkpoint that it comes from.
-        token: As in `with_end_token`. None: its end-of-sequence token, if its settings say `add_eos_token`.
+    Without a `token`, it is the end-of-sequence token, if the tokenizer's settings say `add_eos_token`.
     """
     if token is not None:
         return with_end_token(tokenizer, token)
@@ -116,11 +104,7 @@ def _with(template: dict[str, Any], token: str, number: int) -> dict[str, Any]:
 def with_padding_token(tokenizer: Any) -> Any:
     """Let a tokenizer without a padding token pad with its end-of-sequence token, in place.
 
-    Padding is masked out, so which token it is does not matter to embeddings. A tokenizer with neither token is left as
-    it is.
-
-    Returns:
-        The tokenizer.
+    Padding is masked out, so which token it is does not matter to embeddings.
     """
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -25,7 +25,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Verb:
-    """What `transform` needs to know to name a function's verb and describe its result.
+    """Decorate a function over a model with what `transform` needs to name its verb and to describe its result.
+
+    The function stays an ordinary function.
 
     Attributes:
         words: The verb on the command line, as in "experts add".
@@ -44,23 +46,10 @@ class Verb:
     loads: str | None = None
     same_model: bool = False
 
-
-def verb(
-    words: str,
-    made: str,
-    *,
-    positional: tuple[str, ...] = (),
-    options: Mapping[str, str] | None = None,
-    loads: str | None = None,
-    same_model: bool = False,
-) -> Callable[[Function], Function]:
-    """Decorate a function over a model with its `Verb`; it stays an ordinary function."""
-
-    def decorate(function: Function) -> Function:
-        function.verb = Verb(words, made, positional, options, loads, same_model)  # type: ignore[attr-defined]
+    def __call__(self, function: Function) -> Function:
+        """Decorate a function."""
+        function.verb = self  # type: ignore[attr-defined]
         return function
-
-    return decorate
 
 
 def transform(
@@ -81,7 +70,7 @@ def transform(
         src: A MoTE: a folder or an id on the Hub.
         out: Folder to write. None: the source itself, with `overwrite`, if the function changes the model in place.
         function: Returns a MoTE or a dense model, or None if it has changed the model in place. Functions of
-            `mote.experts` are decorated with `verb`, which describes their command.
+            `mote.experts` are decorated with `Verb`.
         *args: Arguments of the function after the model.
         revision: Branch, tag or commit of a source on the Hub.
         options: How the result is written.
@@ -91,14 +80,6 @@ def transform(
 
     Returns:
         The folder.
-
-    Raises:
-        FileNotFoundError: If the source does not exist or has no weights.
-        FileExistsError: If `out` is in use.
-        OSError: If the result cannot be written; nothing is left behind.
-        ValueError: If the source is not a MoTE, `out` is missing or holds the source, the function returns something
-            other than a model, or as raised by it.
-        PermissionError: If the Hub refuses the push.
     """
     options = options or WriteOptions()
     given: Any = function
@@ -120,7 +101,7 @@ def transform(
     experts = [expert] if expert is not None and source.config.routes_by_task else None
     model = load_mote(source, experts, with_head=True)
     changed = function(model, *args, **kwargs)
-    result: Any = model if changed is None else _require_model(changed, name)
+    result: Any = model if changed is None else changed
     require_unquantised(result)
     if has_head(source.config) and type(result) is not type(model):
         logger.info("The head for masked language modelling is dropped: the result only embeds texts")
@@ -149,15 +130,6 @@ def transform(
         options=options,
         repo_id=repo_id,
     )
-
-
-def _require_model(result: object, name: str) -> PreTrainedModel:
-    """Return the result of a function; raise `ValueError` if it is not a model."""
-    if not isinstance(result, PreTrainedModel):
-        raise ValueError(  # noqa: TRY004  # as for other functions that do not suit
-            f"{name} returned a {type(result).__name__}: expected a model, or None if it changed the model in place"
-        )
-    return result
 
 
 def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -30,21 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 def require_writable(out: Path, options: WriteOptions, source: Path | None = None) -> str:
-    """Make sure, before any work is done, that a result can be written, and pushed if requested.
-
-    Args:
-        out: Folder of the result.
-        options: How it will be written.
-        source: Folder that must not be replaced by it.
+    """Make sure, before any work is done, that a result can be written to `out`, and pushed if requested.
 
     Returns:
         The name under which readers will load the result: the repository on the Hub, or the name of `out`.
-
-    Raises:
-        FileExistsError: If `out` is in use.
-        PermissionError: If the Hub would refuse the push.
-        ConnectionError: If it cannot be reached.
-        ValueError: If `out` is the source or holds it, a size or name is invalid, or `private` is without `push`.
     """
     require_shard_size(options.max_shard_size)
     if options.private and not options.push:
@@ -76,7 +65,8 @@ def write_repository(
 ) -> Path:
     """Write a model with everything that belongs to a model repository, atomically, and push it if requested.
 
-    That is weights, config, code, tokenizer, Sentence-Transformers' files, model card and `mote.json`.
+    That is weights, config, code, tokenizer, Sentence-Transformers' files, model card and `mote.json`. After an error
+    nothing is left behind; if only the push fails, the folder is kept.
 
     Args:
         out: Folder to write; check it with `require_writable` before any work.
@@ -85,12 +75,10 @@ def write_repository(
         step: How the model was made, as from `new_step`. Hashes of `sources` are added, and what `after` returns.
         sources: What the model was made from, first the checkpoint that became this model. If that is in `out` itself,
             its other files are kept.
-        write_card: Writes README.md into the folder, given the finished step. Default: the card of a MoTE or a dense
-            model, from the files and steps.
+        write_card: Writes README.md into the folder, given the finished step. Default: from the files and steps.
         keep_card: Keep text and metadata of the source's card, since the result is the same model with other settings.
         tokenizer: Its tokenizer.
-        expert: If the model is a single expert of the source: name of the expert. Its instruction becomes the default
-            prompt.
+        expert: If the model is a single expert of the source: its name. Its instruction becomes the default prompt.
         names: If a dense model was made from a dense source: its tasks, instructions and pooling.
         earlier: Steps by which the first source was made. Default: those in its `mote.json`.
         write_weights: If the model has no weights (on the meta device): writes them into a folder.
@@ -98,15 +86,6 @@ def write_repository(
         after: Runs on the folder before it is moved into place: adds files, returns details for the step.
         options: How the model is written.
         repo_id: Name under which readers load the model, as from `require_writable`. Default: the name of `out`.
-
-    Returns:
-        `out`.
-
-    Raises:
-        FileExistsError: If `out` is in use.
-        OSError: If the model cannot be written, as on a full disk; nothing is left behind.
-        PermissionError: If the Hub refuses the push; the folder is kept.
-        ConnectionError: If the connection breaks during the push; the folder is kept.
     """
     options = options or WriteOptions()
     source = next((one for one in sources if isinstance(one, Checkpoint)), None)
@@ -195,16 +174,7 @@ def write_model(
     max_shard_size: str,
     write_weights: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write weights, config, code and tokenizer, which truncates where Sentence-Transformers does.
-
-    Args:
-        model: The new model.
-        tokenizer: Its tokenizer.
-        source: Checkpoint that it was made from.
-        folder: Folder to write into.
-        max_shard_size: Maximum size of a weight file.
-        write_weights: If the model is on the meta device: writes the weights into a folder.
-    """
+    """Write weights, config, code and tokenizer, which truncates where Sentence-Transformers does."""
     require_shard_size(max_shard_size)
     if write_weights is None:
         model.save_pretrained(folder, max_shard_size=max_shard_size)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from mote.checkpoints.tensors import without_head
-from mote.checkpoints.transform import verb
+from mote.checkpoints.transform import Verb
 from mote.experts.checks import require_mergeable
 from mote.experts.exporting import dequantized_state_dict, export
 from mote.remote.architectures_mote import architecture_of
@@ -17,7 +17,7 @@ from mote.remote.modeling_mote import MoTEModel
 logger = logging.getLogger(__name__)
 
 
-@verb("compress", "made by compressing the experts ({config.compression}) of")
+@Verb("compress", "made by compressing the experts ({config.compression}) of")
 def compress(model: MoTEModel, *, rank: int | None = None, bits: int | None = None) -> MoTEModel:
     """Compress the matrices of the experts: to low-rank differences from their mean, or to 8 bits.
 

@@ -11,7 +11,7 @@ from mote.checkpoints.options import WriteOptions
 from mote.checkpoints.reading import open_mote
 from mote.checkpoints.st_settings import INSTRUCTION_POOLING, check_instruction_pooling, write_instruction_pooling
 from mote.checkpoints.tokens import with_end_token
-from mote.checkpoints.transform import transform, verb
+from mote.checkpoints.transform import Verb, transform
 from mote.remote.configuration_mote import alternatives
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _write(folder: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-@verb("set", "made by setting {changes} in", positional=("changes",), same_model=True)
+@Verb("set", "made by setting {changes} in", positional=("changes",), same_model=True)
 def _set(model: "MoTEModel", changes: Mapping[str, Any]) -> None:
     config = model.config
     fields = {key: changes[key] for key in ("default_task", "route_by_text") if key in changes}

@@ -13,7 +13,7 @@ from torch import nn
 
 from mote.checkpoints.reading import Checkpoint, require_expert
 from mote.checkpoints.tensors import weight_name
-from mote.checkpoints.transform import verb
+from mote.checkpoints.transform import Verb
 from mote.experts.artefact import ExpertArtefact
 from mote.experts.blocks import set_experts
 from mote.experts.checks import require_editable, require_same_shapes
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 MEAN = "mean"  # of all experts, as the start of a new one
 
 
-@verb("experts add", "made by adding the expert `{name}` to", positional=("start",))
+@Verb("experts add", "made by adding the expert `{name}` to", positional=("start",))
 def add(
     model: "MoTEModel",
     name: str,
@@ -77,7 +77,7 @@ def add(
     _take_names(model, names)
 
 
-@verb("experts remove", "made by removing the expert `{name}` from", positional=("name",))
+@Verb("experts remove", "made by removing the expert `{name}` from", positional=("name",))
 def remove(model: "MoTEModel", name: str, *, tasks: Mapping[str, str | None] | None = None) -> None:
     """Remove an expert, and the task of its name.
 
@@ -98,7 +98,7 @@ def remove(model: "MoTEModel", name: str, *, tasks: Mapping[str, str | None] | N
     _take_names(model, names)
 
 
-@verb("experts rename", "made by renaming the expert `{name}` to `{new_name}` in", positional=("name", "new_name"))
+@Verb("experts rename", "made by renaming the expert `{name}` to `{new_name}` in", positional=("name", "new_name"))
 def rename(model: "MoTEModel", name: str, new_name: str) -> None:
     """Rename an expert, and the task of its name; its other tasks keep their names.
 

@@ -14,7 +14,7 @@ from transformers import AutoModel, PreTrainedModel
 from mote.checkpoints import nomic
 from mote.checkpoints.reading import ATTENTION_POOLING, is_mote, mote_class, require_expert
 from mote.checkpoints.tensors import weight_name, without_head
-from mote.checkpoints.transform import verb
+from mote.checkpoints.transform import Verb
 from mote.experts.checks import require_plain_weights, require_task_experts
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PUBLISHED: Mapping[str, Callable[[Any], dict[str, Any]]] = {"nomic_bert": nomic.published_settings}
 
 
-@verb("export", "the expert `{name}` of", options={"name": "expert"}, loads="name")
+@Verb("export", "the expert `{name}` of", options={"name": "expert"}, loads="name")
 def export(
     model: "MoTEModel",
     name: str,

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from mote.checkpoints.reading import Checkpoint
 from mote.checkpoints.tensors import weight_name, without_head
-from mote.checkpoints.transform import verb
+from mote.checkpoints.transform import Verb
 from mote.experts import editing
 from mote.experts.artefact import ExpertArtefact
 from mote.experts.checks import require_editable, require_mergeable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mote.remote.modeling_mote import MoTEModel
 
 
-@verb("average", "the mean of the experts of")
+@Verb("average", "the mean of the experts of")
 def average(model: "MoTEModel") -> PreTrainedModel:
     """Average the experts into a dense native model (Expert Averaging, EA in the paper).
 
@@ -50,7 +50,7 @@ def average(model: "MoTEModel") -> PreTrainedModel:
     return native_model(model, dense, list(model.config.experts))
 
 
-@verb("interpolate", "made by moving the experts towards their mean, of")
+@Verb("interpolate", "made by moving the experts towards their mean, of")
 def interpolate(model: "MoTEModel", weight: float | Mapping[str, float]) -> "MoTEModel":
     """Interpolate linearly between each expert and the mean of all experts.
 
@@ -80,7 +80,7 @@ def interpolate(model: "MoTEModel", weight: float | Mapping[str, float]) -> "MoT
     return interpolated
 
 
-@verb("experts merge", "made by merging {experts} into the expert `{name}`, of", positional=("experts",))
+@Verb("experts merge", "made by merging {experts} into the expert `{name}`, of", positional=("experts",))
 def merge(
     model: "MoTEModel",
     experts: Mapping[str | ExpertArtefact | Checkpoint, float],
