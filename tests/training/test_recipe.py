@@ -221,7 +221,7 @@ def test_a_recipe_removes_only_tasks_that_are_there(tmp_path: Path) -> None:
 
 
 def test_every_error_is_listed() -> None:
-    with pytest.raises(ValueError, match=r"(?s)validation.share.*training.batch_size"):
+    with pytest.raises(ValueError, match=r"(?s)training.batch_size.*validation.share"):
         load_recipe("mote", ["training.batch_size=1", "validation.share=2"])
 
 

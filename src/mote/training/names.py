@@ -12,8 +12,7 @@ from mote.checkpoints.st_settings import Retrieval, retrieval_in, wanted_retriev
 from mote.checkpoints.tensors import token_routing
 from mote.remote.configuration_mote import MoTEConfig, alternatives
 from mote.training.model_settings import ModelSettings, RetrievalSettings
-from mote.training.pretraining_recipe import AnyRecipe
-from mote.training.recipe import Recipe
+from mote.training.recipe import Recipe, RunSettings
 from mote.training.task_settings import DatasetSettings, TaskSettings
 from mote.upcycling.configs import with_unseen_tasks
 from mote.upcycling.instructions import instructions_from, instructions_of
@@ -179,7 +178,7 @@ def _differing(settings: ModelSettings, config: MoTEConfig) -> list[str]:
     return [f"model.{name}" for name, differs in differing.items() if differs]
 
 
-def check_fit(recipe: AnyRecipe, source: Checkpoint, config: MoTEConfig, tasks: Sequence[str]) -> None:
+def check_fit(recipe: RunSettings, source: Checkpoint, config: MoTEConfig, tasks: Sequence[str]) -> None:
     """Check that a model takes texts of the recipe's length, can be trained in its precision, and knows its tasks."""
     length = recipe.model.max_length
     positions = None if length is None else positions_of(source)

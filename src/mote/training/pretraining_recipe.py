@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from mote.data.settings import DatasetSource
 from mote.settings import Settings
 from mote.training.model_settings import ModelSettings
-from mote.training.recipe import SHIPPED, Recipe, RunSettings
+from mote.training.recipe import SHIPPED, RunSettings
 from mote.training.trainer_settings import TrainerSettings
 
 
@@ -144,7 +144,6 @@ class PretrainingRecipe(RunSettings):
 
     Attributes:
         objective: `mlm` (masked language modelling), or `cot-mae` (which adds a decoder that rebuilds contexts).
-        model: The model.
         tasks: Task of the model → its texts.
         masking: Which tokens are to be predicted.
         spans: Contexts that are spans, for `cot-mae`.
@@ -161,6 +160,3 @@ class PretrainingRecipe(RunSettings):
     training: PretrainingSettings = PretrainingSettings()
 
     PLACE: ClassVar[Any] = SHIPPED / "pretraining"
-
-
-AnyRecipe = Recipe | PretrainingRecipe

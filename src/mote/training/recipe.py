@@ -14,7 +14,7 @@ from mote.checkpoints.definitions import instruction_with
 from mote.settings import Settings
 from mote.training.model_settings import ModelSettings, RetrievalSettings
 from mote.training.task_settings import DatasetSettings, DataSettings, TaskSettings, ValidationSettings
-from mote.training.trainer_settings import TrainingSettings
+from mote.training.trainer_settings import TrainerSettings, TrainingSettings
 
 SHIPPED = files("mote") / "recipes"
 
@@ -25,15 +25,19 @@ class RunSettings(Settings):
     Attributes:
         name: Recipe name.
         description: Purpose of the recipe.
-        output: Folder of the run.
+        output: Folder of the run. Default: `runs/NAME`.
+        model: The model.
         data: Settings of all datasets.
+        training: Arguments of the trainer, and settings of ours.
         validation: Held-out texts.
     """
 
     name: str = "custom"
     description: str = ""
     output: str = ""
+    model: ModelSettings
     data: DataSettings = DataSettings()
+    training: TrainerSettings
     validation: ValidationSettings = ValidationSettings()
 
     PLACE: ClassVar[Any]
@@ -49,13 +53,11 @@ class Recipe(RunSettings):
     """A training run.
 
     Attributes:
-        model: The model.
         tasks: Task → its data and settings.
         retrieval: The model's vectors.
         training: `SentenceTransformerTrainingArguments`, and eight settings of ours.
     """
 
-    model: ModelSettings
     tasks: dict[str, TaskSettings] = Field(min_length=1)
     retrieval: RetrievalSettings = RetrievalSettings()
     training: TrainingSettings = TrainingSettings()

@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 from mote.files import lock, read_json, replaced, write_json
 from mote.reporting import HOW_TO_RESUME
 from mote.settings import Settings
-from mote.training.pretraining_recipe import AnyRecipe
+from mote.training.recipe import RunSettings
 
 RUN_FILE = "mote-run.json"  # marks the folder of a run, and identifies the run
 RECIPE_FILE = "recipe.yaml"
@@ -72,7 +72,7 @@ class RunFolder:
         found = self.checkpoints.glob("checkpoint-*")
         return [path for path in found if path.name.removeprefix("checkpoint-").isdecimal() and path.is_dir()]
 
-    def check(self, recipe: AnyRecipe) -> None:
+    def check(self, recipe: RunSettings) -> None:
         """Check that a run of the recipe may write here: in the folder of a run, or in one without visible files.
 
         Raises:
@@ -94,7 +94,7 @@ class RunFolder:
                     f"{self.path} holds something other than a run: {path} is in the way. Choose another `output`"
                 )
 
-    def open(self, recipe: AnyRecipe, overwrite: bool) -> Path | None:
+    def open(self, recipe: RunSettings, overwrite: bool) -> Path | None:
         """Return the checkpoint from which a run of the recipe would resume here, if any. Changes nothing.
 
         Args:
@@ -135,7 +135,7 @@ class RunFolder:
                     "earlier ones, choose another `output`, or start over with `--overwrite`"
                 )
 
-    def begin(self, recipe: AnyRecipe, identity: dict[str, dict[str, Any]], checkpoint: Path | None) -> None:
+    def begin(self, recipe: RunSettings, identity: dict[str, dict[str, Any]], checkpoint: Path | None) -> None:
         """Make this the folder of the recipe's run: remove checkpoints after the one that it resumes from.
 
         Args:
@@ -176,7 +176,7 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def fixed_settings(recipe: AnyRecipe, given_only: bool = False) -> dict[str, Any]:
+def fixed_settings(recipe: RunSettings, given_only: bool = False) -> dict[str, Any]:
     """Return the settings that must not change when a run is resumed, as dotted keys; with or without defaults."""
     flat = _flat(recipe.model_dump(mode="json", exclude_unset=given_only))
     return {key: value for key, value in flat.items() if key.rpartition(".")[2] not in FREE_SETTINGS}
