@@ -288,3 +288,11 @@ def test_numbers_that_are_out_of_range(
     words = ["memory", str(upcycled), "--batch-size", "8", "--length", "8", option, value]
     assert main(words) in (1, 2)
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_flag_may_stand_among_arguments(place: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data.limit=40", f"output={tmp_path / 'run'}"]
+    words.insert(place, "--dry-run")
+    assert main(["train", "smoke", *words]) == 0
+    assert "Dry run: nothing was trained." in capsys.readouterr().out

@@ -183,11 +183,15 @@ def _declared(name: str, annotation: Any, default: Any, text: str, is_argument: 
         if bool in _members(annotation) and default is not False:
             more["negative"] = f"--no-{flag.removeprefix('--')}"
         more["name"] = flag.removesuffix("s") if get_origin(kind) is list and not flag.endswith("us") else flag
-    if default is not REQUIRED:
+    place: Any = inspect.Parameter.POSITIONAL_ONLY if is_argument else inspect.Parameter.KEYWORD_ONLY
+    if is_argument and get_origin(kind) is list:
+        # Options may stand among the arguments.
+        more["required"] = default is REQUIRED
+        place, kind, default = inspect.Parameter.VAR_POSITIONAL, get_args(kind)[0], REQUIRED
+    elif default is not REQUIRED:
         # What a library takes for an empty list or None is not shown, nor are flags.
         default = default if shown or kind is bool else None
         kind = kind | None
-    place = inspect.Parameter.POSITIONAL_ONLY if is_argument else inspect.Parameter.KEYWORD_ONLY
     read = Parameter(help=text, show_default=shown, **more)
     return inspect.Parameter(name, place, annotation=Annotated.__class_getitem__((kind, read)), default=default)  # type: ignore[attr-defined]
 
