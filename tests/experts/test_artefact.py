@@ -3,8 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from helpers.checkpoints import edit_json, files_in, read_json, tiny_tokenizer, 
 from helpers.families import all_families, batch, make_different, trained_mote
 from helpers.kills import stop_everywhere
 from helpers.on_disk import add, base_hash, hidden
+from helpers.processes import run_python
 from hub.hub_server import HubServer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -296,16 +295,9 @@ def run_mote(
 ) -> tuple[list[str], str, str]:
     """Run commands in one process with a cache and a login of its own: the statuses, and all that was printed."""
     home.mkdir(exist_ok=True)
-    done = subprocess.run(
-        [sys.executable, "-c", COMMANDS, json.dumps([[str(word) for word in command] for command in commands])],
-        env={**server.environment(home, token=token), "OMP_NUM_THREADS": "1"},
-        cwd=home,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    words = json.dumps([[str(word) for word in command] for command in commands])
+    environment = {**server.environment(home, token=token), "OMP_NUM_THREADS": "1"}
+    done = run_python(COMMANDS, words, cwd=home, environment=environment)
     statuses = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("status ")]
     return statuses, done.stdout, done.stderr
 

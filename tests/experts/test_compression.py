@@ -2,9 +2,6 @@
 
 import copy
 import math
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from helpers.checkpoints import files_in, trusted
-from helpers.families import NOT_CHECKPOINTED, all_families, batch, fresh_mote, in_threads, trained_mote
+from helpers.families import NOT_CHECKPOINTED, all_families, assert_threads_agree, batch, fresh_mote, trained_mote
 from helpers.on_disk import VERBS, compress, last_hidden
 from helpers.paths import SMALL_ENCODER
+from helpers.processes import run_as_stranger
 from helpers.token_routing import trained_hierarchical
 from torch import nn
 from transformers import AutoModel
@@ -165,17 +163,11 @@ def test_under_autocast_and_compile(way: dict[str, int]) -> None:
 @both_ways
 def test_threads_with_other_tasks(way: dict[str, int]) -> None:
     compressed = mote.experts.compress(three_experts(), **way)
-    expected = {task: last_hidden(compressed, task=task) for task in EXPERTS}
-    wrong: list[str] = []
 
-    def serve(thread: int) -> None:
-        for turn in range(20):
-            task = EXPERTS[(thread + turn) % 3]
-            if not last_hidden(compressed, task=task).equal(expected[task]):
-                wrong.append(task)
+    def embed(thread: int, turn: int) -> list[torch.Tensor]:
+        return [last_hidden(compressed, task=EXPERTS[(thread + turn) % 3])]
 
-    in_threads(4, serve)
-    assert wrong == []
+    assert_threads_agree(embed, turns=20, threads=4)
 
 
 @pytest.mark.long
@@ -266,7 +258,7 @@ def test_a_config_that_asks_for_it_builds_it() -> None:
 
 
 @both_ways
-@pytest.mark.parametrize("verb", ["average", "compress", "interpolate", "merge", "weights"])
+@pytest.mark.parametrize("verb", ["add", "average", "compress", "interpolate", "merge", "weights"])
 def test_verbs_that_need_uncompressed_experts(verb: str, way: dict[str, int]) -> None:
     compressed = mote.experts.compress(three_experts(), **way)
     with pytest.raises(ValueError, match=r"are compressed .* use the model as it was before `mote comp"):
@@ -328,42 +320,35 @@ def test_the_note_names_the_largest_rank_that_saves_memory(trained: Path, caplog
     assert sizes[0] < expert_bytes(whole) <= sizes[1]
 
 
+ENCODE = """
+import sys
+
+import torch
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel
+
+batch, found = torch.load("tokens.pt"), {}
+for folder in sys.argv[1:]:
+    model = AutoModel.from_pretrained(folder, trust_remote_code=True)
+    one = AutoModel.from_pretrained(folder, trust_remote_code=True, experts=["clustering"], dtype="bfloat16")
+    encoder = SentenceTransformer(folder, trust_remote_code=True)
+    with torch.no_grad():
+        found[folder] = {
+            "all": model(**batch, task="clustering").last_hidden_state,
+            "one": one(**batch, task="clustering").last_hidden_state.float(),
+            "encoded": torch.tensor(encoder.encode(["bread"], prompt_name="clustering")),
+        }
+torch.save(found, "found.pt")
+"""
+
+
 @pytest.mark.processes
 def test_it_loads_where_nothing_of_ours_is_installed(trained: Path, tmp_path: Path) -> None:
     """In a fresh process, whose only MoTE code is the folder's."""
-    folders = [str(compress(trained, tmp_path / next(iter(way)), **way)) for way in WAYS]
+    folders = [compress(trained, tmp_path / next(iter(way)), **way) for way in WAYS]
     tokens = {name: rows[:2] for name, rows in batch().items()}
     torch.save(tokens, tmp_path / "tokens.pt")
-    script = f"""
-        import sys
-
-        import torch
-        from sentence_transformers import SentenceTransformer
-        from transformers import AutoModel
-
-        sys.meta_path = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", "")]
-        sys.path = [place for place in sys.path if place not in ("", {str(Path(__file__).parents[2])!r})]
-        try:
-            from mote.remote import modeling_mote
-        except ImportError:
-            pass
-        else:
-            raise SystemExit("MoTE is installed")
-        batch, found = torch.load("tokens.pt"), {{}}
-        for folder in {folders!r}:
-            model = AutoModel.from_pretrained(folder, trust_remote_code=True)
-            one = AutoModel.from_pretrained(folder, trust_remote_code=True, experts=["clustering"], dtype="bfloat16")
-            encoder = SentenceTransformer(folder, trust_remote_code=True)
-            with torch.no_grad():
-                found[folder] = {{
-                    "all": model(**batch, task="clustering").last_hidden_state,
-                    "one": one(**batch, task="clustering").last_hidden_state.float(),
-                    "encoded": torch.tensor(encoder.encode(["bread"], prompt_name="clustering")),
-                }}
-        torch.save(found, "found.pt")
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    run_as_stranger(ENCODE, *folders, cwd=tmp_path)
     for folder, found in torch.load(tmp_path / "found.pt").items():
         with torch.no_grad():
             expected = mote.load(folder)(**tokens, task="clustering").last_hidden_state

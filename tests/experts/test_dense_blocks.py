@@ -1,21 +1,20 @@
 """Experts made of the blocks of a dense model, as of the one that a MoTE was trained from."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoints import dense_checkpoint, read_json
+from helpers.checkpoints import dense_checkpoint
 from helpers.families import batch
-from helpers.on_disk import add, hidden, merge
+from helpers.on_disk import add, hidden
 from safetensors.torch import load_file
 from transformers import AutoModel
 
 import mote
 from mote.checkpoints.provenance import read_steps
 from mote.cli import main
-from mote.experts import compress, open_dense_blocks
+from mote.experts import open_dense_blocks
 from mote.remote.modeling_mote import MoTEModel
 
 
@@ -76,19 +75,3 @@ def test_a_dense_model_that_does_not_fit(
         assert f"error: The blocks of {other} do not fit {trained}: " in error
         assert "What works: the dense model that" in error
     assert not (tmp_path / "out").exists()
-
-
-def test_what_else_is_refused(trained: Path, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    assert main(["experts", "add", str(trained), str(dense), "--out", str(out)]) == 1
-    assert "needs a name of its own" in capsys.readouterr().err
-    damaged = shutil.copytree(dense, tmp_path / "damaged")
-    weights = damaged / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-7])
-    assert main(["experts", "add", str(trained), str(damaged), "--name", "x", "--out", str(out)]) == 1
-    assert "damaged" in capsys.readouterr().err
-    mote.transform(trained, tmp_path / "compressed", compress, bits=8)
-    with pytest.raises(ValueError, match="compressed"):
-        merge(tmp_path / "compressed", {str(dense): 1.0}, "x", out)
-    assert not out.exists()
-    assert read_json(trained / "config.json")["experts"] == MoTEModel.from_pretrained(trained).config.experts

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.checkpoints import trusted
-from helpers.families import all_families, batch, fresh_mote, in_threads, make_different, trained_mote
+from helpers.families import all_families, assert_threads_agree, batch, fresh_mote, make_different, trained_mote
 from helpers.on_disk import VERBS, last_hidden
 from helpers.paths import SMALL_ENCODER
 from sentence_transformers import SentenceTransformer
@@ -141,15 +141,7 @@ def test_checkpointing_and_threads_reach_a_new_expert() -> None:
     model = trained_mote("bert")
     mote.experts.add(model, "gamma", "alpha")
     make_different(model)
-    alone = {task: last_hidden(model, task=task) for task in THREE}
-    failures: list[str] = []
-
-    def serve(thread: int) -> None:
-        task = THREE[thread % 3]
-        failures.extend(task for _ in range(10) if not last_hidden(model, task=task).equal(alone[task]))
-
-    in_threads(6, serve)
-    assert failures == []
+    assert_threads_agree(lambda thread, _: [last_hidden(model, task=THREE[thread % 3])], turns=10, threads=6)
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model(**batch(), task="gamma").pooler_output.sum().backward()

@@ -1,9 +1,6 @@
 """Experts that are not in use leave the device, and come when they are called."""
 
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from helpers.families import all_families, batch, dense_model, fresh_mote, train
 from helpers.offloading import FOUR, assert_same, experts_in, offloaded, outputs, saved
 from helpers.on_disk import VERBS
 from helpers.paths import SMALL_ENCODER
+from helpers.processes import run_python
 from transformers import AutoModel
 
 import mote
@@ -322,9 +320,7 @@ def test_loading_takes_no_more_memory_than_the_dense_model(tmp_path: Path) -> No
     found = {}
     for kind in ("dense", "disk", "whole"):
         folder = tmp_path / ("dense" if kind == "dense" else "mote")
-        command = [sys.executable, "-c", PEAK, kind, str(tmp_path / "small"), str(folder)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        found[kind] = int(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
+        found[kind] = int(run_python(PEAK, kind, tmp_path / "small", folder, cwd=tmp_path).stdout)
     assert found["whole"] > 2 * size, found  # so the measure sees what is loaded
     assert found["dense"] > 0.8 * size, found
     assert found["disk"] <= 1.1 * found["dense"] + 2**20, found
