@@ -12,7 +12,7 @@ from mote.checkpoints.reading import open_mote
 from mote.checkpoints.st_settings import INSTRUCTION_POOLING, check_instruction_pooling, write_instruction_pooling
 from mote.checkpoints.tokens import with_end_token
 from mote.checkpoints.transform import Verb, transform
-from mote.remote.configuration_mote import alternatives
+from mote.experts.checks import require_known
 
 if TYPE_CHECKING:
     from mote.remote.modeling_mote import MoTEModel
@@ -104,9 +104,7 @@ def parse_settings(words: Mapping[str, str]) -> dict[str, Any]:
             text = instruction_with(value) if prefix == DEFINITION else value
             settings.setdefault(PREFIXES[prefix], {})[task] = text
         else:
-            raise ValueError(
-                f"Unknown setting {key!r}." + alternatives(key, [*KEYS, *(f"{each}TASK" for each in PREFIXES)])
-            )
+            require_known(key, [*KEYS, *(f"{each}TASK" for each in PREFIXES)], "setting")
     return settings
 
 

@@ -16,11 +16,11 @@ from mote.checkpoints.tensors import weight_name
 from mote.checkpoints.transform import Verb
 from mote.experts.artefact import ExpertArtefact
 from mote.experts.blocks import set_experts
-from mote.experts.checks import require_editable, require_same_shapes
+from mote.experts.checks import require_editable, require_known, require_same_shapes
 from mote.experts.dense import weights_of_blocks
 from mote.experts.means import mean_of_experts
 from mote.remote.architectures_mote import architecture_of
-from mote.remote.configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig, alternatives
+from mote.remote.configuration_mote import PAPER_INSTRUCTIONS, MoTEConfig
 
 if TYPE_CHECKING:
     from mote.remote.modeling_mote import MoTEModel
@@ -244,12 +244,6 @@ def _with_new_name(config: MoTEConfig, name: str, new_name: str) -> MoTEConfig:
         default_task=new_name if config.default_task == name else config.default_task,
         loaded_experts=None if config.loaded_experts is None else renamed(config.loaded_experts),
     )
-
-
-def require_known(name: str, names: Iterable[str], what: str) -> None:
-    """Raise `ValueError` for a name that is not among the known ones; the message has the nearest one."""
-    if name not in (known := [*names]):
-        raise ValueError(f"Unknown {what} {name!r}." + alternatives(name, known))
 
 
 def _replaced(config: MoTEConfig, **names: Any) -> MoTEConfig:

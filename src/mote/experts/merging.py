@@ -13,7 +13,7 @@ from mote.checkpoints.tensors import weight_name, without_head
 from mote.checkpoints.transform import Verb
 from mote.experts import editing
 from mote.experts.artefact import ExpertArtefact
-from mote.experts.checks import require_editable, require_mergeable
+from mote.experts.checks import require_editable, require_known, require_mergeable
 from mote.experts.exporting import native_model
 from mote.experts.means import mean, mean_of_experts
 from mote.remote.configuration_mote import MoTEConfig
@@ -113,7 +113,7 @@ def merge(
 def _interpolation_weights(config: MoTEConfig, weight: float | Mapping[str, float]) -> dict[str, float]:
     named = weight if isinstance(weight, Mapping) else dict.fromkeys(config.experts, weight)
     for name, share in named.items():
-        editing.require_known(name, config.experts, "expert")
+        require_known(name, config.experts, "expert")
         _require_weight(0 <= share <= 1, name, share, "a number from 0 (unchanged) to 1 (the mean)")
     return {name: float(named.get(name, 0.0)) for name in config.experts}
 

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from mote.experts.blocks import set_experts
-from mote.experts.checks import require_plain_weights, require_task_experts
+from mote.experts.checks import require_known, require_plain_weights, require_task_experts
 from mote.inference.stores import CpuStore, DiskStore
-from mote.remote.configuration_mote import MoTEConfig, alternatives
+from mote.remote.configuration_mote import MoTEConfig
 
 if TYPE_CHECKING:
     from mote.remote.modeling_mote import MoTEModel
@@ -84,8 +84,7 @@ def offload_others(model: "MoTEModel", loaded_experts: list[str] | None, to: str
 def check_settings(config: MoTEConfig, to: str) -> None:
     """Raise `ValueError` for a token-routed model, or an unknown place."""
     require_task_experts(config)
-    if to not in PLACES:
-        raise ValueError(f"Experts cannot be offloaded to {to!r}." + alternatives(to, PLACES))
+    require_known(to, PLACES, "place to offload experts to:")
 
 
 def _require_offloadable(model: "MoTEModel") -> None:

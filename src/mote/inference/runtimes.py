@@ -18,8 +18,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from mote import hub
 from mote.checkpoints.st_settings import instruction_pooling_in
+from mote.experts.checks import require_known
 from mote.inference.loading import first_line, load_encoder
-from mote.remote.configuration_mote import alternatives
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -209,8 +209,7 @@ def load_exported(
         FileNotFoundError: If the model does not exist or cannot be fetched, or was not exported for the backend.
         ValueError: If the backend is unknown, or the model does not load.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"Unknown backend {backend!r}." + alternatives(backend, BACKENDS))
+    require_known(backend, BACKENDS, "backend")
     folder = Path(path) if Path(path).is_dir() else hub.fetch(str(path), revision, ["*"])
     if backend == "torch":
         return load_encoder(folder, trust_remote_code=trust_remote_code)
