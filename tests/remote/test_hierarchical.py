@@ -18,7 +18,7 @@ from helpers.token_routing import (
     without_dropout,
 )
 
-from mote.experts import add
+from mote.experts import add, parameter_counts
 from mote.remote.hierarchical_mote import HierarchicalMoTEConfig, HierarchicalMoTEModel
 from mote.remote.token_routing_mote import FeedForwardExperts, load_balancing_loss
 
@@ -59,6 +59,15 @@ def test_blocks_without_task_experts_stay_as_they_are(layers: list[int]) -> None
     with torch.no_grad():
         outputs = [model(**inputs, task=task).pooler_output for task in ("x", "y")]
     assert difference(*outputs) > 1e-3
+
+
+@pytest.mark.parametrize("experts", [["x"], ["x", "y"]])
+def test_parameter_counts(experts: list[str]) -> None:
+    source = trained("bert", mote_layers=[1])
+    of_source, counts = parameter_counts(source), parameter_counts(fresh_hierarchical(source, experts=experts))
+    assert counts["active"] == of_source["active"] < of_source["total"]  # 2 of the 4 networks of one task expert
+    assert counts["shared"] + counts["experts"]["x"] == of_source["total"]
+    assert counts["total"] == counts["shared"] + len(experts) * counts["experts"]["x"]
 
 
 # Two levels ----------------------------------------------------------------------------------------------------------

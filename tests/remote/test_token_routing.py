@@ -12,6 +12,7 @@ from helpers.kinds import FEED_FORWARD_FAMILIES, TOKEN_ROUTED
 from helpers.token_routing import (
     EXPERTS,
     backward,
+    fresh,
     gradients,
     relative,
     same_gradients,
@@ -25,6 +26,7 @@ from transformers.integrations import moe
 
 from mote.remote.architectures_mote import ARCHITECTURES
 from mote.remote.configuration_mote import MoTEConfig
+from mote.remote.modeling_mote import MoTEModel
 from mote.remote.token_routing_mote import (
     FEED_FORWARDS,
     TokenRoutedConfig,
@@ -293,6 +295,15 @@ def test_every_expert_has_a_gradient() -> None:
 
 
 # Saving and loading --------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_the_other_kind(tmp_path: Path) -> None:
+    for saved, other in ((fresh("bert"), MoTEModel), (fresh_mote("bert"), TokenRoutedModel)):
+        saved.save_pretrained(tmp_path)
+        config = other.config_class(**{**saved.config.to_dict(), "tasks": None})
+        assert config.model_type == other.config_class.model_type
+        with pytest.raises(ValueError, match=f"do not match their config .a '{config.model_type}'.*missing keys"):
+            other.from_pretrained(tmp_path, config=config)
 
 
 # What is refused -----------------------------------------------------------------------------------------------------

@@ -26,6 +26,12 @@ def dense_recipe(source: Path) -> Recipe:
     return load_recipe("ic", [f"model.source={source}", "data.folder=examples/data"])
 
 
+def test_a_dense_model_pools_as_the_recipe_says(dense: Path, tmp_path: Path) -> None:
+    recipe = load_recipe("ic", [f"model.source={dense}", "data.folder=examples/data", "model.pooling=last_token"])
+    model, _ = build_model(recipe, open_dense(str(dense)), tmp_path)
+    assert model[1].pooling_mode == "lasttoken"
+
+
 @pytest.mark.parametrize("prefix", [True, False])
 def test_nomics_published_formats_start_with_their_weights(prefix: bool, tmp_path: Path) -> None:
     source = published_nomic(tmp_path / "nomic", prefix)
