@@ -45,7 +45,7 @@ def require_writable(out: Path, options: WriteOptions, source: Path | None = Non
     return hub.check_before_push(options.repo_id or name) if options.push else name
 
 
-def write_repository(
+def write_repository(  # noqa: PLR0913
     out: Path,
     model: "PreTrainedModel | SentenceTransformer | SparseEncoder",
     *,

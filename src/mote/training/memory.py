@@ -81,7 +81,7 @@ class MemoryEstimate(Report):
         return {**parts, "total": self.total}
 
 
-def estimate_memory(
+def estimate_memory(  # noqa: PLR0913
     model: PreTrainedModel | PreTrainedConfig,
     *,
     batch_size: int,
