@@ -6,9 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.checkpoints import dense_checkpoint, published_nomic, tiny_tokenizer
+import torch
+from helpers.checkpoints import dense_checkpoint, files_in, published_nomic, tiny_tokenizer
 from helpers.processes import STRANGER
 from hub.hub_server import HubServer
+from huggingface_hub import HfApi
+from sentence_transformers import SentenceTransformer
+
+from mote.hub import push
+from mote.remote.modeling_mote import MoTEModel
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,56 +46,50 @@ def server() -> Iterator[HubServer]:
         yield running
 
 
-def run(
-    server: HubServer, home: Path, *command: str, token: str | None = "hf_write", cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run Python with a cache and a login of its own."""
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    return str(dense_checkpoint(tmp_path / "tiny"))
+
+
+def run(server: HubServer, home: Path, *command: str, token: str | None = "hf_write", status: int = 0) -> str:
+    """Run Python with a cache and a login of its own; return what it printed."""
     home.mkdir(exist_ok=True)
-    return subprocess.run(
-        [sys.executable, *command],
-        env={**server.environment(home, token=token), "OMP_NUM_THREADS": "1"},
-        cwd=cwd or home,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
+    environment = {**server.environment(home, token=token), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, *command]
+    done = subprocess.run(
+        words, env=environment, cwd=home, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
+    assert done.returncode == status, done.stderr
+    return str(done.stdout + done.stderr)
 
 
-def upcycle(server: HubServer, tmp_path: Path, *arguments: str, token: str | None = "hf_write"):  # noqa: ANN201
-    return run(server, tmp_path / "home", str(ROOT / "upcycle.py"), *arguments, token=token)
+def upcycle(server: HubServer, tmp_path: Path, *arguments: str, token: str | None = "hf_write", status: int = 0) -> str:
+    printed = run(server, tmp_path / "home", str(ROOT / "upcycle.py"), *arguments, token=token, status=status)
+    assert "Traceback" not in printed
+    return printed
 
 
 def test_from_the_hub_to_the_hub_to_a_stranger(server: HubServer, tmp_path: Path) -> None:
-    import torch
-    from sentence_transformers import SentenceTransformer
-
-    from mote.remote.modeling_mote import MoTEModel
-
     published_nomic(tmp_path / "nomic", prefix=True, tokenizer=False)
     commit = server.add_repo("nomic-ai/nomic-bert-2048", tmp_path / "nomic")
     server.add_repo("google-bert/bert-base-uncased", tiny_tokenizer(tmp_path / "tokenizer"))
-    done = upcycle(server, tmp_path, "--src", "nomic-ai/nomic-bert-2048", "--push")
-    assert done.returncode == 0, done.stderr
-    assert 'AutoModel.from_pretrained("user/nomic-bert-2048-mote"' in done.stdout
+    printed = upcycle(server, tmp_path, "--src", "nomic-ai/nomic-bert-2048", "--push")
+    assert 'AutoModel.from_pretrained("user/nomic-bert-2048-mote"' in printed
 
     local = tmp_path / "home" / "nomic-bert-2048-mote"
     pushed = server.files("user/nomic-bert-2048-mote")
-    assert {str(path.relative_to(local)) for path in local.rglob("*") if path.is_file()} == set(pushed) - {
-        ".gitattributes"
-    }
-    assert all((local / name).read_bytes() == content for name, content in pushed.items() if name != ".gitattributes")
-    assert f'"revision": "{commit}"' in pushed["mote.json"].decode()
-    assert "base_model: nomic-ai/nomic-bert-2048" in pushed["README.md"].decode()
-    assert str(tmp_path) not in pushed["README.md"].decode() + pushed["mote.json"].decode()
+    assert files_in(local) == set(pushed) - {".gitattributes"}
+    assert all((local / name).read_bytes() == pushed[name] for name in files_in(local))
+    card, record = pushed["README.md"].decode(), pushed["mote.json"].decode()
+    assert f'"revision": "{commit}"' in record
+    assert "base_model: nomic-ai/nomic-bert-2048" in card
+    assert str(tmp_path) not in card + record
 
     batch = {"input_ids": torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])}
     batch["attention_mask"] = (batch["input_ids"] != 0).long()
     torch.save(batch, tmp_path / "batch")
-    loaded = run(
-        server, tmp_path / "fresh", "-c", LOAD, "user/nomic-bert-2048-mote", str(tmp_path / "batch"), token=None
-    )
-    assert loaded.returncode == 0, loaded.stderr
+    words = ["user/nomic-bert-2048-mote", str(tmp_path / "batch")]
+    run(server, tmp_path / "fresh", "-c", LOAD, *words, token=None)
     outputs = torch.load(tmp_path / "batch.outputs")
     model = MoTEModel.from_pretrained(local)
     with torch.no_grad():
@@ -100,24 +100,20 @@ def test_from_the_hub_to_the_hub_to_a_stranger(server: HubServer, tmp_path: Path
     assert (outputs["encoded"] - encoded).abs().max() <= 1e-6
 
 
-def test_an_expert_halfway_to_a_dense_model_on_the_hub(server: HubServer, tmp_path: Path) -> None:
-    source = dense_checkpoint(tmp_path / "tiny")
+def test_an_expert_halfway_to_a_dense_model_on_the_hub(server: HubServer, source: str, tmp_path: Path) -> None:
     commit = server.add_repo("user/tiny", source)
-    assert upcycle(server, tmp_path, "--src", str(source), "--out", str(tmp_path / "mote")).returncode == 0
+    upcycle(server, tmp_path, "--src", source, "--out", str(tmp_path / "mote"))
     words = ["experts", "merge", str(tmp_path / "mote"), "clustering=0.5", "user/tiny=0.5", "--name", "near_start"]
-    done = run(server, tmp_path / "home", "-m", "mote", *words, "--out", str(tmp_path / "out"))
-    assert done.returncode == 0, done.stderr
+    run(server, tmp_path / "home", "-m", "mote", *words, "--out", str(tmp_path / "out"))
     record = (tmp_path / "out" / "mote.json").read_text(encoding="utf-8")
     assert f'"revision": "{commit}"' in record
     assert "mote experts merge mote clustering=0.5 user/tiny=0.5 --name near_start" in record
 
 
-def test_an_exported_expert_is_loaded_by_the_line_on_its_card(server: HubServer, tmp_path: Path) -> None:
-    source = dense_checkpoint(tmp_path / "tiny")
-    assert upcycle(server, tmp_path, "--src", str(source), "--out", str(tmp_path / "mote")).returncode == 0
+def test_an_exported_expert_is_loaded_by_the_line_on_its_card(server: HubServer, source: str, tmp_path: Path) -> None:
+    upcycle(server, tmp_path, "--src", source, "--out", str(tmp_path / "mote"))
     words = ["export", str(tmp_path / "mote"), "--expert", "clustering", "--out", str(tmp_path / "out"), "--push"]
-    done = run(server, tmp_path / "home", "-m", "mote", *words, "--repo-id", "user/exported")
-    assert done.returncode == 0, done.stderr
+    run(server, tmp_path / "home", "-m", "mote", *words, "--repo-id", "user/exported")
     code = """
 import sys
 import mote
@@ -125,14 +121,12 @@ from sentence_transformers import SentenceTransformer
 model = mote.load_exported("user/exported", backend="torch")
 assert (model.encode("a whale") == SentenceTransformer(sys.argv[1]).encode("a whale")).all()
 """
-    done = run(server, tmp_path / "fresh", "-c", code, str(tmp_path / "out"))
-    assert done.returncode == 0, done.stderr
+    run(server, tmp_path / "fresh", "-c", code, str(tmp_path / "out"))
 
 
-def test_mteb_loads_it_by_name(server: HubServer, tmp_path: Path) -> None:
+def test_mteb_loads_it_by_name(server: HubServer, source: str, tmp_path: Path) -> None:
     pytest.importorskip("mteb")
-    source = dense_checkpoint(tmp_path / "tiny")
-    assert upcycle(server, tmp_path, "--src", str(source), "--push", "--repo-id", "user/tiny").returncode == 0
+    upcycle(server, tmp_path, "--src", source, "--push", "--repo-id", "user/tiny")
     code = """
 import mteb
 model = mteb.get_model("user/tiny", trust_remote_code=True)
@@ -140,23 +134,18 @@ names = {(t, r): model.get_prompt_name(mteb.get_task(t).metadata, r and mteb.typ
     ("Banking77Classification", None), ("STSBenchmark", None), ("NFCorpus", "query"), ("NFCorpus", "document")]}
 print(sorted(model.model_prompts[name] for name in names.values()))
 """
-    done = run(server, tmp_path / "fresh", "-c", code)
-    assert done.returncode == 0, done.stderr
     prompts = ["classification: ", "classification: ", "search_document: ", "search_query: "]
-    assert str(prompts) in done.stdout
+    assert str(prompts) in run(server, tmp_path / "fresh", "-c", code)
 
 
-def test_pushing_again_updates_the_repository(server: HubServer, tmp_path: Path) -> None:
-    source = str(dense_checkpoint(tmp_path / "tiny"))
+def test_pushing_again_updates_the_repository(server: HubServer, source: str, tmp_path: Path) -> None:
     push = ["--src", source, "--push", "--repo-id", "user/tiny", "--out", "out", "--private"]
-    assert upcycle(server, tmp_path, *push, "--max-shard-size", "20KB").returncode == 0
+    upcycle(server, tmp_path, *push, "--max-shard-size", "20KB")
     assert len([name for name in server.files("user/tiny") if name.endswith(".safetensors")]) > 1
-    done = upcycle(server, tmp_path, *push, "--overwrite")
-    assert done.returncode == 0, done.stderr
-    files = server.files("user/tiny")
-    assert [name for name in files if "safetensors" in name] == ["model.safetensors"]
-    anonymous = run(server, tmp_path / "fresh", "-c", LOAD, "user/tiny", str(tmp_path / "none"), token=None)
-    assert anonymous.returncode != 0  # private
+    upcycle(server, tmp_path, *push, "--overwrite")
+    assert [name for name in server.files("user/tiny") if "safetensors" in name] == ["model.safetensors"]
+    code = "from huggingface_hub import hf_hub_download; hf_hub_download('user/tiny', 'config.json')"
+    assert "RepositoryNotFoundError" in run(server, tmp_path / "fresh", "-c", code, token=None, status=1)  # private
 
 
 @pytest.mark.parametrize(
@@ -168,65 +157,46 @@ def test_pushing_again_updates_the_repository(server: HubServer, tmp_path: Path)
     ],
 )
 def test_a_push_that_cannot_succeed_is_not_begun(
-    server: HubServer, tmp_path: Path, token: str | None, message: str
+    server: HubServer, source: str, tmp_path: Path, token: str | None, message: str
 ) -> None:
-    source = str(dense_checkpoint(tmp_path / "tiny"))
-    done = upcycle(server, tmp_path, "--src", source, "--push", "--out", str(tmp_path / "out" / "mote"), token=token)
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    words = ["--src", source, "--push", "--out", str(tmp_path / "out" / "mote")]
+    assert message in upcycle(server, tmp_path, *words, token=token, status=1)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("endpoint", ["create_repo", "commit"])
-def test_a_push_that_is_refused_keeps_the_result(server: HubServer, tmp_path: Path, endpoint: str) -> None:
-    source = str(dense_checkpoint(tmp_path / "tiny"))
+def test_a_push_that_is_refused_keeps_the_result(server: HubServer, source: str, tmp_path: Path, endpoint: str) -> None:
     server.fail(endpoint, 403, "no rights in this namespace")
-    done = upcycle(server, tmp_path, "--src", source, "--push", "--repo-id", "user/tiny", "--out", "out")
-    assert done.returncode == 1
-    assert "user/tiny was not pushed: " in done.stderr
-    assert "hf upload user/tiny" in done.stderr
-    assert "Traceback" not in done.stderr
+    words = ["--src", source, "--push", "--repo-id", "user/tiny", "--out", "out"]
+    printed = upcycle(server, tmp_path, *words, status=1)
+    assert "user/tiny was not pushed: " in printed
+    assert "hf upload user/tiny" in printed
     server.heal()
-    hf = [str(Path(sys.executable).parent / "hf"), "upload", "user/tiny", str(tmp_path / "home" / "out")]
-    environment = server.environment(tmp_path / "home", token="hf_write")
     if endpoint == "commit":  # the remedy that the message names
-        subprocess.run(hf, env=environment, check=True, capture_output=True, stdin=subprocess.DEVNULL)
+        hf = ["-m", "huggingface_hub.cli.hf", "upload", "user/tiny", str(tmp_path / "home" / "out")]
+        run(server, tmp_path / "home", *hf)
         assert "model.safetensors" in server.files("user/tiny")
 
 
-def test_a_hub_that_cannot_be_reached(server: HubServer, tmp_path: Path) -> None:
-    source = str(dense_checkpoint(tmp_path / "tiny"))
-    environment = {**server.environment(tmp_path / "home", token="hf_write"), "HF_ENDPOINT": "http://127.0.0.1:9"}
-    command = [sys.executable, str(ROOT / "upcycle.py"), "--src", source, "--push", "--out", str(tmp_path / "out")]
-    done = subprocess.run(
-        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert "error: The push would fail, nothing was started: [Errno 111] Connection refused" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_push_that_breaks_off_keeps_the_result(
-    server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_hub_that_cannot_be_reached(
+    server: HubServer, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from huggingface_hub import HfApi
-
-    from mote.hub import push
-
-    monkeypatch.setattr(HfApi, "create_repo", lambda *_, **__: HfApi(endpoint="http://127.0.0.1:9").whoami(token="x"))
+    server.endpoint = "http://127.0.0.1:9"
+    printed = upcycle(server, tmp_path, "--src", source, "--push", "--out", str(tmp_path / "out"), status=1)
+    assert "error: The push would fail, nothing was started: [Errno 111] Connection refused" in printed
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(HfApi, "create_repo", lambda *_, **__: HfApi(endpoint=server.endpoint).whoami(token="x"))
     with pytest.raises(ConnectionError, match=r"(?s)user/tiny was not pushed: .*hf upload user/tiny"):
         push(tmp_path, "user/tiny", ["config.json"])
 
 
-def test_a_source_that_the_hub_does_not_have(server: HubServer, tmp_path: Path) -> None:
-    for source, message in (
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
         ("nobody/nothing", "neither a folder nor available on the Hub"),
         ("not a name", "neither a folder nor an id on the Hub"),
-    ):
-        done = upcycle(server, tmp_path, "--src", source)
-        assert done.returncode == 1
-        assert message in done.stderr
-        assert "Traceback" not in done.stderr
+    ],
+)
+def test_a_source_that_the_hub_does_not_have(name: str, message: str, server: HubServer, tmp_path: Path) -> None:
+    assert message in upcycle(server, tmp_path, "--src", name, status=1)
     assert list((tmp_path / "home").glob("*mote*")) == []
