@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import reduce
 from torch import nn
 from transformers import (
     AutoModelForMaskedLM,
@@ -35,8 +34,8 @@ from mote.training.model import set_dropout
 from mote.training.names import check_fit, matching_config, set_router_loss, tasks_of, upcycling_options
 from mote.training.objectives import Pretraining, require_positions
 from mote.training.pretraining_recipe import PretrainingRecipe
-from mote.training.processes import processes, require_sharded_checkpoints, with_deepspeed, with_fsdp
-from mote.training.progress import NonFiniteError, RunCallback, TaskProgress, Tracker
+from mote.training.processes import processes, require_sharded_checkpoints, summed, with_deepspeed, with_fsdp
+from mote.training.progress import RunCallback, TaskProgress, Tracker
 from mote.training.recipe_files import load_recipe
 from mote.training.run import BaseRun, identity_of
 from mote.training.run_folder import CHECKPOINT_FILE, RunFolder, as_yaml, fixed_settings, step_of
@@ -130,11 +129,7 @@ class TextTracker(Tracker):
         self.used: set[str] = set()
 
     def observe(self, model: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """Record a batch of training: a forward hook of the model.
-
-        Raises:
-            NonFiniteError: If the loss is non-finite in any process.
-        """
+        """Record a batch of training, as a forward hook of the model; raise `NonFiniteError` as `add_step` does."""
         if not model.training or out.loss is None:
             return
         tokens = kwargs["attention_mask"].sum(dim=1).cpu()  # [B]
@@ -143,16 +138,11 @@ class TextTracker(Tracker):
         counts[1] = torch.bincount(ids, tokens.double(), minlength=len(self.names))
         losses = torch.stack([loss.detach().cpu().double() for loss in out.values()])  # the first is their sum
         values = torch.cat([losses, counts.flatten()])
-        state = processes()
-        if state.num_processes > 1:
-            values = reduce(values.to(state.device), "sum").cpu()
-        means = dict(zip(out, (values[: len(losses)] / state.num_processes).tolist(), strict=True))
-        loss = means["loss"]
+        values = summed(values)
+        means = dict(zip(out, (values[: len(losses)] / processes().num_processes).tolist(), strict=True))
         texts_of, tokens_of = values[len(losses) :].view(2, -1).long().tolist()
         rows = sum(texts_of)
-        if not math.isfinite(loss):
-            raise NonFiniteError(f"The loss is {loss} at step {self.step + 1}, in a batch of {rows} texts")
-        self.add_step(self.objective, rows, loss)
+        self.add_step(self.objective, rows, means["loss"])
         for name, texts, count in zip(self.names, texts_of, tokens_of, strict=True):
             if not texts:
                 continue

@@ -4,12 +4,19 @@ import os
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import DistributedType, parse_flag_from_env
+from accelerate.utils import DistributedType, parse_flag_from_env, reduce
+from torch import Tensor
 
 
 def processes() -> PartialState:
     """Return accelerate's state of this process; without an accelerator, the processes run on the CPU."""
     return PartialState(cpu=not torch.accelerator.is_available())
+
+
+def summed(values: Tensor) -> Tensor:
+    """Sum a tensor on the CPU over all processes; all of them call this."""
+    state = processes()
+    return reduce(values.to(state.device), "sum").cpu() if state.num_processes > 1 else values
 
 
 def with_deepspeed() -> bool:

@@ -18,7 +18,7 @@ from transformers import ProgressCallback, TrainerCallback
 
 from mote.files import write_json
 from mote.training.model_settings import RetrievalSettings
-from mote.training.processes import processes
+from mote.training.processes import processes, summed
 from mote.training.run_folder import CHECKPOINT_FILE
 
 LOG_FILE = "log.jsonl"
@@ -66,7 +66,6 @@ class Tracker:
             loss: Loss of this share; raises `NonFiniteError` if that of any process is non-finite.
             parts: Part of each row, [B]. Default: there is only one part.
         """
-        state = processes()
         tokens = [
             column["cu_seq_lens_q"].diff() if "cu_seq_lens_q" in column else column["attention_mask"].sum(dim=1)
             for column in features
@@ -76,13 +75,9 @@ class Tracker:
             of_part = torch.ones_like(tokens[0]) if parts is None else (parts == number).to(tokens[0])
             counts += [of_part.sum(), *((of_part * column).sum() for column in tokens[: len(tasks)])]
         values = torch.stack([loss.detach().cpu().double(), *(count.cpu().double() for count in counts)])
-        if state.num_processes > 1:
-            values = reduce(values.to(state.device), "sum")
-        mean, *seen_counts = values.tolist()
-        mean /= state.num_processes
-        rows = count_texts(features[0]) * state.num_processes
-        if not math.isfinite(mean):
-            raise NonFiniteError(f"The loss is {mean} at step {self.step + 1}, in a batch of {rows} rows of {name}")
+        total, *seen_counts = summed(values).tolist()
+        mean = total / processes().num_processes
+        rows = count_texts(features[0]) * processes().num_processes
         self.add_step(name, rows, mean)
         numbers = iter(map(int, seen_counts))
         for tasks in column_tasks:
@@ -92,7 +87,9 @@ class Tracker:
         self.last = {"training_set": name, "task": task, "loss": mean, "rows": rows}
 
     def add_step(self, name: str, rows: int, loss: float) -> None:
-        """Add a step to the counts of a training set."""
+        """Add a step to the counts of a training set; raise `NonFiniteError` if its loss is non-finite."""
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"The loss is {loss} at step {self.step + 1}, in a batch of {rows} rows of {name}")
         seen = self.training_sets.setdefault(name, {"steps": 0, "rows": 0, "loss": 0.0})
         for key, value in (("steps", 1), ("rows", rows), ("loss", loss)):
             seen[key] += value
@@ -295,10 +292,8 @@ def _json_line(line: dict[str, Any]) -> str:
 
 def check_finite(model: nn.Module | None, step: int) -> None:
     """Raise `NonFiniteError` if a weight is non-finite in any process; all processes call this."""
-    state = processes()
     names = [] if model is None else [name for name, weight in model.named_parameters() if not _is_finite(weight)]
-    count = torch.tensor(float(len(names)), device=state.device)
-    if total := int((reduce(count, "sum") if state.num_processes > 1 else count).item()):
+    if total := int(summed(torch.tensor(float(len(names)))).item()):
         shown = ", ".join(names[:3]) or "in another process"
         raise NonFiniteError(f"{total} weights are non-finite at step {step} ({shown})")
 
