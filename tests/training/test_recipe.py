@@ -56,10 +56,6 @@ def test_the_shipped_recipes() -> None:
         assert recipe.name == name
         assert recipe.output == f"runs/{name}"
         assert recipe.description
-
-
-def test_each_recipe_begins_with_its_command() -> None:
-    for name in ALL:
         text = Path(f"src/mote/recipes/{name}.yaml").read_text(encoding="utf-8")
         assert f"mote train {name}" in text.split("\nname:")[0]
 
@@ -182,9 +178,7 @@ def test_a_file_of_a_shipped_recipes_name(
             r"label_texts.y: String should match",
         ),
         ("training.matryoshka=[256, 0]", r"training.matryoshka.*: Input should be greater than 0"),
-        ("training.matryoshka=[-64]", r"training.matryoshka.*: Input should be greater than 0"),
         ("model.kind=sparse", r"model.kind: Input should be 'mote', 'token_routed' or 'dense'"),
-        ("training.num_train_epochs=many", r"training.num_train_epochs"),
         ("tasks={}", "tasks: Dictionary should have at least 1 item"),  # an override replaces what it names
         ("training.batch_size", r"expected key=value"),
         ("model.source={", r"invalid YAML"),
@@ -192,9 +186,6 @@ def test_a_file_of_a_shipped_recipes_name(
         ("extends=em", r"unknown key 'extends'"),
         ("training={seed: 7, seed: 8}", r"The override 'training=.*' is invalid YAML: 'seed' is given twice"),
         ("training.learning_rate=.inf", "training.learning_rate: Input should be a finite number"),
-        ("training.learning_rate=.nan", "training.learning_rate"),
-        ("training.adam_beta2=.inf", "adam_beta2: Input should be a finite number"),
-        ("training.weight_decay=.inf", "training.weight_decay: Input should be a finite number"),
         ("tasks.retrieval.temperature=.inf", "tasks.retrieval.temperature: Input should be a finite number"),
         ("model.router_aux_loss_coef=.nan", "model.router_aux_loss_coef"),
         ("tasks.retrieval.datasets=[{path: a, weight: 1e9}]", "weight: Input should be less than or equal to 1000"),
