@@ -151,7 +151,7 @@ def test_pushing_again_updates_the_repository(server: HubServer, source: str, tm
 @pytest.mark.parametrize(
     ("token", "message"),
     [
-        (None, "log in with `hf auth login`"),
+        (None, "nothing was started: Token is required"),
         ("hf_unheard_of", "nothing was started: Invalid user token"),
         ("hf_read", "may only read"),
     ],

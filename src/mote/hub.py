@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import HfApi, get_token, snapshot_download, try_to_load_from_cache
+from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -79,8 +79,6 @@ def commit_of(model: str, revision: str | None = None) -> str | None:
 
 def check_before_push(repo_id: str) -> str:
     """Make sure, before any work is done, that a push is possible; return `user/name` for a name."""
-    if get_token() is None:
-        raise PermissionError("A push needs a token of the Hub: log in with `hf auth login`, or set HF_TOKEN")
     validate_repo_id(repo_id)
     with explained("The push would fail, nothing was started"):
         user = HfApi().whoami()

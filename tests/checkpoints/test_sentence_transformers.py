@@ -1,6 +1,7 @@
 """Settings of a Sentence-Transformers source carry over: modules, pooling, prompts."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -161,3 +162,11 @@ def test_links_out_of_the_source_are_not_followed(target: str, cached: Path, tmp
     with pytest.raises(ValueError, match=r"leak is a link to a file outside of .*abc.*which is not copied"):
         upcycle(str(cached), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_module_that_is_a_link_out_of_the_source_is_not_followed(cached: Path, tmp_path: Path) -> None:
+    shutil.copytree(cached / "1_Pooling", tmp_path / "secret")
+    shutil.rmtree(cached / "1_Pooling")
+    (cached / "1_Pooling").symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match="is a link to a file outside of"):
+        upcycle(str(cached), tmp_path / "out")
