@@ -98,7 +98,7 @@ def test_restored_is_as_before(to: str, tmp_path: Path) -> None:
     assert all(torch.equal(t, expected.state_dict()[key]) for key, t in model.state_dict().items())
     assert_same(outputs(model, FOUR), outputs(expected, FOUR))
     mote.restore(model)  # once more changes nothing
-    mote.offload(model, "disk", keep=4)
+    mote.offload(model, to, keep=4)
     assert model.offloading.on_device == FOUR
 
 
