@@ -37,6 +37,23 @@ OTHERS = {
     "examples": (("examples/*.py",), 3031),
 }
 DOCS = 25_000  # words
+# What has not reached its goal does not grow meanwhile: lower these with each cut.
+UNTIL_THEN = {
+    "checkpoints": 3230,
+    "training": 5890,
+    "corpora": 1660,
+    "data": 1060,
+    "evaluation, analysis": 2550,
+    "experts, upcycling, lengthening": 2135,
+    "inference": 990,
+    "cli, integrations, hub, reporting": 1340,
+    "root and src": 22_200,
+    "tests": 27_020,
+    "benchmarks, scripts": 2530,
+    "docs, in words": 29_100,
+    "raise in 1,000 lines": 17,
+    "validation, % of code": 8,
+}
 RAISES = 12  # in 1,000 lines
 VALIDATION = 0.07  # of the lines of code
 
@@ -105,10 +122,13 @@ def main() -> int:
     code = sum(code_lines(tree, texts[file]) for file, tree in trees.items())
     validation = sum(len(validation_lines(tree)) for tree in trees.values())
     rows.append(("validation, % of code", round(100 * validation / code), round(100 * VALIDATION)))
-    print(f"{'room':35}{'now':>8}{'at most':>9}")
-    for room, now, limit in rows:
-        print(f"{room:35}{now:>8,}{limit:>9,}{'  over' if now > limit else ''}")
-    return int(any(now > limit for _, now, limit in rows))
+    print(f"{'room':35}{'now':>8}{'goal':>9}{'at most':>9}")
+    over = False
+    for room, now, goal in rows:
+        limit = max(goal, UNTIL_THEN.get(room, 0))
+        over |= now > limit
+        print(f"{room:35}{now:>8,}{goal:>9,}{limit:>9,}{'  over' if now > limit else ''}")
+    return int(over)
 
 
 if __name__ == "__main__":
