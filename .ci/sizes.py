@@ -36,7 +36,7 @@ OTHERS = {
     "research": (("research/*.py",), 2500),
     "examples": (("examples/*.py",), 3031),
 }
-DOCS = 25_000  # words
+DOCS = 25_000  # words, beside the results
 # What has not reached its goal does not grow meanwhile: lower these with each cut.
 UNTIL_THEN = {
     "checkpoints": 3230,
@@ -50,7 +50,7 @@ UNTIL_THEN = {
     "root and src": 22_200,
     "tests": 27_020,
     "benchmarks, scripts": 2530,
-    "docs, in words": 29_100,
+    "docs, in words": 27_600,
     "raise in 1,000 lines": 17,
     "validation, % of code": 8,
 }
@@ -113,7 +113,7 @@ def main() -> int:
         ("root and src", lines_of(library), ALL),
     ]
     rows += [(room, lines_of(tracked(patterns)), budget) for room, (patterns, budget) in OTHERS.items()]
-    words = sum(len(file.read_text(encoding="utf-8").split()) for file in tracked(["docs/*.md"]))
+    words = sum(len(file.read_text(encoding="utf-8").split()) for file in tracked(["docs/*.md", ":!docs/results.md"]))
     rows.append(("docs, in words", words, DOCS))
     texts = {file: file.read_text(encoding="utf-8") for file in library}
     trees = {file: ast.parse(text) for file, text in texts.items()}
