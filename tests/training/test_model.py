@@ -123,9 +123,7 @@ def test_task_experts_that_are_token_routed(
     assert all(torch.equal(weight, loaded[0].model.state_dict()[key]) for key, weight in model.state_dict().items())
     with pytest.raises(ValueError, match=r"load-balancing loss of a token router .* would be lost: set training.bf16"):
         train("mote", overrides(trained_hierarchical, data, tmp_path / "fp16", "training.fp16=true"))
-    with pytest.raises(
-        ValueError, match=r"kind 'token_routed', .* or for task experts, run `mote upcycle --src .*tiny-t"
-    ):
+    with pytest.raises(ValueError, match=r"kind 'token_routed', .* set it to token_routed, .*`mote upcycle` adds task"):
         train("mote", overrides(token_routed, data, tmp_path / "other"))
 
 
