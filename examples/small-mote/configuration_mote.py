@@ -329,7 +329,7 @@ class MoTEConfig(PreTrainedConfig):
     def _tasks_of_instructions(self) -> dict[str, str]:
         """Return instruction → task, the longest instructions first."""
         found = {self.instruction_of(task): task for task in reversed(self.tasks)}  # for equal texts, the first task
-        return {text: found[text] for text in sorted(found, key=len, reverse=True) if text}
+        return {text: found[text] for text in sorted(filter(None, found), key=len, reverse=True)}
 
     def _no_task(self, text: str, prompt: str | None) -> str:
         """Return the error message for a text without a task, which says what to do."""

@@ -15,7 +15,6 @@ from mote.checkpoints.hashing import folder_hash
 from mote.checkpoints.provenance import (
     command_line,
     new_step,
-    origin_of,
     plain,
     read_steps,
     recorded_files,
@@ -34,8 +33,6 @@ def test_steps_are_written_and_read(tmp_path: Path) -> None:
     assert (second["parameters"], first["settings"]) == (7, {"experts": ["a"]})
     assert set(first["versions"]) == {"python", "mote-embeddings", "torch", "transformers", "sentence-transformers"}
     assert datetime.fromisoformat(first["date"]).tzinfo is not None
-    assert origin_of([first, second]) == "tiny"
-    assert origin_of([second]) is None
     assert read_steps(tmp_path / "1_Pooling") == []
 
 

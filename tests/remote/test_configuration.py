@@ -161,6 +161,7 @@ def test_settings_of_others_are_kept() -> None:
 
 def test_experts_without_instructions_do_not_collide() -> None:
     assert two(instructions={"a": "", "b": ""}).instruction_of("a") == ""
+    assert two(instructions={"a": None, "b": "b: "}).task_of(["b: x"]) == "b"  # null in a file: none
 
 
 def test_a_described_architecture_is_taken() -> None:

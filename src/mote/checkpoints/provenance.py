@@ -64,12 +64,6 @@ def write_steps(steps: list[dict[str, Any]], folder: Path) -> None:
     write_json(folder / RECORD_FILE, record)
 
 
-def origin_of(steps: list[dict[str, Any]]) -> str | None:
-    """Return the name of the dense model that a model was upcycled from, if its steps record it."""
-    upcycled = [step for step in steps if step["step"] == "upcycle" and step["sources"]]
-    return upcycled[0]["sources"][0].get("name") if upcycled else None
-
-
 def _read_record(folder: Path) -> dict[str, Any]:
     path = folder / RECORD_FILE
     empty: dict[str, Any] = {"format": FORMAT, "steps": [], "files": []}
